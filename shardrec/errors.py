@@ -1,0 +1,75 @@
+"""Every error that shardrec raises on purpose.
+
+::
+
+    ShardrecError
+    ├── VersionError   (ImportError)   torch, fbgemm and torchrec do not match
+    ├── ConfigError    (ValueError)    an option, optimizer or constraint that cannot be honoured
+    ├── PlanError      (ValueError)    a plan that does not cover its tables; lists every fault
+    ├── InputError     (ValueError)    a batch that the model cannot take; raised on every rank
+    ├── DataError      (ValueError)    a file with a broken row; names file, line and field
+    └── PeerError      (RuntimeError)  another rank failed or is gone
+
+Each message names the object, the value that was seen and the remedy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = [
+    "ConfigError",
+    "DataError",
+    "InputError",
+    "PeerError",
+    "PlanError",
+    "ShardrecError",
+    "VersionError",
+]
+
+
+class ShardrecError(Exception):
+    """Base class: ``except ShardrecError`` catches everything below."""
+
+
+class VersionError(ShardrecError, ImportError):
+    """The installed torch, fbgemm-gpu and torchrec were not built for each other."""
+
+
+class ConfigError(ShardrecError, ValueError):
+    """An option, optimizer setting or constraint that shardrec cannot honour."""
+
+
+class PlanError(ShardrecError, ValueError):
+    """A sharding plan (or a cut) that cannot be carried out.
+
+    Args:
+        faults: one sentence per fault; all of them are in the message.
+
+    Attributes:
+        faults: the same sentences, in order.
+    """
+
+    def __init__(self, faults: Sequence[str] | str) -> None:
+        self.faults: tuple[str, ...] = (faults,) if isinstance(faults, str) else tuple(faults)
+        if len(self.faults) == 1:
+            text = self.faults[0]
+        else:
+            lines = "\n".join(f"  {i}. {fault}" for i, fault in enumerate(self.faults, 1))
+            text = f"the sharding plan has {len(self.faults)} faults:\n{lines}"
+        super().__init__(text)
+
+    def __reduce__(self) -> tuple[type[PlanError], tuple[tuple[str, ...]]]:
+        return type(self), (self.faults,)
+
+
+class InputError(ShardrecError, ValueError):
+    """A batch that the sharded model cannot take. Every rank raises it at the same step."""
+
+
+class DataError(ShardrecError, ValueError):
+    """A data file with a row that cannot be read; the message has ``file:line: field``."""
+
+
+class PeerError(ShardrecError, RuntimeError):
+    """Another rank failed or is gone, so that this rank cannot go on."""

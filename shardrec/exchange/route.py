@@ -1,0 +1,181 @@
+"""Which ids go to which rank: computed once from the plan, without tensors.
+
+The ids of a lookup (one feature looked up in one table) go to every column stripe of the table, and inside a stripe
+to the row block that holds the row. So the ids are cut once per distinct row partition of a table (a *unit*), each
+unit into its *blocks*, and a *slot* is what one shard receives for one lookup::
+
+    key ──► unit (key, row boundaries) ──► block k of the unit ──► slot of every shard with just these rows
+    "f1"    ("f1", 0|500|1000)             0: rows 0..499           f1 → t1[0:500, 0:64] on rank 0
+                                           1: rows 500..999         f1 → t1[500:1000, 0:64] on rank 1
+
+Slots are ordered by rank, then lookup group, then table, then shard, then lookup: the order in which ids travel and in
+which the pooled columns come back. The lookups of one shard are neighbours, as fbgemm's backward needs them to be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardrec.layout import Shard, TableLayout
+
+__all__ = ["Lookup", "Piece", "Route", "Slot", "Source", "build_route", "output_pieces"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lookup:
+    """One feature looked up in one table.
+
+    Args:
+        feature: key of the input KeyedJaggedTensor.
+        layout: where the table lives.
+        group: number of the table's lookup group (one kernel call each).
+        output: key of the output KeyedTensor.
+        mean: mean pooling (else sum).
+    """
+
+    feature: str
+    layout: TableLayout
+    group: int
+    output: str
+    mean: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """The ids that one shard receives for one lookup: block ``block`` of unit ``unit``."""
+
+    lookup: int
+    shard: Shard
+    unit: int
+    block: int
+    group: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """The way of the ids of all the sharded lookups.
+
+    Args:
+        unit_keys: per unit, the feature whose ids it cuts.
+        unit_boundaries: per unit, the row boundaries of its blocks.
+        slots: per rank, its slots in order of travel.
+        groups: number of lookup groups in the plan.
+    """
+
+    unit_keys: tuple[str, ...]
+    unit_boundaries: tuple[tuple[int, ...], ...]
+    slots: tuple[tuple[Slot, ...], ...]
+    groups: int
+
+    @property
+    def blocks(self) -> int:
+        """The most blocks any unit has."""
+        return max((len(boundaries) - 1 for boundaries in self.unit_boundaries), default=1)
+
+    @property
+    def slot_rows(self) -> tuple[int, ...]:
+        """Per slot, rank after rank, its row in the cut lengths, which are (blocks, units, B)."""
+        units = len(self.unit_keys)
+        return tuple(slot.block * units + slot.unit for rank_slots in self.slots for slot in rank_slots)
+
+    def slot_counts(self) -> tuple[int, ...]:
+        """Number of slots of each rank."""
+        return tuple(len(rank_slots) for rank_slots in self.slots)
+
+    def width(self, rank: int) -> int:
+        """Pooled columns that ``rank`` sends back per sample."""
+        return sum(slot.shard.cols for slot in self.slots[rank])
+
+    @property
+    def wide_ids(self) -> bool:
+        """Whether any shard has more rows than 32 bits can number, so that ids must travel as 64 bits."""
+        return any(slot.shard.rows > 2**31 - 1 for rank_slots in self.slots for slot in rank_slots)
+
+
+def build_route(lookups: Sequence[Lookup], world_size: int, groups: int) -> Route:
+    """The route of ``lookups``; those of replicated tables are left out, for their ids go nowhere.
+
+    Args:
+        lookups: in the order of the unsharded module's output.
+        world_size: number of ranks W.
+        groups: number of lookup groups of the module.
+    """
+    units: dict[tuple[str, tuple[int, ...]], int] = {}
+    slots: list[list[Slot]] = [[] for _ in range(world_size)]
+    for index, lookup in enumerate(lookups):
+        for stripe in lookup.layout.stripes():
+            unit = units.setdefault((lookup.feature, stripe.boundaries), len(units))
+            for block, shard in enumerate(stripe.shards):
+                slots[shard.rank].append(Slot(lookup=index, shard=shard, unit=unit, block=block, group=lookup.group))
+    first_lookup: dict[str, int] = {}
+    for index, lookup in enumerate(lookups):
+        first_lookup.setdefault(lookup.layout.name, index)
+    for rank_slots in slots:
+        rank_slots.sort(
+            key=lambda slot: (
+                slot.group,
+                first_lookup[slot.shard.table],
+                slot.shard.col_start,
+                slot.shard.row_start,
+                slot.lookup,
+            )
+        )
+    return Route(
+        unit_keys=tuple(key for key, _ in units),
+        unit_boundaries=tuple(boundaries for _, boundaries in units),
+        slots=tuple(map(tuple, slots)),
+        groups=groups,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Columns from ``start`` on of the block that rank ``block`` sent (``block == W``: the replicated tables' own)."""
+
+    block: int
+    start: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """``width`` adjacent columns of the output: the sum of as many columns of each source."""
+
+    width: int
+    sources: tuple[Source, ...]
+
+
+def output_pieces(lookups: Sequence[Lookup], route: Route) -> tuple[Piece, ...]:
+    """How the output's columns, in the unsharded order, come from the received blocks.
+
+    Neighbouring columns whose sources are neighbours too are one piece, so that 200 row-wise tables are one sum of
+    W blocks, and table-wise tables in order are one copy per run.
+    """
+    world_size = len(route.slots)
+    sources: dict[tuple[int, int], list[Source]] = {}
+    for rank, rank_slots in enumerate(route.slots):
+        start = 0
+        for slot in rank_slots:
+            sources.setdefault((slot.lookup, slot.shard.col_start), []).append(Source(block=rank, start=start))
+            start += slot.shard.cols
+    pieces: list[Piece] = []
+    replicated = 0
+    for index, lookup in enumerate(lookups):
+        if lookup.layout.replicated:
+            own = (Source(block=world_size, start=replicated),)
+            _append(pieces, Piece(width=lookup.layout.embedding_dim, sources=own))
+            replicated += lookup.layout.embedding_dim
+        for stripe in lookup.layout.stripes():
+            width = stripe.col_end - stripe.col_start
+            _append(pieces, Piece(width=width, sources=tuple(sources[index, stripe.col_start])))
+    return tuple(pieces)
+
+
+def _append(pieces: list[Piece], piece: Piece) -> None:
+    if pieces:
+        last = pieces[-1]
+        follow = tuple(Source(block=source.block, start=source.start + last.width) for source in last.sources)
+        if follow == piece.sources:
+            pieces[-1] = Piece(width=last.width + piece.width, sources=last.sources)
+            return
+    pieces.append(piece)

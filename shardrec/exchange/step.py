@@ -1,0 +1,116 @@
+"""What the sharded modules of one model share in a step: the collectives, and how all ranks fail together.
+
+[Note: failing together]
+A rank with bad input must not leave the others waiting in the next collective. Each exchange begins with a header, an
+all-to-all of a few integers that is needed anyway; one of them says "my batch is faulty", one is a checksum of what the
+ranks must agree on (id dtype, gradients on or off, dtypes of the dense inputs). When any header says so, every rank knows
+it at the same step, and only then do they exchange their messages as text, so that each raises the same error. A good
+step pays nothing.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from shardrec.errors import InputError
+from shardrec.exchange.collectives import Collectives
+
+__all__ = ["FIXED_COLUMNS", "StepContext", "checksum"]
+
+FIXED_COLUMNS = 3
+"""Header columns before the id counts per lookup group: batch size, fault flag, checksum of the agreement."""
+
+
+def checksum(text: str) -> int:
+    """A number that is equal for equal texts in every process."""
+    return zlib.crc32(text.encode())
+
+
+class StepContext:
+    """Shared by the sharded modules of a model.
+
+    Args:
+        collectives: of the group that the embeddings are sharded over.
+        device: where header and payload live.
+
+    Attributes:
+        dense_signature: dtypes of the model's other inputs in this step, set by the model's wrapper.
+        header_columns: width of a header, the same for all the modules, so that a rank can answer for any of them.
+        exchanges: number of headers exchanged so far.
+        gradients_are_reduced: a reducer averages the gradients of ordinary parameters over the ranks.
+        reduce_this_backward: it does so in the coming backward (False while gradients are accumulated).
+    """
+
+    def __init__(self, collectives: Collectives, device: torch.device) -> None:
+        self.collectives = collectives
+        self.device = device
+        self.dense_signature = ""
+        self.header_columns = FIXED_COLUMNS
+        self.exchanges = 0
+        self.gradients_are_reduced = False
+        self.reduce_this_backward = True
+
+    def exchange_header(self, header: Tensor) -> Tensor:
+        """Send row q of ``header`` (W, C) int64 to rank q; returns the rows received, one from each rank."""
+        self.exchanges += 1
+        ones = [1] * self.collectives.world_size
+        pending = self.collectives.all_to_all(header, ones, ones, "header")
+        return self.collectives.wait(pending, "header")
+
+    def fail_all(self, message: str) -> NoReturn:
+        """Take part in the other ranks' next header exchange with a fault, and raise it here as there."""
+        header = torch.zeros((self.collectives.world_size, self.header_columns), dtype=torch.int64, device=self.device)
+        header[:, 1] = 1
+        self.exchange_header(header)
+        self.raise_faults(message, "")
+
+    def check(self, faults: Sequence[int], checksums: Sequence[int], agreement: str) -> bool:
+        """Whether this step can go on, from the headers' fault flags and checksums.
+
+        Raises:
+            InputError: if no batch is faulty but the ranks disagree about what they send.
+        """
+        if any(faults):
+            return False
+        if any(other != checksums[0] for other in checksums):
+            self.raise_faults("", agreement)
+        return True
+
+    def raise_faults(self, message: str, agreement: str) -> NoReturn:
+        """Exchange the messages of all ranks and raise them; every rank must call this in the same step.
+
+        Args:
+            message: what is wrong on this rank, or "".
+            agreement: what this rank would have sent, used when no rank has a message.
+
+        Raises:
+            InputError: the same on every rank.
+        """
+        messages = self._all_gather_text(message)
+        if any(messages):
+            lines = [f"rank {rank}: {text}" for rank, text in enumerate(messages) if text]
+            raise InputError(
+                lines[0] if len(lines) == 1 else f"{len(lines)} ranks have bad input:\n  " + "\n  ".join(lines)
+            )
+        agreements = self._all_gather_text(agreement)
+        lines = [f"rank {rank}: {text}" for rank, text in enumerate(agreements)]
+        raise InputError(
+            "the ranks disagree about their input; give every rank the same dtypes and modes:\n  " + "\n  ".join(lines)
+        )
+
+    def _all_gather_text(self, text: str) -> list[str]:
+        world_size = self.collectives.world_size
+        data = text.encode()
+        ones = [1] * world_size
+        sizes = torch.full((world_size,), len(data), dtype=torch.int64, device=self.device)
+        received = self.collectives.all_to_all(sizes, ones, ones, "error message")
+        receive = [int(size) for size in self.collectives.wait(received, "error message").tolist()]
+        blob = torch.tensor(list(data) * world_size, dtype=torch.uint8, device=self.device)
+        pending = self.collectives.all_to_all(blob, receive, [len(data)] * world_size, "error message")
+        parts = self.collectives.wait(pending, "error message").cpu().split(receive)
+        return [bytes(part.tolist()).decode(errors="replace") for part in parts]

@@ -1,0 +1,8 @@
+"""Plans as data: shards, layouts, cuts, and the plan that holds them."""
+
+from shardrec.layout import cuts
+from shardrec.layout.plan import ShardingPlan
+from shardrec.layout.shard import COLUMN_UNIT, Shard, Stripe, TableLayout
+from shardrec.layout.topology import Topology
+
+__all__ = ["COLUMN_UNIT", "Shard", "ShardingPlan", "Stripe", "TableLayout", "Topology", "cuts"]

@@ -1,0 +1,178 @@
+"""A sharding plan: every table's layout, as data that can be saved, read and checked."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardrec.errors import PlanError
+from shardrec.layout.shard import Shard, TableLayout
+from shardrec.layout.topology import Topology
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["ShardingPlan"]
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingPlan:
+    """Where every table of a model lives.
+
+    Args:
+        topology: the ranks that the plan is for.
+        tables: one layout per table, each covering its table exactly once.
+
+    Raises:
+        PlanError: with every fault of every table.
+    """
+
+    topology: Topology
+    tables: tuple[TableLayout, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        faults = [
+            f"table {name!r} comes {count} times; names must be unique in a plan"
+            for name, count in Counter(table.name for table in self.tables).items()
+            if count > 1
+        ]
+        for table in self.tables:
+            faults += table.faults(self.topology.world_size)
+        if faults:
+            raise PlanError(faults)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that the plan is for."""
+        return self.topology.world_size
+
+    @cached_property
+    def by_name(self) -> Mapping[str, TableLayout]:
+        """The layouts by table name."""
+        return {table.name: table for table in self.tables}
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """A number that is equal for equal plans, in every process (48 bits)."""
+        text = json.dumps(self.to_json(), sort_keys=True)
+        return int(hashlib.sha256(text.encode()).hexdigest()[:12], 16)
+
+    def check_tables(self, shapes: Mapping[str, tuple[int, int]], *, partial: bool = False) -> None:
+        """Check that the plan is for just these tables.
+
+        Args:
+            shapes: ``(num_embeddings, embedding_dim)`` of each table of the model, by name.
+            partial: these are only some of the model's tables, so the plan may have others.
+
+        Raises:
+            PlanError: naming each table that is missing, unknown or of another shape.
+        """
+        faults = []
+        for name, (rows, cols) in shapes.items():
+            layout = self.by_name.get(name)
+            if layout is None:
+                faults.append(f"the plan has no table {name!r}; plan the model again, or add a layout for it")
+            elif (layout.num_embeddings, layout.embedding_dim) != (rows, cols):
+                faults.append(
+                    f"table {name!r} is ({rows}, {cols}) in the model and ({layout.num_embeddings}, "
+                    f"{layout.embedding_dim}) in the plan; plan the model again"
+                )
+        known = ", ".join(map(repr, shapes))
+        faults += [
+            f"the plan has a table {name!r} that the model lacks; its tables are {known or 'none'}"
+            for name in self.by_name
+            if name not in shapes and not partial
+        ]
+        if faults:
+            raise PlanError(faults)
+
+    def local_numel(self, rank: int) -> int:
+        """Number of embedding weights that ``rank`` holds."""
+        return sum(table.local_numel(rank) for table in self.tables)
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as JSON-compatible data; a shard is ``[row_start, row_end, col_start, col_end, rank]``."""
+        return {
+            "format": _FORMAT,
+            "topology": {"hosts": self.topology.hosts, "ranks_per_host": self.topology.ranks_per_host},
+            "tables": [
+                {
+                    "name": table.name,
+                    "num_embeddings": table.num_embeddings,
+                    "embedding_dim": table.embedding_dim,
+                    "cut": table.cut,
+                    "replicated": table.replicated,
+                    "shards": [[s.row_start, s.row_end, s.col_start, s.col_end, s.rank] for s in table.shards],
+                }
+                for table in self.tables
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ShardingPlan:
+        """The plan that :meth:`to_json` gave.
+
+        Raises:
+            PlanError: if the data is not a plan, or a faulty one.
+        """
+        try:
+            if data["format"] != _FORMAT:
+                raise PlanError(
+                    f"the plan has format {data['format']!r} and this release reads format {_FORMAT}; plan again"
+                )
+            return cls(topology=Topology(**data["topology"]), tables=tuple(map(_table_from_json, data["tables"])))
+        except (KeyError, TypeError, IndexError) as error:
+            raise PlanError(
+                f"this is not a sharding plan: {type(error).__name__} {error}; expected what ShardingPlan.save writes"
+            ) from error
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON."""
+        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> ShardingPlan:
+        """Read a plan that :meth:`save` wrote.
+
+        Raises:
+            PlanError: if the file is not a plan; the message names the file.
+        """
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            return cls.from_json(data)
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise PlanError(f"{path}: not JSON ({error}); expected what ShardingPlan.save writes") from error
+        except PlanError as error:
+            raise PlanError([f"{path}: {fault}" for fault in error.faults]) from error
+
+    def explain(self) -> Table:
+        """A rich table for people: each table's shape, cut, ranks and bytes, then each rank's load."""
+        from shardrec.layout.table import plan_table
+
+        return plan_table(self)
+
+
+def _table_from_json(data: Mapping[str, Any]) -> TableLayout:
+    name = data["name"]
+    return TableLayout(
+        name=name,
+        num_embeddings=int(data["num_embeddings"]),
+        embedding_dim=int(data["embedding_dim"]),
+        cut=str(data["cut"]),
+        replicated=bool(data["replicated"]),
+        shards=tuple(_shards_from_json(name, data["shards"])),
+    )
+
+
+def _shards_from_json(name: str, rows: Iterable[Iterable[int]]) -> Iterable[Shard]:
+    for row in rows:
+        top, bottom, left, right, rank = (int(number) for number in row)
+        yield Shard(table=name, row_start=top, row_end=bottom, col_start=left, col_end=right, rank=rank)

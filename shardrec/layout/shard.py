@@ -1,0 +1,225 @@
+"""A shard is a rectangle of one embedding table on one rank; a table's layout is a set of them.
+
+::
+
+    columns 0 ........ D          a layout is made of column stripes, and each stripe of row blocks:
+      ┌──────────┬─────┐  row 0
+      │ rank 0   │ r 1 │          stripe [0, 64): blocks [0, 600) on rank 0 and [600, 1000) on rank 2
+      │          ├─────┤          stripe [64, 96): blocks [0, 300) on rank 1 and [300, 1000) on rank 3
+      ├──────────┤ r 3 │
+      │ rank 2   │     │          Table-wise is one stripe of one block, row-wise one stripe of many,
+      └──────────┴─────┘  R       column-wise many stripes of one block, grid many of many.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+__all__ = ["COLUMN_UNIT", "Shard", "Stripe", "TableLayout"]
+
+COLUMN_UNIT = 4
+"""fbgemm's kernels move four floats at a time: each shard's width must be a multiple of this."""
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Shard:
+    """Rows ``[row_start, row_end)`` and columns ``[col_start, col_end)`` of ``table`` on ``rank``."""
+
+    table: str
+    row_start: int
+    row_end: int
+    col_start: int
+    col_end: int
+    rank: int
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return self.row_end - self.row_start
+
+    @property
+    def cols(self) -> int:
+        """Number of columns."""
+        return self.col_end - self.col_start
+
+    @property
+    def numel(self) -> int:
+        """Number of weights."""
+        return self.rows * self.cols
+
+    def __str__(self) -> str:
+        return (
+            f"{self.table}[{self.row_start}:{self.row_end}, {self.col_start}:{self.col_end}] on rank {self.rank}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stripe:
+    """The shards of one column range, in row order. They share their ids' row partition."""
+
+    col_start: int
+    col_end: int
+    shards: tuple[Shard, ...]
+
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        """Row boundaries, ``len(shards) + 1`` of them, from 0 to the number of rows."""
+        return (*(shard.row_start for shard in self.shards), self.shards[-1].row_end)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableLayout:
+    """Where one table's weights live.
+
+    Args:
+        name: table name, unique in the plan (``"path.to.module.table"`` when a model holds several collections).
+        num_embeddings: rows of the table.
+        embedding_dim: columns of the table.
+        shards: the rectangles, which cover the table exactly once; empty when ``replicated``.
+        replicated: every rank holds the whole table (data-parallel); gradients are all-reduced.
+        cut: the name of the cut that made the layout, for people; the run time does not read it.
+    """
+
+    name: str
+    num_embeddings: int
+    embedding_dim: int
+    shards: tuple[Shard, ...] = ()
+    replicated: bool = False
+    cut: str = "mixed"
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks that hold a shard, ascending; empty when replicated."""
+        return tuple(sorted({shard.rank for shard in self.shards}))
+
+    def on_rank(self, rank: int) -> tuple[Shard, ...]:
+        """This table's shards on ``rank``, ordered by column, then row."""
+        mine = (shard for shard in self.shards if shard.rank == rank)
+        return tuple(sorted(mine, key=lambda shard: (shard.col_start, shard.row_start)))
+
+    def stripes(self) -> tuple[Stripe, ...]:
+        """The column stripes in column order. Only meaningful for a layout without faults."""
+        by_columns: dict[tuple[int, int], list[Shard]] = defaultdict(list)
+        for shard in self.shards:
+            by_columns[shard.col_start, shard.col_end].append(shard)
+        return tuple(
+            Stripe(col_start=start, col_end=end, shards=tuple(sorted(by_columns[start, end], key=_by_row)))
+            for start, end in sorted(by_columns)
+        )
+
+    def local_numel(self, rank: int) -> int:
+        """Number of this table's weights that ``rank`` holds."""
+        if self.replicated:
+            return self.num_embeddings * self.embedding_dim
+        return sum(shard.numel for shard in self.shards if shard.rank == rank)
+
+    def faults(self, world_size: int) -> list[str]:
+        """Everything wrong with this layout, one sentence each; empty when it covers its table exactly once."""
+        if self.num_embeddings < 1 or self.embedding_dim < 1:
+            return [
+                f"table {self.name!r} has shape ({self.num_embeddings}, {self.embedding_dim}); "
+                "both sizes must be at least 1"
+            ]
+        if self.replicated:
+            return list(self._replica_faults())
+        if not self.shards:
+            return [f"table {self.name!r} has no shard; give it to a rank with a cut, or replicate it"]
+        found = [fault for shard in self.shards for fault in self._shard_faults(shard, world_size)]
+        return found or self._cover_faults()
+
+    def _replica_faults(self) -> Iterable[str]:
+        if self.shards:
+            yield (
+                f"table {self.name!r} is replicated and has {len(self.shards)} shards as well; "
+                "leave shards empty, or set replicated=False"
+            )
+        if self.embedding_dim % COLUMN_UNIT:
+            yield (
+                f"table {self.name!r} is {self.embedding_dim} columns wide; the kernels need a multiple of "
+                f"{COLUMN_UNIT}{_dim_remedy(self.embedding_dim)}"
+            )
+
+    def _shard_faults(self, shard: Shard, world_size: int) -> Iterable[str]:
+        if shard.table != self.name:
+            yield f"table {self.name!r} holds a shard of table {shard.table!r}: {shard}"
+        if not 0 <= shard.rank < world_size:
+            yield f"{shard}: there is no rank {shard.rank}; the plan is for ranks 0 to {world_size - 1}"
+        if not (0 <= shard.row_start < shard.row_end <= self.num_embeddings):
+            yield f"{shard}: rows must be a non-empty part of [0, {self.num_embeddings})"
+        if not (0 <= shard.col_start < shard.col_end <= self.embedding_dim):
+            yield f"{shard}: columns must be a non-empty part of [0, {self.embedding_dim})"
+        elif shard.cols % COLUMN_UNIT:
+            yield (
+                f"{shard} is {shard.cols} columns wide; the kernels need a multiple of {COLUMN_UNIT}: "
+                f"move the column boundary{_dim_remedy(self.embedding_dim)}"
+            )
+
+    def _cover_faults(self) -> list[str]:
+        gaps, overlaps = _cover(self.num_embeddings, self.embedding_dim, self.shards)
+        found = []
+        if gaps:
+            (top, bottom), (left, right) = gaps[0]
+            found.append(
+                f"table {self.name!r}: rows {top}:{bottom}, columns {left}:{right} are on no rank; add a shard for them"
+            )
+        if overlaps:
+            (top, bottom), (left, right), owners = overlaps[0]
+            found.append(
+                f"table {self.name!r}: rows {top}:{bottom}, columns {left}:{right} are in {len(owners)} shards "
+                f"({'; '.join(map(str, owners))}); keep one"
+            )
+        if not found:
+            found.extend(self._stripe_faults())
+        return found
+
+    def _stripe_faults(self) -> list[str]:
+        ranges = [(stripe.col_start, stripe.col_end) for stripe in self.stripes()]
+        crossing = next((f"{a} and {b}" for a, b in zip(ranges, ranges[1:], strict=False) if b[0] < a[1]), None)
+        if crossing is None:
+            return []
+        return [
+            f"table {self.name!r}: its shards are not column stripes cut into row blocks (column ranges {crossing} "
+            "cross); split the wider shards at the inner column boundary"
+        ]
+
+
+def _by_row(shard: Shard) -> int:
+    return shard.row_start
+
+
+def _dim_remedy(dim: int) -> str:
+    if dim % COLUMN_UNIT == 0:
+        return ""
+    return f", or round embedding_dim {dim} up to {-(-dim // COLUMN_UNIT) * COLUMN_UNIT}"
+
+
+_Range = tuple[int, int]
+
+
+def _cover(
+    rows: int, cols: int, shards: Iterable[Shard]
+) -> tuple[list[tuple[_Range, _Range]], list[tuple[_Range, _Range, list[Shard]]]]:
+    """Cells in no shard and cells in several, on the grid of all the shards' boundaries.
+
+    Sweeps the column intervals and, inside each, the rows of the shards that span it, so the cost is
+    (column intervals) × (shards in each), not the full grid.
+    """
+    shards = tuple(shards)
+    cuts = sorted({0, cols, *(s.col_start for s in shards), *(s.col_end for s in shards)})
+    gaps: list[tuple[_Range, _Range]] = []
+    overlaps: list[tuple[_Range, _Range, list[Shard]]] = []
+    for left, right in zip(cuts, cuts[1:], strict=False):
+        covered, last = 0, None
+        for shard in sorted((s for s in shards if s.col_start <= left < s.col_end), key=_by_row):
+            if shard.row_start > covered:
+                gaps.append(((covered, shard.row_start), (left, right)))
+            elif shard.row_start < covered and last is not None:
+                overlap = (shard.row_start, min(covered, shard.row_end))
+                overlaps.append((overlap, (left, right), [last, shard]))
+            if shard.row_end > covered:
+                covered, last = shard.row_end, shard
+        if covered < rows:
+            gaps.append(((covered, rows), (left, right)))
+    return gaps, overlaps

@@ -1,0 +1,94 @@
+"""fbgemm's table-batched kernels behind one constructor: what differs between CPU and CUDA is here.
+
+fbgemm's CPU build has no Adam and, on either device, its kernels know one column range of a row at a time; tables for
+which that matters are updated by :mod:`shardrec.lookup.rows` and use a kernel for the forward only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
+    BoundsCheckMode,
+    EmbeddingLocation,
+    PoolingMode,
+)
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    ComputeDevice,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
+from torch import Tensor
+
+from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
+
+__all__ = ["has_fused_kernel", "kernel_states", "make_kernel", "set_first_sums"]
+
+_FBGEMM_OPTIMIZERS = {
+    OptimizerKind.SGD: EmbOptimType.EXACT_SGD,
+    OptimizerKind.ADAGRAD: EmbOptimType.EXACT_ADAGRAD,
+    OptimizerKind.ROWWISE_ADAGRAD: EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    OptimizerKind.ADAM: EmbOptimType.ADAM,
+}
+
+
+def has_fused_kernel(optimizer: FusedOptimizer, device: torch.device) -> bool:
+    """Whether fbgemm has the optimizer's backward on ``device``."""
+    return device.type == "cuda" or optimizer.kind is not OptimizerKind.ADAM
+
+
+def make_kernel(
+    shapes: Sequence[tuple[int, int]],
+    feature_tables: Sequence[int],
+    optimizer: FusedOptimizer | None,
+    device: torch.device,
+) -> SplitTableBatchedEmbeddingBagsCodegen:
+    """A table-batched embedding bag with sum pooling, its weights uninitialised.
+
+    Args:
+        shapes: (rows, columns) per local table.
+        feature_tables: per feature, the number of its table.
+        optimizer: fused into backward; None for a kernel that is only used forward.
+        device: CPU or CUDA.
+    """
+    on_cuda = device.type == "cuda"
+    location = EmbeddingLocation.DEVICE if on_cuda else EmbeddingLocation.HOST
+    compute = ComputeDevice.CUDA if on_cuda else ComputeDevice.CPU
+    settings: dict[str, Any] = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.0}
+    if optimizer is not None:
+        settings = {
+            "optimizer": _FBGEMM_OPTIMIZERS[optimizer.kind],
+            "learning_rate": optimizer.lr,
+            "eps": optimizer.eps,
+            "beta1": optimizer.betas[0],
+            "beta2": optimizer.betas[1],
+        }
+    return SplitTableBatchedEmbeddingBagsCodegen(
+        embedding_specs=[(rows, cols, location, compute) for rows, cols in shapes],
+        feature_table_map=list(feature_tables),
+        pooling_mode=PoolingMode.SUM,
+        # The input exchange has checked the ids; a second check would hide a fault by mending it.
+        bounds_check_mode=BoundsCheckMode.NONE,
+        stochastic_rounding=False,
+        device=device,
+        **settings,
+    )
+
+
+def kernel_states(kernel: SplitTableBatchedEmbeddingBagsCodegen, optimizer: FusedOptimizer) -> list[dict[str, Tensor]]:
+    """Per local table, its optimizer states by name, as views of the kernel's memory."""
+    if not optimizer.states:
+        return [{} for _ in kernel.embedding_specs]
+    return [
+        dict(zip(optimizer.states, states, strict=True)) for states in kernel.split_optimizer_states()
+    ]
+
+
+def set_first_sums(kernel: SplitTableBatchedEmbeddingBagsCodegen, optimizer: FusedOptimizer) -> None:
+    """Start Adagrad's sums at ``initial_accumulator_value``."""
+    if optimizer.initial_accumulator_value:
+        for states in kernel_states(kernel, optimizer):
+            for state in states.values():
+                state.fill_(optimizer.initial_accumulator_value)

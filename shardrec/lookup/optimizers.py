@@ -1,0 +1,136 @@
+"""Which optimizer a table's parameter was given with ``apply_optimizer_in_backward``, as data.
+
+The fused optimizers change only the rows that a batch looks up. For SGD, Adagrad and rowwise Adagrad that is just what
+the dense optimizer does, for a row without gradient keeps its value and its state. Adam is lazy, as in fbgemm, TorchRec
+and :class:`torch.optim.SparseAdam`: the moments of a row that is not looked up do not decay, and the row does not move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardrec.errors import ConfigError
+
+__all__ = ["FusedOptimizer", "OptimizerKind", "fused_optimizer_of"]
+
+
+class OptimizerKind(Enum):
+    """Fused optimizers, by the name of the class that asks for them."""
+
+    SGD = "SGD"
+    ADAGRAD = "Adagrad"
+    ROWWISE_ADAGRAD = "RowWiseAdagrad"
+    ADAM = "Adam"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedOptimizer:
+    """A fused optimizer and its settings, as in the torch class of that name.
+
+    Args:
+        kind: which one.
+        lr: learning rate.
+        eps: added to the root of the second moment.
+        betas: decay of Adam's two moments.
+        initial_accumulator_value: first value of Adagrad's sums of squares.
+    """
+
+    kind: OptimizerKind
+    lr: float
+    eps: float = 0.0
+    betas: tuple[float, float] = (0.0, 0.0)
+    initial_accumulator_value: float = 0.0
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """Names of the per-weight (or, rowwise, per-row) states, as the torch class calls them."""
+        match self.kind:
+            case OptimizerKind.SGD:
+                return ()
+            case OptimizerKind.ADAM:
+                return ("exp_avg", "exp_avg_sq")
+            case _:
+                return ("sum",)
+
+
+_DEFAULTS: dict[OptimizerKind, dict[str, Any]] = {
+    OptimizerKind.SGD: {"lr": 1e-3},
+    OptimizerKind.ADAGRAD: {"lr": 1e-2, "eps": 1e-10, "initial_accumulator_value": 0.0},
+    OptimizerKind.ROWWISE_ADAGRAD: {"lr": 1e-2, "eps": 1e-10, "initial_accumulator_value": 0.0},
+    OptimizerKind.ADAM: {"lr": 1e-3, "eps": 1e-8, "betas": (0.9, 0.999)},
+}
+
+# Settings that change the rule; each is accepted only at the value that leaves it alone.
+_NEUTRAL: dict[str, Any] = {
+    "momentum": 0.0,
+    "dampening": 0.0,
+    "weight_decay": 0.0,
+    "lr_decay": 0.0,
+    "nesterov": False,
+    "amsgrad": False,
+    "maximize": False,
+    "decoupled_weight_decay": False,
+}
+
+# Settings that say how the torch class computes, not what.
+_IRRELEVANT = frozenset({"foreach", "capturable", "differentiable", "fused"})
+
+
+def fused_optimizer_of(parameter: nn.Parameter, table: str) -> FusedOptimizer | None:
+    """The optimizer that ``apply_optimizer_in_backward`` gave to ``parameter``; None if it was given none.
+
+    Args:
+        parameter: an unsharded table's weight.
+        table: the table's name, for messages.
+
+    Raises:
+        ConfigError: for an optimizer or a setting without a fused form.
+    """
+    classes: list[type[torch.optim.Optimizer]] = getattr(parameter, "_optimizer_classes", [])
+    settings: list[Mapping[str, Any]] = getattr(parameter, "_optimizer_kwargs", [])
+    if not classes:
+        return None
+    if len(classes) > 1:
+        named = ", ".join(cls.__name__ for cls in classes)
+        raise ConfigError(
+            f"table {table!r} was given {len(classes)} optimizers in backward ({named}); a fused table takes one"
+        )
+    kind = _kind_of(classes[0], table)
+    values = dict(_DEFAULTS[kind])
+    for name, value in settings[0].items():
+        if name in values:
+            values[name] = value
+        elif name in _NEUTRAL:
+            if value != _NEUTRAL[name]:
+                raise ConfigError(
+                    f"table {table!r}: {classes[0].__name__}({name}={value!r}) has no fused form; leave {name} at "
+                    f"{_NEUTRAL[name]!r}, or give the table an ordinary optimizer instead of apply_optimizer_in_backward"
+                )
+        elif name not in _IRRELEVANT:
+            known = ", ".join(sorted(_DEFAULTS[kind]))
+            raise ConfigError(f"table {table!r}: {classes[0].__name__} has no fused setting {name!r}; it has {known}")
+    return FusedOptimizer(
+        kind=kind,
+        lr=float(values["lr"]),
+        eps=float(values.get("eps", 0.0)),
+        betas=(float(values["betas"][0]), float(values["betas"][1])) if "betas" in values else (0.0, 0.0),
+        initial_accumulator_value=float(values.get("initial_accumulator_value", 0.0)),
+    )
+
+
+def _kind_of(cls: type[torch.optim.Optimizer], table: str) -> OptimizerKind:
+    # torchrec.optim has subclasses of the torch optimizers that swallow fbgemm's own settings; names tell them apart.
+    for kind in OptimizerKind:
+        if cls.__name__ == kind.value:
+            return kind
+    known = ", ".join(kind.value for kind in OptimizerKind)
+    raise ConfigError(
+        f"table {table!r}: there is no fused form of {cls.__module__}.{cls.__name__}; use one of {known}, or leave the "
+        "table to an ordinary optimizer"
+    )

@@ -1,0 +1,104 @@
+"""Fused optimizers row by row in torch, for what fbgemm's kernels cannot do.
+
+Used for Adam on the CPU (fbgemm's CPU build has none), for rowwise Adagrad on a table cut by columns (whose mean square
+is over the whole row, of which a rank holds a part) and for replicated tables (whose gradient is complete only after
+the all-reduce). The rules are those of :mod:`torch.optim` and ``torchrec.optim.RowWiseAdagrad``, on the rows given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardrec.lookup.bank import RowGradient, WidthClass
+from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
+
+__all__ = ["RowOptimizer"]
+
+
+@dataclass(kw_only=True)
+class _ClassState:
+    cls: WidthClass
+    states: dict[str, Tensor]
+
+
+class RowOptimizer:
+    """The states of some tables' optimizer, and its step on some of their rows.
+
+    Args:
+        classes: whose weights are updated in place.
+        tables: number of tables in the classes.
+        optimizer: rule and settings.
+
+    Attributes:
+        step_count: updates so far; Adam's bias correction reads it.
+    """
+
+    def __init__(self, classes: Sequence[WidthClass], tables: int, optimizer: FusedOptimizer) -> None:
+        self.optimizer = optimizer
+        self.step_count = 0
+        self._tables = tables
+        self._classes = [_ClassState(cls=cls, states=self._new_states(cls)) for cls in classes]
+
+    def states(self) -> list[dict[str, Tensor]]:
+        """Per table, its states by name, as views."""
+        per_table: list[dict[str, Tensor]] = [{} for _ in range(self._tables)]
+        for entry in self._classes:
+            bases = entry.cls.bases
+            for position, table in enumerate(entry.cls.tables):
+                for name, state in entry.states.items():
+                    per_table[table][name] = state[bases[position] : bases[position + 1]]
+        return per_table
+
+    @torch.no_grad()
+    def step(self, gradients: Sequence[RowGradient], mean_squares: Sequence[Tensor] | None = None) -> None:
+        """Update the rows of ``gradients``, one entry per width class.
+
+        Args:
+            gradients: distinct rows and their gradients.
+            mean_squares: rowwise Adagrad's mean square (U,) of each row's gradient, where it is not the mean over the
+                columns at hand.
+        """
+        self.step_count += 1
+        for index, (entry, gradient) in enumerate(zip(self._classes, gradients, strict=True)):
+            if gradient.rows.numel():
+                self._update(entry, gradient, None if mean_squares is None else mean_squares[index])
+
+    def _new_states(self, cls: WidthClass) -> dict[str, Tensor]:
+        rows, width = cls.weight.shape
+        kind = self.optimizer.kind
+        if kind is OptimizerKind.ROWWISE_ADAGRAD:
+            return {"sum": cls.weight.new_full((rows,), self.optimizer.initial_accumulator_value)}
+        first = self.optimizer.initial_accumulator_value if kind is OptimizerKind.ADAGRAD else 0.0
+        return {name: cls.weight.new_full((rows, width), first) for name in self.optimizer.states}
+
+    def _update(self, entry: _ClassState, gradient: RowGradient, mean_square: Tensor | None) -> None:
+        rows, values = gradient.rows, gradient.values
+        options = self.optimizer
+        match options.kind:
+            case OptimizerKind.SGD:
+                change = values
+            case OptimizerKind.ADAGRAD:
+                total = entry.states["sum"].index_select(0, rows).addcmul_(values, values)
+                entry.states["sum"].index_copy_(0, rows, total)
+                change = values / total.sqrt_().add_(options.eps)
+            case OptimizerKind.ROWWISE_ADAGRAD:
+                squares = values.square().mean(dim=1) if mean_square is None else mean_square
+                total = entry.states["sum"].index_select(0, rows).add_(squares)
+                entry.states["sum"].index_copy_(0, rows, total)
+                change = values / total.sqrt_().add_(options.eps).unsqueeze(1)
+            case OptimizerKind.ADAM:
+                change = self._adam_change(entry, rows, values)
+        entry.cls.weight.index_add_(0, rows, change, alpha=-options.lr)
+
+    def _adam_change(self, entry: _ClassState, rows: Tensor, values: Tensor) -> Tensor:
+        beta1, beta2 = self.optimizer.betas
+        first = entry.states["exp_avg"].index_select(0, rows).lerp_(values, 1 - beta1)
+        second = entry.states["exp_avg_sq"].index_select(0, rows).mul_(beta2).addcmul_(values, values, value=1 - beta2)
+        entry.states["exp_avg"].index_copy_(0, rows, first)
+        entry.states["exp_avg_sq"].index_copy_(0, rows, second)
+        root = second.div_(1 - beta2**self.step_count).sqrt_().add_(self.optimizer.eps)
+        return first.div_(1 - beta1**self.step_count) / root

@@ -1,0 +1,232 @@
+"""The lookup of a rank's shards: ids in, pooled columns out, weights updated in backward.
+
+Shapes: S slots of this rank, B_all the samples of all ranks, N ids, D pooled columns of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from shardrec.exchange.collectives import Collectives
+from shardrec.exchange.input import ShardInput
+from shardrec.exchange.route import Slot
+from shardrec.layout import Shard
+from shardrec.lookup.bank import RowGradient, TableBank
+from shardrec.lookup.groups import GroupMode, LookupGroup
+from shardrec.lookup.rows import RowOptimizer
+from shardrec.lookup.whole_rows import WholeRows
+
+__all__ = ["ShardLookup", "dense_lookup"]
+
+
+@dataclass(kw_only=True)
+class _Member:
+    """One group's part on this rank; ``bank`` is None where the rank holds none of its shards."""
+
+    group: LookupGroup
+    shards: tuple[Shard, ...]
+    slots: tuple[Slot, ...]
+    bank: TableBank | None
+    rows: RowOptimizer | None
+    whole_rows: WholeRows | None
+    parameters: tuple[nn.Parameter, ...] = ()
+
+
+class ShardLookup:
+    """This rank's shards and their kernels.
+
+    Args:
+        groups: all the groups of the module, alike on every rank.
+        slots: this rank's slots, group after group.
+        collectives: of the group that the embeddings are sharded over.
+        device: where the shards live.
+
+    Attributes:
+        shards: this rank's shards, group after group.
+    """
+
+    def __init__(
+        self, groups: Sequence[LookupGroup], slots: Sequence[Slot], collectives: Collectives, device: torch.device
+    ) -> None:
+        self._device = device
+        self._members = [
+            _member(group, tuple(slot for slot in slots if slot.group == index), collectives, device)
+            for index, group in enumerate(groups)
+        ]
+        self.shards = tuple(shard for member in self._members for shard in member.shards)
+        self._placeholder = torch.zeros(0, device=device, requires_grad=True)
+
+    def weight(self, shard: Shard) -> Tensor:
+        """(rows, cols) weights of one of this rank's shards, a view of the kernel's memory."""
+        member, table = self._find(shard)
+        assert member.bank is not None, "a member with shards has a bank"
+        return member.bank.weights[table]
+
+    def states(self, shard: Shard) -> dict[str, Tensor]:
+        """The fused optimizer's states of one shard, by name, as views: (rows, cols), or (rows,) if rowwise."""
+        member, table = self._find(shard)
+        assert member.bank is not None, "a member with shards has a bank"
+        return (member.rows.states() if member.rows is not None else member.bank.states())[table]
+
+    def step_counts(self) -> list[int]:
+        """Per group, how many updates its optimizer has made, where it counts (Adam)."""
+        return [_steps(member) for member in self._members]
+
+    def load_step_counts(self, counts: Sequence[int]) -> None:
+        """Set what :meth:`step_counts` gave."""
+        for member, count in zip(self._members, counts, strict=True):
+            if member.rows is not None:
+                member.rows.step_count = count
+            elif member.bank is not None:
+                member.bank.step_count = count
+
+    def own_parameters(self, parameters: dict[Shard, nn.Parameter]) -> None:
+        """Tell the lookup which parameters take the gradients of the shards without a fused optimizer."""
+        for member in self._members:
+            if member.group.mode is GroupMode.DENSE:
+                member.parameters = tuple(parameters[shard] for shard in member.shards)
+
+    def __call__(self, ids: ShardInput) -> Tensor:
+        """(B_all, D) float32 pooled columns, group after group."""
+        batch = sum(ids.batch_sizes)
+        starts = [0, *accumulate(ids.group_ids)]
+        slot = 0
+        pooled = []
+        for index, member in enumerate(self._members):
+            count = len(member.slots)
+            span = slice(starts[index], starts[index + 1])
+            part = _GroupInput(
+                ids=ids.ids[span],
+                lengths=ids.lengths[slot : slot + count],
+                weights=None if ids.weights is None else ids.weights[span],
+            )
+            slot += count
+            pooled.append(self._look_up(member, part, batch))
+        if not pooled:
+            return self._placeholder.new_zeros((batch, 0))
+        return pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=1)
+
+    def _look_up(self, member: _Member, part: _GroupInput, batch: int) -> Tensor:
+        if member.bank is None and member.whole_rows is None:
+            empty = self._placeholder.new_zeros((batch, 0))
+            return empty.requires_grad_() if torch.is_grad_enabled() else empty
+        if member.group.mode is GroupMode.FUSED:
+            assert member.bank is not None, "only whole-row groups go on without a bank"
+            return member.bank.look_up(part.ids, part.lengths, part.weights)
+        if member.group.mode is GroupMode.DENSE:
+            assert member.bank is not None, "only whole-row groups go on without a bank"
+            return dense_lookup(member.bank, part.ids, part.lengths, part.weights, member.parameters)
+        pooled: Tensor = _RowsFunction.apply(self._placeholder, member, part, batch)
+        return pooled
+
+    def _find(self, shard: Shard) -> tuple[_Member, int]:
+        for member in self._members:
+            if shard in member.shards:
+                return member, member.shards.index(shard)
+        raise KeyError(f"{shard} is not held here")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _GroupInput:
+    """A group's part of the input: ``ids`` (N,), ``lengths`` (S, B_all), ``weights`` (N,) or None."""
+
+    ids: Tensor
+    lengths: Tensor
+    weights: Tensor | None
+
+
+def _member(
+    group: LookupGroup, slots: tuple[Slot, ...], collectives: Collectives, device: torch.device
+) -> _Member:
+    shards = group.local_shards(collectives.rank)
+    number = {shard: index for index, shard in enumerate(shards)}
+    fused = group.optimizer if group.mode is GroupMode.FUSED else None
+    bank = None
+    if shards:
+        shapes = [(shard.rows, shard.cols) for shard in shards]
+        bank = TableBank(shapes, [number[slot.shard] for slot in slots], fused, device)
+    in_rows = group.mode in (GroupMode.ROWS, GroupMode.WHOLE_ROWS)
+    rows = None
+    if in_rows and bank is not None:
+        assert group.optimizer is not None, "a group that updates by rows has an optimizer"
+        rows = RowOptimizer(bank.classes, len(shards), group.optimizer)
+    whole = WholeRows(group.layouts, shards, collectives) if group.mode is GroupMode.WHOLE_ROWS else None
+    return _Member(group=group, shards=shards, slots=slots, bank=bank, rows=rows, whole_rows=whole)
+
+
+def _steps(member: _Member) -> int:
+    if member.rows is not None:
+        return member.rows.step_count
+    return 0 if member.bank is None else member.bank.step_count
+
+
+class _RowsFunction(torch.autograd.Function):
+    """A lookup whose backward updates the looked-up rows with a :class:`RowOptimizer`."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, placeholder: Tensor, member: _Member, part: _GroupInput, batch: int) -> Tensor:
+        ctx.member, ctx.part = member, part  # type: ignore[attr-defined]
+        if member.bank is None:
+            return placeholder.new_zeros((batch, 0))
+        return member.bank.look_up(part.ids, part.lengths, part.weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
+        member: _Member = ctx.member
+        part: _GroupInput = ctx.part
+        gradients: list[RowGradient] = []
+        if member.bank is not None:
+            gradients = member.bank.row_gradients(part.ids, part.lengths, part.weights, gradient)
+        squares = None
+        if member.whole_rows is not None:
+            squares = member.whole_rows.mean_squares(member.bank, gradients)
+        if member.rows is not None:
+            member.rows.step(gradients, squares)
+        return None, None, None, None
+
+
+def dense_lookup(
+    bank: TableBank, ids: Tensor, lengths: Tensor, weights: Tensor | None, parameters: Sequence[nn.Parameter]
+) -> Tensor:
+    """A lookup that gives each table's parameter a dense gradient.
+
+    Args:
+        bank: forward-only bank, one table per parameter, whose memory the parameters share.
+        ids: (N,).
+        lengths: (S, B).
+        weights: (N,) or None.
+        parameters: one (rows, cols) parameter per table of the bank.
+
+    Returns:
+        (B, D) float32.
+    """
+    pooled: Tensor = _DenseFunction.apply(bank, ids, lengths, weights, *parameters)
+    return pooled
+
+
+class _DenseFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, bank: TableBank, ids: Tensor, lengths: Tensor, weights: Tensor | None, *parameters: Tensor
+    ) -> Tensor:
+        ctx.bank, ctx.input = bank, (ids, lengths, weights)  # type: ignore[attr-defined]
+        return bank.look_up(ids, lengths, weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        bank: TableBank = ctx.bank
+        per_table: list[Tensor | None] = [None] * len(bank.shapes)
+        for cls, rows in zip(bank.classes, bank.row_gradients(*ctx.input, gradient), strict=True):
+            dense = gradient.new_zeros(cls.weight.shape).index_copy_(0, rows.rows, rows.values)
+            for position, table in enumerate(cls.tables):
+                per_table[table] = dense[cls.bases[position] : cls.bases[position + 1]]
+        return None, None, None, None, *per_table

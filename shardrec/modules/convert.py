@@ -1,0 +1,122 @@
+"""``shardrec.shard``: a model's collections replaced by sharded ones."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from shardrec.errors import ConfigError, PlanError
+from shardrec.exchange.collectives import collectives_of
+from shardrec.exchange.step import StepContext
+from shardrec.layout import ShardingPlan
+from shardrec.modules.bags import ShardedEmbeddingBagCollection, qualified_name
+from shardrec.modules.model import ShardedModel
+
+__all__ = ["collections_of", "shard", "table_shapes"]
+
+
+def collections_of(model: nn.Module) -> dict[str, EmbeddingBagCollection]:
+    """The unsharded collections of a model, by path."""
+    return {path: module for path, module in model.named_modules() if isinstance(module, EmbeddingBagCollection)}
+
+
+def table_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """``(num_embeddings, embedding_dim)`` of each table of a model's collections, by its name in a plan."""
+    return {
+        qualified_name(path, config.name): (config.num_embeddings, config.embedding_dim)
+        for path, collection in collections_of(model).items()
+        for config in collection.embedding_bag_configs()
+    }
+
+
+def shard(
+    model: nn.Module,
+    plan: ShardingPlan | None = None,
+    *,
+    device: torch.device | str | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> ShardedModel:
+    """Shard the embedding collections of a model; the rest goes into DistributedDataParallel.
+
+    Inside a process group every rank calls this with the same model and plan. Without one, the model runs sharded on
+    one rank.
+
+    Args:
+        model: holds ``torchrec.EmbeddingBagCollection`` modules, on the CPU or on meta; is changed in place. Optimizers
+            that ``apply_optimizer_in_backward`` gave to tables are fused into the lookup.
+        plan: where each table goes; default: :func:`shardrec.plan` for the group.
+        device: of the tables and of the model; default: the CPU.
+        group: the process group; default: the default group.
+
+    Returns:
+        The sharded model, which has the attributes and the state_dict keys of ``model``.
+
+    Raises:
+        PlanError: if the plan does not fit the model or the group, or differs between ranks.
+        ConfigError: if the model has no collection, or one that cannot be sharded.
+    """
+    target = torch.device(device or "cpu")
+    collectives = collectives_of(group)
+    collections = collections_of(model)
+    if not collections:
+        raise ConfigError(
+            f"{type(model).__name__} holds no torchrec EmbeddingBagCollection to shard; build its embeddings with one, "
+            "or wrap it in DistributedDataParallel as it is"
+        )
+    if plan is None:
+        from shardrec.planner import plan as make_plan
+
+        plan = make_plan(model)
+    if plan.world_size != collectives.world_size:
+        raise PlanError(
+            f"the plan is for {plan.world_size} ranks and the process group has {collectives.world_size}; plan for "
+            f"{collectives.world_size}, or start {plan.world_size} ranks"
+        )
+    plan.check_tables(table_shapes(model))
+    context = StepContext(collectives, target)
+    _check_same_plan(plan, context)
+    replaced = {
+        id(module): ShardedEmbeddingBagCollection(
+            module, plan, path=path, device=target, group=group, context=context
+        )
+        for path, module in collections.items()
+    }
+    model = _replace(model, replaced)
+    _move_dense(model, target)
+    world = (group or dist.group.WORLD) if collectives.world_size > 1 else None
+    return ShardedModel(model, context, world)
+
+
+def _check_same_plan(plan: ShardingPlan, context: StepContext) -> None:
+    world_size = context.collectives.world_size
+    header = torch.full((world_size, 1), plan.fingerprint, dtype=torch.int64, device=context.device)
+    fingerprints = context.exchange_header(header).flatten().tolist()
+    differing = [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]
+    if differing:
+        raise PlanError(
+            f"the plan of rank(s) {', '.join(map(str, differing))} differs from rank 0's; make the plan on one rank and "
+            "send it to the others, or save and load it"
+        )
+
+
+def _replace(model: nn.Module, replaced: dict[int, ShardedEmbeddingBagCollection]) -> nn.Module:
+    if id(model) in replaced:
+        return replaced[id(model)]
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):
+            if id(child) in replaced:
+                setattr(parent, name, replaced[id(child)])
+    return model
+
+
+def _move_dense(model: nn.Module, device: torch.device) -> None:
+    meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if meta:
+        raise ConfigError(
+            f"parameters {', '.join(map(repr, meta[:5]))} are on meta; only embedding collections may be: build the "
+            "dense part on a real device"
+        )
+    for module in model.children() if isinstance(model, ShardedEmbeddingBagCollection) else [model]:
+        module.to(device)

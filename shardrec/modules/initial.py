@@ -1,0 +1,35 @@
+"""The first values of a table, the same as the unsharded module's, one table in memory at a time.
+
+A collection built on a real device already has its values. For one built on ``torch.device("meta")``, whose tables may
+be too large for one device, they are drawn here in the order in which ``EmbeddingBagCollection(device="cpu")`` draws
+them: torch first fills each table as ``nn.EmbeddingBag`` does, then each config's ``init_fn`` writes over it. So after
+``torch.manual_seed(s)`` a meta collection that is sharded and a collection built on the CPU hold the same values,
+whatever the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+__all__ = ["first_values"]
+
+
+def first_values(collection: EmbeddingBagCollection) -> Iterator[tuple[str, Tensor]]:
+    """Each table's name and its (num_embeddings, embedding_dim) first values on the CPU or where the table is."""
+    configs = collection.embedding_bag_configs()
+    weights = {config.name: collection.embedding_bags[config.name].weight for config in configs}
+    if not any(weight.is_meta for weight in weights.values()):
+        for name, weight in weights.items():
+            yield name, weight.detach()
+        return
+    for weight in weights.values():
+        torch.nn.init.normal_(torch.empty(weight.shape, dtype=weight.dtype))  # nn.EmbeddingBag's draw, written over below
+    for config in configs:
+        values = torch.empty(weights[config.name].shape, dtype=weights[config.name].dtype)
+        assert config.init_fn is not None, "EmbeddingBagConfig always has an init_fn"
+        config.init_fn(values)
+        yield config.name, values

@@ -1,0 +1,163 @@
+"""A whole model with its collections sharded and its dense part in DistributedDataParallel."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+from shardrec.errors import InputError, ShardrecError
+from shardrec.exchange.step import StepContext
+from shardrec.modules.bags import ShardedEmbeddingBagCollection
+from shardrec.modules.table import ShardedTable
+
+__all__ = ["ShardedModel"]
+
+
+class ShardedModel(nn.Module):
+    """What :func:`shardrec.shard` returns. Behaves as the model it holds: attributes, state_dict keys, parameter names.
+
+    Args:
+        module: the model, its collections already sharded.
+        context: shared by the sharded collections.
+        group: the process group; None on one rank.
+    """
+
+    def __init__(self, module: nn.Module, context: StepContext, group: dist.ProcessGroup | None) -> None:
+        super().__init__()
+        self.module = module
+        self.context = context
+        self._sharded = [child for child in module.modules() if isinstance(child, ShardedEmbeddingBagCollection)]
+        self._headers = len(self._sharded)
+        self._callable: nn.Module = module
+        if group is not None:
+            self._wrap(group)
+
+    def _wrap(self, group: dist.ProcessGroup) -> None:
+        # DistributedDataParallel stays out of the module tree, or it would show in every name.
+        sharded = {
+            id(parameter)
+            for collection in self._sharded
+            for table in collection.embedding_bags.values()
+            if isinstance(table, ShardedTable) and not table.layout.replicated
+            for parameter in table.parameters()
+        }
+        names = [name for name, parameter in self.module.named_parameters() if id(parameter) in sharded]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.module, names)
+        if any(p.requires_grad and id(p) not in sharded for p in self.module.parameters()):
+            wrapped = DistributedDataParallel(self.module, process_group=group)
+            object.__setattr__(self, "_callable", wrapped)
+        self.context.gradients_are_reduced = True
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward.
+
+        Raises:
+            InputError: on every rank at the same step, if the input of any is faulty, also if the model's own code
+                fails on it before its last sharded collection is called.
+        """
+        context = self.context
+        context.dense_signature = ", ".join(sorted(_dtypes((args, kwargs))))
+        begin = context.exchanges
+        try:
+            result = self._callable(*args, **kwargs)
+        except ShardrecError:
+            raise
+        except Exception as error:
+            self._fail(error, made=context.exchanges - begin)
+            raise
+        finally:
+            context.dense_signature = ""
+        self._headers = context.exchanges - begin
+        return result
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate the dense part's gradients without averaging them, as DistributedDataParallel.no_sync does.
+
+        Sharded tables with a fused optimizer are still updated in each backward.
+        """
+        self.context.reduce_this_backward = False
+        try:
+            if isinstance(self._callable, DistributedDataParallel):
+                with self._callable.no_sync():
+                    yield
+            else:
+                yield
+        finally:
+            self.context.reduce_this_backward = True
+
+    def _fail(self, error: Exception, made: int) -> None:
+        """Tell the other ranks, if they still come to a header exchange in this step, and name the likely cause."""
+        rank = self.context.collectives.rank
+        cause = self._dtype_fault()
+        text = f"the model's forward failed: {type(error).__name__}: {error}{cause}"
+        if self.context.collectives.world_size > 1 and made < self._headers:
+            try:
+                self.context.fail_all(text)
+            except InputError as shared:
+                raise shared from error
+        if cause:
+            raise InputError(f"rank {rank}: {text}") from error
+
+    def _dtype_fault(self) -> str:
+        dense = {p.dtype for p in self.module.parameters() if p.is_floating_point()}
+        expected = {str(dtype).removeprefix("torch.") for dtype in dense}
+        given = {
+            name.rsplit(" ", 1)[-1] for name in self.context.dense_signature.split(", ") if "float" in name
+        }
+        wrong = given - expected
+        if not wrong or torch.is_autocast_enabled():
+            return ""
+        return (
+            f"; among the other inputs are {', '.join(sorted(wrong))} tensors and the model's parameters are "
+            f"{', '.join(sorted(expected))}: convert the inputs with .to(torch.{min(expected)})"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The model's state_dict, with the unsharded model's keys; cut tables are ShardedTensors on several ranks."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load a state_dict of this model, or of the unsharded one."""
+        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The model's parameters under its own names: this rank's shards, then the dense ones."""
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The model's buffers under its own names."""
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+
+def _dtypes(value: object) -> Iterable[str]:
+    """The distinct ``"<where> <dtype>"`` of the tensors in a forward's arguments, ids aside."""
+    if isinstance(value, (KeyedJaggedTensor, JaggedTensor, KeyedTensor)):
+        return set()
+    if isinstance(value, Tensor):
+        return {str(value.dtype).removeprefix("torch.")}
+    if isinstance(value, Mapping):
+        return {dtype for item in value.values() for dtype in _dtypes(item)}
+    if isinstance(value, (list, tuple)):
+        return {dtype for item in value for dtype in _dtypes(item)}
+    if dataclasses.is_dataclass(value):
+        return {dtype for field in dataclasses.fields(value) for dtype in _dtypes(getattr(value, field.name, None))}
+    return set()

@@ -1,0 +1,156 @@
+"""One table of a sharded collection: the parameters this rank holds of it, and their place in a state_dict.
+
+The state_dict of a sharded model has the unsharded model's keys. On several ranks a cut table's value is a
+:class:`~torch.distributed._shard.sharded_tensor.ShardedTensor`, which ``torch.distributed.checkpoint`` saves and loads
+at any world size; on one rank, and for a replicated table, it is the (rows, dim) tensor itself. Loading takes either, and
+an unsharded model's (rows, dim) tensor in place of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import Shard as TensorShard
+from torch.distributed._shard.sharded_tensor import ShardedTensor, ShardedTensorMetadata, TensorProperties
+
+from shardrec.errors import PlanError
+from shardrec.layout import Shard, TableLayout
+
+__all__ = ["ShardedTable", "as_one_tensor", "load_table"]
+
+
+class ShardedTable(nn.Module):
+    """Holds the local parameters of one table under the unsharded names.
+
+    Args:
+        layout: where the table lives.
+        parameters: this rank's parameters: one per local shard, or the replica.
+        group: the process group that the table is sharded over; None on one rank.
+    """
+
+    def __init__(
+        self, layout: TableLayout, parameters: Mapping[Shard | None, nn.Parameter], group: dist.ProcessGroup | None
+    ) -> None:
+        super().__init__()
+        self.layout = layout
+        self.group = group
+        self.locals = dict(parameters)
+        for shard, parameter in self.locals.items():
+            alone = shard is None or len(self.locals) == 1
+            name = "weight" if alone else f"weight_r{shard.row_start}_c{shard.col_start}"  # type: ignore[union-attr]
+            self.register_parameter(name, parameter)
+
+    def extra_repr(self) -> str:
+        return f"{self.layout.num_embeddings}, {self.layout.embedding_dim}, cut={self.layout.cut}"
+
+    def _save_to_state_dict(self, destination: MutableMapping[str, Any], prefix: str, keep_vars: bool) -> None:
+        tensors = {shard: parameter.detach() for shard, parameter in self.locals.items()}
+        destination[prefix + "weight"] = as_one_tensor(self.layout, tensors, self.group)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        key = prefix + "weight"
+        if key not in state_dict:
+            if strict:
+                missing_keys.append(key)
+            return
+        tensors = {shard: parameter.detach() for shard, parameter in self.locals.items()}
+        try:
+            load_table(self.layout, tensors, state_dict[key])
+        except PlanError as error:
+            error_msgs.append(f"{key}: {error}")
+
+
+def as_one_tensor(
+    layout: TableLayout, tensors: Mapping[Shard | None, Tensor], group: dist.ProcessGroup | None
+) -> Tensor | ShardedTensor:
+    """A table's local parts as the value of a state_dict.
+
+    Args:
+        layout: where the table lives.
+        tensors: (rows, cols) per local shard, or the replica under None; (rows,) for a state kept per row.
+        group: the process group; None on one rank.
+
+    Returns:
+        A plain tensor of the whole table where this rank holds it all, else a ShardedTensor.
+    """
+    if layout.replicated:
+        return tensors[None]
+    rowwise = any(tensor.dim() == 1 for tensor in tensors.values())
+    if group is None:
+        if len(tensors) == 1:
+            return next(iter(tensors.values()))
+        first = next(iter(tensors.values()))
+        whole = first.new_empty(layout.num_embeddings if rowwise else (layout.num_embeddings, layout.embedding_dim))
+        for shard, tensor in tensors.items():
+            assert shard is not None, "a layout that is not replicated has shards"
+            _part(whole, shard).copy_(tensor)
+        return whole
+    return _sharded(layout, tensors, group)
+
+
+def _sharded(
+    layout: TableLayout, tensors: Mapping[Shard | None, Tensor], group: dist.ProcessGroup
+) -> ShardedTensor:
+    local = []
+    for shard, tensor in tensors.items():
+        assert shard is not None, "a layout that is not replicated has shards"
+        local.append(TensorShard(tensor, _metadata(shard, tensor.device.type)))
+    device = next((tensor.device.type for tensor in tensors.values()), "cpu")
+    metadata = ShardedTensorMetadata(
+        shards_metadata=[_metadata(shard, device) for shard in layout.shards],
+        size=torch.Size([layout.num_embeddings, layout.embedding_dim]),
+        tensor_properties=TensorProperties(dtype=torch.float32),
+    )
+    return ShardedTensor._init_from_local_shards_and_global_metadata(local, metadata, process_group=group)
+
+
+def _metadata(shard: Shard, device: str) -> ShardMetadata:
+    placement = f"rank:{shard.rank}/{device}" + (f":{shard.rank % torch.cuda.device_count()}" if device == "cuda" else "")
+    return ShardMetadata(
+        shard_offsets=[shard.row_start, shard.col_start], shard_sizes=[shard.rows, shard.cols], placement=placement
+    )
+
+
+def load_table(layout: TableLayout, tensors: Mapping[Shard | None, Tensor], value: Tensor | ShardedTensor) -> None:
+    """Copy a state_dict's value into a table's local parts.
+
+    Raises:
+        PlanError: if the value has another shape, or is sharded in another way.
+    """
+    shape = (layout.num_embeddings, layout.embedding_dim)
+    if isinstance(value, ShardedTensor):
+        parts = {
+            (*shard.metadata.shard_offsets, *shard.metadata.shard_sizes): shard.tensor for shard in value.local_shards()
+        }
+        for shard, tensor in tensors.items():
+            key = None if shard is None else (shard.row_start, shard.col_start, shard.rows, shard.cols)
+            if key not in parts:
+                raise PlanError(
+                    f"the value is sharded in another way than this plan ({shard or 'replicated'}); load it with "
+                    "shardrec.load_checkpoint, which cuts it anew"
+                )
+            tensor.copy_(parts[key])
+        return
+    if tuple(value.shape) not in (shape, shape[:1]):
+        raise PlanError(f"the value has shape {tuple(value.shape)} and the table {shape}; load a table of that shape")
+    for shard, tensor in tensors.items():
+        tensor.copy_(value if shard is None else _part(value, shard))
+
+
+def _part(whole: Tensor, shard: Shard) -> Tensor:
+    rows = whole[shard.row_start : shard.row_end]
+    return rows if whole.dim() == 1 else rows[:, shard.col_start : shard.col_end]

@@ -1,0 +1,66 @@
+"""What a user may ask of a table's place in the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from shardrec.errors import ConfigError
+
+__all__ = ["CUTS", "Constraint", "constraints_by_table"]
+
+CUTS = (
+    "table_wise",
+    "row_wise",
+    "column_wise",
+    "table_row_wise",
+    "table_column_wise",
+    "grid",
+    "data_parallel",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constraint:
+    """Limits on one table's cut.
+
+    Args:
+        cuts: the cuts that may be used; default: any that the planner knows.
+        ranks: the ranks that may hold a shard; default: all.
+    """
+
+    cuts: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        unknown = [cut for cut in self.cuts if cut not in CUTS]
+        if unknown:
+            raise ConfigError(f"there is no cut {unknown[0]!r}; the cuts are {', '.join(CUTS)}")
+        if self.ranks and self.cuts and set(self.cuts) <= {"data_parallel"}:
+            raise ConfigError("a data_parallel table is on every rank; leave ranks empty")
+
+
+def constraints_by_table(
+    tables: Mapping[str, object], constraints: Mapping[str, Constraint] | None, world_size: int
+) -> dict[str, Constraint]:
+    """Each table's constraint: that of its name, else of the first pattern (``*``, ``?``) that matches.
+
+    Raises:
+        ConfigError: for a name or pattern that matches no table, or a rank that does not exist.
+    """
+    found: dict[str, Constraint] = {}
+    for pattern, constraint in (constraints or {}).items():
+        matching = [pattern] if pattern in tables else [name for name in tables if fnmatchcase(name, pattern)]
+        if not matching:
+            known = ", ".join(map(repr, tables))
+            raise ConfigError(f"a constraint is for an unknown table {pattern!r}; the tables are {known}")
+        wrong = [rank for rank in constraint.ranks if not 0 <= rank < world_size]
+        if wrong:
+            raise ConfigError(
+                f"the constraint of table {pattern!r} names rank {wrong[0]}; there are ranks 0 to {world_size - 1}"
+            )
+        for name in matching:
+            if name not in found or pattern in tables:
+                found[name] = constraint
+    return found
