@@ -65,9 +65,7 @@ class Batch:
 def read_batch(features: object, expect: Expectation) -> Batch | str:
     """The batch's tensors, or what is wrong with its structure (all that shows without reading a tensor)."""
     if not isinstance(features, KeyedJaggedTensor):
-        return (
-            f"the input is a {type(features).__name__}; a sharded collection takes a torchrec KeyedJaggedTensor"
-        )
+        return f"the input is a {type(features).__name__}; a sharded collection takes a torchrec KeyedJaggedTensor"
     keys = tuple(features.keys())
     fault = _key_fault(keys, expect) or _id_fault(features, expect) or _weight_fault(features, expect)
     if fault is not None:
@@ -150,9 +148,7 @@ def _weight_fault(features: KeyedJaggedTensor, expect: Expectation) -> str | Non
     if not weights.dtype.is_floating_point:
         return f"the weights are {_name(weights.dtype)}{value}; they must be floating point: convert with .float()"
     if weights.numel() != features.values().numel():
-        return (
-            f"there are {weights.numel()} weights for {features.values().numel()} ids; give one weight for each id"
-        )
+        return f"there are {weights.numel()} weights for {features.values().numel()} ids; give one weight for each id"
     if weights.requires_grad:
         return "the weights require a gradient, which the exchange does not carry back; pass weights.detach()"
     return None
@@ -185,7 +181,7 @@ def ids_are_valid(batch: Batch, limits: Tensor) -> Tensor:
 
 
 def describe_fault(batch: Batch, expect: Expectation) -> str:
-    """Words for a batch that :func:`ids_are_valid` refused. Reads the tensors on the host: for the failing step only."""
+    """Words for a batch that :func:`ids_are_valid` refused. Reads tensors on the host: for the failing step only."""
     lengths = batch.lengths.cpu()
     negative = (lengths < 0).nonzero()
     if len(negative):

@@ -148,9 +148,7 @@ class InputExchange:
         groups = self._route.groups
         send_counts = [numbers[q * groups : (q + 1) * groups] for q in range(self._world_size)]
         width = self._context.header_columns
-        headers = [
-            numbers[start : start + width] for start in range(self._world_size * groups, len(numbers), width)
-        ]
+        headers = [numbers[start : start + width] for start in range(self._world_size * groups, len(numbers), width)]
         if not self._context.check([h[1] for h in headers], [h[2] for h in headers], agreement):
             if not fault and headers[self._rank][1]:
                 fault = describe_fault(batch, self._expect)
@@ -239,12 +237,13 @@ class InputExchange:
             block_bucketize_pos=self._boundaries,
         )
         units = len(self._route.unit_keys)
-        return cut_lengths.view(self._route.blocks * units, batch.size), cut_values, cut_weights
+        cut: Tensor = cut_lengths.view(self._route.blocks * units, batch.size)
+        return cut, cut_values, cut_weights
 
     def _counts(self, lengths_SB: Tensor) -> Tensor:
         """(W, G) int64: ids for each rank and lookup group."""
         ends_S = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths_SB.sum(dim=1, dtype=torch.int64))
-        edges = ends_S.index_select(0, self._group_edges)
+        edges: Tensor = ends_S.index_select(0, self._group_edges)
         return edges.diff().view(self._world_size, self._route.groups)
 
     def _exchange_header(self, counts_WG: Tensor, size: int, valid: Tensor, fault: str, agreed: int) -> list[int]:
@@ -297,9 +296,7 @@ class InputExchange:
         sizes = [slots * batch.size + count * words for slots, count in zip(self._slot_counts, totals, strict=True)]
         packed = self._pack(lengths_SB, ids, weights, totals)
         mine = self._slot_counts[self._rank]
-        receive = tuple(
-            mine * size + sum(count) * words for size, count in zip(batch_sizes, counts, strict=True)
-        )
+        receive = tuple(mine * size + sum(count) * words for size, count in zip(batch_sizes, counts, strict=True))
         payload = self._context.collectives.all_to_all(packed, receive, sizes, "payload")
         return PendingInput(
             batch=batch,

@@ -86,7 +86,7 @@ class OutputExchange:
             batch_size=batch_size,
             pooled_shape=(sum(batch_sizes), mine),
         )
-        token: Tensor = _Start.apply(pooled, pending, self.collectives)
+        token: Tensor = _Start.apply(pooled, pending, self.collectives)  # type: ignore[no-untyped-call]
         return token, pending
 
     def finish(self, token: Tensor, pending: PendingOutput, replicated: Tensor | None) -> Tensor:
@@ -100,7 +100,7 @@ class OutputExchange:
         Returns:
             (B, D) float32, columns in the unsharded order.
         """
-        output: Tensor = _Finish.apply(token, replicated, pending, self)
+        output: Tensor = _Finish.apply(token, replicated, pending, self)  # type: ignore[no-untyped-call]
         return output
 
     def assemble(self, blocks: Sequence[Tensor]) -> Tensor:

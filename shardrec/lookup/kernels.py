@@ -81,9 +81,7 @@ def kernel_states(kernel: SplitTableBatchedEmbeddingBagsCodegen, optimizer: Fuse
     """Per local table, its optimizer states by name, as views of the kernel's memory."""
     if not optimizer.states:
         return [{} for _ in kernel.embedding_specs]
-    return [
-        dict(zip(optimizer.states, states, strict=True)) for states in kernel.split_optimizer_states()
-    ]
+    return [dict(zip(optimizer.states, states, strict=True)) for states in kernel.split_optimizer_states()]
 
 
 def set_first_sums(kernel: SplitTableBatchedEmbeddingBagsCodegen, optimizer: FusedOptimizer) -> None:

@@ -58,6 +58,11 @@ class FusedOptimizer:
             case _:
                 return ("sum",)
 
+    @property
+    def rowwise(self) -> bool:
+        """Whether a state is one value per row."""
+        return self.kind is OptimizerKind.ROWWISE_ADAGRAD
+
 
 _DEFAULTS: dict[OptimizerKind, dict[str, Any]] = {
     OptimizerKind.SGD: {"lr": 1e-3},
@@ -110,7 +115,7 @@ def fused_optimizer_of(parameter: nn.Parameter, table: str) -> FusedOptimizer | 
             if value != _NEUTRAL[name]:
                 raise ConfigError(
                     f"table {table!r}: {classes[0].__name__}({name}={value!r}) has no fused form; leave {name} at "
-                    f"{_NEUTRAL[name]!r}, or give the table an ordinary optimizer instead of apply_optimizer_in_backward"
+                    f"{_NEUTRAL[name]!r}, or give the table an ordinary optimizer"
                 )
         elif name not in _IRRELEVANT:
             known = ", ".join(sorted(_DEFAULTS[kind]))

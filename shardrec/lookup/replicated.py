@@ -1,8 +1,8 @@
 """Replicated (data-parallel) tables: a copy on every rank, looked up locally, gradients all-reduced.
 
 The parameters take dense gradients, which the dense part's reducer averages over the ranks together with its own. A
-table that was given an optimizer in backward keeps it: when backward is over and the gradient is complete, the rows with a
-gradient are updated, with the same rule on every rank, and the gradient is dropped.
+table that was given an optimizer in backward keeps it: when backward is over and the gradient is complete, the rows
+with a gradient are updated, with the same rule on every rank, and the gradient is dropped.
 
 [Note: after the reducer]
 DistributedDataParallel copies the averaged gradients back in a callback that the autograd engine runs at the end of
@@ -12,7 +12,7 @@ queued by a callback run after all the earlier ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -63,15 +63,18 @@ class ReplicatedLookup:
         update = self._rows[table]
         return {} if update is None else update.optimizer.states()[0]
 
-    def step_counts(self) -> list[int]:
+    def step_counts(self) -> dict[str, int]:
         """Per table, how many updates its fused optimizer has made."""
-        return [0 if update is None else update.optimizer.step_count for update in self._rows]
+        return {
+            name: 0 if update is None else update.optimizer.step_count
+            for name, update in zip(self._names, self._rows, strict=True)
+        }
 
-    def load_step_counts(self, counts: Sequence[int]) -> None:
+    def load_step_counts(self, counts: Mapping[str, int]) -> None:
         """Set what :meth:`step_counts` gave."""
-        for update, count in zip(self._rows, counts, strict=True):
+        for name, update in zip(self._names, self._rows, strict=True):
             if update is not None:
-                update.optimizer.step_count = count
+                update.optimizer.step_count = counts.get(name, 0)
 
     def __call__(self, ids: Tensor, lengths: Tensor, weights: Tensor | None) -> Tensor:
         """(B, D_r) pooled columns of the local batch; shapes as :func:`dense_lookup` takes them."""

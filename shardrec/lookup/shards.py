@@ -5,7 +5,7 @@ Shapes: S slots of this rank, B_all the samples of all ranks, N ids, D pooled co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -75,13 +75,14 @@ class ShardLookup:
         assert member.bank is not None, "a member with shards has a bank"
         return (member.rows.states() if member.rows is not None else member.bank.states())[table]
 
-    def step_counts(self) -> list[int]:
-        """Per group, how many updates its optimizer has made, where it counts (Adam)."""
-        return [_steps(member) for member in self._members]
+    def step_counts(self) -> dict[str, int]:
+        """Per table, how many updates its optimizer has made, where this rank counts them (Adam); else 0."""
+        return {layout.name: _steps(member) for member in self._members for layout in member.group.layouts}
 
-    def load_step_counts(self, counts: Sequence[int]) -> None:
-        """Set what :meth:`step_counts` gave."""
-        for member, count in zip(self._members, counts, strict=True):
+    def load_step_counts(self, counts: Mapping[str, int]) -> None:
+        """Set what :meth:`step_counts` gave; tables that share a kernel share their largest count."""
+        for member in self._members:
+            count = max((counts.get(layout.name, 0) for layout in member.group.layouts), default=0)
             if member.rows is not None:
                 member.rows.step_count = count
             elif member.bank is not None:
@@ -123,7 +124,7 @@ class ShardLookup:
         if member.group.mode is GroupMode.DENSE:
             assert member.bank is not None, "only whole-row groups go on without a bank"
             return dense_lookup(member.bank, part.ids, part.lengths, part.weights, member.parameters)
-        pooled: Tensor = _RowsFunction.apply(self._placeholder, member, part, batch)
+        pooled: Tensor = _RowsFunction.apply(self._placeholder, member, part, batch)  # type: ignore[no-untyped-call]
         return pooled
 
     def _find(self, shard: Shard) -> tuple[_Member, int]:
@@ -142,9 +143,7 @@ class _GroupInput:
     weights: Tensor | None
 
 
-def _member(
-    group: LookupGroup, slots: tuple[Slot, ...], collectives: Collectives, device: torch.device
-) -> _Member:
+def _member(group: LookupGroup, slots: tuple[Slot, ...], collectives: Collectives, device: torch.device) -> _Member:
     shards = group.local_shards(collectives.rank)
     number = {shard: index for index, shard in enumerate(shards)}
     fused = group.optimizer if group.mode is GroupMode.FUSED else None
@@ -208,7 +207,7 @@ def dense_lookup(
     Returns:
         (B, D) float32.
     """
-    pooled: Tensor = _DenseFunction.apply(bank, ids, lengths, weights, *parameters)
+    pooled: Tensor = _DenseFunction.apply(bank, ids, lengths, weights, *parameters)  # type: ignore[no-untyped-call]
     return pooled
 
 
@@ -224,8 +223,9 @@ class _DenseFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         bank: TableBank = ctx.bank
+        ids, lengths, weights = ctx.input
         per_table: list[Tensor | None] = [None] * len(bank.shapes)
-        for cls, rows in zip(bank.classes, bank.row_gradients(*ctx.input, gradient), strict=True):
+        for cls, rows in zip(bank.classes, bank.row_gradients(ids, lengths, weights, gradient), strict=True):
             dense = gradient.new_zeros(cls.weight.shape).index_copy_(0, rows.rows, rows.values)
             for position, table in enumerate(cls.tables):
                 per_table[table] = dense[cls.bases[position] : cls.bases[position + 1]]

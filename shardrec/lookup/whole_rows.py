@@ -106,9 +106,7 @@ class WholeRows:
             return []
         means = []
         for cls, gradient in zip(bank.classes, gradients, strict=True):
-            totals = [
-                segments[self._local[table]].total / self._dims[self._local[table].table] for table in cls.tables
-            ]
+            totals = [segments[self._local[table]].total / self._dims[self._local[table].table] for table in cls.tables]
             means.append(torch.cat(totals) if totals else gradient.values.new_zeros(0))
         return means
 

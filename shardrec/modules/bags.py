@@ -5,7 +5,7 @@ Shapes: B samples of this rank, D columns of the output (the unsharded module's)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -23,9 +23,9 @@ from shardrec.exchange.input import InputExchange
 from shardrec.exchange.output import OutputExchange
 from shardrec.exchange.route import Lookup, build_route, output_pieces
 from shardrec.exchange.step import StepContext
-from shardrec.layout import Shard, ShardingPlan, TableLayout
+from shardrec.layout import Shard, ShardingPlan
 from shardrec.lookup.groups import LookupTable, group_tables
-from shardrec.lookup.optimizers import fused_optimizer_of
+from shardrec.lookup.optimizers import FusedOptimizer, fused_optimizer_of
 from shardrec.lookup.replicated import ReplicatedLookup
 from shardrec.lookup.shards import ShardLookup
 from shardrec.modules.initial import first_values
@@ -78,6 +78,11 @@ class ShardedEmbeddingBagCollection(nn.Module):
         self._is_weighted: bool = module.is_weighted()
         self._embedding_names: list[str] = list(module._embedding_names)
         tables = [_lookup_table(module, config, plan, path) for config in self._configs]
+        self._optimizers = {
+            config.name: table.optimizer
+            for config, table in zip(self._configs, tables, strict=True)
+            if table.optimizer is not None
+        }
         self._build_lookups(tables)
         self._build_parameters(module, tables, group)
 
@@ -87,7 +92,8 @@ class ShardedEmbeddingBagCollection(nn.Module):
         group_of = {layout.name: index for index, group in enumerate(groups) for layout in group.layouts}
         replicated = [table for table in tables if table.layout.replicated]
         number = {table.layout.name: index for index, table in enumerate(replicated)}
-        lookups, dims, own_features, own_tables = [], [], [], []
+        lookups: list[Lookup] = []
+        dims, own_features, own_tables = [], [], []
         for config, table in zip(self._configs, tables, strict=True):
             for feature in config.feature_names:
                 name = table.layout.name
@@ -115,9 +121,7 @@ class ShardedEmbeddingBagCollection(nn.Module):
         self._own_features = tuple(own_features)
         self._input = InputExchange(route, expect, self.context)
         self._shards = ShardLookup(groups, route.slots[collectives.rank], collectives, self.device)
-        self._replicas = (
-            ReplicatedLookup(replicated, own_tables, self.context, self.device) if replicated else None
-        )
+        self._replicas = ReplicatedLookup(replicated, own_tables, self.context, self.device) if replicated else None
         self._replica_number = number
         widths = [route.width(rank) for rank in range(collectives.world_size)]
         self._output = OutputExchange(widths, output_pieces(lookups, route), collectives)
@@ -190,33 +194,33 @@ class ShardedEmbeddingBagCollection(nn.Module):
         """Whether the input carries a weight per id."""
         return self._is_weighted
 
-    def fused_states(self) -> dict[str, tuple[TableLayout, dict[Shard | None, Tensor]]]:
-        """The fused optimizers' states, by ``"<table>.<state>"``: the layout, and the local parts as views."""
-        found: dict[str, tuple[TableLayout, dict[Shard | None, Tensor]]] = {}
-        for name, table in self.embedding_bags.items():
-            assert isinstance(table, ShardedTable), "embedding_bags holds ShardedTables"
-            for shard in table.locals:
-                if shard is None:
-                    assert self._replicas is not None, "a replica has a replicated lookup"
-                    states = self._replicas.states(self._replica_number[table.layout.name])
-                else:
-                    states = self._shards.states(shard)
-                for state, tensor in states.items():
-                    found.setdefault(f"{name}.{state}", (table.layout, {}))[1][shard] = tensor
-        return found
+    def fused_optimizers(self) -> dict[str, FusedOptimizer]:
+        """The fused optimizer of each table that has one, by the table's own name; alike on every rank."""
+        return dict(self._optimizers)
 
-    def step_counts(self) -> list[int]:
-        """How many updates each fused optimizer has made, for Adam's bias correction."""
-        replicas = self._replicas.step_counts() if self._replicas is not None else []
-        return self._shards.step_counts() + replicas
+    def fused_state(self, table: str, state: str) -> dict[Shard | None, Tensor]:
+        """This rank's parts of a fused optimizer's state, as views: (rows, cols), or (rows,) if kept per row."""
+        module = self.embedding_bags[table]
+        assert isinstance(module, ShardedTable), "embedding_bags holds ShardedTables"
+        parts: dict[Shard | None, Tensor] = {}
+        for shard in module.locals:
+            if shard is not None:
+                parts[shard] = self._shards.states(shard)[state]
+            else:
+                assert self._replicas is not None, "a replica has a replicated lookup"
+                parts[shard] = self._replicas.states(self._replica_number[module.layout.name])[state]
+        return parts
 
-    def load_step_counts(self, counts: Sequence[int]) -> None:
+    def step_counts(self) -> dict[str, int]:
+        """Per table, by its name in the plan, how many updates its fused optimizer has made (for Adam's bias)."""
+        replicas = self._replicas.step_counts() if self._replicas is not None else {}
+        return self._shards.step_counts() | replicas
+
+    def load_step_counts(self, counts: Mapping[str, int]) -> None:
         """Set what :meth:`step_counts` gave."""
-        replicas = len(self._replicas.parameters) if self._replicas is not None else 0
-        cut = len(counts) - replicas
-        self._shards.load_step_counts(counts[:cut])
+        self._shards.load_step_counts(counts)
         if self._replicas is not None:
-            self._replicas.load_step_counts(counts[cut:])
+            self._replicas.load_step_counts(counts)
 
     def _look_up_replicas(self, batch: Batch) -> Tensor | None:
         if self._replicas is None:

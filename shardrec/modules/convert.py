@@ -78,15 +78,13 @@ def shard(
     context = StepContext(collectives, target)
     _check_same_plan(plan, context)
     replaced = {
-        id(module): ShardedEmbeddingBagCollection(
-            module, plan, path=path, device=target, group=group, context=context
-        )
+        id(module): ShardedEmbeddingBagCollection(module, plan, path=path, device=target, group=group, context=context)
         for path, module in collections.items()
     }
     model = _replace(model, replaced)
     _move_dense(model, target)
     world = (group or dist.group.WORLD) if collectives.world_size > 1 else None
-    return ShardedModel(model, context, world)
+    return ShardedModel(model, plan, context, world)
 
 
 def _check_same_plan(plan: ShardingPlan, context: StepContext) -> None:
@@ -96,8 +94,8 @@ def _check_same_plan(plan: ShardingPlan, context: StepContext) -> None:
     differing = [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]
     if differing:
         raise PlanError(
-            f"the plan of rank(s) {', '.join(map(str, differing))} differs from rank 0's; make the plan on one rank and "
-            "send it to the others, or save and load it"
+            f"the plan of rank(s) {', '.join(map(str, differing))} differs from rank 0's; make the plan on one rank "
+            "and send it to the others, or save and load it"
         )
 
 

@@ -27,7 +27,8 @@ def first_values(collection: EmbeddingBagCollection) -> Iterator[tuple[str, Tens
             yield name, weight.detach()
         return
     for weight in weights.values():
-        torch.nn.init.normal_(torch.empty(weight.shape, dtype=weight.dtype))  # nn.EmbeddingBag's draw, written over below
+        # nn.EmbeddingBag's own draw, which the one below writes over.
+        torch.nn.init.normal_(torch.empty(weight.shape, dtype=weight.dtype))
     for config in configs:
         values = torch.empty(weights[config.name].shape, dtype=weights[config.name].dtype)
         assert config.init_fn is not None, "EmbeddingBagConfig always has an init_fn"

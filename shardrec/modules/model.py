@@ -15,6 +15,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from shardrec.errors import InputError, ShardrecError
 from shardrec.exchange.step import StepContext
+from shardrec.layout import ShardingPlan
 from shardrec.modules.bags import ShardedEmbeddingBagCollection
 from shardrec.modules.table import ShardedTable
 
@@ -26,13 +27,18 @@ class ShardedModel(nn.Module):
 
     Args:
         module: the model, its collections already sharded.
+        plan: where the tables are.
         context: shared by the sharded collections.
         group: the process group; None on one rank.
     """
 
-    def __init__(self, module: nn.Module, context: StepContext, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, module: nn.Module, plan: ShardingPlan, context: StepContext, group: dist.ProcessGroup | None
+    ) -> None:
         super().__init__()
         self.module = module
+        self.plan = plan
+        self.group = group
         self.context = context
         self._sharded = [child for child in module.modules() if isinstance(child, ShardedEmbeddingBagCollection)]
         self._headers = len(self._sharded)
@@ -110,9 +116,7 @@ class ShardedModel(nn.Module):
     def _dtype_fault(self) -> str:
         dense = {p.dtype for p in self.module.parameters() if p.is_floating_point()}
         expected = {str(dtype).removeprefix("torch.") for dtype in dense}
-        given = {
-            name.rsplit(" ", 1)[-1] for name in self.context.dense_signature.split(", ") if "float" in name
-        }
+        given = {name.rsplit(" ", 1)[-1] for name in self.context.dense_signature.split(", ") if "float" in name}
         wrong = given - expected
         if not wrong or torch.is_autocast_enabled():
             return ""

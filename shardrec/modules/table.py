@@ -2,8 +2,8 @@
 
 The state_dict of a sharded model has the unsharded model's keys. On several ranks a cut table's value is a
 :class:`~torch.distributed._shard.sharded_tensor.ShardedTensor`, which ``torch.distributed.checkpoint`` saves and loads
-at any world size; on one rank, and for a replicated table, it is the (rows, dim) tensor itself. Loading takes either, and
-an unsharded model's (rows, dim) tensor in place of both.
+at any world size; on one rank, and for a replicated table, it is the (rows, dim) tensor itself. Loading takes either,
+and an unsharded model's (rows, dim) tensor in place of both.
 """
 
 from __future__ import annotations
@@ -75,54 +75,64 @@ class ShardedTable(nn.Module):
 
 
 def as_one_tensor(
-    layout: TableLayout, tensors: Mapping[Shard | None, Tensor], group: dist.ProcessGroup | None
+    layout: TableLayout,
+    tensors: Mapping[Shard | None, Tensor],
+    group: dist.ProcessGroup | None,
+    *,
+    rowwise: bool = False,
 ) -> Tensor | ShardedTensor:
     """A table's local parts as the value of a state_dict.
 
     Args:
         layout: where the table lives.
-        tensors: (rows, cols) per local shard, or the replica under None; (rows,) for a state kept per row.
+        tensors: (rows, cols) per local shard, or the replica under None.
         group: the process group; None on one rank.
+        rowwise: the tensors are (rows,), a state kept per row; column stripes hold equal copies, and the first counts.
 
     Returns:
         A plain tensor of the whole table where this rank holds it all, else a ShardedTensor.
     """
     if layout.replicated:
         return tensors[None]
-    rowwise = any(tensor.dim() == 1 for tensor in tensors.values())
-    if group is None:
-        if len(tensors) == 1:
-            return next(iter(tensors.values()))
-        first = next(iter(tensors.values()))
-        whole = first.new_empty(layout.num_embeddings if rowwise else (layout.num_embeddings, layout.embedding_dim))
-        for shard, tensor in tensors.items():
-            assert shard is not None, "a layout that is not replicated has shards"
-            _part(whole, shard).copy_(tensor)
-        return whole
-    return _sharded(layout, tensors, group)
+    if group is not None:
+        return _sharded(layout, tensors, group, rowwise)
+    first = next(iter(tensors.values()))
+    if len(tensors) == 1:
+        return first
+    whole = first.new_empty(layout.num_embeddings if rowwise else (layout.num_embeddings, layout.embedding_dim))
+    for shard, tensor in tensors.items():
+        assert shard is not None, "a layout that is not replicated has shards"
+        _part(whole, shard).copy_(tensor)
+    return whole
 
 
 def _sharded(
-    layout: TableLayout, tensors: Mapping[Shard | None, Tensor], group: dist.ProcessGroup
+    layout: TableLayout, tensors: Mapping[Shard | None, Tensor], group: dist.ProcessGroup, rowwise: bool
 ) -> ShardedTensor:
-    local = []
-    for shard, tensor in tensors.items():
-        assert shard is not None, "a layout that is not replicated has shards"
-        local.append(TensorShard(tensor, _metadata(shard, tensor.device.type)))
+    shards = layout.stripes()[0].shards if rowwise else layout.shards
+    local = [
+        TensorShard(tensor, _metadata(shard, tensor.device.type, rowwise))
+        for shard, tensor in tensors.items()
+        if shard is not None and shard in shards
+    ]
     device = next((tensor.device.type for tensor in tensors.values()), "cpu")
+    sizes = [layout.num_embeddings] if rowwise else [layout.num_embeddings, layout.embedding_dim]
     metadata = ShardedTensorMetadata(
-        shards_metadata=[_metadata(shard, device) for shard in layout.shards],
-        size=torch.Size([layout.num_embeddings, layout.embedding_dim]),
+        shards_metadata=[_metadata(shard, device, rowwise) for shard in shards],
+        size=torch.Size(sizes),
         tensor_properties=TensorProperties(dtype=torch.float32),
     )
     return ShardedTensor._init_from_local_shards_and_global_metadata(local, metadata, process_group=group)
 
 
-def _metadata(shard: Shard, device: str) -> ShardMetadata:
-    placement = f"rank:{shard.rank}/{device}" + (f":{shard.rank % torch.cuda.device_count()}" if device == "cuda" else "")
-    return ShardMetadata(
-        shard_offsets=[shard.row_start, shard.col_start], shard_sizes=[shard.rows, shard.cols], placement=placement
-    )
+def _metadata(shard: Shard, device: str, rowwise: bool) -> ShardMetadata:
+    placement = f"rank:{shard.rank}/{device}"
+    if device == "cuda":
+        placement += f":{shard.rank % torch.cuda.device_count()}"
+    offsets, sizes = [shard.row_start, shard.col_start], [shard.rows, shard.cols]
+    if rowwise:
+        offsets, sizes = offsets[:1], sizes[:1]
+    return ShardMetadata(shard_offsets=offsets, shard_sizes=sizes, placement=placement)
 
 
 def load_table(layout: TableLayout, tensors: Mapping[Shard | None, Tensor], value: Tensor | ShardedTensor) -> None:

@@ -1,8 +1,8 @@
 """A simple balanced planner: cut what is large or hot, then longest-first onto the least loaded rank.
 
-The load of a shard is what one global batch makes it do: rows looked up times columns, in bytes, plus the pooled columns
-it sends back. Row-wise shards share the lookups but each sends every sample's columns, so rows are cut only when a table
-is too much for one rank, by memory or by load.
+The load of a shard is what one global batch makes it do: rows looked up times columns, in bytes, plus the pooled
+columns it sends back. Row-wise shards share the lookups but each sends every sample's columns, so rows are cut only
+when a table is too much for one rank by memory.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ def _choose(name: str, size: TableSize, limit: Constraint, topology: Topology, b
         if cut in allowed and (divisible or cut not in ("column_wise", "table_column_wise", "grid")):
             return cut
     raise ConfigError(
-        f"table {name!r}: its constraint allows only {', '.join(allowed)}, which cannot cut {size.embedding_dim} columns; "
-        "allow row_wise or table_wise"
+        f"table {name!r}: its constraint allows only {', '.join(allowed)}, which cannot cut {size.embedding_dim} "
+        "columns; allow row_wise or table_wise"
     )
 
 

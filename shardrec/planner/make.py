@@ -36,8 +36,8 @@ def plan(
     Raises:
         ConfigError: if the model has no collection, or a constraint is for an unknown table or cannot be met.
     """
-    from shardrec.modules.convert import collections_of
     from shardrec.modules.bags import qualified_name
+    from shardrec.modules.convert import collections_of
 
     if batch_size < 1:
         raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
