@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardrec.layout import Shard, TableLayout
-from shardrec.modules.bags import ShardedEmbeddingBagCollection
+from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.model import ShardedModel
 from shardrec.modules.table import ShardedTable
 
@@ -38,12 +38,12 @@ class TableState:
     group: dist.ProcessGroup | None
 
 
-def sharded_collections(model: ShardedModel) -> dict[str, ShardedEmbeddingBagCollection]:
+def sharded_collections(model: ShardedModel) -> dict[str, ShardedCollection]:
     """The sharded collections by path."""
     return {
         path: module
         for path, module in model.module.named_modules()
-        if isinstance(module, ShardedEmbeddingBagCollection)
+        if isinstance(module, ShardedCollection)
     }
 
 
@@ -67,19 +67,18 @@ def table_parameters(model: ShardedModel) -> dict[str, TableState]:
 
 
 def table_states(model: ShardedModel) -> dict[str, TableState]:
-    """Each fused optimizer state, by ``"<path>.embedding_bags.<table>.<state>"``, alike on every rank."""
+    """Each fused optimizer state, by ``"<path of the table>.<state>"``, alike on every rank."""
+    paths = {id(table): path for path, table in _tables(model)}
     found = {}
-    for path, collection in sharded_collections(model).items():
-        prefix = f"{path}.embedding_bags" if path else "embedding_bags"
+    for collection in sharded_collections(model).values():
+        tables = collection.tables()
         for name, optimizer in collection.fused_optimizers().items():
-            table = collection.embedding_bags[name]
-            assert isinstance(table, ShardedTable), "embedding_bags holds ShardedTables"
             for state in optimizer.states:
-                found[f"{prefix}.{name}.{state}"] = TableState(
-                    layout=table.layout,
+                found[f"{paths[id(tables[name])]}.{state}"] = TableState(
+                    layout=tables[name].layout,
                     parts=collection.fused_state(name, state),
                     rowwise=optimizer.rowwise,
-                    group=table.group,
+                    group=tables[name].group,
                 )
     return found
 

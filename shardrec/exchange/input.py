@@ -13,14 +13,14 @@ batch size, W ranks, G lookup groups, N ids.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from shardrec.exchange.check import Batch, Expectation, describe_fault, ids_are_valid, read_batch
+from shardrec.exchange.check import NO_LIMIT, Batch, Expectation, describe_fault, ids_are_valid, read_batch
 from shardrec.exchange.route import Route
 from shardrec.exchange.step import FIXED_COLUMNS, StepContext, checksum
 
@@ -37,6 +37,7 @@ class ShardInput:
         weights: (n,) float32, or None.
         batch_sizes: W sizes B_w; B_all is their sum.
         group_ids: number of ids of each lookup group; they lie in ``ids`` one group after the other.
+        counts: ids from each rank, per group.
     """
 
     lengths: Tensor
@@ -44,6 +45,7 @@ class ShardInput:
     weights: Tensor | None
     batch_sizes: tuple[int, ...]
     group_ids: tuple[int, ...]
+    counts: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +60,8 @@ class PendingInput:
         batch_sizes: samples of each rank.
         counts: ids from each rank, per group.
         send: the packed buffer, kept until the exchange is over.
+        sent: ids to each rank, per group.
+        trace: where the sent ids were in the batch, if the exchange keeps track.
     """
 
     batch: Batch
@@ -67,16 +71,46 @@ class PendingInput:
     batch_sizes: tuple[int, ...]
     counts: tuple[tuple[int, ...], ...]
     send: Tensor | None
+    sent: tuple[tuple[int, ...], ...]
+    trace: Trace | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """Where the ids that were sent come from, when each is to get a row of its own.
+
+    Args:
+        positions: (N_sent,) int64, position of each sent id in the sent batch's values, in order of travel.
+        slot_ids: (S,) number of ids of each slot of all ranks.
+        sent_batch: the batch that was sent (the deduplicated one, where ids are).
+        sent_key_ids: number of ids of each key of ``sent_batch``.
+        key_ids: number of ids of each key of the local batch.
+    """
+
+    positions: Tensor
+    slot_ids: Tensor
+    sent_batch: Batch
+    sent_key_ids: tuple[int, ...]
+    key_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _KeyOrder:
     """Constants for one order of the input's keys."""
 
-    limits: Tensor  # (F,) one more than the largest id allowed
     units: Tensor  # (U,) position of each unit's key
     units_in_place: bool
     slots: Tensor  # (S,) position of each slot's key; used when there is one block
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Cut:
+    """A batch cut into blocks: ``lengths`` (K·U, B); ``values``, ``weights`` and ``positions`` (N,) in that order."""
+
+    lengths: Tensor
+    values: Tensor
+    weights: Tensor | None
+    positions: Tensor
 
 
 class InputExchange:
@@ -86,9 +120,12 @@ class InputExchange:
         route: where the ids of each lookup go.
         expect: what the input must look like.
         context: collectives and error handling, shared by the model's sharded modules.
+        per_id: each id gets a row of its own, so that bags need not travel: all of a rank's samples go as one, and the
+            positions of the ids are kept.
     """
 
-    def __init__(self, route: Route, expect: Expectation, context: StepContext) -> None:
+    def __init__(self, route: Route, expect: Expectation, context: StepContext, *, per_id: bool = False) -> None:
+        self._per_id = per_id
         self._route = route
         self._expect = expect
         self._context = context
@@ -96,6 +133,7 @@ class InputExchange:
         self._world_size = context.collectives.world_size
         context.header_columns = max(context.header_columns, FIXED_COLUMNS + route.groups)
         self._orders: dict[tuple[str, ...], _KeyOrder] = {}
+        self._limits: dict[tuple[str, ...], tuple[Tensor, bool]] = {}
         self._slot_counts = route.slot_counts()
         self._slot_edges = [0, *accumulate(self._slot_counts)]
         self._slot_rows = self._tensor(route.slot_rows)
@@ -117,12 +155,15 @@ class InputExchange:
         rows = max((edges[-1] for edges in self._route.unit_boundaries), default=0)
         return torch.int64 if rows > 2**31 - 1 else torch.int32
 
-    def start(self, features: object, agreement: str) -> PendingInput:
+    def start(
+        self, features: object, agreement: str, *, prepare: Callable[[Batch], Batch] | None = None
+    ) -> PendingInput:
         """Check the batch, exchange the header and issue the payload.
 
         Args:
             features: a KeyedJaggedTensor; keys in any order, further keys are ignored.
             agreement: what the ranks must have in common beyond the ids' dtype.
+            prepare: makes the batch to send out of the checked one.
 
         Raises:
             InputError: on every rank, if the batch of any is faulty.
@@ -132,29 +173,39 @@ class InputExchange:
         if isinstance(batch, str):
             batch = self._empty_batch()
         agreement = f"ids {str(batch.values.dtype).removeprefix('torch.')}, {agreement}"
-        order = self._order(batch.keys)
-        valid = ids_are_valid(batch, order.limits)
-        safe = Batch(
-            keys=batch.keys,
-            lengths=batch.lengths.to(torch.int32) * valid,
-            values=batch.values.to(self._id_dtype),
-            weights=None if batch.weights is None else batch.weights.float(),
-        )
-        rows, values, weights = self._cut(safe, order)
+        limits, unused_keys = self._key_limits(batch.keys)
+        valid = ids_are_valid(batch, limits, unused_keys=unused_keys)
+        safe = self._safe(batch, valid)
+        sent = safe if prepare is None else prepare(safe)
+        order = self._order(sent.keys)
+        cut = self._cut(sent, order)
         slot_index = order.slots if self._route.blocks == 1 else self._slot_rows
-        lengths_SB = rows.index_select(0, slot_index)
+        lengths_SB = cut.lengths.index_select(0, slot_index)
+        size = safe.size
+        notes: list[Tensor] = []
+        if self._per_id:
+            lengths_SB, size = lengths_SB.sum(dim=1, keepdim=True, dtype=torch.int32), 1
+            notes = [sent.lengths.sum(dim=1, dtype=torch.int64), safe.lengths.sum(dim=1, dtype=torch.int64)]
         counts_WG = self._counts(lengths_SB)
-        numbers = self._exchange_header(counts_WG, safe.size, valid, fault, checksum(agreement))
-        groups = self._route.groups
-        send_counts = [numbers[q * groups : (q + 1) * groups] for q in range(self._world_size)]
-        width = self._context.header_columns
-        headers = [numbers[start : start + width] for start in range(self._world_size * groups, len(numbers), width)]
+        header = self._header(counts_WG, size, valid, fault, checksum(agreement))
+        sent_counts, headers, noted = self._exchange_header(counts_WG, header, notes)
         if not self._context.check([h[1] for h in headers], [h[2] for h in headers], agreement):
             if not fault and headers[self._rank][1]:
                 fault = describe_fault(batch, self._expect)
             self._context.raise_faults(fault, agreement)
-        ids, weights = self._permute(slot_index, rows, values, weights, sum(map(sum, send_counts)))
-        return self._send(safe, lengths_SB, ids, weights, send_counts, headers)
+        total = sum(map(sum, sent_counts))
+        ids, weights = self._permute(slot_index, cut.lengths, cut.values, cut.weights, total)
+        trace = None
+        if self._per_id:
+            positions, _ = self._permute(slot_index, cut.lengths, cut.positions, None, total)
+            trace = Trace(
+                positions=positions.to(torch.int64),
+                slot_ids=lengths_SB.squeeze(1),
+                sent_batch=sent,
+                sent_key_ids=noted[0],
+                key_ids=noted[1],
+            )
+        return self._send(safe, lengths_SB, ids, weights, sent_counts, headers, trace)
 
     def finish(self, pending: PendingInput) -> ShardInput:
         """Wait for the payload and put it slot by slot."""
@@ -187,6 +238,7 @@ class InputExchange:
             weights=flat_weights,
             batch_sizes=pending.batch_sizes,
             group_ids=group_ids,
+            counts=pending.counts,
         )
 
     def _tensor(self, values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
@@ -199,13 +251,19 @@ class InputExchange:
             units = [position[key] for key in self._route.unit_keys]
             slots = [units[slot.unit] for rank_slots in self._route.slots for slot in rank_slots]
             order = _KeyOrder(
-                limits=self._tensor([self._expect.rows(key) for key in keys]),
                 units=self._tensor(units),
                 units_in_place=units == list(range(len(keys))),
                 slots=self._tensor(slots),
             )
             self._orders[keys] = order
         return order
+
+    def _key_limits(self, keys: tuple[str, ...]) -> tuple[Tensor, bool]:
+        """(F,) one more than the largest id allowed, per key, and whether some keys are not looked up."""
+        if keys not in self._limits:
+            limits = [self._expect.rows(key) for key in keys]
+            self._limits[keys] = self._tensor(limits), NO_LIMIT in limits
+        return self._limits[keys]
 
     def _empty_batch(self) -> Batch:
         keys = tuple(dict.fromkeys(key for key, _, _ in self._expect.tables))
@@ -217,28 +275,49 @@ class InputExchange:
             weights=torch.zeros(0, device=device) if self._expect.weighted else None,
         )
 
-    def _cut(self, batch: Batch, order: _KeyOrder) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Lengths (K·U, B), ids and weights, cut into the blocks of each unit; as they are when there is one block."""
+    def _safe(self, batch: Batch, valid: Tensor) -> Batch:
+        """The batch as the kernels take it: contiguous, and of empty bags if it is not valid."""
+        values, weights = batch.values.to(self._id_dtype), batch.weights
+        if values.device.type == "cpu" and not bool(valid):
+            # The CPU's kernels compare the number of ids with the lengths; those of CUDA read by the lengths alone.
+            values, weights = values[:0], None if weights is None else weights[:0]
+        return Batch(
+            keys=batch.keys,
+            lengths=(batch.lengths.to(torch.int32) * valid).contiguous(),
+            values=values.contiguous(),
+            weights=None if weights is None else weights.float().contiguous(),
+        )
+
+    def _cut(self, batch: Batch, order: _KeyOrder) -> _Cut:
+        """The batch cut into the blocks of each unit, as (K·U, B) lengths; as it is when there is one block."""
         lengths, values, weights = batch.lengths, batch.values, batch.weights
+        positions = torch.arange(values.numel() if self._per_id else 0, dtype=torch.int32, device=values.device)
         if self._route.blocks == 1:
-            return lengths, values, weights
+            return _Cut(lengths=lengths, values=values, weights=weights, positions=positions)
         if not order.units_in_place:
-            lengths, values, weights = torch.ops.fbgemm.permute_2D_sparse_data(
-                order.units.to(torch.int32), lengths, values, weights, None
-            )
-        cut_lengths, cut_values, cut_weights, _, _ = torch.ops.fbgemm.block_bucketize_sparse_features(
+            units = order.units.to(torch.int32)
+            if self._per_id:
+                _, positions, _ = torch.ops.fbgemm.permute_2D_sparse_data(units, lengths, positions, None, None)
+            lengths, values, weights = torch.ops.fbgemm.permute_2D_sparse_data(units, lengths, values, weights, None)
+        cut_lengths, cut_values, cut_weights, _, place = torch.ops.fbgemm.block_bucketize_sparse_features(
             lengths.reshape(-1),
             values,
             bucketize_pos=False,
-            sequence=False,
+            sequence=self._per_id,
             block_sizes=self._block_sizes,
             my_size=self._route.blocks,
             weights=weights,
             block_bucketize_pos=self._boundaries,
         )
-        units = len(self._route.unit_keys)
-        cut: Tensor = cut_lengths.view(self._route.blocks * units, batch.size)
-        return cut, cut_values, cut_weights
+        if self._per_id:
+            positions = torch.empty_like(positions).index_copy_(0, place.to(torch.int64), positions)
+        units_count = len(self._route.unit_keys)
+        return _Cut(
+            lengths=cut_lengths.view(self._route.blocks * units_count, batch.size),
+            values=cut_values,
+            weights=cut_weights,
+            positions=positions,
+        )
 
     def _counts(self, lengths_SB: Tensor) -> Tensor:
         """(W, G) int64: ids for each rank and lookup group."""
@@ -246,16 +325,29 @@ class InputExchange:
         edges: Tensor = ends_S.index_select(0, self._group_edges)
         return edges.diff().view(self._world_size, self._route.groups)
 
-    def _exchange_header(self, counts_WG: Tensor, size: int, valid: Tensor, fault: str, agreed: int) -> list[int]:
-        """Exchange headers; returns what was sent and received as one list, for one copy to the host."""
+    def _header(self, counts_WG: Tensor, size: int, valid: Tensor, fault: str, agreed: int) -> Tensor:
         header = counts_WG.new_zeros((self._world_size, self._context.header_columns))
         header[:, 0] = size
         header[:, 1] = 1 if fault else valid.logical_not()
         header[:, 2] = agreed
         header[:, FIXED_COLUMNS : FIXED_COLUMNS + self._route.groups] = counts_WG
+        return header
+
+    def _exchange_header(
+        self, counts_WG: Tensor, header: Tensor, notes: Sequence[Tensor]
+    ) -> tuple[tuple[tuple[int, ...], ...], list[list[int]], list[tuple[int, ...]]]:
+        """Exchange headers; what was sent, received and noted comes to the host in one copy."""
         received = self._context.exchange_header(header)
-        numbers: list[int] = torch.cat([counts_WG.flatten(), received.flatten()]).tolist()
-        return numbers
+        numbers: list[int] = torch.cat([counts_WG.flatten(), *notes, received.flatten()]).tolist()
+        groups, width = self._route.groups, self._context.header_columns
+        sent = tuple(tuple(numbers[q * groups : (q + 1) * groups]) for q in range(self._world_size))
+        start = self._world_size * groups
+        noted = []
+        for note in notes:
+            noted.append(tuple(numbers[start : start + note.numel()]))
+            start += note.numel()
+        headers = [numbers[row : row + width] for row in range(start, len(numbers), width)]
+        return sent, headers, noted
 
     def _permute(
         self, slot_index: Tensor, rows: Tensor, values: Tensor, weights: Tensor | None, total: int
@@ -274,8 +366,9 @@ class InputExchange:
         lengths_SB: Tensor,
         ids: Tensor,
         weights: Tensor | None,
-        send_counts: list[list[int]],
+        sent: tuple[tuple[int, ...], ...],
         headers: list[list[int]],
+        trace: Trace | None,
     ) -> PendingInput:
         batch_sizes = tuple(header[0] for header in headers)
         groups = self._route.groups
@@ -287,13 +380,23 @@ class InputExchange:
                 weights=weights,
                 batch_sizes=batch_sizes,
                 group_ids=counts[0],
+                counts=counts,
             )
             return PendingInput(
-                batch=batch, payload=None, local=local, receive=(), batch_sizes=batch_sizes, counts=counts, send=None
+                batch=batch,
+                payload=None,
+                local=local,
+                receive=(),
+                batch_sizes=batch_sizes,
+                counts=counts,
+                send=None,
+                sent=sent,
+                trace=trace,
             )
         words = (2 if self._route.wide_ids else 1) + (weights is not None)
-        totals = [sum(per_group) for per_group in send_counts]
-        sizes = [slots * batch.size + count * words for slots, count in zip(self._slot_counts, totals, strict=True)]
+        totals = [sum(per_group) for per_group in sent]
+        size = lengths_SB.size(1)
+        sizes = [slots * size + count * words for slots, count in zip(self._slot_counts, totals, strict=True)]
         packed = self._pack(lengths_SB, ids, weights, totals)
         mine = self._slot_counts[self._rank]
         receive = tuple(mine * size + sum(count) * words for size, count in zip(batch_sizes, counts, strict=True))
@@ -306,6 +409,8 @@ class InputExchange:
             batch_sizes=batch_sizes,
             counts=counts,
             send=packed,
+            sent=sent,
+            trace=trace,
         )
 
     def _pack(self, lengths_SB: Tensor, ids: Tensor, weights: Tensor | None, totals: list[int]) -> Tensor:

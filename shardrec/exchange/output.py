@@ -86,6 +86,9 @@ class OutputExchange:
             batch_size=batch_size,
             pooled_shape=(sum(batch_sizes), mine),
         )
+        if torch.is_grad_enabled() and not pooled.requires_grad:
+            # A rank whose pooled rows need no gradient still takes its part in the others' backward.
+            pooled = pooled.detach().requires_grad_()
         token: Tensor = _Start.apply(pooled, pending, self.collectives)  # type: ignore[no-untyped-call]
         return token, pending
 

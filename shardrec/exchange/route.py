@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardrec.layout import Shard, TableLayout
+from shardrec.layout import Shard, Stripe, TableLayout
 
 __all__ = ["Lookup", "Piece", "Route", "Slot", "Source", "build_route", "output_pieces"]
 
@@ -30,6 +30,7 @@ class Lookup:
         feature: key of the input KeyedJaggedTensor.
         layout: where the table lives.
         group: number of the table's lookup group (one kernel call each).
+        width_groups: (columns, group) pairs, where a table's stripes of different widths are in different groups.
         output: key of the output KeyedTensor.
         mean: mean pooling (else sum).
     """
@@ -39,6 +40,11 @@ class Lookup:
     group: int
     output: str
     mean: bool = False
+    width_groups: tuple[tuple[int, int], ...] = ()
+
+    def group_of(self, stripe: Stripe) -> int:
+        """The lookup group of one of the table's stripes."""
+        return dict(self.width_groups).get(stripe.col_end - stripe.col_start, self.group)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +113,9 @@ def build_route(lookups: Sequence[Lookup], world_size: int, groups: int) -> Rout
         for stripe in lookup.layout.stripes():
             unit = units.setdefault((lookup.feature, stripe.boundaries), len(units))
             for block, shard in enumerate(stripe.shards):
-                slots[shard.rank].append(Slot(lookup=index, shard=shard, unit=unit, block=block, group=lookup.group))
+                slots[shard.rank].append(
+                    Slot(lookup=index, shard=shard, unit=unit, block=block, group=lookup.group_of(stripe))
+                )
     first_lookup: dict[str, int] = {}
     for index, lookup in enumerate(lookups):
         first_lookup.setdefault(lookup.layout.name, index)

@@ -143,9 +143,7 @@ def _layout(
         Shard(table=name, row_start=top, row_end=bottom, col_start=left, col_end=right, rank=rank)
         for top, bottom, left, right, rank in rectangles
     )
-    layout = TableLayout(
-        name=name, num_embeddings=num_embeddings, embedding_dim=embedding_dim, shards=shards, cut=cut
-    )
+    layout = TableLayout(name=name, num_embeddings=num_embeddings, embedding_dim=embedding_dim, shards=shards, cut=cut)
     faults = layout.faults(world_size=max((shard.rank for shard in shards), default=0) + 1)
     if faults:
         raise PlanError(faults)

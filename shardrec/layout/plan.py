@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardrec.errors import PlanError
 from shardrec.layout.shard import Shard, TableLayout
@@ -128,8 +128,14 @@ class ShardingPlan:
                 raise PlanError(
                     f"the plan has format {data['format']!r} and this release reads format {_FORMAT}; plan again"
                 )
-            return cls(topology=Topology(**data["topology"]), tables=tuple(map(_table_from_json, data["tables"])))
-        except (KeyError, TypeError, IndexError) as error:
+            hosts, ranks_per_host = (_field(data["topology"], key, int) for key in ("hosts", "ranks_per_host"))
+            return cls(
+                topology=Topology(hosts=hosts, ranks_per_host=ranks_per_host),
+                tables=tuple(map(_table_from_json, _field(data, "tables", list))),
+            )
+        except PlanError:
+            raise
+        except (KeyError, TypeError, ValueError) as error:
             raise PlanError(
                 f"this is not a sharding plan: {type(error).__name__} {error}; expected what ShardingPlan.save writes"
             ) from error
@@ -160,19 +166,35 @@ class ShardingPlan:
         return plan_table(self)
 
 
+_T = TypeVar("_T")
+
+
+def _field(data: Mapping[str, Any], key: str, kind: type[_T]) -> _T:
+    return _checked(data[key], kind, key)
+
+
+def _checked(value: object, kind: type[_T], what: str) -> _T:
+    # Not isinstance: True would do for 1.
+    if type(value) is not kind:
+        raise TypeError(f"{what} is {value!r}, which is no {kind.__name__}")
+    return value
+
+
 def _table_from_json(data: Mapping[str, Any]) -> TableLayout:
-    name = data["name"]
+    name = _field(data, "name", str)
     return TableLayout(
         name=name,
-        num_embeddings=int(data["num_embeddings"]),
-        embedding_dim=int(data["embedding_dim"]),
-        cut=str(data["cut"]),
-        replicated=bool(data["replicated"]),
-        shards=tuple(_shards_from_json(name, data["shards"])),
+        num_embeddings=_field(data, "num_embeddings", int),
+        embedding_dim=_field(data, "embedding_dim", int),
+        cut=_field(data, "cut", str),
+        replicated=_field(data, "replicated", bool),
+        shards=tuple(_shards_from_json(name, _field(data, "shards", list))),
     )
 
 
-def _shards_from_json(name: str, rows: Iterable[Iterable[int]]) -> Iterable[Shard]:
+def _shards_from_json(name: str, rows: Iterable[Iterable[object]]) -> Iterable[Shard]:
     for row in rows:
-        top, bottom, left, right, rank = (int(number) for number in row)
+        top, bottom, left, right, rank = (
+            _checked(number, int, f"a shard of table {name!r} in {row}") for number in row
+        )
         yield Shard(table=name, row_start=top, row_end=bottom, col_start=left, col_end=right, rank=rank)

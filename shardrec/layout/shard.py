@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 __all__ = ["COLUMN_UNIT", "Shard", "Stripe", "TableLayout"]
 
@@ -50,9 +51,7 @@ class Shard:
         return self.rows * self.cols
 
     def __str__(self) -> str:
-        return (
-            f"{self.table}[{self.row_start}:{self.row_end}, {self.col_start}:{self.col_end}] on rank {self.rank}"
-        )
+        return f"{self.table}[{self.row_start}:{self.row_end}, {self.col_start}:{self.col_end}] on rank {self.rank}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +126,10 @@ class TableLayout:
         if not self.shards:
             return [f"table {self.name!r} has no shard; give it to a rank with a cut, or replicate it"]
         found = [fault for shard in self.shards for fault in self._shard_faults(shard, world_size)]
-        return found or self._cover_faults()
+        # A rectangle that is not one inside the table would show as gaps and overlaps that are not there.
+        if all(map(self._contains, self.shards)):
+            found += self._cover_faults()
+        return found
 
     def _replica_faults(self) -> Iterable[str]:
         if self.shards:
@@ -141,15 +143,30 @@ class TableLayout:
                 f"{COLUMN_UNIT}{_dim_remedy(self.embedding_dim)}"
             )
 
+    def _contains(self, shard: Shard) -> bool:
+        return self._has_rows_of(shard) and self._has_columns_of(shard)
+
+    def _has_rows_of(self, shard: Shard) -> bool:
+        return 0 <= shard.row_start < shard.row_end <= self.num_embeddings
+
+    def _has_columns_of(self, shard: Shard) -> bool:
+        return 0 <= shard.col_start < shard.col_end <= self.embedding_dim
+
     def _shard_faults(self, shard: Shard, world_size: int) -> Iterable[str]:
         if shard.table != self.name:
-            yield f"table {self.name!r} holds a shard of table {shard.table!r}: {shard}"
+            yield (
+                f"table {self.name!r} holds a shard of table {shard.table!r}: {shard}; put it into that table's layout"
+            )
         if not 0 <= shard.rank < world_size:
-            yield f"{shard}: there is no rank {shard.rank}; the plan is for ranks 0 to {world_size - 1}"
-        if not (0 <= shard.row_start < shard.row_end <= self.num_embeddings):
-            yield f"{shard}: rows must be a non-empty part of [0, {self.num_embeddings})"
-        if not (0 <= shard.col_start < shard.col_end <= self.embedding_dim):
-            yield f"{shard}: columns must be a non-empty part of [0, {self.embedding_dim})"
+            yield (
+                f"{shard}: there is no rank {shard.rank}; the plan is for ranks 0 to {world_size - 1}, move the shard "
+                "to one of them"
+            )
+        remedy = "correct the shard, or leave it out"
+        if not self._has_rows_of(shard):
+            yield f"{shard}: rows must be a non-empty part of [0, {self.num_embeddings}); {remedy}"
+        if not self._has_columns_of(shard):
+            yield f"{shard}: columns must be a non-empty part of [0, {self.embedding_dim}); {remedy}"
         elif shard.cols % COLUMN_UNIT:
             yield (
                 f"{shard} is {shard.cols} columns wide; the kernels need a multiple of {COLUMN_UNIT}: "
@@ -157,26 +174,18 @@ class TableLayout:
             )
 
     def _cover_faults(self) -> list[str]:
-        gaps, overlaps = _cover(self.num_embeddings, self.embedding_dim, self.shards)
         found = []
-        if gaps:
-            (top, bottom), (left, right) = gaps[0]
-            found.append(
-                f"table {self.name!r}: rows {top}:{bottom}, columns {left}:{right} are on no rank; add a shard for them"
-            )
-        if overlaps:
-            (top, bottom), (left, right), owners = overlaps[0]
-            found.append(
-                f"table {self.name!r}: rows {top}:{bottom}, columns {left}:{right} are in {len(owners)} shards "
-                f"({'; '.join(map(str, owners))}); keep one"
-            )
-        if not found:
-            found.extend(self._stripe_faults())
-        return found
+        for region in _miscovered(self.num_embeddings, self.embedding_dim, self.shards):
+            place = f"table {self.name!r}: rows {_span(region.rows)}, columns {_span(region.columns)}"
+            if region.owners:
+                found.append(f"{place} are in two shards ({'; '.join(map(str, region.owners))}); keep one")
+            else:
+                found.append(f"{place} are on no rank; add a shard for them")
+        return found or self._stripe_faults()
 
     def _stripe_faults(self) -> list[str]:
         ranges = [(stripe.col_start, stripe.col_end) for stripe in self.stripes()]
-        crossing = next((f"{a} and {b}" for a, b in zip(ranges, ranges[1:], strict=False) if b[0] < a[1]), None)
+        crossing = next((f"{a} and {b}" for a, b in pairwise(ranges) if b[0] < a[1]), None)
         if crossing is None:
             return []
         return [
@@ -198,28 +207,52 @@ def _dim_remedy(dim: int) -> str:
 _Range = tuple[int, int]
 
 
-def _cover(
-    rows: int, cols: int, shards: Iterable[Shard]
-) -> tuple[list[tuple[_Range, _Range]], list[tuple[_Range, _Range, list[Shard]]]]:
-    """Cells in no shard and cells in several, on the grid of all the shards' boundaries.
+def _span(bounds: _Range) -> str:
+    return f"{bounds[0]}:{bounds[1]}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Region:
+    """Cells of a table that are in none or in two of its shards."""
+
+    rows: _Range
+    columns: _Range
+    owners: tuple[Shard, ...] = ()
+
+
+def _miscovered(rows: int, cols: int, shards: Iterable[Shard]) -> list[_Region]:
+    """The gaps, then the overlaps, on the grid of all the shards' boundaries.
 
     Sweeps the column intervals and, inside each, the rows of the shards that span it, so the cost is
     (column intervals) × (shards in each), not the full grid.
     """
     shards = tuple(shards)
     cuts = sorted({0, cols, *(s.col_start for s in shards), *(s.col_end for s in shards)})
-    gaps: list[tuple[_Range, _Range]] = []
-    overlaps: list[tuple[_Range, _Range, list[Shard]]] = []
-    for left, right in zip(cuts, cuts[1:], strict=False):
+    gaps: list[_Region] = []
+    overlaps: list[_Region] = []
+    for columns in pairwise(cuts):
         covered, last = 0, None
-        for shard in sorted((s for s in shards if s.col_start <= left < s.col_end), key=_by_row):
+        for shard in sorted((s for s in shards if s.col_start <= columns[0] < s.col_end), key=_by_row):
             if shard.row_start > covered:
-                gaps.append(((covered, shard.row_start), (left, right)))
+                gaps.append(_Region(rows=(covered, shard.row_start), columns=columns))
             elif shard.row_start < covered and last is not None:
-                overlap = (shard.row_start, min(covered, shard.row_end))
-                overlaps.append((overlap, (left, right), [last, shard]))
+                twice = (shard.row_start, min(covered, shard.row_end))
+                overlaps.append(_Region(rows=twice, columns=columns, owners=(last, shard)))
             if shard.row_end > covered:
                 covered, last = shard.row_end, shard
         if covered < rows:
-            gaps.append(((covered, rows), (left, right)))
-    return gaps, overlaps
+            gaps.append(_Region(rows=(covered, rows), columns=columns))
+    return _joined(gaps) + _joined(overlaps)
+
+
+def _joined(regions: Iterable[_Region]) -> list[_Region]:
+    """Regions that differ in their columns only, and follow each other, as one."""
+    found: dict[tuple[_Range, tuple[Shard, ...]], list[_Region]] = defaultdict(list)
+    for region in regions:
+        alike = found[region.rows, region.owners]
+        if alike and alike[-1].columns[1] == region.columns[0]:
+            columns = (alike[-1].columns[0], region.columns[1])
+            alike[-1] = _Region(rows=region.rows, columns=columns, owners=region.owners)
+        else:
+            alike.append(region)
+    return [region for alike in found.values() for region in alike]

@@ -61,6 +61,7 @@ class TableBank:
         slot_tables: per slot, the number of its table; the order is that of ids and of pooled columns.
         optimizer: fused into the kernel's backward; None for a kernel used forward only.
         device: CPU or CUDA.
+        pooled: look up sums of bags; else one row per id, which takes tables of one width.
 
     Attributes:
         weights: per table, its (rows, columns) weights, a view of the kernel's memory.
@@ -74,7 +75,10 @@ class TableBank:
         slot_tables: Sequence[int],
         optimizer: FusedOptimizer | None,
         device: torch.device,
+        *,
+        pooled: bool = True,
     ) -> None:
+        self.pooled = pooled
         self.shapes = tuple(shapes)
         self.slot_tables = tuple(slot_tables)
         self.optimizer = optimizer
@@ -85,7 +89,11 @@ class TableBank:
             order.sort(key=lambda table: -shapes[table][1])
         place = {table: position for position, table in enumerate(order)}
         self.kernel = make_kernel(
-            [self.shapes[table] for table in order], [place[table] for table in slot_tables], optimizer, device
+            [self.shapes[table] for table in order],
+            [place[table] for table in slot_tables],
+            optimizer,
+            device,
+            pooled=pooled,
         )
         if optimizer is not None:
             set_first_sums(self.kernel, optimizer)
@@ -102,7 +110,7 @@ class TableBank:
         return [states[self._place[table]] for table in range(len(self.shapes))]
 
     def look_up(self, ids: Tensor, lengths: Tensor, weights: Tensor | None) -> Tensor:
-        """Sums of rows.
+        """Sums of rows, or the rows.
 
         Args:
             ids: (N,) rows of each slot's table, slot after slot.
@@ -110,7 +118,7 @@ class TableBank:
             weights: (N,) float32 or None.
 
         Returns:
-            (B_all, D) float32. With a fused optimizer, its backward updates the weights.
+            (B_all, D) float32, or (N, w) without pooling. With a fused optimizer, its backward updates the weights.
         """
         offsets = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths.reshape(-1))
         ids = ids.to(torch.int64)
@@ -136,7 +144,7 @@ class TableBank:
             ids: (N,) as looked up.
             lengths: (S, B_all).
             weights: (N,) or None.
-            gradient: (B_all, D) of the pooled output.
+            gradient: (B_all, D) of the pooled output, or (N, w).
         """
         batch = lengths.size(1)
         count = ids.numel()
@@ -157,7 +165,14 @@ class TableBank:
                 bag_n = bag_N[mask]
                 bag_n = renumber[bag_n // batch] * batch + bag_n % batch if len(bag_n) else bag_n
                 part = torch.cat([gradient[:, starts[slot] : starts[slot + 1]] for slot in cls.slots], dim=1)
-            found.append(_row_gradient(cls, ids_n.to(torch.int64), bag_n, weights_n, part, batch))
+            slot_n, sample_n = bag_n // max(batch, 1), bag_n % max(batch, 1)
+            values_n = part
+            if self.pooled:
+                slots = len(cls.slots)
+                values_n = part.reshape(batch * slots, cls.width).index_select(0, sample_n * slots + slot_n)
+            if weights_n is not None:
+                values_n = values_n * weights_n.unsqueeze(1)
+            found.append(_sum_by_row(cls, ids_n.to(torch.int64), slot_n, values_n))
         return found
 
     def _classes(self, order: Sequence[int]) -> tuple[WidthClass, ...]:
@@ -186,15 +201,8 @@ class TableBank:
         return tuple(classes)
 
 
-def _row_gradient(
-    cls: WidthClass, ids: Tensor, bags: Tensor, weights: Tensor | None, gradient: Tensor, batch: int
-) -> RowGradient:
-    """Sum the bags' gradients by row: ``gradient`` is (B_all, slots · w), ``bags`` numbers slot · B_all + sample."""
-    slots = len(cls.slots)
-    slot_n, sample_n = bags // max(batch, 1), bags % max(batch, 1)
-    values_n = gradient.reshape(batch * slots, cls.width).index_select(0, sample_n * slots + slot_n)
-    if weights is not None:
-        values_n = values_n * weights.unsqueeze(1)
+def _sum_by_row(cls: WidthClass, ids: Tensor, slot_n: Tensor, values_n: Tensor) -> RowGradient:
+    """Sum the gradient (N, w) of each id by row; ``slot_n`` numbers the class's slots."""
     rows, place_n = torch.unique(ids + cls.slot_bases[slot_n], sorted=True, return_inverse=True)
-    values = gradient.new_zeros((rows.numel(), cls.width)).index_add_(0, place_n, values_n)
+    values = values_n.new_zeros((rows.numel(), cls.width)).index_add_(0, place_n, values_n)
     return RowGradient(rows=rows, values=values)

@@ -20,6 +20,7 @@ from enum import Enum
 
 import torch
 
+from shardrec.errors import PlanError
 from shardrec.layout import Shard, TableLayout
 from shardrec.lookup.kernels import has_fused_kernel
 from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
@@ -52,31 +53,51 @@ class LookupGroup:
         mode: how they learn.
         optimizer: which optimizer; None if and only if the mode is ``DENSE``.
         layouts: the tables, in module order.
+        width: columns of the group's shards, where a group has one width; else None.
     """
 
     mode: GroupMode
     optimizer: FusedOptimizer | None
     layouts: tuple[TableLayout, ...]
+    width: int | None = None
 
     def local_shards(self, rank: int) -> tuple[Shard, ...]:
         """The shards of this group that ``rank`` holds."""
-        return tuple(shard for layout in self.layouts for shard in layout.on_rank(rank))
+        shards = (shard for layout in self.layouts for shard in layout.on_rank(rank))
+        return tuple(shard for shard in shards if self.width in (None, shard.cols))
 
 
-def group_tables(tables: Sequence[LookupTable], device: torch.device) -> tuple[LookupGroup, ...]:
+def group_tables(
+    tables: Sequence[LookupTable], device: torch.device, *, by_width: bool = False
+) -> tuple[LookupGroup, ...]:
     """Group the sharded tables; replicated ones are left out.
 
     Args:
         tables: in module order.
         device: decides which optimizers have a kernel.
+        by_width: shards of different widths go into different groups.
+
+    Raises:
+        PlanError: for rowwise Adagrad on a table whose stripes would be in different groups.
     """
-    members: dict[tuple[GroupMode, FusedOptimizer | None], list[TableLayout]] = {}
+    members: dict[tuple[GroupMode, FusedOptimizer | None, int | None], list[TableLayout]] = {}
     for table in tables:
-        if not table.layout.replicated:
-            members.setdefault((_mode(table, device), table.optimizer), []).append(table.layout)
+        if table.layout.replicated:
+            continue
+        mode = _mode(table, device)
+        widths: dict[int | None, None] = {None: None}
+        if by_width:
+            widths = dict.fromkeys(stripe.col_end - stripe.col_start for stripe in table.layout.stripes())
+        if mode is GroupMode.WHOLE_ROWS and len(widths) > 1:
+            raise PlanError(
+                f"table {table.layout.name!r} is cut into column stripes of {', '.join(map(str, widths))} columns; "
+                "rowwise Adagrad on sequence embeddings takes stripes of one width: cut it evenly"
+            )
+        for width in widths:
+            members.setdefault((mode, table.optimizer, width), []).append(table.layout)
     return tuple(
-        LookupGroup(mode=mode, optimizer=optimizer, layouts=tuple(layouts))
-        for (mode, optimizer), layouts in members.items()
+        LookupGroup(mode=mode, optimizer=optimizer, layouts=tuple(layouts), width=width)
+        for (mode, optimizer, width), layouts in members.items()
     )
 
 

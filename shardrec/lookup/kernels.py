@@ -44,14 +44,17 @@ def make_kernel(
     feature_tables: Sequence[int],
     optimizer: FusedOptimizer | None,
     device: torch.device,
+    *,
+    pooled: bool = True,
 ) -> SplitTableBatchedEmbeddingBagsCodegen:
-    """A table-batched embedding bag with sum pooling, its weights uninitialised.
+    """A table-batched embedding lookup with sum pooling or none, its weights uninitialised.
 
     Args:
         shapes: (rows, columns) per local table.
         feature_tables: per feature, the number of its table.
         optimizer: fused into backward; None for a kernel that is only used forward.
         device: CPU or CUDA.
+        pooled: sum each bag; else give a row per id, for tables of one width.
     """
     on_cuda = device.type == "cuda"
     location = EmbeddingLocation.DEVICE if on_cuda else EmbeddingLocation.HOST
@@ -68,7 +71,7 @@ def make_kernel(
     return SplitTableBatchedEmbeddingBagsCodegen(
         embedding_specs=[(rows, cols, location, compute) for rows, cols in shapes],
         feature_table_map=list(feature_tables),
-        pooling_mode=PoolingMode.SUM,
+        pooling_mode=PoolingMode.SUM if pooled else PoolingMode.NONE,
         # The input exchange has checked the ids; a second check would hide a fault by mending it.
         bounds_check_mode=BoundsCheckMode.NONE,
         stochastic_rounding=False,

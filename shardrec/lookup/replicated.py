@@ -80,6 +80,10 @@ class ReplicatedLookup:
         """(B, D_r) pooled columns of the local batch; shapes as :func:`dense_lookup` takes them."""
         return dense_lookup(self._bank, ids, lengths, weights, self.parameters)
 
+    def rows(self, table: int, ids: Tensor) -> Tensor:
+        """(N, dim) rows of one table, one per id; their gradient reaches the table's parameter."""
+        return nn.functional.embedding(ids, self.parameters[table])
+
     def _on_gradient(self, parameter: Tensor) -> None:
         context = self._context
         if context.collectives.world_size > 1 and not context.gradients_are_reduced:

@@ -47,17 +47,23 @@ class ShardLookup:
         slots: this rank's slots, group after group.
         collectives: of the group that the embeddings are sharded over.
         device: where the shards live.
+        pooled: sum each bag; else give a row per id, for groups of one width each.
 
     Attributes:
         shards: this rank's shards, group after group.
     """
 
     def __init__(
-        self, groups: Sequence[LookupGroup], slots: Sequence[Slot], collectives: Collectives, device: torch.device
+        self,
+        groups: Sequence[LookupGroup],
+        slots: Sequence[Slot],
+        collectives: Collectives,
+        device: torch.device,
+        *,
+        pooled: bool = True,
     ) -> None:
-        self._device = device
         self._members = [
-            _member(group, tuple(slot for slot in slots if slot.group == index), collectives, device)
+            _member(group, tuple(slot for slot in slots if slot.group == index), collectives, device, pooled)
             for index, group in enumerate(groups)
         ]
         self.shards = tuple(shard for member in self._members for shard in member.shards)
@@ -96,10 +102,16 @@ class ShardLookup:
 
     def __call__(self, ids: ShardInput) -> Tensor:
         """(B_all, D) float32 pooled columns, group after group."""
-        batch = sum(ids.batch_sizes)
+        pooled = self.rows(ids)
+        if not pooled:
+            return self._placeholder.new_zeros((sum(ids.batch_sizes), 0))
+        return pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=1)
+
+    def rows(self, ids: ShardInput) -> list[Tensor]:
+        """Per group, (B_all, D_group) pooled columns, or (n, w) rows without pooling."""
         starts = [0, *accumulate(ids.group_ids)]
         slot = 0
-        pooled = []
+        found = []
         for index, member in enumerate(self._members):
             count = len(member.slots)
             span = slice(starts[index], starts[index + 1])
@@ -109,14 +121,12 @@ class ShardLookup:
                 weights=None if ids.weights is None else ids.weights[span],
             )
             slot += count
-            pooled.append(self._look_up(member, part, batch))
-        if not pooled:
-            return self._placeholder.new_zeros((batch, 0))
-        return pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=1)
+            found.append(self._look_up(member, part, sum(ids.batch_sizes)))
+        return found
 
     def _look_up(self, member: _Member, part: _GroupInput, batch: int) -> Tensor:
         if member.bank is None and member.whole_rows is None:
-            empty = self._placeholder.new_zeros((batch, 0))
+            empty = self._placeholder.new_zeros(_empty_shape(member, batch))
             return empty.requires_grad_() if torch.is_grad_enabled() else empty
         if member.group.mode is GroupMode.FUSED:
             assert member.bank is not None, "only whole-row groups go on without a bank"
@@ -143,14 +153,16 @@ class _GroupInput:
     weights: Tensor | None
 
 
-def _member(group: LookupGroup, slots: tuple[Slot, ...], collectives: Collectives, device: torch.device) -> _Member:
+def _member(
+    group: LookupGroup, slots: tuple[Slot, ...], collectives: Collectives, device: torch.device, pooled: bool
+) -> _Member:
     shards = group.local_shards(collectives.rank)
     number = {shard: index for index, shard in enumerate(shards)}
     fused = group.optimizer if group.mode is GroupMode.FUSED else None
     bank = None
     if shards:
         shapes = [(shard.rows, shard.cols) for shard in shards]
-        bank = TableBank(shapes, [number[slot.shard] for slot in slots], fused, device)
+        bank = TableBank(shapes, [number[slot.shard] for slot in slots], fused, device, pooled=pooled)
     in_rows = group.mode in (GroupMode.ROWS, GroupMode.WHOLE_ROWS)
     rows = None
     if in_rows and bank is not None:
@@ -158,6 +170,11 @@ def _member(group: LookupGroup, slots: tuple[Slot, ...], collectives: Collective
         rows = RowOptimizer(bank.classes, len(shards), group.optimizer)
     whole = WholeRows(group.layouts, shards, collectives) if group.mode is GroupMode.WHOLE_ROWS else None
     return _Member(group=group, shards=shards, slots=slots, bank=bank, rows=rows, whole_rows=whole)
+
+
+def _empty_shape(member: _Member, batch: int) -> tuple[int, int]:
+    """Of a group's rows on a rank without shards: no columns, or without pooling no rows."""
+    return (batch, 0) if member.group.width is None else (0, member.group.width)
 
 
 def _steps(member: _Member) -> int:
@@ -173,7 +190,7 @@ class _RowsFunction(torch.autograd.Function):
     def forward(ctx: FunctionCtx, placeholder: Tensor, member: _Member, part: _GroupInput, batch: int) -> Tensor:
         ctx.member, ctx.part = member, part  # type: ignore[attr-defined]
         if member.bank is None:
-            return placeholder.new_zeros((batch, 0))
+            return placeholder.new_zeros(_empty_shape(member, batch))
         return member.bank.look_up(part.ids, part.lengths, part.weights)
 
     @staticmethod

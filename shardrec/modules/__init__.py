@@ -3,5 +3,6 @@
 from shardrec.modules.bags import ShardedEmbeddingBagCollection
 from shardrec.modules.convert import shard
 from shardrec.modules.model import ShardedModel
+from shardrec.modules.sequences import ShardedEmbeddingCollection
 
-__all__ = ["ShardedEmbeddingBagCollection", "ShardedModel", "shard"]
+__all__ = ["ShardedEmbeddingBagCollection", "ShardedEmbeddingCollection", "ShardedModel", "shard"]

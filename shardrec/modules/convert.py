@@ -2,33 +2,54 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from shardrec.errors import ConfigError, PlanError
 from shardrec.exchange.collectives import collectives_of
 from shardrec.exchange.step import StepContext
 from shardrec.layout import ShardingPlan
-from shardrec.modules.bags import ShardedEmbeddingBagCollection, qualified_name
+from shardrec.modules.bags import ShardedEmbeddingBagCollection
+from shardrec.modules.collection import ShardedCollection, qualified_name
 from shardrec.modules.model import ShardedModel
+from shardrec.modules.sequences import ShardedEmbeddingCollection
 
-__all__ = ["collections_of", "shard", "table_shapes"]
+__all__ = ["shard", "table_configs", "table_shapes"]
 
 
-def collections_of(model: nn.Module) -> dict[str, EmbeddingBagCollection]:
+_Collection: TypeAlias = EmbeddingBagCollection | EmbeddingCollection
+
+
+def _collections_of(model: nn.Module) -> dict[str, _Collection]:
     """The unsharded collections of a model, by path."""
-    return {path: module for path, module in model.named_modules() if isinstance(module, EmbeddingBagCollection)}
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(module, (EmbeddingBagCollection, EmbeddingCollection))
+    }
+
+
+def table_configs(model: nn.Module) -> dict[str, BaseEmbeddingConfig]:
+    """The config of each table of a model's unsharded collections, by the table's name in a plan."""
+    found: dict[str, BaseEmbeddingConfig] = {}
+    for path, collection in _collections_of(model).items():
+        if isinstance(collection, EmbeddingBagCollection):
+            configs = collection.embedding_bag_configs()
+        else:
+            configs = collection.embedding_configs()
+        for config in configs:
+            found[qualified_name(path, config.name)] = config
+    return found
 
 
 def table_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
     """``(num_embeddings, embedding_dim)`` of each table of a model's collections, by its name in a plan."""
-    return {
-        qualified_name(path, config.name): (config.num_embeddings, config.embedding_dim)
-        for path, collection in collections_of(model).items()
-        for config in collection.embedding_bag_configs()
-    }
+    return {name: (config.num_embeddings, config.embedding_dim) for name, config in table_configs(model).items()}
 
 
 def shard(
@@ -37,6 +58,7 @@ def shard(
     *,
     device: torch.device | str | None = None,
     group: dist.ProcessGroup | None = None,
+    dedup: bool = True,
 ) -> ShardedModel:
     """Shard the embedding collections of a model; the rest goes into DistributedDataParallel.
 
@@ -44,11 +66,12 @@ def shard(
     one rank.
 
     Args:
-        model: holds ``torchrec.EmbeddingBagCollection`` modules, on the CPU or on meta; is changed in place. Optimizers
-            that ``apply_optimizer_in_backward`` gave to tables are fused into the lookup.
+        model: holds ``torchrec.EmbeddingBagCollection`` or ``EmbeddingCollection`` modules, on the CPU or on meta;
+            is changed in place. Optimizers that ``apply_optimizer_in_backward`` gave to tables are fused.
         plan: where each table goes; default: :func:`shardrec.plan` for the group.
         device: of the tables and of the model; default: the CPU.
         group: the process group; default: the default group.
+        dedup: sequence collections send and look up each distinct id of a table once per batch.
 
     Returns:
         The sharded model, which has the attributes and the state_dict keys of ``model``.
@@ -59,10 +82,10 @@ def shard(
     """
     target = torch.device(device or "cpu")
     collectives = collectives_of(group)
-    collections = collections_of(model)
+    collections = _collections_of(model)
     if not collections:
         raise ConfigError(
-            f"{type(model).__name__} holds no torchrec EmbeddingBagCollection to shard; build its embeddings with one, "
+            f"{type(model).__name__} holds no torchrec embedding collection to shard; build its embeddings with one, "
             "or wrap it in DistributedDataParallel as it is"
         )
     if plan is None:
@@ -78,13 +101,27 @@ def shard(
     context = StepContext(collectives, target)
     _check_same_plan(plan, context)
     replaced = {
-        id(module): ShardedEmbeddingBagCollection(module, plan, path=path, device=target, group=group, context=context)
+        id(module): _shard_collection(module, plan, path, target, group, context, dedup)
         for path, module in collections.items()
     }
     model = _replace(model, replaced)
     _move_dense(model, target)
     world = (group or dist.group.WORLD) if collectives.world_size > 1 else None
     return ShardedModel(model, plan, context, world)
+
+
+def _shard_collection(
+    module: _Collection,
+    plan: ShardingPlan,
+    path: str,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    context: StepContext,
+    dedup: bool,
+) -> ShardedCollection:
+    if isinstance(module, EmbeddingBagCollection):
+        return ShardedEmbeddingBagCollection(module, plan, path=path, device=device, group=group, context=context)
+    return ShardedEmbeddingCollection(module, plan, path=path, device=device, group=group, context=context, dedup=dedup)
 
 
 def _check_same_plan(plan: ShardingPlan, context: StepContext) -> None:
@@ -99,7 +136,7 @@ def _check_same_plan(plan: ShardingPlan, context: StepContext) -> None:
         )
 
 
-def _replace(model: nn.Module, replaced: dict[int, ShardedEmbeddingBagCollection]) -> nn.Module:
+def _replace(model: nn.Module, replaced: dict[int, ShardedCollection]) -> nn.Module:
     if id(model) in replaced:
         return replaced[id(model)]
     for parent in list(model.modules()):
@@ -116,5 +153,5 @@ def _move_dense(model: nn.Module, device: torch.device) -> None:
             f"parameters {', '.join(map(repr, meta[:5]))} are on meta; only embedding collections may be: build the "
             "dense part on a real device"
         )
-    for module in model.children() if isinstance(model, ShardedEmbeddingBagCollection) else [model]:
+    for module in model.children() if isinstance(model, ShardedCollection) else [model]:
         module.to(device)

@@ -16,8 +16,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from shardrec.errors import InputError, ShardrecError
 from shardrec.exchange.step import StepContext
 from shardrec.layout import ShardingPlan
-from shardrec.modules.bags import ShardedEmbeddingBagCollection
-from shardrec.modules.table import ShardedTable
+from shardrec.modules.collection import ShardedCollection
 
 __all__ = ["ShardedModel"]
 
@@ -40,7 +39,7 @@ class ShardedModel(nn.Module):
         self.plan = plan
         self.group = group
         self.context = context
-        self._sharded = [child for child in module.modules() if isinstance(child, ShardedEmbeddingBagCollection)]
+        self._sharded = [child for child in module.modules() if isinstance(child, ShardedCollection)]
         self._headers = len(self._sharded)
         self._callable: nn.Module = module
         if group is not None:
@@ -51,8 +50,8 @@ class ShardedModel(nn.Module):
         sharded = {
             id(parameter)
             for collection in self._sharded
-            for table in collection.embedding_bags.values()
-            if isinstance(table, ShardedTable) and not table.layout.replicated
+            for table in collection.tables().values()
+            if not table.layout.replicated
             for parameter in table.parameters()
         }
         names = [name for name, parameter in self.module.named_parameters() if id(parameter) in sharded]

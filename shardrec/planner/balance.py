@@ -17,6 +17,8 @@ from shardrec.planner.constraint import CUTS, Constraint, constraints_by_table
 __all__ = ["TableSize", "balanced_plan"]
 
 _BYTES = 4
+_COLUMN_CUTS = ("column_wise", "table_column_wise", "grid")
+_HOST_CUTS = ("table_row_wise", "table_column_wise", "grid")
 _REPLICATED_WEIGHTS = 4096
 """Tables of at most so many weights are replicated: their gradient costs less than their exchange."""
 
@@ -67,9 +69,10 @@ def balanced_plan(
     layouts: dict[str, TableLayout] = {}
     for name in sorted(tables, key=lambda name: (-tables[name].bytes, name)):
         size, limit = tables[name], limits.get(name, Constraint())
-        cut = _choose(name, size, limit, topology, budget)
+        hosts = _whole_hosts(limit, topology)
+        cut = _choose(name, size, limit, hosts, world_size, budget)
         ranks = _least_loaded(limit.ranks or range(world_size), load, memory)
-        layout = _cut(name, size, cut, ranks, topology, load, memory)
+        layout = _cut(name, size, cut, ranks, hosts, topology, load)
         layouts[name] = layout
         for shard in layout.shards:
             share = shard.rows / size.num_embeddings
@@ -79,8 +82,13 @@ def balanced_plan(
     return ShardingPlan(topology=topology, tables=tuple(layouts[name] for name in tables))
 
 
-def _choose(name: str, size: TableSize, limit: Constraint, topology: Topology, budget: float) -> str:
-    world_size = topology.world_size
+def _whole_hosts(limit: Constraint, topology: Topology) -> list[int]:
+    """The hosts that a cut over all the ranks of a host may use."""
+    allowed = set(limit.ranks or range(topology.world_size))
+    return [host for host in range(topology.hosts) if allowed.issuperset(topology.host_ranks(host))]
+
+
+def _choose(name: str, size: TableSize, limit: Constraint, hosts: Sequence[int], world_size: int, budget: float) -> str:
     allowed = [cut for cut in (limit.cuts or CUTS) if not (cut == "data_parallel" and limit.ranks)]
     if not allowed:
         raise ConfigError(f"table {name!r}: its constraint leaves no cut; allow another one of {', '.join(CUTS)}")
@@ -94,11 +102,14 @@ def _choose(name: str, size: TableSize, limit: Constraint, topology: Topology, b
     order += ["table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise", "grid", "data_parallel"]
     divisible = size.embedding_dim % COLUMN_UNIT == 0
     for cut in order:
-        if cut in allowed and (divisible or cut not in ("column_wise", "table_column_wise", "grid")):
-            return cut
+        if cut not in allowed or (cut in _COLUMN_CUTS and not divisible) or (cut in _HOST_CUTS and not hosts):
+            continue
+        return cut
+    reason = (
+        f"cannot cut {size.embedding_dim} columns" if hosts else f"needs all the ranks of a host, not {limit.ranks}"
+    )
     raise ConfigError(
-        f"table {name!r}: its constraint allows only {', '.join(allowed)}, which cannot cut {size.embedding_dim} "
-        "columns; allow row_wise or table_wise"
+        f"table {name!r}: its constraint allows only {', '.join(allowed)}, which {reason}; allow row_wise or table_wise"
     )
 
 
@@ -111,13 +122,12 @@ def _cut(
     size: TableSize,
     cut: str,
     ranks: Sequence[int],
+    hosts: Sequence[int],
     topology: Topology,
     load: Sequence[float],
-    memory: Sequence[float],
 ) -> TableLayout:
     rows, dim = size.num_embeddings, size.embedding_dim
-    hosts = sorted({rank // topology.ranks_per_host for rank in ranks})
-    host = min(hosts, key=lambda host: sum(load[rank] for rank in topology.host_ranks(host)))
+    host = min(hosts, key=lambda host: sum(load[rank] for rank in topology.host_ranks(host)), default=0)
     match cut:
         case "table_wise":
             return cuts.table_wise(name, rows, dim, rank=ranks[0])

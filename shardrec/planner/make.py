@@ -28,7 +28,7 @@ def plan(
     The result is a pure function of the arguments, so every rank may compute it for itself.
 
     Args:
-        model: holds ``torchrec.EmbeddingBagCollection`` modules; meta tables are fine.
+        model: holds ``torchrec.EmbeddingBagCollection`` or ``EmbeddingCollection`` modules; meta tables are fine.
         topology: the ranks; default: those of the default process group (one rank without a group).
         batch_size: samples per rank in a step.
         constraints: limits by table name (``"path.to.collection.table"``) or pattern with ``*`` and ``?``.
@@ -36,23 +36,21 @@ def plan(
     Raises:
         ConfigError: if the model has no collection, or a constraint is for an unknown table or cannot be met.
     """
-    from shardrec.modules.bags import qualified_name
-    from shardrec.modules.convert import collections_of
+    from shardrec.modules.convert import table_configs
 
     if batch_size < 1:
         raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
     sizes = {
-        qualified_name(path, config.name): TableSize(
+        name: TableSize(
             num_embeddings=config.num_embeddings,
             embedding_dim=config.embedding_dim,
             features=len(config.feature_names),
         )
-        for path, collection in collections_of(model).items()
-        for config in collection.embedding_bag_configs()
+        for name, config in table_configs(model).items()
     }
     if not sizes:
         raise ConfigError(
-            f"{type(model).__name__} holds no torchrec EmbeddingBagCollection to plan; was it sharded already?"
+            f"{type(model).__name__} holds no torchrec embedding collection to plan; was it sharded already?"
         )
     return balanced_plan(sizes, topology or _current_topology(), batch_size=batch_size, constraints=constraints)
 

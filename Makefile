@@ -1,0 +1,99 @@
+# make help lists the targets. Each does its own set-up in $(VENV), once: a second run installs nothing and needs no network.
+
+DEVICE      ?= cpu
+VENV        ?= .venv
+NPROC       ?= 2
+TRAIN_ARGS  ?=
+PYTEST_ARGS ?=
+BENCH_ARGS  ?=
+
+# The first of these that runs and is in the supported range (a name on PATH may be a launcher with nothing behind it).
+PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
+	if $$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1; \
+	then echo $$python; break; fi; done)
+
+SHELL       := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+BIN     := $(VENV)/bin
+RUNTIME := $(VENV)/.shardrec-$(DEVICE)
+DEV     := $(VENV)/.shardrec-$(DEVICE)-dev
+
+PIP := PYTHONUNBUFFERED=1 $(BIN)/python -m pip install --disable-pip-version-check --no-input --progress-bar off
+
+# A dot for each package shows that it works; the rest of what pip says matters only when it fails.
+DOTS    = { while IFS= read -r line; do case "$$line" in Collecting*|Installing*) printf .;; esac; done; }
+install = { $(PIP) $(1) 2>&1 | tee "$(VENV)/install.log" | $(DOTS); } || \
+	{ echo; grep '^ERROR' "$(VENV)/install.log" >&2 || tail -n 20 "$(VENV)/install.log" >&2; exit 1; }
+
+ifeq ($(filter cpu gpu,$(DEVICE)),)
+$(error DEVICE is "$(DEVICE)"; it can be cpu or gpu)
+endif
+
+.PHONY: help train test check bench docs clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 14
+
+train: $(RUNTIME) ## train a sharded model on NPROC ranks of this machine (DEVICE, NPROC, TRAIN_ARGS)
+	$(BIN)/shardrec train --nproc $(NPROC) $(TRAIN_ARGS)
+
+test: $(DEV) ## run the tests (PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: $(DEV) ## lint, format, types, then the tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict shardrec
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+bench: $(RUNTIME) ## run every benchmark under benchmarks/ (BENCH_ARGS)
+	@for main in benchmarks/*/main.py; do \
+	  [ -e "$$main" ] || { echo "there is no benchmarks/*/main.py to run"; break; }; \
+	  echo "==> $$main"; $(BIN)/python "$$main" $(BENCH_ARGS); \
+	done
+
+docs: $(DEV) ## run the Python examples of README.md and docs/
+	@status=0; \
+	$(BIN)/python -m pytest --doctest-glob='*.md' $(or $(wildcard README.md docs),README.md) || status=$$?; \
+	[ $$status -ne 5 ] || { echo "README.md and docs/ hold no Python examples yet"; status=0; }; \
+	exit $$status
+
+clean: ## delete caches and build leftovers; .venv stays
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find shardrec tests examples benchmarks docs -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+$(BIN)/python:
+	@if [ -z "$(PYTHON)" ]; then \
+	  echo "shardrec needs Python 3.11, 3.12 or 3.13 and found none on PATH: install one, or name it with PYTHON=..." >&2; \
+	  exit 1; \
+	fi
+	@if [ -e "$(VENV)" ]; then \
+	  echo "$(VENV) is there but has no working bin/python: delete it and run make again." >&2; exit 1; \
+	fi
+	@echo "==> making $(VENV) with $(PYTHON)"
+	@$(PYTHON) -m venv "$(VENV)" >/dev/null || { \
+	  rm -rf "$(VENV)"; \
+	  echo "$(PYTHON) cannot make a virtual environment with pip in it: install its venv module" \
+	       "(on Debian and Ubuntu: apt-get install python3-venv) and run make again." >&2; \
+	  exit 1; \
+	}
+
+# The CPU and the CUDA build of fbgemm-gpu own one folder: where the other one is, both go before the right one comes.
+$(RUNTIME): requirements/base.txt requirements/$(DEVICE).txt requirements/torchrec.txt setup.cfg pyproject.toml | $(BIN)/python
+	@printf '%s' "==> installing shardrec for $(DEVICE) in $(VENV) (minutes, the first time) "
+	@rm -f "$(VENV)"/.shardrec-*
+	@if $(BIN)/python -m pip show -q $(if $(filter cpu,$(DEVICE)),fbgemm-gpu,fbgemm-gpu-cpu) 2>/dev/null; then \
+	  $(BIN)/python -m pip uninstall --disable-pip-version-check -q -y fbgemm-gpu fbgemm-gpu-cpu; \
+	fi
+	@$(call install,-r requirements/$(DEVICE).txt)
+	@$(call install,--no-deps -r requirements/torchrec.txt)
+	@$(call install,--no-deps --no-build-isolation -e .); echo
+	@touch $@
+
+$(DEV): requirements/dev.txt $(RUNTIME)
+	@printf '%s' "==> installing the test tools in $(VENV) "
+	@$(call install,--no-warn-conflicts -r requirements/$(DEVICE).txt -r requirements/dev.txt); echo
+	@touch $@

@@ -1,0 +1,139 @@
+"""Do the installed torch, fbgemm-gpu and torchrec belong together?
+
+fbgemm-gpu is a set of shared libraries built against one minor release of torch. Under another one it fails to load,
+or loads and crashes later, and neither says why. The versions are read from the packages' metadata, before any of the
+three is imported, so that the answer is a sentence and not a linker's message.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata, util
+
+from shardrec.errors import VersionError
+
+__all__ = ["MATCHING_SETS", "MatchingSet", "check_versions"]
+
+_FBGEMM_BUILDS = ("fbgemm-gpu-cpu", "fbgemm-gpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatchingSet:
+    """Three minor releases that were built for each other.
+
+    Attributes:
+        torch: minor release of torch, such as ``"2.13"``.
+        fbgemm: minor release of fbgemm-gpu, for its CPU and CUDA builds alike.
+        torchrec: minor release of torchrec.
+    """
+
+    torch: str
+    fbgemm: str
+    torchrec: str
+
+
+MATCHING_SETS: tuple[MatchingSet, ...] = (
+    MatchingSet(torch="2.13", fbgemm="1.8", torchrec="1.8"),
+    MatchingSet(torch="2.12", fbgemm="1.7", torchrec="1.7"),
+    MatchingSet(torch="2.11", fbgemm="1.6", torchrec="1.6"),
+)
+"""Every set that shardrec supports, newest first (the table in fbgemm-gpu's release notes)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """One of the three packages as it is installed; no version means a plain folder on the path, without metadata."""
+
+    name: str
+    version: str | None
+    present: bool
+
+    @property
+    def minor(self) -> str | None:
+        match = re.match(r"\d+\.\d+", self.version or "")
+        return match.group() if match else None
+
+    def __str__(self) -> str:
+        if not self.present:
+            return f"no {self.name}"
+        return f"{self.name} {self.version or 'of unknown version'}"
+
+
+@functools.cache
+def check_versions() -> None:
+    """Raises unless torch, fbgemm-gpu and torchrec are installed, match, and fbgemm-gpu's operators load.
+
+    The parts of shardrec that compute call it before they import any of the three. It imports fbgemm-gpu (and so
+    torch); once it has passed, calling it again is free. A package that is a plain folder on the path, without
+    metadata, as on a development machine, is taken to match if it imports.
+
+    Raises:
+        VersionError: in one sentence, what was found and what would match.
+    """
+    torch, torchrec = _find("torch", "torch"), _find("torchrec", "torchrec")
+    builds = [found for name in _FBGEMM_BUILDS if (found := _find(name, None)).present]
+    fbgemm = builds or [_find("fbgemm-gpu", "fbgemm_gpu")]
+    trio = (torch, *fbgemm, torchrec)
+    wanted = _wanted(torch)
+    fits = (
+        _fits(torch, wanted.torch)
+        and all(_fits(build, wanted.fbgemm) for build in fbgemm)
+        and _fits(torchrec, wanted.torchrec)
+    )
+    if not fits:
+        raise VersionError(f"found {_listed(trio)}, which do not go together: {_remedy(wanted, fbgemm)}")
+    _load(trio, wanted)
+
+
+def _find(name: str, module: str | None) -> _Found:
+    """The distribution ``name``, or the plain folder ``module`` if it has no metadata."""
+    try:
+        version = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        present = module is not None and util.find_spec(module) is not None
+        return _Found(name=name, version=None, present=present)
+    return _Found(name=name, version=version, present=True)
+
+
+def _wanted(torch: _Found) -> MatchingSet:
+    """The set for the installed torch, since that is the one a user is least willing to change; else the newest."""
+    return next((each for each in MATCHING_SETS if each.torch == torch.minor), MATCHING_SETS[0])
+
+
+def _fits(found: _Found, minor: str) -> bool:
+    return found.present and (found.version is None or found.minor == minor)
+
+
+def _load(found: Sequence[_Found], wanted: MatchingSet) -> None:
+    """Imports fbgemm-gpu and touches one operator: some of its libraries are allowed to fail silently."""
+    try:
+        importlib.import_module("fbgemm_gpu")
+        torch = importlib.import_module("torch")
+        torch.ops.fbgemm.permute_2D_sparse_data  # noqa: B018 - the look-up itself is the test
+    except Exception as error:  # a linker's OSError, an ImportError or an AttributeError, all with one meaning
+        reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+        text = f"found {_listed(found)}, but fbgemm-gpu does not load ({reason}): {_remedy(wanted, found[1:-1])}"
+        raise VersionError(text) from error
+
+
+def _listed(found: Sequence[_Found]) -> str:
+    texts = [str(each) for each in found]
+    return f"{', '.join(texts[:-1])} and {texts[-1]}"
+
+
+def _remedy(wanted: MatchingSet, fbgemm: Sequence[_Found]) -> str:
+    others = " or ".join(
+        f"torch {each.torch} with {each.fbgemm} and {each.torchrec}" for each in MATCHING_SETS if each != wanted
+    )
+    installed = [each.name for each in fbgemm if each.version is not None]
+    build = installed[0] if len(installed) == 1 else "fbgemm-gpu-cpu"
+    both = "uninstall both builds of fbgemm-gpu, which overwrite each other, then " if len(installed) > 1 else ""
+    return (
+        f"torch {wanted.torch} goes with fbgemm-gpu {wanted.fbgemm} and torchrec {wanted.torchrec} ({others}), so"
+        f" {both}install torch=={wanted.torch}.0 and {build}=={wanted.fbgemm}.0, and torchrec=={wanted.torchrec}.0 with"
+        " pip's --no-deps"
+    )

@@ -1,0 +1,175 @@
+"""An awaitable that can be used as if it were its value.
+
+[Note: which attributes are whose]
+Reading takes what the awaitable has and asks the value for the rest. Names that begin *and* end with an underscore are
+protocols that libraries probe for (``__cuda_array_interface__``, ``_repr_html_``): asking whether they are there must
+not force a wait, so the value is not asked, with the few exceptions that only a real conversion asks for.
+
+Writing cannot go the same way, since a name that is not there yet may be meant for either. The awaitable gets names
+that begin with an underscore, names that it or its class has, and all names while it is being made or runs its own
+``_wait_impl()``; the value gets the others. So ``lazy.requires_grad = True`` reaches the tensor, and a subclass sets
+what it likes in its methods as long as it is private.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.fx
+
+from shardrec.awaitable.awaitable import Awaitable
+from shardrec.awaitable.operators import Operators, force, force_nested
+
+__all__ = ["LazyAwaitable", "LazyNoWait"]
+
+W = TypeVar("W")
+V = TypeVar("V")
+
+_CONVERSIONS = frozenset({"__cuda_array_interface__", "__dlpack__", "__dlpack_device__"})
+
+
+class _LazyAwaitableMeta(abc.ABCMeta, torch.fx.ProxyableClassMeta):
+    """Lets ``torch.fx`` record the construction of a lazy awaitable from traced values, and keep one as a constant."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        # Not ProxyableClassMeta's own: that asks a global flag for every object made, which warns on stderr. A proxy
+        # among the arguments tells the same.
+        proxy = _first_proxy((args, kwargs))
+        if proxy is not None:
+            return proxy.tracer.create_proxy("call_function", cls, args, kwargs)
+        made = type.__call__(cls, *args, **kwargs)
+        if isinstance(made, cls):
+            object.__setattr__(made, "_is_made", True)
+        return made
+
+
+def _first_proxy(value: Any) -> torch.fx.Proxy | None:
+    """The first ``torch.fx.Proxy`` in nested tuples, lists, dicts and slices."""
+    if isinstance(value, torch.fx.Proxy):
+        return value
+    inside: Iterable[Any] = ()
+    if isinstance(value, (tuple, list)):
+        inside = value
+    elif isinstance(value, dict):
+        inside = value.values()
+    elif isinstance(value, slice):
+        inside = (value.start, value.stop, value.step)
+    return next((found for item in inside if (found := _first_proxy(item)) is not None), None)
+
+
+class LazyAwaitable(Awaitable[W], Operators, metaclass=_LazyAwaitableMeta):
+    """An awaitable that is waited for when it is first used, as late as that may be.
+
+    It acts as its value in torch functions (as an argument, at any depth of lists and dicts), attributes, items,
+    operators, iteration, conversions to numbers, text and numpy arrays, calls and ``with``. Each of these waits the
+    first time. These do not wait: ``repr()``, ``isinstance()``, ``done()``, ``then()``, and passing it on. Its own
+    names (``wait``, ``done``, ``then``, ``callbacks``, ``add_callback``) hide those of the value.
+
+    It is not a tensor: ``isinstance(lazy, torch.Tensor)`` is false, and code that asks does not see through it; a
+    ``torch.autograd.Function`` would even compute, and pass no gradient on. Give such code ``shardrec.wait(lazy)``. So
+    do for an awaited number where torch takes one int or several (``x.sum(lazy)``), for which it fails inside torch.
+
+    The idea and the interface are TorchRec's ``torchrec.distributed.types.LazyAwaitable``; the semantics are those of a
+    call-by-need thunk.
+    """
+
+    _is_made = False
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Waits for every lazy awaitable among the arguments, in order, then calls ``func`` on the values."""
+        return func(*force_nested(args), **force_nested(kwargs or {}))
+
+    def then(self, function: Callable[[W], V]) -> LazyAwaitable[V]:
+        """An awaitable of ``function(value)``, which waits for this one, and calls ``function``, at its first use.
+
+        Args:
+            function: called once, on this awaitable's value; what it raises is the new one's error.
+        """
+        return _ThenAwaitable(self, function)
+
+    @staticmethod
+    def _wait_async(obj: Any) -> Any:
+        """TorchRec's name for forcing what may be lazy."""
+        return force(obj)
+
+    def __getattr__(self, name: str) -> Any:
+        # Only for names that are not found otherwise. See [Note: which attributes are whose].
+        if name.startswith("_") and name.endswith("_") and name not in _CONVERSIONS:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        if self._once.running_here or not self._is_made:
+            where = "_wait_impl() or a callback runs" if self._is_made else "__init__() runs"
+            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            raise AttributeError(f"{text}, and its value cannot be asked while {where}", name=name, obj=self)
+        return getattr(self.wait(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._owns(name):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.wait(), name, force(value))
+
+    def __delattr__(self, name: str) -> None:
+        if self._owns(name):
+            object.__delattr__(self, name)
+        else:
+            delattr(self.wait(), name)
+
+    def _owns(self, name: str) -> bool:
+        return (
+            name.startswith("_")
+            or not self._is_made
+            or name in self.__dict__
+            or hasattr(type(self), name)
+            or self._once.running_here
+        )
+
+    def _finished_type(self) -> Callable[[W], Awaitable[W]]:
+        return LazyNoWait
+
+
+class LazyNoWait(LazyAwaitable[W]):
+    """A value that is there already, where a lazy awaitable is asked for.
+
+    Args:
+        obj: the value.
+    """
+
+    def __init__(self, obj: W) -> None:
+        super().__init__()
+        self._obj = obj
+
+    def _wait_impl(self) -> W:
+        return self._obj
+
+    def _is_ready(self) -> bool:
+        return True
+
+
+class _ThenAwaitable(LazyAwaitable[V], Generic[W, V]):
+    """What ``LazyAwaitable.then`` returns."""
+
+    def __init__(self, parent: LazyAwaitable[W], function: Callable[[W], V]) -> None:
+        super().__init__()
+        self._parent: LazyAwaitable[W] | None = parent
+        self._function: Callable[[W], V] | None = function
+
+    def _wait_impl(self) -> V:
+        parent, function = self._parent, self._function
+        assert parent is not None and function is not None, "_wait_impl() runs once"
+        # Let go of both: either can hold buffers that the value does not need.
+        self._parent = self._function = None
+        return function(parent.wait())
+
+    def _is_ready(self) -> bool:
+        parent = self._parent
+        return parent is not None and parent.done()

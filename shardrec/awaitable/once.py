@@ -1,0 +1,135 @@
+"""The outcome of one wait: computed by one thread, kept for all of them.
+
+::
+
+              settle(compute)                    settle() again, from any thread
+    PENDING ──────────────────► DONE   (value)   ► the same value
+            └─────────────────► FAILED (error)   ► the same error, with the traceback it had
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from enum import Enum
+from types import TracebackType
+from typing import Generic, NoReturn, TypeVar, cast
+
+from shardrec.awaitable.callbacks import Callbacks
+from shardrec.awaitable.error import AwaitableError
+
+__all__ = ["Once", "State"]
+
+W = TypeVar("W")
+
+
+class State(Enum):
+    """What is known of a value that is computed once."""
+
+    PENDING = "pending"
+    DONE = "done"
+    FAILED = "failed"
+
+
+class Once(Generic[W]):
+    """Runs a computation exactly once, whichever thread comes first, and keeps what came of it.
+
+    Any value is kept, ``None`` too, and so is an error: a collective cannot be waited for a second time, whatever the
+    first wait gave. Threads that come while it runs are held until it has ended. The thread that runs it gets an error,
+    not a deadlock, when its computation asks for its own outcome.
+
+    Attributes:
+        state: pending until the outcome is kept.
+        error: the kept error, if it failed.
+        callbacks: called on the value, in order, before it is kept; each gets what the one before returned.
+    """
+
+    __slots__ = ("_lock", "_owner", "_traceback", "_value", "callbacks", "error", "state")
+
+    def __init__(self) -> None:
+        self.state = State.PENDING
+        self.error: BaseException | None = None
+        self.callbacks: Callbacks[W] = Callbacks()
+        self._value: W | None = None
+        self._traceback: TracebackType | None = None
+        self._lock = threading.Lock()
+        self._owner: int | None = None
+
+    @property
+    def running_here(self) -> bool:
+        """True while this thread, and no other, runs the computation or a callback."""
+        return self._owner == threading.get_ident()
+
+    def settle(self, name: str, compute: Callable[[], W]) -> W:
+        """The outcome; runs ``compute`` and then the callbacks if nobody has yet.
+
+        Args:
+            name: what is being waited for, for messages.
+            compute: gives the value; called at most once in the life of this object.
+
+        Raises:
+            AwaitableError: if ``compute`` or a callback, in this thread, asks for the outcome it is to give.
+            BaseException: the error that ``compute`` or a callback raised, the same object every time.
+        """
+        if self.state is State.PENDING:
+            if self.running_here:
+                raise AwaitableError(
+                    f"{name} was asked for its own value by the _wait_impl() or the callback that computes it: use only"
+                    " what these are given, or chain with .then()"
+                )
+            with self._lock:
+                # Another thread may have settled it between the look and the lock.
+                if self.state is State.PENDING:
+                    self._run(name, compute)
+        if self.state is State.FAILED:
+            self._raise()
+        return cast(W, self._value)
+
+    def apply(self, callback: Callable[[W], W]) -> None:
+        """Calls ``callback`` on the value: in turn while pending, at once on the kept value, never after an error.
+
+        Raises:
+            AwaitableError: from inside a callback that is itself being applied to the kept value.
+        """
+        if self.running_here:
+            # From a callback: _run goes on until the list is used up.
+            self.callbacks.append(callback)
+            return
+        with self._lock:
+            if self.state is State.PENDING:
+                self.callbacks.append(callback)
+            elif self.state is State.DONE:
+                self._owner = threading.get_ident()
+                try:
+                    self._value = callback(cast(W, self._value))
+                finally:
+                    self._owner = None
+
+    def _run(self, name: str, compute: Callable[[], W]) -> None:
+        self._owner = threading.get_ident()
+        try:
+            value = compute()
+            while self.callbacks:
+                value = self.callbacks.pop(0)(value)
+        except Exception as error:
+            self._fail(error)
+        except BaseException as error:
+            # Ctrl-C ends this wait; a later use must not look like a second Ctrl-C.
+            self._fail(AwaitableError(f"the wait for {name} was cut off by {type(error).__name__}; its value is lost"))
+            raise
+        else:
+            self._value = value
+            self.state = State.DONE
+        finally:
+            self._owner = None
+            self.callbacks.clear()
+            self.callbacks.closed = True
+
+    def _fail(self, error: BaseException) -> None:
+        self.error = error
+        self._traceback = error.__traceback__
+        self.state = State.FAILED
+
+    def _raise(self) -> NoReturn:
+        # Every raise adds its frames to the traceback that the error carries, so each starts from the first one.
+        raise cast(BaseException, self.error).with_traceback(self._traceback)

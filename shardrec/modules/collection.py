@@ -1,0 +1,162 @@
+"""What the sharded collections have in common: tables, parameters, fused optimizer states."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
+
+from shardrec.errors import ConfigError
+from shardrec.exchange.check import Expectation
+from shardrec.exchange.collectives import collectives_of
+from shardrec.exchange.route import Lookup
+from shardrec.exchange.step import StepContext
+from shardrec.layout import Shard, ShardingPlan
+from shardrec.lookup.groups import LookupTable
+from shardrec.lookup.optimizers import FusedOptimizer, fused_optimizer_of
+from shardrec.lookup.replicated import ReplicatedLookup
+from shardrec.lookup.shards import ShardLookup
+from shardrec.modules.table import ShardedTable
+
+__all__ = ["ShardedCollection", "qualified_name"]
+
+
+def qualified_name(path: str, table: str) -> str:
+    """The name of a table in a plan: the path of its collection in the model, a dot, and the table's own name."""
+    return f"{path}.{table}" if path else table
+
+
+class ShardedCollection(nn.Module, abc.ABC):
+    """Base of the sharded collections. A subclass builds its lookups and exchanges, then calls ``_build_parameters``.
+
+    Args:
+        configs: of the unsharded collection.
+        weights: the unsharded weight of each table, by the table's own name; read for optimizers.
+        plan: holds a layout for each table, under ``qualified_name(path, table)``.
+        path: the collection's path in the model.
+        device: where the shards live; default: the CPU.
+        group: the process group; default: the default group, or a single rank without one.
+        context: shared by the sharded collections of a model; default: a new one.
+    """
+
+    _shards: ShardLookup
+    _replicas: ReplicatedLookup | None
+
+    def __init__(
+        self,
+        configs: Sequence[BaseEmbeddingConfig],
+        weights: Mapping[str, nn.Parameter],
+        plan: ShardingPlan,
+        *,
+        path: str,
+        device: torch.device | str | None,
+        group: dist.ProcessGroup | None,
+        context: StepContext | None,
+    ) -> None:
+        super().__init__()
+        self.device = torch.device(device or "cpu")
+        self.context = context or StepContext(collectives_of(group), self.device)
+        self._group = (group or dist.group.WORLD) if self.context.collectives.world_size > 1 else None
+        self._lookup_tables = [_lookup_table(config, weights[config.name], plan, path) for config in configs]
+        self._optimizers = {
+            config.name: table.optimizer
+            for config, table in zip(configs, self._lookup_tables, strict=True)
+            if table.optimizer is not None
+        }
+        self._layouts = {config.name: table.layout for config, table in zip(configs, self._lookup_tables, strict=True)}
+        replicated = [table.layout.name for table in self._lookup_tables if table.layout.replicated]
+        self._replica_number = {name: index for index, name in enumerate(replicated)}
+
+    @abc.abstractmethod
+    def tables(self) -> Mapping[str, ShardedTable]:
+        """The sharded tables, by their own names."""
+
+    def _replicated_tables(self) -> list[LookupTable]:
+        return [table for table in self._lookup_tables if table.layout.replicated]
+
+    def _expectation(self, lookups: Sequence[Lookup], *, weighted: bool) -> Expectation:
+        return Expectation(
+            tables=tuple((lookup.feature, lookup.layout.name, lookup.layout.num_embeddings) for lookup in lookups),
+            weighted=weighted,
+            device=self.device,
+        )
+
+    def _agreement(self) -> str:
+        """What the ranks must have in common in this step, beyond the ids' dtype."""
+        dense = self.context.dense_signature
+        mode = "on" if torch.is_grad_enabled() else "off"
+        return f"gradients {mode}" + (f", other inputs {dense}" if dense else "")
+
+    def _build_parameters(self, first_values: Iterable[tuple[str, Tensor]]) -> nn.ModuleDict:
+        """Fill this rank's shards from the unsharded values, one table at a time."""
+        modules = nn.ModuleDict()
+        by_shard: dict[Shard, nn.Parameter] = {}
+        for name, values in first_values:
+            layout = self._layouts[name]
+            parameters: dict[Shard | None, nn.Parameter] = {}
+            if layout.replicated:
+                assert self._replicas is not None, "a replicated table has a replicated lookup"
+                parameters[None] = self._replicas.parameters[self._replica_number[layout.name]]
+                with torch.no_grad():
+                    parameters[None].copy_(values)
+            for shard in layout.on_rank(self.context.collectives.rank):
+                weight = self._shards.weight(shard)
+                weight.copy_(values[shard.row_start : shard.row_end, shard.col_start : shard.col_end])
+                parameters[shard] = by_shard[shard] = nn.Parameter(weight)
+                if name in self._optimizers:
+                    # torchrec.optim's filter for "has its own optimizer" looks for this attribute.
+                    parameters[shard]._in_backward_optimizers = []  # type: ignore[attr-defined]
+            modules[name] = ShardedTable(layout, parameters, self._group)
+        self._shards.own_parameters(by_shard)
+        return modules
+
+    def fused_optimizers(self) -> dict[str, FusedOptimizer]:
+        """The fused optimizer of each table that has one, by the table's own name; alike on every rank."""
+        return dict(self._optimizers)
+
+    def fused_state(self, table: str, state: str) -> dict[Shard | None, Tensor]:
+        """This rank's parts of a fused optimizer's state, as views: (rows, cols), or (rows,) if kept per row."""
+        module = self.tables()[table]
+        parts: dict[Shard | None, Tensor] = {}
+        for shard in module.locals:
+            if shard is not None:
+                parts[shard] = self._shards.states(shard)[state]
+            else:
+                assert self._replicas is not None, "a replica has a replicated lookup"
+                parts[shard] = self._replicas.states(self._replica_number[module.layout.name])[state]
+        return parts
+
+    def step_counts(self) -> dict[str, int]:
+        """Per table, by its name in the plan, how many updates its fused optimizer has made (for Adam's bias)."""
+        replicas = self._replicas.step_counts() if self._replicas is not None else {}
+        return self._shards.step_counts() | replicas
+
+    def load_step_counts(self, counts: Mapping[str, int]) -> None:
+        """Set what :meth:`step_counts` gave."""
+        self._shards.load_step_counts(counts)
+        if self._replicas is not None:
+            self._replicas.load_step_counts(counts)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Kernels own the weights' memory, so a sharded collection stays where and what it is."""
+        probe = torch.empty(0, device=self.device)
+        moved: Any = fn(probe)
+        if moved.device.type != probe.device.type or moved.dtype != probe.dtype:
+            raise ConfigError(
+                f"a sharded collection on {self.device} cannot be moved or cast ({moved.device}, {moved.dtype}); pass "
+                "device= to shardrec.shard, and cast the unsharded model before"
+            )
+        return self
+
+
+def _lookup_table(config: BaseEmbeddingConfig, weight: nn.Parameter, plan: ShardingPlan, path: str) -> LookupTable:
+    name = qualified_name(path, config.name)
+    if config.data_type is not DataType.FP32:
+        raise ConfigError(f"table {name!r} is {config.data_type}; sharded tables are FP32 so far: set data_type=FP32")
+    plan.check_tables({name: (config.num_embeddings, config.embedding_dim)}, partial=True)
+    return LookupTable(layout=plan.by_name[name], optimizer=fused_optimizer_of(weight, name))

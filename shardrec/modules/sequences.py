@@ -1,0 +1,211 @@
+"""A sharded ``EmbeddingCollection``: a row for each id, in the order of the ids, its tables over the ranks.
+
+Shapes: B samples of this rank, N_f ids of a feature, D columns of the tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchrec.modules.embedding_configs import EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+from shardrec.awaitable import LazyAwaitable
+from shardrec.exchange.check import Batch
+from shardrec.exchange.dedup import distinct_ids
+from shardrec.exchange.input import InputExchange, PendingInput, Trace
+from shardrec.exchange.route import Lookup, Route, build_route
+from shardrec.exchange.rows import RowExchange
+from shardrec.exchange.step import StepContext
+from shardrec.layout import ShardingPlan
+from shardrec.lookup.groups import LookupGroup, group_tables
+from shardrec.lookup.replicated import ReplicatedLookup
+from shardrec.lookup.shards import ShardLookup
+from shardrec.modules.collection import ShardedCollection
+from shardrec.modules.initial import first_sequence_values
+from shardrec.modules.pending_rows import SequenceEmbeddings, SequenceKey
+from shardrec.modules.table import ShardedTable
+
+__all__ = ["ShardedEmbeddingCollection"]
+
+
+class ShardedEmbeddingCollection(ShardedCollection):
+    """An EmbeddingCollection whose tables are cut over the ranks of a process group.
+
+    Takes a KeyedJaggedTensor of the local batch and returns a lazily awaited dict of JaggedTensors, as the unsharded
+    module does, rows in the order of the ids under every cut. One header, one payload and one output all-to-all forward
+    and one all-to-all backward, whatever the plan. Gradients are means over the ranks.
+
+    Args:
+        module: the unsharded collection, on the CPU, on ``device``, or on meta (then its values are drawn as
+            ``EmbeddingCollection`` draws them). Optimizers given by ``apply_optimizer_in_backward`` are fused.
+        plan: holds a layout for each table, under ``qualified_name(path, table)``.
+        path: the module's path in the model; "" by itself.
+        device: where the shards live; default: the CPU.
+        group: the process group; default: the default group, or a single rank without one.
+        context: shared by the sharded modules of a model; default: a new one.
+        dedup: send and look up each distinct id of a table once per batch.
+
+    Raises:
+        PlanError: if the plan does not fit the tables or the group.
+        ConfigError: for a table type or an optimizer that cannot be sharded.
+    """
+
+    def __init__(
+        self,
+        module: EmbeddingCollection,
+        plan: ShardingPlan,
+        *,
+        path: str = "",
+        device: torch.device | str | None = None,
+        group: dist.ProcessGroup | None = None,
+        context: StepContext | None = None,
+        dedup: bool = True,
+    ) -> None:
+        configs: list[EmbeddingConfig] = module.embedding_configs()
+        weights = {config.name: module.embeddings[config.name].weight for config in configs}
+        super().__init__(configs, weights, plan, path=path, device=device, group=group, context=context)
+        self._configs = configs
+        self._need_indices: bool = module.need_indices()
+        self._embedding_dim: int = module.embedding_dim()
+        self._names_by_table: list[list[str]] = module.embedding_names_by_table()
+        self._dedup = dedup
+        self._build_lookups()
+        self.embeddings = self._build_parameters(first_sequence_values(module))
+
+    def _build_lookups(self) -> None:
+        collectives = self.context.collectives
+        groups = group_tables(self._lookup_tables, self.device, by_width=True)
+        lookups: list[Lookup] = []
+        for config, table, names in zip(self._configs, self._lookup_tables, self._names_by_table, strict=True):
+            width_groups = _width_groups(groups, table.layout.name)
+            for feature, name in zip(config.feature_names, names, strict=True):
+                lookups.append(
+                    Lookup(feature=feature, layout=table.layout, group=0, output=name, width_groups=width_groups)
+                )
+        self._lookups = tuple(lookups)
+        sharded = [lookup for lookup in lookups if not lookup.layout.replicated]
+        if self._dedup:
+            by_table = {lookup.layout.name: lookup for lookup in sharded}
+            self._sent_lookups = tuple(
+                Lookup(feature=name, layout=one.layout, group=0, output=name, width_groups=one.width_groups)
+                for name, one in by_table.items()
+            )
+        else:
+            self._sent_lookups = tuple(sharded)
+        self._dedup_lookups = [(lookup.feature, lookup.layout.name) for lookup in sharded]
+        self._dedup_tables = [(one.feature, one.layout.num_embeddings) for one in self._sent_lookups]
+        self._route: Route = build_route(self._sent_lookups, collectives.world_size, len(groups))
+        expect = self._expectation(lookups, weighted=False)
+        self._input = InputExchange(self._route, expect, self.context, per_id=True)
+        slots = self._route.slots[collectives.rank]
+        self._shards = ShardLookup(groups, slots, collectives, self.device, pooled=False)
+        self._replicas = None
+        replicated = self._replicated_tables()
+        if replicated:
+            self._replicas = ReplicatedLookup(replicated, range(len(replicated)), self.context, self.device)
+        widths = [group.width or 0 for group in groups]
+        self._rows = RowExchange(self._route, widths, self._embedding_dim, collectives, self.device)
+
+    def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[dict[str, JaggedTensor]]:
+        """Look up the local batch.
+
+        Args:
+            features: the batch of this rank: int32 or int64 ids of the tables' features, in any order; further keys
+                are ignored. Batch sizes may differ between ranks and may be 0.
+
+        Returns:
+            Lazily awaited dict of JaggedTensors with (N_f, D) float32 values.
+
+        Raises:
+            InputError: on every rank at the same step, if the batch of any is faulty.
+            PeerError: if another rank is gone.
+        """
+        inverse: list[Tensor] = []
+
+        def prepare(batch: Batch) -> Batch:
+            distinct = distinct_ids(batch, self._dedup_lookups, self._dedup_tables)
+            inverse.append(distinct.inverse)
+            return distinct.batch
+
+        agreement = self._agreement()
+        incoming = self._input.start(features, agreement, prepare=prepare if self._dedup else None)
+        served = self._input.finish(incoming)
+        trace = incoming.trace
+        assert trace is not None, "the positions of the ids were kept"
+        starts, output_rows = self._starts(trace)
+        token, outgoing = self._rows.start(self._shards.rows(served), served, incoming, starts, output_rows)
+        return SequenceEmbeddings(
+            exchange=self._rows,
+            token=token,
+            pending=outgoing,
+            inverse=inverse[0] if inverse else None,
+            entries=self._entries(incoming, trace, features),
+            need_indices=self._need_indices,
+        )
+
+    def tables(self) -> Mapping[str, ShardedTable]:
+        """The sharded tables, by their own names."""
+        found: dict[str, ShardedTable] = dict(self.embeddings.items())  # type: ignore[arg-type]
+        return found
+
+    def embedding_configs(self) -> list[EmbeddingConfig]:
+        """The configs of the unsharded collection."""
+        return self._configs
+
+    def embedding_dim(self) -> int:
+        """Columns of every table."""
+        return self._embedding_dim
+
+    def need_indices(self) -> bool:
+        """Whether each JaggedTensor has its ids as weights."""
+        return self._need_indices
+
+    def embedding_names_by_table(self) -> list[list[str]]:
+        """Output keys of each table."""
+        return self._names_by_table
+
+    def _starts(self, trace: Trace) -> tuple[list[int], int]:
+        """Per slot, an id's output row minus its position in the sent batch; and the number of output rows."""
+        keys = trace.sent_batch.keys
+        key_start = dict(zip(keys, [0, *accumulate(trace.sent_key_ids)], strict=False))
+        count = dict(zip(keys, trace.sent_key_ids, strict=True))
+        starts = [0, *accumulate(count[lookup.feature] for lookup in self._sent_lookups)]
+        per_lookup = [
+            start - key_start[lookup.feature] for lookup, start in zip(self._sent_lookups, starts, strict=False)
+        ]
+        return [per_lookup[slot.lookup] for slots in self._route.slots for slot in slots], starts[-1]
+
+    def _entries(self, incoming: PendingInput, trace: Trace, features: KeyedJaggedTensor) -> list[SequenceKey]:
+        batch = incoming.batch
+        values = dict(zip(batch.keys, features.values().split(list(trace.key_ids)), strict=True))
+        lengths = dict(zip(batch.keys, features.lengths().view(len(batch.keys), -1).unbind(0), strict=True))
+        entries = []
+        for lookup in self._lookups:
+            replica = None
+            if lookup.layout.replicated:
+                assert self._replicas is not None, "a replicated table has a replicated lookup"
+                number = self._replica_number[lookup.layout.name]
+                replica = self._replicas.rows(number, values[lookup.feature])
+            entries.append(
+                SequenceKey(
+                    name=lookup.output,
+                    ids=values[lookup.feature],
+                    lengths=lengths[lookup.feature],
+                    replica=replica,
+                )
+            )
+        return entries
+
+
+def _width_groups(groups: tuple[LookupGroup, ...], table: str) -> tuple[tuple[int, int], ...]:
+    return tuple(
+        (group.width, index)
+        for index, group in enumerate(groups)
+        if group.width is not None and any(layout.name == table for layout in group.layouts)
+    )

@@ -1,0 +1,1 @@
+"""The tests of shardrec, laid out like the package."""
