@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shardrec.lookup.kernels import kernel_states, make_kernel, set_first_sums
-from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
+from shardrec.lookup.optimizers import FusedOptimizer
 
 __all__ = ["RowGradient", "TableBank", "WidthClass"]
 
@@ -84,6 +84,7 @@ class TableBank:
         self.optimizer = optimizer
         self.device = device
         self.step_count = 0
+        self._lr = 0.0 if optimizer is None else optimizer.lr
         order = list(range(len(shapes)))
         if optimizer is None:
             order.sort(key=lambda table: -shapes[table][1])
@@ -122,7 +123,7 @@ class TableBank:
         """
         offsets = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths.reshape(-1))
         ids = ids.to(torch.int64)
-        counts_steps = self.optimizer is not None and self.optimizer.kind is OptimizerKind.ADAM
+        counts_steps = self.optimizer is not None and self.optimizer.counts_steps
         if counts_steps:
             # The kernel would count each forward as a step of Adam; one without a backward must not count.
             self.kernel.iter.fill_(self.step_count)
@@ -131,6 +132,12 @@ class TableBank:
         if counts_steps and pooled.requires_grad:
             pooled.register_hook(self._count_step)
         return pooled
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Use ``lr`` from the next look-up on."""
+        if lr != self._lr:
+            self.kernel.set_learning_rate(lr)
+            self._lr = lr
 
     def _count_step(self, gradient: Tensor) -> None:
         self.step_count += 1

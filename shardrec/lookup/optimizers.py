@@ -59,6 +59,11 @@ class FusedOptimizer:
                 return ("sum",)
 
     @property
+    def counts_steps(self) -> bool:
+        """Whether the rule depends on the number of steps so far."""
+        return self.kind is OptimizerKind.ADAM
+
+    @property
     def rowwise(self) -> bool:
         """Whether a state is one value per row."""
         return self.kind is OptimizerKind.ROWWISE_ADAGRAD

@@ -76,6 +76,12 @@ class ReplicatedLookup:
             if update is not None:
                 update.optimizer.step_count = counts.get(name, 0)
 
+    def set_learning_rate(self, optimizer: FusedOptimizer, lr: float) -> None:
+        """Use ``lr`` for the tables that were given ``optimizer``."""
+        for update in self._rows:
+            if update is not None and update.optimizer.optimizer == optimizer:
+                update.optimizer.lr = lr
+
     def __call__(self, ids: Tensor, lengths: Tensor, weights: Tensor | None) -> Tensor:
         """(B, D_r) pooled columns of the local batch; shapes as :func:`dense_lookup` takes them."""
         return dense_lookup(self._bank, ids, lengths, weights, self.parameters)

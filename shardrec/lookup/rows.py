@@ -35,11 +35,13 @@ class RowOptimizer:
 
     Attributes:
         step_count: updates so far; Adam's bias correction reads it.
+        lr: learning rate of the next step.
     """
 
     def __init__(self, classes: Sequence[WidthClass], tables: int, optimizer: FusedOptimizer) -> None:
         self.optimizer = optimizer
         self.step_count = 0
+        self.lr = optimizer.lr
         self._tables = tables
         self._classes = [_ClassState(cls=cls, states=self._new_states(cls)) for cls in classes]
 
@@ -92,7 +94,7 @@ class RowOptimizer:
                 change = values / total.sqrt_().add_(options.eps).unsqueeze(1)
             case OptimizerKind.ADAM:
                 change = self._adam_change(entry, rows, values)
-        entry.cls.weight.index_add_(0, rows, change, alpha=-options.lr)
+        entry.cls.weight.index_add_(0, rows, change, alpha=-self.lr)
 
     def _adam_change(self, entry: _ClassState, rows: Tensor, values: Tensor) -> Tensor:
         beta1, beta2 = self.optimizer.betas

@@ -20,6 +20,7 @@ from shardrec.exchange.route import Slot
 from shardrec.layout import Shard
 from shardrec.lookup.bank import RowGradient, TableBank
 from shardrec.lookup.groups import GroupMode, LookupGroup
+from shardrec.lookup.optimizers import FusedOptimizer
 from shardrec.lookup.rows import RowOptimizer
 from shardrec.lookup.whole_rows import WholeRows
 
@@ -93,6 +94,16 @@ class ShardLookup:
                 member.rows.step_count = count
             elif member.bank is not None:
                 member.bank.step_count = count
+
+    def set_learning_rate(self, optimizer: FusedOptimizer, lr: float) -> None:
+        """Use ``lr`` for the groups that were given ``optimizer``, from the next look-up on."""
+        for member in self._members:
+            if member.group.optimizer != optimizer:
+                continue
+            if member.rows is not None:
+                member.rows.lr = lr
+            elif member.bank is not None:
+                member.bank.set_learning_rate(lr)
 
     def own_parameters(self, parameters: dict[Shard, nn.Parameter]) -> None:
         """Tell the lookup which parameters take the gradients of the shards without a fused optimizer."""

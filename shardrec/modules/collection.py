@@ -142,6 +142,12 @@ class ShardedCollection(nn.Module, abc.ABC):
         if self._replicas is not None:
             self._replicas.load_step_counts(counts)
 
+    def set_learning_rate(self, optimizer: FusedOptimizer, lr: float) -> None:
+        """Use ``lr`` for the tables that were given ``optimizer``, from the next forward on."""
+        self._shards.set_learning_rate(optimizer, lr)
+        if self._replicas is not None:
+            self._replicas.set_learning_rate(optimizer, lr)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Kernels own the weights' memory, so a sharded collection stays where and what it is."""
         probe = torch.empty(0, device=self.device)

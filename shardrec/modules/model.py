@@ -17,6 +17,7 @@ from shardrec.errors import InputError, ShardrecError
 from shardrec.exchange.step import StepContext
 from shardrec.layout import ShardingPlan
 from shardrec.modules.collection import ShardedCollection
+from shardrec.modules.optim import FusedOptimizers
 
 __all__ = ["ShardedModel"]
 
@@ -41,6 +42,7 @@ class ShardedModel(nn.Module):
         self.context = context
         self._sharded = [child for child in module.modules() if isinstance(child, ShardedCollection)]
         self._headers = len(self._sharded)
+        self._fused: FusedOptimizers | None = None
         self._callable: nn.Module = module
         if group is not None:
             self._wrap(group)
@@ -70,6 +72,8 @@ class ShardedModel(nn.Module):
         """
         context = self.context
         context.dense_signature = ", ".join(sorted(_dtypes((args, kwargs))))
+        if self._fused is not None:
+            self._fused.push()
         begin = context.exchanges
         try:
             result = self._callable(*args, **kwargs)
@@ -82,6 +86,17 @@ class ShardedModel(nn.Module):
             context.dense_signature = ""
         self._headers = context.exchanges - begin
         return result
+
+    @property
+    def fused_optimizer(self) -> FusedOptimizers:
+        """The tables' fused optimizers as one torch optimizer, for learning-rate schedules and states.
+
+        Raises:
+            ConfigError: if no table has a fused optimizer.
+        """
+        if self._fused is None:
+            self._fused = FusedOptimizers(self._sharded)
+        return self._fused
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

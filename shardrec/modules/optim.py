@@ -1,0 +1,142 @@
+"""The fused optimizers of a sharded model as one torch optimizer: learning rates to schedule, states to save.
+
+The weights are updated inside backward, so ``step()`` has nothing to do. What a scheduler writes into
+``param_groups[i]["lr"]`` reaches the kernels at the next forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardrec.errors import ConfigError
+from shardrec.lookup.optimizers import FusedOptimizer
+from shardrec.modules.collection import ShardedCollection
+
+__all__ = ["FusedOptimizers"]
+
+
+class FusedOptimizers(torch.optim.Optimizer):
+    """A view of the optimizers that update the tables of this rank.
+
+    ``param_groups`` has one group for each distinct optimizer setting (class, learning rate, betas, ...), alike on
+    every rank; its ``params`` are this rank's shards, possibly none, and ``tables`` all its tables. ``state[param]``
+    holds views of the states: ``sum`` for Adagrad (one value per row if rowwise), ``exp_avg``, ``exp_avg_sq`` and
+    ``step`` for Adam.
+
+    Args:
+        collections: the sharded collections of a model.
+
+    Raises:
+        ConfigError: if no table has a fused optimizer.
+    """
+
+    def __init__(self, collections: Iterable[ShardedCollection]) -> None:
+        self._collections = list(collections)
+        tables: dict[FusedOptimizer, list[str]] = {}
+        params: dict[FusedOptimizer, list[nn.Parameter]] = {}
+        for collection in self._collections:
+            for name, optimizer in collection.fused_optimizers().items():
+                table = collection.tables()[name]
+                tables.setdefault(optimizer, []).append(table.layout.name)
+                params.setdefault(optimizer, []).extend(table.locals.values())
+        if not tables:
+            raise ConfigError(
+                "no table of this model has a fused optimizer; give the tables one with apply_optimizer_in_backward "
+                "before sharding, or use an ordinary optimizer over model.parameters()"
+            )
+        self._specs = list(tables)
+        groups = [{"params": params[spec], "tables": tables[spec], **_settings(spec)} for spec in self._specs]
+        super().__init__(groups, {})
+        self._refresh()
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Nothing to update; hands the learning rates to the kernels."""
+        loss = None if closure is None else closure()
+        self.push()
+        return loss
+
+    def push(self) -> None:
+        """Hand the groups' learning rates to the kernels, for the next forward."""
+        for spec, group in zip(self._specs, self.param_groups, strict=True):
+            for collection in self._collections:
+                collection.set_learning_rate(spec, float(group["lr"]))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing to do: fused tables have no gradients."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """As any torch optimizer's: this rank's states by parameter number, and the groups' settings."""
+        self._refresh()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Copy states into the kernels and take over the settings.
+
+        Raises:
+            ConfigError: if the groups or the shapes are not those of this rank's shards.
+        """
+        groups = state_dict["param_groups"]
+        mine = [len(group["params"]) for group in self.param_groups]
+        theirs = [len(group["params"]) for group in groups]
+        if mine != theirs:
+            raise ConfigError(
+                f"the state_dict has groups of {theirs} shards and this rank's optimizer groups of {mine}; load it "
+                "under the plan it was saved under, or use shardrec.load_checkpoint"
+            )
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        numbers = [number for group in groups for number in group["params"]]
+        for parameter, number in zip(parameters, numbers, strict=True):
+            self._load_one(parameter, state_dict["state"].get(number, {}))
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            group.update({key: value for key, value in saved.items() if key not in ("params", "tables")})
+        self._refresh()
+        self.push()
+
+    def _load_one(self, parameter: nn.Parameter, saved: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if set(state) != set(saved):
+            raise ConfigError(
+                f"the saved states of a shard are {sorted(saved)} and this optimizer's {sorted(state)}; load the state "
+                "of the same optimizer"
+            )
+        for key, value in saved.items():
+            if key == "step":
+                name = self._table_of[parameter]
+                for collection in self._collections:
+                    if name in collection.step_counts():
+                        collection.load_step_counts(collection.step_counts() | {name: int(value)})
+            elif value.shape != state[key].shape:
+                raise ConfigError(
+                    f"the saved {key} has shape {tuple(value.shape)} and the shard's {tuple(state[key].shape)}; load "
+                    "it under the plan it was saved under, or use shardrec.load_checkpoint"
+                )
+            else:
+                state[key].copy_(value)
+
+    def _refresh(self) -> None:
+        """Point ``state`` at the kernels' memory, and count Adam's steps."""
+        self._table_of: dict[nn.Parameter, str] = {}
+        for collection in self._collections:
+            counts = collection.step_counts()
+            for name, optimizer in collection.fused_optimizers().items():
+                table = collection.tables()[name]
+                parts = {state: collection.fused_state(name, state) for state in optimizer.states}
+                for shard, parameter in table.locals.items():
+                    self._table_of[parameter] = table.layout.name
+                    entry: dict[str, Tensor] = {state: tensors[shard] for state, tensors in parts.items()}
+                    if optimizer.counts_steps:
+                        entry["step"] = torch.tensor(float(counts[table.layout.name]))
+                    self.state[parameter] = entry
+
+
+def _settings(spec: FusedOptimizer) -> dict[str, Any]:
+    settings: dict[str, Any] = {"optimizer": spec.kind.value, "lr": spec.lr, "initial_lr": spec.lr}
+    if spec.eps:
+        settings["eps"] = spec.eps
+    if spec.counts_steps:
+        settings["betas"] = spec.betas
+    return settings
