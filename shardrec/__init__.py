@@ -14,6 +14,7 @@ from shardrec.errors import ConfigError, DataError, InputError, PeerError, PlanE
 if TYPE_CHECKING:
     from shardrec.awaitable import Awaitable, LazyAwaitable, LazyGetItemMixin, LazyNoWait, wait
     from shardrec.checkpoint import load_checkpoint, save_checkpoint
+    from shardrec.exchange.wire import QuantizedComms
     from shardrec.layout import Shard, ShardingPlan, TableLayout, Topology
     from shardrec.modules import (
         ShardedEmbeddingBagCollection,
@@ -36,6 +37,7 @@ __all__ = [
     "LazyNoWait",
     "PeerError",
     "PlanError",
+    "QuantizedComms",
     "Shard",
     "ShardedEmbeddingBagCollection",
     "ShardedEmbeddingCollection",
@@ -58,6 +60,7 @@ _HOMES = {
     "LazyAwaitable": "shardrec.awaitable",
     "LazyGetItemMixin": "shardrec.awaitable",
     "LazyNoWait": "shardrec.awaitable",
+    "QuantizedComms": "shardrec.exchange.wire",
     "Shard": "shardrec.layout",
     "ShardedEmbeddingBagCollection": "shardrec.modules",
     "ShardedEmbeddingCollection": "shardrec.modules",
@@ -73,7 +76,7 @@ _HOMES = {
 }
 
 # These import fbgemm-gpu or torchrec: a mismatch is to be told before the linker tells it worse.
-_COMPUTING = frozenset({"shardrec.checkpoint", "shardrec.modules", "shardrec.planner"})
+_COMPUTING = frozenset({"shardrec.checkpoint", "shardrec.exchange.wire", "shardrec.modules", "shardrec.planner"})
 
 
 def __getattr__(name: str) -> Any:

@@ -29,6 +29,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from shardrec.exchange.collectives import Collectives
 from shardrec.exchange.route import Piece, Source
+from shardrec.exchange.wire import QuantizedComms, Shape, Wire
 
 __all__ = ["OutputExchange", "PendingOutput"]
 
@@ -38,16 +39,16 @@ class PendingOutput:
     """An output exchange under way.
 
     Args:
-        sizes: elements from (forward) or to (backward) each rank: B · D_q.
-        back_sizes: elements to (forward) or from (backward) each rank: B_w · D_mine.
+        blocks_in: per rank, the block (B, D_q) that comes from it forward and goes to it backward.
+        blocks_out: per rank, the block (B_w, D_mine) that goes to it forward and comes from it backward.
         batch_size: B.
         pooled_shape: (B_all, D_mine).
         blocks: the receive buffer of the forward all-to-all, until it is used.
         gradient: the receive buffer of the backward all-to-all, until it is used.
     """
 
-    sizes: tuple[int, ...]
-    back_sizes: tuple[int, ...]
+    blocks_in: list[list[Shape]]
+    blocks_out: list[list[Shape]]
     batch_size: int
     pooled_shape: tuple[int, int]
     blocks: Tensor | None = None
@@ -61,9 +62,19 @@ class OutputExchange:
         widths: pooled columns D_q of each rank.
         pieces: how the output's columns come from the blocks.
         collectives: of the group that the embeddings are sharded over.
+        comms: formats on the wire.
     """
 
-    def __init__(self, widths: Sequence[int], pieces: Sequence[Piece], collectives: Collectives) -> None:
+    def __init__(
+        self,
+        widths: Sequence[int],
+        pieces: Sequence[Piece],
+        collectives: Collectives,
+        comms: QuantizedComms | None = None,
+    ) -> None:
+        comms = comms or QuantizedComms()
+        self.output_wire = Wire(comms.output, collectives)
+        self.gradient_wire = Wire(comms.gradient, collectives)
         self.widths = tuple(widths)
         self.pieces = tuple(pieces)
         self.collectives = collectives
@@ -81,15 +92,15 @@ class OutputExchange:
         mine = self.widths[self.collectives.rank]
         batch_size = batch_sizes[self.collectives.rank]
         pending = PendingOutput(
-            sizes=tuple(batch_size * width for width in self.widths),
-            back_sizes=tuple(size * mine for size in batch_sizes),
+            blocks_in=[[(batch_size, width)] for width in self.widths],
+            blocks_out=[[(size, mine)] for size in batch_sizes],
             batch_size=batch_size,
             pooled_shape=(sum(batch_sizes), mine),
         )
         if torch.is_grad_enabled() and not pooled.requires_grad:
             # A rank whose pooled rows need no gradient still takes its part in the others' backward.
             pooled = pooled.detach().requires_grad_()
-        token: Tensor = _Start.apply(pooled, pending, self.collectives)  # type: ignore[no-untyped-call]
+        token: Tensor = _Start.apply(pooled, pending, self)  # type: ignore[no-untyped-call]
         return token, pending
 
     def finish(self, token: Tensor, pending: PendingOutput, replicated: Tensor | None) -> Tensor:
@@ -134,10 +145,10 @@ def _columns(blocks: Sequence[Tensor], source: Source, width: int) -> Tensor:
 
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, pooled: Tensor, pending: PendingOutput, collectives: Collectives) -> Tensor:
-        ctx.pending, ctx.collectives = pending, collectives  # type: ignore[attr-defined]
+    def forward(ctx: FunctionCtx, pooled: Tensor, pending: PendingOutput, exchange: OutputExchange) -> Tensor:
+        ctx.pending, ctx.exchange = pending, exchange  # type: ignore[attr-defined]
         flat = pooled.detach().reshape(-1)
-        pending.blocks = collectives.all_to_all(flat, pending.sizes, pending.back_sizes, "output")
+        pending.blocks = exchange.output_wire.send(flat, pending.blocks_in, pending.blocks_out, "output")
         return pooled.new_zeros(())
 
     @staticmethod
@@ -145,7 +156,7 @@ class _Start(torch.autograd.Function):
     def backward(ctx: Any, token_gradient: Tensor) -> tuple[Tensor, None, None]:
         pending: PendingOutput = ctx.pending
         assert pending.gradient is not None, "the output's gradient is sent before it is received"
-        gradient = ctx.collectives.wait(pending.gradient, "gradient")
+        gradient = ctx.exchange.gradient_wire.receive(pending.gradient, pending.blocks_out, "gradient")
         pending.gradient = None
         return gradient.view(pending.pooled_shape), None, None
 
@@ -162,7 +173,7 @@ class _Finish(torch.autograd.Function):
         ctx.pending, ctx.exchange = pending, exchange  # type: ignore[attr-defined]
         ctx.replicated_width = 0 if replicated is None else replicated.size(1)  # type: ignore[attr-defined]
         assert pending.blocks is not None, "an output exchange is finished once"
-        received = exchange.collectives.wait(pending.blocks, "output")
+        received = exchange.output_wire.receive(pending.blocks, pending.blocks_in, "output")
         pending.blocks = None
         blocks = _split(received, pending, exchange.widths)
         if replicated is not None:
@@ -174,7 +185,7 @@ class _Finish(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         pending: PendingOutput = ctx.pending
         exchange: OutputExchange = ctx.exchange
-        buffer = gradient.new_empty(sum(pending.sizes))
+        buffer = gradient.new_empty(sum(pending.batch_size * width for width in exchange.widths))
         blocks = _split(buffer, pending, exchange.widths)
         replicated = None
         if ctx.replicated_width:
@@ -183,11 +194,11 @@ class _Finish(torch.autograd.Function):
         exchange.distribute(gradient, blocks)
         if exchange.collectives.world_size > 1:
             buffer.div_(exchange.collectives.world_size)
-        pending.gradient = exchange.collectives.all_to_all(buffer, pending.back_sizes, pending.sizes, "gradient")
+        pending.gradient = exchange.gradient_wire.send(buffer, pending.blocks_out, pending.blocks_in, "gradient")
         return gradient.new_zeros(()), replicated, None, None
 
 
 def _split(buffer: Tensor, pending: PendingOutput, widths: Sequence[int]) -> list[Tensor]:
     """The blocks (B, D_q) of a flat buffer."""
-    parts = buffer.split(pending.sizes)
+    parts = buffer.split([pending.batch_size * width for width in widths])
     return [part.view(pending.batch_size, width) for part, width in zip(parts, widths, strict=True)]

@@ -26,6 +26,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from shardrec.exchange.collectives import Collectives
 from shardrec.exchange.input import PendingInput, ShardInput, Trace
 from shardrec.exchange.route import Route
+from shardrec.exchange.wire import QuantizedComms, Shape, Wire
 
 __all__ = ["PendingRows", "RowExchange"]
 
@@ -36,8 +37,8 @@ class PendingRows:
 
     Args:
         served: per rank and group, ids that the rank asked of this one.
-        sizes: elements from (forward) or to (backward) each rank.
-        back_sizes: elements to (forward) or from (backward) each rank.
+        parts_in: per rank and group, the part (n, w) that comes from it forward and goes to it backward.
+        parts_out: per rank and group, the part (n, w) that goes to it forward and comes from it backward.
         orders: per group, (n,) the slot-major place of each row in rank-major order.
         target: where each received unit goes in the output.
         output_rows: M.
@@ -46,8 +47,8 @@ class PendingRows:
     """
 
     served: tuple[tuple[int, ...], ...]
-    sizes: tuple[int, ...]
-    back_sizes: tuple[int, ...]
+    parts_in: list[list[Shape]]
+    parts_out: list[list[Shape]]
     orders: list[Tensor]
     target: Tensor
     output_rows: int
@@ -64,11 +65,21 @@ class RowExchange:
         dim: columns D of the output.
         collectives: of the group that the embeddings are sharded over.
         device: where the rows are.
+        comms: formats on the wire.
     """
 
     def __init__(
-        self, route: Route, group_widths: Sequence[int], dim: int, collectives: Collectives, device: torch.device
+        self,
+        route: Route,
+        group_widths: Sequence[int],
+        dim: int,
+        collectives: Collectives,
+        device: torch.device,
+        comms: QuantizedComms | None = None,
     ) -> None:
+        comms = comms or QuantizedComms()
+        self.output_wire = Wire(comms.output, collectives)
+        self.gradient_wire = Wire(comms.gradient, collectives)
         self.dim = dim
         self.widths = tuple(group_widths)
         self.collectives = collectives
@@ -107,8 +118,8 @@ class RowExchange:
         assert asked.trace is not None, "the positions of the ids were kept"
         pending = PendingRows(
             served=served.counts,
-            sizes=tuple(self._elements(counts) for counts in asked.sent),
-            back_sizes=tuple(self._elements(counts) for counts in served.counts),
+            parts_in=[self._parts(counts) for counts in asked.sent],
+            parts_out=[self._parts(counts) for counts in served.counts],
             orders=self._orders(served),
             target=self._target(asked.trace, starts),
             output_rows=output_rows,
@@ -143,8 +154,8 @@ class RowExchange:
             result.append(torch.empty_like(joined).index_copy_(0, order, joined))
         return result
 
-    def _elements(self, counts: Sequence[int]) -> int:
-        return sum(count * width for count, width in zip(counts, self.widths, strict=True))
+    def _parts(self, counts: Sequence[int]) -> list[Shape]:
+        return list(zip(counts, self.widths, strict=True))
 
     def _orders(self, served: ShardInput) -> list[Tensor]:
         orders, slot = [], 0
@@ -186,7 +197,7 @@ class _Start(torch.autograd.Function):
     def forward(ctx: FunctionCtx, pending: PendingRows, exchange: RowExchange, *rows: Tensor) -> Tensor:
         ctx.pending, ctx.exchange = pending, exchange  # type: ignore[attr-defined]
         send = exchange.pack([part.detach() for part in rows], pending)
-        pending.rows = exchange.collectives.all_to_all(send, pending.sizes, pending.back_sizes, "output")
+        pending.rows = exchange.output_wire.send(send, pending.parts_in, pending.parts_out, "output")
         return torch.zeros((), device=send.device)
 
     @staticmethod
@@ -194,7 +205,7 @@ class _Start(torch.autograd.Function):
     def backward(ctx: Any, token_gradient: Tensor) -> tuple[Tensor | None, ...]:
         pending: PendingRows = ctx.pending
         assert pending.gradient is not None, "the output's gradient is sent before it is received"
-        received = ctx.exchange.collectives.wait(pending.gradient, "gradient")
+        received = ctx.exchange.gradient_wire.receive(pending.gradient, pending.parts_out, "gradient")
         pending.gradient = None
         return None, None, *ctx.exchange.unpack(received, pending)
 
@@ -204,7 +215,7 @@ class _Finish(torch.autograd.Function):
     def forward(ctx: FunctionCtx, token: Tensor, pending: PendingRows, exchange: RowExchange) -> Tensor:
         ctx.pending, ctx.exchange = pending, exchange  # type: ignore[attr-defined]
         assert pending.rows is not None, "a row exchange is finished once"
-        received = exchange.collectives.wait(pending.rows, "output")
+        received = exchange.output_wire.receive(pending.rows, pending.parts_in, "output")
         pending.rows = None
         units = exchange.dim // exchange.unit
         output = received.new_empty((pending.output_rows * units, exchange.unit))
@@ -216,9 +227,8 @@ class _Finish(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         pending: PendingRows = ctx.pending
         exchange: RowExchange = ctx.exchange
-        collectives = exchange.collectives
         send = gradient.reshape(-1, exchange.unit).index_select(0, pending.target).reshape(-1)
-        if collectives.world_size > 1:
-            send.div_(collectives.world_size)
-        pending.gradient = collectives.all_to_all(send, pending.back_sizes, pending.sizes, "gradient")
+        if exchange.collectives.world_size > 1:
+            send.div_(exchange.collectives.world_size)
+        pending.gradient = exchange.gradient_wire.send(send, pending.parts_out, pending.parts_in, "gradient")
         return gradient.new_zeros(()), None, None

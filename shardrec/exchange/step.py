@@ -19,6 +19,7 @@ from torch import Tensor
 
 from shardrec.errors import InputError
 from shardrec.exchange.collectives import Collectives
+from shardrec.exchange.wire import QuantizedComms
 
 __all__ = ["FIXED_COLUMNS", "StepContext", "checksum"]
 
@@ -37,6 +38,7 @@ class StepContext:
     Args:
         collectives: of the group that the embeddings are sharded over.
         device: where header and payload live.
+        comms: formats of the output exchanges.
 
     Attributes:
         dense_signature: dtypes of the model's other inputs in this step, set by the model's wrapper.
@@ -46,7 +48,8 @@ class StepContext:
         reduce_this_backward: it does so in the coming backward (False while gradients are accumulated).
     """
 
-    def __init__(self, collectives: Collectives, device: torch.device) -> None:
+    def __init__(self, collectives: Collectives, device: torch.device, comms: QuantizedComms | None = None) -> None:
+        self.comms = comms or QuantizedComms()
         self.collectives = collectives
         self.device = device
         self.dense_signature = ""

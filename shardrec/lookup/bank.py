@@ -128,6 +128,11 @@ class TableBank:
             # The kernel would count each forward as a step of Adam; one without a backward must not count.
             self.kernel.iter.fill_(self.step_count)
             self.kernel.iter_cpu.fill_(self.step_count)
+        if torch.is_inference_mode_enabled():
+            # fbgemm registers its training kernels for autograd only, which inference mode leaves out.
+            with torch.inference_mode(False), torch.no_grad():
+                values: Tensor = self.kernel(ids, offsets.to(torch.int64), weights)
+            return values
         pooled: Tensor = self.kernel(ids, offsets.to(torch.int64), weights)
         if counts_steps and pooled.requires_grad:
             pooled.register_hook(self._count_step)

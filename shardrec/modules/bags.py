@@ -100,7 +100,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             own_tables = [self._replica_number[lookup.layout.name] for lookup in self._own_lookups]
             self._replicas = ReplicatedLookup(self._replicated_tables(), own_tables, self.context, self.device)
         widths = [route.width(rank) for rank in range(collectives.world_size)]
-        self._output = OutputExchange(widths, output_pieces(lookups, route), collectives)
+        self._output = OutputExchange(widths, output_pieces(lookups, route), collectives, self.context.comms)
         columns = [index for index, dim in enumerate(self._dims) for _ in range(dim)]
         self._column_lookup = torch.tensor(columns, dtype=torch.int64, device=self.device)
         self._positions: dict[tuple[str, ...], tuple[Tensor, Tensor]] = {}

@@ -62,6 +62,7 @@ class ShardedCollection(nn.Module, abc.ABC):
         self.device = torch.device(device or "cpu")
         self.context = context or StepContext(collectives_of(group), self.device)
         self._group = (group or dist.group.WORLD) if self.context.collectives.world_size > 1 else None
+        self._frozen = {name for name, weight in weights.items() if not weight.requires_grad}
         self._lookup_tables = [_lookup_table(config, weights[config.name], plan, path) for config in configs]
         self._optimizers = {
             config.name: table.optimizer
@@ -102,12 +103,13 @@ class ShardedCollection(nn.Module, abc.ABC):
             if layout.replicated:
                 assert self._replicas is not None, "a replicated table has a replicated lookup"
                 parameters[None] = self._replicas.parameters[self._replica_number[layout.name]]
+                parameters[None].requires_grad_(name not in self._frozen)
                 with torch.no_grad():
                     parameters[None].copy_(values)
             for shard in layout.on_rank(self.context.collectives.rank):
                 weight = self._shards.weight(shard)
                 weight.copy_(values[shard.row_start : shard.row_end, shard.col_start : shard.col_end])
-                parameters[shard] = by_shard[shard] = nn.Parameter(weight)
+                parameters[shard] = by_shard[shard] = nn.Parameter(weight, requires_grad=name not in self._frozen)
                 if name in self._optimizers:
                     # torchrec.optim's filter for "has its own optimizer" looks for this attribute.
                     parameters[shard]._in_backward_optimizers = []  # type: ignore[attr-defined]
@@ -165,4 +167,6 @@ def _lookup_table(config: BaseEmbeddingConfig, weight: nn.Parameter, plan: Shard
     if config.data_type is not DataType.FP32:
         raise ConfigError(f"table {name!r} is {config.data_type}; sharded tables are FP32 so far: set data_type=FP32")
     plan.check_tables({name: (config.num_embeddings, config.embedding_dim)}, partial=True)
-    return LookupTable(layout=plan.by_name[name], optimizer=fused_optimizer_of(weight, name))
+    # A fused optimizer would move a frozen table; the kernels do not know that it is one.
+    optimizer = fused_optimizer_of(weight, name) if weight.requires_grad else None
+    return LookupTable(layout=plan.by_name[name], optimizer=optimizer)

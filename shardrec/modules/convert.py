@@ -13,6 +13,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from shardrec.errors import ConfigError, PlanError
 from shardrec.exchange.collectives import collectives_of
 from shardrec.exchange.step import StepContext
+from shardrec.exchange.wire import QuantizedComms
 from shardrec.layout import ShardingPlan
 from shardrec.modules.bags import ShardedEmbeddingBagCollection
 from shardrec.modules.collection import ShardedCollection, qualified_name
@@ -59,6 +60,7 @@ def shard(
     device: torch.device | str | None = None,
     group: dist.ProcessGroup | None = None,
     dedup: bool = True,
+    comms: QuantizedComms | None = None,
 ) -> ShardedModel:
     """Shard the embedding collections of a model; the rest goes into DistributedDataParallel.
 
@@ -72,6 +74,7 @@ def shard(
         device: of the tables and of the model; default: the CPU.
         group: the process group; default: the default group.
         dedup: sequence collections send and look up each distinct id of a table once per batch.
+        comms: formats in which pooled rows and gradients travel; default: float32 both ways.
 
     Returns:
         The sharded model, which has the attributes and the state_dict keys of ``model``.
@@ -98,7 +101,7 @@ def shard(
             f"{collectives.world_size}, or start {plan.world_size} ranks"
         )
     plan.check_tables(table_shapes(model))
-    context = StepContext(collectives, target)
+    context = StepContext(collectives, target, comms)
     _check_same_plan(plan, context)
     replaced = {
         id(module): _shard_collection(module, plan, path, target, group, context, dedup)

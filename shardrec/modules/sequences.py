@@ -110,7 +110,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
         if replicated:
             self._replicas = ReplicatedLookup(replicated, range(len(replicated)), self.context, self.device)
         widths = [group.width or 0 for group in groups]
-        self._rows = RowExchange(self._route, widths, self._embedding_dim, collectives, self.device)
+        self._rows = RowExchange(self._route, widths, self._embedding_dim, collectives, self.device, self.context.comms)
 
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[dict[str, JaggedTensor]]:
         """Look up the local batch.

@@ -1,0 +1,123 @@
+"""How pooled rows and their gradients travel: as they are, as 16-bit floats, or as bytes with a scale per row.
+
+The loss of precision is bounded, per element x of a row with extremes a and b:
+
+========  ====================  ======================================
+wire      bytes per element     error at most
+========  ====================  ======================================
+``fp32``  4                     0
+``fp16``  2                     2⁻¹¹ · \\|x\\| (for 2⁻¹⁴ ≤ \\|x\\| ≤ 65504)
+``bf16``  2                     2⁻⁸ · \\|x\\|
+``int8``  1, and 8 per row      (b − a) / 510, plus rounding of scale
+========  ====================  ======================================
+
+The idea is TorchRec's ``QCommsConfig``; the row format of ``int8`` is fbgemm's fused 8-bit rowwise one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from shardrec.errors import ConfigError
+from shardrec.exchange.collectives import Collectives
+
+__all__ = ["QuantizedComms", "Shape", "Wire"]
+
+WireType = Literal["fp32", "fp16", "bf16", "int8"]
+Shape = tuple[int, int]
+"""Rows and columns of a part of a buffer."""
+
+_FLOATS = {"fp16": torch.float16, "bf16": torch.bfloat16}
+_ROW_EXTRA = 8  # a float32 scale and a float32 bias after each row of bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedComms:
+    """Formats of the output all-to-all and of its gradient.
+
+    Args:
+        output: format of pooled rows, forward.
+        gradient: format of their gradients, backward.
+    """
+
+    output: WireType = "fp32"
+    gradient: WireType = "fp32"
+
+    def __post_init__(self) -> None:
+        for name in ("output", "gradient"):
+            value = getattr(self, name)
+            if value not in ("fp32", *_FLOATS, "int8"):
+                raise ConfigError(f"QuantizedComms({name}={value!r}): the formats are fp32, fp16, bf16 and int8")
+
+
+class Wire:
+    """An all-to-all of float32 rows in one of the formats.
+
+    Args:
+        wire_type: the format; a single rank keeps float32, since nothing travels.
+        collectives: of the group that the embeddings are sharded over.
+    """
+
+    def __init__(self, wire_type: WireType, collectives: Collectives) -> None:
+        self._type = wire_type if collectives.world_size > 1 else "fp32"
+        self._collectives = collectives
+
+    def send(
+        self, flat: Tensor, receive: Sequence[Sequence[Shape]], send: Sequence[Sequence[Shape]], what: str
+    ) -> Tensor:
+        """Encode and issue.
+
+        Args:
+            flat: float32, the parts for each rank one after the other, each (rows, columns) in row order.
+            receive: per rank, the parts that come from it.
+            send: per rank, the parts that go to it.
+            what: a word for error messages.
+
+        Returns:
+            What :meth:`receive` takes.
+        """
+        sizes_in = [sum(map(self._elements, parts)) for parts in receive]
+        sizes_out = [sum(map(self._elements, parts)) for parts in send]
+        shapes = [shape for parts in send for shape in parts]
+        return self._collectives.all_to_all(self._encode(flat, shapes), sizes_in, sizes_out, what)
+
+    def receive(self, pending: Tensor, receive: Sequence[Sequence[Shape]], what: str) -> Tensor:
+        """Wait and decode: float32, the parts from each rank one after the other."""
+        wire = self._collectives.wait(pending, what)
+        return self._decode(wire, [shape for parts in receive for shape in parts])
+
+    def _elements(self, shape: Shape) -> int:
+        rows, cols = shape
+        if self._type == "int8":
+            return rows * (cols + _ROW_EXTRA) if cols else 0
+        return rows * cols
+
+    def _encode(self, flat: Tensor, shapes: Sequence[Shape]) -> Tensor:
+        if self._type == "fp32":
+            return flat
+        if self._type != "int8":
+            return flat.to(_FLOATS[self._type])
+        parts = [
+            torch.ops.fbgemm.FloatToFused8BitRowwiseQuantized(part.view(rows, cols)).view(-1)
+            for part, (rows, cols) in zip(flat.split([rows * cols for rows, cols in shapes]), shapes, strict=True)
+            if rows * cols
+        ]
+        return torch.cat(parts) if parts else flat.new_zeros(0, dtype=torch.uint8)
+
+    def _decode(self, wire: Tensor, shapes: Sequence[Shape]) -> Tensor:
+        if self._type == "fp32":
+            return wire
+        if self._type != "int8":
+            return wire.to(torch.float32)
+        sizes = [self._elements(shape) for shape in shapes]
+        parts = [
+            torch.ops.fbgemm.Fused8BitRowwiseQuantizedToFloat(part.view(rows, cols + _ROW_EXTRA)).view(-1)
+            for part, (rows, cols) in zip(wire.split(sizes), shapes, strict=True)
+            if rows * cols
+        ]
+        return torch.cat(parts) if parts else torch.zeros(0, device=wire.device)
