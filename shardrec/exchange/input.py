@@ -1,12 +1,12 @@
 """The input exchange: a KeyedJaggedTensor in, the ids of this rank's shards out, in two all-to-alls.
 
-Shapes: F features of the input, U units, K blocks (see :mod:`shardrec.exchange.route`), S slots of all ranks, B local
-batch size, W ranks, G lookup groups, N ids.
+Shapes: F features of the input, S slots of all ranks (see :mod:`shardrec.exchange.route`), B local batch size, W ranks,
+G lookup groups, N ids.
 
 ::
 
     header   (W, C) int64, row q to rank q:  batch size | fault | checksum | ids in group 0 | ... | ids in group G-1
-    payload  int32, part q to rank q:        lengths (S_q, B) | ids (n_q,) | weights (n_q,)   ids are 1 or 2 words each
+    payload  int32, part q to rank q:        lengths | ids | weights (see :mod:`shardrec.exchange.payload`)
     result   ids slot by slot, each slot's samples rank by rank: what a table-batched kernel takes, and its pooled rows
              (sum of B, D) are then rank by rank, ready to be sent back
 """
@@ -15,16 +15,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from shardrec.exchange.check import NO_LIMIT, Batch, Expectation, describe_fault, ids_are_valid, read_batch
+from shardrec.exchange.cut import Cutter, SlotIds
+from shardrec.exchange.payload import Payload
 from shardrec.exchange.route import Route
 from shardrec.exchange.step import FIXED_COLUMNS, StepContext, checksum
 
-__all__ = ["InputExchange", "PendingInput", "ShardInput"]
+__all__ = ["InputExchange", "PendingInput", "ShardInput", "Trace"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,6 @@ class PendingInput:
         batch: the checked local input (lookups of replicated tables read it).
         payload: what :meth:`Collectives.all_to_all` gave, or None when there is nothing to exchange.
         local: the result itself when there is one rank.
-        receive: words from each rank.
         batch_sizes: samples of each rank.
         counts: ids from each rank, per group.
         send: the packed buffer, kept until the exchange is over.
@@ -67,7 +67,6 @@ class PendingInput:
     batch: Batch
     payload: Tensor | None
     local: ShardInput | None
-    receive: tuple[int, ...]
     batch_sizes: tuple[int, ...]
     counts: tuple[tuple[int, ...], ...]
     send: Tensor | None
@@ -94,25 +93,6 @@ class Trace:
     key_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _KeyOrder:
-    """Constants for one order of the input's keys."""
-
-    units: Tensor  # (U,) position of each unit's key
-    units_in_place: bool
-    slots: Tensor  # (S,) position of each slot's key; used when there is one block
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Cut:
-    """A batch cut into blocks: ``lengths`` (K·U, B); ``values``, ``weights`` and ``positions`` (N,) in that order."""
-
-    lengths: Tensor
-    values: Tensor
-    weights: Tensor | None
-    positions: Tensor
-
-
 class InputExchange:
     """Sends ids to the ranks that hold their rows.
 
@@ -132,28 +112,10 @@ class InputExchange:
         self._rank = context.collectives.rank
         self._world_size = context.collectives.world_size
         context.header_columns = max(context.header_columns, FIXED_COLUMNS + route.groups)
-        self._orders: dict[tuple[str, ...], _KeyOrder] = {}
         self._limits: dict[tuple[str, ...], tuple[Tensor, bool]] = {}
-        self._slot_counts = route.slot_counts()
-        self._slot_edges = [0, *accumulate(self._slot_counts)]
-        self._slot_rows = self._tensor(route.slot_rows)
-        self._rows_in_place = route.slot_rows == tuple(range(route.blocks * len(route.unit_keys)))
-        self._group_edges = self._tensor(_group_edges(route))
-        self._block_sizes = self._tensor([boundaries[-1] for boundaries in route.unit_boundaries], self._id_dtype)
-        self._boundaries = [
-            self._tensor([*edges, *[edges[-1]] * (route.blocks + 1 - len(edges))], self._id_dtype)
-            for edges in route.unit_boundaries
-        ]
-        mine = self._slot_counts[self._rank]
-        self._slot_major = self._tensor(
-            [source * mine + slot for slot in range(mine) for source in range(self._world_size)], torch.int32
-        )
-
-    @property
-    def _id_dtype(self) -> torch.dtype:
-        # Rows of the whole table decide here, for ids are cut after they are narrowed.
-        rows = max((edges[-1] for edges in self._route.unit_boundaries), default=0)
-        return torch.int64 if rows > 2**31 - 1 else torch.int32
+        self._cutter = Cutter(route, expect.device, keep_positions=per_id)
+        self._payload = Payload(route, self._rank, weighted=expect.weighted, device=expect.device)
+        self._group_edges = torch.tensor(_group_edges(route), dtype=torch.int64, device=expect.device)
 
     def start(
         self, features: object, agreement: str, *, prepare: Callable[[Batch], Batch] | None = None
@@ -177,11 +139,8 @@ class InputExchange:
         valid = ids_are_valid(batch, limits, unused_keys=unused_keys)
         safe = self._safe(batch, valid)
         sent = safe if prepare is None else prepare(safe)
-        order = self._order(sent.keys)
-        cut = self._cut(sent, order)
-        slot_index = order.slots if self._route.blocks == 1 else self._slot_rows
-        lengths_SB = cut.lengths.index_select(0, slot_index)
-        size = safe.size
+        cut = self._cutter.cut(sent)
+        lengths_SB, size = cut.lengths, safe.size
         notes: list[Tensor] = []
         if self._per_id:
             lengths_SB, size = lengths_SB.sum(dim=1, keepdim=True, dtype=torch.int32), 1
@@ -193,19 +152,17 @@ class InputExchange:
             if not fault and headers[self._rank][1]:
                 fault = describe_fault(batch, self._expect)
             self._context.raise_faults(fault, agreement)
-        total = sum(map(sum, sent_counts))
-        ids, weights = self._permute(slot_index, cut.lengths, cut.values, cut.weights, total)
+        slot_ids = self._cutter.in_slots(cut, sum(map(sum, sent_counts)))
         trace = None
-        if self._per_id:
-            positions, _ = self._permute(slot_index, cut.lengths, cut.positions, None, total)
+        if slot_ids.positions is not None:
             trace = Trace(
-                positions=positions.to(torch.int64),
+                positions=slot_ids.positions,
                 slot_ids=lengths_SB.squeeze(1),
                 sent_batch=sent,
                 sent_key_ids=noted[0],
                 key_ids=noted[1],
             )
-        return self._send(safe, lengths_SB, ids, weights, sent_counts, headers, trace)
+        return self._send(safe, lengths_SB, slot_ids, sent_counts, headers, trace)
 
     def finish(self, pending: PendingInput) -> ShardInput:
         """Wait for the payload and put it slot by slot."""
@@ -213,56 +170,32 @@ class InputExchange:
             return pending.local
         assert pending.payload is not None, "an exchange between ranks has a payload"
         buffer = self._context.collectives.wait(pending.payload, "payload")
-        slots = self._slot_counts[self._rank]
-        words = 2 if self._route.wide_ids else 1
-        lengths, ids, weights = [], [], []
-        for part, size, counts in zip(buffer.split(pending.receive), pending.batch_sizes, pending.counts, strict=True):
-            count = sum(counts)
-            head, body = slots * size, slots * size + count * words
-            lengths.append(part[:head].view(slots, size))
-            ids.append(part[head:body])
-            weights.append(part[body:])
-        lengths_SB = torch.cat(lengths, dim=1)
-        total = sum(map(sum, pending.counts))
-        flat_ids = _from_words(torch.cat(ids), self._route.wide_ids)
-        flat_weights = torch.cat(weights).view(torch.float32) if self._expect.weighted else None
-        if slots > 1 and total > 0:
-            block_lengths = torch.stack([part.sum(dim=1, dtype=torch.int32) for part in lengths])
-            _, flat_ids, flat_weights = torch.ops.fbgemm.permute_1D_sparse_data(
-                self._slot_major, block_lengths.view(-1), flat_ids, flat_weights, total
-            )
-        group_ids = tuple(map(sum, zip(*pending.counts, strict=True)))
+        totals = [sum(counts) for counts in pending.counts]
+        lengths, ids, weights = self._payload.unpack(buffer, pending.batch_sizes, totals)
+        return self._shard_input(lengths, ids, weights, pending.batch_sizes, pending.counts)
+
+    def _shard_input(
+        self,
+        lengths: Tensor,
+        ids: Tensor,
+        weights: Tensor | None,
+        batch_sizes: tuple[int, ...],
+        counts: tuple[tuple[int, ...], ...],
+    ) -> ShardInput:
         return ShardInput(
-            lengths=lengths_SB,
-            ids=flat_ids,
-            weights=flat_weights,
-            batch_sizes=pending.batch_sizes,
-            group_ids=group_ids,
-            counts=pending.counts,
+            lengths=lengths,
+            ids=ids,
+            weights=weights,
+            batch_sizes=batch_sizes,
+            group_ids=tuple(map(sum, zip(*counts, strict=True))),
+            counts=counts,
         )
-
-    def _tensor(self, values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.tensor(list(values), dtype=dtype, device=self._expect.device)
-
-    def _order(self, keys: tuple[str, ...]) -> _KeyOrder:
-        order = self._orders.get(keys)
-        if order is None:
-            position = {key: index for index, key in enumerate(keys)}
-            units = [position[key] for key in self._route.unit_keys]
-            slots = [units[slot.unit] for rank_slots in self._route.slots for slot in rank_slots]
-            order = _KeyOrder(
-                units=self._tensor(units),
-                units_in_place=units == list(range(len(keys))),
-                slots=self._tensor(slots),
-            )
-            self._orders[keys] = order
-        return order
 
     def _key_limits(self, keys: tuple[str, ...]) -> tuple[Tensor, bool]:
         """(F,) one more than the largest id allowed, per key, and whether some keys are not looked up."""
         if keys not in self._limits:
             limits = [self._expect.rows(key) for key in keys]
-            self._limits[keys] = self._tensor(limits), NO_LIMIT in limits
+            self._limits[keys] = torch.tensor(limits, dtype=torch.int64, device=self._expect.device), NO_LIMIT in limits
         return self._limits[keys]
 
     def _empty_batch(self) -> Batch:
@@ -277,7 +210,7 @@ class InputExchange:
 
     def _safe(self, batch: Batch, valid: Tensor) -> Batch:
         """The batch as the kernels take it: contiguous, and of empty bags if it is not valid."""
-        values, weights = batch.values.to(self._id_dtype), batch.weights
+        values, weights = batch.values.to(self._cutter.id_dtype), batch.weights
         if values.device.type == "cpu" and not bool(valid):
             # The CPU's kernels compare the number of ids with the lengths; those of CUDA read by the lengths alone.
             values, weights = values[:0], None if weights is None else weights[:0]
@@ -286,37 +219,6 @@ class InputExchange:
             lengths=(batch.lengths.to(torch.int32) * valid).contiguous(),
             values=values.contiguous(),
             weights=None if weights is None else weights.float().contiguous(),
-        )
-
-    def _cut(self, batch: Batch, order: _KeyOrder) -> _Cut:
-        """The batch cut into the blocks of each unit, as (K·U, B) lengths; as it is when there is one block."""
-        lengths, values, weights = batch.lengths, batch.values, batch.weights
-        positions = torch.arange(values.numel() if self._per_id else 0, dtype=torch.int32, device=values.device)
-        if self._route.blocks == 1:
-            return _Cut(lengths=lengths, values=values, weights=weights, positions=positions)
-        if not order.units_in_place:
-            units = order.units.to(torch.int32)
-            if self._per_id:
-                _, positions, _ = torch.ops.fbgemm.permute_2D_sparse_data(units, lengths, positions, None, None)
-            lengths, values, weights = torch.ops.fbgemm.permute_2D_sparse_data(units, lengths, values, weights, None)
-        cut_lengths, cut_values, cut_weights, _, place = torch.ops.fbgemm.block_bucketize_sparse_features(
-            lengths.reshape(-1),
-            values,
-            bucketize_pos=False,
-            sequence=self._per_id,
-            block_sizes=self._block_sizes,
-            my_size=self._route.blocks,
-            weights=weights,
-            block_bucketize_pos=self._boundaries,
-        )
-        if self._per_id:
-            positions = torch.empty_like(positions).index_copy_(0, place.to(torch.int64), positions)
-        units_count = len(self._route.unit_keys)
-        return _Cut(
-            lengths=cut_lengths.view(self._route.blocks * units_count, batch.size),
-            values=cut_values,
-            weights=cut_weights,
-            positions=positions,
         )
 
     def _counts(self, lengths_SB: Tensor) -> Tensor:
@@ -349,23 +251,11 @@ class InputExchange:
         headers = [numbers[row : row + width] for row in range(start, len(numbers), width)]
         return sent, headers, noted
 
-    def _permute(
-        self, slot_index: Tensor, rows: Tensor, values: Tensor, weights: Tensor | None, total: int
-    ) -> tuple[Tensor, Tensor | None]:
-        """Ids and weights slot by slot."""
-        if self._route.blocks > 1 and self._rows_in_place:
-            return values, weights
-        _, ids, permuted_weights = torch.ops.fbgemm.permute_2D_sparse_data(
-            slot_index.to(torch.int32), rows, values, weights, total
-        )
-        return ids, permuted_weights
-
     def _send(
         self,
         batch: Batch,
         lengths_SB: Tensor,
-        ids: Tensor,
-        weights: Tensor | None,
+        slot_ids: SlotIds,
         sent: tuple[tuple[int, ...], ...],
         headers: list[list[int]],
         trace: Trace | None,
@@ -373,62 +263,25 @@ class InputExchange:
         batch_sizes = tuple(header[0] for header in headers)
         groups = self._route.groups
         counts = tuple(tuple(header[FIXED_COLUMNS : FIXED_COLUMNS + groups]) for header in headers)
+        local, payload, packed = None, None, None
         if self._world_size == 1:
-            local = ShardInput(
-                lengths=lengths_SB,
-                ids=ids,
-                weights=weights,
-                batch_sizes=batch_sizes,
-                group_ids=counts[0],
-                counts=counts,
-            )
-            return PendingInput(
-                batch=batch,
-                payload=None,
-                local=local,
-                receive=(),
-                batch_sizes=batch_sizes,
-                counts=counts,
-                send=None,
-                sent=sent,
-                trace=trace,
-            )
-        words = (2 if self._route.wide_ids else 1) + (weights is not None)
-        totals = [sum(per_group) for per_group in sent]
-        size = lengths_SB.size(1)
-        sizes = [slots * size + count * words for slots, count in zip(self._slot_counts, totals, strict=True)]
-        packed = self._pack(lengths_SB, ids, weights, totals)
-        mine = self._slot_counts[self._rank]
-        receive = tuple(mine * size + sum(count) * words for size, count in zip(batch_sizes, counts, strict=True))
-        payload = self._context.collectives.all_to_all(packed, receive, sizes, "payload")
+            local = self._shard_input(lengths_SB, slot_ids.ids, slot_ids.weights, batch_sizes, counts)
+        else:
+            totals_out, totals_in = [sum(part) for part in sent], [sum(part) for part in counts]
+            packed = self._payload.pack(lengths_SB, slot_ids.ids, slot_ids.weights, totals_out)
+            sizes_out = self._payload.sizes_out(lengths_SB.size(1), totals_out)
+            sizes_in = self._payload.sizes_in(batch_sizes, totals_in)
+            payload = self._context.collectives.all_to_all(packed, sizes_in, sizes_out, "payload")
         return PendingInput(
             batch=batch,
             payload=payload,
-            local=None,
-            receive=receive,
+            local=local,
             batch_sizes=batch_sizes,
             counts=counts,
             send=packed,
             sent=sent,
             trace=trace,
         )
-
-    def _pack(self, lengths_SB: Tensor, ids: Tensor, weights: Tensor | None, totals: list[int]) -> Tensor:
-        """The payload: per rank its lengths, ids and weights as int32 words."""
-        dtype = torch.int64 if self._route.wide_ids else torch.int32
-        id_parts = ids.to(dtype).split(totals)
-        weight_parts = weights.split(totals) if weights is not None else None
-        parts = []
-        for rank in range(self._world_size):
-            parts.append(lengths_SB[self._slot_edges[rank] : self._slot_edges[rank + 1]].reshape(-1))
-            parts.append(id_parts[rank].view(torch.int32))
-            if weight_parts is not None:
-                parts.append(weight_parts[rank].view(torch.int32))
-        return torch.cat(parts)
-
-
-def _from_words(words: Tensor, wide: bool) -> Tensor:
-    return words.view(torch.int64) if wide else words
 
 
 def _group_edges(route: Route) -> list[int]:

@@ -94,19 +94,20 @@ class StepContext:
         Raises:
             InputError: the same on every rank.
         """
-        messages = self._all_gather_text(message)
+        messages = self.all_gather_text(message)
         if any(messages):
             lines = [f"rank {rank}: {text}" for rank, text in enumerate(messages) if text]
             raise InputError(
                 lines[0] if len(lines) == 1 else f"{len(lines)} ranks have bad input:\n  " + "\n  ".join(lines)
             )
-        agreements = self._all_gather_text(agreement)
+        agreements = self.all_gather_text(agreement)
         lines = [f"rank {rank}: {text}" for rank, text in enumerate(agreements)]
         raise InputError(
             "the ranks disagree about their input; give every rank the same dtypes and modes:\n  " + "\n  ".join(lines)
         )
 
-    def _all_gather_text(self, text: str) -> list[str]:
+    def all_gather_text(self, text: str) -> list[str]:
+        """The text of each rank, on every rank."""
         world_size = self.collectives.world_size
         data = text.encode()
         ones = [1] * world_size

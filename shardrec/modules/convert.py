@@ -14,7 +14,7 @@ from shardrec.errors import ConfigError, PlanError
 from shardrec.exchange.collectives import collectives_of
 from shardrec.exchange.step import StepContext
 from shardrec.exchange.wire import QuantizedComms
-from shardrec.layout import ShardingPlan
+from shardrec.layout import ShardingPlan, Topology
 from shardrec.modules.bags import ShardedEmbeddingBagCollection
 from shardrec.modules.collection import ShardedCollection, qualified_name
 from shardrec.modules.model import ShardedModel
@@ -94,15 +94,9 @@ def shard(
     if plan is None:
         from shardrec.planner import plan as make_plan
 
-        plan = make_plan(model)
-    if plan.world_size != collectives.world_size:
-        raise PlanError(
-            f"the plan is for {plan.world_size} ranks and the process group has {collectives.world_size}; plan for "
-            f"{collectives.world_size}, or start {plan.world_size} ranks"
-        )
-    plan.check_tables(table_shapes(model))
+        plan = make_plan(model, Topology.of_world(collectives.world_size))
     context = StepContext(collectives, target, comms)
-    _check_same_plan(plan, context)
+    _check_plan(plan, model, context)
     replaced = {
         id(module): _shard_collection(module, plan, path, target, group, context, dedup)
         for path, module in collections.items()
@@ -127,10 +121,29 @@ def _shard_collection(
     return ShardedEmbeddingCollection(module, plan, path=path, device=device, group=group, context=context, dedup=dedup)
 
 
-def _check_same_plan(plan: ShardingPlan, context: StepContext) -> None:
+def _plan_faults(plan: ShardingPlan, model: nn.Module, world_size: int) -> tuple[str, ...]:
+    if plan.world_size != world_size:
+        return (
+            f"the plan is for {plan.world_size} ranks and the process group has {world_size}; plan for {world_size}, or "
+            f"start {plan.world_size} ranks",
+        )
+    try:
+        plan.check_tables(table_shapes(model))
+    except PlanError as error:
+        return error.faults
+    return ()
+
+
+def _check_plan(plan: ShardingPlan, model: nn.Module, context: StepContext) -> None:
+    """Raise on every rank if the plan of any does not fit, or differs from another's: none may go on to wait."""
     world_size = context.collectives.world_size
-    header = torch.full((world_size, 1), plan.fingerprint, dtype=torch.int64, device=context.device)
-    fingerprints = context.exchange_header(header).flatten().tolist()
+    faults = _plan_faults(plan, model, world_size)
+    header = torch.tensor([[plan.fingerprint, len(faults)]] * world_size, dtype=torch.int64, device=context.device)
+    received = context.exchange_header(header)
+    if bool(received[:, 1].any()):
+        others = context.all_gather_text("; ".join(faults))
+        raise PlanError(faults or [f"rank {rank}: {fault}" for rank, fault in enumerate(others) if fault])
+    fingerprints = received[:, 0].tolist()
     differing = [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]
     if differing:
         raise PlanError(

@@ -42,6 +42,7 @@ class ShardedModel(nn.Module):
         self.context = context
         self._sharded = [child for child in module.modules() if isinstance(child, ShardedCollection)]
         self._headers = len(self._sharded)
+        self._accumulates = False
         self._fused: FusedOptimizers | None = None
         self._callable: nn.Module = module
         if group is not None:
@@ -74,6 +75,9 @@ class ShardedModel(nn.Module):
         context.dense_signature = ", ".join(sorted(_dtypes((args, kwargs))))
         if self._fused is not None:
             self._fused.push()
+        if torch.is_grad_enabled():
+            # DistributedDataParallel decides here, too: the backward of a forward in no_sync may come after the block.
+            context.reduce_this_backward = not self._accumulates
         begin = context.exchanges
         try:
             result = self._callable(*args, **kwargs)
@@ -102,9 +106,10 @@ class ShardedModel(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Accumulate the dense part's gradients without averaging them, as DistributedDataParallel.no_sync does.
 
-        Sharded tables with a fused optimizer are still updated in each backward.
+        Counts for the backward of each forward made inside. Sharded tables with a fused optimizer are still updated in
+        each backward; replicated ones accumulate with the dense part.
         """
-        self.context.reduce_this_backward = False
+        self._accumulates = True
         try:
             if isinstance(self._callable, DistributedDataParallel):
                 with self._callable.no_sync():
@@ -112,7 +117,7 @@ class ShardedModel(nn.Module):
             else:
                 yield
         finally:
-            self.context.reduce_this_backward = True
+            self._accumulates = False
 
     def _fail(self, error: Exception, made: int) -> None:
         """Tell the other ranks, if they still come to a header exchange in this step, and name the likely cause."""

@@ -111,22 +111,23 @@ def _sharded(
 ) -> ShardedTensor:
     shards = layout.stripes()[0].shards if rowwise else layout.shards
     local = [
-        TensorShard(tensor, _metadata(shard, tensor.device.type, rowwise))
+        TensorShard(tensor, _metadata(shard, group, tensor.device.type, rowwise))
         for shard, tensor in tensors.items()
         if shard is not None and shard in shards
     ]
     device = next((tensor.device.type for tensor in tensors.values()), "cpu")
     sizes = [layout.num_embeddings] if rowwise else [layout.num_embeddings, layout.embedding_dim]
     metadata = ShardedTensorMetadata(
-        shards_metadata=[_metadata(shard, device, rowwise) for shard in shards],
+        shards_metadata=[_metadata(shard, group, device, rowwise) for shard in shards],
         size=torch.Size(sizes),
         tensor_properties=TensorProperties(dtype=torch.float32),
     )
     return ShardedTensor._init_from_local_shards_and_global_metadata(local, metadata, process_group=group)
 
 
-def _metadata(shard: Shard, device: str, rowwise: bool) -> ShardMetadata:
-    placement = f"rank:{shard.rank}/{device}"
+def _metadata(shard: Shard, group: dist.ProcessGroup, device: str, rowwise: bool) -> ShardMetadata:
+    # A plan counts the ranks of its group, a placement those of the world.
+    placement = f"rank:{dist.get_global_rank(group, shard.rank)}/{device}"
     if device == "cuda":
         placement += f":{shard.rank % torch.cuda.device_count()}"
     offsets, sizes = [shard.row_start, shard.col_start], [shard.rows, shard.cols]
@@ -155,7 +156,9 @@ def load_table(layout: TableLayout, tensors: Mapping[Shard | None, Tensor], valu
                 )
             tensor.copy_(parts[key])
         return
-    if tuple(value.shape) not in (shape, shape[:1]):
+    # A state kept per row has one dimension less. A value of another shape could be broadcast without a word.
+    fitting = {shape[: tensor.dim()] for tensor in tensors.values()} or {shape, shape[:1]}
+    if tuple(value.shape) not in fitting:
         raise PlanError(f"the value has shape {tuple(value.shape)} and the table {shape}; load a table of that shape")
     for shard, tensor in tensors.items():
         tensor.copy_(value if shard is None else _part(value, shard))

@@ -1,0 +1,171 @@
+"""Cut a batch's ids into the slots that they are sent in, without reading a tensor's value on the host.
+
+Shapes: F keys of the batch, U units, K blocks, S slots of all ranks (see :mod:`shardrec.exchange.route`), B batch size,
+N ids.
+
+::
+
+    (F, B) ── permute ──► (U, B) ── bucketize ──► (K·U, B) ── permute ──► (S, B)
+
+A route with one block needs no bucketizing, and its two permutes are one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardrec.exchange.check import Batch
+from shardrec.exchange.route import Route
+
+__all__ = ["Cut", "Cutter", "SlotIds"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """A batch cut into blocks, and the order in which its slots leave it.
+
+    Args:
+        rows: (K·U, B) lengths, or (F, B) with one block.
+        values: (N,) ids in that order, local to the block.
+        weights: (N,) or None.
+        positions: (N,) int32 place of each id in the batch, or (0,) where nobody asks.
+        slots: (S,) row of each slot.
+        lengths: (S, B) lengths of each slot.
+    """
+
+    rows: Tensor
+    values: Tensor
+    weights: Tensor | None
+    positions: Tensor
+    slots: Tensor
+    lengths: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotIds:
+    """Ids slot by slot: ``ids`` (n,), ``weights`` (n,) or None, ``positions`` (n,) int64 or None."""
+
+    ids: Tensor
+    weights: Tensor | None
+    positions: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _KeyOrder:
+    """Constants for one order of the batch's keys."""
+
+    units: Tensor  # (U,) position of each unit's key
+    units_in_place: bool
+    slots: Tensor  # (S,) position of each slot's key; used when there is one block
+
+
+class Cutter:
+    """Cuts batches by a route.
+
+    Args:
+        route: where the ids of each lookup go.
+        device: of the batches.
+        keep_positions: tell where in the batch each id was.
+    """
+
+    def __init__(self, route: Route, device: torch.device, *, keep_positions: bool) -> None:
+        self._route = route
+        self._device = device
+        self._keep_positions = keep_positions
+        self._orders: dict[tuple[str, ...], _KeyOrder] = {}
+        self._slot_rows = self._tensor(route.slot_rows)
+        self._in_place = route.slot_rows == tuple(range(route.blocks * len(route.unit_keys)))
+        self._block_sizes = self._tensor([boundaries[-1] for boundaries in route.unit_boundaries], self.id_dtype)
+        self._boundaries = [
+            self._tensor([*edges, *[edges[-1]] * (route.blocks + 1 - len(edges))], self.id_dtype)
+            for edges in route.unit_boundaries
+        ]
+
+    @property
+    def id_dtype(self) -> torch.dtype:
+        """What a batch's ids must be: int32 where the tables' rows allow."""
+        # Rows of the whole table decide here, for ids are cut after they are narrowed.
+        rows = max((edges[-1] for edges in self._route.unit_boundaries), default=0)
+        return torch.int64 if rows > 2**31 - 1 else torch.int32
+
+    def cut(self, batch: Batch) -> Cut:
+        """Cut into the blocks of each unit."""
+        order = self._order(batch.keys)
+        lengths, values, weights = batch.lengths, batch.values, batch.weights
+        count = values.numel() if self._keep_positions else 0
+        positions = torch.arange(count, dtype=torch.int32, device=self._device)
+        slots = order.slots
+        if self._route.blocks > 1:
+            slots = self._slot_rows
+            if not order.units_in_place:
+                units = order.units.to(torch.int32)
+                if self._keep_positions:
+                    _, positions, _ = torch.ops.fbgemm.permute_2D_sparse_data(units, lengths, positions, None, None)
+                lengths, values, weights = torch.ops.fbgemm.permute_2D_sparse_data(
+                    units, lengths, values, weights, None
+                )
+            lengths, values, weights, place = self._bucketize(lengths, values, weights)
+            if place is not None:
+                positions = torch.empty_like(positions).index_copy_(0, place.to(torch.int64), positions)
+        return Cut(
+            rows=lengths,
+            values=values,
+            weights=weights,
+            positions=positions,
+            slots=slots,
+            lengths=lengths.index_select(0, slots),
+        )
+
+    def in_slots(self, cut: Cut, total: int) -> SlotIds:
+        """The ids in the order of the slots; ``total`` is how many, with those of several column stripes counted."""
+        ids, weights = self._permute(cut, cut.values, cut.weights, total)
+        positions = None
+        if self._keep_positions:
+            positions = self._permute(cut, cut.positions, None, total)[0].to(torch.int64)
+        return SlotIds(ids=ids, weights=weights, positions=positions)
+
+    def _tensor(self, values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.tensor(list(values), dtype=dtype, device=self._device)
+
+    def _order(self, keys: tuple[str, ...]) -> _KeyOrder:
+        order = self._orders.get(keys)
+        if order is None:
+            position = {key: index for index, key in enumerate(keys)}
+            units = [position[key] for key in self._route.unit_keys]
+            slots = [units[slot.unit] for rank_slots in self._route.slots for slot in rank_slots]
+            order = _KeyOrder(
+                units=self._tensor(units),
+                units_in_place=units == list(range(len(keys))),
+                slots=self._tensor(slots),
+            )
+            self._orders[keys] = order
+        return order
+
+    def _bucketize(
+        self, lengths: Tensor, values: Tensor, weights: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """(K·U, B) lengths, ids local to their blocks, weights, and where each id went."""
+        cut_lengths, cut_values, cut_weights, _, place = torch.ops.fbgemm.block_bucketize_sparse_features(
+            lengths.reshape(-1),
+            values,
+            bucketize_pos=False,
+            sequence=self._keep_positions,
+            block_sizes=self._block_sizes,
+            my_size=self._route.blocks,
+            weights=weights,
+            block_bucketize_pos=self._boundaries,
+        )
+        rows = self._route.blocks * len(self._route.unit_keys)
+        return cut_lengths.view(rows, lengths.size(1)), cut_values, cut_weights, place
+
+    def _permute(self, cut: Cut, values: Tensor, weights: Tensor | None, total: int) -> tuple[Tensor, Tensor | None]:
+        if self._route.blocks > 1 and self._in_place:
+            return values, weights
+        _, permuted, permuted_weights = torch.ops.fbgemm.permute_2D_sparse_data(
+            cut.slots.to(torch.int32), cut.rows, values, weights, total
+        )
+        return permuted, permuted_weights

@@ -1,0 +1,96 @@
+"""Batches of bags in plain Python, and the KeyedJaggedTensor that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+__all__ = ["Bags", "joined", "random_bags"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bags:
+    """One rank's batch.
+
+    Args:
+        keys: order of the features.
+        size: samples B.
+        ids: per feature and sample, its ids.
+        weights: the same shape, or None.
+    """
+
+    keys: tuple[str, ...]
+    size: int
+    ids: Mapping[str, Sequence[Sequence[int]]]
+    weights: Mapping[str, Sequence[Sequence[float]]] | None = None
+
+    def kjt(self, id_dtype: torch.dtype = torch.int64, length_dtype: torch.dtype = torch.int32) -> KeyedJaggedTensor:
+        """The batch as tensors."""
+        flat = [one for key in self.keys for bag in self.ids[key] for one in bag]
+        lengths = [len(bag) for key in self.keys for bag in self.ids[key]]
+        weights = None
+        if self.weights is not None:
+            weights = torch.tensor([w for key in self.keys for bag in self.weights[key] for w in bag])
+        return KeyedJaggedTensor(
+            keys=list(self.keys),
+            values=torch.tensor(flat, dtype=id_dtype),
+            lengths=torch.tensor(lengths, dtype=length_dtype),
+            weights=weights,
+            stride=self.size,
+        )
+
+
+def random_bags(
+    rng: Random,
+    rows: Mapping[str, int],
+    size: int,
+    *,
+    weighted: bool = False,
+    extra: Sequence[str] = (),
+    shuffled: bool = True,
+) -> Bags:
+    """Bags of 0 to 3 ids, the first and the last row more often than others.
+
+    Args:
+        rng: where the draws come from.
+        rows: per feature, ids are below this.
+        size: samples.
+        weighted: draw weights, too.
+        extra: further keys, whose ids are any number.
+        shuffled: keys in any order.
+    """
+    keys = [*rows, *extra]
+    if shuffled:
+        rng.shuffle(keys)
+
+    def one(key: str) -> int:
+        if key not in rows:
+            return rng.choice([-7, 0, 10**9, 2**31 - 1])
+        return rng.choice([0, rows[key] - 1, rng.randrange(rows[key]), rng.randrange(rows[key])])
+
+    ids = {key: [[one(key) for _ in range(rng.randrange(4))] for _ in range(size)] for key in keys}
+    weights = None
+    if weighted:
+        # Positive: an id whose gradient is zero counts as looked up for the fused Adam and not for its dense likeness.
+        weights = {key: [[rng.randint(1, 8) / 8 for _ in bag] for bag in bags] for key, bags in ids.items()}
+    return Bags(keys=tuple(keys), size=size, ids=ids, weights=weights)
+
+
+def joined(batches: Sequence[Bags]) -> Bags:
+    """The global batch: the samples of all ranks, rank after rank, keys as on rank 0."""
+    keys = batches[0].keys
+    weights = None
+    if batches[0].weights is not None:
+        weights = {
+            key: [bag for batch in batches if batch.weights is not None for bag in batch.weights[key]] for key in keys
+        }
+    return Bags(
+        keys=keys,
+        size=sum(batch.size for batch in batches),
+        ids={key: [bag for batch in batches for bag in batch.ids[key]] for key in keys},
+        weights=weights,
+    )

@@ -1,0 +1,99 @@
+"""What every test has: seeds, quiet third-party packages, ranks, and the data folder."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+
+from tests.rank_process import quiet_environment
+from tests.ranks import POOL
+from tests.ranks import ranks as run_ranks
+from tests.worker import SEED
+
+# Before torch is imported: it reads them once. What the user has set goes first.
+for _name, _value in quiet_environment().items():
+    os.environ.setdefault(_name, _value)
+
+hypothesis.settings.register_profile(
+    "shardrec", deadline=None, database=None, derandomize=bool(os.environ.get("CI")), print_blob=True
+)
+hypothesis.settings.load_profile("shardrec")
+
+_THIRD_PARTY = (
+    "fbgemm_gpu",
+    "google",
+    "matplotlib",
+    "numpy",
+    "pyre_extensions",
+    "tensorboard",
+    "tensordict",
+    "torch",
+    "torchmetrics",
+    "torchrec",
+    "tqdm",
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Silence warnings that third-party modules cause, and no others.
+
+    pytest sets the filters anew for each phase of a test, so that a fixture could not set them.
+    """
+    for package in _THIRD_PARTY:
+        config.addinivalue_line("filterwarnings", rf"ignore:::{package}(\.|$)")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start the rank processes early, while the tests that do not need them run."""
+    if not session.config.option.collectonly and any(map(_uses_ranks, session.items)):
+        POOL.prepare()
+
+
+def _uses_ranks(item: pytest.Item) -> bool:
+    names = {*vars(getattr(item, "module", object)), *getattr(item, "fixturenames", ())}
+    return not names.isdisjoint({"ranks", "raises_on_all"})
+
+
+def pytest_unconfigure() -> None:
+    """End the rank processes."""
+    POOL.close()
+
+
+@pytest.fixture(autouse=True)
+def seed() -> int:
+    """The seed that random, and torch and numpy if they are imported, have at the start of each test."""
+    random.seed(SEED)
+    # Importing torch takes more than a second, and tests of pure functions do without it.
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(SEED)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(SEED)
+    return SEED
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[..., list[Any]]]:
+    """`tests.ranks.ranks`: ``ranks(n, fn, *args, timeout=60.0, hosts=1, expect_death=(), **kwargs)``."""
+    yield run_ranks
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """The folder of data sets: ``SHARDREC_DATA``, or ``shared/data`` beside the checkout."""
+    return find_data()
+
+
+def find_data() -> Path:
+    """The folder of data sets, or a skipped test that says what to set."""
+    default = Path(__file__).resolve().parents[2] / "shared" / "data"
+    folder = Path(os.environ.get("SHARDREC_DATA", default))
+    if not folder.is_dir():
+        pytest.skip(f"no data sets in {folder}: set SHARDREC_DATA to the folder that has them")
+    return folder

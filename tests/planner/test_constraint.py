@@ -1,0 +1,61 @@
+"""Constraints: names before patterns, and no name that matches nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardrec.errors import ConfigError
+from shardrec.planner.constraint import CUTS, Constraint, constraints_by_table
+
+TABLES = dict.fromkeys(["ads.user", "ads.item", "news.user", "news[0]"])
+ROWS, COLUMNS, WHOLE = Constraint(cuts=("row_wise",)), Constraint(cuts=("column_wise",)), Constraint(ranks=(0,))
+
+
+def test_a_pattern_stands_for_each_table_it_matches() -> None:
+    assert constraints_by_table(TABLES, {"ads.*": ROWS}, 2) == {"ads.user": ROWS, "ads.item": ROWS}
+    assert constraints_by_table(TABLES, {"*.us?r": ROWS}, 2) == {"ads.user": ROWS, "news.user": ROWS}
+
+
+def test_the_first_pattern_wins_and_a_name_wins_over_both() -> None:
+    orders = [
+        {"ads.user": WHOLE, "ads.*": ROWS, "*": COLUMNS},
+        {"ads.*": ROWS, "ads.user": WHOLE, "*": COLUMNS},
+        {"ads.*": ROWS, "*": COLUMNS, "ads.user": WHOLE},
+    ]
+    for constraints in orders:
+        assert constraints_by_table(TABLES, constraints, 2) == {
+            "ads.user": WHOLE,
+            "ads.item": ROWS,
+            "news.user": COLUMNS,
+            "news[0]": COLUMNS,
+        }
+
+
+def test_a_name_with_brackets_is_a_name() -> None:
+    assert constraints_by_table(TABLES, {"news[0]": ROWS}, 2) == {"news[0]": ROWS}
+
+
+@pytest.mark.parametrize("unknown", ["shops", "shops.*", "ADS.user", "user"])
+def test_unknown_tables(unknown: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        constraints_by_table(TABLES, {"ads.*": ROWS, unknown: ROWS}, 2)
+    assert str(caught.value) == (
+        f"a constraint is for an unknown table {unknown!r}; the tables are 'ads.user', 'ads.item', 'news.user', 'news[0]'"
+    )
+
+
+@pytest.mark.parametrize("rank", [-1, 2, 7])
+def test_unknown_ranks(rank: int) -> None:
+    with pytest.raises(ConfigError, match=rf"table 'ads\.\*' names rank {rank}; there are ranks 0 to 1"):
+        constraints_by_table(TABLES, {"ads.*": Constraint(ranks=(0, rank))}, 2)
+
+
+def test_unknown_cuts() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Constraint(cuts=("row_wise", "rowwise"))
+    assert str(caught.value) == f"there is no cut 'rowwise'; the cuts are {', '.join(CUTS)}"
+
+
+def test_no_constraints() -> None:
+    assert constraints_by_table(TABLES, None, 2) == {}
+    assert constraints_by_table(TABLES, {}, 2) == {}

@@ -1,0 +1,257 @@
+"""Processes that are kept from one multi-rank test to the next; `tests.ranks` is what tests use.
+
+Forked from one zygote (see `tests.worker`), four ranks start in the time and memory of one. A rank that raised, hung or
+died is killed and forked again for the next call, because the state of its connections is unknown.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import os
+import pickle
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import TYPE_CHECKING
+
+from tests.rank_process import RankProcess, Zygote, content
+from tests.worker import GO, HOST, JOINED, RELEASE, Call, Reply
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+__all__ = ["MAX_RANKS", "Died", "Hung", "Outcome", "Pool"]
+
+MAX_RANKS = 4
+
+_LINGER_S = 0.5
+_JOIN_S = 60.0  # a rank's first collective waits for imports and, on a busy machine, for a processor
+_NEVER = float("inf")
+_GLOO_MARGIN_S = 30.0  # gloo's own limit comes after the pool's, whose report has the stacks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Died:
+    """The process ended inside the call.
+
+    Args:
+        code: its exit code, or minus the number of the signal that ended it.
+        trace: Python stacks at a fatal signal; empty after an ordinary exit.
+    """
+
+    code: int
+    trace: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hung:
+    """The process was killed because it had not replied in time.
+
+    Args:
+        seconds: how long it ran.
+        trace: Python stack of each of its threads at that moment.
+    """
+
+    seconds: float
+    trace: str
+
+
+Outcome = Reply | Died | Hung
+
+
+class Pool:
+    """At most `MAX_RANKS` rank processes, forked when first needed and kept until `close`.
+
+    Not thread-safe: one call at a time.
+    """
+
+    def __init__(self) -> None:
+        self._zygote: Zygote | None = None
+        self._store: TCPStore | None = None
+        self._workers: dict[int, RankProcess] = {}
+        self._numbers = itertools.count()
+        self._owner = os.getpid()
+        atexit.register(self.close)
+
+    def prepare(self) -> None:
+        """Start importing in the background, for a call that is to come."""
+        if self._zygote is None:
+            self._zygote = Zygote()
+
+    def pids(self) -> list[int]:
+        """Process ids of the ranks, in order of rank."""
+        return [self._workers[rank].pid for rank in sorted(self._workers)]
+
+    def run(
+        self, n: int, payload: bytes, *, hosts: int, timeout: float, grace: float, mortal: frozenset[int]
+    ) -> tuple[list[Outcome], list[str]]:
+        """Run one call on ranks 0 to n-1.
+
+        Args:
+            n: world size, 1 <= n <= `MAX_RANKS`.
+            payload: see `tests.worker.Call`.
+            hosts: see `tests.worker.Call`.
+            timeout: seconds after which a rank counts as hung, from the moment that all have joined the group.
+            grace: the same, from the moment that a rank has failed.
+            mortal: ranks whose death is not a failure.
+
+        Returns:
+            Each rank's outcome, and each rank's output on stdout and stderr.
+        """
+        number = next(self._numbers)
+        try:
+            zygote, workers = self._workers_for(n)
+            for rank, worker in enumerate(workers):
+                worker.forget_output()
+                call = Call(
+                    number=number,
+                    rank=rank,
+                    n=n,
+                    hosts=hosts,
+                    timeout_s=timeout + _GLOO_MARGIN_S,
+                    payload=payload,
+                )
+                _send(worker, pickle.dumps(call))
+            outcomes = _Round(zygote, workers, timeout=timeout, grace=grace, mortal=mortal).collect()
+        except BaseException:  # also an interrupt or a test's time limit: the ranks are in the middle of something
+            self.close()
+            raise
+        outputs = [content(worker.log) for worker in workers]
+        for rank, worker in enumerate(workers):
+            if worker.code is not None:
+                self._workers.pop(rank).close()
+        return outcomes, outputs
+
+    def close(self) -> None:
+        """End all processes and wait for their end. A later `run` starts anew."""
+        if os.getpid() != self._owner:
+            return  # a fork of the process that owns the ranks
+        for worker in self._workers.values():
+            worker.close()
+        self._workers.clear()
+        if self._zygote is not None:
+            self._zygote.close()
+            self._zygote = None
+        self._store = None
+
+    def _workers_for(self, n: int) -> tuple[Zygote, list[RankProcess]]:
+        self.prepare()
+        assert self._zygote is not None, "prepare() starts the zygote"
+        if self._store is None:
+            from torch.distributed import TCPStore
+
+            self._store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+        for rank in range(n):
+            worker = self._workers.get(rank)
+            if worker is not None and not worker.is_idle():
+                self._zygote.ended(self._workers.pop(rank))
+                worker.close()
+                worker = None
+            if worker is None:
+                self._workers[rank] = self._zygote.fork(self._store.port)
+        return self._zygote, [self._workers[rank] for rank in range(n)]
+
+
+class _Round:
+    """The wait for the replies to one call, until each rank's outcome is known and each finished rank is let go.
+
+    ::
+
+        a rank fails ──linger──► ranks that have replied are let go: peers that wait for them fail
+              └───────grace────► ranks that still have not replied count as hung
+
+    The linger lets ranks that fail together each say why: the first to leave closes connections that the others may
+    still be using. Ranks that wait for a rank which has failed are freed by its leaving.
+    """
+
+    def __init__(
+        self, zygote: Zygote, workers: Sequence[RankProcess], *, timeout: float, grace: float, mortal: frozenset[int]
+    ) -> None:
+        self._zygote = zygote
+        self._workers = workers
+        self._timeout = timeout
+        self._grace = grace
+        self._mortal = mortal
+        self._outcomes: dict[int, Outcome] = {}
+        self._joined: set[int] = set()
+        self._held: set[int] = set()
+        self._started = time.monotonic()
+        self._deadline = self._started + max(timeout, _JOIN_S)
+        self._failing = False
+        self._let_go_at = _NEVER
+
+    def collect(self) -> list[Outcome]:
+        """One outcome for each rank, in order. Every worker is idle or has an exit code afterwards."""
+        while len(self._outcomes) < len(self._workers):
+            ranks = {w.channel: rank for rank, w in enumerate(self._workers) if rank not in self._outcomes}
+            wake = min(self._deadline, self._let_go_at)
+            for channel in wait(list(ranks), max(0.0, wake - time.monotonic())):
+                assert isinstance(channel, Connection), "only connections are waited for"
+                self._receive(ranks[channel])
+            if len(self._joined | self._outcomes.keys()) == len(self._workers):
+                self._go()
+            now = time.monotonic()
+            if now >= self._let_go_at:
+                self._let_go()
+            if now >= self._deadline:
+                self._give_up()
+        self._let_go()
+        return [self._outcomes[rank] for rank in range(len(self._workers))]
+
+    def _receive(self, rank: int) -> None:
+        worker = self._workers[rank]
+        try:
+            message = worker.channel.recv_bytes()
+        except (EOFError, ConnectionResetError):
+            self._outcomes[rank] = Died(code=self._zygote.ended(worker), trace=content(worker.stack))
+            failed = rank not in self._mortal
+        else:
+            if message == JOINED:
+                self._joined.add(rank)
+                return
+            reply: Reply = pickle.loads(message)
+            self._outcomes[rank] = reply
+            self._held.add(rank)
+            failed = not reply.returned
+        now = time.monotonic()
+        if failed and not self._failing:
+            self._failing = True
+            self._deadline = min(self._deadline, now + self._grace)
+        if self._failing:
+            self._let_go_at = min(self._let_go_at, now + _LINGER_S)
+
+    def _go(self) -> None:
+        self._started = time.monotonic()
+        if not self._failing:
+            self._deadline = self._started + self._timeout
+        for rank in self._joined:
+            _send(self._workers[rank], GO)
+        self._joined.clear()
+
+    def _let_go(self) -> None:
+        for rank in self._held:
+            outcome = self._outcomes[rank]
+            if isinstance(outcome, Reply) and outcome.returned:
+                _send(self._workers[rank], RELEASE)
+            else:
+                # Its group may have operations under way that block a clean end until gloo's own time limit.
+                self._zygote.end(self._workers[rank])
+        self._held.clear()
+        self._let_go_at = _NEVER
+
+    def _give_up(self) -> None:
+        hung = [rank for rank in range(len(self._workers)) if rank not in self._outcomes]
+        seconds = time.monotonic() - self._started
+        for rank in hung:  # all stacks first: the end of one rank wakes its peers
+            self._outcomes[rank] = Hung(seconds=seconds, trace=self._workers[rank].stacks())
+        for rank in hung:
+            self._zygote.end(self._workers[rank])
+
+
+def _send(worker: RankProcess, message: bytes) -> None:
+    # If it has died, that shows when its channel is read, or at the next call.
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        worker.channel.send_bytes(message)

@@ -1,0 +1,89 @@
+"""The processes behind the ranks: start, end, and what cannot be asked of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import rank_process
+from tests.parcel import pack
+from tests.rank_pool import MAX_RANKS, Pool
+from tests.ranks import POOL
+from tests.ranks import ranks as run_ranks
+
+
+def _pid() -> int:
+    return os.getpid()
+
+
+@pytest.mark.parametrize(
+    ("n", "options", "remedy"),
+    [
+        (0, {}, "take 1 to 4"),
+        (MAX_RANKS + 1, {}, "take 1 to 4"),
+        (4, {"hosts": 3}, "take a divisor of 4"),
+        (2, {"hosts": 0}, "take a divisor of 2"),
+        (2, {"expect_death": {2}}, "the ranks are 0 to 1"),
+    ],
+)
+def test_impossible_worlds_are_refused(n: int, options: dict[str, Any], remedy: str) -> None:
+    with pytest.raises(ValueError, match=remedy):
+        run_ranks(n, _pid, **options)
+
+
+def test_close_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_process, "_PRELOADED", ())
+    pool = Pool()
+    _, workers = pool._workers_for(3)
+    pids = [worker.pid for worker in workers]
+    zygote = os.getpgid(pids[0])
+    assert pids == pool.pids()
+    assert len({zygote, *pids}) == 4
+    pool.close()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in [zygote, *pids])
+    assert pool.pids() == []
+    pool.close()  # twice is fine
+
+
+def test_a_closed_pool_starts_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_process, "_PRELOADED", ())
+    pool = Pool()
+    first = pool._workers_for(1)[1][0].pid
+    pool.close()
+    assert pool._workers_for(1)[1][0].pid != first
+    pool.close()
+
+
+def test_an_interrupt_ends_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_process, "_PRELOADED", ())
+    pool = Pool()
+    pids = [worker.pid for worker in pool._workers_for(2)[1]]
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        pool.run(2, pack((time.sleep, (60,), {}, [])), hosts=1, timeout=60, grace=60, mortal=frozenset())
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert pool.pids() == []
+
+
+def test_a_zygote_that_cannot_import_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_process, "_PRELOADED", ("shardrec_no_such_module",))
+    pool = Pool()
+    with pytest.raises(RuntimeError, match=r"(?s)exit code 1.*shardrec_no_such_module"):
+        pool.run(1, b"", hosts=1, timeout=5, grace=5, mortal=frozenset())
+    assert pool.pids() == []
+
+
+def test_a_forked_copy_of_the_session_leaves_the_ranks_alone() -> None:
+    before = run_ranks(1, _pid)
+    child = os.fork()
+    if child == 0:
+        POOL.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert run_ranks(1, _pid) == before

@@ -1,0 +1,339 @@
+"""The far side of the rank pool: a zygote that forks ranks, and the loop that each rank runs.
+
+::
+
+    pytest ──control socket──► zygote    imports torch, fbgemm, torchrec and shardrec once, runs nothing
+      │                          │ fork (milliseconds; the imported pages are shared)
+      └──────channel──────────► rank 0, rank 1, …    one call after another
+
+A call on its channel::
+
+    pytest              rank
+      │── Call ──────────►│  join a fresh gloo group
+      │◄───────── JOINED ─│
+      │── GO ────────────►│  run the function
+      │◄────────── Reply ─│
+      │── RELEASE ───────►│  leave the group
+      ▼                   ▼
+
+GO comes when every rank has joined: a rank that dies at once would otherwise fail the rendezvous of its peers. RELEASE
+comes when every rank has replied: a rank keeps its connections while a peer may still use them, and a collective that
+not all ranks join shows up as a hang with a stack.
+
+The zygote and its one request at a time follow the same idea as Android's zygote and Python's ``forkserver``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import importlib
+import os
+import pickle
+import random
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
+
+__all__ = [
+    "FORK",
+    "GO",
+    "HOST",
+    "JOINED",
+    "MESSAGE",
+    "READY",
+    "REAP",
+    "RELEASE",
+    "SEED",
+    "Call",
+    "Reply",
+    "launch_environment",
+    "serve",
+]
+
+HOST = "127.0.0.1"
+SEED = 20
+"""Seed of torch, numpy and random at the start of every test, and of every rank at the start of every call."""
+
+# The zygote's messages: one letter and one number, both ways. FORK carries the store's port and three descriptors and
+# is answered with a process id; REAP carries a process id and is answered with an exit code.
+MESSAGE = struct.Struct("=cq")
+READY, FORK, REAP = b"+", b"F", b"R"
+JOINED, GO, RELEASE = b"joined", b"go", b"release"
+
+_REAP_S = 5.0
+_MAX_CLOSING = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One function to run as one rank.
+
+    Args:
+        number: counts the calls of a session; keeps the rendezvous keys of two calls apart.
+        rank: this rank, 0 <= rank < n.
+        n: world size.
+        hosts: hosts that the world is spread over; divides n.
+        timeout_s: how long a collective may wait, in seconds.
+        payload: packed ``(fn, args, kwargs, warning filters)``.
+    """
+
+    number: int
+    rank: int
+    n: int
+    hosts: int
+    timeout_s: float
+    payload: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """What a call came to.
+
+    Args:
+        returned: False if the function raised.
+        payload: packed value or exception; empty if the exception cannot be pickled.
+        summary: ``Type: message`` of the exception.
+        trace: its traceback as text, from the called function on.
+    """
+
+    returned: bool
+    payload: bytes
+    summary: str = ""
+    trace: str = ""
+
+
+def launch_environment(call: Call, port: int) -> dict[str, str]:
+    """The variables that torchrun would set for this rank, for `call.hosts` hosts with equally many ranks each.
+
+    ``env://`` rendezvous (which `torch.distributed.rpc` makes) works too: like torchrun's agent, the store at
+    ``MASTER_PORT`` lives as long as the pool, and the restart count keeps the calls' keys apart.
+    """
+    local_world_size = call.n // call.hosts
+    return {
+        "RANK": str(call.rank),
+        "WORLD_SIZE": str(call.n),
+        "LOCAL_RANK": str(call.rank % local_world_size),
+        "LOCAL_WORLD_SIZE": str(local_world_size),
+        "GROUP_RANK": str(call.rank // local_world_size),
+        "GROUP_WORLD_SIZE": str(call.hosts),
+        "MASTER_ADDR": HOST,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": str(True),
+        "TORCHELASTIC_RESTART_COUNT": str(call.number),
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------- zygote
+
+
+def serve(control_fd: int, modules: Sequence[str]) -> None:
+    """Import everything once, then fork a rank for each FORK until the control socket closes.
+
+    Args:
+        control_fd: this process's end of a stream socket pair.
+        modules: full names of the modules to import.
+
+    Raises:
+        RuntimeError: an import started a thread, so that a fork would copy locks that nobody releases.
+    """
+    control = socket.socket(fileno=control_fd)
+    _preload(modules)
+    control.sendall(MESSAGE.pack(READY, 0))
+    children: set[int] = set()
+    try:
+        while True:
+            message, fds, _, _ = socket.recv_fds(control, MESSAGE.size, 3, socket.MSG_WAITALL)
+            if len(message) < MESSAGE.size:
+                return
+            kind, number = MESSAGE.unpack(message)
+            if kind == FORK:
+                answer = os.fork()
+                if answer == 0:
+                    control.close()
+                    _become_rank(number, *fds)
+                children.add(answer)
+                for fd in fds:
+                    os.close(fd)
+            else:
+                answer = _reap(number)
+                children.discard(number)
+            control.sendall(MESSAGE.pack(kind, answer))
+    finally:
+        for child in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+def _preload(modules: Sequence[str]) -> None:
+    for module in modules:
+        importlib.import_module(module)
+    threads = _threads()
+    if threads != 1:
+        known = ", ".join(thread.name for thread in threading.enumerate())
+        raise RuntimeError(
+            f"{threads} threads run after importing {', '.join(modules)} (Python knows of {known}); ranks are forked "
+            "from this process, which needs exactly one: start threads at first use instead of at import"
+        )
+    # Collected once here and never looked at again: collections in a rank stay cheap and do not copy shared pages.
+    gc.collect()
+    gc.freeze()
+
+
+def _threads() -> int:
+    tasks = "/proc/self/task"
+    return len(os.listdir(tasks)) if os.path.isdir(tasks) else threading.active_count()
+
+
+def _reap(pid: int) -> int:
+    """Exit code of a child that is about to end; minus the signal's number if a signal ended it."""
+    give_up = time.monotonic() + _REAP_S
+    while True:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > give_up:
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.0005)
+
+
+def _become_rank(port: int, channel_fd: int, log_fd: int, stack_fd: int) -> NoReturn:
+    """Run calls until the channel closes, then exit without the zygote's clean-up."""
+    code = 1
+    try:
+        os.dup2(log_fd, 1)
+        os.dup2(log_fd, 2)
+        faulthandler.enable(stack_fd)
+        faulthandler.register(signal.SIGUSR1, stack_fd, all_threads=True)
+        _Rank(port).run(Connection(channel_fd))
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+# ------------------------------------------------------------------------------------------------------------ rank
+
+
+class _Rank:
+    """State of a rank process between its calls: the store's connection, and groups on their way out."""
+
+    def __init__(self, port: int) -> None:
+        from torch.distributed import TCPStore
+
+        self._port = port
+        self._store = TCPStore(HOST, port, is_master=False, wait_for_workers=False)
+        self._closing: list[threading.Thread] = []
+        self._environment = dict(os.environ)
+        self._folder = os.getcwd()
+
+    def run(self, channel: Connection) -> None:
+        while True:
+            try:
+                call: Call = pickle.loads(channel.recv_bytes())
+                reply = self._reply(call, channel)
+                sys.stdout.flush()
+                sys.stderr.flush()
+                channel.send_bytes(pickle.dumps(reply))
+                channel.recv_bytes()  # RELEASE
+            except EOFError:
+                return
+            self._leave()
+
+    def _reply(self, call: Call, channel: Connection) -> Reply:
+        from tests.parcel import pack
+
+        try:
+            self._reset(call)
+            self._join(call)
+            channel.send_bytes(JOINED)
+            channel.recv_bytes()  # GO
+            fn, args, kwargs, filters = pickle.loads(call.payload)
+            with _filtered(filters):
+                value = fn(*args, **kwargs)
+            return Reply(returned=True, payload=pack(value))
+        except BaseException as error:  # also SystemExit: only os._exit and signals may end a rank
+            return _raised(error)
+
+    def _reset(self, call: Call) -> None:
+        """Undo what an earlier call may have changed for the whole process."""
+        import numpy
+        import torch
+
+        os.environ.clear()
+        os.environ.update(self._environment, **launch_environment(call, self._port))
+        os.chdir(self._folder)
+        torch.set_num_threads(1)
+        torch.set_grad_enabled(True)
+        torch.set_default_dtype(torch.float32)
+        torch.manual_seed(SEED)
+        numpy.random.seed(SEED)
+        random.seed(SEED)
+
+    def _join(self, call: Call) -> None:
+        import torch.distributed as dist
+
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore(f"call{call.number}", self._store),
+            rank=call.rank,
+            world_size=call.n,
+            timeout=timedelta(seconds=call.timeout_s),
+        )
+
+    def _leave(self) -> None:
+        """Destroy every group, the slow part on a thread.
+
+        gloo's destructor of a group sleeps 10 to 20 ms for its polling thread, without the GIL. The names and the
+        registered groups go at once; the last reference goes on a thread while the next call begins.
+        """
+        import torch.distributed as dist
+
+        gc.collect()  # models in reference cycles keep groups alive
+        if not dist.is_initialized():
+            return
+        groups = list(dist.distributed_c10d._world.pg_map)
+        dist.destroy_process_group()
+        self._closing = [thread for thread in self._closing if thread.is_alive()]
+        if len(self._closing) >= _MAX_CLOSING:
+            self._closing.pop(0).join()
+        thread = threading.Thread(target=groups.clear, name="close-groups", daemon=True)
+        self._closing.append(thread)
+        thread.start()
+
+
+@contextlib.contextmanager
+def _filtered(filters: Sequence[Any]) -> Iterator[None]:
+    """Warning filters of the test that makes the call."""
+    with warnings.catch_warnings():
+        warnings.resetwarnings()
+        warnings.filters[:] = filters  # type: ignore[index]  # declared as a Sequence, is a list
+        yield
+
+
+def _raised(error: BaseException) -> Reply:
+    from tests.parcel import pack
+
+    frames = error.__traceback__.tb_next if error.__traceback__ else None
+    trace = "".join(traceback.format_exception(type(error), error, frames))
+    summary = "".join(traceback.format_exception_only(error)).strip()
+    try:
+        payload = pack(error)
+    except Exception:  # anything may go wrong in a foreign __reduce__; the summary still arrives
+        payload = b""
+    return Reply(returned=False, payload=payload, summary=summary, trace=trace)
