@@ -1,0 +1,71 @@
+"""Write docs/api.md from the docstrings of the public names: ``python docs/make_api.py``."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import shardrec
+
+PAGE = Path(__file__).with_name("api.md")
+INTRODUCTION = """# API
+
+The public names of `shardrec`, from their docstrings. `make docs` writes this page.
+"""
+
+
+def page() -> str:
+    """The text of docs/api.md."""
+    parts = [INTRODUCTION]
+    for name in sorted(shardrec.__all__, key=str.lower):
+        value = getattr(shardrec, name)
+        parts.append(f"## `{name}`\n\n{_described(name, value)}")
+        if inspect.isclass(value) and not issubclass(value, BaseException):
+            parts.extend(
+                f"### `{name}.{member}`\n\n{_described(member, method)}"
+                for member, method in sorted(vars(value).items())
+                if not member.startswith("_") and _is_method(method)
+            )
+    return "\n".join(parts)
+
+
+def _is_method(value: Any) -> bool:
+    return inspect.isfunction(value) or isinstance(value, (classmethod, staticmethod, property))
+
+
+def _described(name: str, value: Any) -> str:
+    text = inspect.getdoc(value) or ""
+    signature = _signature(name, value)
+    block = f"```python\n{signature}\n```\n\n" if signature else ""
+    return f"{block}```text\n{text}\n```\n"
+
+
+def _signature(name: str, value: Any) -> str:
+    if isinstance(value, property) or (inspect.isclass(value) and issubclass(value, BaseException)):
+        return ""
+    target = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
+    try:
+        signature = inspect.signature(target)
+    except (TypeError, ValueError):
+        return ""
+    parameters = [p.replace(annotation=_bare(p.annotation)) for p in signature.parameters.values()]
+    bare = signature.replace(parameters=parameters, return_annotation=_bare(signature.return_annotation))
+    return f"{name}{bare}"
+
+
+class _Bare(str):
+    """An annotation that is shown without quotes."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _bare(annotation: Any) -> Any:
+    return _Bare(annotation) if isinstance(annotation, str) else annotation
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
