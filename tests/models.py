@@ -22,6 +22,7 @@ __all__ = [
     "ClickModel",
     "InBackward",
     "LazyAdam",
+    "apply_optimizer_in_backward",
     "click_model",
     "collection",
     "feature_rows",
@@ -37,7 +38,7 @@ class LazyAdam(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # closures are not for this one
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:

@@ -18,11 +18,11 @@ __all__ = [
     "CUTS",
     "coverage",
     "cut_plan",
-    "randoms",
     "random_layout",
     "random_plan",
     "random_tables",
     "random_topology",
+    "randoms",
     "rectangles",
     "topologies_of",
 ]

@@ -40,11 +40,7 @@ class TableState:
 
 def sharded_collections(model: ShardedModel) -> dict[str, ShardedCollection]:
     """The sharded collections by path."""
-    return {
-        path: module
-        for path, module in model.module.named_modules()
-        if isinstance(module, ShardedCollection)
-    }
+    return {path: module for path, module in model.module.named_modules() if isinstance(module, ShardedCollection)}
 
 
 def _tables(model: ShardedModel) -> Iterator[tuple[str, ShardedTable]]:

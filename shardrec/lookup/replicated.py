@@ -54,6 +54,7 @@ class ReplicatedLookup:
             for table, weight in zip(tables, self._bank.weights, strict=True)
         ]
         self.parameters = [nn.Parameter(weight) for weight in self._bank.weights]
+        # Of this backward. Each forward clears it, for a backward that raises never comes to its callbacks.
         self._queued = False
         for parameter in self.parameters:
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
@@ -84,10 +85,12 @@ class ReplicatedLookup:
 
     def __call__(self, ids: Tensor, lengths: Tensor, weights: Tensor | None) -> Tensor:
         """(B, D_r) pooled columns of the local batch; shapes as :func:`dense_lookup` takes them."""
+        self._queued = False
         return dense_lookup(self._bank, ids, lengths, weights, self.parameters)
 
     def rows(self, table: int, ids: Tensor) -> Tensor:
         """(N, dim) rows of one table, one per id; their gradient reaches the table's parameter."""
+        self._queued = False
         return nn.functional.embedding(ids, self.parameters[table])
 
     def _on_gradient(self, parameter: Tensor) -> None:

@@ -124,8 +124,8 @@ def _shard_collection(
 def _plan_faults(plan: ShardingPlan, model: nn.Module, world_size: int) -> tuple[str, ...]:
     if plan.world_size != world_size:
         return (
-            f"the plan is for {plan.world_size} ranks and the process group has {world_size}; plan for {world_size}, or "
-            f"start {plan.world_size} ranks",
+            f"the plan is for {plan.world_size} ranks and the process group has {world_size}; plan for {world_size}, "
+            f"or start {plan.world_size} ranks",
         )
     try:
         plan.check_tables(table_shapes(model))

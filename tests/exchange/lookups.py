@@ -50,9 +50,7 @@ def random_case(rng: Random, *, huge: bool = False, most_ranks: int = 5) -> Case
     for name in tables:
         group = rng.randrange(groups)
         for feature in rng.sample("abcde", rng.randint(1, 3)):
-            lookups.append(
-                Lookup(feature=feature, layout=plan.by_name[name], group=group, output=f"{feature}@{name}")
-            )
+            lookups.append(Lookup(feature=feature, layout=plan.by_name[name], group=group, output=f"{feature}@{name}"))
     rows = {
         feature: min(lookup.layout.num_embeddings for lookup in lookups if lookup.feature == feature)
         for feature in sorted({lookup.feature for lookup in lookups})

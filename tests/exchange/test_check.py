@@ -69,7 +69,10 @@ KEYS = [
         lambda: KeyedJaggedTensor(keys=["a", "c"], values=ints(), lengths=ints(0, 0)),
         r"the input lacks feature\(s\) 'b' \(table 'users'\); its keys are \['a', 'c'\]: rename the key, or give",
     ),
-    (lambda: KeyedJaggedTensor(keys=[], values=ints(), lengths=ints()), r"lacks .*'a' \(table 'movies'\).*keys are \[\]"),
+    (
+        lambda: KeyedJaggedTensor(keys=[], values=ints(), lengths=ints()),
+        r"lacks .*'a' \(table 'movies'\).*keys are \[\]",
+    ),
     (
         lambda: KeyedJaggedTensor(keys=["a", "b", "b"], values=ints(), lengths=ints(0, 0, 0)),
         r"feature\(s\) 'b' come more than once among the keys \['a', 'b', 'b'\]",
@@ -93,7 +96,10 @@ LENGTHS = [
         lambda: KeyedJaggedTensor(keys=AB, values=ints(1, 2), offsets=ints(0, 2, 1, 1, 2)),
         r"feature 'a' of table 'movies': the length of sample 1 is -1",
     ),
-    (lambda: KeyedJaggedTensor(keys=AB, values=ints(1, 2, 3), offsets=ints(1, 1, 2, 3, 3)), r"add up to 2 and .* 3 ids"),
+    (
+        lambda: KeyedJaggedTensor(keys=AB, values=ints(1, 2, 3), offsets=ints(1, 1, 2, 3, 3)),
+        r"add up to 2 and .* 3 ids",
+    ),
     (lambda: KeyedJaggedTensor(keys=AB, values=ints(1), lengths=ints(1, 0, 0)), r"there are 3 lengths for 2 features"),
     (
         lambda: KeyedJaggedTensor(keys=AB, values=ints(1), lengths=ints(1, 0, 0, 0), stride=3),
@@ -104,7 +110,9 @@ LENGTHS = [
         r"the lengths are on meta and the tables of this module \('movies' of feature 'a' and on\) on cpu; move",
     ),
     (
-        lambda: KeyedJaggedTensor(keys=AB, values=ints(1, 2), lengths=ints(1, 1, 0), stride_per_key_per_rank=[[2], [1]]),
+        lambda: KeyedJaggedTensor(
+            keys=AB, values=ints(1, 2), lengths=ints(1, 1, 0), stride_per_key_per_rank=[[2], [1]]
+        ),
         r"the features have a batch size each \(\[2, 1\]\).*pad the short ones with empty bags",
     ),
     (lambda: KeyedJaggedTensor(keys=AB, values=ints(1)), r"cannot be read \(AssertionError.*lengths \(or offsets\)"),
@@ -123,8 +131,8 @@ IDS = [
     (lambda: KeyedJaggedTensor(keys=AB, values=ints(0, 2**32), lengths=ints(1, 1)), r"id 4294967296 in sample 0"),
     (
         lambda: KeyedJaggedTensor(keys=AB, values=torch.tensor([2.5, 1]), lengths=ints(1, 1)),
-        r"the ids are float32 \(features from 'a' of table 'movies' on, the first is 2.5\); ids must be int32 or int64: "
-        r"convert them with \.long\(\)",
+        r"the ids are float32 \(features from 'a' of table 'movies' on, the first is 2.5\); ids must be int32 or "
+        r"int64: convert them with \.long\(\)",
     ),
     (lambda: KeyedJaggedTensor(keys=AB, values=torch.zeros(0), lengths=ints(0, 0)), r"the ids are float32"),
     (lambda: KeyedJaggedTensor(keys=AB, values=ints(1, 1).to(torch.uint8), lengths=ints(1, 1)), r"the ids are uint8"),
@@ -206,7 +214,9 @@ def test_other_things(thing: object) -> None:
 @given(rng=randoms())
 def test_validity_is_that_of_each_id(rng: Random) -> None:
     rows = {"a": 5, "b": 7}
-    bags = random_bags(rng, {key: rng.choice([limit, limit, limit + 1]) for key, limit in rows.items()}, 3, extra=("x",))
+    bags = random_bags(
+        rng, {key: rng.choice([limit, limit, limit + 1]) for key, limit in rows.items()}, 3, extra=("x",)
+    )
     if rng.random() < 0.2:
         bags.ids[rng.choice("ab")][rng.randrange(3)][:] = [-1]  # type: ignore[index]  # a list, seen as a Sequence
     wrong = [

@@ -17,9 +17,9 @@ from tests.thread_ranks import ThreadCollectives, thread_ranks
 
 def draw(rng: Random, rows: int, columns: int) -> Tensor:
     """Small whole numbers, of which float32 gives exact sums in any order."""
-    return torch.tensor([[rng.randint(-50, 50) for _ in range(columns)] for _ in range(rows)], dtype=torch.float32).view(
-        rows, columns
-    )
+    return torch.tensor(
+        [[rng.randint(-50, 50) for _ in range(columns)] for _ in range(rows)], dtype=torch.float32
+    ).view(rows, columns)
 
 
 def by_hand(case: Case, blocks: list[Tensor]) -> Tensor:
@@ -71,7 +71,7 @@ def test_columns_and_gradients_find_their_way(rng: Random) -> None:
             if leaf.grad is not None:
                 expected_gradients[rank][source] = leaf.grad
         if own_width:
-            assert own_gradient is not None
+            assert own_gradient is not None and leaves[-1].grad is not None
             assert torch.equal(own_gradient, leaves[-1].grad), "replicated columns are not divided by the ranks"
     for rank, (_, gradient, _) in enumerate(results):
         assert gradient is not None, "each rank takes part in backward"

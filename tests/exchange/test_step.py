@@ -33,10 +33,14 @@ def test_several_messages_are_listed_by_rank() -> None:
 
 def test_without_a_message_the_agreements_are_shown() -> None:
     found = thread_ranks(2, lambda collectives: raised(collectives, "", f"ids int{32 * (collectives.rank + 1)}"))
-    assert found == [
-        "the ranks disagree about their input; give every rank the same dtypes and modes:\n"
-        "  rank 0: ids int32\n  rank 1: ids int64"
-    ] * 2
+    assert (
+        found
+        == [
+            "the ranks disagree about their input; give every rank the same dtypes and modes:\n"
+            "  rank 0: ids int32\n  rank 1: ids int64"
+        ]
+        * 2
+    )
 
 
 def test_one_rank_alone() -> None:

@@ -175,7 +175,10 @@ def test_check_tables() -> None:
         ("{}", r"not a sharding plan: KeyError 'format'"),
         ('{"format": 2}', r"format 2 and this release reads format 1; plan again"),
         ('{"format": "1"}', r"format '1' and this release reads format 1"),
-        ('{"format": 1, "topology": {"hosts": 1, "ranks_per_host": 0}, "tables": []}', "at least one host and one rank"),
+        (
+            '{"format": 1, "topology": {"hosts": 1, "ranks_per_host": 0}, "tables": []}',
+            "at least one host and one rank",
+        ),
         ('{"format": 1, "topology": {"hosts": 1.5, "ranks_per_host": 2}, "tables": []}', "hosts is 1.5.* no int"),
         ('{"format": 1, "topology": {"hosts": true, "ranks_per_host": 2}, "tables": []}', "hosts is True.* no int"),
     ],

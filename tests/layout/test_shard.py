@@ -36,7 +36,7 @@ CELLS = re.compile(r"table 't': rows (\d+):(\d+), columns (\d+):(\d+) are (on no
 
 def cells(faults: list[str], kind: str) -> list[tuple[int, int]]:
     """The cells named by the faults of one kind."""
-    found = []
+    found: list[tuple[int, int]] = []
     for fault in faults:
         match = CELLS.match(fault)
         if match is not None and match[5] == kind:
@@ -154,9 +154,7 @@ def test_width_fault_gives_the_width_to_take(dim: int, rounded: int) -> None:
 def test_replicated_with_shards() -> None:
     table = TableLayout(name="t", num_embeddings=5, embedding_dim=4, shards=(shard(0, 5, 0, 4),), replicated=True)
     (fault,) = table.faults(1)
-    assert fault == (
-        "table 't' is replicated and has 1 shards as well; leave shards empty, or set replicated=False"
-    )
+    assert fault == ("table 't' is replicated and has 1 shards as well; leave shards empty, or set replicated=False")
 
 
 @pytest.mark.parametrize(("rows", "dim"), [(0, 4), (4, 0), (-1, -1)])
@@ -172,7 +170,9 @@ def test_on_rank_shares_out_the_shards(rng: Random) -> None:
     assert sorted(one for mine in per_rank for one in mine) == sorted(table.shards)
     for rank, mine in enumerate(per_rank):
         assert all(one.rank == rank for one in mine)
-        assert [(one.col_start, one.row_start) for one in mine] == sorted((one.col_start, one.row_start) for one in mine)
+        assert [(one.col_start, one.row_start) for one in mine] == sorted(
+            (one.col_start, one.row_start) for one in mine
+        )
 
 
 def test_str_is_a_slice() -> None:

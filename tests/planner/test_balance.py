@@ -114,9 +114,7 @@ def test_a_cut_that_the_width_forbids() -> None:
     sizes = {"odd": TableSize(num_embeddings=100, embedding_dim=10)}
     for cut in ("column_wise", "grid", "table_column_wise"):
         with pytest.raises(ConfigError, match=rf"table 'odd': .* only {cut}, which cannot cut 10 columns"):
-            balanced_plan(
-                sizes, Topology(ranks_per_host=2), batch_size=1, constraints={"odd": Constraint(cuts=(cut,))}
-            )
+            balanced_plan(sizes, Topology(ranks_per_host=2), batch_size=1, constraints={"odd": Constraint(cuts=(cut,))})
     with pytest.raises(PlanError, match="round embedding_dim 10 up to 12"):
         balanced_plan(sizes, Topology(ranks_per_host=2), batch_size=1)
 

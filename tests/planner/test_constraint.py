@@ -40,7 +40,8 @@ def test_unknown_tables(unknown: str) -> None:
     with pytest.raises(ConfigError) as caught:
         constraints_by_table(TABLES, {"ads.*": ROWS, unknown: ROWS}, 2)
     assert str(caught.value) == (
-        f"a constraint is for an unknown table {unknown!r}; the tables are 'ads.user', 'ads.item', 'news.user', 'news[0]'"
+        f"a constraint is for an unknown table {unknown!r}; the tables are "
+        "'ads.user', 'ads.item', 'news.user', 'news[0]'"
     )
 
 

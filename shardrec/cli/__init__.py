@@ -1,0 +1,8 @@
+"""The command line: ``shardrec train`` and ``shardrec doctor``.
+
+This package imports neither torch nor fbgemm-gpu before a command needs them, so that ``--help`` answers at once.
+"""
+
+from shardrec.cli.app import app, main
+
+__all__ = ["app", "main"]

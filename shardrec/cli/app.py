@@ -1,0 +1,55 @@
+"""The ``shardrec`` command: its subcommands, and how it ends."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+import shardrec
+from shardrec.cli.doctor import doctor
+from shardrec.cli.ending import ended_by_error
+from shardrec.cli.train import train_command
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    help="Plan, shard and train TorchRec models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"shardrec {shardrec.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _shardrec(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Plan, shard and train TorchRec models."""
+
+
+app.command("train")(train_command())
+app.command("doctor")(doctor)
+
+
+def main() -> None:
+    """Run the command line and exit: 0 done, 1 an error (one message, no traceback), 2 a wrong flag, 130 stopped.
+
+    With ``--debug`` among the arguments an error keeps its traceback.
+    """
+    try:
+        app(prog_name="shardrec")
+    except Exception as error:
+        if "--debug" in sys.argv[1:]:
+            raise
+        ended_by_error(error)
+        raise SystemExit(1) from None

@@ -1,0 +1,101 @@
+"""``shardrec doctor``: can this machine train, and if not, why."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable
+from importlib import metadata
+
+import typer
+
+import shardrec
+from shardrec.errors import ShardrecError
+
+__all__ = ["doctor"]
+
+_PACKAGES = ("torch", "fbgemm-gpu-cpu", "fbgemm-gpu", "torchrec", "torchmetrics", "numpy", "pyarrow")
+
+
+def doctor() -> None:
+    """Show versions, devices and threads, and check that the packages match and that ranks can talk to each other."""
+    typer.echo(f"shardrec {shardrec.__version__}, Python {platform.python_version()}, {platform.platform(terse=True)}")
+    for package in _PACKAGES:
+        try:
+            typer.echo(f"  {package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            continue
+    checks: tuple[tuple[str, Callable[[], str]], ...] = (
+        ("versions", _versions),
+        ("threads", _threads),
+        ("device", _device),
+        ("gloo", _gloo),
+    )
+    failed = [name for name, check in checks if not _passes(name, check)]
+    if failed:
+        raise typer.Exit(1)
+
+
+def _passes(name: str, check: Callable[[], str]) -> bool:
+    try:
+        typer.echo(f"{name:>9}: {check()}")
+    except (ShardrecError, ImportError, OSError, RuntimeError) as error:
+        typer.echo(f"{name:>9}: PROBLEM: {error}")
+        return False
+    return True
+
+
+def _versions() -> str:
+    from shardrec._versions import check_versions
+
+    check_versions()
+    return "torch, fbgemm-gpu and torchrec match, and fbgemm-gpu's operators load"
+
+
+def _threads() -> str:
+    import torch
+
+    limit = os.environ.get("OMP_NUM_THREADS")
+    set_by = f" (OMP_NUM_THREADS={limit})" if limit else ""
+    return f"{len(os.sched_getaffinity(0))} cores for this process, {torch.get_num_threads()} threads in torch{set_by}"
+
+
+def _device() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        return "cpu (torch sees no CUDA device)"
+    names = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+    return f"cpu, cuda: {names}"
+
+
+def _gloo() -> str:
+    """An all-reduce between two ranks on threads of this process, over the network interface that gloo picks."""
+    import threading
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    store = dist.HashStore()
+    sums: dict[int, float] = {}
+    problems: list[Exception] = []
+
+    def be(rank: int) -> None:
+        try:
+            group = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=10))
+            value = torch.tensor([float(rank + 1)])
+            group.allreduce([value]).wait()  # type: ignore[attr-defined]  # missing in torch's stub
+            sums[rank] = float(value)
+        except RuntimeError as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=be, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if problems or sums != {0: 3.0, 1: 3.0}:
+        reason = str(problems[0]).splitlines()[0] if problems else f"two ranks added 1 and 2 and got {sums}"
+        raise RuntimeError(f"{reason}; set GLOO_SOCKET_IFNAME to an interface that works, such as lo")
+    return "two ranks in this process added their numbers up"

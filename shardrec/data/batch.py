@@ -1,0 +1,57 @@
+"""``ClickBatch``: what a click model reads in one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+__all__ = ["ClickBatch"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ClickBatch:
+    """The rows of one rank in one step. B is the rank's number of rows; it may be 0 in the last step of a pass.
+
+    Has the methods of TorchRec's ``Pipelineable`` (``to``, ``pin_memory``, ``record_stream``), so that a pipeline
+    that copies inputs ahead of the computation can handle it like a tensor.
+
+    Attributes:
+        dense: float32 (B, dense features); transformed by :func:`shardrec.data.transform_dense`.
+        sparse: the ids, int64, under the schema's ``sparse_names`` in their order, stride B.
+        labels: float32 (B,), 0 or 1.
+    """
+
+    dense: Tensor
+    sparse: KeyedJaggedTensor
+    labels: Tensor
+
+    @property
+    def size(self) -> int:
+        """B, the number of rows."""
+        return int(self.labels.shape[0])
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> ClickBatch:
+        """The same batch on ``device``; with ``non_blocking`` a copy from pinned memory does not wait."""
+        target = torch.device(device)
+        return ClickBatch(
+            dense=self.dense.to(target, non_blocking=non_blocking),
+            sparse=self.sparse.to(target, non_blocking=non_blocking),
+            labels=self.labels.to(target, non_blocking=non_blocking),
+        )
+
+    def pin_memory(self) -> ClickBatch:
+        """The same batch in page-locked memory; the batch itself on a machine without an accelerator."""
+        if not torch.accelerator.is_available():
+            return self
+        return ClickBatch(
+            dense=self.dense.pin_memory(), sparse=self.sparse.pin_memory(), labels=self.labels.pin_memory()
+        )
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keeps the memory from being reused before ``stream`` has done its present work (accelerators only)."""
+        self.dense.record_stream(stream)
+        self.sparse.record_stream(stream)
+        self.labels.record_stream(stream)

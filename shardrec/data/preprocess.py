@@ -1,0 +1,54 @@
+"""How raw columns become model inputs: pure functions over arrays, shared by the readers and the generator.
+
+| raw | input |
+|---|---|
+| integer ``x`` | ``log(max(x, -1) + 3)``: -1 and below 0.69, 0 → 1.10, 1 → 1.39, a million → 13.8 |
+| missing integer | 0.0, a value that no present integer has |
+| category ``c`` (8 hex digits, read as a number) | ``c mod (n - 1) + 1`` in a table of ``n`` rows |
+| missing category | row 0, which no present category has |
+
+The logarithm of a shifted count is what the open DLRM implementation does with the same files ("Deep Learning
+Recommendation Model for Personalization and Recommendation Systems", Naumov et al., 2019); the shift here is larger,
+so that a missing value differs from a zero. Two categories that fall on the same row share it (the hashing trick).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["hash_categories", "transform_dense"]
+
+
+def transform_dense(raw: NDArray[np.float64], missing: NDArray[np.bool_]) -> NDArray[np.float32]:
+    """Compresses counts to model inputs.
+
+    Args:
+        raw: numbers as they stand in the file, any shape; what is under ``missing`` is not read.
+        missing: bool, the same shape.
+
+    Returns:
+        float32, the same shape: ``log(max(raw, -1) + 3)``, and 0 where missing.
+    """
+    present = np.where(missing, 0.0, raw).astype(np.float32)
+    out = np.log(np.maximum(present, np.float32(-1.0)) + np.float32(3.0))
+    out[missing] = 0.0
+    return np.asarray(out, dtype=np.float32)
+
+
+def hash_categories(
+    raw: NDArray[np.uint64], missing: NDArray[np.bool_], num_embeddings: NDArray[np.uint64]
+) -> NDArray[np.int64]:
+    """Folds categories into the rows of their embedding tables.
+
+    Args:
+        raw: the categories as numbers; what is under ``missing`` is not read.
+        missing: bool, the same shape.
+        num_embeddings: rows of each table, a shape that broadcasts with ``raw`` (``(F,)`` for ``(N, F)``).
+
+    Returns:
+        int64, the same shape: ``raw mod (num_embeddings - 1) + 1``, and 0 where missing.
+    """
+    ids = (raw % (num_embeddings - np.uint64(1)) + np.uint64(1)).astype(np.int64)
+    ids[missing] = 0
+    return ids

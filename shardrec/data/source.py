@@ -1,0 +1,119 @@
+"""``open_click_data``: one way to get batches, whether from files or from the generator."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol, overload
+
+from shardrec.data.batch import ClickBatch
+from shardrec.data.config import SyntheticConfig
+from shardrec.data.files import FileClickData
+from shardrec.data.schema import ClickSchema, criteo_schema
+from shardrec.data.synthetic import SyntheticClickData
+from shardrec.errors import ConfigError
+
+__all__ = ["ClickData", "open_click_data"]
+
+
+class ClickData(Protocol):
+    """A source of training and held-out batches, the same for files and for the generator.
+
+    All ranks get the same number of batches for the same arguments, without exchanging anything: each global batch of
+    ``world_size * batch_size`` rows is cut into one part per rank. Parts are ``batch_size`` rows but in the last
+    global batch, which is spread evenly: a rank's last batch may have fewer rows than another's, or none. A mean over
+    the rows of a batch must allow for that, or ``drop_last`` be used.
+    """
+
+    @property
+    def schema(self) -> ClickSchema:
+        """Names and table sizes."""
+        ...
+
+    @property
+    def train_rows(self) -> int | None:
+        """Training rows in one pass over all ranks, None while that is not known."""
+        ...
+
+    def train_batches(
+        self, rank: int, world_size: int, batch_size: int, *, first_batch: int = 0, drop_last: bool = False
+    ) -> Iterator[ClickBatch]:
+        """One rank's training batches of one pass.
+
+        Args:
+            rank: this rank, from 0.
+            world_size: number of ranks.
+            batch_size: rows per rank.
+            first_batch: batches to leave out at the start, to go on after a checkpoint.
+            drop_last: leave out the last global batch when it is not full.
+
+        Raises:
+            ConfigError: an argument out of range, at the call.
+            DataError: a broken row in a file, while iterating; on every rank before the same batch.
+        """
+        ...
+
+    def holdout_batches(self, rank: int, world_size: int, batch_size: int) -> Iterator[ClickBatch]:
+        """One rank's share of the held-out rows; arguments and errors as for :meth:`train_batches`."""
+        ...
+
+    def describe(self) -> str:
+        """A few lines of text for a person."""
+        ...
+
+
+@overload
+def open_click_data(source: SyntheticConfig) -> SyntheticClickData: ...
+
+
+@overload
+def open_click_data(
+    source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    *,
+    schema: ClickSchema | None = None,
+    holdout: float | None = None,
+    on_bad_row: str | None = None,
+    columns: Mapping[str, str] | None = None,
+) -> FileClickData: ...
+
+
+def open_click_data(
+    source: SyntheticConfig | str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    *,
+    schema: ClickSchema | None = None,
+    holdout: float | None = None,
+    on_bad_row: str | None = None,
+    columns: Mapping[str, str] | None = None,
+) -> FileClickData | SyntheticClickData:
+    """Opens click data.
+
+    Args:
+        source: a :class:`SyntheticConfig`, or the path of a file (or a sequence of paths, read as one stream): Criteo
+            text (tabs, no header; plain, ``.gz`` or ``.xz``) or ``.parquet``.
+        schema: columns and table sizes of the files; :func:`criteo_schema` by default.
+        holdout: expected share of held-out rows of the files, 0.1 by default.
+        on_bad_row: ``"raise"`` (the default) or ``"skip"``, for files.
+        columns: names in Parquet files that differ from the schema's.
+
+    Returns:
+        The source, as a :class:`ClickData`; a synthetic one also has ``best_metrics()``, a file ``skipped``.
+
+    Raises:
+        ConfigError: an option out of range, or one for files given with a :class:`SyntheticConfig`.
+        DataError: a file that cannot be read.
+    """
+    if isinstance(source, SyntheticConfig):
+        options = {"schema": schema, "holdout": holdout, "on_bad_row": on_bad_row, "columns": columns}
+        given = [name for name, value in options.items() if value is not None]
+        if given:
+            raise ConfigError(f"{', '.join(given)} given with a SyntheticConfig: set its own fields instead")
+        return SyntheticClickData(source)
+    paths = [source] if isinstance(source, (str, os.PathLike)) else source
+    return FileClickData(
+        [Path(path) for path in paths],
+        criteo_schema() if schema is None else schema,
+        holdout=0.1 if holdout is None else holdout,
+        on_bad_row="raise" if on_bad_row is None else on_bad_row,
+        columns=columns,
+    )

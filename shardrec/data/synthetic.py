@@ -1,0 +1,115 @@
+"""``SyntheticClickData``: batches from the planted model, and the best metrics that any model can reach on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shardrec.data.batch import ClickBatch
+from shardrec.data.config import SyntheticConfig
+from shardrec.data.metrics import ClickMetrics, click_metrics
+from shardrec.data.planted import PlantedModel, PlantedRows, Stream
+from shardrec.data.rows import ClickRows
+from shardrec.data.schema import ClickSchema
+from shardrec.data.split import BatchRequest
+
+__all__ = ["BestMetrics", "SyntheticClickData"]
+
+_EXPECTATION_ROWS = 500_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class BestMetrics:
+    """Metrics of the true click probabilities, which no predictor beats in expectation.
+
+    Attributes:
+        holdout: on the held-out rows and the labels actually drawn: what to compare a trained model with.
+        expected: the same in expectation over rows and labels, from a fixed sample of 500 000 other rows with their
+            probabilities in place of labels. ``holdout`` differs from it by chance, about ``holdout.auc_stderr``.
+    """
+
+    holdout: ClickMetrics
+    expected: ClickMetrics
+
+
+class SyntheticClickData:
+    """Generated click data. Row i is a pure function of the configuration and i.
+
+    Any rank makes its own rows without communication and without making the others', at any position of the stream,
+    and global batches are the same for every world size that they are split over.
+
+    Args:
+        config: sizes, seed and difficulty.
+
+    Attributes:
+        config: the same.
+        model: the planted model.
+    """
+
+    def __init__(self, config: SyntheticConfig) -> None:
+        self.config = config
+        self.model = PlantedModel(config)
+        self._best: BestMetrics | None = None
+
+    @property
+    def schema(self) -> ClickSchema:
+        """Names and table sizes."""
+        return self.config.schema
+
+    @property
+    def train_rows(self) -> int | None:
+        """Training rows in one pass, over all ranks."""
+        return self.config.rows
+
+    def train_batches(
+        self, rank: int, world_size: int, batch_size: int, *, first_batch: int = 0, drop_last: bool = False
+    ) -> Iterator[ClickBatch]:
+        """One rank's training batches of one pass; see :class:`~shardrec.data.ClickData`."""
+        request = BatchRequest(
+            rank=rank, world_size=world_size, batch_size=batch_size, first_batch=first_batch, drop_last=drop_last
+        )
+        return self._batches(Stream.TRAIN, self.config.rows, request)
+
+    def holdout_batches(self, rank: int, world_size: int, batch_size: int) -> Iterator[ClickBatch]:
+        """One rank's share of the held-out rows; see :class:`~shardrec.data.ClickData`."""
+        request = BatchRequest(rank=rank, world_size=world_size, batch_size=batch_size)
+        return self._batches(Stream.HOLDOUT, self.config.holdout_rows, request)
+
+    def best_metrics(self) -> BestMetrics:
+        """The metrics of the true probabilities; computed once, in a second or two."""
+        if self._best is None:
+            holdout = self.model.rows(Stream.HOLDOUT, 0, self.config.holdout_rows)
+            expected = self.model.probabilities(Stream.EXPECTATION, 0, _EXPECTATION_ROWS)
+            self._best = BestMetrics(
+                holdout=click_metrics(holdout.labels, holdout.probabilities),
+                expected=click_metrics(expected, expected),
+            )
+        return self._best
+
+    def describe(self) -> str:
+        """Size, origin and optimum in a few lines of text."""
+        config, best = self.config, self.best_metrics()
+        tables = config.schema.num_embeddings
+        return "\n".join(
+            [
+                f"synthetic clicks, seed {config.seed}: {config.rows:,} training and {config.holdout_rows:,} held-out "
+                f"rows, {len(config.schema.dense_names)} dense and {len(tables)} sparse features",
+                f"{sum(tables):,} embedding rows, the largest table {max(tables):,}; ids follow Zipf's law with "
+                f"exponent {config.exponent:g}",
+                f"best possible on the held-out rows: AUC {best.holdout.auc:.4f} (± {best.holdout.auc_stderr:.4f}), "
+                f"logloss {best.holdout.logloss:.4f}, normalized entropy {best.holdout.normalized_entropy:.4f}; "
+                f"expected AUC {best.expected.auc:.4f}",
+            ]
+        )
+
+    def clicks(self, planted: PlantedRows) -> ClickRows:
+        """Planted rows as a model sees them."""
+        return ClickRows(labels=planted.labels, dense=self.model.dense(planted.quantiles), ids=planted.ids.reshape(-1))
+
+    def _batches(self, stream: Stream, rows: int, request: BatchRequest) -> Iterator[ClickBatch]:
+        step = request.global_size
+        for first in range(request.first_batch * step, rows, step):
+            count = min(step, rows - first)
+            if request.wants(first // step, count):
+                start, stop = request.share(count)
+                yield self.clicks(self.model.rows(stream, first + start, first + stop)).to_batch(self.schema)

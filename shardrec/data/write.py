@@ -1,0 +1,165 @@
+"""Writers: generated rows as Criteo text or Parquet files, for examples, tests and benchmarks.
+
+The rows are the training rows of :class:`~shardrec.data.SyntheticClickData`, undone to raw columns: a file that is
+read back with the same schema gives the same batches, bit for bit. A category is written as a number that hashes
+back to its id, chosen among all of them by a hash, so that the text looks (and compresses) like real data.
+"""
+
+from __future__ import annotations
+
+import gzip
+import lzma
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardrec.data.compression import FileKind, promised_kind
+from shardrec.data.config import SyntheticConfig
+from shardrec.data.planted import PlantedModel, Stream
+from shardrec.errors import ConfigError
+
+__all__ = ["write_criteo_tsv", "write_parquet"]
+
+_ROWS_AT_ONCE = 16_384
+
+
+def write_criteo_tsv(
+    path: str | os.PathLike[str], rows: int, seed: int = 0, *, config: SyntheticConfig | None = None
+) -> None:
+    """Writes generated rows in Criteo's text format.
+
+    The file appears under its name when it is complete.
+
+    Args:
+        path: the file; ``.gz`` and ``.xz`` are compressed.
+        rows: number of rows.
+        seed: replaces the configuration's.
+        config: schema and difficulty; the defaults of :class:`SyntheticConfig` without it.
+
+    Raises:
+        ConfigError: fewer than 1 row, a bad seed, or a suffix of Parquet.
+    """
+    path = Path(path)
+    kind = promised_kind(path)
+    if kind is FileKind.PARQUET:
+        raise ConfigError(f"path {path} has a suffix of Parquet: call write_parquet, or give .tsv, .tsv.gz or .tsv.xz")
+    with _complete_or_absent(path) as temporary, _open_text(temporary, kind) as file:
+        for block in _raw_blocks(rows, seed, config):
+            file.write(_text(block))
+
+
+def write_parquet(
+    path: str | os.PathLike[str], rows: int, seed: int = 0, *, config: SyntheticConfig | None = None
+) -> None:
+    """Writes generated rows as Parquet: ``label`` int8, dense columns int64, categories as hexadecimal strings.
+
+    The file appears under its name when it is complete.
+
+    Args:
+        path: the file, ``.parquet`` or ``.pq``.
+        rows: number of rows.
+        seed: replaces the configuration's.
+        config: schema and difficulty; the defaults of :class:`SyntheticConfig` without it.
+
+    Raises:
+        ConfigError: fewer than 1 row, a bad seed, or another suffix.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = Path(path)
+    if promised_kind(path) is not FileKind.PARQUET:
+        raise ConfigError(f"path {path} has no suffix of Parquet: name it .parquet, which the reader goes by")
+    schema = (config or SyntheticConfig()).schema
+    fields = [("label", pa.int8()), *((name, pa.int64()) for name in schema.dense_names)]
+    arrow_schema = pa.schema([*fields, *((name, pa.string()) for name in schema.sparse_names)])
+    with _complete_or_absent(path) as temporary, pq.ParquetWriter(temporary, arrow_schema) as writer:
+        for block in _raw_blocks(rows, seed, config):
+            columns = [pa.array(block.labels, pa.int8())]
+            columns += [
+                pa.array(block.counts[:, f], pa.int64(), mask=block.no_count[:, f])
+                for f in range(len(schema.dense_names))
+            ]
+            columns += [
+                pa.array([f"{v:08x}" if v >= 0 else None for v in block.categories[:, f].tolist()], pa.string())
+                for f in range(len(schema.sparse_names))
+            ]
+            writer.write_table(pa.Table.from_arrays(columns, schema=arrow_schema))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _RawBlock:
+    """``labels`` (N,), ``counts`` (N, D) and which are missing, ``categories`` (N, F) with -1 for missing."""
+
+    labels: NDArray[np.int8]
+    counts: NDArray[np.int64]
+    no_count: NDArray[np.bool_]
+    categories: NDArray[np.int64]
+
+
+def _raw_blocks(rows: int, seed: int, config: SyntheticConfig | None) -> Iterator[_RawBlock]:
+    config = replace(config or SyntheticConfig(), rows=rows, seed=seed)
+    model = PlantedModel(config)
+    feature = np.arange(len(config.schema.dense_names))
+    for start in range(0, rows, _ROWS_AT_ONCE):
+        planted = model.rows(Stream.TRAIN, start, min(start + _ROWS_AT_ONCE, rows))
+        yield _RawBlock(
+            labels=planted.labels.astype(np.int8),
+            counts=model.dense_raw[feature, planted.quantiles],
+            no_count=model.dense_missing[feature, planted.quantiles],
+            categories=_categories(planted.ids, np.array(config.schema.num_embeddings)),
+        )
+
+
+def _categories(ids: NDArray[np.int64], num_embeddings: NDArray[np.int64]) -> NDArray[np.int64]:
+    """A 32-bit number per id (N, F) that ``hash_categories`` maps back to it; -1 for the missing category 0."""
+    modulus = num_embeddings - 1
+    choices = (2**32 - ids) // modulus + 1
+    mixed = (ids * 0x9E3779B1 + np.arange(ids.shape[1]) * 0x85EBCA77) & 0xFFFFFFFF
+    mixed ^= mixed >> 15
+    mixed = (mixed * 0x2C1B3C6D) & 0xFFFFFFFF
+    mixed ^= mixed >> 13
+    return np.where(ids == 0, -1, ids - 1 + modulus * (mixed % choices))
+
+
+def _text(block: _RawBlock) -> bytes:
+    lines = []
+    for label, counts, absent, categories in zip(
+        block.labels.tolist(), block.counts.tolist(), block.no_count.tolist(), block.categories.tolist(), strict=True
+    ):
+        fields = [str(label)]
+        fields += ["" if missing else str(count) for count, missing in zip(counts, absent, strict=True)]
+        fields += [f"{value:08x}" if value >= 0 else "" for value in categories]
+        lines.append("\t".join(fields))
+    return ("\n".join(lines) + "\n").encode("ascii")
+
+
+@contextmanager
+def _open_text(path: Path, kind: FileKind) -> Iterator[IO[bytes] | gzip.GzipFile | lzma.LZMAFile]:
+    with path.open("wb") as file:
+        if kind is FileKind.GZIP:
+            # no name and no time in the header: the same rows make the same file
+            with gzip.GzipFile(filename="", mode="wb", compresslevel=6, fileobj=file, mtime=0) as packed:
+                yield packed
+        elif kind is FileKind.XZ:
+            with lzma.open(file, "wb", preset=1) as packed:
+                yield packed
+        else:
+            yield file
+
+
+@contextmanager
+def _complete_or_absent(path: Path) -> Iterator[Path]:
+    """A temporary name beside ``path`` that becomes ``path`` at the end, or is removed after an error."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

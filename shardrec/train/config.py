@@ -1,0 +1,224 @@
+"""``TrainConfig``: everything that decides a training run, from defaults, a YAML file and flags, in this order."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardrec.errors import ConfigError
+from shardrec.train.options import coerce, flag, option, rule_of
+
+__all__ = ["SYNTHETIC", "TrainConfig", "load_config", "parse_constraint"]
+
+SYNTHETIC = "synthetic"
+"""The value of ``data`` that asks for generated rows."""
+
+_DATA, _MODEL, _LEARNING, _RANKS, _OUTPUT = "Data", "Model", "Learning", "Ranks", "Output"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One training run. Each field is a key of the YAML file and, with dashes, a flag; its text is that flag's help.
+
+    Raises:
+        ConfigError: naming each option that cannot be honoured, its value and what it may be.
+    """
+
+    data: str = option(
+        SYNTHETIC, _DATA, "A Criteo file (.tsv, .tsv.gz, .tsv.xz, .parquet), or 'synthetic' for generated rows."
+    )
+    samples: int | None = option(
+        None, _DATA, "Rows to train on in an epoch, over all ranks (default: 2 million; of a file, all)", minimum=1
+    )
+    epochs: int = option(1, _DATA, "Passes over the training rows.", minimum=1)
+    holdout: float = option(0.1, _DATA, "Share of a file's rows that is held out for the metrics.", above=0, below=1)
+    holdout_samples: int | None = option(
+        None, _DATA, "Rows to compute the metrics on (default: 100,000; of a file, all held out)", minimum=2
+    )
+    on_bad_row: str = option(
+        "error", _DATA, "What a row that cannot be read does: end the run, or be left out.", choices=("error", "skip")
+    )
+    max_embeddings: int = option(
+        20_000, _DATA, "Most rows of an embedding table; categories are hashed into them.", minimum=2
+    )
+
+    model: str = option(
+        "dlrm", _MODEL, "Dot products between features, or a low-rank cross network.", choices=("dlrm", "dcn")
+    )
+    embedding_dim: int = option(16, _MODEL, "Columns of every embedding table.", minimum=1)
+    dense_layers: tuple[int, ...] = option(
+        (64, 32), _MODEL, "Widths of the dense features' layers, without the last one.", minimum=1, metavar="N,N,..."
+    )
+    over_layers: tuple[int, ...] = option(
+        (128, 64), _MODEL, "Widths of the layers over the interaction, without the last one.", minimum=1,
+        metavar="N,N,...",
+    )  # fmt: skip
+
+    batch_size: int = option(2048, _LEARNING, "Rows of a step on each rank.", minimum=1)
+    optimizer: str = option("adam", _LEARNING, "Optimizer of the dense layers.", choices=("sgd", "adagrad", "adam"))
+    lr: float = option(5e-3, _LEARNING, "Learning rate of the dense layers.", above=0)
+    embedding_optimizer: str = option(
+        "rowwise_adagrad",
+        _LEARNING,
+        "Optimizer of the tables, fused into their backward.",
+        choices=("sgd", "adagrad", "rowwise_adagrad", "adam"),
+    )
+    embedding_lr: float = option(0.1, _LEARNING, "Learning rate of the tables.", above=0)
+    decay: float = option(
+        0.5,
+        _LEARNING,
+        "Share of the steps, at the end, in which both learning rates fall to 0; not in a file's first epoch.",
+        minimum=0,
+        below=1,
+    )
+    seed: int = option(0, _LEARNING, "Seed of the first weights and of generated rows.", minimum=0)
+
+    nproc: int = option(1, _RANKS, "Ranks to start on this machine; under torchrun, its ranks are joined.", minimum=1)
+    threads: int | None = option(None, _RANKS, "Threads of each rank (default: cores / ranks)", minimum=1)
+    device: str = option("cpu", _RANKS, "Where the model lives.", choices=("cpu", "cuda"))
+    constraint: tuple[str, ...] = option(
+        (),
+        _RANKS,
+        "Cuts that the planner may use, such as 't_*=row_wise' or 't_cat_3=table_wise@0'; can be repeated.",
+        metavar="TABLE=CUT[,CUT][@RANK,RANK]",
+    )
+    plan: str | None = option(None, _RANKS, "Use this plan.json instead of planning.", metavar="PATH")
+
+    out: str | None = option(None, _OUTPUT, "Folder for the results (default: runs/<date-time>)", metavar="DIR")
+    evaluations: int = option(10, _OUTPUT, "Points of the held-out curve.", minimum=1)
+    checkpoint: str = option("last", _OUTPUT, "Save the model at the end, or not.", choices=("last", "none"))
+
+    def __post_init__(self) -> None:
+        faults = []
+        for field in dataclasses.fields(self):
+            kind = str(field.type)
+            value = coerce(getattr(self, field.name), kind)
+            object.__setattr__(self, field.name, value)
+            wanted = rule_of(field).fault(value, kind)
+            if wanted is not None:
+                faults.append(f"{field.name} ({flag(field.name)}) is {value!r}: give {wanted}")
+        if not faults:
+            faults = self._structural_faults()
+        if faults:
+            raise ConfigError(_together(faults))
+
+    def _structural_faults(self) -> list[str]:
+        faults = []
+        for text in self.constraint:
+            try:
+                parse_constraint(text)
+            except ConfigError as error:
+                faults.append(str(error))
+        if self.plan is not None and self.constraint:
+            faults.append("constraint (--constraint) is for the planner and plan (--plan) replaces it: leave one out")
+        if self.model == "dcn" and not self.over_layers:
+            faults.append("over_layers (--over-layers) is empty: model dcn needs one layer at least")
+        return faults
+
+    @property
+    def is_synthetic(self) -> bool:
+        """Whether the rows are generated."""
+        return self.data == SYNTHETIC
+
+    def to_mapping(self) -> dict[str, Any]:
+        """The options as YAML- and JSON-compatible data; ``TrainConfig(**mapping)`` gives an equal config."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+    def to_yaml(self) -> str:
+        """The effective options as a file for :func:`load_config`."""
+        import yaml
+
+        text: str = yaml.safe_dump(self.to_mapping(), sort_keys=False)
+        return text
+
+
+def load_config(path: str | Path | None = None, flags: Mapping[str, Any] | None = None) -> TrainConfig:
+    """Defaults, overridden by a YAML file, overridden by flags.
+
+    Args:
+        path: YAML file of options; None for none.
+        flags: options by field name; those that are None were not given.
+
+    Raises:
+        ConfigError: for a file that cannot be read, an option that does not exist, or a value that cannot be honoured.
+    """
+    values = _read(Path(path)) if path is not None else {}
+    given = {name: value for name, value in (flags or {}).items() if value is not None}
+    _check_names(given, "the flags")
+    return TrainConfig(**{**values, **given})
+
+
+def parse_constraint(text: str) -> tuple[str, tuple[str, ...], tuple[int, ...]]:
+    """``'t_*=row_wise,column_wise@0,1'`` as (pattern of plan names, cuts, ranks).
+
+    A pattern without a dot is for the table's own name; plans call a table by its collection's path and that name.
+
+    Raises:
+        ConfigError: for another form, or an unknown cut.
+    """
+    # Imported here because the planner's package is only wanted by runs with a constraint.
+    from shardrec.planner.constraint import CUTS
+
+    pattern, equals, right = text.rpartition("=")
+    cuts_text, _, ranks_text = right.partition("@")
+    cuts = tuple(cut.strip().replace("-", "_") for cut in cuts_text.split(",") if cut.strip())
+    ranks = [rank.strip() for rank in ranks_text.split(",") if rank.strip()]
+    if not equals or not pattern or not (cuts or ranks) or not all(rank.isdecimal() for rank in ranks):
+        raise ConfigError(
+            f"constraint (--constraint) is {text!r}: give TABLE=CUT[,CUT][@RANK,RANK], such as 't_*=row_wise'"
+        )
+    unknown = [cut for cut in cuts if cut not in CUTS]
+    if unknown:
+        raise ConfigError(
+            f"constraint (--constraint) is {text!r}: there is no cut {unknown[0]!r}; the cuts are {', '.join(CUTS)}"
+        )
+    return pattern if "." in pattern else f"*.{pattern}", cuts, tuple(map(int, ranks))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"config file {path} does not exist: check the name, or leave it out") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {path} cannot be read ({error}): give a YAML file of options") from error
+    except yaml.YAMLError as error:
+        place = " ".join(str(error).split())
+        raise ConfigError(
+            f"config file {path} is not YAML ({place}): write lines such as 'batch_size: 2048'"
+        ) from error
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise ConfigError(
+            f"config file {path} holds a {type(loaded).__name__}: give options, in lines like 'batch_size: 2048'"
+        )
+    values = {str(key).replace("-", "_"): value for key, value in loaded.items()}
+    _check_names(values, f"config file {path}")
+    return values
+
+
+def _check_names(values: Mapping[str, Any], where: str) -> None:
+    known = [field.name for field in dataclasses.fields(TrainConfig)]
+    faults = []
+    for name in values:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f", did you mean {close[0]!r}?" if close else ""
+            faults.append(f"{where}: there is no option {name!r}{hint}")
+    if faults:
+        raise ConfigError(f"{_together(faults)}\nThe options are {', '.join(known)}")
+
+
+def _together(faults: list[str]) -> str:
+    if len(faults) == 1:
+        return faults[0]
+    lines = "\n".join(f"  {number}. {fault}" for number, fault in enumerate(faults, 1))
+    return f"the options have {len(faults)} faults:\n{lines}"

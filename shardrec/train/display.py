@@ -1,0 +1,194 @@
+"""What a run shows meanwhile: a redrawn bar on a terminal, a line now and then in a log, nothing on other ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
+from rich.text import Text
+
+from shardrec.train.config import TrainConfig
+from shardrec.train.report import CurvePoint, RunReport, metrics_table, summary_line
+
+if TYPE_CHECKING:
+    from shardrec.layout import ShardingPlan
+
+__all__ = ["Announcer", "Display", "LogDisplay", "SilentDisplay", "TerminalDisplay", "duration"]
+
+_LOG_PERIOD_S = 5.0
+_LOG_WIDTH = 120
+
+
+class Display(Protocol):
+    """Shows the progress of the training loop."""
+
+    def advance(self, samples: int, seconds: float, loss: float) -> None:
+        """Show that ``samples`` rows, over all ranks, took ``seconds``; ``loss`` is a recent mean, in nats per row."""
+
+    def evaluated(self, point: CurvePoint) -> None:
+        """Show held-out metrics."""
+
+    def close(self) -> None:
+        """The loop is over, or broken."""
+
+
+class SilentDisplay:
+    """For all ranks but the first."""
+
+    def advance(self, samples: int, seconds: float, loss: float) -> None:
+        return None
+
+    def evaluated(self, point: CurvePoint) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+
+class LogDisplay:
+    """Plain lines, at most one in five seconds but always one for held-out metrics; for files and CI logs.
+
+    Args:
+        console: where to.
+        total: rows to come in all, if known.
+    """
+
+    def __init__(self, console: Console, total: int | None) -> None:
+        self._console = console
+        self._total = total
+        self._next = time.monotonic() + _LOG_PERIOD_S
+
+    def advance(self, samples: int, seconds: float, loss: float) -> None:
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + _LOG_PERIOD_S
+        of = f" of {self._total:,}" if self._total else ""
+        self._line(f"{samples:>11,}{of} samples  loss {loss:.4f}  {_pace(samples, seconds, self._total)}")
+
+    def evaluated(self, point: CurvePoint) -> None:
+        self._line(_held_out(point))
+
+    def close(self) -> None:
+        return None
+
+    def _line(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True, highlight=False, markup=False)
+        self._console.file.flush()
+
+
+class TerminalDisplay:
+    """A progress bar that is redrawn in place; held-out metrics scroll above it.
+
+    Args:
+        console: a terminal.
+        total: rows to come in all, if known.
+    """
+
+    def __init__(self, console: Console, total: int | None) -> None:
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("training"),
+            BarColumn(),
+            _Samples(),
+            TextColumn("{task.fields[pace]}"),
+            console=console,
+            transient=True,
+        )
+        self._total = total
+        self._task = self._progress.add_task("training", total=total, pace="")
+        self._progress.start()
+
+    def advance(self, samples: int, seconds: float, loss: float) -> None:
+        pace = f"loss {loss:.4f}  {_pace(samples, seconds, self._total)}"
+        self._progress.update(self._task, completed=samples, pace=pace)
+
+    def evaluated(self, point: CurvePoint) -> None:
+        self._progress.console.print(_held_out(point), highlight=False)
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+class _Samples(ProgressColumn):
+    """Rows so far, of how many."""
+
+    def render(self, task: Task) -> Text:
+        total = f"/{int(task.total):,}" if task.total else ""
+        return Text(f"{int(task.completed):,}{total}")
+
+
+class Announcer:
+    """What rank 0 says on stdout: the plan, the run, its progress and its results."""
+
+    def __init__(self) -> None:
+        console = Console()
+        # A log is not 80 columns wide, which is what rich takes it for.
+        self._console = console if console.is_terminal else Console(width=_LOG_WIDTH)
+
+    def plan(self, plan: ShardingPlan) -> None:
+        """The plan as a table."""
+        self._console.print(plan.explain())
+
+    def run(self, source: str, config: TrainConfig, *, world_size: int, threads: int) -> None:
+        """What is about to be trained, and on what; ``source`` is the data in words."""
+        self._say(source)
+        ranks = f"{world_size} rank{'s' * (world_size > 1)} with {threads} thread{'s' * (threads > 1)}"
+        each = " each" * (world_size > 1)
+        self._say(f"training {config.model} on {ranks}{each}, {config.batch_size:,} rows a step on each rank")
+
+    @staticmethod
+    @contextmanager
+    def display(announcer: Announcer | None, total: int | None) -> Iterator[Display]:
+        """A display for the training loop of ``total`` rows, closed in the end; a silent one without an announcer."""
+        if announcer is None:
+            yield SilentDisplay()
+            return
+        console = announcer._console
+        display: Display = TerminalDisplay(console, total) if console.is_terminal else LogDisplay(console, total)
+        try:
+            yield display
+        finally:
+            display.close()
+
+    def results(self, report: RunReport, folder: Path) -> None:
+        """The final metrics and, in the last line, the gap to the best possible."""
+        self._say(f"{report.final.rows:,} held-out rows, {report.final.click_rate:.1%} clicked")
+        self._console.print(metrics_table(report))
+        for reason, count in report.skipped.items():
+            self._say(f"left out {count:,} row{'s' * (count > 1)}: {reason}")
+        self._say(
+            f"{report.samples:,} samples in {duration(report.seconds)}, {report.samples_per_second:,.0f} samples/s; "
+            f"results in {folder}"
+        )
+        self._say(summary_line(report))
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _pace(samples: int, seconds: float, total: int | None) -> str:
+    rate = samples / max(seconds, 1e-9)
+    left = f"  {duration((total - samples) / rate)} left" if total and samples else ""
+    return f"{rate:,.0f} samples/s{left}"
+
+
+def _held_out(point: CurvePoint) -> str:
+    return (
+        f"{point.samples:>11,} samples  held out: AUC {point.auc:.4f}  logloss {point.logloss:.4f}  "
+        f"NE {point.normalized_entropy:.4f}"
+    )
+
+
+def duration(seconds: float) -> str:
+    """``75.2`` as ``1:15``."""
+    whole = max(0, round(seconds))
+    return (
+        f"{whole // 60}:{whole % 60:02d}"
+        if whole < 3600
+        else f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+    )

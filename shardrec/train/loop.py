@@ -1,0 +1,227 @@
+"""The training loop: batches in, steps made, curve out.
+
+A step's gradients are means over the ranks of the means over their rows. Ranks have equally many rows in every step but
+perhaps the last one of an epoch, whose few rows weigh a little more.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from shardrec.data import ClickBatch, ClickMetrics
+from shardrec.errors import ShardrecError
+from shardrec.modules import ShardedModel
+from shardrec.train.display import Display
+from shardrec.train.report import CurvePoint
+
+__all__ = ["Progress", "Schedule", "click_loss", "failing_together", "train_epoch"]
+
+T = TypeVar("T")
+
+_SMOOTHING_STEPS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """What happens at which step; a function of the step alone, so that all ranks agree.
+
+    Args:
+        total_steps: of the run, if known: then ``evaluations`` points are spread evenly, the last at the last step.
+            Otherwise they are at 25, 50, 100, 200, … steps and at the end of every epoch.
+        evaluations: number of points.
+        decay: share of the steps, at the end, in which the learning rates fall linearly to 0.
+    """
+
+    total_steps: int | None
+    evaluations: int
+    decay: float = 0.0
+
+    def rate(self, step: int) -> float:
+        """Factor of the learning rates in the step after ``step`` steps."""
+        if self.total_steps is None or not self.decay:
+            return 1.0
+        return min(1.0, (self.total_steps - step) / (self.decay * self.total_steps))
+
+    def is_due(self, step: int) -> bool:
+        """Whether to evaluate after ``step`` steps, counted from 1."""
+        if self.total_steps is None:
+            doublings = math.log2(step / 25) if step >= 25 else -1.0
+            return doublings >= 0 and doublings.is_integer()
+        count = min(self.evaluations, self.total_steps)
+        return step * count // self.total_steps > (step - 1) * count // self.total_steps
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """What the loop has done so far; it goes on over epochs.
+
+    Attributes:
+        world_size: number of ranks.
+        steps: optimizer steps.
+        rows: rows of this rank.
+        seconds: time of the steps, without evaluations.
+        curve: the points evaluated.
+        evaluated_at: the step of the last of them.
+    """
+
+    world_size: int
+    steps: int = 0
+    rows: int = 0
+    seconds: float = 0.0
+    curve: list[CurvePoint] = field(default_factory=list)
+    evaluated_at: int = 0
+
+    @property
+    def samples(self) -> int:
+        """Rows over all ranks, as if each had as many as this one: in the last step of an epoch they may not."""
+        return self.rows * self.world_size
+
+
+def train_epoch(
+    model: ShardedModel,
+    optimizers: Sequence[torch.optim.Optimizer],
+    batches: Iterable[ClickBatch],
+    *,
+    progress: Progress,
+    schedule: Schedule,
+    evaluate: Callable[[], ClickMetrics],
+    display: Display,
+    device: torch.device,
+) -> None:
+    """Make a step with each batch; every rank calls it with equally many batches.
+
+    Args:
+        model: from (dense, sparse) to (B, 1) logits.
+        optimizers: of all its parameters, the view of the fused ones too.
+        batches: this rank's.
+        progress: is moved on.
+        schedule: of evaluations and learning rates.
+        evaluate: held-out metrics, on every rank.
+        display: is told of every step.
+        device: where the model is.
+    """
+    recent = _RecentLoss(device)
+    begin = time.perf_counter()
+
+    def add_point() -> None:
+        nonlocal begin
+        progress.seconds += time.perf_counter() - begin
+        progress.evaluated_at = progress.steps
+        point = curve_point(progress, recent.since_point(), evaluate())
+        progress.curve.append(point)
+        display.evaluated(point)
+        begin = time.perf_counter()
+
+    for batch in batches:
+        here = batch.to(device, non_blocking=True)
+        loss = click_loss(model(here.dense, here.sparse), here.labels)
+        for optimizer in optimizers:
+            _set_rate(optimizer, schedule.rate(progress.steps))
+            optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call,unused-ignore]  # untyped in some releases of torch
+        for optimizer in optimizers:
+            optimizer.step()
+        recent.add(loss)
+        progress.steps += 1
+        progress.rows += batch.size
+        due = schedule.is_due(progress.steps)
+        if due or progress.steps % _SMOOTHING_STEPS == 0:
+            mean = recent.mean()
+            display.advance(progress.samples, progress.seconds + time.perf_counter() - begin, mean)
+        if due:
+            add_point()
+    if schedule.total_steps is None and progress.evaluated_at != progress.steps:
+        add_point()
+    progress.seconds += time.perf_counter() - begin
+
+
+def _set_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Scale the learning rates that the optimizer was made with."""
+    for group in optimizer.param_groups:
+        group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
+
+
+def curve_point(progress: Progress, train_loss: float | None, metrics: ClickMetrics) -> CurvePoint:
+    """Held-out metrics as a point of the curve."""
+    return CurvePoint(
+        samples=progress.samples,
+        seconds=progress.seconds,
+        train_loss=train_loss,
+        auc=metrics.auc,
+        logloss=metrics.logloss,
+        normalized_entropy=metrics.normalized_entropy,
+        rows=metrics.rows,
+    )
+
+
+def click_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross entropy of (B, 1) logits, in nats per row; 0, with gradients of 0, for a batch without rows."""
+    total = binary_cross_entropy_with_logits(logits.view(-1), labels, reduction="sum")
+    return total / max(1, labels.numel())
+
+
+class _RecentLoss:
+    """Mean losses over the last steps, kept on the device: reading one makes the host wait."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._sum = torch.zeros((), device=device)
+        self._steps = 0
+        self._smooth: float | None = None
+        self._point_sum = 0.0
+        self._point_steps = 0
+
+    def add(self, loss: Tensor) -> None:
+        self._sum += loss.detach()
+        self._steps += 1
+
+    def mean(self) -> float:
+        """Exponentially smoothed over the last few reads; every call reads what was added since."""
+        if self._steps:
+            total = float(self._sum)
+            mean = total / self._steps
+            self._smooth = mean if self._smooth is None else 0.7 * self._smooth + 0.3 * mean
+            self._point_sum += total
+            self._point_steps += self._steps
+            self._sum.zero_()
+            self._steps = 0
+        return math.nan if self._smooth is None else self._smooth
+
+    def since_point(self) -> float | None:
+        """The plain mean since the last call."""
+        self.mean()
+        mean = self._point_sum / self._point_steps if self._point_steps else None
+        self._point_sum, self._point_steps = 0.0, 0
+        return mean
+
+
+def failing_together(batches: Iterator[T], model: ShardedModel) -> Iterator[T]:
+    """The batches; an error in making one is raised here, and on all the other ranks at the step that they are in.
+
+    Ranks that read the same file mostly fail at the same step by themselves, each with its own error. One that fails
+    alone, say with a disk of its own, would leave the others waiting in the next exchange.
+    """
+    while True:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        except Exception as error:
+            if model.context.collectives.world_size > 1:
+                _tell_others(error, model)
+            raise
+        yield batch
+
+
+def _tell_others(error: Exception, model: ShardedModel) -> None:
+    try:
+        model.context.fail_all(str(error) if isinstance(error, ShardrecError) else f"{type(error).__name__}: {error}")
+    except ShardrecError:
+        return  # the shared form of this error, or news that the others are gone: the error itself says more

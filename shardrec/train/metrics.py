@@ -1,0 +1,54 @@
+"""Held-out metrics of a sharded model, over the rows of all ranks: exact, from the gathered predictions.
+
+Legend: B rows of a batch, N rows of this rank, M rows of the longest rank, W ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardrec.data import ClickBatch, ClickMetrics, click_metrics
+
+__all__ = ["evaluate", "gather_rows"]
+
+
+def evaluate(model: nn.Module, batches: Iterable[ClickBatch], device: torch.device) -> ClickMetrics:
+    """Score ``model`` on this rank's batches and those of all the others; every rank calls it and gets the same.
+
+    Args:
+        model: from (dense, sparse) to (B, 1) logits.
+        batches: as many on every rank.
+        device: where the model is.
+
+    Raises:
+        ConfigError: if no row, or none or all of the rows, were clicked, so that there is no AUC.
+    """
+    was_training = model.training
+    model.eval()
+    scored: list[Tensor] = [torch.zeros((2, 0))]
+    with torch.no_grad():
+        for batch in batches:
+            here = batch.to(device)
+            logits = model(here.dense, here.sparse).view(-1)
+            scored.append(torch.stack((here.labels, torch.sigmoid(logits.float()))).cpu())
+    model.train(was_training)
+    labels, probabilities = gather_rows(torch.cat(scored, dim=1)).numpy()
+    return click_metrics(labels, probabilities)
+
+
+def gather_rows(scored_2N: Tensor) -> Tensor:
+    """The columns of all ranks, rank by rank: float32 (2, N) on the CPU → (2, sum of N)."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return scored_2N
+    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(counts, torch.tensor([scored_2N.size(1)]))
+    sizes = [int(count) for count in counts]
+    padded_2M = torch.zeros((2, max(sizes)))
+    padded_2M[:, : scored_2N.size(1)] = scored_2N
+    gathered = [torch.zeros_like(padded_2M) for _ in sizes]
+    dist.all_gather(gathered, padded_2M)
+    return torch.cat([part[:, :size] for part, size in zip(gathered, sizes, strict=True)], dim=1)

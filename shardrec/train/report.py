@@ -1,0 +1,194 @@
+"""What a run came to, as records, as a table, as ``metrics.json`` and as ``curve.png``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+import shardrec
+from shardrec.data import ClickMetrics
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["CurvePoint", "RunReport", "environment", "metrics_table", "summary_line", "write_curve", "write_metrics"]
+
+_PACKAGES = ("torch", "fbgemm-gpu-cpu", "fbgemm-gpu", "torchrec", "numpy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurvePoint:
+    """The state of training at one point.
+
+    Attributes:
+        samples: rows trained on so far, over all ranks.
+        seconds: training time so far, without evaluations.
+        train_loss: rank 0's mean logloss since the point before, in nats per row; None where no step was made since.
+        auc: held-out area under the ROC curve.
+        logloss: held-out, in nats per row.
+        normalized_entropy: held-out.
+        rows: held-out rows behind the three.
+    """
+
+    samples: int
+    seconds: float
+    train_loss: float | None
+    auc: float
+    logloss: float
+    normalized_entropy: float
+    rows: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunReport:
+    """A finished run.
+
+    Attributes:
+        config: the effective options.
+        environment: versions, cores and ranks.
+        source: the data, in words.
+        curve: points in order; the last one is before the final evaluation.
+        final: held-out metrics of the trained model.
+        optimum: the best that any model can have on the same rows; None where nobody knows.
+        samples: rows trained on, over all ranks.
+        steps: optimizer steps.
+        seconds: time of the steps, without evaluations.
+        skipped: rows that were left out, by reason.
+    """
+
+    config: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    source: str
+    curve: Sequence[CurvePoint]
+    final: ClickMetrics
+    optimum: ClickMetrics | None
+    samples: int
+    steps: int
+    seconds: float
+    skipped: Mapping[str, int]
+
+    @property
+    def samples_per_second(self) -> float:
+        """Throughput of the steps, over all ranks."""
+        return self.samples / max(self.seconds, 1e-9)
+
+    @property
+    def gap(self) -> float | None:
+        """How much AUC is missing to the optimum."""
+        return None if self.optimum is None else self.optimum.auc - self.final.auc
+
+
+def environment(*, world_size: int, threads: int) -> dict[str, Any]:
+    """Versions of what computes, and the machine's and the run's size."""
+    versions = {"shardrec": shardrec.__version__}
+    for package in _PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()}",
+        "cores": len(os.sched_getaffinity(0)),
+        "ranks": world_size,
+        "threads_per_rank": threads,
+        "packages": versions,
+    }
+
+
+def metrics_table(report: RunReport) -> Table:
+    """Held-out metrics beside the best possible ones and the gap between them."""
+    table = Table()
+    table.add_column("held out")
+    table.add_column("model", justify="right")
+    if report.optimum is not None:
+        table.add_column("best possible", justify="right")
+        table.add_column("gap", justify="right")
+    for label, name in (("AUC", "auc"), ("normalized entropy", "normalized_entropy"), ("logloss", "logloss")):
+        value = getattr(report.final, name)
+        cells = [f"{value:.4f}"]
+        if report.optimum is not None:
+            best = getattr(report.optimum, name)
+            cells += [f"{best:.4f}", f"{abs(best - value):.4f}"]
+        table.add_row(label, *cells)
+    return table
+
+
+def summary_line(report: RunReport) -> str:
+    """The run in one line, its optimum too where there is one."""
+    final = report.final
+    if report.optimum is None:
+        return f"AUC {final.auc:.4f}, normalized entropy {final.normalized_entropy:.4f}, logloss {final.logloss:.4f}"
+    return f"AUC {final.auc:.4f}, best possible {report.optimum.auc:.4f}, gap {report.optimum.auc - final.auc:.4f}"
+
+
+def write_metrics(report: RunReport, path: Path) -> None:
+    """Write the whole report as JSON."""
+    content = {
+        "config": dict(report.config),
+        "environment": dict(report.environment),
+        "source": report.source,
+        "skipped_rows": dict(report.skipped),
+        "training": {
+            "samples": report.samples,
+            "steps": report.steps,
+            "seconds": report.seconds,
+            "samples_per_second": report.samples_per_second,
+        },
+        "final": dataclasses.asdict(report.final),
+        "optimum": None if report.optimum is None else dataclasses.asdict(report.optimum),
+        "auc_gap": report.gap,
+        "curve": [dataclasses.asdict(point) for point in report.curve],
+    }
+    path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def write_curve(report: RunReport, path: Path) -> None:
+    """Draw loss and held-out AUC against the rows trained on, with the optimum where there is one."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    samples = [point.samples for point in report.curve]
+    trained = [(point.samples, point.train_loss) for point in report.curve if point.train_loss is not None]
+    left.plot(*zip(*trained, strict=True), color="tab:gray", marker=".", label="training")
+    _held_out(left, report, samples, "logloss")
+    left.set(title="Logloss", ylabel="nats per row")
+    _held_out(right, report, samples, "auc")
+    right.set(title="Held-out AUC", ylabel="AUC")
+    for axes in (left, right):
+        axes.set_xlabel("samples")
+        axes.set_xlim(left=0)
+        axes.grid(alpha=0.3)
+        axes.legend()
+        axes.ticklabel_format(axis="y", useOffset=False)
+        axes.xaxis.set_major_formatter(lambda value, _: _short(value))
+    figure.suptitle(summary_line(report))
+    canvas.print_figure(path, dpi=120)
+
+
+def _held_out(axes: Axes, report: RunReport, samples: Sequence[int], name: str) -> None:
+    values = [getattr(point, name) for point in report.curve]
+    axes.plot(samples, values, color="tab:blue", marker="o", markersize=4, label="held out")
+    if report.optimum is not None:
+        best = getattr(report.optimum, name)
+        axes.axhline(best, color="tab:green", linestyle="--", label=f"best possible {best:.4f}")
+
+
+def _short(value: float) -> str:
+    """1500000 as 1.5M."""
+    for size, unit in ((1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:g}{unit}"
+    return f"{value:g}"

@@ -1,0 +1,141 @@
+"""The command line without a training run: help, versions, wrong flags, and the last words of a failed command."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import shardrec
+from shardrec.cli import app
+from shardrec.cli.ending import ended_by_error
+from shardrec.errors import DataError, InputError
+from shardrec.train import TrainConfig
+from shardrec.train.options import flag
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(
+        [sys.executable, "-m", "shardrec.cli", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+    )
+
+
+def test_help_names_every_option() -> None:
+    shown = CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "200"})
+    assert shown.exit_code == 0
+    for field in dataclasses.fields(TrainConfig):
+        assert f"{flag(field.name)} " in shown.output, field.name
+    assert "(default: rowwise_adagrad)" in shown.output
+    assert "(default: 128,64)" in shown.output
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom typer.testing import CliRunner\nfrom shardrec.cli import app\n"
+        "assert CliRunner().invoke(app, ['train', '--help']).exit_code == 0\n"
+        "print(sorted({'torch', 'fbgemm_gpu', 'torchrec', 'numpy', 'matplotlib', 'pyarrow'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_version() -> None:
+    shown = CliRunner().invoke(app, ["--version"])
+    assert shown.exit_code == 0
+    assert shown.output.strip() == f"shardrec {shardrec.__version__}"
+
+
+def test_without_a_command_there_is_help() -> None:
+    shown = CliRunner().invoke(app, [])
+    assert "train" in shown.output
+    assert "doctor" in shown.output
+
+
+def test_doctor() -> None:
+    shown = CliRunner().invoke(app, ["doctor"])
+    assert shown.exit_code == 0, shown.output
+    assert "PROBLEM" not in shown.output
+    assert re.findall(r"^ *(\w+): ", shown.output, re.MULTILINE) == ["versions", "threads", "device", "gloo"]
+    assert re.search(r"torchrec \d", shown.output)
+
+
+def test_doctor_fails_with_the_remedy_when_versions_do_not_match(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardrec import _versions
+
+    def refuse() -> None:
+        raise shardrec.VersionError("found torch 1.0; install torch==2.13.0")
+
+    monkeypatch.setattr(_versions, "check_versions", refuse)
+    shown = CliRunner().invoke(app, ["doctor"])
+    assert shown.exit_code == 1
+    assert "versions: PROBLEM: found torch 1.0; install torch==2.13.0" in shown.output
+    assert "gloo: two ranks" in shown.output
+
+
+def test_a_wrong_option_is_one_line_and_exit_code_1() -> None:
+    done = run("train", "--batch-size", "0")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr == "shardrec: error: batch_size (--batch-size) is 0: give a whole number, at least 1\n"
+
+
+def test_an_unknown_key_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("embeding_lr: 0.1\n", encoding="utf-8")
+    done = run("train", str(path))
+    assert done.returncode == 1
+    assert f"{path}: there is no option 'embeding_lr', did you mean 'embedding_lr'?" in done.stderr
+    assert "The options are data, samples" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_debug_keeps_the_traceback() -> None:
+    done = run("train", "--epochs", "0", "--debug")
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+
+
+def test_a_flag_of_the_wrong_type_is_a_usage_error() -> None:
+    assert run("train", "--batch-size", "many").returncode == 2
+
+
+class TestEnding:
+    """Who says what when several processes end with an error."""
+
+    def test_an_unexpected_error_names_its_kind(self, capsys: pytest.CaptureFixture[str]) -> None:
+        ended_by_error(ZeroDivisionError("division by zero"))
+        assert "unexpected ZeroDivisionError: division by zero\nRun it again with --debug" in capsys.readouterr().err
+
+    def test_shared_errors_come_from_rank_0_only(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("RANK", "1")
+        ended_by_error(InputError("rank 0: bad batch"))
+        assert capsys.readouterr().err == ""
+        ended_by_error(DataError("rows.tsv:3: bad"))
+        assert capsys.readouterr().err == "shardrec, rank 1: error: rows.tsv:3: bad\n"
+        monkeypatch.setenv("RANK", "0")
+        ended_by_error(InputError("rank 0: bad batch"))
+        assert capsys.readouterr().err == "shardrec, rank 0: error: rank 0: bad batch\n"
+
+
+@pytest.mark.slow
+def test_help_is_fast() -> None:
+    begin = time.perf_counter()
+    assert run("--help").returncode == 0
+    assert time.perf_counter() - begin < 1.5

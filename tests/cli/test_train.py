@@ -1,0 +1,172 @@
+"""``shardrec train`` on files, good and bad, through the same door as the shell; and on new ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shardrec.cli import main
+
+SMALL = ("--max-embeddings", "100", "--embedding-dim", "8", "--batch-size", "64", "--evaluations", "1")
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """Runs the command line in this process: (exit code, stdout, stderr)."""
+
+    def run_main(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["shardrec", *arguments])
+        code = 0
+        try:
+            main()
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        return code, *capfd.readouterr()
+
+    return run_main
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    """600 generated rows in Criteo's format."""
+    from shardrec.data import write_criteo_tsv
+
+    path = tmp_path / "rows.tsv"
+    write_criteo_tsv(path, 600, seed=1)
+    return path
+
+
+def break_rows(path: Path, field: int, value: str, lines: tuple[int, ...]) -> None:
+    """Puts ``value`` in one field (0 is the label) of some lines, counted from 1."""
+    text = path.read_text(encoding="utf-8").splitlines()
+    for line in lines:
+        fields = text[line - 1].split("\t")
+        fields[field] = value
+        text[line - 1] = "\t".join(fields)
+    path.write_text("\n".join(text) + "\n", encoding="utf-8")
+
+
+def test_a_file(run: Run, rows: Path, tmp_path: Path) -> None:
+    code, shown, errors = run("train", "--data", str(rows), *SMALL, "--out", str(tmp_path / "out"))
+    assert (code, errors) == (0, "")
+    assert "best possible" not in shown
+    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text(encoding="utf-8"))
+    assert metrics["optimum"] is None
+    assert metrics["training"]["samples"] + metrics["final"]["rows"] == 600
+    assert len(metrics["curve"]) == 1
+
+
+def test_samples_cut_a_file_short(run: Run, rows: Path, tmp_path: Path) -> None:
+    flags = ("--samples", "128", "--epochs", "3", "--out", str(tmp_path))
+    code, _, _ = run("train", "--data", str(rows), *SMALL, *flags)
+    assert code == 0
+    metrics = json.loads((tmp_path / "metrics.json").read_text(encoding="utf-8"))
+    assert (metrics["training"]["samples"], metrics["training"]["steps"]) == (3 * 128, 6)
+
+
+def test_a_bad_row_is_one_line_that_says_where(run: Run, rows: Path, tmp_path: Path) -> None:
+    break_rows(rows, 3, "abc", (17, 400))
+    code, _, errors = run("train", "--data", str(rows), *SMALL, "--out", str(tmp_path / "out"))
+    assert code == 1
+    assert errors.startswith(f"shardrec: error: {rows}:17: field 'int_3': value 'abc'")
+    assert errors.count("\n") == 1
+    assert not (tmp_path / "out" / "metrics.json").exists()
+
+
+def test_bad_rows_are_counted_when_skipped(run: Run, rows: Path, tmp_path: Path) -> None:
+    break_rows(rows, 3, "abc", (17, 400))
+    break_rows(rows, 0, "2", (500,))
+    flags = ("--on-bad-row", "skip", "--epochs", "2", "--out", str(tmp_path))
+    code, shown, _ = run("train", "--data", str(rows), *SMALL, *flags)
+    assert code == 0
+    assert "left out 2 rows: bad number" in shown
+    assert "left out 1 row: bad label" in shown
+    metrics = json.loads((tmp_path / "metrics.json").read_text(encoding="utf-8"))
+    assert metrics["skipped_rows"] == {"bad number": 2, "bad label": 1}
+    assert metrics["training"]["samples"] == 2 * (597 - metrics["final"]["rows"])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("none.tsv", None, "none.tsv"),
+        ("empty.tsv", b"", "empty.tsv"),
+        ("text.tsv", b"hello\nworld\n", "text.tsv:1: "),
+        ("lie.tsv.gz", b"0\t1\n", "lie.tsv.gz"),
+    ],
+)
+def test_files_that_are_not_data(run: Run, tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    code, _, errors = run("train", "--data", str(path), *SMALL, "--out", str(tmp_path / "out"))
+    assert code == 1
+    assert errors.startswith("shardrec: error: ")
+    assert f"{tmp_path}/{message}" in errors
+    assert errors.count("\n") == 1
+
+
+def test_ctrl_c(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    import shardrec.cli.train as command
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "train", interrupted)
+    assert run("train") == (130, "", "\nshardrec: stopped\n")
+
+
+def shell(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs the command line in a process of its own."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(
+        [sys.executable, "-m", "shardrec.cli", *arguments],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+    )
+
+
+@pytest.mark.slow
+def test_two_new_ranks(tmp_path: Path) -> None:
+    flags = ("--samples", "50000", "--holdout-samples", "10000", "--batch-size", "512", "--max-embeddings", "500")
+    done = shell("train", "--nproc", "2", *flags, "--out", str(tmp_path))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "training dlrm on 2 ranks" in done.stdout
+    assert "\x1b" not in done.stdout
+    metrics = json.loads((tmp_path / "metrics.json").read_text(encoding="utf-8"))
+    assert metrics["environment"]["ranks"] == 2
+    assert metrics["training"]["samples"] == 50_000
+    assert metrics["final"]["rows"] == 10_000
+    assert metrics["final"]["auc"] > 0.7
+
+
+@pytest.mark.slow
+def test_two_new_ranks_say_a_bad_row_once(rows: Path, tmp_path: Path) -> None:
+    break_rows(rows, 0, "maybe", (590,))
+    done = shell("train", "--nproc", "2", "--data", str(rows), *SMALL, "--out", str(tmp_path / "out"))
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"shardrec: error: {rows}:590: field 'label': value 'maybe'")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["kaggle_head", "x4_valid_sample", "x4_test_sample"])
+def test_real_rows(run: Run, data_dir: Path, tmp_path: Path, name: str) -> None:
+    path = data_dir / "criteo_raw_sample" / f"{name}.tsv.xz"
+    code, shown, errors = run("train", "--data", str(path), *SMALL, "--epochs", "3", "--out", str(tmp_path))
+    assert (code, errors) == (0, "")
+    metrics = json.loads((tmp_path / "metrics.json").read_text(encoding="utf-8"))
+    assert metrics["skipped_rows"] == {}
+    assert metrics["final"]["auc"] > 0.55
+    assert f"AUC {metrics['final']['auc']:.4f}" in shown.splitlines()[-1]

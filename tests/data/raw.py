@@ -1,0 +1,52 @@
+"""A small schema, and raw lines for it, for the tests of the readers."""
+
+from __future__ import annotations
+
+import gzip
+import lzma
+from collections.abc import Sequence
+from pathlib import Path
+
+from shardrec.data import ClickBatch, ClickSchema, SyntheticConfig
+
+SCHEMA = ClickSchema(dense_names=("int_1", "int_2"), sparse_names=("cat_1", "cat_2"), num_embeddings=(11, 1000))
+SMALL = ClickSchema(
+    dense_names=("x", "y"), sparse_names=("a", "b", "c", "d"), num_embeddings=(30, 200, 40, 5)
+)  # fmt: skip
+SMALL_CONFIG = SyntheticConfig(rows=100, holdout_rows=20_000, schema=SMALL, pairs=1)
+
+
+def line(number: int) -> bytes:
+    """A good line that can be told from all others by its first integer."""
+    return b"%d\t%d\t\t%08x\t" % (number % 2, number, number * 2654435761 % 2**32)
+
+
+def lines(count: int) -> bytes:
+    """``count`` good lines."""
+    return b"".join(line(number) + b"\n" for number in range(count))
+
+
+def write(path: Path, text: bytes) -> Path:
+    """Writes ``text``, compressed by the suffix of ``path``."""
+    if path.suffix == ".gz":
+        text = gzip.compress(text)
+    elif path.suffix == ".xz":
+        text = lzma.compress(text)
+    path.write_bytes(text)
+    return path
+
+
+def equal(left: ClickBatch, right: ClickBatch) -> bool:
+    """Whether two batches are the same, bit for bit."""
+    return (
+        left.labels.equal(right.labels)
+        and left.dense.equal(right.dense)
+        and left.sparse.keys() == right.sparse.keys()
+        and left.sparse.values().equal(right.sparse.values())
+        and left.sparse.lengths().equal(right.sparse.lengths())
+    )
+
+
+def first_integers(batches: Sequence[ClickBatch]) -> list[int]:
+    """What stood in ``int_1`` of each row (``exp(x) - 3``), from 0 to some thousands."""
+    return [round(value) for batch in batches for value in (batch.dense[:, 0].double().exp() - 3).tolist()]

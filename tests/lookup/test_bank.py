@@ -1,0 +1,162 @@
+"""A bank of tables against ``torch.nn.functional.embedding_bag``, table by table."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor, nn
+
+from shardrec.layout import COLUMN_UNIT
+from shardrec.lookup.bank import TableBank
+from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
+from shardrec.lookup.shards import dense_lookup
+from tests.plans import randoms
+
+CPU = torch.device("cpu")
+SGD = FusedOptimizer(kind=OptimizerKind.SGD, lr=1.0)
+
+
+class Drawn:
+    """Random tables, slots and bags."""
+
+    def __init__(self, rng: Random, optimizer: FusedOptimizer | None) -> None:
+        count = rng.randint(1, 4)
+        self.shapes = [(rng.randint(1, 9), COLUMN_UNIT * rng.randint(1, 3)) for _ in range(count)]
+        self.slots = sorted([*range(count), *(rng.randrange(count) for _ in range(rng.randint(0, 3)))])
+        rng.shuffle(order := list(range(count)))
+        # The lookups of a table are neighbours, but the tables may come in any order.
+        self.slots.sort(key=order.index)
+        self.bank = TableBank(self.shapes, self.slots, optimizer, CPU)
+        generator = torch.Generator().manual_seed(rng.randrange(2**31))
+        for weight in self.bank.weights:
+            weight.copy_(torch.randn(weight.shape, generator=generator))
+        self.size = rng.randrange(4)
+        bags = [[rng.randrange(4) for _ in range(self.size)] for _ in self.slots]
+        self.lengths = torch.tensor(bags, dtype=torch.int32).view(len(self.slots), self.size)
+        ids = [
+            rng.randrange(self.shapes[table][0])
+            for table, row in zip(self.slots, bags, strict=True)
+            for length in row
+            for _ in range(length)
+        ]
+        self.ids = torch.tensor(ids, dtype=rng.choice([torch.int32, torch.int64]))
+        self.weights = torch.rand(len(ids), generator=generator) + 0.1 if rng.random() < 0.5 else None
+        self.gradient = torch.randn(self.size, sum(self.shapes[t][1] for t in self.slots), generator=generator)
+
+    def reference(self, tables: list[Tensor]) -> Tensor:
+        """(B, D) by one embedding_bag per slot."""
+        columns, start = [], 0
+        for table, row in zip(self.slots, self.lengths, strict=True):
+            count = int(row.sum())
+            part = slice(start, start + count)
+            start += count
+            columns.append(
+                nn.functional.embedding_bag(
+                    self.ids[part].long(),
+                    tables[table],
+                    torch.cat([row.new_zeros(1), row.cumsum(0)]).long(),
+                    mode="sum",
+                    per_sample_weights=None if self.weights is None else self.weights[part],
+                    include_last_offset=True,
+                )
+            )
+        return torch.cat(columns, dim=1)
+
+
+@settings(max_examples=40)
+@given(rng=randoms())
+def test_looks_up_sums_of_rows(rng: Random) -> None:
+    drawn = Drawn(rng, rng.choice([None, SGD]))
+    pooled = drawn.bank.look_up(drawn.ids, drawn.lengths, drawn.weights)
+    assert torch.allclose(pooled, drawn.reference(drawn.bank.weights), atol=1e-5)
+
+
+@settings(max_examples=40)
+@given(rng=randoms())
+def test_row_gradients_are_those_of_autograd(rng: Random) -> None:
+    drawn = Drawn(rng, None)
+    leaves = [weight.clone().requires_grad_() for weight in drawn.bank.weights]
+    drawn.reference(leaves).backward(drawn.gradient)
+    found = drawn.bank.row_gradients(drawn.ids, drawn.lengths, drawn.weights, drawn.gradient)
+    assert len(found) == len(drawn.bank.classes)
+    seen = []
+    for cls, gradient in zip(drawn.bank.classes, found, strict=True):
+        assert torch.equal(gradient.rows, gradient.rows.unique(sorted=True)), "rows are distinct and ascending"
+        whole = torch.zeros_like(cls.weight).index_copy_(0, gradient.rows, gradient.values)
+        for position, table in enumerate(cls.tables):
+            seen.append(table)
+            expected = leaves[table].grad
+            assert expected is not None
+            part = whole[cls.bases[position] : cls.bases[position + 1]]
+            assert torch.allclose(part, expected, atol=1e-5)
+    assert sorted(seen) == list(range(len(drawn.shapes)))
+
+
+@settings(max_examples=40)
+@given(rng=randoms())
+def test_dense_lookup_gives_dense_gradients(rng: Random) -> None:
+    drawn = Drawn(rng, None)
+    parameters = [nn.Parameter(weight) for weight in drawn.bank.weights]
+    leaves = [weight.clone().requires_grad_() for weight in drawn.bank.weights]
+    dense_lookup(drawn.bank, drawn.ids, drawn.lengths, drawn.weights, parameters).backward(drawn.gradient)
+    drawn.reference(leaves).backward(drawn.gradient)
+    for parameter, leaf in zip(parameters, leaves, strict=True):
+        assert parameter.grad is not None and leaf.grad is not None
+        assert torch.allclose(parameter.grad, leaf.grad, atol=1e-5)
+
+
+@settings(max_examples=40)
+@given(rng=randoms())
+def test_a_fused_bank_learns_in_backward(rng: Random) -> None:
+    drawn = Drawn(rng, SGD)
+    leaves = [weight.clone().requires_grad_() for weight in drawn.bank.weights]
+    drawn.reference(leaves).backward(drawn.gradient)
+    drawn.bank.look_up(drawn.ids, drawn.lengths, drawn.weights).backward(drawn.gradient)
+    for weight, leaf in zip(drawn.bank.weights, leaves, strict=True):
+        assert leaf.grad is not None
+        assert torch.allclose(weight, leaf.detach() - leaf.grad, atol=1e-5)
+
+
+@given(rng=randoms())
+def test_width_classes_are_the_kernels_own_memory(rng: Random) -> None:
+    drawn = Drawn(rng, None)
+    for cls in drawn.bank.classes:
+        cls.weight.fill_(cls.width)
+    for weight, (rows, cols) in zip(drawn.bank.weights, drawn.shapes, strict=True):
+        assert weight.shape == (rows, cols)
+        assert bool((weight == cols).all())
+
+
+@pytest.mark.parametrize("kind", list(OptimizerKind))
+def test_first_states(kind: OptimizerKind) -> None:
+    if kind is OptimizerKind.ADAM:
+        return  # no kernel on the CPU
+    first = 0.0 if kind is OptimizerKind.SGD else 0.5
+    bank = TableBank([(3, 4), (2, 8)], [0, 1], FusedOptimizer(kind=kind, lr=1.0, initial_accumulator_value=first), CPU)
+    for (rows, cols), states in zip(bank.shapes, bank.states(), strict=True):
+        assert set(states) == ({"sum"} if kind is not OptimizerKind.SGD else set())
+        for state in states.values():
+            assert state.shape == ((rows,) if kind is OptimizerKind.ROWWISE_ADAGRAD else (rows, cols))
+            assert bool((state == first).all())
+
+
+def test_learning_rate() -> None:
+    bank = TableBank([(3, 4)], [0], SGD, CPU)
+    bank.weights[0].zero_()
+    ids, lengths = torch.tensor([1]), torch.tensor([[1]], dtype=torch.int32)
+    bank.set_learning_rate(0.25)
+    bank.look_up(ids, lengths, None).sum().backward()
+    assert bank.weights[0].tolist() == [[0.0] * 4, [-0.25] * 4, [0.0] * 4]
+
+
+def test_inference_mode() -> None:
+    bank = TableBank([(3, 4)], [0], SGD, CPU)
+    bank.weights[0].copy_(torch.arange(12).view(3, 4))
+    with torch.inference_mode():
+        pooled = bank.look_up(torch.tensor([1, 2]), torch.tensor([[2]], dtype=torch.int32), None)
+    assert pooled.tolist() == [[12.0, 14.0, 16.0, 18.0]]
+    bank.look_up(torch.tensor([1]), torch.tensor([[1]], dtype=torch.int32), None).sum().backward()
+    assert bank.weights[0][1].tolist() == [3.0, 4.0, 5.0, 6.0]

@@ -1,0 +1,65 @@
+"""Lookup groups: one per way to learn, alike on every rank."""
+
+from __future__ import annotations
+
+import torch
+
+from shardrec.layout import TableLayout, cuts
+from shardrec.lookup.groups import GroupMode, LookupTable, group_tables
+from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
+
+CPU = torch.device("cpu")
+SGD = FusedOptimizer(kind=OptimizerKind.SGD, lr=0.5)
+ADAM = FusedOptimizer(kind=OptimizerKind.ADAM, lr=0.5)
+ROWWISE = FusedOptimizer(kind=OptimizerKind.ROWWISE_ADAGRAD, lr=0.5)
+
+
+def whole(name: str) -> TableLayout:
+    return cuts.table_wise(name, 5, 8, rank=0)
+
+
+def halves(name: str) -> TableLayout:
+    return cuts.column_wise(name, 5, 8, ranks=[0, 1])
+
+
+def table(layout: TableLayout, optimizer: FusedOptimizer | None) -> LookupTable:
+    return LookupTable(layout=layout, optimizer=optimizer)
+
+
+def test_a_group_for_each_way_to_learn() -> None:
+    tables = [
+        table(whole("a"), SGD),
+        table(whole("b"), None),
+        table(whole("c"), ADAM),
+        table(whole("d"), ROWWISE),
+        table(halves("e"), ROWWISE),
+        table(cuts.data_parallel("f", 5, 8), SGD),
+        table(halves("g"), SGD),
+        table(whole("h"), FusedOptimizer(kind=OptimizerKind.SGD, lr=0.25)),
+        table(cuts.row_wise("i", 5, 8, ranks=[0, 1]), ROWWISE),
+    ]
+    found = [(group.mode, "".join(layout.name for layout in group.layouts)) for group in group_tables(tables, CPU)]
+    assert found == [
+        (GroupMode.FUSED, "ag"),
+        (GroupMode.DENSE, "b"),
+        (GroupMode.ROWS, "c"),
+        (GroupMode.FUSED, "di"),
+        (GroupMode.WHOLE_ROWS, "e"),
+        (GroupMode.FUSED, "h"),
+    ]
+
+
+def test_adam_has_a_kernel_on_cuda() -> None:
+    (group,) = group_tables([table(whole("a"), ADAM)], torch.device("cuda"))
+    assert group.mode is GroupMode.FUSED
+
+
+def test_replicated_tables_are_in_no_group() -> None:
+    assert group_tables([table(cuts.data_parallel("a", 5, 8), SGD)], CPU) == ()
+
+
+def test_local_shards_come_table_by_table() -> None:
+    (group,) = group_tables([table(halves("b"), SGD), table(whole("a"), SGD)], CPU)
+    assert [str(shard) for shard in group.local_shards(0)] == ["b[0:5, 0:4] on rank 0", "a[0:5, 0:8] on rank 0"]
+    assert [str(shard) for shard in group.local_shards(1)] == ["b[0:5, 4:8] on rank 1"]
+    assert group.local_shards(2) == ()

@@ -1,0 +1,121 @@
+"""Row by row, each rule is the torch optimizer of that name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+import pytest
+import torch
+import torchrec
+from hypothesis import given, settings
+from torch import Tensor, nn
+
+from shardrec.lookup.bank import RowGradient, WidthClass
+from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
+from shardrec.lookup.rows import RowOptimizer
+from tests.plans import randoms
+
+OPTIMIZERS = [
+    FusedOptimizer(kind=OptimizerKind.SGD, lr=0.5),
+    FusedOptimizer(kind=OptimizerKind.ADAGRAD, lr=0.5, eps=1e-3),
+    FusedOptimizer(kind=OptimizerKind.ADAGRAD, lr=0.1, eps=1e-10, initial_accumulator_value=0.25),
+    FusedOptimizer(kind=OptimizerKind.ROWWISE_ADAGRAD, lr=0.5, eps=1e-3, initial_accumulator_value=0.25),
+    FusedOptimizer(kind=OptimizerKind.ADAM, lr=0.1, eps=1e-8, betas=(0.9, 0.999)),
+    FusedOptimizer(kind=OptimizerKind.ADAM, lr=0.1, eps=1e-2, betas=(0.5, 0.75)),
+]
+
+
+def torch_optimizer(spec: FusedOptimizer, parameter: nn.Parameter) -> torch.optim.Optimizer:
+    match spec.kind:
+        case OptimizerKind.SGD:
+            return torch.optim.SGD([parameter], lr=spec.lr)
+        case OptimizerKind.ADAM:
+            return torch.optim.Adam([parameter], lr=spec.lr, betas=spec.betas, eps=spec.eps)
+        case OptimizerKind.ADAGRAD:
+            cls: Callable[..., torch.optim.Optimizer] = torch.optim.Adagrad
+        case OptimizerKind.ROWWISE_ADAGRAD:
+            cls = torchrec.optim.RowWiseAdagrad
+    return cls([parameter], lr=spec.lr, eps=spec.eps, initial_accumulator_value=spec.initial_accumulator_value)
+
+
+def one_class(weight: Tensor, rows_of_tables: list[int]) -> WidthClass:
+    bases = [0]
+    for rows in rows_of_tables:
+        bases.append(bases[-1] + rows)
+    return WidthClass(
+        width=weight.size(1),
+        tables=tuple(range(len(rows_of_tables))),
+        bases=tuple(bases),
+        weight=weight,
+        slots=(),
+        slot_bases=torch.zeros(0, dtype=torch.int64),
+    )
+
+
+@pytest.mark.parametrize("spec", OPTIMIZERS, ids=lambda spec: f"{spec.kind.value}-{spec.lr}")
+@settings(max_examples=15)
+@given(rng=randoms())
+def test_steps_as_torch_does(spec: FusedOptimizer, rng: Random) -> None:
+    rows, width = rng.randint(1, 8), 4 * rng.randint(1, 2)
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    parameter = nn.Parameter(torch.randn(rows, width, generator=generator))
+    weight = parameter.detach().clone()
+    fused = RowOptimizer([one_class(weight, [rows])], 1, spec)
+    optimizer = torch_optimizer(spec, parameter)
+    for _ in range(4):
+        # Only Adam would do something to a row without gradient, which the fused one leaves alone.
+        few = rows if spec.kind is OptimizerKind.ADAM else rng.randint(0, rows)
+        chosen = torch.tensor(sorted(rng.sample(range(rows), few)), dtype=torch.int64)
+        values = torch.randn(len(chosen), width, generator=generator)
+        parameter.grad = torch.zeros(rows, width).index_copy_(0, chosen, values)
+        optimizer.step()
+        fused.step([RowGradient(rows=chosen, values=values)])
+        assert torch.allclose(weight, parameter, atol=1e-6)
+    assert fused.step_count == 4
+
+
+def test_adam_leaves_rows_alone_that_are_not_looked_up() -> None:
+    """Neither moved nor decayed; the step count goes on for all the rows."""
+    spec = FusedOptimizer(kind=OptimizerKind.ADAM, lr=0.1, eps=1e-8, betas=(0.9, 0.999))
+    weight = torch.ones(2, 4)
+    fused = RowOptimizer([one_class(weight, [2])], 1, spec)
+    fused.step([RowGradient(rows=torch.tensor([0, 1]), values=torch.full((2, 4), 0.5))])
+    before = weight[1].clone(), fused.states()[0]["exp_avg"][1].clone(), fused.states()[0]["exp_avg_sq"][1].clone()
+    fused.step([RowGradient(rows=torch.tensor([0]), values=torch.full((1, 4), 0.5))])
+    after = weight[1], fused.states()[0]["exp_avg"][1], fused.states()[0]["exp_avg_sq"][1]
+    assert all(torch.equal(one, two) for one, two in zip(before, after, strict=True))
+    fused.step([RowGradient(rows=torch.tensor([1]), values=torch.full((1, 4), 0.5))])
+    first = (0.9 * 0.05 + 0.1 * 0.5) / (1 - 0.9**3)
+    second = (0.999 * 0.00025 + 0.001 * 0.25) / (1 - 0.999**3)
+    assert torch.allclose(weight[1], before[0] - 0.1 * first / second**0.5, atol=1e-6)
+
+
+def test_states_are_views_by_table() -> None:
+    weight = torch.zeros(5, 4)
+    fused = RowOptimizer([one_class(weight, [2, 3])], 2, FusedOptimizer(kind=OptimizerKind.ADAM, lr=1.0, eps=1e-8))
+    first, second = fused.states()
+    assert first.keys() == second.keys() == {"exp_avg", "exp_avg_sq"}
+    assert (first["exp_avg"].shape, second["exp_avg"].shape) == ((2, 4), (3, 4))
+    second["exp_avg"].fill_(7.0)
+    assert fused.states()[1]["exp_avg"].eq(7).all()
+    assert fused.states()[0]["exp_avg"].eq(0).all()
+
+
+def test_the_mean_square_of_a_whole_row_can_be_given() -> None:
+    """As when this rank holds a part of the row's columns."""
+    spec = FusedOptimizer(kind=OptimizerKind.ROWWISE_ADAGRAD, lr=1.0)
+    weight = torch.zeros(3, 4)
+    fused = RowOptimizer([one_class(weight, [3])], 1, spec)
+    gradient = RowGradient(rows=torch.tensor([2]), values=torch.full((1, 4), 6.0))
+    fused.step([gradient], [torch.tensor([9.0])])
+    assert fused.states()[0]["sum"].tolist() == [0.0, 0.0, 9.0]
+    assert weight[2].tolist() == [-2.0] * 4
+
+
+def test_the_learning_rate_may_change() -> None:
+    weight = torch.zeros(1, 4)
+    fused = RowOptimizer([one_class(weight, [1])], 1, FusedOptimizer(kind=OptimizerKind.SGD, lr=1.0))
+    fused.lr = 0.25
+    fused.step([RowGradient(rows=torch.tensor([0]), values=torch.ones(1, 4))])
+    assert weight.tolist() == [[-0.25] * 4]

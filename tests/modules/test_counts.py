@@ -1,0 +1,163 @@
+"""The collectives of a step: one header, one payload, one output and one gradient all-to-all, whatever the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+from shardrec.layout import ShardingPlan
+from shardrec.modules import ShardedModel, shard
+from tests.batches import random_bags
+from tests.collective_counts import CountCollectives
+from tests.models import click_model, collection, feature_rows, random_configs, table_sizes
+from tests.modules.parity import random_case
+from tests.plans import CUTS, cut_plan, random_plan, topologies_of
+from tests.ranks import ranks
+
+STEPS = 3
+
+
+class Plain(nn.Module):
+    """Has just the parameters that a sharded model leaves to DistributedDataParallel."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.those = nn.ParameterList([nn.Parameter(parameter.detach().clone()) for parameter in parameters])
+
+    def forward(self) -> torch.Tensor:
+        return torch.stack([parameter.square().sum() for parameter in self.those]).sum()
+
+
+def plain_counts(model: ShardedModel) -> list[tuple[dict[str, int], dict[str, int]]]:
+    """Forward and backward collectives of each step of the same dense part without sharded tables."""
+    sharded = {
+        id(one)
+        for collection in model._sharded
+        for table in collection.tables().values()
+        if not table.layout.replicated
+        for one in table.parameters()
+    }
+    rest = [one for one in model.parameters() if id(one) not in sharded]
+    plain = DistributedDataParallel(Plain(rest))
+    found = []
+    for _ in range(STEPS):
+        with CountCollectives() as forward:
+            loss = plain()
+        with CountCollectives() as backward:
+            loss.backward()
+        found.append((dict(forward), dict(backward)))
+    return found
+
+
+def whole_row_groups(optimizers: Sequence[str], plan: ShardingPlan) -> int:
+    """Groups of tables that exchange the squares of rows: rowwise Adagrad on tables cut by columns."""
+    cut = [len(layout.stripes()) > 1 for layout in plan.tables]
+    return int(any(one == "rowwise_adagrad" and by_columns for one, by_columns in zip(optimizers, cut, strict=True)))
+
+
+def count_click_steps(configs: list[EmbeddingBagConfig], plan: ShardingPlan, optimizer: str, rng: Random) -> None:
+    """Steps of a whole model, with uneven and empty batches."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model = shard(click_model(configs, optimizer=optimizer), plan)
+    expected_dense = plain_counts(model)
+    extra = whole_row_groups([optimizer] * len(configs), plan)
+    for step in range(STEPS):
+        sizes = [rng.choice([0, 1, 3]) for _ in range(world_size)]
+        bags = [random_bags(rng, feature_rows(configs), size) for size in sizes]
+        dense = torch.randn(sizes[rank], 3)
+        with CountCollectives() as forward:
+            loss = model(dense, bags[rank].kjt()).sum()
+        with CountCollectives() as backward:
+            loss.backward()
+        dense_forward, dense_backward = expected_dense[step]
+        assert forward == {"all_to_all": 3, **dense_forward}, f"step {step}: forward {dict(forward)}"
+        assert backward == {"all_to_all": 1 + extra, **dense_backward}, f"step {step}: backward {dict(backward)}"
+        with CountCollectives() as evaluation, torch.no_grad():
+            model(dense, bags[rank].kjt())
+        assert evaluation == {"all_to_all": 3}
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("cut", sorted(CUTS))
+def test_every_cut(cut: str, world_size: int) -> None:
+    def rank_main() -> None:
+        rng = Random(cut)
+        configs = random_configs(rng)
+        plan = cut_plan(cut, rng, table_sizes(configs, "sparse"), rng.choice(topologies_of(world_size)))
+        for optimizer in ("adagrad", "rowwise_adagrad"):
+            count_click_steps(configs, plan, optimizer, rng)
+
+    ranks(world_size, rank_main)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_random_mixtures(world_size: int) -> None:
+    def rank_main() -> None:
+        for seed in range(4):
+            rng = Random(seed)
+            configs = random_configs(rng, most=6)
+            plan = random_plan(rng, table_sizes(configs, "sparse"), rng.choice(topologies_of(world_size)))
+            count_click_steps(configs, plan, rng.choice(["sgd", "rowwise_adagrad", "adam", "none"]), rng)
+
+    ranks(world_size, rank_main)
+
+
+def test_mixed_optimizers_add_no_exchange() -> None:
+    """Each optimizer is a kernel of its own, and all of them share one exchange."""
+
+    def rank_main() -> None:
+        for seed in range(12):
+            case = random_case(seed, 2)
+            if len(set(case.optimizers)) < 2:
+                continue
+            rng = Random(seed)
+            model = shard(collection(case.configs, weighted=case.weighted, optimizers=case.optimizers), case.plan)
+            bags = [random_bags(rng, feature_rows(case.configs), 3, weighted=case.weighted) for _ in range(2)]
+            with CountCollectives() as counts:
+                model(bags[dist.get_rank()].kjt()).values().sum().backward()
+            replicas = int(any(layout.replicated for layout in case.plan.tables))
+            assert counts["all_to_all"] == 4 + whole_row_groups(case.optimizers, case.plan)
+            assert counts.total() == counts["all_to_all"] + replicas, dict(counts)
+            assert counts["all_reduce"] == replicas
+
+    ranks(2, rank_main)
+
+
+def test_one_rank_exchanges_nothing() -> None:
+    def rank_main() -> None:
+        for seed in range(5):
+            rng = Random(seed)
+            configs = random_configs(rng)
+            plan = random_plan(rng, table_sizes(configs, "sparse"), topologies_of(1)[0])
+            model = shard(click_model(configs, optimizer="rowwise_adagrad"), plan)
+            with CountCollectives() as counts:
+                model(torch.randn(3, 3), random_bags(rng, feature_rows(configs), 3).kjt()).sum().backward()
+            assert counts == {}
+
+    ranks(1, rank_main)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_two_collections_make_two_exchanges(world_size: int) -> None:
+    def rank_main() -> None:
+        rng = Random(5)
+        configs = random_configs(rng)
+        tables = {**table_sizes(configs, "0"), **table_sizes(configs, "1")}
+        plan = random_plan(rng, tables, topologies_of(world_size)[0])
+        model = shard(nn.ModuleList([collection(configs, optimizers="adagrad") for _ in range(2)]), plan)
+        features = random_bags(rng, feature_rows(configs), 3).kjt()
+        with CountCollectives() as counts:
+            first, second = (one(features) for one in model.module.children())
+        assert counts == {"all_to_all": 6}
+        with CountCollectives() as counts:
+            (first.values().sum() + second.values().sum()).backward()
+        assert counts["all_to_all"] == 2
+
+    ranks(world_size, rank_main)

@@ -1,0 +1,149 @@
+"""The same training on CUDA with NCCL: one rank always, two where there are two devices."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch import Tensor
+
+from shardrec.errors import InputError
+from shardrec.layout import ShardingPlan, Topology
+from shardrec.modules import ShardedModel, shard
+from tests.batches import Bags, joined, random_bags
+from tests.models import OPTIMIZERS, click_model, collection, feature_rows, random_configs, table_sizes
+from tests.modules.parity import local_part
+from tests.plans import CUTS, cut_plan, random_plan
+
+DEVICES = torch.cuda.device_count()
+
+pytestmark = pytest.mark.skipif(DEVICES == 0, reason="needs a CUDA device, and this machine has none")
+
+WORLDS = [
+    1,
+    pytest.param(2, marks=pytest.mark.skipif(DEVICES < 2, reason="needs two CUDA devices")),
+]
+ATOL = 1e-4
+"""A little looser than on the CPU: the kernels add rows up in an order that is not fixed."""
+
+
+def rank_process(rank: int, world_size: int, port: int, fn: Callable[..., None], args: tuple[Any, ...]) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", rank=rank, world_size=world_size, device_id=torch.device("cuda", rank))
+    try:
+        fn(*args)
+    finally:
+        dist.destroy_process_group()
+
+
+def cuda_ranks(world_size: int, fn: Callable[..., None], *args: Any) -> None:
+    """Call a module-level function on each rank, in processes of their own: CUDA does not survive a fork."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(rank_process, args=(world_size, port, fn, args), nprocs=world_size)
+
+
+def check_parity(
+    model: ShardedModel, reference: torch.nn.Module, rows: dict[str, int], rng: Random, where: str
+) -> None:
+    """Three steps on CUDA beside the unsharded collection on the CPU."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for step in range(3):
+        bags = [random_bags(rng, rows, rng.randint(1, 4)) for _ in range(world_size)]
+        start = sum(one.size for one in bags[:rank])
+        values = model(on_device(bags[rank])).values()
+        expected = reference(joined(bags).kjt()).values()
+        mine = slice(start, start + bags[rank].size)
+        assert values.is_cuda
+        assert torch.allclose(values.cpu(), expected[mine], atol=ATOL), f"{where}: output of step {step}"
+        gradient = torch.randn(expected.shape, generator=torch.Generator().manual_seed(step))
+        (values * gradient[mine].cuda()).sum().backward()
+        ((expected * gradient).sum() / world_size).backward()
+    for name, table in model.module.tables().items():  # type: ignore[operator]
+        whole: Tensor = reference.embedding_bags[name].weight  # type: ignore[index,union-attr]
+        for place, parameter in table.locals.items():
+            assert torch.allclose(parameter.cpu(), local_part(whole, place), atol=ATOL), f"{where}: {place or name}"
+
+
+def on_device(bags: Bags) -> Any:
+    return bags.kjt().to(torch.device("cuda", torch.cuda.current_device()))
+
+
+def train_every_cut(world_size: int) -> None:
+    for cut in ["mixed", *sorted(CUTS)]:
+        for optimizer in sorted(set(OPTIMIZERS) - {"none"}):
+            rng = Random(f"{cut} {optimizer}")
+            configs = random_configs(rng)
+            tables, topology = table_sizes(configs), Topology(ranks_per_host=world_size)
+            plan = random_plan(rng, tables, topology) if cut == "mixed" else cut_plan(cut, rng, tables, topology)
+            model = shard(collection(configs, optimizers=optimizer), plan, device="cuda")
+            reference = collection(configs, optimizers=optimizer, reference=True)
+            check_parity(model, reference, feature_rows(configs), rng, f"{cut} {optimizer}")
+
+
+def refuse_bad_ids(world_size: int) -> None:
+    rng = Random(3)
+    configs = random_configs(rng)
+    rows = feature_rows(configs)
+    plan = random_plan(rng, table_sizes(configs), Topology(ranks_per_host=world_size))
+    model = shard(collection(configs, optimizers="sgd", seed=1), plan, device="cuda")
+    feature = sorted(rows)[0]
+    for bad in (-1, rows[feature]):
+        good = random_bags(rng, rows, 2)
+        spoiled = Bags(keys=good.keys, size=2, ids={**good.ids, feature: [[0], [bad]]})
+        features = on_device(spoiled if dist.get_rank() == world_size - 1 else good)
+        with pytest.raises(InputError, match=rf"rank {world_size - 1}: feature '{feature}' .* id {bad} in sample 1"):
+            model(features)
+    check_parity(model, collection(configs, optimizers="sgd", seed=1), rows, rng, "after bad ids")
+    with pytest.raises(
+        InputError, match=r"the ids are on cpu and the tables of this module .* on cuda; move the batch"
+    ):
+        model(good.kjt())
+
+
+def train_a_whole_model(world_size: int) -> None:
+    rng = Random(4)
+    configs = random_configs(rng)
+    plan: ShardingPlan = random_plan(rng, table_sizes(configs, "sparse"), Topology(ranks_per_host=world_size))
+    model = shard(click_model(configs), plan, device="cuda")
+    reference = click_model(configs)
+    optimizers = [
+        torch.optim.SGD([one for name, one in module.named_parameters() if "embedding_bags" not in name], lr=0.1)
+        for module in (model, reference)
+    ]
+    rank = dist.get_rank()
+    mine = slice(3 * rank, 3 * rank + 3)
+    for _ in range(4):
+        bags = [random_bags(rng, feature_rows(configs), 3, shuffled=False) for _ in range(world_size)]
+        dense = torch.randn(3 * world_size, 3, generator=torch.Generator().manual_seed(1))
+        logits, expected = model(dense[mine].cuda(), on_device(bags[rank])), reference(dense, joined(bags).kjt())
+        assert torch.allclose(logits.cpu(), expected[mine], atol=ATOL)
+        logits.square().mean().backward()
+        expected.square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_every_cut_with_every_optimizer(world_size: int) -> None:
+    cuda_ranks(world_size, train_every_cut, world_size)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_bad_ids(world_size: int) -> None:
+    cuda_ranks(world_size, refuse_bad_ids, world_size)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_a_whole_model(world_size: int) -> None:
+    cuda_ranks(world_size, train_a_whole_model, world_size)

@@ -1,0 +1,85 @@
+"""``plan``: from a model, and the process group it is in, to a sharding plan."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+import torch
+from torch import nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+from shardrec.errors import ConfigError
+from shardrec.layout import Topology
+from shardrec.modules import shard
+from shardrec.planner import Constraint, plan
+from tests.batches import random_bags
+from tests.models import click_model, collection, feature_rows
+from tests.ranks import ranks
+
+CONFIGS = [
+    EmbeddingBagConfig(name="movies", num_embeddings=10, embedding_dim=8, feature_names=["watched", "liked"]),
+    EmbeddingBagConfig(name="tags", num_embeddings=6, embedding_dim=4, feature_names=["tag"]),
+    EmbeddingBagConfig(name="users", num_embeddings=9, embedding_dim=12, feature_names=["liked"]),
+]
+NAMES = ["sparse.movies", "sparse.tags", "sparse.users"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_covers_the_tables_of_every_collection(device: str) -> None:
+    model = nn.ModuleDict({"one": collection(CONFIGS, device=device), "two": collection(CONFIGS[:1], device=device)})
+    found = plan(model, Topology(ranks_per_host=2))
+    assert [(table.name, table.num_embeddings, table.embedding_dim) for table in found.tables] == [
+        ("one.movies", 10, 8),
+        ("one.tags", 6, 4),
+        ("one.users", 9, 12),
+        ("two.movies", 10, 8),
+    ]
+
+
+def test_without_a_process_group_it_is_for_one_rank() -> None:
+    assert plan(click_model(CONFIGS)).topology == Topology()
+
+
+def test_nothing_to_plan() -> None:
+    with pytest.raises(ConfigError, match=r"Linear holds no torchrec .* to plan; was it sharded already"):
+        plan(nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match="was it sharded already"):
+        plan(shard(click_model(CONFIGS)))
+
+
+def test_shard_plans_for_itself() -> None:
+    def rank_main() -> None:
+        model = shard(click_model(CONFIGS))
+        assert model.plan == plan(click_model(CONFIGS))
+        assert model.plan.world_size == 2
+        features = random_bags(Random(0), feature_rows(CONFIGS), 3).kjt()
+        assert model(torch.randn(3, 3), features).shape == (3,)
+
+    ranks(2, rank_main)
+
+
+def test_hosts_are_those_of_torchrun() -> None:
+    def rank_main() -> None:
+        assert plan(click_model(CONFIGS)).topology == Topology(hosts=2, ranks_per_host=2)
+
+    ranks(4, rank_main, hosts=2)
+
+
+def test_constraints_name_tables_by_path() -> None:
+    topology = Topology(ranks_per_host=2)
+    limits = {"sparse.movies": Constraint(cuts=("column_wise",)), "sparse.*": Constraint(cuts=("row_wise",))}
+    found = plan(click_model(CONFIGS), topology, constraints=limits)
+    assert dict(zip(NAMES, (found.by_name[name].cut for name in NAMES), strict=True)) == {
+        "sparse.movies": "column_wise",
+        "sparse.tags": "row_wise",
+        "sparse.users": "row_wise",
+    }
+    with pytest.raises(ConfigError, match=r"unknown table 'movies'; the tables are 'sparse\.movies', 'sparse\.tags'"):
+        plan(click_model(CONFIGS), topology, constraints={"movies": Constraint()})
+
+
+@pytest.mark.parametrize("batch_size", [0, -3])
+def test_batch_size(batch_size: int) -> None:
+    with pytest.raises(ConfigError, match=f"batch_size must be at least 1, got {batch_size}"):
+        plan(click_model(CONFIGS), batch_size=batch_size)

@@ -1,0 +1,138 @@
+"""Options: where they come from, what they may be, and what is said when they are wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardrec.errors import ConfigError
+from shardrec.train import TrainConfig, load_config
+from shardrec.train.config import parse_constraint
+from shardrec.train.options import rule_of
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_flags_go_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
+    path = write(tmp_path, "batch_size: 64\nlr: 0.5\n")
+    config = load_config(path, {"lr": 0.25, "seed": None})
+    assert (config.batch_size, config.lr) == (64, 0.25)
+    assert config.seed == TrainConfig().seed
+
+
+def test_empty_file_and_no_file_are_the_defaults(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path, "")) == load_config() == TrainConfig()
+
+
+def test_yaml_spellings(tmp_path: Path) -> None:
+    text = "embedding-lr: 1e-3\nlr: 1\ndense_layers: [8, 4]\nconstraint: {'t_*': [row_wise, grid], t_a: table_wise@0}\n"
+    config = load_config(write(tmp_path, text))
+    assert (config.embedding_lr, config.lr, config.dense_layers) == (1e-3, 1.0, (8, 4))
+    assert isinstance(config.lr, float)
+    assert config.constraint == ("t_*=row_wise,grid", "t_a=table_wise@0")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "batchsize: 3\n",
+            r"run\.yaml: there is no option 'batchsize', did you mean 'batch_size'\?\nThe options are data",
+        ),
+        ("zzz: 3\nyyy: 4\n", r"2 faults:\n  1\. .*'zzz'\n  2\. .*'yyy'"),
+        ("- 3\n", "holds a list: give options"),
+        ("a: [\n", "is not YAML"),
+        ("batch_size: lots\n", r"batch_size \(--batch-size\) is 'lots': give a whole number, at least 1"),
+        ("batch_size: true\n", "batch_size .* is True: give a whole number"),
+        ("batch_size: 1.5\n", "batch_size .* is 1.5: give a whole number"),
+        ("lr: .nan\n", "is nan: give a number, above 0"),
+    ],
+)
+def test_faulty_files(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(write(tmp_path, text))
+
+
+def test_missing_and_unreadable_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml does not exist"):
+        load_config(tmp_path / "nowhere.yaml")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path)
+    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path / "bytes.yaml")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"epochs": 0}, r"epochs \(--epochs\) is 0: give a whole number, at least 1"),
+        ({"holdout": 1.0}, r"holdout .* is 1\.0: give a number, above 0 and below 1"),
+        ({"model": "resnet"}, "model .* is 'resnet': give one of dlrm, dcn"),
+        ({"on_bad_row": "ignore"}, "give one of error, skip"),
+        ({"dense_layers": "8,x"}, r"dense_layers .* give whole numbers with commas between, each at least 1"),
+        ({"over_layers": (0,)}, "each at least 1"),
+        ({"data": ""}, "data .* is '': give some text"),
+        ({"constraint": "t_a=diagonal"}, "there is no cut 'diagonal'; the cuts are table_wise"),
+        ({"constraint": "t_a"}, r"constraint .* is 't_a': give TABLE=CUT"),
+        ({"constraint": "t_a=row_wise@x"}, "give TABLE=CUT"),
+        ({"constraint": "t_a=row_wise", "plan": "p.json"}, "leave one out"),
+        ({"model": "dcn", "over_layers": ()}, "needs one layer at least"),
+    ],
+)
+def test_faulty_values(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TrainConfig(**options)
+
+
+def test_all_faults_are_told_together() -> None:
+    with pytest.raises(ConfigError, match=r"3 faults:\n  1\. epochs.*\n  2\. batch_size.*\n  3\. lr"):
+        TrainConfig(epochs=0, batch_size=-1, lr="fast")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "parsed"),
+    [
+        ("t_*=row_wise", ("*.t_*", ("row_wise",), ())),
+        ("a.b.t=row-wise, grid@1,0", ("a.b.t", ("row_wise", "grid"), (1, 0))),
+        ("t=@2", ("*.t", (), (2,))),
+    ],
+)
+def test_constraints(text: str, parsed: tuple[str, tuple[str, ...], tuple[int, ...]]) -> None:
+    assert parse_constraint(text) == parsed
+
+
+@given(
+    batch_size=st.integers(1, 10**6),
+    lr=st.floats(1e-6, 10),
+    samples=st.none() | st.integers(1, 10**9),
+    layers=st.lists(st.integers(1, 4096), min_size=1, max_size=4),
+    out=st.none() | st.sampled_from(["here", "no", "1.5", "a: b", "ünder"]),
+)
+def test_effective_config_reads_back_equal(
+    tmp_path_factory: pytest.TempPathFactory,
+    batch_size: int,
+    lr: float,
+    samples: int | None,
+    layers: list[int],
+    out: str | None,
+) -> None:
+    config = TrainConfig(
+        batch_size=batch_size, lr=lr, samples=samples, dense_layers=tuple(layers), out=out, constraint=("t_*=grid",)
+    )
+    path = write(tmp_path_factory.mktemp("config"), config.to_yaml())
+    assert load_config(path) == config == TrainConfig(**config.to_mapping())
+
+
+def test_every_option_has_a_help_line() -> None:
+    for field in dataclasses.fields(TrainConfig):
+        assert rule_of(field).help[0].isupper(), field.name

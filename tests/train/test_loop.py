@@ -1,0 +1,94 @@
+"""Pieces of the training loop: when it evaluates, its loss, and how a rank's data error reaches the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardrec.errors import DataError, InputError
+from shardrec.train.loop import Schedule, click_loss, failing_together
+from tests.ranks import ranks
+
+
+@given(total=st.integers(1, 3000), evaluations=st.integers(1, 20))
+def test_known_length_is_divided_evenly_and_ends_with_a_point(total: int, evaluations: int) -> None:
+    schedule = Schedule(total_steps=total, evaluations=evaluations)
+    due = [step for step in range(1, total + 1) if schedule.is_due(step)]
+    assert len(due) == min(evaluations, total)
+    assert due[-1] == total
+    gaps = {after - before for before, after in zip([0, *due[:-1]], due, strict=True)}
+    assert max(gaps) - min(gaps) <= 1
+
+
+def test_unknown_length_doubles() -> None:
+    schedule = Schedule(total_steps=None, evaluations=3)
+    assert [step for step in range(1, 500) if schedule.is_due(step)] == [25, 50, 100, 200, 400]
+
+
+def test_loss_is_the_mean_cross_entropy() -> None:
+    logits, labels = torch.tensor([[0.0], [2.0], [-1.0]]), torch.tensor([1.0, 0.0, 0.0])
+    probabilities = torch.sigmoid(logits.view(-1))
+    expected = -(labels * probabilities.log() + (1 - labels) * (1 - probabilities).log()).mean()
+    torch.testing.assert_close(click_loss(logits, labels), expected)
+
+
+def test_loss_of_an_empty_batch_is_zero_with_zero_gradients() -> None:
+    layer = torch.nn.Linear(3, 1)
+    loss = click_loss(layer(torch.zeros(0, 3)), torch.zeros(0))
+    loss.backward()
+    assert loss.item() == 0
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.abs().sum() == 0
+
+
+def _lookup_until_the_data_breaks(where: tuple[int, ...]) -> Any:
+    """Three steps of a sharded lookup, the data of the ranks in ``where`` broken at the second."""
+    import torch.distributed as dist
+    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+
+    import shardrec
+
+    config = EmbeddingBagConfig(name="t", num_embeddings=8, embedding_dim=4, feature_names=["f"])
+    model = shardrec.shard(EmbeddingBagCollection(tables=[config]))
+    rank = dist.get_rank()
+
+    def batches() -> Iterator[KeyedJaggedTensor]:
+        for step in range(3):
+            if step == 1 and rank in where:
+                raise DataError(f"rows.tsv:{rank + 7}: field 'label'")
+            yield KeyedJaggedTensor(keys=["f"], values=torch.tensor([1, 2]), lengths=torch.tensor([2]))
+
+    made = 0
+    try:
+        for batch in failing_together(batches(), model):
+            model(batch).values()
+            made += 1
+    except (DataError, InputError) as error:
+        return made, type(error).__name__, str(error)
+    return made, "", ""
+
+
+def test_one_ranks_data_error_ends_all_at_the_same_step() -> None:
+    (made_0, kind_0, text_0), (made_1, kind_1, text_1) = ranks(2, _lookup_until_the_data_breaks, (1,))
+    assert (made_0, made_1) == (1, 1)
+    assert (kind_0, kind_1) == ("InputError", "DataError")
+    assert text_0 == f"rank 1: {text_1}" == "rank 1: rows.tsv:8: field 'label'"
+
+
+def test_each_rank_keeps_its_own_data_error() -> None:
+    assert ranks(2, _lookup_until_the_data_breaks, (0, 1)) == [
+        (1, "DataError", "rows.tsv:7: field 'label'"),
+        (1, "DataError", "rows.tsv:8: field 'label'"),
+    ]
+
+
+def test_alone_there_is_nobody_to_tell() -> None:
+    assert ranks(1, _lookup_until_the_data_breaks, (0,)) == [(1, "DataError", "rows.tsv:7: field 'label'")]
+
+
+def test_without_an_error_all_batches_come() -> None:
+    assert ranks(2, _lookup_until_the_data_breaks, ()) == [(3, "", "")] * 2

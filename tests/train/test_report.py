@@ -1,0 +1,96 @@
+"""Reports: the numbers in the table and in metrics.json, and that a picture is drawn."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+from shardrec.data import ClickMetrics
+from shardrec.train import TrainConfig
+from shardrec.train.display import duration
+from shardrec.train.report import (
+    CurvePoint,
+    RunReport,
+    environment,
+    metrics_table,
+    summary_line,
+    write_curve,
+    write_metrics,
+)
+
+FINAL = ClickMetrics(auc=0.8012, logloss=0.44, normalized_entropy=0.79, click_rate=0.25, rows=1000, auc_stderr=0.01)
+BEST = dataclasses.replace(FINAL, auc=0.8051, logloss=0.43, normalized_entropy=0.77)
+
+
+def report(optimum: ClickMetrics | None = BEST, points: int = 3) -> RunReport:
+    curve = [
+        CurvePoint(
+            samples=1000 * n,
+            seconds=0.5 * n,
+            train_loss=None if n == 1 else 0.7 / n,
+            auc=0.7 + 0.03 * n,
+            logloss=0.5,
+            normalized_entropy=0.9,
+            rows=1000,
+        )
+        for n in range(1, points + 1)
+    ]
+    return RunReport(
+        config=TrainConfig().to_mapping(),
+        environment=environment(world_size=2, threads=1),
+        source="generated rows",
+        curve=curve,
+        final=FINAL,
+        optimum=optimum,
+        samples=3000,
+        steps=3,
+        seconds=1.5,
+        skipped={},
+    )
+
+
+def text(of: object) -> str:
+    console = Console(width=100, force_terminal=False)
+    with console.capture() as captured:
+        console.print(of)
+    return captured.get()
+
+
+def test_summary() -> None:
+    assert summary_line(report()) == "AUC 0.8012, best possible 0.8051, gap 0.0039"
+    assert summary_line(report(None)) == "AUC 0.8012, normalized entropy 0.7900, logloss 0.4400"
+
+
+def test_table_has_the_optimum_only_where_it_is_known() -> None:
+    shown = text(metrics_table(report()))
+    assert [word in shown for word in ("best possible", "0.8012", "0.0039", "0.0200")] == [True] * 4
+    assert "best possible" not in text(metrics_table(report(None)))
+
+
+def test_metrics_json(tmp_path: Path) -> None:
+    write_metrics(report(), tmp_path / "metrics.json")
+    read = json.loads((tmp_path / "metrics.json").read_text(encoding="utf-8"))
+    assert read["final"]["auc"] == 0.8012
+    assert abs(read["auc_gap"] - 0.0039) < 1e-12
+    assert read["training"]["samples_per_second"] == 2000
+    assert [point["samples"] for point in read["curve"]] == [1000, 2000, 3000]
+    assert read["environment"]["ranks"] == 2
+    assert read["environment"]["packages"]["torch"].startswith("2.")
+    assert TrainConfig(**read["config"]) == TrainConfig()
+
+
+def test_curve_is_a_picture_with_and_without_an_optimum(tmp_path: Path) -> None:
+    sizes = []
+    for name, drawn in (("a", report()), ("b", report(None)), ("c", report(points=1))):
+        path = tmp_path / f"{name}.png"
+        write_curve(drawn, path)
+        assert path.read_bytes().startswith(b"\x89PNG")
+        sizes.append(path.stat().st_size)
+    assert len(set(sizes)) == 3
+
+
+def test_duration() -> None:
+    assert [duration(s) for s in (0.2, 59.6, 75.2, 3599.4, 3725)] == ["0:00", "1:00", "1:15", "59:59", "1:02:05"]

@@ -1,0 +1,161 @@
+"""Whole runs, small ones: what they write, that they learn, and that ranks and plans do not change what is learned."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardrec.errors import ConfigError, PlanError
+from shardrec.layout import ShardingPlan
+from shardrec.train import TrainConfig, load_config
+from shardrec.train.report import RunReport
+from tests.ranks import ranks
+
+TINY = TrainConfig(
+    samples=24_000,
+    holdout_samples=8_000,
+    max_embeddings=100,
+    embedding_dim=8,
+    dense_layers=(16,),
+    over_layers=(32,),
+    batch_size=512,
+    evaluations=3,
+    threads=1,
+)
+
+
+def run(config: TrainConfig, **changes: Any) -> RunReport:
+    """Train on this process's rank; the report is rank 0's."""
+    from shardrec.train.session import run_rank
+
+    report = run_rank(dataclasses.replace(config, **changes))
+    assert report is not None
+    return report
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunReport]:
+    folder = tmp_path_factory.mktemp("run")
+    return folder, run(TINY, out=str(folder))
+
+
+def test_learns(trained: tuple[Path, RunReport]) -> None:
+    _, report = trained
+    assert report.samples == 24_000
+    assert report.steps == 47
+    assert report.final.auc > 0.7
+    assert report.final.normalized_entropy < 0.95
+    assert report.optimum is not None
+    assert report.gap == report.optimum.auc - report.final.auc > 0
+    first, *_, last = report.curve
+    assert first.samples < last.samples == 24_000
+    assert first.logloss > last.logloss
+    # The same held-out rows: the last point is the final result.
+    assert (last.auc, last.rows) == (report.final.auc, 8_000)
+
+
+def test_writes_its_results(trained: tuple[Path, RunReport]) -> None:
+    folder, report = trained
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"plan.json", "metrics.json", "curve.png", "config.yaml", "checkpoint"}
+    metrics = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
+    assert metrics["final"]["auc"] == report.final.auc
+    assert metrics["optimum"]["auc"] > 0.75
+    assert len(metrics["curve"]) == 3
+    assert load_config(folder / "config.yaml") == dataclasses.replace(TINY, out=str(folder))
+    assert len(ShardingPlan.load(folder / "plan.json").tables) == 26
+
+
+def test_shows_plan_optimum_progress_and_gap(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    report = run(TINY, samples=2_000, out=str(tmp_path))
+    shown, errors = capfd.readouterr()
+    assert "Sharding plan: 26 tables on 1 rank" in shown
+    assert "best possible on the held-out rows: AUC 0." in shown
+    assert "2,000 samples  held out: AUC" in shown
+    assert shown.splitlines()[-1].startswith(f"AUC {report.final.auc:.4f}, best possible 0.")
+    assert "\x1b" not in shown
+    assert "\r" not in shown
+    assert errors == ""
+
+
+def test_same_config_same_result(trained: tuple[Path, RunReport], tmp_path: Path) -> None:
+    assert run(TINY, out=str(tmp_path), checkpoint="none").final == trained[1].final
+    assert not (tmp_path / "checkpoint").exists()
+
+
+def test_the_checkpoint_gives_the_trained_model_back(trained: tuple[Path, RunReport]) -> None:
+    import torch
+
+    import shardrec
+    from shardrec.data import criteo_schema
+    from shardrec.train.metrics import evaluate
+    from shardrec.train.model import build_model, fuse_optimizer
+    from shardrec.train.ranks import Place
+    from shardrec.train.source import Source
+
+    folder, report = trained
+    model = build_model(TINY, criteo_schema(max_embeddings=TINY.max_embeddings))
+    fuse_optimizer(model, TINY)
+    sharded = shardrec.shard(model, ShardingPlan.load(folder / "plan.json"))
+    extra = shardrec.load_checkpoint(folder / "checkpoint", sharded)
+    assert extra["samples"] == 24_000
+    cpu = torch.device("cpu")
+    source = Source(TINY, Place(rank=0, world_size=1, device=cpu, threads=1))
+    assert evaluate(sharded, source.holdout_batches(), cpu).auc == pytest.approx(report.final.auc, abs=1e-9)
+
+
+def test_two_ranks_learn_what_one_does(trained: tuple[Path, RunReport], tmp_path: Path) -> None:
+    def train(config: TrainConfig, out: str) -> float | None:
+        from shardrec.train.session import run_rank
+
+        report = run_rank(dataclasses.replace(config, out=out))
+        return None if report is None else report.final.auc
+
+    halves = dataclasses.replace(TINY, batch_size=TINY.batch_size // 2, constraint=("t_*=row_wise",))
+    one, other = ranks(2, train, halves, str(tmp_path))
+    assert other is None
+    assert one == pytest.approx(trained[1].final.auc, abs=2e-3)
+    plan = ShardingPlan.load(tmp_path / "plan.json")
+    assert {table.cut for table in plan.tables} == {"row_wise"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": "dcn"},
+        {"embedding_optimizer": "adam", "embedding_lr": 0.01, "optimizer": "adagrad"},
+        {"embedding_optimizer": "adagrad", "optimizer": "sgd", "decay": 0.0},
+        {"embedding_optimizer": "sgd", "embedding_lr": 1.0},
+        {"epochs": 2, "samples": 1_500},
+    ],
+    ids=lambda changes: "-".join(map(str, changes.values())),
+)
+def test_other_models_and_optimizers(tmp_path: Path, changes: dict[str, Any]) -> None:
+    report = run(TINY, **{"samples": 3_000, "evaluations": 1, **changes}, out=str(tmp_path), checkpoint="none")
+    assert report.samples == 3_000
+    assert 0.4 < report.final.auc < 0.9
+
+
+def test_a_plan_from_a_file(trained: tuple[Path, RunReport], tmp_path: Path) -> None:
+    plan = str(trained[0] / "plan.json")
+    report = run(TINY, plan=plan, samples=1_000, out=str(tmp_path), checkpoint="none")
+    assert report.steps == 2
+    with pytest.raises(PlanError, match="in the model and"):
+        run(TINY, plan=plan, max_embeddings=50, out=str(tmp_path))
+    with pytest.raises(ConfigError, match=r"plan \(--plan\) is .*No such file"):
+        run(TINY, plan=str(tmp_path / "none.json"), out=str(tmp_path))
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"out \(--out\) is .*give a folder to write to"):
+        run(TINY, samples=600, out=str(tmp_path / "file"))
+
+
+def test_a_constraint_for_no_table(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"unknown table '\*\.u_\*'"):
+        run(TINY, constraint=("u_*=row_wise",), out=str(tmp_path))
