@@ -21,14 +21,10 @@ from shardrec.lookup.groups import LookupTable
 from shardrec.lookup.optimizers import FusedOptimizer, fused_optimizer_of
 from shardrec.lookup.replicated import ReplicatedLookup
 from shardrec.lookup.shards import ShardLookup
+from shardrec.modules.discover import qualified_name
 from shardrec.modules.table import ShardedTable
 
-__all__ = ["ShardedCollection", "qualified_name"]
-
-
-def qualified_name(path: str, table: str) -> str:
-    """The name of a table in a plan: the path of its collection in the model, a dot, and the table's own name."""
-    return f"{path}.{table}" if path else table
+__all__ = ["ShardedCollection"]
 
 
 class ShardedCollection(nn.Module, abc.ABC):

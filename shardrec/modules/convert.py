@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from shardrec.errors import ConfigError, PlanError
 from shardrec.exchange.collectives import collectives_of
@@ -16,41 +13,12 @@ from shardrec.exchange.step import StepContext
 from shardrec.exchange.wire import QuantizedComms
 from shardrec.layout import ShardingPlan, Topology
 from shardrec.modules.bags import ShardedEmbeddingBagCollection
-from shardrec.modules.collection import ShardedCollection, qualified_name
+from shardrec.modules.collection import ShardedCollection
+from shardrec.modules.discover import Collection, collections_of, table_shapes
 from shardrec.modules.model import ShardedModel
 from shardrec.modules.sequences import ShardedEmbeddingCollection
 
-__all__ = ["shard", "table_configs", "table_shapes"]
-
-
-_Collection: TypeAlias = EmbeddingBagCollection | EmbeddingCollection
-
-
-def _collections_of(model: nn.Module) -> dict[str, _Collection]:
-    """The unsharded collections of a model, by path."""
-    return {
-        path: module
-        for path, module in model.named_modules()
-        if isinstance(module, (EmbeddingBagCollection, EmbeddingCollection))
-    }
-
-
-def table_configs(model: nn.Module) -> dict[str, BaseEmbeddingConfig]:
-    """The config of each table of a model's unsharded collections, by the table's name in a plan."""
-    found: dict[str, BaseEmbeddingConfig] = {}
-    for path, collection in _collections_of(model).items():
-        if isinstance(collection, EmbeddingBagCollection):
-            configs = collection.embedding_bag_configs()
-        else:
-            configs = collection.embedding_configs()
-        for config in configs:
-            found[qualified_name(path, config.name)] = config
-    return found
-
-
-def table_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """``(num_embeddings, embedding_dim)`` of each table of a model's collections, by its name in a plan."""
-    return {name: (config.num_embeddings, config.embedding_dim) for name, config in table_configs(model).items()}
+__all__ = ["shard"]
 
 
 def shard(
@@ -85,7 +53,7 @@ def shard(
     """
     target = torch.device(device or "cpu")
     collectives = collectives_of(group)
-    collections = _collections_of(model)
+    collections = collections_of(model)
     if not collections:
         raise ConfigError(
             f"{type(model).__name__} holds no torchrec embedding collection to shard; build its embeddings with one, "
@@ -108,7 +76,7 @@ def shard(
 
 
 def _shard_collection(
-    module: _Collection,
+    module: Collection,
     plan: ShardingPlan,
     path: str,
     device: torch.device,

@@ -36,7 +36,7 @@ def plan(
     Raises:
         ConfigError: if the model has no collection, or a constraint is for an unknown table or cannot be met.
     """
-    from shardrec.modules.convert import table_configs
+    from shardrec.modules.discover import table_configs
 
     if batch_size < 1:
         raise ConfigError(f"batch_size must be at least 1, got {batch_size}")

@@ -1,0 +1,45 @@
+"""What embedding collections and tables a model holds, before it is sharded."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from torch import nn
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+
+__all__ = ["Collection", "collections_of", "qualified_name", "table_configs", "table_shapes"]
+
+Collection: TypeAlias = EmbeddingBagCollection | EmbeddingCollection
+
+
+def qualified_name(path: str, table: str) -> str:
+    """The name of a table in a plan: the path of its collection in the model, a dot, and the table's own name."""
+    return f"{path}.{table}" if path else table
+
+
+def collections_of(model: nn.Module) -> dict[str, Collection]:
+    """The unsharded collections of a model, by path."""
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(module, (EmbeddingBagCollection, EmbeddingCollection))
+    }
+
+
+def table_configs(model: nn.Module) -> dict[str, BaseEmbeddingConfig]:
+    """The config of each table of a model's unsharded collections, by the table's name in a plan."""
+    found: dict[str, BaseEmbeddingConfig] = {}
+    for path, collection in collections_of(model).items():
+        if isinstance(collection, EmbeddingBagCollection):
+            configs = collection.embedding_bag_configs()
+        else:
+            configs = collection.embedding_configs()
+        for config in configs:
+            found[qualified_name(path, config.name)] = config
+    return found
+
+
+def table_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """``(num_embeddings, embedding_dim)`` of each table of a model's collections, by its name in a plan."""
+    return {name: (config.num_embeddings, config.embedding_dim) for name, config in table_configs(model).items()}
