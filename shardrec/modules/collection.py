@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 import torch.distributed as dist
@@ -145,6 +145,13 @@ class ShardedCollection(nn.Module, abc.ABC):
         self._shards.set_learning_rate(optimizer, lr)
         if self._replicas is not None:
             self._replicas.set_learning_rate(optimizer, lr)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        """A parameter is copied by value, so that the copy's parameters would not be what its kernels train."""
+        raise ConfigError(
+            "a sharded collection cannot be copied, for its parameters share the memory of its kernels; shard another "
+            "model and load this one's state_dict into it"
+        )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Kernels own the weights' memory, so a sharded collection stays where and what it is."""

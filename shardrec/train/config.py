@@ -32,7 +32,7 @@ class TrainConfig:
         SYNTHETIC, _DATA, "A Criteo file (.tsv, .tsv.gz, .tsv.xz, .parquet), or 'synthetic' for generated rows."
     )
     samples: int | None = option(
-        None, _DATA, "Rows to train on in an epoch, over all ranks (default: 2 million; of a file, all)", minimum=1
+        None, _DATA, "Rows to train on in an epoch, over all ranks (default: 2.4 million; of a file, all)", minimum=1
     )
     epochs: int = option(1, _DATA, "Passes over the training rows.", minimum=1)
     holdout: float = option(0.1, _DATA, "Share of a file's rows that is held out for the metrics.", above=0, below=1)

@@ -20,7 +20,7 @@ from shardrec.train.ranks import Place
 
 __all__ = ["Source"]
 
-_SYNTHETIC_ROWS = 2_000_000
+_SYNTHETIC_ROWS = 2_400_000
 _SYNTHETIC_HOLDOUT_ROWS = 100_000
 
 
