@@ -269,6 +269,33 @@ def test_frozen_tables_stay_as_they_are(optimizer: str) -> None:
     ranks(2, rank_main, [one.name for one in CONFIGS])
 
 
+def test_a_rank_with_frozen_tables_only_takes_part_in_the_others_backward() -> None:
+    def rank_main() -> None:
+        sizes = table_sizes(CONFIGS)
+        tables = tuple(cuts.table_wise(name, *size, rank=int(name == "users")) for name, size in sizes.items())
+        plan = ShardingPlan(topology=Topology(ranks_per_host=2), tables=tables)
+
+        def build() -> EmbeddingBagCollection:
+            module = collection(CONFIGS, seed=1)
+            for name in ("movies", "tags"):
+                module.embedding_bags[name].weight.requires_grad_(False)
+            return module
+
+        model, reference = shard(build(), plan), build()
+        bags = [random_bags(Random(one), ROWS, 3).kjt() for one in range(2)]
+        model(bags[dist.get_rank()]).values().sum().backward()
+        (torch.stack([reference(one).values().sum() for one in bags]).sum() / 2).backward()
+        parameters = list(model.parameters())
+        if dist.get_rank() == 0:
+            assert [one.grad for one in parameters] == [None, None]
+        else:
+            (parameter,) = parameters
+            assert parameter.grad is not None
+            assert torch.allclose(parameter.grad, reference.embedding_bags["users"].weight.grad)
+
+    ranks(2, rank_main, timeout=20.0)
+
+
 def test_a_table_of_one_row_and_more_ranks_than_rows() -> None:
     def rank_main() -> None:
         configs = [config("one", 1, 4, "a"), config("three", 3, 4, "b")]

@@ -17,7 +17,7 @@ from shardrec.modules import shard
 from tests.batches import random_bags
 from tests.models import click_model, collection, feature_rows, random_configs, table_sizes
 from tests.plans import random_plan
-from tests.ranks import RankDied, ranks
+from tests.ranks import RankDied, RankErrors, ranks
 
 CONFIGS = random_configs(Random(11))
 ROWS = feature_rows(CONFIGS)
@@ -79,6 +79,22 @@ def test_death_between_forward_and_backward() -> None:
         return "told"
 
     assert ranks(2, rank_main, expect_death={0}, timeout=30.0)[1] == "told"
+
+
+def test_a_rank_that_fails_after_its_lookup() -> None:
+    """It cannot tell the others any more: they hear of it when its process ends."""
+
+    def rank_main() -> None:
+        model = shard(collection(CONFIGS, optimizers="sgd"), plan_of(2))
+        values = model(random_bags(Random(0), ROWS, 2).kjt()).values()
+        if dist.get_rank() == 1:
+            raise ValueError("a loss that this rank cannot compute")
+        values.sum().backward()
+
+    with pytest.raises(RankErrors) as caught:
+        ranks(2, rank_main, timeout=30.0)
+    assert {rank: type(error) for rank, error in caught.value.errors.items()} == {0: PeerError, 1: ValueError}
+    assert "the gradient exchange failed" in str(caught.value.errors[0])
 
 
 def test_death_before_sharding() -> None:

@@ -1,0 +1,71 @@
+"""A click model's tables, a plan that mixes cuts, and comparisons of whole models."""
+
+from __future__ import annotations
+
+from random import Random
+
+import torch
+from torch import nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+from shardrec.layout import ShardingPlan, Topology
+from shardrec.modules import ShardedEmbeddingBagCollection
+from tests.models import (
+    feature_rows,
+    table_sizes,
+)
+from tests.modules.parity import local_part
+from tests.plans import CUTS
+
+__all__ = [
+    "CONFIGS",
+    "ROWS",
+    "SIZES",
+    "assert_dense_equal",
+    "assert_tables_equal",
+    "dense_parameters",
+    "mixed_plan",
+]
+
+CONFIGS = [
+    EmbeddingBagConfig(name="movies", num_embeddings=10, embedding_dim=8, feature_names=["watched", "liked"]),
+    EmbeddingBagConfig(name="tags", num_embeddings=6, embedding_dim=4, feature_names=["tag"]),
+    EmbeddingBagConfig(name="users", num_embeddings=9, embedding_dim=12, feature_names=["liked"]),
+]
+ROWS = feature_rows(CONFIGS)
+SIZES = table_sizes(CONFIGS, "sparse")
+
+
+def mixed_plan(world_size: int, path: str = "sparse") -> ShardingPlan:
+    """Row-wise, data-parallel and column-wise."""
+    rng, topology = Random(1), Topology(ranks_per_host=world_size)
+    cuts = ("row_wise", "data_parallel", "column_wise")
+    tables = [
+        CUTS[cut](rng, name, rows, dim, topology)
+        for cut, (name, (rows, dim)) in zip(cuts, table_sizes(CONFIGS, path).items(), strict=True)
+    ]
+    return ShardingPlan(topology=topology, tables=tuple(tables))
+
+
+def assert_tables_equal(model: nn.Module, reference: nn.Module, where: str, atol: float = 1e-5) -> None:
+    """This rank's shards of every collection of a model."""
+    wholes = dict(reference.named_modules())
+    for path, module in model.named_modules():
+        if isinstance(module, ShardedEmbeddingBagCollection):
+            for name, table in module.tables().items():
+                whole = wholes[path].embedding_bags[name].weight
+                for place, parameter in table.locals.items():
+                    part = local_part(whole, place)
+                    difference = (parameter - part).abs().max().item()
+                    assert torch.allclose(parameter, part, atol=atol), f"{where}: {place or name} by {difference}"
+
+
+def assert_dense_equal(model: nn.Module, reference: nn.Module, where: str, atol: float = 1e-5) -> None:
+    mine = dict(model.named_parameters())
+    for name, parameter in reference.named_parameters():
+        if "embedding_bags" not in name:
+            assert torch.allclose(mine[name], parameter, atol=atol), f"{where}: {name}"
+
+
+def dense_parameters(model: nn.Module) -> list[nn.Parameter]:
+    return [one for name, one in model.named_parameters() if "embedding_bags" not in name]

@@ -1,0 +1,181 @@
+"""``shard``: wherever collections are in a model, and whatever keeps a model or a plan from being used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardrec.errors import ConfigError, PlanError
+from shardrec.layout import Topology
+from shardrec.modules import ShardedEmbeddingBagCollection, shard
+from tests.batches import joined, random_bags
+from tests.models import (
+    apply_optimizer_in_backward,
+    click_model,
+    collection,
+    table_sizes,
+)
+from tests.modules.clicks import (
+    CONFIGS,
+    ROWS,
+    SIZES,
+    assert_tables_equal,
+    mixed_plan,
+)
+from tests.plans import cut_plan, random_plan
+from tests.ranks import raises_on_all, ranks
+
+
+class Two(nn.Module):
+    """Two collections with equal table names, one of them used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = collection(CONFIGS, optimizers="sgd", seed=1)
+        self.right = nn.ModuleDict({"inner": collection(CONFIGS, optimizers="adagrad", seed=2)})
+        self.shared = self.left
+
+    def forward(self, features: Any) -> Tensor:
+        left, right = self.left(features), self.right["inner"](features)
+        again = self.shared(features)
+        total: Tensor = left.values() + 2 * right.values() - 0.5 * again.values()
+        return total
+
+
+def test_two_collections_and_one_with_two_names() -> None:
+    def rank_main() -> None:
+        world_size, rank = dist.get_world_size(), dist.get_rank()
+        sizes = {**table_sizes(CONFIGS, "left"), **table_sizes(CONFIGS, "right.inner")}
+        rng = Random(2)
+        model = shard(Two(), random_plan(rng, sizes, Topology(ranks_per_host=world_size)))
+        reference = Two()
+        assert model.module.left is model.module.shared
+        assert list(model.state_dict()) == list(reference.state_dict())
+        for step in range(3):
+            bags = [random_bags(rng, ROWS, 3, shuffled=False) for _ in range(world_size)]
+            values = model(bags[rank].kjt())
+            expected = reference(joined(bags).kjt())
+            assert torch.allclose(values, expected[3 * rank : 3 * rank + 3], atol=1e-5), step
+            # The left tables are looked up twice; SGD does not mind whether the two gradients come together.
+            values.square().mean().backward()
+            expected.square().mean().backward()
+            assert_tables_equal(model.module, reference, f"step {step}")
+
+    ranks(1, rank_main)
+    ranks(2, rank_main)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "path"),
+    [
+        (lambda one: one, ""),
+        (lambda one: nn.ModuleDict({"users": one}), "users"),
+        (lambda one: nn.ModuleList([nn.Identity(), one]), "1"),
+        (lambda one: nn.Sequential(nn.Sequential(one)), "0.0"),
+    ],
+    ids=["root", "dict", "list", "nested"],
+)
+def test_wherever_the_collection_is(wrap: Callable[[nn.Module], nn.Module], path: str) -> None:
+    def rank_main() -> None:
+        model = shard(wrap(collection(CONFIGS, seed=1)), mixed_plan(2, path))
+        module = model.module.get_submodule(path)
+        assert isinstance(module, ShardedEmbeddingBagCollection)
+        features = random_bags(Random(dist.get_rank()), ROWS, 3).kjt()
+        assert torch.allclose(module(features).values(), collection(CONFIGS, seed=1)(features).values())
+        assert list(model.state_dict()) == list(wrap(collection(CONFIGS)).state_dict())
+
+    ranks(2, rank_main)
+
+
+def test_a_model_without_a_collection() -> None:
+    with pytest.raises(ConfigError, match=r"Linear holds no torchrec .*wrap it in DistributedDataParallel"):
+        shard(nn.Linear(2, 2))
+
+
+def test_a_model_that_is_sharded_already() -> None:
+    model = shard(click_model(CONFIGS), mixed_plan(1))
+    with pytest.raises(ConfigError, match="holds no torchrec"):
+        shard(model, mixed_plan(1))
+
+
+def test_a_dense_part_on_meta() -> None:
+    model = click_model(CONFIGS)
+    model.top = nn.Linear(40, 1, device="meta")
+    with pytest.raises(ConfigError, match=r"parameters 'top.weight', 'top.bias' are on meta; only embedding"):
+        shard(model, mixed_plan(1))
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_plans_that_differ_between_ranks(odd: int) -> None:
+    def rank_main() -> None:
+        cut = "column_wise" if dist.get_rank() == odd else "row_wise"
+        shard(click_model(CONFIGS), cut_plan(cut, Random(0), SIZES, Topology(ranks_per_host=2)))
+
+    raises_on_all(2, PlanError, r"the plan of rank\(s\) 1 differs from rank 0's; make the plan on one rank", rank_main)
+
+
+@pytest.mark.parametrize("wrong", [1, 3, 4])
+def test_plans_for_another_number_of_ranks(wrong: int) -> None:
+    def rank_main() -> None:
+        shard(click_model(CONFIGS), mixed_plan(wrong))
+
+    words = rf"the plan is for {wrong} ranks? and the process group has 2; plan for 2, or start {wrong} ranks?"
+    raises_on_all(2, PlanError, words, rank_main)
+
+
+def test_a_plan_for_another_number_of_ranks_on_one_rank_only() -> None:
+    """Nobody is left waiting."""
+
+    def rank_main() -> None:
+        shard(click_model(CONFIGS), mixed_plan(2 if dist.get_rank() else 3))
+
+    raises_on_all(2, PlanError, r"rank", rank_main, timeout=20.0, grace=5.0)
+
+
+def test_another_model_on_one_rank_only() -> None:
+    def rank_main() -> None:
+        configs = CONFIGS if dist.get_rank() else CONFIGS[:2]
+        shard(click_model(configs), mixed_plan(2))
+
+    raises_on_all(2, PlanError, r"'sparse\.users'", rank_main, timeout=20.0, grace=5.0)
+
+
+def test_an_optimizer_without_a_fused_form() -> None:
+    model = click_model(CONFIGS, optimizer="none")
+    apply_optimizer_in_backward(torch.optim.RMSprop, model.sparse.parameters(), {"lr": 0.1})
+    with pytest.raises(ConfigError, match=r"table 'sparse\.movies': there is no fused form of torch\.optim.*RMSprop"):
+        shard(model, mixed_plan(1))
+
+
+def test_a_group_that_is_not_the_whole_world() -> None:
+    """Two pairs of ranks, each with a model of its own."""
+
+    def rank_main() -> None:
+        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        pair, member = divmod(dist.get_rank(), 2)
+        planned = shard(click_model(CONFIGS, seed=pair), group=pairs[pair])
+        assert planned.plan.world_size == 2
+        model = shard(click_model(CONFIGS, seed=pair), mixed_plan(2), group=pairs[pair])
+        reference = click_model(CONFIGS, seed=pair)
+        rng = Random(pair)
+        for _ in range(2):
+            bags = [random_bags(rng, ROWS, 2, shuffled=False) for _ in range(2)]
+            dense = torch.randn(4, 3, generator=torch.Generator().manual_seed(pair))
+            mine = slice(2 * member, 2 * member + 2)
+            model(dense[mine], bags[member].kjt()).mean().backward()
+            reference(dense, joined(bags).kjt()).mean().backward()
+        assert_tables_equal(model.module, reference, f"pair {pair}")
+        gradients = dict(model.named_parameters())
+        for name, parameter in reference.named_parameters():
+            if "embedding_bags" not in name:
+                assert torch.allclose(gradients[name].grad, parameter.grad, atol=1e-6), name  # type: ignore[arg-type]
+        state = model.state_dict()
+        model.load_state_dict(state)
+
+    ranks(4, rank_main)

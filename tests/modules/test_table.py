@@ -1,0 +1,133 @@
+"""Names of parameters and state_dict entries: those of the unsharded model, each rank with its own part."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+
+from shardrec.layout import ShardingPlan, Topology
+from shardrec.modules import shard
+from tests.batches import random_bags
+from tests.models import (
+    click_model,
+    table_sizes,
+)
+from tests.modules.clicks import (
+    CONFIGS,
+    ROWS,
+    SIZES,
+    assert_dense_equal,
+    assert_tables_equal,
+    mixed_plan,
+)
+from tests.plans import CUTS, cut_plan, topologies_of
+from tests.ranks import raises_on_all, ranks
+
+
+def test_names_are_those_of_the_unsharded_model() -> None:
+    def rank_main() -> tuple[list[str], list[str]]:
+        model = shard(click_model(CONFIGS), mixed_plan(2))
+        assert list(model.state_dict()) == list(click_model(CONFIGS).state_dict())
+        named = dict(model.named_parameters())
+        assert len(named) == len(list(model.parameters()))
+        assert all(one is two for one, two in zip(named.values(), model.parameters(), strict=True))
+        own = [name for name, one in named.items() if hasattr(one, "_in_backward_optimizers")]
+        return list(named), own
+
+    dense = [name for name, _ in click_model(CONFIGS).named_parameters() if "embedding_bags" not in name]
+    tables = [f"sparse.embedding_bags.{name}.weight" for name in ("movies", "tags", "users")]
+    for names, own in ranks(2, rank_main):
+        assert names == [*tables, *dense]
+        assert {tables[0], tables[2]} <= set(own)
+        assert not set(own) & set(dense)
+
+
+def test_several_shards_of_a_table_on_a_rank_have_names_of_their_own() -> None:
+    sizes = table_sizes(CONFIGS, "sparse")
+    plan = cut_plan("grid", Random(0), sizes, Topology(hosts=2, ranks_per_host=1))
+    one_rank = ShardingPlan.from_json(
+        {
+            **plan.to_json(),
+            "topology": {"hosts": 1, "ranks_per_host": 1},
+            "tables": [
+                {**table, "shards": [[*shard_[:4], 0] for shard_ in table["shards"]]}
+                for table in plan.to_json()["tables"]
+            ],
+        }
+    )
+    model = shard(click_model(CONFIGS), one_rank)
+    names = [name for name, _ in model.named_parameters() if "movies" in name]
+    assert names == ["sparse.embedding_bags.movies.weight_r0_c0", "sparse.embedding_bags.movies.weight_r0_c4"]
+    whole = model.state_dict()["sparse.embedding_bags.movies.weight"]
+    assert torch.equal(whole, click_model(CONFIGS).state_dict()["sparse.embedding_bags.movies.weight"])
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_state_dict_holds_this_ranks_part_of_each_table(world_size: int) -> None:
+    def rank_main() -> None:
+        reference = click_model(CONFIGS, seed=4).state_dict()
+        for cut in sorted(CUTS):
+            plan = cut_plan(cut, Random(cut), SIZES, topologies_of(world_size)[-1])
+            state = shard(click_model(CONFIGS, seed=4), plan).state_dict()
+            for name, value in state.items():
+                if isinstance(value, ShardedTensor):
+                    assert tuple(value.size()) == tuple(reference[name].shape)
+                    for part in value.local_shards():
+                        top, left = part.metadata.shard_offsets
+                        rows, cols = part.metadata.shard_sizes
+                        assert torch.equal(part.tensor, reference[name][top : top + rows, left : left + cols])
+                else:
+                    assert torch.equal(value, reference[name]), f"{cut}: {name}"
+
+    ranks(world_size, rank_main)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_loads_the_unsharded_models_state_and_its_own(world_size: int) -> None:
+    def rank_main() -> None:
+        for cut in sorted(CUTS):
+            plan = cut_plan(cut, Random(cut), SIZES, topologies_of(world_size)[-1])
+            other = click_model(CONFIGS, seed=9)
+            model = shard(click_model(CONFIGS, seed=4), plan)
+            result = model.load_state_dict(other.state_dict())
+            assert (result.missing_keys, result.unexpected_keys) == ([], [])
+            assert_tables_equal(model.module, other, cut, atol=0.0)
+            assert_dense_equal(model, other, cut, atol=0.0)
+            again = shard(click_model(CONFIGS, seed=5), plan)
+            again.load_state_dict(model.state_dict())
+            assert_tables_equal(again.module, other, cut, atol=0.0)
+            features = random_bags(Random(dist.get_rank()), ROWS, 3).kjt()
+            dense = torch.randn(3, 3)
+            assert torch.allclose(again(dense, features), other(dense, features), atol=1e-6), "the kernels see it too"
+
+    ranks(world_size, rank_main)
+
+
+def test_states_that_do_not_fit() -> None:
+    model = shard(click_model(CONFIGS, seed=4), mixed_plan(1))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = click_model(CONFIGS, seed=9).state_dict()
+    name = "sparse.embedding_bags.movies.weight"
+    for shape in ((11, 8), (10, 4), (10,), (8, 10)):
+        with pytest.raises(RuntimeError, match=rf"{name}.*shape \({shape[0]}.*the table \(10, 8\)"):
+            model.load_state_dict({**state, name: torch.zeros(shape)})
+        model.load_state_dict(before)
+    with pytest.raises(RuntimeError, match=rf"Missing key.*{name}"):
+        model.load_state_dict({key: value for key, value in state.items() if key != name})
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*nonsense"):
+        model.load_state_dict({**state, "nonsense": torch.zeros(1)})
+
+
+def test_a_state_cut_in_another_way() -> None:
+    def rank_main() -> None:
+        one, other = (
+            cut_plan(cut, Random(0), SIZES, Topology(ranks_per_host=2)) for cut in ("row_wise", "column_wise")
+        )
+        state = shard(click_model(CONFIGS, seed=4), one).state_dict()
+        shard(click_model(CONFIGS, seed=5), other).load_state_dict(state)
+
+    raises_on_all(2, RuntimeError, r"sharded in another way than this plan.*load_checkpoint", rank_main)
