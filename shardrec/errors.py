@@ -8,7 +8,8 @@
     ├── PlanError      (ValueError)    a plan that does not cover its tables; lists every fault
     ├── InputError     (ValueError)    a batch that the model cannot take; raised on every rank
     ├── DataError      (ValueError)    a file with a broken row; names file, line and field
-    └── PeerError      (RuntimeError)  another rank failed or is gone
+    ├── PeerError      (RuntimeError)  another rank failed or is gone
+    └── AwaitableError (RuntimeError)  an awaitable used as none can be (in shardrec.awaitable)
 
 Each message names the object, the value that was seen and the remedy.
 """

@@ -82,11 +82,13 @@ class CountCollectives(Counter[str]):
         assert self._profile is not None, "__enter__ made it"
         running, self._profile = self._profile, None
         running.__exit__(kind, error, trace)
-        self.update(_collective(event.name) for event in _events(running) if event.name.startswith(_NAMESPACE))
+        self.update(_collective(name) for name in _event_names(running) if name.startswith(_NAMESPACE))
 
 
-def _events(finished: profile) -> list[Any]:
-    return list(finished.events() or ())
+def _event_names(finished: profile) -> list[str]:
+    """Names only: reading all of an event, as ``finished.events()`` does, crashes now and then in its metadata."""
+    results: Any = finished.profiler and finished.profiler.kineto_results
+    return [event.name() for event in results.events()]
 
 
 def _collective(event: str) -> str:

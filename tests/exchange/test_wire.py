@@ -104,11 +104,11 @@ def outputs_and_weights(wire: WireType) -> list[Tensor]:
             cuts.row_wise("rows.s", 20, 16, ranks=range(world)),
         ),
     )
-    model = shard(model, plan, comms=QuantizedComms(output=wire, gradient=wire))
+    sharded = shard(model, plan, comms=QuantizedComms(output=wire, gradient=wire))
     features = KeyedJaggedTensor(["f"], torch.arange(12) + dist.get_rank(), lengths=torch.full((6,), 2))
-    pooled, rows = model(features)
+    pooled, rows = sharded(features)
     (pooled.square().sum() + rows.square().sum()).backward()
-    after = model(features)
+    after = sharded(features)
     return [value.detach() for value in (pooled, rows, *after)]
 
 
