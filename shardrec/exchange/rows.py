@@ -124,6 +124,9 @@ class RowExchange:
             target=self._target(asked.trace, starts),
             output_rows=output_rows,
         )
+        if torch.is_grad_enabled() and rows and not any(part.requires_grad for part in rows):
+            # A rank whose rows need no gradient still takes its part in the others' backward.
+            rows = [part.detach().requires_grad_() for part in rows]
         token: Tensor = _Start.apply(pending, self, *rows)  # type: ignore[no-untyped-call]
         return token, pending
 

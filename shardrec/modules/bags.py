@@ -63,10 +63,10 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         group: dist.ProcessGroup | None = None,
         context: StepContext | None = None,
     ) -> None:
-        self_configs: list[EmbeddingBagConfig] = module.embedding_bag_configs()
-        weights = {config.name: module.embedding_bags[config.name].weight for config in self_configs}
-        super().__init__(self_configs, weights, plan, path=path, device=device, group=group, context=context)
-        self._configs = self_configs
+        configs: list[EmbeddingBagConfig] = module.embedding_bag_configs()
+        weights = {config.name: module.embedding_bags[config.name].weight for config in configs}
+        super().__init__(configs, weights, plan, path=path, device=device, group=group, context=context)
+        self._configs = configs
         self._is_weighted: bool = module.is_weighted()
         self._embedding_names: list[str] = list(module._embedding_names)
         self._build_lookups()
@@ -103,6 +103,8 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         self._output = OutputExchange(widths, output_pieces(lookups, route), collectives, self.context.comms)
         columns = [index for index, dim in enumerate(self._dims) for _ in range(dim)]
         self._column_lookup = torch.tensor(columns, dtype=torch.int64, device=self.device)
+        sums = [index for index, lookup in enumerate(lookups) if not lookup.mean]
+        self._sum_lookups = torch.tensor(sums, dtype=torch.int64, device=self.device)
         self._positions: dict[tuple[str, ...], tuple[Tensor, Tensor]] = {}
 
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[KeyedTensor]:
@@ -160,9 +162,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         if not any(lookup.mean for lookup in self._lookups):
             return None
         lengths = batch.lengths.index_select(0, self._key_positions(batch.keys)[1]).to(torch.float32).clamp_(min=1)
-        for index, lookup in enumerate(self._lookups):
-            if not lookup.mean:
-                lengths[index] = 1.0
+        lengths.index_fill_(0, self._sum_lookups, 1.0)
         return lengths.index_select(0, self._column_lookup).t()
 
     def _key_positions(self, keys: tuple[str, ...]) -> tuple[Tensor, Tensor]:
