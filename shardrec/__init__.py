@@ -12,21 +12,37 @@ from typing import TYPE_CHECKING, Any
 from shardrec.errors import ConfigError, DataError, InputError, PeerError, PlanError, ShardrecError, VersionError
 
 if TYPE_CHECKING:
-    from shardrec.awaitable import Awaitable, LazyAwaitable, LazyGetItemMixin, LazyNoWait, wait
     from shardrec.checkpoint import load_checkpoint, save_checkpoint
     from shardrec.exchange.wire import QuantizedComms
     from shardrec.layout import Shard, ShardingPlan, TableLayout, Topology
     from shardrec.modules import (
+        ReplicatedModel,
         ShardedEmbeddingBagCollection,
         ShardedEmbeddingCollection,
         ShardedModel,
         shard,
+    )
+    from shardrec.pending import (
+        Await,
+        Awaitable,
+        LazyAwaitable,
+        LazyGetItemMixin,
+        LazyNoWait,
+        as_await,
+        as_lazy,
+        awaitable,
+        awaitable_nowait,
+        awaitable_wait,
+        fork,
+        join,
+        wait,
     )
     from shardrec.planner import Constraint, plan
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Await",
     "Awaitable",
     "ConfigError",
     "Constraint",
@@ -38,6 +54,7 @@ __all__ = [
     "PeerError",
     "PlanError",
     "QuantizedComms",
+    "ReplicatedModel",
     "Shard",
     "ShardedEmbeddingBagCollection",
     "ShardedEmbeddingCollection",
@@ -47,6 +64,13 @@ __all__ = [
     "TableLayout",
     "Topology",
     "VersionError",
+    "as_await",
+    "as_lazy",
+    "awaitable",
+    "awaitable_nowait",
+    "awaitable_wait",
+    "fork",
+    "join",
     "load_checkpoint",
     "plan",
     "save_checkpoint",
@@ -55,12 +79,14 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Awaitable": "shardrec.awaitable",
+    "Await": "shardrec.pending",
+    "Awaitable": "shardrec.pending",
     "Constraint": "shardrec.planner",
-    "LazyAwaitable": "shardrec.awaitable",
-    "LazyGetItemMixin": "shardrec.awaitable",
-    "LazyNoWait": "shardrec.awaitable",
+    "LazyAwaitable": "shardrec.pending",
+    "LazyGetItemMixin": "shardrec.pending",
+    "LazyNoWait": "shardrec.pending",
     "QuantizedComms": "shardrec.exchange.wire",
+    "ReplicatedModel": "shardrec.modules",
     "Shard": "shardrec.layout",
     "ShardedEmbeddingBagCollection": "shardrec.modules",
     "ShardedEmbeddingCollection": "shardrec.modules",
@@ -68,11 +94,18 @@ _HOMES = {
     "ShardingPlan": "shardrec.layout",
     "TableLayout": "shardrec.layout",
     "Topology": "shardrec.layout",
+    "as_await": "shardrec.pending",
+    "as_lazy": "shardrec.pending",
+    "awaitable": "shardrec.pending",
+    "awaitable_nowait": "shardrec.pending",
+    "awaitable_wait": "shardrec.pending",
+    "fork": "shardrec.pending",
+    "join": "shardrec.pending",
     "load_checkpoint": "shardrec.checkpoint",
     "plan": "shardrec.planner",
     "save_checkpoint": "shardrec.checkpoint",
     "shard": "shardrec.modules",
-    "wait": "shardrec.awaitable",
+    "wait": "shardrec.pending",
 }
 
 # These import fbgemm-gpu or torchrec: a mismatch is to be told before the linker tells it worse.

@@ -9,7 +9,7 @@
     ├── InputError     (ValueError)    a batch that the model cannot take; raised on every rank
     ├── DataError      (ValueError)    a file with a broken row; names file, line and field
     ├── PeerError      (RuntimeError)  another rank failed or is gone
-    └── AwaitableError (RuntimeError)  an awaitable used as none can be (in shardrec.awaitable)
+    └── AwaitableError (RuntimeError)  an awaitable used as none can be (in shardrec.pending)
 
 Each message names the object, the value that was seen and the remedy.
 """

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from shardrec.checkpoint.state import TableState, table_parameters
+from shardrec.checkpoint.state import TableState, is_first_replica, table_parameters
 from shardrec.errors import ConfigError
 from shardrec.layout import Shard
 from shardrec.modules.model import ShardedModel
@@ -47,7 +47,7 @@ def optimizer_values(model: ShardedModel, optimizer: torch.optim.Optimizer | Non
         return {}
     places = _places(model)
     values: dict[str, Any] = {}
-    parts: dict[tuple[str, str], dict[Shard | None, Tensor]] = {}
+    parts: dict[tuple[str, str, torch.dtype], dict[Shard | None, Tensor]] = {}
     for parameter, states in optimizer.state.items():
         place = places.get(id(parameter))
         if place is None:
@@ -55,24 +55,26 @@ def optimizer_values(model: ShardedModel, optimizer: torch.optim.Optimizer | Non
         for key, value in states.items():
             tensor = value if isinstance(value, Tensor) else torch.tensor(float(value))
             if place.table is not None and tensor.shape == parameter.shape:
-                parts.setdefault((place.name, key), {})[place.shard] = tensor
+                parts.setdefault((place.name, key, tensor.dtype), {})[place.shard] = tensor
             else:
                 values[f"optimizer.{place.name}.{key}"] = tensor
     tables = table_parameters(model)
-    for (name, key), tensors in _with_other_ranks(model.group, parts).items():
-        values[f"optimizer.{name}.{key}"] = as_one_tensor(tables[name].layout, tensors, tables[name].group)
+    parts = _with_other_ranks(model.group, parts)
+    for (name, key, dtype), tensors in parts.items() if is_first_replica(model) else ():
+        table = tables[name]
+        values[f"optimizer.{name}.{key}"] = as_one_tensor(table.layout, tensors, table.group, dtype=dtype)
     return values
 
 
 def _with_other_ranks(
-    group: dist.ProcessGroup | None, parts: dict[tuple[str, str], dict[Shard | None, Tensor]]
-) -> dict[tuple[str, str], dict[Shard | None, Tensor]]:
+    group: dist.ProcessGroup | None, parts: dict[tuple[str, str, torch.dtype], dict[Shard | None, Tensor]]
+) -> dict[tuple[str, str, torch.dtype], dict[Shard | None, Tensor]]:
     """Add an empty entry for what only other ranks hold: making a sharded tensor takes every rank, in one order."""
     if group is None:
         return parts
     gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, sorted(parts), group=group)
-    return {entry: parts.get(entry, {}) for entry in sorted({tuple(e) for entries in gathered for e in entries})}
+    dist.all_gather_object(gathered, list(parts), group=group)
+    return {entry: parts.get(entry, {}) for entry in sorted({e for entries in gathered for e in entries}, key=str)}
 
 
 class OptimizerTargets:

@@ -23,13 +23,15 @@ from shardrec.checkpoint.state import (
     TableState,
     dense_buffers,
     dense_parameters,
+    is_first_replica,
     sharded_collections,
     table_parameters,
     table_states,
 )
 from shardrec.errors import ConfigError
 from shardrec.modules.model import ShardedModel
-from shardrec.modules.table import as_one_tensor, load_table
+from shardrec.modules.replicated_model import ReplicatedModel
+from shardrec.modules.table import load_table
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
 
@@ -45,6 +47,9 @@ def save_checkpoint(
 ) -> None:
     """Write the model, its fused optimizers' states and a dense optimizer. Every rank calls it.
 
+    Replicas are synchronised first, so that training goes on from the checkpoint as it does here. What is not averaged
+    (an ordinary optimizer's states of tables; with ``sync_optimizer=False`` the fused ones') is replica 0's.
+
     Args:
         path: folder to write; an older checkpoint of that name is replaced once the new one is complete.
         model: from :func:`shardrec.shard`.
@@ -54,15 +59,20 @@ def save_checkpoint(
     target = Path(path)
     partial = target.with_name(target.name + ".partial")
     group = model.group
-    lead = model.context.collectives.rank == 0
+    if isinstance(model, ReplicatedModel):
+        # Then it does not matter which of the ranks that hold a shard writes it.
+        model.sync_replicas()
+    averaged = isinstance(model, ReplicatedModel) and model.options.sync_optimizer
+    lead = group is None or dist.get_rank(group) == 0
     if lead:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     _barrier(group)
     values: dict[str, Any] = {}
-    for section, states in (("model", table_parameters(model)), ("fused", table_states(model))):
-        for name, state in states.items():
-            values[f"{section}.{name}"] = as_one_tensor(state.layout, state.parts, state.group, rowwise=state.rowwise)
+    for name, weights in table_parameters(model).items():
+        values[f"model.{name}"] = weights.as_one_tensor()
+    if is_first_replica(model) or averaged:
+        values |= {f"fused.{name}": state.as_one_tensor() for name, state in table_states(model).items()}
     values |= {f"model.{name}": parameter.detach() for name, parameter in dense_parameters(model).items()}
     values |= {f"model.{name}": buffer for name, buffer in dense_buffers(model).items()}
     values |= optimizer_values(model, optimizer)
@@ -116,6 +126,8 @@ def load_checkpoint(
     for collection in sharded_collections(model).values():
         collection.load_step_counts(manifest["step_counts"])
     load_settings(optimizer, manifest["param_groups"])
+    if isinstance(model, ReplicatedModel):
+        model.steps_since_sync = 0
     extra: dict[str, Any] = manifest["extra"]
     return extra
 
@@ -173,11 +185,11 @@ def _table_target(state: TableState) -> Any:
     if state.layout.replicated:
         return state.parts[None]
     if state.group is not None and not state.rowwise:
-        return as_one_tensor(state.layout, state.parts, state.group)
+        return state.as_one_tensor()
     # A row's state has a copy in each column stripe, which a sharded tensor cannot say: read the whole, copy the parts.
     layout = state.layout
     size = (layout.num_embeddings,) if state.rowwise else (layout.num_embeddings, layout.embedding_dim)
-    return torch.empty(size)
+    return torch.empty(size, dtype=state.dtype)
 
 
 def _step_counts(model: ShardedModel, group: dist.ProcessGroup | None) -> dict[str, int]:

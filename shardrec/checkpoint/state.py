@@ -12,13 +12,22 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from shardrec.layout import Shard, TableLayout
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.model import ShardedModel
-from shardrec.modules.table import ShardedTable
+from shardrec.modules.replicated_model import ReplicatedModel
+from shardrec.modules.table import ShardedTable, as_one_tensor
 
-__all__ = ["TableState", "dense_parameters", "sharded_collections", "table_parameters", "table_states"]
+__all__ = [
+    "TableState",
+    "dense_parameters",
+    "is_first_replica",
+    "sharded_collections",
+    "table_parameters",
+    "table_states",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,17 +39,28 @@ class TableState:
         parts: this rank's parts, views; empty where the rank holds no shard.
         rowwise: one value per row.
         group: the process group; None on one rank.
+        dtype: of the tensor, alike on every rank.
     """
 
     layout: TableLayout
     parts: Mapping[Shard | None, Tensor]
     rowwise: bool
     group: dist.ProcessGroup | None
+    dtype: torch.dtype
+
+    def as_one_tensor(self) -> Tensor | ShardedTensor:
+        """The tensor as the value of a state_dict."""
+        return as_one_tensor(self.layout, self.parts, self.group, rowwise=self.rowwise, dtype=self.dtype)
 
 
 def sharded_collections(model: ShardedModel) -> dict[str, ShardedCollection]:
     """The sharded collections by path."""
     return {path: module for path, module in model.module.named_modules() if isinstance(module, ShardedCollection)}
+
+
+def is_first_replica(model: ShardedModel) -> bool:
+    """Whether this rank's copy of the tables is the one that counts where copies are not averaged."""
+    return not isinstance(model, ReplicatedModel) or model.groups.replica == 0
 
 
 def _tables(model: ShardedModel) -> Iterator[tuple[str, ShardedTable]]:
@@ -57,6 +77,7 @@ def table_parameters(model: ShardedModel) -> dict[str, TableState]:
             parts={shard: parameter.detach() for shard, parameter in table.locals.items()},
             rowwise=False,
             group=table.group,
+            dtype=table.dtype,
         )
         for path, table in _tables(model)
     }
@@ -75,6 +96,7 @@ def table_states(model: ShardedModel) -> dict[str, TableState]:
                     parts=collection.fused_state(name, state),
                     rowwise=optimizer.rowwise,
                     group=tables[name].group,
+                    dtype=torch.float32,
                 )
     return found
 

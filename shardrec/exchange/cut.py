@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardrec.exchange.check import Batch
+from shardrec.exchange.batch import Batch
 from shardrec.exchange.route import Route
 
 __all__ = ["Cut", "Cutter", "SlotIds"]
@@ -32,7 +32,7 @@ class Cut:
         rows: (K·U, B) lengths, or (F, B) with one block.
         values: (N,) ids in that order, local to the block.
         weights: (N,) or None.
-        positions: (N,) int32 place of each id in the batch, or (0,) where nobody asks.
+        positions: (N,) int32 place of each id in the batch, or None where nobody asks.
         slots: (S,) row of each slot.
         lengths: (S, B) lengths of each slot.
     """
@@ -40,7 +40,7 @@ class Cut:
     rows: Tensor
     values: Tensor
     weights: Tensor | None
-    positions: Tensor
+    positions: Tensor | None
     slots: Tensor
     lengths: Tensor
 
@@ -69,13 +69,11 @@ class Cutter:
     Args:
         route: where the ids of each lookup go.
         device: of the batches.
-        keep_positions: tell where in the batch each id was.
     """
 
-    def __init__(self, route: Route, device: torch.device, *, keep_positions: bool) -> None:
+    def __init__(self, route: Route, device: torch.device) -> None:
         self._route = route
         self._device = device
-        self._keep_positions = keep_positions
         self._orders: dict[tuple[str, ...], _KeyOrder] = {}
         self._slot_rows = self._tensor(route.slot_rows)
         self._in_place = route.slot_rows == tuple(range(route.blocks * len(route.unit_keys)))
@@ -92,24 +90,29 @@ class Cutter:
         rows = max((edges[-1] for edges in self._route.unit_boundaries), default=0)
         return torch.int64 if rows > 2**31 - 1 else torch.int32
 
-    def cut(self, batch: Batch) -> Cut:
-        """Cut into the blocks of each unit."""
+    def cut(self, batch: Batch, *, keep_positions: bool) -> Cut:
+        """Cut into the blocks of each unit.
+
+        Args:
+            batch: checked.
+            keep_positions: tell where in the batch each id was.
+        """
         order = self._order(batch.keys)
         lengths, values, weights = batch.lengths, batch.values, batch.weights
-        count = values.numel() if self._keep_positions else 0
-        positions = torch.arange(count, dtype=torch.int32, device=self._device)
+        positions = torch.arange(values.numel(), dtype=torch.int32, device=self._device) if keep_positions else None
         slots = order.slots
         if self._route.blocks > 1:
             slots = self._slot_rows
             if not order.units_in_place:
                 units = order.units.to(torch.int32)
-                if self._keep_positions:
+                if positions is not None:
                     _, positions, _ = torch.ops.fbgemm.permute_2D_sparse_data(units, lengths, positions, None, None)
                 lengths, values, weights = torch.ops.fbgemm.permute_2D_sparse_data(
                     units, lengths, values, weights, None
                 )
-            lengths, values, weights, place = self._bucketize(lengths, values, weights)
-            if place is not None:
+            lengths, values, weights, place = self._bucketize(lengths, values, weights, keep_positions)
+            if positions is not None:
+                assert place is not None, "a bucketize that keeps the order tells where each id went"
                 positions = torch.empty_like(positions).index_copy_(0, place.to(torch.int64), positions)
         return Cut(
             rows=lengths,
@@ -124,7 +127,7 @@ class Cutter:
         """The ids in the order of the slots; ``total`` is how many, with those of several column stripes counted."""
         ids, weights = self._permute(cut, cut.values, cut.weights, total)
         positions = None
-        if self._keep_positions:
+        if cut.positions is not None:
             positions = self._permute(cut, cut.positions, None, total)[0].to(torch.int64)
         return SlotIds(ids=ids, weights=weights, positions=positions)
 
@@ -146,14 +149,14 @@ class Cutter:
         return order
 
     def _bucketize(
-        self, lengths: Tensor, values: Tensor, weights: Tensor | None
+        self, lengths: Tensor, values: Tensor, weights: Tensor | None, keep_positions: bool
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """(K·U, B) lengths, ids local to their blocks, weights, and where each id went."""
         cut_lengths, cut_values, cut_weights, _, place = torch.ops.fbgemm.block_bucketize_sparse_features(
             lengths.reshape(-1),
             values,
             bucketize_pos=False,
-            sequence=self._keep_positions,
+            sequence=keep_positions,
             block_sizes=self._block_sizes,
             my_size=self._route.blocks,
             weights=weights,

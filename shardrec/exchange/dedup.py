@@ -14,7 +14,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from shardrec.exchange.check import Batch
+from shardrec.exchange.batch import Batch
 
 __all__ = ["Distinct", "distinct_ids"]
 

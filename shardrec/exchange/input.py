@@ -1,14 +1,17 @@
-"""The input exchange: a KeyedJaggedTensor in, the ids of this rank's shards out, in two all-to-alls.
+"""A sharded module's part of the input exchange: its batch checked, cut by rank, and put together at the other end.
 
 Shapes: F features of the input, S slots of all ranks (see :mod:`shardrec.exchange.route`), B local batch size, W ranks,
 G lookup groups, N ids.
 
 ::
 
-    header   (W, C) int64, row q to rank q:  batch size | fault | checksum | ids in group 0 | ... | ids in group G-1
-    payload  int32, part q to rank q:        lengths | ids | weights (see :mod:`shardrec.exchange.payload`)
-    result   ids slot by slot, each slot's samples rank by rank: what a table-batched kernel takes, and its pooled rows
-             (sum of B, D) are then rank by rank, ready to be sent back
+    prepare   KeyedJaggedTensor ──► Prepared: checked, ids cut into blocks
+    header    (W, 2 + G) int64, row q to rank q:  batch size | words of bags | ids in group 0 | ... | in group G-1
+    address   what the headers say of all ranks ──► Addressed: the pieces for each rank (shardrec.exchange.payload)
+    receive   the parts of all ranks ──► ShardInput: ids slot by slot, each slot's samples rank by rank, which is what a
+              table-batched kernel takes; its pooled rows (sum of B, D) are then rank by rank, ready to be sent back
+
+:mod:`shardrec.exchange.joint` sends the headers and payloads of several modules together.
 """
 
 from __future__ import annotations
@@ -19,13 +22,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardrec.exchange.check import NO_LIMIT, Batch, Expectation, describe_fault, ids_are_valid, read_batch
-from shardrec.exchange.cut import Cutter, SlotIds
-from shardrec.exchange.payload import Payload
+from shardrec.exchange.batch import NO_LIMIT, Batch, Expectation, read_batch
+from shardrec.exchange.check import describe_fault, ids_are_valid
+from shardrec.exchange.cut import Cut, Cutter
+from shardrec.exchange.payload import Arrival, Payload
 from shardrec.exchange.route import Route
-from shardrec.exchange.step import FIXED_COLUMNS, StepContext, checksum
+from shardrec.exchange.step import StepContext
 
-__all__ = ["InputExchange", "PendingInput", "ShardInput", "Trace"]
+__all__ = ["Addressed", "InputExchange", "Prepared", "ShardInput", "Trace"]
+
+_FIXED = 2  # columns of a module's part of the header before its id counts
+_REPEATS = 4  # calls of one module that a header has room for; further ones go into another exchange
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +46,8 @@ class ShardInput:
         batch_sizes: W sizes B_w; B_all is their sum.
         group_ids: number of ids of each lookup group; they lie in ``ids`` one group after the other.
         counts: ids from each rank, per group.
+        slot_sizes: per rank, the batch size of each slot where they differ; the rest of B_w are empty bags.
+        order: (n,) int32, place of each id among those received, if the weights need a gradient and it differs.
     """
 
     lengths: Tensor
@@ -47,54 +56,87 @@ class ShardInput:
     batch_sizes: tuple[int, ...]
     group_ids: tuple[int, ...]
     counts: tuple[tuple[int, ...], ...]
+    slot_sizes: tuple[tuple[int, ...] | None, ...]
+    order: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class PendingInput:
-    """A payload under way.
+class Prepared:
+    """A batch checked and cut, before the ranks have told each other anything.
 
     Args:
-        batch: the checked local input (lookups of replicated tables read it).
-        payload: what :meth:`Collectives.all_to_all` gave, or None when there is nothing to exchange.
-        local: the result itself when there is one rank.
-        batch_sizes: samples of each rank.
-        counts: ids from each rank, per group.
-        send: the packed buffer, kept until the exchange is over.
-        sent: ids to each rank, per group.
-        trace: where the sent ids were in the batch, if the exchange keeps track.
+        batch: the checked local input, of empty bags if it is faulty (lookups of replicated tables read it).
+        given: the input as it was read, for words about its faults.
+        sent: what is sent of it (the deduplicated ids, where they are).
+        cut: ``sent`` cut into blocks.
+        lengths: (S, B) int32 lengths of each slot.
+        slot_sizes: (S,) batch size of each slot, where they differ.
+        counts: (W, G) int64 ids for each rank and lookup group.
+        valid: 0-d bool, whether lengths and ids are sound.
+        fault: what is wrong with the structure, or "".
+        agreement: what the ranks must have in common.
+        notes: further int64 tensors to read on the host with the header.
+        differentiable: the weights take a gradient.
     """
 
     batch: Batch
-    payload: Tensor | None
-    local: ShardInput | None
-    batch_sizes: tuple[int, ...]
-    counts: tuple[tuple[int, ...], ...]
-    send: Tensor | None
+    given: Batch
+    sent: Batch
+    cut: Cut
+    lengths: Tensor
+    slot_sizes: tuple[int, ...] | None
+    counts: Tensor
+    valid: Tensor
+    fault: str
+    agreement: str
+    notes: tuple[Tensor, ...]
+    differentiable: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Addressed:
+    """A batch ready to be sent, once the headers have told the sizes.
+
+    Args:
+        prepared: the batch.
+        parts: per rank, the pieces of its part; empty when there is one rank.
+        words_in: per rank, the words that come from it.
+        arrivals: per rank, what its header said.
+        sent: ids to each rank, per group.
+        received: ids from each rank, per group.
+        local: the result itself when there is one rank.
+        trace: where the sent ids were in the batch, if the exchange keeps track.
+    """
+
+    prepared: Prepared
+    parts: list[list[Tensor]]
+    words_in: list[int]
+    arrivals: tuple[Arrival, ...]
     sent: tuple[tuple[int, ...], ...]
+    received: tuple[tuple[int, ...], ...]
+    local: ShardInput | None
     trace: Trace | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """Where the ids that were sent come from, when each is to get a row of its own.
+    """Where the ids that were sent come from.
 
     Args:
         positions: (N_sent,) int64, position of each sent id in the sent batch's values, in order of travel.
         slot_ids: (S,) number of ids of each slot of all ranks.
-        sent_batch: the batch that was sent (the deduplicated one, where ids are).
-        sent_key_ids: number of ids of each key of ``sent_batch``.
-        key_ids: number of ids of each key of the local batch.
+        sent_key_ids: number of ids of each key of the sent batch; empty unless each id gets a row of its own.
+        key_ids: number of ids of each key of the local batch; likewise.
     """
 
     positions: Tensor
     slot_ids: Tensor
-    sent_batch: Batch
     sent_key_ids: tuple[int, ...]
     key_ids: tuple[int, ...]
 
 
 class InputExchange:
-    """Sends ids to the ranks that hold their rows.
+    """Prepares a module's ids for the ranks that hold their rows, and puts together what comes.
 
     Args:
         route: where the ids of each lookup go.
@@ -102,93 +144,154 @@ class InputExchange:
         context: collectives and error handling, shared by the model's sharded modules.
         per_id: each id gets a row of its own, so that bags need not travel: all of a rank's samples go as one, and the
             positions of the ids are kept.
+
+    Attributes:
+        columns: width of this module's part of a header.
     """
 
     def __init__(self, route: Route, expect: Expectation, context: StepContext, *, per_id: bool = False) -> None:
         self._per_id = per_id
         self._route = route
         self._expect = expect
-        self._context = context
         self._rank = context.collectives.rank
         self._world_size = context.collectives.world_size
-        context.header_columns = max(context.header_columns, FIXED_COLUMNS + route.groups)
+        self.columns = _FIXED + route.groups
+        context.header_columns += _REPEATS * self.columns
         self._limits: dict[tuple[str, ...], tuple[Tensor, bool]] = {}
-        self._cutter = Cutter(route, expect.device, keep_positions=per_id)
+        self._cutter = Cutter(route, expect.device)
         self._payload = Payload(route, self._rank, weighted=expect.weighted, device=expect.device)
         self._group_edges = torch.tensor(_group_edges(route), dtype=torch.int64, device=expect.device)
 
-    def start(
-        self, features: object, agreement: str, *, prepare: Callable[[Batch], Batch] | None = None
-    ) -> PendingInput:
-        """Check the batch, exchange the header and issue the payload.
+    def prepare(self, features: object, agreement: str, *, prepare: Callable[[Batch], Batch] | None = None) -> Prepared:
+        """Check the batch and cut it. Reads no tensor's value on the host and raises nothing for a faulty batch.
 
         Args:
             features: a KeyedJaggedTensor; keys in any order, further keys are ignored.
             agreement: what the ranks must have in common beyond the ids' dtype.
             prepare: makes the batch to send out of the checked one.
-
-        Raises:
-            InputError: on every rank, if the batch of any is faulty.
         """
-        batch = read_batch(features, self._expect)
-        fault = batch if isinstance(batch, str) else ""
-        if isinstance(batch, str):
-            batch = self._empty_batch()
-        agreement = f"ids {str(batch.values.dtype).removeprefix('torch.')}, {agreement}"
-        limits, unused_keys = self._key_limits(batch.keys)
-        valid = ids_are_valid(batch, limits, unused_keys=unused_keys)
-        safe = self._safe(batch, valid)
+        given = read_batch(features, self._expect)
+        fault = given if isinstance(given, str) else ""
+        if isinstance(given, str):
+            given = self._empty_batch()
+        differentiable = given.weights is not None and given.weights.requires_grad and torch.is_grad_enabled()
+        agreement = f"ids {str(given.values.dtype).removeprefix('torch.')}, {agreement}"
+        agreement += ", weights with gradient" if differentiable else ""
+        limits, unused_keys = self._key_limits(given.keys)
+        valid = ids_are_valid(given, limits, unused_keys=unused_keys)
+        safe = self._safe(given, valid)
         sent = safe if prepare is None else prepare(safe)
-        cut = self._cutter.cut(sent)
-        lengths_SB, size = cut.lengths, safe.size
-        notes: list[Tensor] = []
+        cut = self._cutter.cut(sent, keep_positions=self._per_id or differentiable)
+        lengths_SB = cut.lengths
+        slot_sizes = None
+        notes: tuple[Tensor, ...] = ()
         if self._per_id:
-            lengths_SB, size = lengths_SB.sum(dim=1, keepdim=True, dtype=torch.int32), 1
-            notes = [sent.lengths.sum(dim=1, dtype=torch.int64), safe.lengths.sum(dim=1, dtype=torch.int64)]
-        counts_WG = self._counts(lengths_SB)
-        header = self._header(counts_WG, size, valid, fault, checksum(agreement))
-        sent_counts, headers, noted = self._exchange_header(counts_WG, header, notes)
-        if not self._context.check([h[1] for h in headers], [h[2] for h in headers], agreement):
-            if not fault and headers[self._rank][1]:
-                fault = describe_fault(batch, self._expect)
-            self._context.raise_faults(fault, agreement)
-        slot_ids = self._cutter.in_slots(cut, sum(map(sum, sent_counts)))
+            lengths_SB = lengths_SB.sum(dim=1, keepdim=True, dtype=torch.int32)
+            notes = (sent.lengths.sum(dim=1, dtype=torch.int64), safe.lengths.sum(dim=1, dtype=torch.int64))
+        elif sent.sizes is not None and self._world_size > 1:
+            slot_sizes = self._slot_sizes(sent.keys, sent.sizes)
+        return Prepared(
+            batch=safe,
+            given=given,
+            sent=sent,
+            cut=cut,
+            lengths=lengths_SB,
+            slot_sizes=slot_sizes,
+            counts=self._counts(lengths_SB),
+            valid=valid,
+            fault=fault,
+            agreement=agreement,
+            notes=notes,
+            differentiable=differentiable,
+        )
+
+    def header(self, prepared: Prepared) -> Tensor:
+        """(W, columns) int64: this module's part of the header for each rank."""
+        header = prepared.counts.new_zeros((self._world_size, self.columns))
+        header[:, 0] = prepared.lengths.size(1)
+        if prepared.slot_sizes is not None:
+            header[:, 1] = torch.tensor(self._payload.bag_words(prepared.slot_sizes), device=header.device)
+        header[:, _FIXED:] = prepared.counts
+        return header
+
+    def describe(self, prepared: Prepared) -> str:
+        """What is wrong with the batch, or "". Reads tensors on the host."""
+        if prepared.fault or bool(prepared.valid):
+            return prepared.fault
+        return describe_fault(prepared.given, self._expect)
+
+    def address(
+        self, prepared: Prepared, sent: Sequence[int], notes: Sequence[Sequence[int]], headers: Sequence[Sequence[int]]
+    ) -> Addressed:
+        """Pack, now that the sizes are known.
+
+        Args:
+            prepared: the batch.
+            sent: (W · G) ids for each rank and group.
+            notes: values of ``prepared.notes``.
+            headers: this module's part of each rank's header.
+        """
+        groups = self._route.groups
+        sent_WG = tuple(tuple(sent[q * groups : (q + 1) * groups]) for q in range(self._world_size))
+        slot_ids = self._cutter.in_slots(prepared.cut, sum(sent))
         trace = None
         if slot_ids.positions is not None:
             trace = Trace(
                 positions=slot_ids.positions,
-                slot_ids=lengths_SB.squeeze(1),
-                sent_batch=sent,
-                sent_key_ids=noted[0],
-                key_ids=noted[1],
+                slot_ids=prepared.lengths.sum(dim=1),
+                sent_key_ids=tuple(notes[0]) if notes else (),
+                key_ids=tuple(notes[1]) if notes else (),
             )
-        return self._send(safe, lengths_SB, slot_ids, sent_counts, headers, trace)
+        received = tuple(tuple(header[_FIXED : _FIXED + groups]) for header in headers)
+        arrivals = tuple(
+            Arrival(batch_size=header[0], bag_words=header[1], ids=sum(counts))
+            for header, counts in zip(headers, received, strict=True)
+        )
+        local, parts = None, []
+        if self._world_size == 1:
+            local = ShardInput(
+                lengths=prepared.lengths,
+                ids=slot_ids.ids,
+                weights=slot_ids.weights,
+                batch_sizes=(arrivals[0].batch_size,),
+                group_ids=received[0],
+                counts=received,
+                slot_sizes=(None,),
+            )
+        else:
+            totals = [sum(counts) for counts in sent_WG]
+            parts = self._payload.pack(prepared.lengths, slot_ids.ids, slot_ids.weights, totals, prepared.slot_sizes)
+        return Addressed(
+            prepared=prepared,
+            parts=parts,
+            words_in=[self._payload.words_in(arrival) for arrival in arrivals],
+            arrivals=arrivals,
+            sent=sent_WG,
+            received=received,
+            local=local,
+            trace=trace,
+        )
 
-    def finish(self, pending: PendingInput) -> ShardInput:
-        """Wait for the payload and put it slot by slot."""
-        if pending.local is not None:
-            return pending.local
-        assert pending.payload is not None, "an exchange between ranks has a payload"
-        buffer = self._context.collectives.wait(pending.payload, "payload")
-        totals = [sum(counts) for counts in pending.counts]
-        lengths, ids, weights = self._payload.unpack(buffer, pending.batch_sizes, totals)
-        return self._shard_input(lengths, ids, weights, pending.batch_sizes, pending.counts)
+    def receive(self, addressed: Addressed, parts: Sequence[Tensor]) -> ShardInput:
+        """Put what the ranks sent slot by slot.
 
-    def _shard_input(
-        self,
-        lengths: Tensor,
-        ids: Tensor,
-        weights: Tensor | None,
-        batch_sizes: tuple[int, ...],
-        counts: tuple[tuple[int, ...], ...],
-    ) -> ShardInput:
+        Args:
+            addressed: this rank's own batch.
+            parts: from each rank, int32 words.
+        """
+        if addressed.local is not None:
+            return addressed.local
+        differentiable = addressed.prepared.differentiable
+        unpacked = self._payload.unpack(parts, addressed.arrivals, keep_order=differentiable)
         return ShardInput(
-            lengths=lengths,
-            ids=ids,
-            weights=weights,
-            batch_sizes=batch_sizes,
-            group_ids=tuple(map(sum, zip(*counts, strict=True))),
-            counts=counts,
+            lengths=unpacked.lengths,
+            ids=unpacked.ids,
+            weights=unpacked.weights,
+            batch_sizes=tuple(arrival.batch_size for arrival in addressed.arrivals),
+            group_ids=tuple(map(sum, zip(*addressed.received, strict=True))),
+            counts=addressed.received,
+            slot_sizes=unpacked.slot_sizes,
+            order=unpacked.order,
         )
 
     def _key_limits(self, keys: tuple[str, ...]) -> tuple[Tensor, bool]:
@@ -198,8 +301,13 @@ class InputExchange:
             self._limits[keys] = torch.tensor(limits, dtype=torch.int64, device=self._expect.device), NO_LIMIT in limits
         return self._limits[keys]
 
+    def _slot_sizes(self, keys: tuple[str, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
+        size_of = dict(zip(keys, sizes, strict=True))
+        unit_sizes = [size_of[key] for key in self._route.unit_keys]
+        return tuple(unit_sizes[slot.unit] for rank_slots in self._route.slots for slot in rank_slots)
+
     def _empty_batch(self) -> Batch:
-        keys = tuple(dict.fromkeys(key for key, _, _ in self._expect.tables))
+        keys = self._expect.features
         device = self._expect.device
         return Batch(
             keys=keys,
@@ -218,7 +326,10 @@ class InputExchange:
             keys=batch.keys,
             lengths=(batch.lengths.to(torch.int32) * valid).contiguous(),
             values=values.contiguous(),
-            weights=None if weights is None else weights.float().contiguous(),
+            weights=None if weights is None else weights.detach().float().contiguous(),
+            sizes=batch.sizes,
+            inverse=batch.inverse,
+            bags=batch.bags,
         )
 
     def _counts(self, lengths_SB: Tensor) -> Tensor:
@@ -226,62 +337,6 @@ class InputExchange:
         ends_S = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths_SB.sum(dim=1, dtype=torch.int64))
         edges: Tensor = ends_S.index_select(0, self._group_edges)
         return edges.diff().view(self._world_size, self._route.groups)
-
-    def _header(self, counts_WG: Tensor, size: int, valid: Tensor, fault: str, agreed: int) -> Tensor:
-        header = counts_WG.new_zeros((self._world_size, self._context.header_columns))
-        header[:, 0] = size
-        header[:, 1] = 1 if fault else valid.logical_not()
-        header[:, 2] = agreed
-        header[:, FIXED_COLUMNS : FIXED_COLUMNS + self._route.groups] = counts_WG
-        return header
-
-    def _exchange_header(
-        self, counts_WG: Tensor, header: Tensor, notes: Sequence[Tensor]
-    ) -> tuple[tuple[tuple[int, ...], ...], list[list[int]], list[tuple[int, ...]]]:
-        """Exchange headers; what was sent, received and noted comes to the host in one copy."""
-        received = self._context.exchange_header(header)
-        numbers: list[int] = torch.cat([counts_WG.flatten(), *notes, received.flatten()]).tolist()
-        groups, width = self._route.groups, self._context.header_columns
-        sent = tuple(tuple(numbers[q * groups : (q + 1) * groups]) for q in range(self._world_size))
-        start = self._world_size * groups
-        noted = []
-        for note in notes:
-            noted.append(tuple(numbers[start : start + note.numel()]))
-            start += note.numel()
-        headers = [numbers[row : row + width] for row in range(start, len(numbers), width)]
-        return sent, headers, noted
-
-    def _send(
-        self,
-        batch: Batch,
-        lengths_SB: Tensor,
-        slot_ids: SlotIds,
-        sent: tuple[tuple[int, ...], ...],
-        headers: list[list[int]],
-        trace: Trace | None,
-    ) -> PendingInput:
-        batch_sizes = tuple(header[0] for header in headers)
-        groups = self._route.groups
-        counts = tuple(tuple(header[FIXED_COLUMNS : FIXED_COLUMNS + groups]) for header in headers)
-        local, payload, packed = None, None, None
-        if self._world_size == 1:
-            local = self._shard_input(lengths_SB, slot_ids.ids, slot_ids.weights, batch_sizes, counts)
-        else:
-            totals_out, totals_in = [sum(part) for part in sent], [sum(part) for part in counts]
-            packed = self._payload.pack(lengths_SB, slot_ids.ids, slot_ids.weights, totals_out)
-            sizes_out = self._payload.sizes_out(lengths_SB.size(1), totals_out)
-            sizes_in = self._payload.sizes_in(batch_sizes, totals_in)
-            payload = self._context.collectives.all_to_all(packed, sizes_in, sizes_out, "payload")
-        return PendingInput(
-            batch=batch,
-            payload=payload,
-            local=local,
-            batch_sizes=batch_sizes,
-            counts=counts,
-            send=packed,
-            sent=sent,
-            trace=trace,
-        )
 
 
 def _group_edges(route: Route) -> list[int]:

@@ -1,4 +1,4 @@
-"""The output exchange: pooled rows back to the ranks that asked, in one all-to-all forward and one backward.
+"""A pooled module's part of the output exchange: its rows by rank, and the output put together from the blocks.
 
 Shapes: B local batch, B_all the batches of all ranks, D_q pooled columns on rank q, D output columns, W ranks.
 
@@ -9,112 +9,96 @@ Shapes: B local batch, B_all the batches of all ranks, D_q pooled columns on ran
 
 [Note: the mean over ranks]
 As in DistributedDataParallel, the gradient of a shard is the mean over ranks of what their losses ask for, so that a
-mean loss on each rank trains as the mean over the global batch would. The division happens where the gradient is packed
-for sending. Replicated tables are left to the dense part's all-reduce, which averages too.
+mean loss on each rank trains as the mean over the global batch would. The division happens where the gradient is
+written for sending. Replicated tables are left to the dense part's all-reduce, which averages too.
 
-[Note: two autograd functions]
-The exchange is issued in one function and waited for in another, with a token between them, so that forward and
-backward both have work to do while it is under way: whatever the dense model computes between the two.
+[Note: slots with a batch size each]
+On this rank and on the one that looks up, such a slot's column has the rows of the largest slot, the rest being empty
+bags. Only a slot's own rows travel, column after column: ``Ragged`` takes the others out and puts zeros back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from shardrec.exchange.collectives import Collectives
-from shardrec.exchange.route import Piece, Source
-from shardrec.exchange.wire import QuantizedComms, Shape, Wire
+from shardrec.exchange.blocks import BlocksInFlight, Stream
+from shardrec.exchange.input import ShardInput
+from shardrec.exchange.ragged import Ragged, strip
+from shardrec.exchange.route import Piece, Route, Source
+from shardrec.exchange.wire import Shape
 
-__all__ = ["OutputExchange", "PendingOutput"]
-
-
-@dataclass(kw_only=True)
-class PendingOutput:
-    """An output exchange under way.
-
-    Args:
-        blocks_in: per rank, the block (B, D_q) that comes from it forward and goes to it backward.
-        blocks_out: per rank, the block (B_w, D_mine) that goes to it forward and comes from it backward.
-        batch_size: B.
-        pooled_shape: (B_all, D_mine).
-        blocks: the receive buffer of the forward all-to-all, until it is used.
-        gradient: the receive buffer of the backward all-to-all, until it is used.
-    """
-
-    blocks_in: list[list[Shape]]
-    blocks_out: list[list[Shape]]
-    batch_size: int
-    pooled_shape: tuple[int, int]
-    blocks: Tensor | None = None
-    gradient: Tensor | None = None
+__all__ = ["OutputExchange"]
 
 
 class OutputExchange:
     """Sends pooled rows to the ranks that asked for them and puts columns in the unsharded order.
 
     Args:
-        widths: pooled columns D_q of each rank.
+        route: of the ids.
         pieces: how the output's columns come from the blocks.
-        collectives: of the group that the embeddings are sharded over.
-        comms: formats on the wire.
+        rank: this rank.
     """
 
-    def __init__(
-        self,
-        widths: Sequence[int],
-        pieces: Sequence[Piece],
-        collectives: Collectives,
-        comms: QuantizedComms | None = None,
-    ) -> None:
-        comms = comms or QuantizedComms()
-        self.output_wire = Wire(comms.output, collectives)
-        self.gradient_wire = Wire(comms.gradient, collectives)
-        self.widths = tuple(widths)
+    def __init__(self, route: Route, pieces: Sequence[Piece], rank: int) -> None:
+        self.world_size = len(route.slots)
+        self.widths = tuple(route.width(other) for other in range(self.world_size))
         self.pieces = tuple(pieces)
-        self.collectives = collectives
+        self._rank = rank
+        self._columns = [tuple(slot.shard.cols for slot in slots) for slots in route.slots]
 
-    def start(self, pooled: Tensor, batch_sizes: Sequence[int]) -> tuple[Tensor, PendingOutput]:
-        """Issue the all-to-all.
+    def stream(self, pooled: Tensor, served: ShardInput, slot_sizes: Sequence[int] | None) -> Stream:
+        """What this rank sends and receives.
 
         Args:
             pooled: (B_all, D_mine) float32, rank after rank.
-            batch_sizes: samples of each rank.
-
-        Returns:
-            A token that carries the gradient's way back, and the record to :meth:`finish` with.
+            served: the ids that were looked up.
+            slot_sizes: (S,) batch size of each slot of all ranks in the local batch, where they differ.
         """
-        mine = self.widths[self.collectives.rank]
-        batch_size = batch_sizes[self.collectives.rank]
-        pending = PendingOutput(
-            blocks_in=[[(batch_size, width)] for width in self.widths],
-            blocks_out=[[(size, mine)] for size in batch_sizes],
-            batch_size=batch_size,
-            pooled_shape=(sum(batch_sizes), mine),
-        )
-        if torch.is_grad_enabled() and not pooled.requires_grad:
-            # A rank whose pooled rows need no gradient still takes its part in the others' backward.
-            pooled = pooled.detach().requires_grad_()
-        token: Tensor = _Start.apply(pooled, pending, self)  # type: ignore[no-untyped-call]
-        return token, pending
+        size, mine = served.batch_sizes[self._rank], self.widths[self._rank]
+        out: list[list[Shape]] = []
+        blocks = list(pooled.split(list(served.batch_sizes))) if any(served.slot_sizes) else []
+        for source, rows in enumerate(served.batch_sizes):
+            sizes = served.slot_sizes[source]
+            if sizes is None:
+                out.append([(rows, mine)])
+            else:
+                ragged = Ragged(rows=rows, sizes=sizes, columns=self._columns[self._rank])
+                blocks[source] = strip(blocks[source], ragged)
+                out.append(ragged.shapes)
+        flat = torch.cat([block.reshape(-1) for block in blocks]) if blocks else pooled
+        into: list[list[Shape]] = [[(size, width)] for width in self.widths]
+        if slot_sizes is not None:
+            into = [ragged.shapes for ragged in self._ragged(size, slot_sizes)]
+        return Stream(flat=flat, out=out, into=into)
 
-    def finish(self, token: Tensor, pending: PendingOutput, replicated: Tensor | None) -> Tensor:
+    def finish(
+        self,
+        flight: BlocksInFlight,
+        stream: int,
+        size: int,
+        slot_sizes: Sequence[int] | None,
+        replicated: Tensor | None,
+    ) -> Tensor:
         """Wait for the blocks and assemble the output.
 
         Args:
-            token: from :meth:`start`.
-            pending: from :meth:`start`.
+            flight: the exchange.
+            stream: number of this module's part of it.
+            size: B.
+            slot_sizes: as given to :meth:`stream`.
             replicated: (B, D_r) pooled columns of the replicated tables, or None.
 
         Returns:
             (B, D) float32, columns in the unsharded order.
         """
-        output: Tensor = _Finish.apply(token, replicated, pending, self)  # type: ignore[no-untyped-call]
+        ragged = None if slot_sizes is None else self._ragged(size, slot_sizes)
+        plan = _Assembly(exchange=self, flight=flight, stream=stream, size=size, ragged=ragged)
+        output: Tensor = _Assemble.apply(plan, replicated, *flight.blocks(stream))  # type: ignore[no-untyped-call]
         return output
 
     def assemble(self, blocks: Sequence[Tensor]) -> Tensor:
@@ -129,76 +113,84 @@ class OutputExchange:
             columns.append(column)
         return columns[0].contiguous() if len(columns) == 1 else torch.cat(columns, dim=1)
 
-    def distribute(self, gradient: Tensor, blocks: Sequence[Tensor]) -> None:
-        """The transpose of :meth:`assemble`: writes the gradient of each block, from the output's (B, D)."""
+    def distribute(self, gradient: Tensor, blocks: Sequence[Tensor], scale: float) -> None:
+        """The transpose of :meth:`assemble`: writes the gradient of each block, from the output's (B, D).
+
+        Args:
+            gradient: of the output.
+            blocks: where to write, one (B, D_q) per rank, and one for the replicated tables if there are any.
+            scale: a factor for the blocks of ranks.
+        """
         start = 0
         for piece in self.pieces:
             part = gradient[:, start : start + piece.width]
             for source in piece.sources:
-                _columns(blocks, source, piece.width).copy_(part)
+                target = _columns(blocks, source, piece.width)
+                if source.block < self.world_size and scale != 1.0:
+                    torch.mul(part, scale, out=target)
+                else:
+                    target.copy_(part)
             start += piece.width
+
+    def _ragged(self, size: int, slot_sizes: Sequence[int]) -> list[Ragged]:
+        found, start = [], 0
+        for columns in self._columns:
+            sizes = tuple(slot_sizes[start : start + len(columns)])
+            found.append(Ragged(rows=size, sizes=sizes, columns=columns))
+            start += len(columns)
+        return found
 
 
 def _columns(blocks: Sequence[Tensor], source: Source, width: int) -> Tensor:
     return blocks[source.block][:, source.start : source.start + width]
 
 
-class _Start(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, pooled: Tensor, pending: PendingOutput, exchange: OutputExchange) -> Tensor:
-        ctx.pending, ctx.exchange = pending, exchange  # type: ignore[attr-defined]
-        flat = pooled.detach().reshape(-1)
-        pending.blocks = exchange.output_wire.send(flat, pending.blocks_in, pending.blocks_out, "output")
-        return pooled.new_zeros(())
+class _Assembly:
+    """What forward and backward of one assembly share."""
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, token_gradient: Tensor) -> tuple[Tensor, None, None]:
-        pending: PendingOutput = ctx.pending
-        assert pending.gradient is not None, "the output's gradient is sent before it is received"
-        gradient = ctx.exchange.gradient_wire.receive(pending.gradient, pending.blocks_out, "gradient")
-        pending.gradient = None
-        return gradient.view(pending.pooled_shape), None, None
+    def __init__(
+        self, *, exchange: OutputExchange, flight: BlocksInFlight, stream: int, size: int, ragged: list[Ragged] | None
+    ) -> None:
+        self.exchange = exchange
+        self.flight = flight
+        self.stream = stream
+        self.size = size
+        self.ragged = ragged
+
+    def blocks(self, flats: Sequence[Tensor]) -> list[Tensor]:
+        """(B, D_q) blocks of what came."""
+        if self.ragged is not None:
+            return [ragged.pad(flat) for ragged, flat in zip(self.ragged, flats, strict=True)]
+        widths = self.exchange.widths
+        return [flat.view(self.size, width) for flat, width in zip(flats, widths, strict=True)]
 
 
-class _Finish(torch.autograd.Function):
+class _Assemble(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: FunctionCtx,
-        token: Tensor,
-        replicated: Tensor | None,
-        pending: PendingOutput,
-        exchange: OutputExchange,
-    ) -> Tensor:
-        ctx.pending, ctx.exchange = pending, exchange  # type: ignore[attr-defined]
+    def forward(ctx: FunctionCtx, assembly: _Assembly, replicated: Tensor | None, *flats: Tensor) -> Tensor:
+        ctx.assembly = assembly  # type: ignore[attr-defined]
         ctx.replicated_width = 0 if replicated is None else replicated.size(1)  # type: ignore[attr-defined]
-        assert pending.blocks is not None, "an output exchange is finished once"
-        received = exchange.output_wire.receive(pending.blocks, pending.blocks_in, "output")
-        pending.blocks = None
-        blocks = _split(received, pending, exchange.widths)
+        blocks = assembly.blocks(flats)
         if replicated is not None:
             blocks.append(replicated.detach())
-        return exchange.assemble(blocks)
+        return assembly.exchange.assemble(blocks)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        pending: PendingOutput = ctx.pending
-        exchange: OutputExchange = ctx.exchange
-        buffer = gradient.new_empty(sum(pending.batch_size * width for width in exchange.widths))
-        blocks = _split(buffer, pending, exchange.widths)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        assembly: _Assembly = ctx.assembly
+        exchange = assembly.exchange
+        views = assembly.flight.gradient_blocks(assembly.stream)
+        if assembly.ragged is None:
+            blocks = assembly.blocks(views)
+        else:
+            blocks = [gradient.new_empty((assembly.size, width)) for width in exchange.widths]
         replicated = None
         if ctx.replicated_width:
-            replicated = gradient.new_empty((pending.batch_size, ctx.replicated_width))
+            replicated = gradient.new_empty((assembly.size, ctx.replicated_width))
             blocks.append(replicated)
-        exchange.distribute(gradient, blocks)
-        if exchange.collectives.world_size > 1:
-            buffer.div_(exchange.collectives.world_size)
-        pending.gradient = exchange.gradient_wire.send(buffer, pending.blocks_out, pending.blocks_in, "gradient")
-        return gradient.new_zeros(()), replicated, None, None
-
-
-def _split(buffer: Tensor, pending: PendingOutput, widths: Sequence[int]) -> list[Tensor]:
-    """The blocks (B, D_q) of a flat buffer."""
-    parts = buffer.split([pending.batch_size * width for width in widths])
-    return [part.view(pending.batch_size, width) for part, width in zip(parts, widths, strict=True)]
+        exchange.distribute(gradient, blocks, 1.0 / exchange.world_size)
+        if assembly.ragged is not None:
+            for view, ragged, block in zip(views, assembly.ragged, blocks, strict=False):
+                view.copy_(ragged.strip(block))
+        return None, replicated, *views

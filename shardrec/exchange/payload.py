@@ -1,8 +1,9 @@
-"""The payload: lengths, ids and weights for each rank in one buffer of 32-bit words.
+"""The payload: lengths, ids and weights for each rank as 32-bit words.
 
 ::
 
-    part for rank q:  lengths (S_q, B) | ids (n_q,) | weights (n_q,)
+    part for rank q:  bags | ids (n_q,) | weights (n_q,)
+    bags:             lengths (S_q, B), or, where slots have a batch size each, sizes (S_q,) | lengths (their sum,)
 
 An id is one word, or two where a shard has more rows than 32 bits can number.
 
@@ -12,14 +13,49 @@ Shapes: S_q slots of rank q, S of all ranks, B local batch size, W ranks, n ids.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardrec.exchange.route import Route
 
-__all__ = ["Payload"]
+__all__ = ["Arrival", "Payload", "Unpacked"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrival:
+    """What a header says of one rank's part.
+
+    Args:
+        batch_size: samples B_w.
+        bag_words: words of sizes and lengths, where slots have a batch size each; else 0.
+        ids: number of ids.
+    """
+
+    batch_size: int
+    bag_words: int
+    ids: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unpacked:
+    """What the ranks sent, slot by slot and in a slot rank by rank.
+
+    Args:
+        lengths: (S_mine, sum of B_w) int32.
+        ids: (n,) int32 or int64.
+        weights: (n,) float32 or None.
+        order: (n,) int32 place of each id among the received ones; None where nobody asks or they are in place.
+        slot_sizes: per rank, the batch size of each slot where they differ, else None.
+    """
+
+    lengths: Tensor
+    ids: Tensor
+    weights: Tensor | None
+    order: Tensor | None
+    slot_sizes: tuple[tuple[int, ...] | None, ...]
 
 
 class Payload:
@@ -38,65 +74,112 @@ class Payload:
         self._mine = self._slot_counts[rank]
         self._wide = route.wide_ids
         self._weighted = weighted
-        self._words = (2 if self._wide else 1) + weighted
+        self._id_words = 2 if self._wide else 1
         sources = range(len(self._slot_counts))
         order = [source * self._mine + slot for slot in range(self._mine) for source in sources]
         self._slot_major = torch.tensor(order, dtype=torch.int32, device=device)
 
-    def sizes_out(self, batch_size: int, ids: Sequence[int]) -> list[int]:
-        """Words to each rank, from the number of ids to each."""
-        return [slots * batch_size + n * self._words for slots, n in zip(self._slot_counts, ids, strict=True)]
+    def bag_words(self, slot_sizes: Sequence[int] | None) -> list[int]:
+        """Per rank, the words of sizes and lengths; 0 where all slots have one batch size.
 
-    def sizes_in(self, batch_sizes: Sequence[int], ids: Sequence[int]) -> list[int]:
-        """Words from each rank, from the batch size of each and the number of ids from each."""
-        return [self._mine * size + n * self._words for size, n in zip(batch_sizes, ids, strict=True)]
+        Args:
+            slot_sizes: (S,) batch size of each slot of all ranks, where they differ.
+        """
+        if slot_sizes is None:
+            return [0] * len(self._slot_counts)
+        edges = zip(self._slot_edges, self._slot_edges[1:], strict=False)
+        return [end - start + sum(slot_sizes[start:end]) for start, end in edges]
 
-    def pack(self, lengths_SB: Tensor, ids: Tensor, weights: Tensor | None, counts: Sequence[int]) -> Tensor:
-        """The send buffer, int32.
+    def words_in(self, arrival: Arrival) -> int:
+        """Words from one rank."""
+        bags = arrival.bag_words or self._mine * arrival.batch_size
+        return bags + arrival.ids * (self._id_words + self._weighted)
+
+    def pack(
+        self,
+        lengths_SB: Tensor,
+        ids: Tensor,
+        weights: Tensor | None,
+        counts: Sequence[int],
+        slot_sizes: Sequence[int] | None = None,
+    ) -> list[list[Tensor]]:
+        """Per rank, the pieces of its part, int32.
 
         Args:
             lengths_SB: (S, B) int32.
             ids: (n,) slot by slot.
             weights: (n,) float32 or None.
             counts: number of ids for each rank.
+            slot_sizes: (S,) batch size of each slot, where they differ.
         """
         id_parts = ids.to(torch.int64 if self._wide else torch.int32).split(list(counts))
         weight_parts = weights.split(list(counts)) if weights is not None else None
-        parts = []
+        parts: list[list[Tensor]] = []
         for rank in range(len(counts)):
-            parts.append(lengths_SB[self._slot_edges[rank] : self._slot_edges[rank + 1]].reshape(-1))
-            parts.append(id_parts[rank].view(torch.int32))
+            slots = range(self._slot_edges[rank], self._slot_edges[rank + 1])
+            if slot_sizes is None:
+                part = [lengths_SB[slots.start : slots.stop].reshape(-1)]
+            else:
+                sizes = [slot_sizes[slot] for slot in slots]
+                part = [torch.tensor(sizes, dtype=torch.int32, device=ids.device)]
+                part += [lengths_SB[slot, :size] for slot, size in zip(slots, sizes, strict=True)]
+            part.append(id_parts[rank].view(torch.int32))
             if weight_parts is not None:
-                parts.append(weight_parts[rank].view(torch.int32))
-        return torch.cat(parts)
+                part.append(weight_parts[rank].view(torch.int32))
+            parts.append(part)
+        return parts
 
-    def unpack(
-        self, buffer: Tensor, batch_sizes: Sequence[int], counts: Sequence[int]
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Lengths (S_mine, sum of B), ids (n,) and weights (n,), slot by slot and in a slot rank by rank.
+    def unpack(self, parts: Sequence[Tensor], arrivals: Sequence[Arrival], *, keep_order: bool = False) -> Unpacked:
+        """Put the ids slot by slot, and in a slot rank by rank.
 
         Args:
-            buffer: what the ranks sent, one after the other.
-            batch_sizes: of each rank.
-            counts: number of ids from each rank.
+            parts: what each rank sent.
+            arrivals: what each rank's header said.
+            keep_order: tell where each id was among the received ones.
         """
+        slot_sizes = self._slot_sizes(parts, arrivals)
         lengths, ids, weights = [], [], []
-        id_words = self._words - self._weighted
-        parts = buffer.split(self.sizes_in(batch_sizes, counts))
-        for part, size, count in zip(parts, batch_sizes, counts, strict=True):
-            head = self._mine * size
-            body = head + count * id_words
-            lengths.append(part[:head].view(self._mine, size))
-            ids.append(part[head:body])
-            weights.append(part[body:])
+        for part, arrival, sizes in zip(parts, arrivals, slot_sizes, strict=True):
+            bags = arrival.bag_words or self._mine * arrival.batch_size
+            weights_from = bags + arrival.ids * self._id_words
+            lengths.append(self._lengths(part[:bags], arrival.batch_size, sizes))
+            ids.append(part[bags:weights_from])
+            weights.append(part[weights_from:])
         flat_ids = torch.cat(ids)
         if self._wide:
             flat_ids = flat_ids.view(torch.int64)
         flat_weights = torch.cat(weights).view(torch.float32) if self._weighted else None
-        total = sum(counts)
+        total = sum(arrival.ids for arrival in arrivals)
+        order = None
         if self._mine > 1 and total > 0:
-            block_lengths = torch.stack([part.sum(dim=1, dtype=torch.int32) for part in lengths])
+            block_lengths = torch.stack([part.sum(dim=1, dtype=torch.int32) for part in lengths]).view(-1)
+            if keep_order:
+                places = torch.arange(total, dtype=torch.int32, device=flat_ids.device)
+                _, order, _ = torch.ops.fbgemm.permute_1D_sparse_data(
+                    self._slot_major, block_lengths, places, None, total
+                )
             _, flat_ids, flat_weights = torch.ops.fbgemm.permute_1D_sparse_data(
-                self._slot_major, block_lengths.view(-1), flat_ids, flat_weights, total
+                self._slot_major, block_lengths, flat_ids, flat_weights, total
             )
-        return torch.cat(lengths, dim=1), flat_ids, flat_weights
+        return Unpacked(
+            lengths=torch.cat(lengths, dim=1), ids=flat_ids, weights=flat_weights, order=order, slot_sizes=slot_sizes
+        )
+
+    def _slot_sizes(self, parts: Sequence[Tensor], arrivals: Sequence[Arrival]) -> tuple[tuple[int, ...] | None, ...]:
+        """Read the sizes that some ranks sent; on the host only if any did."""
+        heads = [part[: self._mine] for part, arrival in zip(parts, arrivals, strict=True) if arrival.bag_words]
+        numbers: list[int] = torch.cat(heads).tolist() if heads else []
+        found: list[tuple[int, ...] | None] = []
+        for arrival in arrivals:
+            found.append(tuple(numbers[: self._mine]) if arrival.bag_words else None)
+            if arrival.bag_words:
+                del numbers[: self._mine]
+        return tuple(found)
+
+    def _lengths(self, words: Tensor, batch_size: int, sizes: tuple[int, ...] | None) -> Tensor:
+        """(S_mine, B_w) lengths, slots with fewer samples filled up with empty bags."""
+        if sizes is None:
+            return words.view(self._mine, batch_size)
+        rows = words[self._mine :].split(list(sizes))
+        padded = [nn.functional.pad(row, (0, batch_size - size)) for row, size in zip(rows, sizes, strict=True)]
+        return torch.stack(padded) if padded else words.new_zeros((0, batch_size))

@@ -23,37 +23,25 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from shardrec.exchange.collectives import Collectives
-from shardrec.exchange.input import PendingInput, ShardInput, Trace
+from shardrec.exchange.blocks import BlocksInFlight, Stream, joined
+from shardrec.exchange.input import Addressed, ShardInput, Trace
 from shardrec.exchange.route import Route
-from shardrec.exchange.wire import QuantizedComms, Shape, Wire
+from shardrec.exchange.wire import Shape
 
-__all__ = ["PendingRows", "RowExchange"]
+__all__ = ["Placement", "RowExchange"]
 
 
-@dataclass(kw_only=True)
-class PendingRows:
-    """A row exchange under way.
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where received rows go.
 
     Args:
-        served: per rank and group, ids that the rank asked of this one.
-        parts_in: per rank and group, the part (n, w) that comes from it forward and goes to it backward.
-        parts_out: per rank and group, the part (n, w) that goes to it forward and comes from it backward.
-        orders: per group, (n,) the slot-major place of each row in rank-major order.
         target: where each received unit goes in the output.
         output_rows: M.
-        rows: the receive buffer of the forward all-to-all, until it is used.
-        gradient: the receive buffer of the backward all-to-all, until it is used.
     """
 
-    served: tuple[tuple[int, ...], ...]
-    parts_in: list[list[Shape]]
-    parts_out: list[list[Shape]]
-    orders: list[Tensor]
     target: Tensor
     output_rows: int
-    rows: Tensor | None = None
-    gradient: Tensor | None = None
 
 
 class RowExchange:
@@ -63,99 +51,58 @@ class RowExchange:
         route: of the ids; each group's shards have one width.
         group_widths: columns of each group.
         dim: columns D of the output.
-        collectives: of the group that the embeddings are sharded over.
+        rank: this rank.
         device: where the rows are.
-        comms: formats on the wire.
     """
 
-    def __init__(
-        self,
-        route: Route,
-        group_widths: Sequence[int],
-        dim: int,
-        collectives: Collectives,
-        device: torch.device,
-        comms: QuantizedComms | None = None,
-    ) -> None:
-        comms = comms or QuantizedComms()
-        self.output_wire = Wire(comms.output, collectives)
-        self.gradient_wire = Wire(comms.gradient, collectives)
+    def __init__(self, route: Route, group_widths: Sequence[int], dim: int, rank: int, device: torch.device) -> None:
         self.dim = dim
         self.widths = tuple(group_widths)
-        self.collectives = collectives
+        self.world_size = len(route.slots)
         self._device = device
         self._slots = [slot for rank_slots in route.slots for slot in rank_slots]
         self.unit = gcd(dim, *self.widths, *(slot.shard.col_start for slot in self._slots))
-        world_size = collectives.world_size
         self._rank_major: list[Tensor] = []
         self._group_slots: list[int] = []
         for group in range(route.groups):
-            count = sum(slot.group == group for slot in route.slots[collectives.rank])
-            order = [slot * world_size + rank for rank in range(world_size) for slot in range(count)]
+            count = sum(slot.group == group for slot in route.slots[rank])
+            order = [slot * self.world_size + other for other in range(self.world_size) for slot in range(count)]
             self._rank_major.append(torch.tensor(order, dtype=torch.int32, device=device))
             self._group_slots.append(count)
 
-    def start(
-        self,
-        rows: Sequence[Tensor],
-        served: ShardInput,
-        asked: PendingInput,
-        starts: Sequence[int],
-        output_rows: int,
-    ) -> tuple[Tensor, PendingRows]:
-        """Issue the all-to-all.
+    def stream(self, rows: Sequence[Tensor], served: ShardInput, asked: Addressed) -> Stream:
+        """What this rank sends and receives.
 
         Args:
             rows: per group, (n, w) float32, slot-major.
             served: the ids that the rows are for.
             asked: the ids that this rank sent.
+        """
+        flat = torch.zeros(0, device=self._device)
+        if rows:
+            packing = _Packing(exchange=self, served=served.counts, orders=self._orders(served))
+            flat = _Pack.apply(packing, *rows)  # type: ignore[no-untyped-call]
+        return Stream(
+            flat=flat,
+            out=[self._parts(counts) for counts in served.counts],
+            into=[self._parts(counts) for counts in asked.sent],
+        )
+
+    def placement(self, trace: Trace, starts: Sequence[int], output_rows: int) -> Placement:
+        """Where the rows go that come back.
+
+        Args:
+            trace: of the ids that were sent.
             starts: per slot of all ranks, an id's output row minus its position in the sent batch.
             output_rows: M.
-
-        Returns:
-            A token that carries the gradient's way back, and the record to :meth:`finish` with.
         """
-        assert asked.trace is not None, "the positions of the ids were kept"
-        pending = PendingRows(
-            served=served.counts,
-            parts_in=[self._parts(counts) for counts in asked.sent],
-            parts_out=[self._parts(counts) for counts in served.counts],
-            orders=self._orders(served),
-            target=self._target(asked.trace, starts),
-            output_rows=output_rows,
-        )
-        if torch.is_grad_enabled() and rows and not any(part.requires_grad for part in rows):
-            # A rank whose rows need no gradient still takes its part in the others' backward.
-            rows = [part.detach().requires_grad_() for part in rows]
-        token: Tensor = _Start.apply(pending, self, *rows)  # type: ignore[no-untyped-call]
-        return token, pending
+        return Placement(target=self._target(trace, starts), output_rows=output_rows)
 
-    def finish(self, token: Tensor, pending: PendingRows) -> Tensor:
+    def finish(self, flight: BlocksInFlight, stream: int, placement: Placement) -> Tensor:
         """Wait for the rows: (M, D) float32."""
-        output: Tensor = _Finish.apply(token, pending, self)  # type: ignore[no-untyped-call]
+        blocks = flight.blocks(stream)
+        output: Tensor = _Place.apply(self, flight, stream, placement, *blocks)  # type: ignore[no-untyped-call]
         return output
-
-    def pack(self, rows: Sequence[Tensor], pending: PendingRows) -> Tensor:
-        """The send buffer: per rank, each group's rows."""
-        ordered = [part.index_select(0, order) for part, order in zip(rows, pending.orders, strict=True)]
-        if len(ordered) == 1:
-            return ordered[0].reshape(-1)
-        per_group = [part.split([counts[group] for counts in pending.served]) for group, part in enumerate(ordered)]
-        parts = [split[rank].reshape(-1) for rank in range(len(pending.served)) for split in per_group]
-        return torch.cat(parts) if parts else torch.zeros(0, device=self._device)
-
-    def unpack(self, buffer: Tensor, pending: PendingRows) -> list[Tensor]:
-        """The transpose of :meth:`pack`: per group, (n, w) slot-major."""
-        found: list[list[Tensor]] = [[] for _ in self.widths]
-        sizes = [count * self.widths[group] for counts in pending.served for group, count in enumerate(counts)]
-        groups = len(self.widths)
-        for index, part in enumerate(buffer.split(sizes)):
-            found[index % groups].append(part.view(-1, self.widths[index % groups]))
-        result = []
-        for parts, order in zip(found, pending.orders, strict=True):
-            joined = torch.cat(parts)
-            result.append(torch.empty_like(joined).index_copy_(0, order, joined))
-        return result
 
     def _parts(self, counts: Sequence[int]) -> list[Shape]:
         return list(zip(counts, self.widths, strict=True))
@@ -195,43 +142,81 @@ class RowExchange:
         return base.repeat_interleave(width_N) + inside
 
 
-class _Start(torch.autograd.Function):
+@dataclass(frozen=True, kw_only=True)
+class _Packing:
+    """The order of the send buffer.
+
+    Args:
+        exchange: whose rows.
+        served: per rank and group, ids that the rank asked of this one.
+        orders: per group, (n,) the slot-major place of each row in rank-major order.
+    """
+
+    exchange: RowExchange
+    served: tuple[tuple[int, ...], ...]
+    orders: list[Tensor]
+
+    def pack(self, rows: Sequence[Tensor]) -> Tensor:
+        """The send buffer: per rank, each group's rows."""
+        ordered = [part.index_select(0, order) for part, order in zip(rows, self.orders, strict=True)]
+        if len(ordered) == 1:
+            return ordered[0].reshape(-1)
+        per_group = [part.split([counts[group] for counts in self.served]) for group, part in enumerate(ordered)]
+        return torch.cat([split[rank].reshape(-1) for rank in range(len(self.served)) for split in per_group])
+
+    def unpack(self, flat: Tensor) -> list[Tensor]:
+        """The transpose of :meth:`pack`: per group, (n, w) slot-major."""
+        widths = self.exchange.widths
+        found: list[list[Tensor]] = [[] for _ in widths]
+        sizes = [count * widths[group] for counts in self.served for group, count in enumerate(counts)]
+        for index, part in enumerate(flat.split(sizes)):
+            found[index % len(widths)].append(part.view(-1, widths[index % len(widths)]))
+        result = []
+        for parts, order in zip(found, self.orders, strict=True):
+            rank_major = torch.cat(parts)
+            result.append(torch.empty_like(rank_major).index_copy_(0, order, rank_major))
+        return result
+
+
+class _Pack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, pending: PendingRows, exchange: RowExchange, *rows: Tensor) -> Tensor:
-        ctx.pending, ctx.exchange = pending, exchange  # type: ignore[attr-defined]
-        send = exchange.pack([part.detach() for part in rows], pending)
-        pending.rows = exchange.output_wire.send(send, pending.parts_in, pending.parts_out, "output")
-        return torch.zeros((), device=send.device)
+    def forward(ctx: FunctionCtx, packing: _Packing, *rows: Tensor) -> Tensor:
+        ctx.packing = packing  # type: ignore[attr-defined]
+        return packing.pack(rows)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, token_gradient: Tensor) -> tuple[Tensor | None, ...]:
-        pending: PendingRows = ctx.pending
-        assert pending.gradient is not None, "the output's gradient is sent before it is received"
-        received = ctx.exchange.gradient_wire.receive(pending.gradient, pending.parts_out, "gradient")
-        pending.gradient = None
-        return None, None, *ctx.exchange.unpack(received, pending)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.packing.unpack(gradient)
 
 
-class _Finish(torch.autograd.Function):
+class _Place(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, token: Tensor, pending: PendingRows, exchange: RowExchange) -> Tensor:
-        ctx.pending, ctx.exchange = pending, exchange  # type: ignore[attr-defined]
-        assert pending.rows is not None, "a row exchange is finished once"
-        received = exchange.output_wire.receive(pending.rows, pending.parts_in, "output")
-        pending.rows = None
+    def forward(
+        ctx: FunctionCtx,
+        exchange: RowExchange,
+        flight: BlocksInFlight,
+        stream: int,
+        placement: Placement,
+        *blocks: Tensor,
+    ) -> Tensor:
+        ctx.exchange, ctx.flight, ctx.stream = exchange, flight, stream  # type: ignore[attr-defined]
+        ctx.placement = placement  # type: ignore[attr-defined]
+        received = joined(blocks)
         units = exchange.dim // exchange.unit
-        output = received.new_empty((pending.output_rows * units, exchange.unit))
-        output.index_copy_(0, pending.target, received.view(-1, exchange.unit))
-        return output.view(pending.output_rows, exchange.dim)
+        output = received.new_empty((placement.output_rows * units, exchange.unit))
+        output.index_copy_(0, placement.target, received.view(-1, exchange.unit))
+        return output.view(placement.output_rows, exchange.dim)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        pending: PendingRows = ctx.pending
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         exchange: RowExchange = ctx.exchange
-        send = gradient.reshape(-1, exchange.unit).index_select(0, pending.target).reshape(-1)
-        if exchange.collectives.world_size > 1:
-            send.div_(exchange.collectives.world_size)
-        pending.gradient = exchange.gradient_wire.send(send, pending.parts_out, pending.parts_in, "gradient")
-        return gradient.new_zeros(()), None, None
+        send = gradient.reshape(-1, exchange.unit).index_select(0, ctx.placement.target).reshape(-1)
+        if exchange.world_size > 1:
+            # The mean over ranks: see shardrec.exchange.output.
+            send.div_(exchange.world_size)
+        views = ctx.flight.gradient_blocks(ctx.stream)
+        for view, part in zip(views, send.split([view.numel() for view in views]), strict=True):
+            view.copy_(part)
+        return None, None, None, None, *views

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import NoReturn
+from functools import cached_property
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
@@ -21,10 +22,13 @@ from shardrec.errors import InputError
 from shardrec.exchange.collectives import Collectives
 from shardrec.exchange.wire import QuantizedComms
 
+if TYPE_CHECKING:
+    from shardrec.exchange.queue import ExchangeQueue
+
 __all__ = ["FIXED_COLUMNS", "StepContext", "checksum"]
 
-FIXED_COLUMNS = 3
-"""Header columns before the id counts per lookup group: batch size, fault flag, checksum of the agreement."""
+FIXED_COLUMNS = 2
+"""Header columns before the modules' parts: fault flag, checksum of the agreement."""
 
 
 def checksum(text: str) -> int:
@@ -42,7 +46,7 @@ class StepContext:
 
     Attributes:
         dense_signature: dtypes of the model's other inputs in this step, set by the model's wrapper.
-        header_columns: width of a header, the same for all the modules, so that a rank can answer for any of them.
+        header_columns: width of a header, the same in every exchange, so that a rank can answer for any of them.
         exchanges: number of headers exchanged so far.
         gradients_are_reduced: a reducer averages the gradients of ordinary parameters over the ranks.
         reduce_this_backward: it does so in the coming backward (False while gradients are accumulated).
@@ -58,6 +62,13 @@ class StepContext:
         self.gradients_are_reduced = False
         self.reduce_this_backward = True
 
+    @cached_property
+    def queue(self) -> ExchangeQueue:
+        """The calls that wait for their exchange."""
+        from shardrec.exchange.queue import ExchangeQueue  # which exchanges inputs, and their modules know this one
+
+        return ExchangeQueue(self)
+
     def exchange_header(self, header: Tensor) -> Tensor:
         """Send row q of ``header`` (W, C) int64 to rank q; returns the rows received, one from each rank."""
         self.exchanges += 1
@@ -68,7 +79,7 @@ class StepContext:
     def fail_all(self, message: str) -> NoReturn:
         """Take part in the other ranks' next header exchange with a fault, and raise it here as there."""
         header = torch.zeros((self.collectives.world_size, self.header_columns), dtype=torch.int64, device=self.device)
-        header[:, 1] = 1
+        header[:, 0] = 1
         self.exchange_header(header)
         self.raise_faults(message, "")
 

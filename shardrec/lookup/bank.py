@@ -7,18 +7,21 @@ width, so that the tables of one width are also one matrix, whose rows the row-b
 
     flat   | t1 (500 × 16) | t3 (90 × 16) | t2 (40 × 8) |
     class    width 16: matrix (590, 16)     width 8: matrix (40, 8)
+
+Weights of a dtype without a kernel (bfloat16) lie in a tensor of the same form, and are looked up by torch operators.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardrec.lookup.kernels import kernel_states, make_kernel, set_first_sums
+from shardrec.lookup.kernels import has_kernel, kernel_states, make_kernel, set_first_sums
 from shardrec.lookup.optimizers import FusedOptimizer
 
 __all__ = ["RowGradient", "TableBank", "WidthClass"]
@@ -32,7 +35,7 @@ class WidthClass:
         width: columns w.
         tables: numbers of the tables, in order.
         bases: per table, its first row in the matrix; one more entry for the end.
-        weight: (rows, w), a view of the kernel's memory.
+        weight: (rows, w), a view of the bank's memory, in its dtype.
         slots: numbers of the slots that look these tables up.
         slot_bases: (slots,) int64, the first matrix row of each slot's table.
     """
@@ -47,10 +50,24 @@ class WidthClass:
 
 @dataclass(frozen=True, kw_only=True)
 class RowGradient:
-    """The gradient of one width class: ``rows`` (U,) distinct, ascending matrix rows, ``values`` (U, w)."""
+    """The gradient of one width class: ``rows`` (U,) distinct, ascending matrix rows, ``values`` (U, w) float32."""
 
     rows: Tensor
     values: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ClassIds:
+    """The n ids of one width class: matrix row, place among the class's slots, sample and weight of each.
+
+    ``places`` (n,) says which of all the ids they are; None if all of them.
+    """
+
+    rows: Tensor
+    places: Tensor | None
+    slots: Tensor
+    samples: Tensor
+    weights: Tensor | None
 
 
 class TableBank:
@@ -59,12 +76,13 @@ class TableBank:
     Args:
         shapes: (rows, columns) of each local table; at least one.
         slot_tables: per slot, the number of its table; the order is that of ids and of pooled columns.
-        optimizer: fused into the kernel's backward; None for a kernel used forward only.
+        optimizer: fused into the kernel's backward; None for a bank used forward only.
         device: CPU or CUDA.
         pooled: look up sums of bags; else one row per id, which takes tables of one width.
+        dtype: of the weights: float32, float16 or, without ``optimizer``, bfloat16.
 
     Attributes:
-        weights: per table, its (rows, columns) weights, a view of the kernel's memory.
+        weights: per table, its (rows, columns) weights, a view of the bank's memory.
         classes: the same memory by width; empty with a fused optimizer.
         step_count: updates made by a fused Adam.
     """
@@ -77,8 +95,10 @@ class TableBank:
         device: torch.device,
         *,
         pooled: bool = True,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self.pooled = pooled
+        self.dtype = dtype
         self.shapes = tuple(shapes)
         self.slot_tables = tuple(slot_tables)
         self.optimizer = optimizer
@@ -89,23 +109,27 @@ class TableBank:
         if optimizer is None:
             order.sort(key=lambda table: -shapes[table][1])
         place = {table: position for position, table in enumerate(order)}
-        self.kernel = make_kernel(
-            [self.shapes[table] for table in order],
-            [place[table] for table in slot_tables],
-            optimizer,
-            device,
-            pooled=pooled,
-        )
-        if optimizer is not None:
-            set_first_sums(self.kernel, optimizer)
-        in_kernel = self.kernel.split_embedding_weights()
-        self.weights: list[Tensor] = [in_kernel[place[table]] for table in range(len(shapes))]
         self._place = place
-        self.classes = self._classes(order) if optimizer is None else ()
+        in_order = [self.shapes[table] for table in order]
+        self.kernel: Any = None
+        if has_kernel(dtype):
+            features = [place[table] for table in slot_tables]
+            self.kernel = make_kernel(in_order, features, optimizer, device, pooled=pooled, dtype=dtype)
+            flat = self.kernel.weights_dev if device.type == "cuda" else self.kernel.weights_host
+            stored = self.kernel.split_embedding_weights()
+        else:
+            assert optimizer is None, "a dtype without a kernel has no fused optimizer"
+            flat = torch.empty(sum(rows * cols for rows, cols in in_order), dtype=dtype, device=device)
+            parts = flat.split([rows * cols for rows, cols in in_order])
+            stored = [part.view(shape) for part, shape in zip(parts, in_order, strict=True)]
+        if self.kernel is not None and optimizer is not None:
+            set_first_sums(self.kernel, optimizer)
+        self.weights: list[Tensor] = [stored[place[table]] for table in range(len(shapes))]
+        self.classes = self._classes(order, flat.detach()) if optimizer is None else ()
 
     def states(self) -> list[dict[str, Tensor]]:
         """Per table, the kernel's optimizer states by name (views); empty dicts without fused optimizer."""
-        if self.optimizer is None:
+        if self.optimizer is None or self.kernel is None:
             return [{} for _ in self.shapes]
         states = kernel_states(self.kernel, self.optimizer)
         return [states[self._place[table]] for table in range(len(self.shapes))]
@@ -121,6 +145,8 @@ class TableBank:
         Returns:
             (B_all, D) float32, or (N, w) without pooling. With a fused optimizer, its backward updates the weights.
         """
+        if self.kernel is None:
+            return self._look_up_in_torch(ids, lengths, weights)
         offsets = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths.reshape(-1))
         ids = ids.to(torch.int64)
         counts_steps = self.optimizer is not None and self.optimizer.counts_steps
@@ -140,7 +166,7 @@ class TableBank:
 
     def set_learning_rate(self, lr: float) -> None:
         """Use ``lr`` from the next look-up on."""
-        if lr != self._lr:
+        if lr != self._lr and self.kernel is not None:
             self.kernel.set_learning_rate(lr)
             self._lr = lr
 
@@ -158,38 +184,75 @@ class TableBank:
             weights: (N,) or None.
             gradient: (B_all, D) of the pooled output, or (N, w).
         """
-        batch = lengths.size(1)
-        count = ids.numel()
-        slot_count = len(self.slot_tables)
-        bags = torch.arange(slot_count * batch, device=ids.device)
-        bag_N = bags.repeat_interleave(lengths.reshape(-1).to(torch.int64), output_size=count)
-        starts = [0, *accumulate(self.shapes[table][1] for table in self.slot_tables)]
         found = []
-        for cls in self.classes:
-            if len(cls.slots) == slot_count:
-                ids_n, bag_n, weights_n, part = ids, bag_N, weights, gradient
-            else:
-                chosen = torch.zeros(slot_count, dtype=torch.bool, device=ids.device)
-                chosen[list(cls.slots)] = True
-                mask = chosen[bag_N // max(batch, 1)]
-                renumber = chosen.cumsum(0) - 1
-                ids_n, weights_n = ids[mask], None if weights is None else weights[mask]
-                bag_n = bag_N[mask]
-                bag_n = renumber[bag_n // batch] * batch + bag_n % batch if len(bag_n) else bag_n
-                part = torch.cat([gradient[:, starts[slot] : starts[slot + 1]] for slot in cls.slots], dim=1)
-            slot_n, sample_n = bag_n // max(batch, 1), bag_n % max(batch, 1)
-            values_n = part
-            if self.pooled:
-                slots = len(cls.slots)
-                values_n = part.reshape(batch * slots, cls.width).index_select(0, sample_n * slots + slot_n)
-            if weights_n is not None:
-                values_n = values_n * weights_n.unsqueeze(1)
-            found.append(_sum_by_row(cls, ids_n.to(torch.int64), slot_n, values_n))
+        for cls, part in zip(self.classes, self._ids_by_class(ids, lengths, weights), strict=True):
+            values = self._bag_gradient(cls, part, lengths.size(1), gradient)
+            if part.weights is not None:
+                values = values * part.weights.unsqueeze(1)
+            found.append(_sum_by_row(cls, part.rows, values))
         return found
 
-    def _classes(self, order: Sequence[int]) -> tuple[WidthClass, ...]:
+    def weight_gradient(self, ids: Tensor, lengths: Tensor, gradient: Tensor) -> Tensor:
+        """(N,) gradient of the ids' weights; arguments as :meth:`row_gradients` takes them."""
+        found = gradient.new_zeros(ids.numel())
+        for cls, part in zip(self.classes, self._ids_by_class(ids, lengths, None), strict=True):
+            values = self._bag_gradient(cls, part, lengths.size(1), gradient)
+            products = (values * cls.weight.index_select(0, part.rows)).sum(dim=1)
+            if part.places is None:
+                return products
+            found.index_copy_(0, part.places, products)
+        return found
+
+    def _bag_gradient(self, cls: WidthClass, part: _ClassIds, batch: int, gradient: Tensor) -> Tensor:
+        """(n, w) gradient of the bag (or row) of each id."""
+        if not self.pooled:
+            return gradient
+        slots = len(cls.slots)
+        if slots < len(self.slot_tables):
+            starts = [0, *accumulate(self.shapes[table][1] for table in self.slot_tables)]
+            gradient = torch.cat([gradient[:, starts[slot] : starts[slot + 1]] for slot in cls.slots], dim=1)
+        bags = part.samples * slots + part.slots
+        return gradient.reshape(batch * slots, cls.width).index_select(0, bags)
+
+    def _look_up_in_torch(self, ids: Tensor, lengths: Tensor, weights: Tensor | None) -> Tensor:
+        """:meth:`look_up` of a bank without a kernel; no gradient comes back through it."""
+        batch = lengths.size(1)
+        columns: dict[int, Tensor] = {}
+        for cls, part in zip(self.classes, self._ids_by_class(ids, lengths, weights), strict=True):
+            values = cls.weight.index_select(0, part.rows).to(torch.float32)
+            if not self.pooled:
+                return values
+            if part.weights is not None:
+                values.mul_(part.weights.unsqueeze(1))
+            slots = len(cls.slots)
+            pooled = values.new_zeros((batch * slots, cls.width))
+            pooled = pooled.index_add_(0, part.samples * slots + part.slots, values).view(batch, slots * cls.width)
+            if slots == len(self.slot_tables):
+                return pooled
+            columns.update(zip(cls.slots, pooled.split(cls.width, dim=1), strict=True))
+        return torch.cat([columns[slot] for slot in range(len(self.slot_tables))], dim=1)
+
+    def _ids_by_class(self, ids: Tensor, lengths: Tensor, weights: Tensor | None) -> Iterator[_ClassIds]:
+        """The ids of each width class, in the order of ``classes``; shapes as :meth:`look_up` takes them."""
+        batch = lengths.size(1)
+        slot_count = len(self.slot_tables)
+        bags = torch.arange(slot_count * batch, device=ids.device)
+        bag_N = bags.repeat_interleave(lengths.reshape(-1).to(torch.int64), output_size=ids.numel())
+        # Without samples there are no ids, and the batch size is no divisor.
+        slot_N, sample_N = bag_N // max(batch, 1), bag_N % max(batch, 1)
+        for cls in self.classes:
+            slots, samples, ids_n, weights_n, places = slot_N, sample_N, ids, weights, None
+            if len(cls.slots) < slot_count:
+                chosen = torch.zeros(slot_count, dtype=torch.bool, device=ids.device)
+                chosen[list(cls.slots)] = True
+                places = chosen[slot_N].nonzero().squeeze(1)
+                slots, samples, ids_n = (chosen.cumsum(0) - 1)[slot_N[places]], sample_N[places], ids[places]
+                weights_n = None if weights is None else weights[places]
+            rows = ids_n.to(torch.int64) + cls.slot_bases[slots]
+            yield _ClassIds(rows=rows, places=places, slots=slots, samples=samples, weights=weights_n)
+
+    def _classes(self, order: Sequence[int], flat: Tensor) -> tuple[WidthClass, ...]:
         classes = []
-        flat = self.kernel.weights_dev if self.device.type == "cuda" else self.kernel.weights_host
         start = 0
         for width in dict.fromkeys(self.shapes[table][1] for table in order):
             tables = tuple(table for table in order if self.shapes[table][1] == width)
@@ -202,7 +265,7 @@ class TableBank:
                     width=width,
                     tables=tables,
                     bases=bases,
-                    weight=flat.detach()[start : start + numel].view(bases[-1], width),
+                    weight=flat[start : start + numel].view(bases[-1], width),
                     slots=slots,
                     slot_bases=torch.tensor(
                         [base_of[self.slot_tables[slot]] for slot in slots], dtype=torch.int64, device=self.device
@@ -213,8 +276,8 @@ class TableBank:
         return tuple(classes)
 
 
-def _sum_by_row(cls: WidthClass, ids: Tensor, slot_n: Tensor, values_n: Tensor) -> RowGradient:
-    """Sum the gradient (N, w) of each id by row; ``slot_n`` numbers the class's slots."""
-    rows, place_n = torch.unique(ids + cls.slot_bases[slot_n], sorted=True, return_inverse=True)
+def _sum_by_row(cls: WidthClass, rows_n: Tensor, values_n: Tensor) -> RowGradient:
+    """Sum the gradient (n, w) of each id by its matrix row (n,)."""
+    rows, place_n = torch.unique(rows_n, sorted=True, return_inverse=True)
     values = values_n.new_zeros((rows.numel(), cls.width)).index_add_(0, place_n, values_n)
     return RowGradient(rows=rows, values=values)

@@ -4,12 +4,13 @@
 mode             how the weights are updated
 ===============  =======================================================================================
 ``FUSED``        fbgemm's kernel, in backward
-``ROWS``         :class:`~shardrec.lookup.rows.RowOptimizer`, in backward: optimizers without a kernel on the device
+``ROWS``         :class:`~shardrec.lookup.rows.RowOptimizer`, in backward: optimizers without an exact kernel
 ``WHOLE_ROWS``   the same, with the mean square of whole rows: rowwise Adagrad on tables cut by columns
 ``DENSE``        by whoever owns the parameters' gradients: tables without an optimizer in backward
 ===============  =======================================================================================
 
-The grouping depends on the plan and the optimizers only, so that all ranks number the groups alike.
+Tables of a group have one dtype. The grouping depends on the plan, the optimizers and the dtypes only, so that all
+ranks number the groups alike.
 """
 
 from __future__ import annotations
@@ -39,10 +40,17 @@ class GroupMode(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class LookupTable:
-    """A table of the module: its layout, and the optimizer it was given in backward, if any."""
+    """A table of the module.
+
+    Args:
+        layout: where it lives.
+        optimizer: the one it was given in backward, if any.
+        dtype: of its weights: float32, float16 or bfloat16.
+    """
 
     layout: TableLayout
     optimizer: FusedOptimizer | None
+    dtype: torch.dtype = torch.float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,12 +62,14 @@ class LookupGroup:
         optimizer: which optimizer; None if and only if the mode is ``DENSE``.
         layouts: the tables, in module order.
         width: columns of the group's shards, where a group has one width; else None.
+        dtype: of the weights.
     """
 
     mode: GroupMode
     optimizer: FusedOptimizer | None
     layouts: tuple[TableLayout, ...]
     width: int | None = None
+    dtype: torch.dtype = torch.float32
 
     def local_shards(self, rank: int) -> tuple[Shard, ...]:
         """The shards of this group that ``rank`` holds."""
@@ -80,7 +90,7 @@ def group_tables(
     Raises:
         PlanError: for rowwise Adagrad on a table whose stripes would be in different groups.
     """
-    members: dict[tuple[GroupMode, FusedOptimizer | None, int | None], list[TableLayout]] = {}
+    members: dict[tuple[GroupMode, FusedOptimizer | None, int | None, torch.dtype], list[TableLayout]] = {}
     for table in tables:
         if table.layout.replicated:
             continue
@@ -94,10 +104,10 @@ def group_tables(
                 "rowwise Adagrad on sequence embeddings takes stripes of one width: cut it evenly"
             )
         for width in widths:
-            members.setdefault((mode, table.optimizer, width), []).append(table.layout)
+            members.setdefault((mode, table.optimizer, width, table.dtype), []).append(table.layout)
     return tuple(
-        LookupGroup(mode=mode, optimizer=optimizer, layouts=tuple(layouts), width=width)
-        for (mode, optimizer, width), layouts in members.items()
+        LookupGroup(mode=mode, optimizer=optimizer, layouts=tuple(layouts), width=width, dtype=dtype)
+        for (mode, optimizer, width, dtype), layouts in members.items()
     )
 
 
@@ -106,6 +116,6 @@ def _mode(table: LookupTable, device: torch.device) -> GroupMode:
         return GroupMode.DENSE
     if table.optimizer.kind is OptimizerKind.ROWWISE_ADAGRAD and len(table.layout.stripes()) > 1:
         return GroupMode.WHOLE_ROWS
-    if not has_fused_kernel(table.optimizer, device):
+    if not has_fused_kernel(table.optimizer, device, table.dtype):
         return GroupMode.ROWS
     return GroupMode.FUSED

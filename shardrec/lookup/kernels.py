@@ -2,6 +2,12 @@
 
 fbgemm's CPU build has no Adam and, on either device, its kernels know one column range of a row at a time; tables for
 which that matters are updated by :mod:`shardrec.lookup.rows` and use a kernel for the forward only.
+
+[Note: 16-bit weights]
+A 16-bit table is to learn as if its rows were float32 during the update and rounded to nearest after it. Measured with
+fbgemm 1.8 on the CPU: rowwise Adagrad does so; SGD rounds the gradient first, and Adagrad too, so that a quarter of the
+weights are off by a unit in the last place or more after one step. bfloat16 weights have no kernel on either device.
+Stochastic rounding, which is fbgemm's default for FP16 on CUDA, is off: two runs, or two plans, give equal weights.
 """
 
 from __future__ import annotations
@@ -10,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
     BoundsCheckMode,
     EmbeddingLocation,
@@ -24,7 +30,9 @@ from torch import Tensor
 
 from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
 
-__all__ = ["has_fused_kernel", "kernel_states", "make_kernel", "set_first_sums"]
+__all__ = ["has_fused_kernel", "has_kernel", "kernel_states", "make_kernel", "set_first_sums"]
+
+_PRECISIONS = {torch.float32: SparseType.FP32, torch.float16: SparseType.FP16}
 
 _FBGEMM_OPTIMIZERS = {
     OptimizerKind.SGD: EmbOptimType.EXACT_SGD,
@@ -34,9 +42,20 @@ _FBGEMM_OPTIMIZERS = {
 }
 
 
-def has_fused_kernel(optimizer: FusedOptimizer, device: torch.device) -> bool:
-    """Whether fbgemm has the optimizer's backward on ``device``."""
-    return device.type == "cuda" or optimizer.kind is not OptimizerKind.ADAM
+def has_kernel(dtype: torch.dtype) -> bool:
+    """Whether fbgemm looks up weights of ``dtype`` (see the note above)."""
+    return dtype in _PRECISIONS
+
+
+def has_fused_kernel(optimizer: FusedOptimizer, device: torch.device, dtype: torch.dtype = torch.float32) -> bool:
+    """Whether fbgemm has the optimizer's backward on ``device``, exact for weights of ``dtype`` (see the note)."""
+    if not has_kernel(dtype):
+        return False
+    if device.type == "cuda":
+        return True
+    if dtype is not torch.float32:
+        return optimizer.kind is OptimizerKind.ROWWISE_ADAGRAD
+    return optimizer.kind is not OptimizerKind.ADAM
 
 
 def make_kernel(
@@ -46,6 +65,7 @@ def make_kernel(
     device: torch.device,
     *,
     pooled: bool = True,
+    dtype: torch.dtype = torch.float32,
 ) -> SplitTableBatchedEmbeddingBagsCodegen:
     """A table-batched embedding lookup with sum pooling or none, its weights uninitialised.
 
@@ -55,6 +75,7 @@ def make_kernel(
         optimizer: fused into backward; None for a kernel that is only used forward.
         device: CPU or CUDA.
         pooled: sum each bag; else give a row per id, for tables of one width.
+        dtype: of the weights, float32 or float16; output and optimizer states are float32.
     """
     on_cuda = device.type == "cuda"
     location = EmbeddingLocation.DEVICE if on_cuda else EmbeddingLocation.HOST
@@ -75,6 +96,8 @@ def make_kernel(
         # The input exchange has checked the ids; a second check would hide a fault by mending it.
         bounds_check_mode=BoundsCheckMode.NONE,
         stochastic_rounding=False,
+        weights_precision=_PRECISIONS[dtype],
+        output_dtype=SparseType.FP32,
         device=device,
         **settings,
     )

@@ -1,8 +1,10 @@
 """Fused optimizers row by row in torch, for what fbgemm's kernels cannot do.
 
 Used for Adam on the CPU (fbgemm's CPU build has none), for rowwise Adagrad on a table cut by columns (whose mean square
-is over the whole row, of which a rank holds a part) and for replicated tables (whose gradient is complete only after
-the all-reduce). The rules are those of :mod:`torch.optim` and ``torchrec.optim.RowWiseAdagrad``, on the rows given.
+is over the whole row, of which a rank holds a part), for replicated tables (whose gradient is complete only after the
+all-reduce) and for 16-bit tables without an exact kernel (:mod:`shardrec.lookup.kernels`). States are float32, and so
+is the update; the rows of a 16-bit table are rounded to nearest when they are written back. The rules are those of
+:mod:`torch.optim` and ``torchrec.optim.RowWiseAdagrad``, on the rows given.
 """
 
 from __future__ import annotations
@@ -73,9 +75,10 @@ class RowOptimizer:
         rows, width = cls.weight.shape
         kind = self.optimizer.kind
         if kind is OptimizerKind.ROWWISE_ADAGRAD:
-            return {"sum": cls.weight.new_full((rows,), self.optimizer.initial_accumulator_value)}
+            first = self.optimizer.initial_accumulator_value
+            return {"sum": cls.weight.new_full((rows,), first, dtype=torch.float32)}
         first = self.optimizer.initial_accumulator_value if kind is OptimizerKind.ADAGRAD else 0.0
-        return {name: cls.weight.new_full((rows, width), first) for name in self.optimizer.states}
+        return {name: cls.weight.new_full((rows, width), first, dtype=torch.float32) for name in self.optimizer.states}
 
     def _update(self, entry: _ClassState, gradient: RowGradient, mean_square: Tensor | None) -> None:
         rows, values = gradient.rows, gradient.values
@@ -94,7 +97,12 @@ class RowOptimizer:
                 change = values / total.sqrt_().add_(options.eps).unsqueeze(1)
             case OptimizerKind.ADAM:
                 change = self._adam_change(entry, rows, values)
-        entry.cls.weight.index_add_(0, rows, change, alpha=-self.lr)
+        weight = entry.cls.weight
+        if weight.dtype is torch.float32:
+            weight.index_add_(0, rows, change, alpha=-self.lr)
+        else:
+            updated = weight.index_select(0, rows).to(torch.float32).add_(change, alpha=-self.lr)
+            weight.index_copy_(0, rows, updated.to(weight.dtype))
 
     def _adam_change(self, entry: _ClassState, rows: Tensor, values: Tensor) -> Tensor:
         beta1, beta2 = self.optimizer.betas

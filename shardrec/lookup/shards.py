@@ -145,7 +145,9 @@ class ShardLookup:
         if member.group.mode is GroupMode.DENSE:
             assert member.bank is not None, "only whole-row groups go on without a bank"
             return dense_lookup(member.bank, part.ids, part.lengths, part.weights, member.parameters)
-        pooled: Tensor = _RowsFunction.apply(self._placeholder, member, part, batch)  # type: ignore[no-untyped-call]
+        pooled: Tensor = _RowsFunction.apply(  # type: ignore[no-untyped-call]
+            self._placeholder, part.weights, member, part, batch
+        )
         return pooled
 
     def _find(self, shard: Shard) -> tuple[_Member, int]:
@@ -173,7 +175,8 @@ def _member(
     bank = None
     if shards:
         shapes = [(shard.rows, shard.cols) for shard in shards]
-        bank = TableBank(shapes, [number[slot.shard] for slot in slots], fused, device, pooled=pooled)
+        tables = [number[slot.shard] for slot in slots]
+        bank = TableBank(shapes, tables, fused, device, pooled=pooled, dtype=group.dtype)
     in_rows = group.mode in (GroupMode.ROWS, GroupMode.WHOLE_ROWS)
     rows = None
     if in_rows and bank is not None:
@@ -198,7 +201,14 @@ class _RowsFunction(torch.autograd.Function):
     """A lookup whose backward updates the looked-up rows with a :class:`RowOptimizer`."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, placeholder: Tensor, member: _Member, part: _GroupInput, batch: int) -> Tensor:
+    def forward(
+        ctx: FunctionCtx,
+        placeholder: Tensor,
+        weights: Tensor | None,
+        member: _Member,
+        part: _GroupInput,
+        batch: int,
+    ) -> Tensor:
         ctx.member, ctx.part = member, part  # type: ignore[attr-defined]
         if member.bank is None:
             return placeholder.new_zeros(_empty_shape(member, batch))
@@ -206,9 +216,13 @@ class _RowsFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None, None, None, None]:
         member: _Member = ctx.member
         part: _GroupInput = ctx.part
+        of_weights = None
+        if ctx.needs_input_grad[1] and member.bank is not None:
+            # The weights' gradient is of the rows as they were looked up, so before the step.
+            of_weights = member.bank.weight_gradient(part.ids, part.lengths, gradient)
         gradients: list[RowGradient] = []
         if member.bank is not None:
             gradients = member.bank.row_gradients(part.ids, part.lengths, part.weights, gradient)
@@ -217,13 +231,13 @@ class _RowsFunction(torch.autograd.Function):
             squares = member.whole_rows.mean_squares(member.bank, gradients)
         if member.rows is not None:
             member.rows.step(gradients, squares)
-        return None, None, None, None
+        return None, of_weights, None, None, None
 
 
 def dense_lookup(
     bank: TableBank, ids: Tensor, lengths: Tensor, weights: Tensor | None, parameters: Sequence[nn.Parameter]
 ) -> Tensor:
-    """A lookup that gives each table's parameter a dense gradient.
+    """A lookup that gives each table's parameter a dense gradient, summed in float32, in the parameter's dtype.
 
     Args:
         bank: forward-only bank, one table per parameter, whose memory the parameters share.
@@ -254,7 +268,8 @@ class _DenseFunction(torch.autograd.Function):
         ids, lengths, weights = ctx.input
         per_table: list[Tensor | None] = [None] * len(bank.shapes)
         for cls, rows in zip(bank.classes, bank.row_gradients(ids, lengths, weights, gradient), strict=True):
-            dense = gradient.new_zeros(cls.weight.shape).index_copy_(0, rows.rows, rows.values)
+            dense = gradient.new_zeros(cls.weight.shape).index_copy_(0, rows.rows, rows.values).to(bank.dtype)
             for position, table in enumerate(cls.tables):
                 per_table[table] = dense[cls.bases[position] : cls.bases[position + 1]]
-        return None, None, None, None, *per_table
+        of_weights = bank.weight_gradient(ids, lengths, gradient) if ctx.needs_input_grad[3] else None
+        return None, None, None, of_weights, *per_table

@@ -3,6 +3,7 @@
 from shardrec.modules.bags import ShardedEmbeddingBagCollection
 from shardrec.modules.convert import shard
 from shardrec.modules.model import ShardedModel
+from shardrec.modules.replicated_model import ReplicatedModel
 from shardrec.modules.sequences import ShardedEmbeddingCollection
 
-__all__ = ["ShardedEmbeddingBagCollection", "ShardedEmbeddingCollection", "ShardedModel", "shard"]
+__all__ = ["ReplicatedModel", "ShardedEmbeddingBagCollection", "ShardedEmbeddingCollection", "ShardedModel", "shard"]

@@ -6,6 +6,7 @@ Shapes: B samples of this rank, D columns of the output (the unsharded module's)
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -14,12 +15,13 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from shardrec.awaitable import LazyAwaitable
-from shardrec.exchange.check import Batch
-from shardrec.exchange.input import InputExchange
+from shardrec.exchange.batch import Batch
+from shardrec.exchange.blocks import BlocksInFlight, Stream
+from shardrec.exchange.input import Addressed, InputExchange, ShardInput
 from shardrec.exchange.output import OutputExchange
 from shardrec.exchange.route import Lookup, build_route, output_pieces
 from shardrec.exchange.step import StepContext
+from shardrec.exchange.weights import received_weights, tied
 from shardrec.layout import ShardingPlan
 from shardrec.lookup.groups import group_tables
 from shardrec.lookup.replicated import ReplicatedLookup
@@ -28,6 +30,7 @@ from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.initial import first_bag_values
 from shardrec.modules.pooled import PooledEmbeddings
 from shardrec.modules.table import ShardedTable
+from shardrec.pending import LazyAwaitable
 
 __all__ = ["ShardedEmbeddingBagCollection"]
 
@@ -92,15 +95,14 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         self._lookups = tuple(lookups)
         self._own_lookups = tuple(lookup for lookup in lookups if lookup.layout.replicated)
         route = build_route(lookups, collectives.world_size, len(groups))
-        expect = self._expectation(lookups, weighted=self._is_weighted)
-        self._input = InputExchange(route, expect, self.context)
+        self._expect = self._expectation(lookups, weighted=self._is_weighted)
+        self._input = InputExchange(route, self._expect, self.context)
         self._shards = ShardLookup(groups, route.slots[collectives.rank], collectives, self.device)
         self._replicas = None
         if self._own_lookups:
             own_tables = [self._replica_number[lookup.layout.name] for lookup in self._own_lookups]
             self._replicas = ReplicatedLookup(self._replicated_tables(), own_tables, self.context, self.device)
-        widths = [route.width(rank) for rank in range(collectives.world_size)]
-        self._output = OutputExchange(widths, output_pieces(lookups, route), collectives, self.context.comms)
+        self._output = OutputExchange(route, output_pieces(lookups, route), collectives.rank)
         columns = [index for index, dim in enumerate(self._dims) for _ in range(dim)]
         self._column_lookup = torch.tensor(columns, dtype=torch.int64, device=self.device)
         sums = [index for index, lookup in enumerate(lookups) if not lookup.mean]
@@ -121,15 +123,10 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             InputError: on every rank at the same step, if the batch of any is faulty.
             PeerError: if another rank is gone.
         """
-        incoming = self._input.start(features, self._agreement())
-        shard_input = self._input.finish(incoming)
-        token, outgoing = self._output.start(self._shards(shard_input), shard_input.batch_sizes)
+        call = _BagCall(self, features)
         return PooledEmbeddings(
-            exchange=self._output,
-            token=token,
-            pending=outgoing,
-            replicated=self._look_up_replicas(incoming.batch),
-            lengths=self._bag_lengths(incoming.batch),
+            queued=self.context.queue.submit(call),
+            finish=call.finish,
             keys=self._embedding_names,
             dims=self._dims,
         )
@@ -147,14 +144,20 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         """Whether the input carries a weight per id."""
         return self._is_weighted
 
-    def _look_up_replicas(self, batch: Batch) -> Tensor | None:
+    def _look_up_replicas(self, batch: Batch, learned_weights: Tensor | None) -> Tensor | None:
+        """(B, D_r) pooled columns of the replicated tables; ``learned_weights`` (N,) are those that take a gradient."""
         if self._replicas is None:
             return None
         index = self._key_positions(batch.keys)[0]
         lengths = batch.lengths.index_select(0, index)
+        order = index.to(torch.int32)
         _, ids, weights = torch.ops.fbgemm.permute_2D_sparse_data(
-            index.to(torch.int32), batch.lengths, batch.values, batch.weights, None
+            order, batch.lengths, batch.values, batch.weights, None
         )
+        if learned_weights is not None:
+            places = torch.arange(batch.values.numel(), dtype=torch.int32, device=self.device)
+            _, places, _ = torch.ops.fbgemm.permute_2D_sparse_data(order, batch.lengths, places, None, None)
+            weights = learned_weights.index_select(0, places)
         return self._replicas(ids, lengths, weights)
 
     def _bag_lengths(self, batch: Batch) -> Tensor | None:
@@ -164,6 +167,15 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         lengths = batch.lengths.index_select(0, self._key_positions(batch.keys)[1]).to(torch.float32).clamp_(min=1)
         lengths.index_fill_(0, self._sum_lookups, 1.0)
         return lengths.index_select(0, self._column_lookup).t()
+
+    def _expand(self, values: Tensor, inverse: Tensor) -> Tensor:
+        """(B_full, D) from (B, D): each feature's bags by its inverse indices (U, B_full)."""
+        row = {feature: number for number, feature in enumerate(self._expect.features)}
+        columns = values.split(self._dims, dim=1)
+        chosen = [
+            part.index_select(0, inverse[row[one.feature]]) for part, one in zip(columns, self._lookups, strict=True)
+        ]
+        return torch.cat(chosen, dim=1)
 
     def _key_positions(self, keys: tuple[str, ...]) -> tuple[Tensor, Tensor]:
         """Where the replicated lookups' features, and all lookups' features, are among the keys."""
@@ -175,3 +187,42 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             positions = (torch.tensor(own, device=self.device), torch.tensor(every, device=self.device))
             self._positions[keys] = positions
         return positions
+
+
+class _BagCall:
+    """One forward."""
+
+    def __init__(self, collection: ShardedEmbeddingBagCollection, features: KeyedJaggedTensor) -> None:
+        self._collection = collection
+        self.input = collection._input
+        self.prepared = self.input.prepare(features, collection._agreement())
+        self._replicated: Tensor | None = None
+        self._lengths: Tensor | None = None
+
+    def look_up(self, addressed: Addressed, served: ShardInput) -> Stream:
+        """The pooled rows for the ranks that asked."""
+        collection = self._collection
+        if not self.prepared.differentiable:
+            pooled = collection._shards(served)
+        else:
+            weights = received_weights(addressed, served, collection.context.collectives)
+            pooled = tied(collection._shards(replace(served, weights=weights)), weights)
+        return collection._output.stream(pooled, served, self.prepared.slot_sizes)
+
+    def issued(self) -> None:
+        """Look up the replicated tables while the others' rows are under way."""
+        collection, batch = self._collection, self.prepared.batch
+        weights = self.prepared.given.weights if self.prepared.differentiable else None
+        self._replicated = collection._look_up_replicas(batch, weights)
+        self._lengths = collection._bag_lengths(batch)
+
+    def finish(self, flight: BlocksInFlight, stream: int) -> Tensor:
+        """(B, D) values of the output."""
+        collection, prepared = self._collection, self.prepared
+        values = collection._output.finish(
+            flight, stream, prepared.lengths.size(1), prepared.slot_sizes, self._replicated
+        )
+        if self._lengths is not None:
+            values = values / self._lengths
+        inverse = prepared.batch.inverse
+        return values if inverse is None else collection._expand(values, inverse)

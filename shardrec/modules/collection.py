@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
 
 from shardrec.errors import ConfigError
-from shardrec.exchange.check import Expectation
+from shardrec.exchange.batch import Expectation
 from shardrec.exchange.collectives import collectives_of
 from shardrec.exchange.route import Lookup
 from shardrec.exchange.step import StepContext
@@ -24,11 +24,19 @@ from shardrec.lookup.shards import ShardLookup
 from shardrec.modules.discover import qualified_name
 from shardrec.modules.table import ShardedTable
 
-__all__ = ["ShardedCollection"]
+__all__ = ["TABLE_DTYPES", "ShardedCollection"]
+
+TABLE_DTYPES = {DataType.FP32: torch.float32, DataType.FP16: torch.float16, DataType.BF16: torch.bfloat16}
+"""The weights' dtype for each ``data_type`` of a table that can be sharded."""
 
 
 class ShardedCollection(nn.Module, abc.ABC):
     """Base of the sharded collections. A subclass builds its lookups and exchanges, then calls ``_build_parameters``.
+
+    A table's weights have the dtype of its config's ``data_type``: FP32, FP16 or BF16 (TorchRec's unsharded module
+    makes an FP16 parameter for either 16-bit type). Whatever it is, rows are summed in float32, travel as float32 (or
+    as ``QuantizedComms`` says), and fused optimizers compute and keep their states in float32; an updated row of a
+    16-bit table is rounded to nearest.
 
     Args:
         configs: of the unsharded collection.
@@ -66,8 +74,14 @@ class ShardedCollection(nn.Module, abc.ABC):
             if table.optimizer is not None
         }
         self._layouts = {config.name: table.layout for config, table in zip(configs, self._lookup_tables, strict=True)}
+        self._dtypes = {config.name: table.dtype for config, table in zip(configs, self._lookup_tables, strict=True)}
         replicated = [table.layout.name for table in self._lookup_tables if table.layout.replicated]
         self._replica_number = {name: index for index, name in enumerate(replicated)}
+
+    @property
+    def output_dtype(self) -> torch.dtype:
+        """Of the output's values: float32 as the unsharded module's, whatever mixture of tables it is made of."""
+        return torch.float32
 
     @abc.abstractmethod
     def tables(self) -> Mapping[str, ShardedTable]:
@@ -76,11 +90,12 @@ class ShardedCollection(nn.Module, abc.ABC):
     def _replicated_tables(self) -> list[LookupTable]:
         return [table for table in self._lookup_tables if table.layout.replicated]
 
-    def _expectation(self, lookups: Sequence[Lookup], *, weighted: bool) -> Expectation:
+    def _expectation(self, lookups: Sequence[Lookup], *, weighted: bool, pooled: bool = True) -> Expectation:
         return Expectation(
             tables=tuple((lookup.feature, lookup.layout.name, lookup.layout.num_embeddings) for lookup in lookups),
             weighted=weighted,
             device=self.device,
+            pooled=pooled,
         )
 
     def _agreement(self) -> str:
@@ -109,7 +124,7 @@ class ShardedCollection(nn.Module, abc.ABC):
                 if name in self._optimizers:
                     # torchrec.optim's filter for "has its own optimizer" looks for this attribute.
                     parameters[shard]._in_backward_optimizers = []  # type: ignore[attr-defined]
-            modules[name] = ShardedTable(layout, parameters, self._group)
+            modules[name] = ShardedTable(layout, parameters, self._group, self._dtypes[name])
         self._shards.own_parameters(by_shard)
         return modules
 
@@ -167,9 +182,10 @@ class ShardedCollection(nn.Module, abc.ABC):
 
 def _lookup_table(config: BaseEmbeddingConfig, weight: nn.Parameter, plan: ShardingPlan, path: str) -> LookupTable:
     name = qualified_name(path, config.name)
-    if config.data_type is not DataType.FP32:
-        raise ConfigError(f"table {name!r} is {config.data_type}; sharded tables are FP32 so far: set data_type=FP32")
+    if config.data_type not in TABLE_DTYPES:
+        known = ", ".join(data_type.value for data_type in TABLE_DTYPES)
+        raise ConfigError(f"table {name!r} is {config.data_type}; tables that train are {known}: set data_type to one")
     plan.check_tables({name: (config.num_embeddings, config.embedding_dim)}, partial=True)
     # A fused optimizer would move a frozen table; the kernels do not know that it is one.
     optimizer = fused_optimizer_of(weight, name) if weight.requires_grad else None
-    return LookupTable(layout=plan.by_name[name], optimizer=optimizer)
+    return LookupTable(layout=plan.by_name[name], optimizer=optimizer, dtype=TABLE_DTYPES[config.data_type])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -9,13 +11,15 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from shardrec.errors import ConfigError, PlanError
 from shardrec.exchange.collectives import collectives_of
-from shardrec.exchange.step import StepContext
+from shardrec.exchange.step import StepContext, checksum
 from shardrec.exchange.wire import QuantizedComms
 from shardrec.layout import ShardingPlan, Topology
 from shardrec.modules.bags import ShardedEmbeddingBagCollection
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.discover import Collection, collections_of, table_shapes
 from shardrec.modules.model import ShardedModel
+from shardrec.modules.replicas import ReplicaOptions, make_groups
+from shardrec.modules.replicated_model import ReplicatedModel
 from shardrec.modules.sequences import ShardedEmbeddingCollection
 
 __all__ = ["shard"]
@@ -29,27 +33,40 @@ def shard(
     group: dist.ProcessGroup | None = None,
     dedup: bool = True,
     comms: QuantizedComms | None = None,
+    replicas: int | None = None,
+    sync_every: int = 1,
+    sync_optimizer: bool = True,
 ) -> ShardedModel:
     """Shard the embedding collections of a model; the rest goes into DistributedDataParallel.
 
     Inside a process group every rank calls this with the same model and plan. Without one, the model runs sharded on
     one rank.
 
+    With ``replicas=R`` the W ranks hold R copies of the tables (2-D parallelism): each run of W / R neighbouring ranks
+    shards one among itself, and every ``sync_every`` training steps the copies are averaged; see
+    :class:`shardrec.ReplicatedModel`.
+
     Args:
         model: holds ``torchrec.EmbeddingBagCollection`` or ``EmbeddingCollection`` modules, on the CPU or on meta;
             is changed in place. Optimizers that ``apply_optimizer_in_backward`` gave to tables are fused.
-        plan: where each table goes; default: :func:`shardrec.plan` for the group.
+        plan: where each table goes among the ranks of the group (of a replica, where there are several); default:
+            :func:`shardrec.plan` for so many.
         device: of the tables and of the model; default: the CPU.
         group: the process group; default: the default group.
         dedup: sequence collections send and look up each distinct id of a table once per batch.
         comms: formats in which pooled rows and gradients travel; default: float32 both ways.
+        replicas: number of copies of the tables, a divisor of the number of ranks; the result is then a
+            :class:`shardrec.ReplicatedModel`, for ``replicas=1`` too. Default: one copy.
+        sync_every: training steps between two averagings of the copies.
+        sync_optimizer: average the states of the fused optimizers with the tables.
 
     Returns:
         The sharded model, which has the attributes and the state_dict keys of ``model``.
 
     Raises:
         PlanError: if the plan does not fit the model or the group, or differs between ranks.
-        ConfigError: if the model has no collection, or one that cannot be sharded.
+        ConfigError: if the model has no collection, or one that cannot be sharded; if the replicas do not divide the
+            ranks, or the ranks ask for different ones.
     """
     target = torch.device(device or "cpu")
     collectives = collectives_of(group)
@@ -59,20 +76,26 @@ def shard(
             f"{type(model).__name__} holds no torchrec embedding collection to shard; build its embeddings with one, "
             "or wrap it in DistributedDataParallel as it is"
         )
+    world = StepContext(collectives, target, comms)
+    options = _agreed_options(replicas, sync_every, sync_optimizer, world)
+    size = collectives.world_size // options.replicas
     if plan is None:
         from shardrec.planner import plan as make_plan
 
-        plan = make_plan(model, Topology.of_world(collectives.world_size))
-    context = StepContext(collectives, target, comms)
-    _check_plan(plan, model, context)
+        plan = make_plan(model, Topology.of_world(size))
+    _check_plan(plan, model, options, world)
+    groups = make_groups(group, options.replicas, target)
+    context = world if options.replicas == 1 else StepContext(groups.collectives, target, comms)
     replaced = {
-        id(module): _shard_collection(module, plan, path, target, group, context, dedup)
+        id(module): _shard_collection(module, plan, path, target, groups.inside, context, dedup)
         for path, module in collections.items()
     }
     model = _replace(model, replaced)
     _move_dense(model, target)
-    world = (group or dist.group.WORLD) if collectives.world_size > 1 else None
-    return ShardedModel(model, plan, context, world)
+    everyone = (group or dist.group.WORLD) if collectives.world_size > 1 else None
+    if replicas is None:
+        return ShardedModel(model, plan, context, everyone)
+    return ReplicatedModel(model, plan, context, everyone, groups=groups, options=options)
 
 
 def _shard_collection(
@@ -89,10 +112,49 @@ def _shard_collection(
     return ShardedEmbeddingCollection(module, plan, path=path, device=device, group=group, context=context, dedup=dedup)
 
 
-def _plan_faults(plan: ShardingPlan, model: nn.Module, world_size: int) -> tuple[str, ...]:
-    if plan.world_size != world_size:
+def _agreed_options(
+    replicas: int | None, sync_every: int, sync_optimizer: bool, context: StepContext
+) -> ReplicaOptions:
+    """The options, if they are sound and the same on every rank; else raises on every rank: none may go on to wait."""
+    options = ReplicaOptions(
+        replicas=1 if replicas is None else replicas, sync_every=sync_every, sync_optimizer=sync_optimizer
+    )
+    faults = options.faults(context.collectives.world_size)
+    if replicas is None and sync_every != 1:
+        faults.append(f"sync_every={sync_every} without replicas; say how many copies of the tables there are")
+    words = f"replicas={replicas}, sync_every={sync_every}, sync_optimizer={sync_optimizer}"
+    theirs, numbers = _exchange_faults(faults, checksum(words), context)
+    if any(theirs):
+        own = "; ".join(faults)
+        raise ConfigError(own or "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(theirs) if text))
+    if any(number != numbers[0] for number in numbers):
+        lines = [f"rank {rank}: {text}" for rank, text in enumerate(context.all_gather_text(words))]
+        raise ConfigError("the ranks ask for different replicas; give all of them the same:\n  " + "\n  ".join(lines))
+    return options
+
+
+def _exchange_faults(faults: Sequence[str], number: int, context: StepContext) -> tuple[list[str], list[int]]:
+    """The faults of each rank as one text ("" on all ranks where none has any), and its number."""
+    world_size = context.collectives.world_size
+    header = torch.tensor([[number, len(faults)]] * world_size, dtype=torch.int64, device=context.device)
+    received = context.exchange_header(header)
+    texts = [""] * world_size
+    if bool(received[:, 1].any()):
+        texts = context.all_gather_text("; ".join(faults))
+    return texts, received[:, 0].tolist()
+
+
+def _plan_faults(plan: ShardingPlan, model: nn.Module, options: ReplicaOptions, world_size: int) -> tuple[str, ...]:
+    size = world_size // options.replicas
+    if plan.world_size != size and options.replicas > 1:
         return (
-            f"the plan is for {plan.world_size} ranks and the process group has {world_size}; plan for {world_size}, "
+            f"the plan is for {plan.world_size} ranks and each of the {options.replicas} replicas has {size} of the "
+            f"process group's {world_size}; plan for {size}, with "
+            f"shardrec.plan(model, shardrec.Topology(ranks_per_host={size}))",
+        )
+    if plan.world_size != size:
+        return (
+            f"the plan is for {plan.world_size} ranks and the process group has {size}; plan for {size}, "
             f"or start {plan.world_size} ranks",
         )
     try:
@@ -102,16 +164,12 @@ def _plan_faults(plan: ShardingPlan, model: nn.Module, world_size: int) -> tuple
     return ()
 
 
-def _check_plan(plan: ShardingPlan, model: nn.Module, context: StepContext) -> None:
+def _check_plan(plan: ShardingPlan, model: nn.Module, options: ReplicaOptions, context: StepContext) -> None:
     """Raise on every rank if the plan of any does not fit, or differs from another's: none may go on to wait."""
-    world_size = context.collectives.world_size
-    faults = _plan_faults(plan, model, world_size)
-    header = torch.tensor([[plan.fingerprint, len(faults)]] * world_size, dtype=torch.int64, device=context.device)
-    received = context.exchange_header(header)
-    if bool(received[:, 1].any()):
-        others = context.all_gather_text("; ".join(faults))
-        raise PlanError(faults or [f"rank {rank}: {fault}" for rank, fault in enumerate(others) if fault])
-    fingerprints = received[:, 0].tolist()
+    faults = _plan_faults(plan, model, options, context.collectives.world_size)
+    theirs, fingerprints = _exchange_faults(faults, plan.fingerprint, context)
+    if any(theirs):
+        raise PlanError(faults or [f"rank {rank}: {fault}" for rank, fault in enumerate(theirs) if fault])
     differing = [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]
     if differing:
         raise PlanError(

@@ -41,7 +41,7 @@ class ShardedModel(nn.Module):
         self.group = group
         self.context = context
         self._sharded = [child for child in module.modules() if isinstance(child, ShardedCollection)]
-        self._headers = len(self._sharded)
+        self._headers = min(1, len(self._sharded))
         self._accumulates = False
         self._fused: FusedOptimizers | None = None
         self._callable: nn.Module = module
@@ -80,7 +80,8 @@ class ShardedModel(nn.Module):
             context.reduce_this_backward = not self._accumulates
         begin = context.exchanges
         try:
-            result = self._callable(*args, **kwargs)
+            with context.queue.forward(len(self._sharded)):
+                result = self._callable(*args, **kwargs)
         except ShardrecError:
             raise
         except Exception as error:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
-from shardrec.awaitable import LazyAwaitable
-from shardrec.exchange.output import OutputExchange, PendingOutput
+from shardrec.exchange.blocks import BlocksInFlight
+from shardrec.exchange.queue import QueuedCall
+from shardrec.pending import LazyAwaitable
 
 if TYPE_CHECKING:
     _Base = LazyAwaitable[KeyedTensor]
@@ -21,14 +21,11 @@ __all__ = ["PooledEmbeddings"]
 
 
 class PooledEmbeddings(_Base):
-    """A KeyedTensor whose all-to-all is under way; it waits at first use.
+    """A KeyedTensor whose all-to-all is under way, or about to be; it waits at first use.
 
     Args:
-        exchange: the module's output exchange.
-        token: carries the gradient's way back.
-        pending: the all-to-all under way.
-        replicated: (B, D_r) pooled columns of replicated tables, or None.
-        lengths: (B, D) number of ids behind each mean-pooled column, 1 for sums; None without mean pooling.
+        queued: the call.
+        finish: puts the (B, D) values together, from the exchange and the number of the call's stream in it.
         keys: output keys.
         dims: columns of each key.
     """
@@ -36,28 +33,19 @@ class PooledEmbeddings(_Base):
     def __init__(
         self,
         *,
-        exchange: OutputExchange,
-        token: Tensor,
-        pending: PendingOutput,
-        replicated: Tensor | None,
-        lengths: Tensor | None,
+        queued: QueuedCall,
+        finish: Callable[[BlocksInFlight, int], Tensor],
         keys: Sequence[str],
         dims: Sequence[int],
     ) -> None:
         super().__init__()
-        self._exchange = exchange
-        self._token = token
-        self._pending = pending
-        self._replicated = replicated
-        self._lengths = lengths
+        self._queued = queued
+        self._finish = finish
         self._keys = list(keys)
         self._dims = list(dims)
-        self._with_gradients = torch.is_grad_enabled()
 
     def _wait_impl(self) -> KeyedTensor:
-        # The value belongs to the forward that made it, whatever the mode it is first used in.
-        with torch.set_grad_enabled(self._with_gradients):
-            values = self._exchange.finish(self._token, self._pending, self._replicated)
-            if self._lengths is not None:
-                values = values / self._lengths
+        flight, stream = self._queued.flight()
+        with self._queued.mode():
+            values = self._finish(flight, stream)
         return KeyedTensor(keys=self._keys, length_per_key=self._dims, values=values)

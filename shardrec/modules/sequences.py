@@ -15,12 +15,12 @@ from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from shardrec.awaitable import LazyAwaitable
-from shardrec.exchange.check import Batch
+from shardrec.exchange.batch import Batch
+from shardrec.exchange.blocks import BlocksInFlight, Stream
 from shardrec.exchange.dedup import distinct_ids
-from shardrec.exchange.input import InputExchange, PendingInput, Trace
+from shardrec.exchange.input import Addressed, InputExchange, ShardInput, Trace
 from shardrec.exchange.route import Lookup, Route, build_route
-from shardrec.exchange.rows import RowExchange
+from shardrec.exchange.rows import Placement, RowExchange
 from shardrec.exchange.step import StepContext
 from shardrec.layout import ShardingPlan
 from shardrec.lookup.groups import LookupGroup, group_tables
@@ -30,6 +30,7 @@ from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.initial import first_sequence_values
 from shardrec.modules.pending_rows import SequenceEmbeddings, SequenceKey
 from shardrec.modules.table import ShardedTable
+from shardrec.pending import LazyAwaitable
 
 __all__ = ["ShardedEmbeddingCollection"]
 
@@ -101,7 +102,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
         self._dedup_lookups = [(lookup.feature, lookup.layout.name) for lookup in sharded]
         self._dedup_tables = [(one.feature, one.layout.num_embeddings) for one in self._sent_lookups]
         self._route: Route = build_route(self._sent_lookups, collectives.world_size, len(groups))
-        expect = self._expectation(lookups, weighted=False)
+        expect = self._expectation(lookups, weighted=False, pooled=False)
         self._input = InputExchange(self._route, expect, self.context, per_id=True)
         slots = self._route.slots[collectives.rank]
         self._shards = ShardLookup(groups, slots, collectives, self.device, pooled=False)
@@ -110,7 +111,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
         if replicated:
             self._replicas = ReplicatedLookup(replicated, range(len(replicated)), self.context, self.device)
         widths = [group.width or 0 for group in groups]
-        self._rows = RowExchange(self._route, widths, self._embedding_dim, collectives, self.device, self.context.comms)
+        self._rows = RowExchange(self._route, widths, self._embedding_dim, collectives.rank, self.device)
 
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[dict[str, JaggedTensor]]:
         """Look up the local batch.
@@ -126,27 +127,9 @@ class ShardedEmbeddingCollection(ShardedCollection):
             InputError: on every rank at the same step, if the batch of any is faulty.
             PeerError: if another rank is gone.
         """
-        inverse: list[Tensor] = []
-
-        def prepare(batch: Batch) -> Batch:
-            distinct = distinct_ids(batch, self._dedup_lookups, self._dedup_tables)
-            inverse.append(distinct.inverse)
-            return distinct.batch
-
-        agreement = self._agreement()
-        incoming = self._input.start(features, agreement, prepare=prepare if self._dedup else None)
-        served = self._input.finish(incoming)
-        trace = incoming.trace
-        assert trace is not None, "the positions of the ids were kept"
-        starts, output_rows = self._starts(trace)
-        token, outgoing = self._rows.start(self._shards.rows(served), served, incoming, starts, output_rows)
+        call = _SequenceCall(self, features)
         return SequenceEmbeddings(
-            exchange=self._rows,
-            token=token,
-            pending=outgoing,
-            inverse=inverse[0] if inverse else None,
-            entries=self._entries(incoming, trace, features),
-            need_indices=self._need_indices,
+            queued=self.context.queue.submit(call), finish=call.finish, need_indices=self._need_indices
         )
 
     def tables(self) -> Mapping[str, ShardedTable]:
@@ -170,9 +153,8 @@ class ShardedEmbeddingCollection(ShardedCollection):
         """Output keys of each table."""
         return self._names_by_table
 
-    def _starts(self, trace: Trace) -> tuple[list[int], int]:
+    def _starts(self, keys: tuple[str, ...], trace: Trace) -> tuple[list[int], int]:
         """Per slot, an id's output row minus its position in the sent batch; and the number of output rows."""
-        keys = trace.sent_batch.keys
         key_start = dict(zip(keys, [0, *accumulate(trace.sent_key_ids)], strict=False))
         count = dict(zip(keys, trace.sent_key_ids, strict=True))
         starts = [0, *accumulate(count[lookup.feature] for lookup in self._sent_lookups)]
@@ -181,10 +163,10 @@ class ShardedEmbeddingCollection(ShardedCollection):
         ]
         return [per_lookup[slot.lookup] for slots in self._route.slots for slot in slots], starts[-1]
 
-    def _entries(self, incoming: PendingInput, trace: Trace, features: KeyedJaggedTensor) -> list[SequenceKey]:
-        batch = incoming.batch
-        values = dict(zip(batch.keys, features.values().split(list(trace.key_ids)), strict=True))
-        lengths = dict(zip(batch.keys, features.lengths().view(len(batch.keys), -1).unbind(0), strict=True))
+    def _entries(self, keys: tuple[str, ...], trace: Trace, features: KeyedJaggedTensor) -> list[SequenceKey]:
+        sizes = features.stride_per_key()
+        values = dict(zip(keys, features.values().split(list(trace.key_ids)), strict=True))
+        lengths = dict(zip(keys, features.lengths().split(sizes), strict=True))
         entries = []
         for lookup in self._lookups:
             replica = None
@@ -201,6 +183,46 @@ class ShardedEmbeddingCollection(ShardedCollection):
                 )
             )
         return entries
+
+
+class _SequenceCall:
+    """One forward."""
+
+    def __init__(self, collection: ShardedEmbeddingCollection, features: KeyedJaggedTensor) -> None:
+        self._collection = collection
+        self._features = features
+        self._inverse: Tensor | None = None
+        self._trace: Trace | None = None
+        self._placement: Placement | None = None
+        self._entries: list[SequenceKey] = []
+        self.input = collection._input
+        prepare = self._distinct if collection._dedup else None
+        self.prepared = self.input.prepare(features, collection._agreement(), prepare=prepare)
+
+    def look_up(self, addressed: Addressed, served: ShardInput) -> Stream:
+        """The rows for the ranks that asked."""
+        collection = self._collection
+        self._trace = addressed.trace
+        return collection._rows.stream(collection._shards.rows(served), served, addressed)
+
+    def issued(self) -> None:
+        """Find the places of the rows and look up the replicated tables while the rows are under way."""
+        collection, trace = self._collection, self._trace
+        assert trace is not None, "the positions of the ids were kept"
+        starts, output_rows = collection._starts(self.prepared.sent.keys, trace)
+        self._placement = collection._rows.placement(trace, starts, output_rows)
+        self._entries = collection._entries(self.prepared.batch.keys, trace, self._features)
+
+    def finish(self, flight: BlocksInFlight, stream: int) -> tuple[Tensor, list[SequenceKey]]:
+        """(N, D) rows of the lookups of cut tables, and the output's entries."""
+        assert self._placement is not None, "the places were found when the rows were sent"
+        rows = self._collection._rows.finish(flight, stream, self._placement)
+        return (rows if self._inverse is None else rows.index_select(0, self._inverse)), self._entries
+
+    def _distinct(self, batch: Batch) -> Batch:
+        distinct = distinct_ids(batch, self._collection._dedup_lookups, self._collection._dedup_tables)
+        self._inverse = distinct.inverse
+        return distinct.batch
 
 
 def _width_groups(groups: tuple[LookupGroup, ...], table: str) -> tuple[tuple[int, int], ...]:

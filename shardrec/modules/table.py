@@ -31,13 +31,19 @@ class ShardedTable(nn.Module):
         layout: where the table lives.
         parameters: this rank's parameters: one per local shard, or the replica.
         group: the process group that the table is sharded over; None on one rank.
+        dtype: of the weights, which a rank without a shard cannot see.
     """
 
     def __init__(
-        self, layout: TableLayout, parameters: Mapping[Shard | None, nn.Parameter], group: dist.ProcessGroup | None
+        self,
+        layout: TableLayout,
+        parameters: Mapping[Shard | None, nn.Parameter],
+        group: dist.ProcessGroup | None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         self.layout = layout
+        self.dtype = dtype
         self.group = group
         self.locals = dict(parameters)
         for shard, parameter in self.locals.items():
@@ -46,11 +52,11 @@ class ShardedTable(nn.Module):
             self.register_parameter(name, parameter)
 
     def extra_repr(self) -> str:
-        return f"{self.layout.num_embeddings}, {self.layout.embedding_dim}, cut={self.layout.cut}"
+        return f"{self.layout.num_embeddings}, {self.layout.embedding_dim}, cut={self.layout.cut}, dtype={self.dtype}"
 
     def _save_to_state_dict(self, destination: MutableMapping[str, Any], prefix: str, keep_vars: bool) -> None:
         tensors = {shard: parameter.detach() for shard, parameter in self.locals.items()}
-        destination[prefix + "weight"] = as_one_tensor(self.layout, tensors, self.group)
+        destination[prefix + "weight"] = as_one_tensor(self.layout, tensors, self.group, dtype=self.dtype)
 
     def _load_from_state_dict(
         self,
@@ -80,6 +86,7 @@ def as_one_tensor(
     group: dist.ProcessGroup | None,
     *,
     rowwise: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor | ShardedTensor:
     """A table's local parts as the value of a state_dict.
 
@@ -88,6 +95,7 @@ def as_one_tensor(
         tensors: (rows, cols) per local shard, or the replica under None.
         group: the process group; None on one rank.
         rowwise: the tensors are (rows,), a state kept per row; column stripes hold equal copies, and the first counts.
+        dtype: of the tensors, on every rank.
 
     Returns:
         A plain tensor of the whole table where this rank holds it all, else a ShardedTensor.
@@ -95,7 +103,7 @@ def as_one_tensor(
     if layout.replicated:
         return tensors[None]
     if group is not None:
-        return _sharded(layout, tensors, group, rowwise)
+        return _sharded(layout, tensors, group, rowwise, dtype)
     first = next(iter(tensors.values()))
     if len(tensors) == 1:
         return first
@@ -107,7 +115,11 @@ def as_one_tensor(
 
 
 def _sharded(
-    layout: TableLayout, tensors: Mapping[Shard | None, Tensor], group: dist.ProcessGroup, rowwise: bool
+    layout: TableLayout,
+    tensors: Mapping[Shard | None, Tensor],
+    group: dist.ProcessGroup,
+    rowwise: bool,
+    dtype: torch.dtype,
 ) -> ShardedTensor:
     shards = layout.stripes()[0].shards if rowwise else layout.shards
     local = [
@@ -120,16 +132,17 @@ def _sharded(
     metadata = ShardedTensorMetadata(
         shards_metadata=[_metadata(shard, group, device, rowwise) for shard in shards],
         size=torch.Size(sizes),
-        tensor_properties=TensorProperties(dtype=torch.float32),
+        tensor_properties=TensorProperties(dtype=dtype),
     )
     return ShardedTensor._init_from_local_shards_and_global_metadata(local, metadata, process_group=group)
 
 
 def _metadata(shard: Shard, group: dist.ProcessGroup, device: str, rowwise: bool) -> ShardMetadata:
     # A plan counts the ranks of its group, a placement those of the world.
-    placement = f"rank:{dist.get_global_rank(group, shard.rank)}/{device}"
+    rank = dist.get_global_rank(group, shard.rank)
+    placement = f"rank:{rank}/{device}"
     if device == "cuda":
-        placement += f":{shard.rank % torch.cuda.device_count()}"
+        placement += f":{rank % torch.cuda.device_count()}"
     offsets, sizes = [shard.row_start, shard.col_start], [shard.rows, shard.cols]
     if rowwise:
         offsets, sizes = offsets[:1], sizes[:1]
@@ -137,7 +150,7 @@ def _metadata(shard: Shard, group: dist.ProcessGroup, device: str, rowwise: bool
 
 
 def load_table(layout: TableLayout, tensors: Mapping[Shard | None, Tensor], value: Tensor | ShardedTensor) -> None:
-    """Copy a state_dict's value into a table's local parts.
+    """Copy a state_dict's value into a table's local parts, rounded to their dtype where it is another.
 
     Raises:
         PlanError: if the value has another shape, or is sharded in another way.

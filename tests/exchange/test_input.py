@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 
 from shardrec.errors import InputError
-from shardrec.exchange.check import Expectation
+from shardrec.exchange.batch import Expectation
 from shardrec.exchange.input import InputExchange, ShardInput
+from shardrec.exchange.joint import exchange_inputs
 from shardrec.exchange.step import StepContext
 from tests.batches import Bags, random_bags
 from tests.exchange.lookups import Case, random_case
@@ -20,10 +21,21 @@ from tests.thread_ranks import ThreadCollectives, thread_ranks
 CPU = torch.device("cpu")
 
 
-def exchange_of(case: Case, collectives: ThreadCollectives, *, weighted: bool) -> InputExchange:
-    tables = tuple((one.feature, one.layout.name, one.layout.num_embeddings) for one in case.lookups)
-    expect = Expectation(tables=tables, weighted=weighted, device=CPU)
-    return InputExchange(case.route, expect, StepContext(collectives, CPU))
+class Exchange:
+    """The input exchange of one module by itself."""
+
+    def __init__(self, case: Case, collectives: ThreadCollectives, *, weighted: bool) -> None:
+        tables = tuple((one.feature, one.layout.name, one.layout.num_embeddings) for one in case.lookups)
+        expect = Expectation(tables=tables, weighted=weighted, device=CPU)
+        self.context = StepContext(collectives, CPU)
+        self.input = InputExchange(case.route, expect, self.context)
+
+    def __call__(self, features: object, agreement: str) -> ShardInput:
+        return exchange_inputs(self.context, [(self.input, self.input.prepare(features, agreement))])[0][1]
+
+
+def exchange_of(case: Case, collectives: ThreadCollectives, *, weighted: bool) -> Exchange:
+    return Exchange(case, collectives, weighted=weighted)
 
 
 def expected_input(case: Case, rank: int, batches: list[Bags]) -> tuple[list[list[int]], list[int], list[float]]:
@@ -82,7 +94,7 @@ def test_every_slot_receives_its_ids_in_order(rng: Random) -> None:
         received = []
         for batches in steps:
             features = batches[collectives.rank].kjt(id_dtype, length_dtype)
-            received.append(exchange.finish(exchange.start(features, "")))
+            received.append(exchange(features, ""))
         assert collectives.issued == ["header", *(["payload"] * (world_size > 1))] * len(steps)
         assert collectives.unwaited == []
         return received
@@ -115,7 +127,7 @@ def test_strided_tensors_are_read_right(rng: Random) -> None:
             lengths=spread(features.lengths()),
             weights=spread(features.weights()) if weighted else None,
         )
-        return exchange.finish(exchange.start(features, ""))
+        return exchange(features, "")
 
     for rank, got in enumerate(thread_ranks(case.plan.world_size, rank_main)):
         assert_received(case, rank, got, batches, weighted=weighted)
@@ -134,7 +146,7 @@ def test_the_users_tensors_are_left_alone(rng: Random) -> None:
         tensors = [features.values(), features.lengths(), *([features.weights()] if weighted else [])]
         before = [(tensor.clone(), tensor._version) for tensor in tensors]
         exchange = exchange_of(case, collectives, weighted=weighted)
-        received = exchange.finish(exchange.start(features, ""))
+        received = exchange(features, "")
         for tensor, (copy, version) in zip(tensors, before, strict=True):
             assert torch.equal(tensor, copy)
             assert tensor._version == version
@@ -186,11 +198,11 @@ def test_a_bad_id_stops_every_rank_at_the_same_step(rng: Random) -> None:
 
     def rank_main(collectives: ThreadCollectives) -> tuple[str, ShardInput]:
         exchange = exchange_of(case, collectives, weighted=weighted)
-        exchange.finish(exchange.start(good[collectives.rank].kjt(), ""))
+        exchange(good[collectives.rank].kjt(), "")
         with pytest.raises(InputError) as caught:
-            exchange.start(bad[collectives.rank].kjt(), "")
+            exchange(bad[collectives.rank].kjt(), "")
         assert collectives.unwaited == []
-        return str(caught.value), exchange.finish(exchange.start(good[collectives.rank].kjt(), ""))
+        return str(caught.value), exchange(good[collectives.rank].kjt(), "")
 
     results = thread_ranks(world_size, rank_main)
     assert len({message for message, _ in results}) == 1
@@ -217,11 +229,11 @@ def test_ranks_that_disagree_are_told_apart(rng: Random) -> None:
         mode = "gradients off" if not by_dtype and differs else "gradients on"
         features = batches[collectives.rank].kjt(id_dtype)
         if world_size == 1:
-            exchange.start(features, mode)
+            exchange(features, mode)
             return ""
         with pytest.raises(InputError) as caught:
-            exchange.start(features, mode)
-        exchange.finish(exchange.start(batches[collectives.rank].kjt(), ""))
+            exchange(features, mode)
+        exchange(batches[collectives.rank].kjt(), "")
         return str(caught.value)
 
     messages = set(thread_ranks(world_size, rank_main))

@@ -8,8 +8,11 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
+from shardrec.exchange.blocks import BlockExchange, BlocksInFlight
+from shardrec.exchange.input import ShardInput
 from shardrec.exchange.output import OutputExchange
 from shardrec.exchange.route import output_pieces
+from shardrec.exchange.wire import QuantizedComms
 from tests.exchange.lookups import Case, random_case
 from tests.plans import randoms
 from tests.thread_ranks import ThreadCollectives, thread_ranks
@@ -20,6 +23,31 @@ def draw(rng: Random, rows: int, columns: int) -> Tensor:
     return torch.tensor(
         [[rng.randint(-50, 50) for _ in range(columns)] for _ in range(rows)], dtype=torch.float32
     ).view(rows, columns)
+
+
+class Exchange:
+    """The output exchange of one module by itself."""
+
+    def __init__(self, case: Case, collectives: ThreadCollectives) -> None:
+        self.output = OutputExchange(case.route, output_pieces(case.lookups, case.route), collectives.rank)
+        self.blocks = BlockExchange(collectives, QuantizedComms())
+        self.rank = collectives.rank
+
+    def start(self, pooled: Tensor, sizes: list[int]) -> tuple[BlocksInFlight, int]:
+        none = torch.zeros(0)
+        served = ShardInput(
+            lengths=none,
+            ids=none,
+            weights=None,
+            batch_sizes=tuple(sizes),
+            group_ids=(),
+            counts=(),
+            slot_sizes=(None,) * len(sizes),
+        )
+        return self.blocks.start([self.output.stream(pooled, served, None)]), sizes[self.rank]
+
+    def finish(self, flight: BlocksInFlight, size: int, replicated: Tensor | None) -> Tensor:
+        return self.output.finish(flight, 0, size, None, replicated)
 
 
 def by_hand(case: Case, blocks: list[Tensor]) -> Tensor:
@@ -46,7 +74,7 @@ def test_columns_and_gradients_find_their_way(rng: Random) -> None:
 
     def rank_main(collectives: ThreadCollectives) -> tuple[Tensor, Tensor | None, Tensor | None]:
         rank = collectives.rank
-        exchange = OutputExchange(widths, output_pieces(case.lookups, case.route), collectives)
+        exchange = Exchange(case, collectives)
         mine = pooled[rank].clone().requires_grad_()
         replica = own[rank].clone().requires_grad_() if own_width else None
         token, pending = exchange.start(mine, sizes)
@@ -86,7 +114,7 @@ def test_a_rank_without_gradient_of_its_own_takes_part_in_backward() -> None:
     widths = [case.route.width(rank) for rank in range(world_size)]
 
     def rank_main(collectives: ThreadCollectives) -> None:
-        exchange = OutputExchange(widths, output_pieces(case.lookups, case.route), collectives)
+        exchange = Exchange(case, collectives)
         pooled = torch.ones(2 * world_size, widths[collectives.rank], requires_grad=collectives.rank != 1)
         output = exchange.finish(*exchange.start(pooled, [2] * world_size), None)
         output.sum().backward()
@@ -106,7 +134,7 @@ def test_without_gradients_nothing_is_kept(rng: Random) -> None:
     own_width = sum(one.layout.embedding_dim for one in case.lookups if one.layout.replicated)
 
     def rank_main(collectives: ThreadCollectives) -> Tensor:
-        exchange = OutputExchange(widths, output_pieces(case.lookups, case.route), collectives)
+        exchange = Exchange(case, collectives)
         pooled = torch.ones(sum(sizes), widths[collectives.rank], requires_grad=True)
         replica = torch.ones(sizes[collectives.rank], own_width) if own_width else None
         with torch.no_grad():

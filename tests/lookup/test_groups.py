@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from shardrec.layout import TableLayout, cuts
@@ -22,8 +23,8 @@ def halves(name: str) -> TableLayout:
     return cuts.column_wise(name, 5, 8, ranks=[0, 1])
 
 
-def table(layout: TableLayout, optimizer: FusedOptimizer | None) -> LookupTable:
-    return LookupTable(layout=layout, optimizer=optimizer)
+def table(layout: TableLayout, optimizer: FusedOptimizer | None, dtype: torch.dtype = torch.float32) -> LookupTable:
+    return LookupTable(layout=layout, optimizer=optimizer, dtype=dtype)
 
 
 def test_a_group_for_each_way_to_learn() -> None:
@@ -63,3 +64,28 @@ def test_local_shards_come_table_by_table() -> None:
     assert [str(shard) for shard in group.local_shards(0)] == ["b[0:5, 0:4] on rank 0", "a[0:5, 0:8] on rank 0"]
     assert [str(shard) for shard in group.local_shards(1)] == ["b[0:5, 4:8] on rank 1"]
     assert group.local_shards(2) == ()
+
+
+HALF, BRAIN = torch.float16, torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("device", "optimizer", "modes"),
+    [
+        ("cpu", SGD, {torch.float32: GroupMode.FUSED, HALF: GroupMode.ROWS, BRAIN: GroupMode.ROWS}),
+        ("cpu", ROWWISE, {torch.float32: GroupMode.FUSED, HALF: GroupMode.FUSED, BRAIN: GroupMode.ROWS}),
+        ("cuda", SGD, {torch.float32: GroupMode.FUSED, HALF: GroupMode.FUSED, BRAIN: GroupMode.ROWS}),
+        ("cuda", ADAM, {torch.float32: GroupMode.FUSED, HALF: GroupMode.FUSED, BRAIN: GroupMode.ROWS}),
+        ("cpu", None, dict.fromkeys((torch.float32, HALF, BRAIN), GroupMode.DENSE)),
+    ],
+)
+def test_a_group_for_each_dtype(
+    device: str, optimizer: FusedOptimizer | None, modes: dict[torch.dtype, GroupMode]
+) -> None:
+    """And fbgemm's own backward only where it is exact; see the note in ``lookup/kernels.py``."""
+    tables = [table(whole(f"{dtype} {number}"), optimizer, dtype) for number in range(2) for dtype in modes]
+    groups = group_tables(tables, torch.device(device))
+    assert {group.dtype: group.mode for group in groups} == modes
+    assert [[layout.name for layout in group.layouts] for group in groups] == [
+        [f"{dtype} 0", f"{dtype} 1"] for dtype in modes
+    ]

@@ -119,3 +119,23 @@ def test_the_learning_rate_may_change() -> None:
     fused.lr = 0.25
     fused.step([RowGradient(rows=torch.tensor([0]), values=torch.ones(1, 4))])
     assert weight.tolist() == [[-0.25] * 4]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("spec", OPTIMIZERS, ids=str)
+def test_rows_of_16_bits_are_float32_during_the_update(spec: FusedOptimizer, dtype: torch.dtype) -> None:
+    """To the last bit those of a float32 table that is rounded to nearest after each step; states are float32."""
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(6, 8, generator=generator).to(dtype)
+    single = weight.float()
+    halves, singles = (RowOptimizer([one_class(one, [6])], 1, spec) for one in (weight, single))
+    for _ in range(4):
+        rows = torch.randperm(6, generator=generator)[:4].sort().values
+        gradient = RowGradient(rows=rows, values=torch.randn(4, 8, generator=generator))
+        halves.step([gradient])
+        singles.step([gradient])
+        single.copy_(single.to(dtype))
+        assert torch.equal(weight.float(), single)
+    for name, state in halves.states()[0].items():
+        assert state.dtype is torch.float32
+        assert torch.equal(state, singles.states()[0][name])

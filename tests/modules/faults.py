@@ -185,7 +185,7 @@ STRUCTURE_FAULTS = [
             lengths=torch.tensor([1, 1, 1, 1, 1, 0]),
             stride_per_key_per_rank=[[2], [1], [1], [1], [1]],
         ),
-        words=r"the features have a batch size each \(\[2, 1, 1, 1, 1\]\).*pad the short ones with empty bags",
+        words=r"the features have a batch size each \(\[2, 1, 1, 1, 1\]\).*pad the short features with empty bags",
     ),
     Fault(
         name="no lengths",
@@ -215,11 +215,6 @@ WEIGHT_FAULTS = [
         name="whole weights",
         change=lambda x: rebuilt(x, weights=torch.full((x.values().numel(),), 3)),
         words=r"the weights are int64, the first is 3; they must be floating point",
-    ),
-    Fault(
-        name="learned weights",
-        change=lambda x: rebuilt(x, weights=torch.ones(x.values().numel(), requires_grad=True)),
-        words=r"the weights require a gradient.*pass weights\.detach\(\)",
     ),
 ]
 

@@ -15,11 +15,11 @@ from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, Poo
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from shardrec.awaitable import LazyAwaitable
 from shardrec.errors import ConfigError, PlanError
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.modules import ShardedEmbeddingBagCollection, shard
 from shardrec.modules.initial import first_bag_values
+from shardrec.pending import LazyAwaitable
 from tests.batches import random_bags
 from tests.models import OPTIMIZERS, collection, feature_rows, random_configs, table_sizes
 from tests.modules.parity import assert_weights_equal, local_part
@@ -350,7 +350,7 @@ def bag_collection(**settings: Any) -> EmbeddingBagCollection:
 @pytest.mark.parametrize(
     ("module", "error", "words"),
     [
-        (lambda: bag_collection(data_type=DataType.FP16), ConfigError, r"table 't' is FP16; .* data_type=FP32"),
+        (lambda: bag_collection(data_type=DataType.INT8), ConfigError, r"table 't' is INT8; .* FP32, FP16, BF16"),
         (
             lambda: EmbeddingBagCollection(tables=[config("t", 12, 8, "a")]),
             PlanError,

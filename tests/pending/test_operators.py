@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.awaitable.counted import Counted
+from tests.pending.counted import Counted
 
 ARITHMETIC = [
     operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod, divmod,

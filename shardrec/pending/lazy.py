@@ -20,8 +20,8 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.fx
 
-from shardrec.awaitable.awaitable import Awaitable
-from shardrec.awaitable.operators import Operators, force, force_nested
+from shardrec.pending.base import Awaitable
+from shardrec.pending.operators import Operators, force, force_nested
 
 __all__ = ["LazyAwaitable", "LazyNoWait"]
 

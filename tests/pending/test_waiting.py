@@ -7,8 +7,8 @@ import torch
 from torch.futures import Future
 
 import shardrec
-from shardrec.awaitable import LazyNoWait, NoWait, wait
-from tests.awaitable.counted import Counted, CountedPlain
+from shardrec.pending import LazyNoWait, NoWait, wait
+from tests.pending.counted import Counted, CountedPlain
 
 
 def test_awaitables() -> None:

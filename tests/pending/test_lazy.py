@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
-from shardrec.awaitable import Awaitable, LazyAwaitable, LazyNoWait
-from tests.awaitable.counted import Counted, failing
+from shardrec.pending import Awaitable, LazyAwaitable, LazyNoWait
+from tests.pending.counted import Counted, failing
 
 
 def numbers(*shape: int) -> Tensor:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from shardrec import ShardrecError
-from shardrec.awaitable import Awaitable, AwaitableError, LazyNoWait, NoWait
-from tests.awaitable.counted import Counted, CountedPlain, failing
+from shardrec.pending import Awaitable, AwaitableError, LazyNoWait, NoWait
+from tests.pending.counted import Counted, CountedPlain, failing
 
 
 @pytest.mark.parametrize("make", [Counted, CountedPlain])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import SupportsIndex, TypeVar
 
-from shardrec.awaitable.error import AwaitableError
+from shardrec.pending.error import AwaitableError
 
 __all__ = ["Callbacks"]
 

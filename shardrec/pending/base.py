@@ -9,9 +9,9 @@ from typing import Any, Generic, Self, SupportsIndex, TypeVar
 
 from torch.autograd.profiler import record_function
 
-from shardrec.awaitable.callbacks import Callbacks
-from shardrec.awaitable.error import AwaitableError
-from shardrec.awaitable.once import Once, State
+from shardrec.pending.callbacks import Callbacks
+from shardrec.pending.error import AwaitableError
+from shardrec.pending.once import Once, State
 
 __all__ = ["Awaitable", "NoWait"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from shardrec.awaitable import Awaitable, LazyAwaitable
+from shardrec.pending import Awaitable, LazyAwaitable
 
 W = TypeVar("W")
 

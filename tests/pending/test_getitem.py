@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
-from shardrec.awaitable import LazyAwaitable, LazyGetItemMixin, LazyNoWait
-from tests.awaitable.counted import Counted
+from shardrec.pending import LazyAwaitable, LazyGetItemMixin, LazyNoWait
+from tests.pending.counted import Counted
 
 
 class Features(LazyGetItemMixin[str, Tensor], Counted[Any]):

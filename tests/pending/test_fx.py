@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from shardrec.awaitable import LazyAwaitable, LazyGetItemMixin, LazyNoWait
-from tests.awaitable.counted import Counted
+from shardrec.pending import LazyAwaitable, LazyGetItemMixin, LazyNoWait
+from tests.pending.counted import Counted
 
 
 class Sharded(nn.Module):

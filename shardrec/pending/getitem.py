@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Generic, TypeVar, cast
 
-from shardrec.awaitable.lazy import LazyAwaitable
+from shardrec.pending.lazy import LazyAwaitable
 
 __all__ = ["GetItemLazyAwaitable", "LazyGetItemMixin"]
 

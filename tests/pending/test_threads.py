@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from shardrec.awaitable import LazyAwaitable
-from tests.awaitable.counted import Counted, failing
+from shardrec.pending import LazyAwaitable
+from tests.pending.counted import Counted, failing
 
 THREADS = 8
 

@@ -15,8 +15,8 @@ from enum import Enum
 from types import TracebackType
 from typing import Generic, NoReturn, TypeVar, cast
 
-from shardrec.awaitable.callbacks import Callbacks
-from shardrec.awaitable.error import AwaitableError
+from shardrec.pending.callbacks import Callbacks
+from shardrec.pending.error import AwaitableError
 
 __all__ = ["Once", "State"]
 

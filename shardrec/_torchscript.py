@@ -1,0 +1,239 @@
+"""Every workaround that TorchScript needs, each with its reason; the rest of shardrec goes through here.
+
+Nothing here changes torch: no function of it is replaced, no setting is left behind. What is used beyond the documented
+interface is the Python view of TorchScript's graphs and the table of functions that compile to an operator, which have
+been the same since torch 2.0.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.jit import _builtins, _state
+
+__all__ = [
+    "Graph",
+    "Node",
+    "Type",
+    "Value",
+    "await_type",
+    "compiled_nowait",
+    "compiles_to",
+    "constant_int",
+    "defer",
+    "deferred_waits",
+    "generic_wait",
+    "inline",
+    "methods_of",
+    "quiet",
+    "subgraphs",
+    "writes_or_aliases",
+]
+
+# torch gives these no importable names that a type checker knows.
+Graph = Any
+Node = Any
+Type = Any
+Value = Any
+
+_CALL = "prim::CallFunction"
+_NOWAIT = "prim::awaitable_nowait"
+_WAIT = "prim::awaitable_wait"
+
+# One compilation with generic_wait() at a time: the table of functions that compile to an operator is torch's.
+_LOCK = threading.RLock()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silences torch's advice not to use TorchScript, and no other warning, while shardrec itself calls it.
+
+    torch warns at each call of ``torch.jit.script`` since 2.9 or so; a user of ``shardrec.script`` has decided already.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is (deprecated|not supported)", DeprecationWarning)
+        yield
+
+
+def compiles_to(function: Callable[..., Any], operator: str) -> None:
+    """Has TorchScript compile calls of ``function`` to ``operator``.
+
+    A Python function with type variables cannot be compiled: TorchScript has none, except in the schemas of its own
+    operators. ``torch.jit.wait`` gets to ``aten::wait`` by the same table.
+    """
+    _builtins._register_builtin(function, operator)
+
+
+def await_type(value: Type) -> Type:
+    """``Await[value]``, in TorchScript's types."""
+    return torch._C.AwaitType(value)  # type: ignore[attr-defined]
+
+
+def compiled_nowait(value: Any) -> Any | None:
+    """An Await of ``value`` that compiled code accepts, or None if TorchScript has no type for it.
+
+    One that is made in Python, ``torch.jit._awaitable_nowait(value)``, is an ``Await`` of an unknown Python object, and
+    compiled code that is given it stops with "Expected Tensor but got PyObject". So it is made by a compiled function.
+    """
+    inferred = torch._C._jit_try_infer_type(value)
+    if not inferred.success():
+        return None
+    graph: Graph = torch._C.Graph()
+    argument = graph.addInput("value")
+    argument.setType(inferred.type())
+    nowait = graph.create(_NOWAIT, [argument], 1)
+    nowait.output().setType(await_type(inferred.type()))
+    graph.appendNode(nowait)
+    graph.registerOutput(nowait.output())
+    return torch._C._create_function_from_graph("nowait", graph)(value)
+
+
+def defer(pending: Any) -> Any:
+    """``pending``'s value, in a spelling that says: wait for it later, where it is used.
+
+    TorchScript code only. An operator of shardrec's own could not be told about type variables, and a saved file would
+    need shardrec to be loaded. So the mark is made of torch's operators: waiting for an Await of an Await that is there
+    already, and then for that. It means what it says if nobody looks for it.
+    """
+    return torch.jit._awaitable_wait(torch.jit._awaitable_wait(torch.jit._awaitable_nowait(pending)))
+
+
+def deferred_waits(graph: Graph) -> list[tuple[Node, Node, Node]]:
+    """The ``(nowait, wait, wait)`` nodes of each :func:`defer` in a graph, its inner blocks included, in order."""
+    found = []
+    for nowait in graph.findAllNodes(_NOWAIT):
+        if nowait.inputsAt(0).type().kind() != "AwaitType":
+            continue
+        inner = _only_user(nowait)
+        outer = inner and inner.kind() == _WAIT and _only_user(inner)
+        if outer and outer.kind() == _WAIT:
+            found.append((nowait, inner, outer))
+    return found
+
+
+def _only_user(node: Node) -> Node | None:
+    uses = node.output().uses()
+    return uses[0].user if len(uses) == 1 else None
+
+
+# [Note: one wait for three kinds of values]
+# ``shardrec.wait`` takes an Await, a Future or a plain value. Among TorchScript's operators no single one does, and
+# operators registered from Python cannot have type variables. Compiled *functions* can, if they are made from a graph
+# in text instead of from Python; and a Python function can stand for several of them, as torch.nn.functional's
+# overloads do. Running such a function does not work (inlining keeps "t" as the type of its result), so the calls are
+# replaced by operators, whose types TorchScript has worked out by then, before anything runs.
+_WAIT_OVERLOADS = {
+    "__torch__.shardrec.wait_for_await": "graph(%pending : Await(t)):\n  %1 : t = prim::awaitable_wait(%pending)\n"
+    "  return (%1)",
+    "__torch__.shardrec.wait_for_future": "graph(%pending : Future(t)):\n  %1 : t = aten::wait(%pending)\n"
+    "  return (%1)",
+    "__torch__.shardrec.wait_for_value": "graph(%pending : t):\n  return (%pending)",
+}
+
+
+@contextmanager
+def generic_wait(wait: Callable[..., Any], operator: str) -> Iterator[None]:
+    """Inside, ``wait`` compiles for an Await, a Future and a plain value; outside, to ``operator`` alone.
+
+    On leaving, also by an error, everything that has been compiled inside is made of torch's operators again.
+
+    Args:
+        wait: the function.
+        operator: what it compiles to in the table of :func:`compiles_to`.
+    """
+    with _LOCK:
+        unit = _state._python_cu
+        overloads = [
+            unit.find_function(name) or unit.create_function(name, torch._C.parse_ir(text))
+            for name, text in _WAIT_OVERLOADS.items()
+        ]
+        before = {function.qualified_name for function in unit.get_functions()}
+        _state._set_jit_overload_cache(wait, overloads)
+        table = _builtins._get_builtin_table()
+        del table[id(wait)]
+        try:
+            yield
+        finally:
+            table[id(wait)] = operator
+            del _state._jit_function_overload_caching[wait]
+            for function in unit.get_functions():
+                if function.qualified_name not in before:
+                    _replace_generic_waits(function.graph)
+
+
+def _replace_generic_waits(graph: Graph) -> None:
+    for inner in subgraphs(graph):
+        _replace_generic_waits(inner)
+    for call in graph.findAllNodes(_CALL):
+        name = call.inputsAt(0).type().annotation_str
+        if name not in _WAIT_OVERLOADS:
+            continue
+        value, result = call.inputsAt(1), call.output()
+        if name.endswith("value"):
+            # Kept as two operators that do nothing, since "wait here" says where.
+            value = _insert(graph, _NOWAIT, value, await_type(value.type()), call)
+        kind = "aten::wait" if name.endswith("future") else _WAIT
+        result.replaceAllUsesWith(_insert(graph, kind, value, result.type(), call))
+        function = call.inputsAt(0).node()
+        call.destroy()
+        # Left there, the function would go into the saved file.
+        if not function.hasUses():
+            function.destroy()
+
+
+def _insert(graph: Graph, kind: str, value: Value, result: Type, before: Node) -> Value:
+    node = graph.create(kind, [value], 1)
+    node.copyMetadata(before)
+    node.output().setType(result)
+    node.insertBefore(before)
+    return node.output()
+
+
+def subgraphs(graph: Graph) -> Iterator[Graph]:
+    """The graphs that the forks and awaitables of a graph will run; not those inside these."""
+    for kind in ("prim::awaitable", "prim::fork"):
+        for node in graph.findAllNodes(kind):
+            yield node.g("Subgraph")
+
+
+def methods_of(module: torch.jit.ScriptModule) -> Iterator[Any]:
+    """The compiled methods of a scripted module and all the modules in it, the outermost first; each once."""
+    seen = set()
+    for inner in module.modules():
+        for name in inner._c._method_names():
+            method = inner._c._get_method(name)
+            # Modules of one type share their methods.
+            key = (inner._c._type().qualified_name(), name)
+            if key not in seen:
+                seen.add(key)
+                yield method
+
+
+def inline(graph: Graph) -> None:
+    """Puts the bodies of all called functions and methods into a graph, so that values can be followed through them."""
+    torch._C._jit_pass_inline(graph)
+
+
+def constant_int(value: Value) -> int | None:
+    """The int that a value is known to be, or None."""
+    if value.node().kind() != "prim::Constant":
+        return None
+    found = value.toIValue()
+    return found if isinstance(found, int) else None
+
+
+def writes_or_aliases(node: Node, index: int) -> bool:
+    """Whether an operator may change its argument, or keep or return a part of it. True where that is not known.
+
+    ``Node.schema()`` is text, "(no schema)" for what is no operator.
+    """
+    text = node.schema()
+    if text == "(no schema)" or "..." in text:
+        return True
+    arguments = torch._C.parse_schema(text).arguments
+    return index >= len(arguments) or arguments[index].alias_info is not None

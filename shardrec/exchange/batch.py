@@ -1,0 +1,245 @@
+"""A batch as the exchange takes it: the tensors of a KeyedJaggedTensor, and what is wrong with its structure.
+
+Shapes: F features of the KeyedJaggedTensor, U features that the tables use, B samples, N ids.
+
+[Note: a batch size per feature]
+Where features have a batch size each (samples that share a feature's bag send it once), the lengths of each feature are
+padded with empty bags to the largest of them, so that the work on this rank is that of a plain batch; what travels is
+stripped of the padding again. ``inverse`` says which bag each sample of the full batch takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+__all__ = ["NO_LIMIT", "Batch", "Expectation", "read_batch", "shown"]
+
+_ID_DTYPES = (torch.int32, torch.int64)
+_MAX_SHOWN_KEYS = 12
+
+NO_LIMIT = 2**63 - 1
+"""In place of a number of rows: the ids of this key are not looked up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expectation:
+    """What a sharded module expects of its input.
+
+    Args:
+        tables: per lookup, its feature, its table and the table's number of rows.
+        weighted: whether each id comes with a float weight.
+        device: where the tensors must be.
+        pooled: features of different batch sizes need inverse indices, for their bags end up side by side.
+    """
+
+    tables: tuple[tuple[str, str, int], ...]
+    weighted: bool
+    device: torch.device
+    pooled: bool = True
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """The features that the tables use, each once."""
+        return tuple(dict.fromkeys(key for key, _, _ in self.tables))
+
+    def rows(self, feature: str) -> int:
+        """Ids of ``feature`` must be below this; ``NO_LIMIT`` if no table uses the feature."""
+        return min((rows for key, _, rows in self.tables if key == feature), default=NO_LIMIT)
+
+    def of_table(self, feature: str) -> str:
+        """The smallest table that ``feature`` is looked up in, for messages: ``" of table 't'"``, or nothing."""
+        tables = [(rows, table) for key, table, rows in self.tables if key == feature]
+        return f" of table {min(tables)[1]!r}" if tables else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """The tensors of a KeyedJaggedTensor.
+
+    Args:
+        keys: F features.
+        lengths: (F, B) integer, ids of each bag.
+        values: (N,) integer.
+        weights: (N,) float, or None.
+        sizes: batch size of each feature, where they differ; each is at most B.
+        inverse: (U, B_full) int64, the bag that each sample of the full batch takes, per feature in use; or None.
+        bags: with ``inverse``, the U numbers of bags that it chooses from.
+    """
+
+    keys: tuple[str, ...]
+    lengths: Tensor
+    values: Tensor
+    weights: Tensor | None
+    sizes: tuple[int, ...] | None = None
+    inverse: Tensor | None = None
+    bags: tuple[int, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Number of samples B."""
+        return self.lengths.size(1)
+
+
+def read_batch(features: object, expect: Expectation) -> Batch | str:
+    """The batch's tensors, or what is wrong with its structure (all that shows without reading a tensor)."""
+    if not isinstance(features, KeyedJaggedTensor):
+        return f"the input is a {type(features).__name__}; a sharded collection takes a torchrec KeyedJaggedTensor"
+    try:
+        return _read(features, expect)
+    except Exception as error:
+        # torchrec looks at lengths and values only when asked for them. An error that left this rank without an answer
+        # would leave the others waiting for its header.
+        return (
+            f"the KeyedJaggedTensor cannot be read ({type(error).__name__}: {error}); check how its values and lengths "
+            "(or offsets) were built"
+        )
+
+
+def _read(features: KeyedJaggedTensor, expect: Expectation) -> Batch | str:
+    keys = tuple(features.keys())
+    fault = _key_fault(keys, expect) or _id_fault(features, expect) or _weight_fault(features, expect)
+    if fault is not None:
+        return fault
+    lengths = features.lengths()
+    fault = _device_fault("lengths", lengths, expect)
+    if fault is not None:
+        return fault
+    inverse = _inverse(features, expect)
+    if isinstance(inverse, str):
+        return inverse
+    strides = features.stride_per_key() if features.variable_stride_per_key() else [features.stride()] * len(keys)
+    if lengths.dim() != 1 or lengths.numel() != sum(strides):
+        sizes = f"batch size {features.stride()}" if len(set(strides)) == 1 else f"batch sizes {strides}"
+        return (
+            f"there are {lengths.numel()} lengths for {len(keys)} features of {sizes}; give exactly one length for "
+            "each feature and sample"
+        )
+    most = max(strides)
+    lengths = lengths.detach()
+    uneven = min(strides) < most
+    if uneven:
+        parts = zip(lengths.split(strides), strides, strict=True)
+        lengths = torch.cat([nn.functional.pad(part, (0, most - size)) for part, size in parts])
+    stride_of = dict(zip(keys, strides, strict=True))
+    return Batch(
+        keys=keys,
+        lengths=lengths.view(len(keys), most),
+        values=features.values(),
+        weights=features.weights() if expect.weighted else None,
+        sizes=tuple(strides) if uneven else None,
+        inverse=inverse,
+        bags=() if inverse is None else tuple(stride_of[feature] for feature in expect.features),
+    )
+
+
+def _inverse(features: KeyedJaggedTensor, expect: Expectation) -> Tensor | str | None:
+    """(U, B_full) inverse indices of the features in use, None without any, or what is wrong with them."""
+    given = features.inverse_indices_or_none() if expect.pooled else None
+    if given is None or not given[1].numel():
+        sizes = set(features.stride_per_key())
+        if expect.pooled and features.variable_stride_per_key() and len(sizes) > 1:
+            return (
+                f"the features have a batch size each ({features.stride_per_key()}) and no inverse indices, so that "
+                "their pooled embeddings cannot stand side by side; give the KeyedJaggedTensor inverse_indices, or pad "
+                "the short features with empty bags"
+            )
+        return None
+    keys, indices = given
+    missing = [feature for feature in expect.features if feature not in keys]
+    if missing or indices.dim() != 2 or indices.size(0) != len(keys) or indices.dtype not in _ID_DTYPES:
+        return (
+            f"the inverse indices are {_name(indices.dtype)} of shape {tuple(indices.shape)} for {shown(keys)}; give "
+            f"int64 of shape (features, samples) with a row for each of {shown(expect.features)}"
+        )
+    fault = _device_fault("inverse indices", indices, expect)
+    if fault is not None:
+        return fault
+    rows = torch.tensor([keys.index(feature) for feature in expect.features], device=indices.device)
+    chosen: Tensor = indices.detach().index_select(0, rows).to(torch.int64)
+    return chosen
+
+
+def _key_fault(keys: Sequence[str], expect: Expectation) -> str | None:
+    present = set(keys)
+    if len(present) != len(keys):
+        twice = sorted({key for key in keys if keys.count(key) > 1})
+        return f"feature(s) {', '.join(map(repr, twice))} come more than once among the keys {shown(keys)}"
+    missing = [(key, table) for key, table, _ in expect.tables if key not in present]
+    if not missing:
+        return None
+    named = ", ".join(f"{key!r} (table {table!r})" for key, table in missing[:_MAX_SHOWN_KEYS])
+    return (
+        f"the input lacks feature(s) {named}; its keys are {shown(keys)}: rename the key, or give the feature with "
+        "empty bags"
+    )
+
+
+def shown(keys: Sequence[str]) -> str:
+    """Keys in words, the first dozen of them."""
+    more = f" and {len(keys) - _MAX_SHOWN_KEYS} more" if len(keys) > _MAX_SHOWN_KEYS else ""
+    return f"[{', '.join(map(repr, keys[:_MAX_SHOWN_KEYS]))}{more}]"
+
+
+def _id_fault(features: KeyedJaggedTensor, expect: Expectation) -> str | None:
+    values = features.values()
+    feature, table, _ = expect.tables[0]
+    if values.dtype not in _ID_DTYPES:
+        return (
+            f"the ids are {_name(values.dtype)} (features from {feature!r} of table {table!r} on{_first(values)}); ids "
+            "must be int32 or int64: convert them with .long()"
+        )
+    if values.dim() != 1:
+        return f"the ids have shape {tuple(values.shape)}; they must be one-dimensional"
+    return _device_fault("ids", values, expect)
+
+
+def _device_fault(what: str, tensor: Tensor, expect: Expectation) -> str | None:
+    if tensor.device.type == expect.device.type:
+        return None
+    feature, table, _ = expect.tables[0]
+    return (
+        f"the {what} are on {tensor.device} and the tables of this module ({table!r} of feature {feature!r} and on) on "
+        f"{expect.device}; move the batch with .to({str(expect.device)!r})"
+    )
+
+
+def _first(values: Tensor) -> str:
+    """The first value in words, where there is one to read."""
+    if values.numel() == 0 or values.is_meta:
+        return ""
+    return f", the first is {values.detach().flatten()[0].item():g}"
+
+
+def _weight_fault(features: KeyedJaggedTensor, expect: Expectation) -> str | None:
+    weights = features.weights_or_none()
+    feature, table, _ = expect.tables[0]
+    if weights is None:
+        if not expect.weighted:
+            return None
+        return (
+            f"the input has no weights and the collection of feature {feature!r} (table {table!r}) has "
+            "is_weighted=True; give the KeyedJaggedTensor weights, one per id"
+        )
+    value = _first(weights)
+    if not expect.weighted:
+        return (
+            f"the input has {weights.numel()} weights{value} and the collection of feature {feature!r} (table "
+            f"{table!r}) has is_weighted=False; drop the weights, or build the collection with is_weighted=True"
+        )
+    if not weights.dtype.is_floating_point:
+        return f"the weights are {_name(weights.dtype)}{value}; they must be floating point: convert with .float()"
+    if weights.shape != features.values().shape:
+        return (
+            f"the weights have shape {tuple(weights.shape)} and the ids {tuple(features.values().shape)}; give one "
+            "weight for each id"
+        )
+    return _device_fault("weights", weights, expect)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

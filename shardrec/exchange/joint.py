@@ -1,0 +1,104 @@
+"""The input exchange of one or several modules: one header and one payload all-to-all for all of them.
+
+Shapes: W ranks, C columns of the header.
+
+::
+
+    header   (W, C) int64, row q to rank q:  fault | checksum | part of module 0 | part of module 1 | ...
+    payload  int32, to rank q:               part of module 0 | part of module 1 | ...
+
+C is the same in every exchange of a model, so that a rank which cannot come to one can answer for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from shardrec.exchange.input import Addressed, InputExchange, Prepared, ShardInput
+from shardrec.exchange.step import FIXED_COLUMNS, StepContext, checksum
+
+__all__ = ["exchange_inputs"]
+
+Call = tuple[InputExchange, Prepared]
+
+
+def exchange_inputs(context: StepContext, calls: Sequence[Call]) -> list[tuple[Addressed, ShardInput]]:
+    """Exchange the ids of several modules.
+
+    Args:
+        context: of the model.
+        calls: the modules' exchanges and what each prepared, in the same order on every rank.
+
+    Returns:
+        Per call, what this rank sent and what it received.
+
+    Raises:
+        InputError: on every rank, if a batch of any is faulty.
+        PeerError: if another rank is gone.
+    """
+    addressed = _exchange_headers(context, calls)
+    collectives = context.collectives
+    if collectives.world_size == 1:
+        return [(one, exchange.receive(one, [])) for (exchange, _), one in zip(calls, addressed, strict=True)]
+    ranks = range(collectives.world_size)
+    pieces = [[piece for one in addressed for piece in one.parts[rank]] for rank in ranks]
+    words_out = [sum(piece.numel() for piece in part) for part in pieces]
+    words_in = [[one.words_in[rank] for one in addressed] for rank in ranks]
+    buffer = torch.cat([piece for part in pieces for piece in part])
+    pending = collectives.all_to_all(buffer, list(map(sum, words_in)), words_out, "payload")
+    received = collectives.wait(pending, "payload").split([words for part in words_in for words in part])
+    return [
+        (one, exchange.receive(one, received[index :: len(calls)]))
+        for index, ((exchange, _), one) in enumerate(zip(calls, addressed, strict=True))
+    ]
+
+
+def _exchange_headers(context: StepContext, calls: Sequence[Call]) -> list[Addressed]:
+    """Tell all ranks the sizes; what is sent, noted and received comes to the host in one copy."""
+    world_size = context.collectives.world_size
+    agreement = "; ".join(prepared.agreement for _, prepared in calls)
+    received = context.exchange_header(_header(context, calls, agreement))
+    wanted = [tensor.flatten() for _, prepared in calls for tensor in (prepared.counts, *prepared.notes)]
+    numbers: list[int] = torch.cat([*wanted, received.flatten()]).tolist()
+    width = context.header_columns
+    first = len(numbers) - world_size * width
+    headers = [numbers[row : row + width] for row in range(first, len(numbers), width)]
+    if not context.check([header[0] for header in headers], [header[1] for header in headers], agreement):
+        _raise_faults(context, calls, agreement, faulty=bool(headers[context.collectives.rank][0]))
+    addressed = []
+    start, column = 0, FIXED_COLUMNS
+    for exchange, prepared in calls:
+        parts = []
+        for tensor in (prepared.counts, *prepared.notes):
+            parts.append(numbers[start : start + tensor.numel()])
+            start += tensor.numel()
+        own = [header[column : column + exchange.columns] for header in headers]
+        column += exchange.columns
+        addressed.append(exchange.address(prepared, parts[0], parts[1:], own))
+    return addressed
+
+
+def _header(context: StepContext, calls: Sequence[Call], agreement: str) -> Tensor:
+    parts = [exchange.header(prepared) for exchange, prepared in calls]
+    columns = FIXED_COLUMNS + sum(exchange.columns for exchange, _ in calls)
+    assert columns <= context.header_columns, "the queue keeps an exchange within the header"
+    header = parts[0].new_zeros((context.collectives.world_size, context.header_columns))
+    if any(prepared.fault for _, prepared in calls):
+        header[:, 0] = 1
+    else:
+        valid = calls[0][1].valid
+        for _, prepared in calls[1:]:
+            valid = valid & prepared.valid
+        header[:, 0] = valid.logical_not()
+    header[:, 1] = checksum(agreement)
+    torch.cat(parts, dim=1, out=header[:, FIXED_COLUMNS:columns])
+    return header
+
+
+def _raise_faults(context: StepContext, calls: Sequence[Call], agreement: str, *, faulty: bool) -> NoReturn:
+    words = [exchange.describe(prepared) for exchange, prepared in calls] if faulty else []
+    context.raise_faults("; ".join(filter(None, words)), agreement)

@@ -1,0 +1,207 @@
+"""Sharded modules called one after the other share an exchange.
+
+::
+
+    emb_a = model.a(features_a)     queued
+    emb_b = model.b(features_b)     queued; both of the model's modules are here: one header, one payload, lookups,
+                                    one output all-to-all issued
+    x = model.dense(dense)          while it is under way
+    emb_a["f"]                      waits
+
+An exchange begins as soon as all the calls are queued that came before the first use in the model's last forward (in
+its first forward: as many as it has sharded modules), or else at the first use of a queued call's value. So a model
+that does the same in each step makes the fewest exchanges without being told, and one that does not still gets the
+right values. All ranks run the same model and come to the same decisions; the headers' checksum tells if they did not.
+
+Outside a model's forward (a sharded module by itself, a recomputation in backward) each call exchanges at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+from shardrec.errors import ShardrecError
+from shardrec.exchange.blocks import BlockExchange, BlocksInFlight, Stream
+from shardrec.exchange.input import Addressed, InputExchange, Prepared, ShardInput
+from shardrec.exchange.joint import exchange_inputs
+from shardrec.exchange.step import FIXED_COLUMNS, StepContext
+
+__all__ = ["Call", "ExchangeQueue", "QueuedCall"]
+
+
+class Call(Protocol):
+    """One call of a sharded module.
+
+    Args:
+        input: the module's input exchange.
+        prepared: the batch.
+    """
+
+    input: InputExchange
+    prepared: Prepared
+
+    def look_up(self, addressed: Addressed, served: ShardInput) -> Stream:
+        """The rows to send back to the ranks that asked."""
+
+    def issued(self) -> None:
+        """The rows are under way: time for what needs no other rank."""
+
+
+class QueuedCall:
+    """A call on its way through the queue.
+
+    Args:
+        call: whose.
+        queue: where it waits.
+    """
+
+    def __init__(self, call: Call, queue: ExchangeQueue) -> None:
+        self.call = call
+        self.with_gradients = torch.is_grad_enabled()
+        self.in_inference = torch.is_inference_mode_enabled()
+        self._queue = queue
+        self._flight: BlocksInFlight | None = None
+        self._stream = 0
+        self._error: BaseException | None = None
+
+    @contextmanager
+    def mode(self) -> Iterator[None]:
+        """The grad mode of the forward that made the call, whose value belongs to it wherever it is first used."""
+        with torch.inference_mode(self.in_inference), torch.set_grad_enabled(self.with_gradients):
+            yield
+
+    @property
+    def is_queued(self) -> bool:
+        """Whether its exchange has not begun."""
+        return self._flight is None and self._error is None
+
+    def flight(self) -> tuple[BlocksInFlight, int]:
+        """The output exchange, and the number of this call's stream in it; begins the exchange if need be.
+
+        Raises:
+            ShardrecError: what made the exchange fail.
+        """
+        self._queue.used(self)
+        if self._error is not None:
+            raise self._error
+        assert self._flight is not None, "a call that did not fail is under way"
+        return self._flight, self._stream
+
+    def launch(self, flight: BlocksInFlight, stream: int) -> None:
+        """Its rows are under way."""
+        self._flight, self._stream = flight, stream
+        self.call.issued()
+
+    def fail(self, error: BaseException) -> None:
+        """There will be no rows."""
+        self._error = error
+
+
+class ExchangeQueue:
+    """The calls of a model's sharded modules that wait for their exchange.
+
+    Args:
+        context: of the model.
+    """
+
+    def __init__(self, context: StepContext) -> None:
+        self._context = context
+        self._output = BlockExchange(context.collectives, context.comms)
+        self._calls: list[QueuedCall] = []
+        self._modules = 1
+        self._in_forward = False
+        self._habit: list[int] = []  # calls before each first use, as the last forward made them
+        self._seen: list[int] = []  # the same of this forward
+        self._run = 0  # calls since the last first use
+
+    def submit(self, call: Call) -> QueuedCall:
+        """Queue a call, and begin the exchange if it is the last one to wait for.
+
+        Raises:
+            InputError: on every rank, if a batch of any is faulty.
+            PeerError: if another rank is gone.
+        """
+        queued = QueuedCall(call, self)
+        if self._calls and not self._fits(queued):
+            self.flush()
+        self._calls.append(queued)
+        self._run += 1
+        if not self._in_forward or self._run >= self._awaited():
+            self.flush()
+        return queued
+
+    def used(self, queued: QueuedCall) -> None:
+        """A call's value is used: its exchange must begin."""
+        if queued.is_queued:
+            self.flush()
+        self._end_run()
+
+    @contextmanager
+    def forward(self, modules: int) -> Iterator[None]:
+        """A model's forward; calls made inside may wait for each other.
+
+        Args:
+            modules: number of sharded modules in the model.
+        """
+        if self._in_forward:
+            yield
+            return
+        self._modules = modules
+        self._in_forward, self._seen, self._run = True, [], 0
+        try:
+            yield
+            self.flush()
+            self._end_run()
+            self._habit = self._seen
+        except BaseException as error:
+            # Ranks that failed at different places must not go on with different habits.
+            self._habit = []
+            self._drop(error)
+            raise
+        finally:
+            self._in_forward = False
+
+    def flush(self) -> None:
+        """Exchange for all the queued calls."""
+        calls, self._calls = self._calls, []
+        if not calls:
+            return
+        try:
+            with calls[0].mode():
+                received = exchange_inputs(self._context, [(one.call.input, one.call.prepared) for one in calls])
+                streams = [one.call.look_up(*pair) for one, pair in zip(calls, received, strict=True)]
+                flight = self._output.start(streams)
+                for stream, one in enumerate(calls):
+                    one.launch(flight, stream)
+        except BaseException as error:
+            for one in calls:
+                one.fail(error)
+            raise
+
+    def _awaited(self) -> int:
+        """Calls of this run that come before its first use, as far as one can know."""
+        done = len(self._seen)
+        return self._habit[done] if done < len(self._habit) else self._modules
+
+    def _fits(self, queued: QueuedCall) -> bool:
+        first = self._calls[0]
+        columns = sum(one.call.input.columns for one in [*self._calls, queued])
+        return (
+            first.with_gradients == queued.with_gradients
+            and first.in_inference == queued.in_inference
+            and columns <= self._context.header_columns - FIXED_COLUMNS
+        )
+
+    def _end_run(self) -> None:
+        if self._run:
+            self._seen.append(self._run)
+            self._run = 0
+
+    def _drop(self, error: BaseException) -> None:
+        calls, self._calls = self._calls, []
+        for one in calls:
+            one.fail(ShardrecError(f"the model's forward failed before this lookup was exchanged: {error}"))

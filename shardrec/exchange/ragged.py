@@ -1,0 +1,77 @@
+"""Blocks of pooled columns whose slots have a batch size each.
+
+::
+
+    padded (B, sum of columns)       stripped
+    │ a a │ b │ c c c │              a (2, 2) | b (3, 1) | c (1, 3), one after the other
+    │ a a │ b │ 0 0 0 │
+    │ 0 0 │ b │ 0 0 0 │
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from shardrec.exchange.wire import Shape
+
+__all__ = ["Ragged", "strip"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ragged:
+    """The shape of such a block.
+
+    Args:
+        rows: B, at least the largest size.
+        sizes: batch size of each slot.
+        columns: columns of each slot.
+    """
+
+    rows: int
+    sizes: Sequence[int]
+    columns: Sequence[int]
+
+    @property
+    def shapes(self) -> list[Shape]:
+        """(rows, columns) of each slot."""
+        return list(zip(self.sizes, self.columns, strict=True))
+
+    def strip(self, padded: Tensor) -> Tensor:
+        """Flat, from (B, sum of columns): each slot's own rows, slot after slot."""
+        parts = padded.split(list(self.columns), dim=1)
+        flats = [part[:size].reshape(-1) for part, size in zip(parts, self.sizes, strict=True)]
+        return torch.cat(flats) if flats else padded.new_zeros(0)
+
+    def pad(self, flat: Tensor) -> Tensor:
+        """(B, sum of columns), from flat; zeros where a slot has no row."""
+        padded = flat.new_zeros((self.rows, sum(self.columns)))
+        parts = flat.split([size * columns for size, columns in self.shapes])
+        start = 0
+        for part, (size, columns) in zip(parts, self.shapes, strict=True):
+            padded[:size, start : start + columns] = part.view(size, columns)
+            start += columns
+        return padded
+
+
+def strip(padded: Tensor, ragged: Ragged) -> Tensor:
+    """:meth:`Ragged.strip` with a gradient."""
+    flat: Tensor = _Strip.apply(padded, ragged)  # type: ignore[no-untyped-call]
+    return flat
+
+
+class _Strip(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, padded: Tensor, ragged: Ragged) -> Tensor:
+        ctx.ragged = ragged  # type: ignore[attr-defined]
+        return ragged.strip(padded)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.ragged.pad(gradient.contiguous()), None

@@ -1,0 +1,86 @@
+"""The gradient of the ids' weights: from the ranks that looked the ids up back to the rank whose weights they are.
+
+Shapes: N ids of this rank's batch, N_sent ids that it sent (one per column stripe), n ids that this rank looked up.
+
+::
+
+    weights (N,) ── with the payload ──► (n,) of each rank ──► lookup
+    gradient (N,), summed over stripes ◄── all-to-all ── (n,) put back in the order in which they came
+
+One more all-to-all in backward, for weights that take a gradient only. Those are made on their own rank (position
+weights, attention), so what comes back is not averaged: the mean over ranks, which the output's gradient carries (see
+:mod:`shardrec.exchange.output`), is undone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from shardrec.exchange.collectives import Collectives
+from shardrec.exchange.input import Addressed, ShardInput
+
+__all__ = ["received_weights", "tied"]
+
+
+def received_weights(addressed: Addressed, served: ShardInput, collectives: Collectives) -> Tensor:
+    """``served.weights`` (n,) as a function of the local batch's weights.
+
+    Args:
+        addressed: the local batch, whose weights take a gradient.
+        served: the ids to look up.
+        collectives: that the batch travelled with.
+    """
+    weights = addressed.prepared.given.weights
+    assert weights is not None, "weights that take a gradient are there"
+    received: Tensor = _Received.apply(weights, addressed, served, collectives)  # type: ignore[no-untyped-call]
+    return received
+
+
+def tied(rows: Tensor, weights: Tensor) -> Tensor:
+    """``rows``, whose backward reaches ``weights`` even if they are no part of it (a rank may have no shard)."""
+    both: Tensor = _Tied.apply(rows, weights)  # type: ignore[no-untyped-call]
+    return both
+
+
+class _Received(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, weights: Tensor, addressed: Addressed, served: ShardInput, collectives: Collectives
+    ) -> Tensor:
+        ctx.addressed, ctx.order, ctx.collectives = addressed, served.order, collectives  # type: ignore[attr-defined]
+        ctx.like = weights.detach()[:0]  # type: ignore[attr-defined]
+        ctx.count = weights.numel()  # type: ignore[attr-defined]
+        assert served.weights is not None, "they came with the ids"
+        return served.weights.view_as(served.weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        addressed: Addressed = ctx.addressed
+        collectives: Collectives = ctx.collectives
+        assert addressed.trace is not None, "the positions of the ids were kept"
+        if ctx.order is not None:
+            gradient = torch.empty_like(gradient).index_copy_(0, ctx.order.to(torch.int64), gradient)
+        came_from = [sum(counts) for counts in addressed.received]
+        went_to = [sum(counts) for counts in addressed.sent]
+        pending = collectives.all_to_all(gradient.contiguous(), went_to, came_from, "weight gradient")
+        back = collectives.wait(pending, "weight gradient")
+        total = back.new_zeros(ctx.count).index_add_(0, addressed.trace.positions, back)
+        return total.mul_(collectives.world_size).to(ctx.like.dtype), None, None, None
+
+
+class _Tied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, rows: Tensor, weights: Tensor) -> Tensor:
+        ctx.weights = weights.detach()[:0]  # type: ignore[attr-defined]
+        ctx.count = weights.numel()  # type: ignore[attr-defined]
+        return rows.view_as(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, ctx.weights.new_zeros(ctx.count)

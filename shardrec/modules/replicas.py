@@ -1,0 +1,276 @@
+"""Replicas of a sharded group (2-D parallelism): who is in which group, and how copies of a table become one again.
+
+W ranks are R replicas of G = W / R ranks. A replica is a run of neighbouring ranks, so that the exchanges of each step
+stay inside a host where it has G ranks; only the averaging, every k steps, goes between hosts. W = 8, R = 2::
+
+                   rank of the replica
+                    0    1    2    3
+    replica 0       0    1    2    3      a row shares one copy of the tables: header, payload, output, gradient
+    replica 1       4    5    6    7      a column holds R copies of the same shards: averaged every k steps
+
+The dense part, data-parallel tables included, is in DistributedDataParallel over all W ranks in every step.
+
+The idea is that of local SGD (Stich, 2019) on the sharded part alone; TorchRec's ``DMPCollection`` has it, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardrec.errors import PeerError
+from shardrec.exchange.collectives import Collectives, LocalCollectives, collectives_of
+from shardrec.exchange.step import StepContext
+
+__all__ = ["Averager", "ReplicaGroups", "ReplicaOptions", "Span", "make_groups", "replica_ranks", "stream_buckets"]
+
+BUCKET_BYTES = 64 * 2**20
+"""Size of one all-reduce: large enough for the network's full rate, small beside the tables."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaOptions:
+    """How many copies of the tables there are, and how often they are averaged.
+
+    Args:
+        replicas: number of copies R.
+        sync_every: training steps k between two averagings.
+        sync_optimizer: average the states of the fused optimizers, too.
+    """
+
+    replicas: int = 1
+    sync_every: int = 1
+    sync_optimizer: bool = True
+
+    def faults(self, world_size: int) -> list[str]:
+        """What is wrong with the options for so many ranks, one sentence each; not raised here, but by all ranks."""
+        found = []
+        if self.replicas < 1:
+            found.append(f"replicas={self.replicas}; there is at least one copy of the tables: give 1 or more")
+        elif world_size % self.replicas:
+            fitting = [count for count in range(1, world_size + 1) if world_size % count == 0]
+            found.append(
+                f"replicas={self.replicas} cannot share {world_size} rank(s) evenly; give a divisor of {world_size} "
+                f"({', '.join(map(str, fitting))}), or start another number of ranks"
+            )
+        if self.sync_every < 1:
+            found.append(f"sync_every={self.sync_every}; replicas are averaged after 1 step or more: give 1 or more")
+        return found
+
+
+def replica_ranks(world_size: int, replicas: int) -> tuple[tuple[int, ...], ...]:
+    """The ranks of each replica: R runs of W / R neighbours. Their columns are the ranks that hold the same shards."""
+    size = world_size // replicas
+    return tuple(tuple(range(start, start + size)) for start in range(0, world_size, size))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaGroups:
+    """The process groups that a rank belongs to.
+
+    Args:
+        ranks: of each replica, as ranks of the whole group.
+        replica: number of this rank's replica.
+        inside: the ranks that share this copy of the tables; None for a single one.
+        collectives: those of ``inside``.
+        peers: the ranks that hold the same shards in each replica; None for a single replica.
+        everyone: all the ranks, on the CPU, to agree about a step without waiting for a device; None for one replica.
+    """
+
+    ranks: tuple[tuple[int, ...], ...]
+    replica: int
+    inside: dist.ProcessGroup | None
+    collectives: Collectives
+    peers: dist.ProcessGroup | None
+    everyone: StepContext | None
+
+    @property
+    def replicas(self) -> int:
+        """Number of copies of the tables."""
+        return len(self.ranks)
+
+
+def make_groups(group: dist.ProcessGroup | None, replicas: int, device: torch.device) -> ReplicaGroups:
+    """Make the process groups; every rank of ``group`` calls this, with a number of replicas that divides them.
+
+    Args:
+        group: all the ranks; default: the default group, or a single rank without one.
+        replicas: number of copies of the tables.
+        device: of the tables.
+    """
+    collectives = collectives_of(group)
+    ranks = replica_ranks(collectives.world_size, replicas)
+    size = len(ranks[0])
+    replica, place = divmod(collectives.rank, size)
+    if collectives.world_size == 1:
+        return ReplicaGroups(ranks=ranks, replica=0, inside=None, collectives=collectives, peers=None, everyone=None)
+    whole = group or dist.group.WORLD
+    assert whole is not None, "several ranks have a process group"
+    if replicas == 1:
+        return ReplicaGroups(ranks=ranks, replica=0, inside=whole, collectives=collectives, peers=None, everyone=None)
+    inside = _subgroup(whole, ranks[replica], device) if size > 1 else None
+    peers = _subgroup(whole, [row[place] for row in ranks], device)
+    everyone = _subgroup(whole, range(collectives.world_size), device, backend="gloo")
+    return ReplicaGroups(
+        ranks=ranks,
+        replica=replica,
+        inside=inside,
+        collectives=LocalCollectives() if inside is None else collectives_of(inside),
+        peers=peers,
+        everyone=StepContext(collectives_of(everyone), torch.device("cpu")),
+    )
+
+
+def _subgroup(
+    whole: dist.ProcessGroup, ranks: Iterable[int], device: torch.device, backend: str | None = None
+) -> dist.ProcessGroup:
+    # Only the members take part in the call, as ranks outside of ``whole`` know nothing of it.
+    made: dist.ProcessGroup = dist.new_group(
+        [dist.get_global_rank(whole, rank) for rank in ranks],
+        timeout=_timeout(whole, device),
+        backend=backend or dist.get_backend(whole),
+        use_local_synchronization=True,
+    )
+    return made
+
+
+def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """How long the group's collectives wait: a new group would take the backend's default, not its parent's."""
+    try:
+        options = group._get_backend(device).options
+    except (AttributeError, RuntimeError):
+        return None
+    timeout: timedelta | None = getattr(options, "_timeout", None)
+    return timeout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """Elements ``[start, end)`` of a tensor, given by its number."""
+
+    tensor: int
+    start: int
+    end: int
+
+
+def stream_buckets(sizes: Sequence[int], most: int) -> list[list[Span]]:
+    """Cut tensors, taken as one stream of elements, into buckets that are full but for the last.
+
+    ::
+
+        sizes 5, 2, 9; most 4     | aaaa | abbc | cccc | cccc |
+
+    Args:
+        sizes: elements of each tensor.
+        most: elements of a bucket.
+
+    Returns:
+        Per bucket, its spans in order: as few buckets as there can be, each element in one.
+    """
+    buckets: list[list[Span]] = [[] for _ in range(math.ceil(sum(sizes) / most))]
+    for number, (size, end) in enumerate(zip(sizes, accumulate(sizes), strict=True)):
+        base, at = end - size, end - size
+        while at < end:
+            stop = min(end, (at // most + 1) * most)
+            buckets[at // most].append(Span(tensor=number, start=at - base, end=stop - base))
+            at = stop
+    return buckets
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Flight:
+    """A collective under way on ``buffer``, which holds ``parts`` one after the other (or is the only part)."""
+
+    work: dist.Work
+    buffer: Tensor
+    parts: tuple[Tensor, ...]
+
+
+class Averager:
+    """Makes tensors alike on the ranks of a group, in few large collectives per dtype.
+
+    A bucket that lies inside one tensor is reduced where it is; a bucket of several parts goes through a buffer. Two
+    are under way at a time, so that packing and sending overlap; beside the tensors, two buckets of memory are used.
+
+    Args:
+        group: the ranks that hold copies; each gives the same shapes and dtypes in the same order.
+        bucket_bytes: size of one collective.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, bucket_bytes: int = BUCKET_BYTES) -> None:
+        self._group = group
+        self._ranks = dist.get_world_size(group)
+        self._first = dist.get_global_rank(group, 0)
+        self._bucket_bytes = bucket_bytes
+
+    def average(self, tensors: Iterable[Tensor]) -> None:
+        """Replace contiguous floating-point tensors by their means over the ranks, equal to the last bit on all.
+
+        Divides before it adds, for a sum of half-precision values may overflow. A value that all ranks hold alike stays
+        what it is if their number is a power of two; if not, it settles after a rounding or two.
+
+        Raises:
+            PeerError: if another rank is gone or did not come in time; the tensors are then partly averaged.
+        """
+
+        def start(buffer: Tensor) -> dist.Work | None:
+            work: dist.Work | None = dist.all_reduce(buffer.div_(self._ranks), group=self._group, async_op=True)
+            return work
+
+        self._run(tensors, start)
+
+    def copy_first(self, tensors: Iterable[Tensor]) -> None:
+        """Replace contiguous tensors by those of the group's first rank.
+
+        Raises:
+            PeerError: if another rank is gone or did not come in time.
+        """
+
+        def start(buffer: Tensor) -> dist.Work | None:
+            work: dist.Work | None = dist.broadcast(buffer, self._first, group=self._group, async_op=True)
+            return work
+
+        self._run(tensors, start)
+
+    @torch.no_grad()
+    def _run(self, tensors: Iterable[Tensor], start: Callable[[Tensor], dist.Work | None]) -> None:
+        flying: list[_Flight] = []
+        try:
+            for parts in self._buckets(tensors):
+                buffer = parts[0] if len(parts) == 1 else torch.cat(parts)
+                work = start(buffer)
+                assert work is not None, "an asynchronous collective of a member gives its work"
+                flying.append(_Flight(work=work, buffer=buffer, parts=parts))
+                if len(flying) > 1:
+                    _land(flying.pop(0))
+            for flight in flying:
+                _land(flight)
+        except RuntimeError as error:
+            raise PeerError(
+                f"rank {dist.get_rank()}: averaging the replicas of the tables failed, most likely because another "
+                f"rank stopped or did not come within the process group's timeout: {str(error).splitlines()[0]}. Look "
+                "for the first error among the other ranks' messages, and start all the ranks again"
+            ) from error
+
+    def _buckets(self, tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for tensor in tensors:
+            by_dtype.setdefault(tensor.dtype, []).append(tensor.detach().view(-1))
+        for dtype, flat in by_dtype.items():
+            most = max(1, self._bucket_bytes // dtype.itemsize)
+            for bucket in stream_buckets([tensor.numel() for tensor in flat], most):
+                yield tuple(flat[span.tensor][span.start : span.end] for span in bucket)
+
+
+def _land(flight: _Flight) -> None:
+    flight.work.wait()
+    if len(flight.parts) > 1:
+        for part, values in zip(flight.parts, flight.buffer.split([p.numel() for p in flight.parts]), strict=True):
+            part.copy_(values)

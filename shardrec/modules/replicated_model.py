@@ -1,0 +1,185 @@
+"""A sharded model of which there are several copies, averaged every few steps (see :mod:`shardrec.modules.replicas`).
+
+[Note: when a step is over]
+A table may be updated in backward, by a replica's callback after it, or by an ordinary optimizer after that. All of it
+is done when the next training forward begins, so that is where a sync that is due is made, and nothing has to know how
+the user steps. A step is counted at its forward, if gradients are on and it is not inside ``no_sync``: several
+accumulated forwards are one step. Hence the copies are apart after the last step until someone asks for a sync, which
+saving a checkpoint does.
+
+[Note: failing in every replica]
+A header tells the ranks of one replica that a batch is bad. The others would go on to the dense part's all-reduce and
+wait there, or meet the wrong step. So all ranks agree at the end of each training forward, in one small all-to-all
+between the hosts' processors: on CUDA nothing waits for the device, and the device does not wait for it. No table has
+been touched before a backward, so every rank can raise the same error and go on with the next batch. It also
+catches what fails on one rank after the last header, and ranks that are in different steps.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardrec.errors import InputError, PeerError
+from shardrec.exchange.step import StepContext
+from shardrec.layout import ShardingPlan
+from shardrec.modules.model import ShardedModel
+from shardrec.modules.replicas import Averager, ReplicaGroups, ReplicaOptions
+
+__all__ = ["ReplicatedModel"]
+
+
+class ReplicatedModel(ShardedModel):
+    """What :func:`shardrec.shard` returns when it is given ``replicas``: a :class:`ShardedModel` with copies.
+
+    Inside a replica, gradients are means over its ranks; the averaging makes means over all ranks of them. With SGD and
+    ``sync_every=1`` that is the unsharded model on the global batch, up to rounding. An adaptive optimizer sees each
+    replica's own gradients, and its states are averaged with the tables (unless ``sync_optimizer=False``); with
+    ``sync_every`` above 1 every optimizer drifts in between, as local SGD does. Tables with an ordinary optimizer are
+    averaged, its states are not: they stay each replica's own.
+
+    Every rank makes equally many training forwards (those with gradients on). Others, such as those of an evaluation
+    under ``torch.no_grad``, are each replica's own affair; call :meth:`sync_replicas` before one.
+
+    Args:
+        module: the model, its collections already sharded inside the replica.
+        plan: where the tables are inside a replica.
+        context: shared by the sharded collections.
+        group: the process group of all ranks; None on one rank.
+        groups: the replicas.
+        options: how often they are averaged.
+
+    Attributes:
+        groups: the replicas, and which of them this rank is in.
+        options: how often they are averaged.
+        steps_since_sync: training steps begun since the copies were last made alike.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: ShardingPlan,
+        context: StepContext,
+        group: dist.ProcessGroup | None,
+        *,
+        groups: ReplicaGroups,
+        options: ReplicaOptions,
+    ) -> None:
+        super().__init__(module, plan, context, group)
+        self.groups = groups
+        self.options = options
+        self.steps_since_sync = 0
+        self._counts_steps = True
+        self._averager = None if groups.peers is None else Averager(groups.peers)
+        if self._averager is not None:
+            # As for the dense part, whose first values DistributedDataParallel takes from rank 0: the mean of copies
+            # drawn from different seeds would be smaller than a draw.
+            self._averager.copy_first(self._weights(frozen=True))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward; a training forward first averages the replicas if that is due.
+
+        Raises:
+            InputError: on every rank of every replica at the same step, if a training forward fails on any, or if the
+                ranks are in different steps.
+            PeerError: if another rank is gone.
+        """
+        if self.groups.everyone is None or not torch.is_grad_enabled():
+            return super().forward(*args, **kwargs)
+        if self.steps_since_sync >= self.options.sync_every:
+            self.sync_replicas()
+        try:
+            result = super().forward(*args, **kwargs)
+        except PeerError:
+            raise
+        except Exception as error:
+            self._agree(self.groups.everyone, error)
+            raise
+        self._agree(self.groups.everyone, None)
+        self.steps_since_sync += self._counts_steps
+        return result
+
+    def sync_replicas(self) -> None:
+        """Average the tables, and their fused optimizers' states, over the replicas now. Every rank calls it.
+
+        Before an evaluation or ``state_dict()``; :func:`shardrec.save_checkpoint` calls it by itself. Counting for
+        ``sync_every`` begins anew. Does nothing on one replica.
+
+        Raises:
+            PeerError: if another rank is gone or did not come within the process group's timeout.
+        """
+        if self._averager is not None:
+            states = self._states() if self.options.sync_optimizer else ()
+            self._averager.average([*self._weights(frozen=False), *states])
+        self.steps_since_sync = 0
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate the dense part's gradients without averaging them, as DistributedDataParallel.no_sync does.
+
+        The forwards inside and the one after are one step for ``sync_every``.
+        """
+        self._counts_steps = False
+        try:
+            with super().no_sync():
+                yield
+        finally:
+            self._counts_steps = True
+
+    def _weights(self, *, frozen: bool) -> Iterator[Tensor]:
+        """This rank's shards. Data-parallel tables have none: they are alike on all ranks."""
+        for collection in self._sharded:
+            for table in collection.tables().values():
+                for shard, parameter in table.locals.items():
+                    if shard is not None and (frozen or parameter.requires_grad):
+                        yield parameter.detach()
+
+    def _states(self) -> Iterator[Tensor]:
+        for collection in self._sharded:
+            for name, optimizer in collection.fused_optimizers().items():
+                for state in optimizer.states:
+                    parts = collection.fused_state(name, state)
+                    yield from (part for shard, part in parts.items() if shard is not None)
+
+    def _agree(self, everyone: StepContext, error: Exception | None) -> None:
+        """Return if the forward went well on every rank; raise on every rank if not."""
+        world_size = everyone.collectives.world_size
+        step = 2 * self.steps_since_sync + self._counts_steps
+        header = torch.tensor([[int(error is not None), step]] * world_size, dtype=torch.int64)
+        faults, steps = everyone.exchange_header(header).unbind(1)
+        if bool(faults.any()):
+            self._raise_together(everyone, error)
+        if bool((steps != steps[0]).any()):
+            lines = [
+                f"rank {rank}: {step // 2} step(s) since the last sync, {'outside' if step % 2 else 'inside'} no_sync"
+                for rank, step in enumerate(steps.tolist())
+            ]
+            raise InputError(
+                "the ranks are in different steps; make equally many training forwards on every rank, and enter "
+                "no_sync and call sync_replicas on all of them alike:\n  " + "\n  ".join(lines)
+            )
+
+    def _raise_together(self, everyone: StepContext, error: Exception | None) -> NoReturn:
+        first = self.groups.ranks[self.groups.replica][0]
+        text = ""
+        if isinstance(error, InputError):
+            text = _world_ranks(str(error), first)
+        elif error is not None:
+            text = f"rank {everyone.collectives.rank}: the model's forward failed: {type(error).__name__}: {error}"
+        texts = list(dict.fromkeys(filter(None, everyone.all_gather_text(text))))
+        raise InputError(
+            texts[0] if len(texts) == 1 else f"{len(texts)} replicas or ranks failed:\n" + "\n".join(texts)
+        ) from error
+
+
+def _world_ranks(text: str, first: int) -> str:
+    """The message of a replica, which counts its own ranks, with the ranks of the whole group."""
+    return re.sub(
+        r"^(\s*)rank (\d+):", lambda found: f"{found[1]}rank {first + int(found[2])}:", text, flags=re.MULTILINE
+    )

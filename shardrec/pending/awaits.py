@@ -1,0 +1,132 @@
+"""TorchScript's own pending value, ``Await[W]``, and the ways between it and ``LazyAwaitable``.
+
+The functions are torch's under public names, and mean the same in eager mode and in code that TorchScript compiles.
+
+[Note: whose function this is]
+TorchScript compiles ``awaitable(fn, ...)`` and ``fork(fn, ...)`` as syntax, not as calls, since no schema describes a
+function as an argument. It knows them by being torch's own function objects; so these two names *are* torch's objects,
+while the others are functions that TorchScript looks up as operators.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch.futures import Future
+
+from shardrec._torchscript import compiled_nowait, compiles_to
+from shardrec.pending.base import Awaitable
+from shardrec.pending.lazy import LazyAwaitable, LazyNoWait
+
+__all__ = ["Await", "as_await", "as_lazy", "awaitable", "awaitable_nowait", "awaitable_wait"]
+
+W = TypeVar("W")
+
+# Not copies: torch.jit must find its own class in annotations, and its own function in calls.
+Await = torch._awaits._Await
+awaitable = torch.jit._awaitable
+
+
+def awaitable_wait(pending: Await[W]) -> W:
+    """The value of an ``Await[W]``: runs its function, on this thread, unless that has been done.
+
+    Args:
+        pending: what ``awaitable`` or ``awaitable_nowait`` returned, or a scripted function.
+
+    Returns:
+        The value, of type ``W``: the same one at every call. Also inside TorchScript.
+    """
+    value: W = torch.jit._awaitable_wait(pending)
+    return value
+
+
+def awaitable_nowait(value: W) -> Await[W]:
+    """An ``Await[W]`` of a value that is there already. Also inside TorchScript.
+
+    Args:
+        value: of any type that TorchScript has; in eager mode of any type at all.
+    """
+    pending: Await[W] = torch.jit._awaitable_nowait(value)
+    return pending
+
+
+compiles_to(awaitable_wait, "prim::awaitable_wait")
+compiles_to(awaitable_nowait, "prim::awaitable_nowait")
+
+
+def as_await(pending: Any) -> Any:
+    """A pending value as an ``Await``. Eager mode only.
+
+    Compiled code takes an ``Await`` that was made in eager mode only if its value is there already, since it cannot call
+    back to Python: give it ``as_await(shardrec.wait(lazy))``.
+
+    Args:
+        pending: a ``LazyAwaitable[W]`` or another ``Awaitable``, a ``torch.futures.Future[W]``, an ``Await[W]``, which
+            comes back as it is, or a value that is there.
+
+    Returns:
+        ``Await[W]``: waits for ``pending`` at its own first use, and gives the same value.
+    """
+    if isinstance(pending, torch._C._Await):
+        return pending
+    if isinstance(pending, (Awaitable, torch._C.Future)):
+        if not pending.done():
+            return torch.jit._awaitable(pending.wait)
+        pending = pending.wait()
+    known = compiled_nowait(pending)
+    return torch.jit._awaitable_nowait(pending) if known is None else known
+
+
+def as_lazy(pending: Any) -> LazyAwaitable[Any]:
+    """A pending value as a ``LazyAwaitable``, which acts as its value. Eager mode only.
+
+    Args:
+        pending: an ``Await[W]``, such as a scripted module returns; a ``torch.futures.Future[W]``, of ``fork`` or an
+            RPC; an ``Awaitable[W]``; a ``LazyAwaitable[W]``, which comes back as it is; or a value that is there.
+
+    Returns:
+        ``LazyAwaitable[W]``: waits for ``pending`` at its own first use, and gives the same value.
+    """
+    if isinstance(pending, LazyAwaitable):
+        return pending
+    if isinstance(pending, torch._C._Await):
+        return _LazyAwait(pending)
+    if isinstance(pending, (Awaitable, torch._C.Future)):
+        return _LazyWaiter(pending)
+    return LazyNoWait(pending)
+
+
+class _LazyAwait(LazyAwaitable[W]):
+    """TorchScript's pending value, lazily awaited."""
+
+    def __init__(self, pending: Any) -> None:
+        super().__init__()
+        self._pending = pending
+
+    def _wait_impl(self) -> W:
+        pending = self._pending
+        # Let go of it: it holds the arguments of its function.
+        self._pending = None
+        value: W = torch.jit._awaitable_wait(pending)
+        return value
+
+    def _is_ready(self) -> bool:
+        return self._pending is not None and bool(self._pending.is_nowait())
+
+
+class _LazyWaiter(LazyAwaitable[W]):
+    """A future or another awaitable, lazily awaited."""
+
+    def __init__(self, pending: Awaitable[W] | Future[W]) -> None:
+        super().__init__()
+        self._pending: Awaitable[W] | Future[W] | None = pending
+
+    def _wait_impl(self) -> W:
+        pending = self._pending
+        assert pending is not None, "_wait_impl() runs once"
+        self._pending = None
+        return pending.wait()
+
+    def _is_ready(self) -> bool:
+        return self._pending is not None and self._pending.done()

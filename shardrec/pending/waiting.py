@@ -1,0 +1,51 @@
+"""``wait``: the explicit spelling, for every kind of pending value."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar, overload
+
+import torch
+from torch.futures import Future
+
+from shardrec._torchscript import compiles_to
+from shardrec.pending.base import Awaitable
+
+__all__ = ["WAIT_OPERATOR", "wait"]
+
+W = TypeVar("W")
+
+
+@overload
+def wait(pending: Awaitable[W]) -> W: ...
+@overload
+def wait(pending: Future[W]) -> W: ...
+@overload
+def wait(pending: W) -> W: ...
+def wait(pending: Any) -> Any:
+    """The value behind a pending one; anything else is returned as it is.
+
+    In code that ``shardrec.script`` compiles it takes all of these, too, and says where to wait. In code that
+    ``torch.jit.script`` compiles it takes an ``Await``; use ``shardrec.join`` for a ``Future`` there.
+
+    Args:
+        pending: an ``Awaitable`` or ``LazyAwaitable``, a ``Future`` (an RPC, ``shardrec.fork``), the ``Await`` that a
+            scripted module returns, or a plain value. Containers are not searched.
+
+    Returns:
+        The value; not searched for further pending ones.
+
+    Raises:
+        BaseException: what the wait raised.
+    """
+    # torch.futures.Future is a subclass of it; what torch.jit.fork returns is not.
+    if isinstance(pending, (Awaitable, torch._C.Future)):
+        return pending.wait()
+    if isinstance(pending, torch._C._Await):
+        return torch.jit._awaitable_wait(pending)
+    return pending
+
+
+WAIT_OPERATOR = "prim::awaitable_wait"
+"""What ``wait`` is in code that ``torch.jit.script`` compiles."""
+
+compiles_to(wait, WAIT_OPERATOR)

@@ -1,0 +1,244 @@
+"""What is pending where: the flow of values through a TorchScript graph, as rules about their shapes.
+
+The result is a :class:`Plan` of the graph, which says for each operand what its node needs: a plain value, or whatever
+flows in. Nothing is changed here.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from shardrec._torchscript import Graph, Node, Type, Value, constant_int, writes_or_aliases
+from shardrec.scripting.operators import Rule, rule_of
+from shardrec.scripting.shapes import Shape, solve
+from shardrec.scripting.types import has_optional, shape_of
+
+__all__ = ["Flow", "Need", "NodePlan", "Plan", "Use", "is_lazy_item"]
+
+_CASTS = frozenset({"aten::_unwrap_optional", "prim::unchecked_cast", "prim::unchecked_unwrap_optional"})
+_COMPARISONS_WITH_NONE = frozenset({"aten::__is__", "aten::__isnot__"})
+_LITERALS = frozenset({"prim::DictConstruct", "prim::ListConstruct", "prim::TupleConstruct"})
+
+
+class Need(enum.Enum):
+    """What a node needs of an operand."""
+
+    VALUE = "the value and all that it holds, plain"
+    HOLDER = "the value itself plain, what it holds as it is"
+    AS_IS = "nothing"
+    STORED = "what its place can take: plain or pending"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Use:
+    """How a node uses an operand.
+
+    Args:
+        need: what of it has to be there.
+        place: where it goes, if it is stored.
+    """
+
+    need: Need
+    place: Shape | None = None
+
+
+@dataclass(kw_only=True)
+class NodePlan:
+    """A node, how it uses its operands, and the blocks inside it."""
+
+    node: Node
+    uses: list[Use]
+    blocks: list[Plan] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class Plan:
+    """A block: its nodes in order, and how it hands on its outputs."""
+
+    block: Graph
+    nodes: list[NodePlan]
+    outputs: list[Use]
+
+
+_VALUE = Use(need=Need.VALUE)
+_HOLDER = Use(need=Need.HOLDER)
+_AS_IS = Use(need=Need.AS_IS)
+
+
+class Flow:
+    """Follows the pending values of a graph.
+
+    Args:
+        graph: with all calls inlined.
+        pending: the values that an Await stands for, each with the type of what it waits for, which is no Optional: the
+            Await of an Optional is not the Optional of an Await.
+
+    Attributes:
+        plan: of the graph's block.
+        plain_types: per value, by its number in the graph: its type when nothing is pending.
+        shapes: per value.
+    """
+
+    def __init__(self, graph: Graph, pending: list[tuple[Value, Type]]) -> None:
+        self.plain_types: dict[int, Type] = {value.unique(): kind for value, kind in pending}
+        self.shapes: dict[int, Shape] = {}
+        starts = []
+        for value, kind in pending:
+            shape = self.shape(value)
+            shape.start()
+            starts.append(shape)
+        for value in graph.inputs():
+            self.shape(value).pin()
+        self.plan = self._block(graph.block())
+        self.plan.outputs = [self._used(output, self.plan.block.returnNode(), 0) for output in graph.outputs()]
+        solve(starts)
+
+    def shape(self, value: Value) -> Shape:
+        """The shape of a value of the graph."""
+        number = value.unique()
+        if number not in self.shapes:
+            kind = self.plain_types.setdefault(number, value.type())
+            self.shapes[number] = shape_of(kind)
+        return self.shapes[number]
+
+    def plain_type(self, value: Value) -> Type:
+        """The type of a value when nothing is pending."""
+        self.shape(value)
+        return self.plain_types[value.unique()]
+
+    def _block(self, block: Graph) -> Plan:
+        return Plan(block=block, nodes=[self._node(node) for node in block.nodes()], outputs=[])
+
+    def _node(self, node: Node) -> NodePlan:
+        kind = node.kind()
+        if kind == "prim::If":
+            return self._if(node)
+        if kind == "prim::Loop":
+            return self._loop(node)
+        return NodePlan(node=node, uses=self._operator(node, kind))
+
+    def _operator(self, node: Node, kind: str) -> list[Use]:
+        inputs, outputs = list(node.inputs()), list(node.outputs())
+        rule = rule_of(node)
+        if rule is not None:
+            return self._holder(node, rule)
+        if kind in _LITERALS:
+            return self._literal(node, kind)
+        if kind == "prim::Uninitialized" or (kind == "prim::Constant" and outputs[0].type().kind() == "NoneType"):
+            return []
+        if kind in _CASTS:
+            self.shape(outputs[0]).unite(self.shape(inputs[0]))
+            return [_AS_IS]
+        if kind in _COMPARISONS_WITH_NONE and any(value.type().kind() == "NoneType" for value in inputs):
+            return [_AS_IS] * len(inputs)
+        if kind in ("prim::TupleIndex", "prim::TupleUnpack") and self._take_apart(node, kind):
+            return [_HOLDER, *[_VALUE] * (len(inputs) - 1)]
+        for output in outputs:
+            self.shape(output).pin()
+        return [self._used(value, node, index) for index, value in enumerate(inputs)]
+
+    def _holder(self, node: Node, rule: Rule) -> list[Use]:
+        inputs = list(node.inputs())
+        holder = self.shape(inputs[0])
+        element = holder.parts[0]
+        uses = []
+        for value, letter in zip(inputs, rule.arguments.ljust(len(inputs), "."), strict=False):
+            if letter == "h":
+                self.shape(value).share_parts(holder)
+                uses.append(_HOLDER)
+            else:
+                uses.append(self._stored(value, element) if letter == "x" else _VALUE)
+        for output in node.outputs():
+            shape = self.shape(output)
+            if is_lazy_item(node):
+                # Of a dict that is pending itself, the item can be pending, too.
+                element.flow(shape)
+                holder.flow_root(shape)
+            elif rule.result == "e":
+                shape.unite(element)
+            elif rule.result == "h":
+                shape.share_parts(holder)
+            elif rule.result == "v":
+                shape.parts[0].unite(element)
+            elif rule.result == "i":
+                shape.parts[0].parts[1].unite(element)
+            else:
+                shape.pin()
+        return uses
+
+    def _literal(self, node: Node, kind: str) -> list[Use]:
+        inputs = list(node.inputs())
+        parts = self.shape(node.output()).parts
+        if kind == "prim::TupleConstruct":
+            return [self._stored(value, part) for value, part in zip(inputs, parts, strict=True)]
+        if kind == "prim::ListConstruct":
+            return [self._stored(value, parts[0]) for value in inputs]
+        return [self._stored(value, parts[0]) if index % 2 else _VALUE for index, value in enumerate(inputs)]
+
+    def _take_apart(self, node: Node, kind: str) -> bool:
+        holder, outputs = self.shape(node.inputsAt(0)), list(node.outputs())
+        parts = holder.parts
+        if kind == "prim::TupleIndex":
+            index = constant_int(node.inputsAt(1))
+            if index is None or not parts:
+                return False
+            parts = (parts[index],)
+        if len(parts) != len(outputs):
+            return False
+        for part, output in zip(parts, outputs, strict=True):
+            self.shape(output).unite(part)
+        return True
+
+    def _if(self, node: Node) -> NodePlan:
+        blocks = [self._block(block) for block in node.blocks()]
+        results = [self.shape(output) for output in node.outputs()]
+        for plan in blocks:
+            outputs = list(plan.block.outputs())
+            plan.outputs = [self._stored(value, place) for value, place in zip(outputs, results, strict=True)]
+        return NodePlan(node=node, uses=[_VALUE], blocks=blocks)
+
+    def _loop(self, node: Node) -> NodePlan:
+        block = next(iter(node.blocks()))
+        # The inputs of the body are the counter and what is carried; its outputs, whether to go on and what is carried.
+        carried = list(block.inputs())[1:]
+        places = [self.shape(value) for value in carried]
+        for place, output in zip(places, node.outputs(), strict=True):
+            place.unite(self.shape(output))
+        plan = self._block(block)
+        first, later = list(node.inputs())[2:], list(block.outputs())[1:]
+        plan.outputs = [_VALUE, *map(self._stored, later, places)]
+        return NodePlan(node=node, uses=[_VALUE, _VALUE, *map(self._stored, first, places)], blocks=[plan])
+
+    def _stored(self, value: Value, place: Shape) -> Use:
+        shape = self.shape(value)
+        if self.plain_type(value).kind() == "OptionalType":
+            # Between an Optional and its place no wait can stand, for want of an operator: they are the same.
+            shape.unite(place)
+        else:
+            shape.flow(place)
+        return Use(need=Need.STORED, place=place)
+
+    def _used(self, value: Value, node: Node, index: int) -> Use:
+        """What is used as a whole is plain; what it holds, by a copy of it, unless that could be told from it."""
+        shape, kind = self.shape(value), self.plain_type(value)
+        is_return = node.kind() == "prim::Return"
+        if kind.kind() == "OptionalType":
+            shape.pin()
+        elif has_optional(kind):
+            shape.pin_parts()
+        elif shape.parts and (_is_literal(value) or (not is_return and writes_or_aliases(node, index))):
+            shape.pin_parts()
+        return _VALUE
+
+
+def is_lazy_item(node: Node) -> bool:
+    """Whether a node takes an item of a dict, as ``LazyGetItemMixin`` does without waiting for the dict."""
+    if node.kind() != "aten::__getitem__" or node.inputsAt(0).type().kind() not in ("AwaitType", "DictType"):
+        return False
+    return not has_optional(node.output().type())
+
+
+def _is_literal(value: Value) -> bool:
+    """Whether a value is made for its only use, so that waiting for what goes into it is not early."""
+    return value.node().kind() in _LITERALS and len(value.uses()) == 1

@@ -1,0 +1,136 @@
+"""Where in a value something may be pending, worked out for all values of a program at once.
+
+A *shape* stands for a value, with a part for what a list or dict holds and for each item of a tuple. Each shape and each
+part is either plain or pending (an Await of it takes its place).
+
+::
+
+    List[KeyedTensor]          list ── element        List[Await[KeyedTensor]]: the element is pending
+    Dict[str, JaggedTensor]    dict ── value          Await[Dict[str, JaggedTensor]]: the dict is pending
+
+What a value flows into may differ from it in this respect, since a wait can stand between; what it *holds* may not,
+since the list would have to be made anew. So two rules, the second of them as in type inference by unification
+(Steensgaard, 1996):
+
+- ``flow(a, b)``: b is pending if a is, unless b must be plain; then a wait stands between;
+- the parts of a and b are one and the same.
+
+What is held by something pending is plain: only a wait gives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+__all__ = ["NOTHING", "Shape", "solve"]
+
+NOTHING = "none"
+"""The kind of None, which goes with values of every kind."""
+
+
+class Shape:
+    """One value, or one part of a value.
+
+    Args:
+        kind: shapes with parts have those in common with shapes of the same kind only.
+        parts: what it holds: the element of a list, the value of a dict, the items of a tuple.
+    """
+
+    __slots__ = ("_into", "_is_pending", "_is_pinned", "_kind", "_parts", "_same_as")
+
+    def __init__(self, kind: str, parts: Sequence[Shape] = ()) -> None:
+        self._kind = kind
+        self._parts = tuple(parts)
+        self._same_as: Shape | None = None
+        self._is_pinned = False
+        self._is_pending = False
+        self._into: list[Shape] = []
+
+    @property
+    def parts(self) -> tuple[Shape, ...]:
+        """What it holds."""
+        return self._root()._parts
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether an Await takes its place; known after :func:`solve`."""
+        root = self._root()
+        return root._is_pending and not root._is_pinned
+
+    @property
+    def holds_pending(self) -> bool:
+        """Whether any of its parts, at any depth, is pending; known after :func:`solve`."""
+        return any(part.is_pending or part.holds_pending for part in self.parts)
+
+    def start(self) -> None:
+        """It is pending where it comes from; so what it holds is plain."""
+        self._root()._is_pending = True
+        self.pin_parts()
+
+    def pin(self) -> None:
+        """It has to be plain, and all it holds, too."""
+        self._root()._is_pinned = True
+        self.pin_parts()
+
+    def pin_parts(self) -> None:
+        """All it holds has to be plain."""
+        for part in self.parts:
+            part.pin()
+
+    def flow(self, into: Shape) -> None:
+        """Another shape may be pending because this one is, and holds the same."""
+        self.flow_root(into)
+        self.share_parts(into)
+
+    def flow_root(self, into: Shape) -> None:
+        """Another shape may be pending because this one is."""
+        self._root()._into.append(into)
+
+    def share_parts(self, other: Shape) -> None:
+        """What this and another shape hold is the same."""
+        a, b = self._root(), other._root()
+        if NOTHING in (a._kind, b._kind):
+            return
+        if a._kind == b._kind and len(a._parts) == len(b._parts):
+            for mine, its in zip(a._parts, b._parts, strict=True):
+                mine.unite(its)
+        else:
+            # Such as a list that goes where anything may: nobody can follow it from there.
+            self.pin_parts()
+            other.pin_parts()
+
+    def unite(self, other: Shape) -> None:
+        """This and another shape are one."""
+        a, b = self._root(), other._root()
+        if a is b:
+            return
+        a.share_parts(b)
+        a, b = a._root(), b._root()
+        if a is b:
+            return
+        if a._kind == NOTHING:
+            a, b = b, a
+        b._same_as = a
+        a._is_pinned |= b._is_pinned
+        a._is_pending |= b._is_pending
+        a._into += b._into
+
+    def _root(self) -> Shape:
+        shape = self
+        while shape._same_as is not None:
+            # Shortens the way for the next one.
+            if shape._same_as._same_as is not None:
+                shape._same_as = shape._same_as._same_as
+            shape = shape._same_as
+        return shape
+
+
+def solve(shapes: Iterable[Shape]) -> None:
+    """Carry "pending" from where it starts to all it flows into."""
+    waiting = [shape._root() for shape in shapes if shape.is_pending]
+    while waiting:
+        for into in waiting.pop()._into:
+            target = into._root()
+            if not target._is_pending and not target._is_pinned:
+                target._is_pending = True
+                waiting.append(target)
