@@ -24,6 +24,7 @@ __all__ = [
     "random_topology",
     "randoms",
     "rectangles",
+    "sums_inside_hosts",
     "topologies_of",
 ]
 
@@ -129,6 +130,20 @@ def cut_plan(cut: str, rng: Random, tables: Mapping[str, tuple[int, int]], topol
     """All tables by one cut of :data:`CUTS`."""
     layouts = [CUTS[cut](rng, name, rows, dim, topology) for name, (rows, dim) in tables.items()]
     return ShardingPlan(topology=topology, tables=tuple(layouts))
+
+
+def sums_inside_hosts(plan: ShardingPlan) -> bool:
+    """Whether several ranks of one host, of several, hold row blocks of the same columns."""
+    per_host = plan.topology.ranks_per_host
+    if plan.topology.hosts == 1:
+        return False
+    return any(
+        len(ranks) > 1
+        for layout in plan.tables
+        for stripe in layout.stripes()
+        for host in range(plan.topology.hosts)
+        if (ranks := {shard.rank for shard in stripe.shards if shard.rank // per_host == host})
+    )
 
 
 def rectangles(layout: TableLayout) -> list[tuple[int, int, int, int, int]]:

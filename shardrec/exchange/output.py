@@ -14,7 +14,8 @@ written for sending. Replicated tables are left to the dense part's all-reduce, 
 
 [Note: slots with a batch size each]
 On this rank and on the one that looks up, such a slot's column has the rows of the largest slot, the rest being empty
-bags. Only a slot's own rows travel, column after column: ``Ragged`` takes the others out and puts zeros back.
+bags. Only a slot's own rows travel, column after column: ``Ragged`` takes the others out and puts zeros back. Sums over
+a host's ranks (:mod:`shardrec.exchange.hosts`) travel with all the rows.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from shardrec.exchange.assemble import assemble, distribute
 from shardrec.exchange.blocks import BlocksInFlight, Stream
+from shardrec.exchange.hosts import HostExchange, host_sums
 from shardrec.exchange.input import ShardInput
 from shardrec.exchange.ragged import Ragged, strip
-from shardrec.exchange.route import Piece, Route, Source
+from shardrec.exchange.route import Lookup, Route, output_pieces
 from shardrec.exchange.wire import Shape
 
 __all__ = ["OutputExchange"]
@@ -40,41 +43,69 @@ class OutputExchange:
 
     Args:
         route: of the ids.
-        pieces: how the output's columns come from the blocks.
+        lookups: in the order of the unsharded module's output.
         rank: this rank.
+        ranks_per_host: ranks are numbered host by host; default: one host.
+
+    Attributes:
+        hosts: the exchange inside hosts, where there is something to sum on any; else None.
     """
 
-    def __init__(self, route: Route, pieces: Sequence[Piece], rank: int) -> None:
+    def __init__(self, route: Route, lookups: Sequence[Lookup], rank: int, ranks_per_host: int | None = None) -> None:
         self.world_size = len(route.slots)
-        self.widths = tuple(route.width(other) for other in range(self.world_size))
-        self.pieces = tuple(pieces)
         self._rank = rank
-        self._columns = [tuple(slot.shard.cols for slot in slots) for slots in route.slots]
+        self._ranks_per_host = ranks_per_host or self.world_size
+        sums = host_sums(route, self._ranks_per_host)
+        self.hosts = None if sums is None else HostExchange(sums, rank)
+        self.pieces = output_pieces(lookups, route, () if sums is None else sums.columns)
+        self._sums = sums
+        self._slots = [range(len(slots)) for slots in route.slots] if sums is None else list(sums.direct)
+        self._columns = [
+            tuple(slots[number].shard.cols for number in direct)
+            for slots, direct in zip(route.slots, self._slots, strict=True)
+        ]
+        self.widths = tuple(map(sum, self._columns))
+        self._slot_counts = route.slot_counts()
+        blocks = self.world_size + (0 if sums is None else len(sums.columns))
+        self.scales = [1.0 / self.world_size] * blocks + [1.0]
 
-    def stream(self, pooled: Tensor, served: ShardInput, slot_sizes: Sequence[int] | None) -> Stream:
+    def stream(
+        self,
+        pooled: Tensor,
+        served: ShardInput,
+        slot_sizes: Sequence[int] | None,
+        sums: Sequence[Tensor] = (),
+    ) -> Stream:
         """What this rank sends and receives.
 
         Args:
-            pooled: (B_all, D_mine) float32, rank after rank.
+            pooled: (B_all, D_mine) float32, rank after rank, without the columns that are summed on hosts.
             served: the ids that were looked up.
             slot_sizes: (S,) batch size of each slot of all ranks in the local batch, where they differ.
+            sums: from :attr:`hosts`, if that is there.
         """
         size, mine = served.batch_sizes[self._rank], self.widths[self._rank]
         out: list[list[Shape]] = []
-        blocks = list(pooled.split(list(served.batch_sizes))) if any(served.slot_sizes) else []
-        for source, rows in enumerate(served.batch_sizes):
-            sizes = served.slot_sizes[source]
-            if sizes is None:
-                out.append([(rows, mine)])
-            else:
-                ragged = Ragged(rows=rows, sizes=sizes, columns=self._columns[self._rank])
-                blocks[source] = strip(blocks[source], ragged)
-                out.append(ragged.shapes)
-        flat = torch.cat([block.reshape(-1) for block in blocks]) if blocks else pooled
-        into: list[list[Shape]] = [[(size, width)] for width in self.widths]
-        if slot_sizes is not None:
-            into = [ragged.shapes for ragged in self._ragged(size, slot_sizes)]
-        return Stream(flat=flat, out=out, into=into)
+        plain = not any(served.slot_sizes) and self._sums is None
+        blocks = [] if plain else list(pooled.split(list(served.batch_sizes)))
+        pieces: list[Tensor] = []
+        for other, rows in enumerate(served.batch_sizes):
+            sizes = served.slot_sizes[other]
+            shapes: list[Shape] = [(rows, mine)]
+            if sizes is not None:
+                own = tuple(sizes[number] for number in self._slots[self._rank])
+                ragged = Ragged(rows=rows, sizes=own, columns=self._columns[self._rank])
+                blocks[other], shapes = strip(blocks[other], ragged), ragged.shapes
+            if not plain:
+                pieces.append(blocks[other].reshape(-1))
+            if self._is_peer(other):
+                part = sums[other // self._ranks_per_host]
+                pieces.append(part.reshape(-1))
+                shapes.append((rows, part.size(1)))
+            out.append(shapes)
+        ragged_in = None if slot_sizes is None else self._ragged(size, slot_sizes)
+        into = [self._shapes_in(other, size, ragged_in) for other in range(self.world_size)]
+        return Stream(flat=torch.cat(pieces) if pieces else pooled, out=out, into=into)
 
     def finish(
         self,
@@ -101,48 +132,33 @@ class OutputExchange:
         output: Tensor = _Assemble.apply(plan, replicated, *flight.blocks(stream))  # type: ignore[no-untyped-call]
         return output
 
-    def assemble(self, blocks: Sequence[Tensor]) -> Tensor:
-        """(B, D) output from one block per rank, and one for the replicated tables if there are any."""
-        columns = []
-        for piece in self.pieces:
-            first, *others = piece.sources
-            column = _columns(blocks, first, piece.width)
-            for number, source in enumerate(others):
-                other = _columns(blocks, source, piece.width)
-                column = column.add_(other) if number else column + other
-            columns.append(column)
-        return columns[0].contiguous() if len(columns) == 1 else torch.cat(columns, dim=1)
+    def sums_in(self, flats: Sequence[Tensor], size: int) -> list[Tensor]:
+        """(B, D_s) of each host, which lie at the end of what its rank of this rank's place sent."""
+        if self._sums is None:
+            return []
+        found = []
+        for other in filter(self._is_peer, range(self.world_size)):
+            width = self._sums.width(other // self._ranks_per_host)
+            found.append(flats[other][flats[other].numel() - size * width :].view(size, width))
+        return found
 
-    def distribute(self, gradient: Tensor, blocks: Sequence[Tensor], scale: float) -> None:
-        """The transpose of :meth:`assemble`: writes the gradient of each block, from the output's (B, D).
+    def _is_peer(self, other: int) -> bool:
+        """Whether sums over hosts travel between this rank and ``other``."""
+        return self._sums is not None and (other - self._rank) % self._ranks_per_host == 0
 
-        Args:
-            gradient: of the output.
-            blocks: where to write, one (B, D_q) per rank, and one for the replicated tables if there are any.
-            scale: a factor for the blocks of ranks.
-        """
-        start = 0
-        for piece in self.pieces:
-            part = gradient[:, start : start + piece.width]
-            for source in piece.sources:
-                target = _columns(blocks, source, piece.width)
-                if source.block < self.world_size and scale != 1.0:
-                    torch.mul(part, scale, out=target)
-                else:
-                    target.copy_(part)
-            start += piece.width
+    def _shapes_in(self, other: int, size: int, ragged: list[Ragged] | None) -> list[Shape]:
+        shapes = [(size, self.widths[other])] if ragged is None else ragged[other].shapes
+        if self._sums is not None and self._is_peer(other):
+            shapes = [*shapes, (size, self._sums.width(other // self._ranks_per_host))]
+        return shapes
 
     def _ragged(self, size: int, slot_sizes: Sequence[int]) -> list[Ragged]:
         found, start = [], 0
-        for columns in self._columns:
-            sizes = tuple(slot_sizes[start : start + len(columns)])
+        for count, direct, columns in zip(self._slot_counts, self._slots, self._columns, strict=True):
+            sizes = tuple(slot_sizes[start + number] for number in direct)
             found.append(Ragged(rows=size, sizes=sizes, columns=columns))
-            start += len(columns)
+            start += count
         return found
-
-
-def _columns(blocks: Sequence[Tensor], source: Source, width: int) -> Tensor:
-    return blocks[source.block][:, source.start : source.start + width]
 
 
 class _Assembly:
@@ -157,12 +173,13 @@ class _Assembly:
         self.size = size
         self.ragged = ragged
 
-    def blocks(self, flats: Sequence[Tensor]) -> list[Tensor]:
-        """(B, D_q) blocks of what came."""
-        if self.ragged is not None:
-            return [ragged.pad(flat) for ragged, flat in zip(self.ragged, flats, strict=True)]
-        widths = self.exchange.widths
-        return [flat.view(self.size, width) for flat, width in zip(flats, widths, strict=True)]
+    def direct(self, flats: Sequence[Tensor]) -> list[Tensor]:
+        """What came of each rank's own columns: (B · D_q,), or, with a batch size per slot, less."""
+        if self.ragged is None:
+            sizes = [self.size * width for width in self.exchange.widths]
+        else:
+            sizes = [sum(rows * cols for rows, cols in ragged.shapes) for ragged in self.ragged]
+        return [flat[:count] for flat, count in zip(flats, sizes, strict=True)]
 
 
 class _Assemble(torch.autograd.Function):
@@ -170,10 +187,15 @@ class _Assemble(torch.autograd.Function):
     def forward(ctx: FunctionCtx, assembly: _Assembly, replicated: Tensor | None, *flats: Tensor) -> Tensor:
         ctx.assembly = assembly  # type: ignore[attr-defined]
         ctx.replicated_width = 0 if replicated is None else replicated.size(1)  # type: ignore[attr-defined]
-        blocks = assembly.blocks(flats)
+        exchange, direct = assembly.exchange, assembly.direct(flats)
+        if assembly.ragged is None:
+            blocks = [part.view(assembly.size, width) for part, width in zip(direct, exchange.widths, strict=True)]
+        else:
+            blocks = [ragged.pad(part) for ragged, part in zip(assembly.ragged, direct, strict=True)]
+        blocks += exchange.sums_in(flats, assembly.size)
         if replicated is not None:
             blocks.append(replicated.detach())
-        return assembly.exchange.assemble(blocks)
+        return assemble(blocks, exchange.pieces)
 
     @staticmethod
     @once_differentiable
@@ -181,16 +203,19 @@ class _Assemble(torch.autograd.Function):
         assembly: _Assembly = ctx.assembly
         exchange = assembly.exchange
         views = assembly.flight.gradient_blocks(assembly.stream)
+        direct = assembly.direct(views)
         if assembly.ragged is None:
-            blocks = assembly.blocks(views)
+            blocks = [part.view(assembly.size, width) for part, width in zip(direct, exchange.widths, strict=True)]
         else:
             blocks = [gradient.new_empty((assembly.size, width)) for width in exchange.widths]
+        padded = blocks[:]
+        blocks += exchange.sums_in(views, assembly.size)
         replicated = None
         if ctx.replicated_width:
             replicated = gradient.new_empty((assembly.size, ctx.replicated_width))
             blocks.append(replicated)
-        exchange.distribute(gradient, blocks, 1.0 / exchange.world_size)
+        distribute(gradient, blocks, exchange.pieces, exchange.scales)
         if assembly.ragged is not None:
-            for view, ragged, block in zip(views, assembly.ragged, blocks, strict=False):
-                view.copy_(ragged.strip(block))
+            for part, ragged, block in zip(direct, assembly.ragged, padded, strict=True):
+                part.copy_(ragged.strip(block))
         return None, replicated, *views

@@ -18,7 +18,7 @@ Outside a model's forward (a sharded module by itself, a recomputation in backwa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -29,6 +29,7 @@ from shardrec.exchange.blocks import BlockExchange, BlocksInFlight, Stream
 from shardrec.exchange.input import Addressed, InputExchange, Prepared, ShardInput
 from shardrec.exchange.joint import exchange_inputs
 from shardrec.exchange.step import FIXED_COLUMNS, StepContext
+from shardrec.exchange.wire import QuantizedComms
 
 __all__ = ["Call", "ExchangeQueue", "QueuedCall"]
 
@@ -44,8 +45,11 @@ class Call(Protocol):
     input: InputExchange
     prepared: Prepared
 
-    def look_up(self, addressed: Addressed, served: ShardInput) -> Stream:
-        """The rows to send back to the ranks that asked."""
+    def look_up(self, addressed: Addressed, served: ShardInput) -> Stream | None:
+        """Look up the rows; returns what is to be exchanged inside hosts first, if anything is in this module."""
+
+    def outgoing(self, inside: BlocksInFlight | None, stream: int) -> Stream:
+        """The rows to send back to the ranks that asked; ``inside`` is the exchange inside hosts."""
 
     def issued(self) -> None:
         """The rows are under way: time for what needs no other rank."""
@@ -111,6 +115,7 @@ class ExchangeQueue:
     def __init__(self, context: StepContext) -> None:
         self._context = context
         self._output = BlockExchange(context.collectives, context.comms)
+        self._inside = BlockExchange(context.collectives, QuantizedComms(), "partial sums")
         self._calls: list[QueuedCall] = []
         self._modules = 1
         self._in_forward = False
@@ -173,14 +178,24 @@ class ExchangeQueue:
         try:
             with calls[0].mode():
                 received = exchange_inputs(self._context, [(one.call.input, one.call.prepared) for one in calls])
-                streams = [one.call.look_up(*pair) for one, pair in zip(calls, received, strict=True)]
-                flight = self._output.start(streams)
+                flight = self._output.start(self._look_up(calls, received))
                 for stream, one in enumerate(calls):
                     one.launch(flight, stream)
         except BaseException as error:
             for one in calls:
                 one.fail(error)
             raise
+
+    def _look_up(self, calls: Sequence[QueuedCall], received: Sequence[tuple[Addressed, ShardInput]]) -> list[Stream]:
+        """Look up what all ranks asked for; one exchange inside hosts for all the modules that need it."""
+        inner = [one.call.look_up(*pair) for one, pair in zip(calls, received, strict=True)]
+        streams = [stream for stream in inner if stream is not None]
+        inside = self._inside.start(streams) if streams else None
+        outgoing, number = [], 0
+        for one, stream in zip(calls, inner, strict=True):
+            outgoing.append(one.call.outgoing(None if stream is None else inside, number))
+            number += stream is not None
+        return outgoing
 
     def _awaited(self) -> int:
         """Calls of this run that come before its first use, as far as one can know."""

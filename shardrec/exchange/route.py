@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from shardrec.layout import Shard, Stripe, TableLayout
 
-__all__ = ["Lookup", "Piece", "Route", "Slot", "Source", "build_route", "output_pieces"]
+__all__ = ["Lookup", "Piece", "Route", "Slot", "Source", "add_columns", "build_route", "output_pieces"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +139,10 @@ def build_route(lookups: Sequence[Lookup], world_size: int, groups: int) -> Rout
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Columns from ``start`` on of the block that rank ``block`` sent (``block == W``: the replicated tables' own)."""
+    """Columns from ``start`` on of the block that rank ``block`` sent.
+
+    Blocks from W on: what was summed on each host, if anything is, then the replicated tables' own.
+    """
 
     block: int
     start: int
@@ -153,33 +156,52 @@ class Piece:
     sources: tuple[Source, ...]
 
 
-def output_pieces(lookups: Sequence[Lookup], route: Route) -> tuple[Piece, ...]:
+def output_pieces(
+    lookups: Sequence[Lookup], route: Route, sums: Sequence[Sequence[tuple[tuple[int, int], int]]] = ()
+) -> tuple[Piece, ...]:
     """How the output's columns, in the unsharded order, come from the received blocks.
 
     Neighbouring columns whose sources are neighbours too are one piece, so that 200 row-wise tables are one sum of
     W blocks, and table-wise tables in order are one copy per run.
+
+    Args:
+        lookups: in the order of the unsharded module's output.
+        route: of the lookups.
+        sums: per host, ``((lookup, first column), width)`` of what is summed there before it comes (see
+            :mod:`shardrec.exchange.hosts`); blocks W, W + 1, ... are these sums.
     """
     world_size = len(route.slots)
+    ranks_per_host = world_size // max(1, len(sums))
     sources: dict[tuple[int, int], list[Source]] = {}
+    summed = [{key for key, _ in host} for host in sums]
     for rank, rank_slots in enumerate(route.slots):
         start = 0
         for slot in rank_slots:
-            sources.setdefault((slot.lookup, slot.shard.col_start), []).append(Source(block=rank, start=start))
+            key = (slot.lookup, slot.shard.col_start)
+            if summed and key in summed[rank // ranks_per_host]:
+                continue
+            sources.setdefault(key, []).append(Source(block=rank, start=start))
             start += slot.shard.cols
+    for host, columns in enumerate(sums):
+        start = 0
+        for key, width in columns:
+            sources.setdefault(key, []).append(Source(block=world_size + host, start=start))
+            start += width
     pieces: list[Piece] = []
     replicated = 0
     for index, lookup in enumerate(lookups):
         if lookup.layout.replicated:
-            own = (Source(block=world_size, start=replicated),)
-            _append(pieces, Piece(width=lookup.layout.embedding_dim, sources=own))
+            own = (Source(block=world_size + len(sums), start=replicated),)
+            add_columns(pieces, Piece(width=lookup.layout.embedding_dim, sources=own))
             replicated += lookup.layout.embedding_dim
         for stripe in lookup.layout.stripes():
             width = stripe.col_end - stripe.col_start
-            _append(pieces, Piece(width=width, sources=tuple(sources[index, stripe.col_start])))
+            add_columns(pieces, Piece(width=width, sources=tuple(sources[index, stripe.col_start])))
     return tuple(pieces)
 
 
-def _append(pieces: list[Piece], piece: Piece) -> None:
+def add_columns(pieces: list[Piece], piece: Piece) -> None:
+    """Append a piece, or lengthen the last one if it goes on with its neighbours."""
     if pieces:
         last = pieces[-1]
         follow = tuple(Source(block=source.block, start=source.start + last.width) for source in last.sources)

@@ -19,7 +19,7 @@ from shardrec.exchange.batch import Batch
 from shardrec.exchange.blocks import BlocksInFlight, Stream
 from shardrec.exchange.input import Addressed, InputExchange, ShardInput
 from shardrec.exchange.output import OutputExchange
-from shardrec.exchange.route import Lookup, build_route, output_pieces
+from shardrec.exchange.route import Lookup, build_route
 from shardrec.exchange.step import StepContext
 from shardrec.exchange.weights import received_weights, tied
 from shardrec.layout import ShardingPlan
@@ -102,7 +102,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         if self._own_lookups:
             own_tables = [self._replica_number[lookup.layout.name] for lookup in self._own_lookups]
             self._replicas = ReplicatedLookup(self._replicated_tables(), own_tables, self.context, self.device)
-        self._output = OutputExchange(route, output_pieces(lookups, route), collectives.rank)
+        self._output = OutputExchange(route, lookups, collectives.rank, self._ranks_per_host)
         columns = [index for index, dim in enumerate(self._dims) for _ in range(dim)]
         self._column_lookup = torch.tensor(columns, dtype=torch.int64, device=self.device)
         sums = [index for index, lookup in enumerate(lookups) if not lookup.mean]
@@ -196,18 +196,36 @@ class _BagCall:
         self._collection = collection
         self.input = collection._input
         self.prepared = self.input.prepare(features, collection._agreement())
+        self._served: ShardInput | None = None
+        self._pooled: Tensor | None = None
         self._replicated: Tensor | None = None
         self._lengths: Tensor | None = None
 
-    def look_up(self, addressed: Addressed, served: ShardInput) -> Stream:
-        """The pooled rows for the ranks that asked."""
+    def look_up(self, addressed: Addressed, served: ShardInput) -> Stream | None:
+        """The pooled rows of this rank's shards; those to be summed inside hosts are returned."""
         collection = self._collection
+        self._served = served
         if not self.prepared.differentiable:
-            pooled = collection._shards(served)
+            self._pooled = collection._shards(served)
         else:
             weights = received_weights(addressed, served, collection.context.collectives)
-            pooled = tied(collection._shards(replace(served, weights=weights)), weights)
-        return collection._output.stream(pooled, served, self.prepared.slot_sizes)
+            self._pooled = tied(collection._shards(replace(served, weights=weights)), weights)
+        hosts = collection._output.hosts
+        if hosts is None:
+            return None
+        self._pooled, stream = hosts.divide(self._pooled, served.batch_sizes)
+        return stream
+
+    def outgoing(self, inside: BlocksInFlight | None, stream: int) -> Stream:
+        """The pooled rows for the ranks that asked."""
+        output, served, pooled = self._collection._output, self._served, self._pooled
+        assert served is not None and pooled is not None, "rows are looked up before they are sent"
+        sums: list[Tensor] = []
+        if output.hosts is not None:
+            assert inside is not None, "what was divided was sent"
+            sums = output.hosts.finish(inside, stream, served.batch_sizes)
+        self._served = self._pooled = None
+        return output.stream(pooled, served, self.prepared.slot_sizes, sums)
 
     def issued(self) -> None:
         """Look up the replicated tables while the others' rows are under way."""

@@ -66,6 +66,7 @@ class ShardedCollection(nn.Module, abc.ABC):
         self.device = torch.device(device or "cpu")
         self.context = context or StepContext(collectives_of(group), self.device)
         self._group = (group or dist.group.WORLD) if self.context.collectives.world_size > 1 else None
+        self._ranks_per_host = plan.topology.ranks_per_host
         self._frozen = {name for name, weight in weights.items() if not weight.requires_grad}
         self._lookup_tables = [_lookup_table(config, weights[config.name], plan, path) for config in configs]
         self._optimizers = {

@@ -56,8 +56,8 @@ class ReplicatedModel(ShardedModel):
         options: how often they are averaged.
 
     Attributes:
-        groups: the replicas, and which of them this rank is in.
-        options: how often they are averaged.
+        replica_groups: the replicas, and which of them this rank is in.
+        replica_options: how often they are averaged.
         steps_since_sync: training steps begun since the copies were last made alike.
     """
 
@@ -72,8 +72,8 @@ class ReplicatedModel(ShardedModel):
         options: ReplicaOptions,
     ) -> None:
         super().__init__(module, plan, context, group)
-        self.groups = groups
-        self.options = options
+        self.replica_groups = groups
+        self.replica_options = options
         self.steps_since_sync = 0
         self._counts_steps = True
         self._averager = None if groups.peers is None else Averager(groups.peers)
@@ -90,18 +90,18 @@ class ReplicatedModel(ShardedModel):
                 ranks are in different steps.
             PeerError: if another rank is gone.
         """
-        if self.groups.everyone is None or not torch.is_grad_enabled():
+        if self.replica_groups.everyone is None or not torch.is_grad_enabled():
             return super().forward(*args, **kwargs)
-        if self.steps_since_sync >= self.options.sync_every:
+        if self.steps_since_sync >= self.replica_options.sync_every:
             self.sync_replicas()
         try:
             result = super().forward(*args, **kwargs)
         except PeerError:
             raise
         except Exception as error:
-            self._agree(self.groups.everyone, error)
+            self._agree(self.replica_groups.everyone, error)
             raise
-        self._agree(self.groups.everyone, None)
+        self._agree(self.replica_groups.everyone, None)
         self.steps_since_sync += self._counts_steps
         return result
 
@@ -115,7 +115,7 @@ class ReplicatedModel(ShardedModel):
             PeerError: if another rank is gone or did not come within the process group's timeout.
         """
         if self._averager is not None:
-            states = self._states() if self.options.sync_optimizer else ()
+            states = self._states() if self.replica_options.sync_optimizer else ()
             self._averager.average([*self._weights(frozen=False), *states])
         self.steps_since_sync = 0
 
@@ -166,7 +166,7 @@ class ReplicatedModel(ShardedModel):
             )
 
     def _raise_together(self, everyone: StepContext, error: Exception | None) -> NoReturn:
-        first = self.groups.ranks[self.groups.replica][0]
+        first = self.replica_groups.ranks[self.replica_groups.replica][0]
         text = ""
         if isinstance(error, InputError):
             text = _world_ranks(str(error), first)

@@ -192,6 +192,7 @@ class _SequenceCall:
         self._collection = collection
         self._features = features
         self._inverse: Tensor | None = None
+        self._stream: Stream | None = None
         self._trace: Trace | None = None
         self._placement: Placement | None = None
         self._entries: list[SequenceKey] = []
@@ -199,11 +200,17 @@ class _SequenceCall:
         prepare = self._distinct if collection._dedup else None
         self.prepared = self.input.prepare(features, collection._agreement(), prepare=prepare)
 
-    def look_up(self, addressed: Addressed, served: ShardInput) -> Stream:
-        """The rows for the ranks that asked."""
+    def look_up(self, addressed: Addressed, served: ShardInput) -> None:
+        """The rows of this rank's shards."""
         collection = self._collection
         self._trace = addressed.trace
-        return collection._rows.stream(collection._shards.rows(served), served, addressed)
+        self._stream = collection._rows.stream(collection._shards.rows(served), served, addressed)
+
+    def outgoing(self, inside: BlocksInFlight | None, stream: int) -> Stream:
+        """The rows for the ranks that asked. There is nothing to sum inside hosts, as each row is whole."""
+        found, self._stream = self._stream, None
+        assert found is not None, "rows are looked up before they are sent"
+        return found
 
     def issued(self) -> None:
         """Find the places of the rows and look up the replicated tables while the rows are under way."""

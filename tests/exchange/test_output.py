@@ -29,7 +29,7 @@ class Exchange:
     """The output exchange of one module by itself."""
 
     def __init__(self, case: Case, collectives: ThreadCollectives) -> None:
-        self.output = OutputExchange(case.route, output_pieces(case.lookups, case.route), collectives.rank)
+        self.output = OutputExchange(case.route, case.lookups, collectives.rank)
         self.blocks = BlockExchange(collectives, QuantizedComms())
         self.rank = collectives.rank
 

@@ -61,8 +61,8 @@ def copies_of(model: ReplicatedModel) -> list[list[Tensor]]:
     mine = [one.clone() for one in (*model._weights(frozen=True), *model._states())]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    place = model.groups.ranks[model.groups.replica].index(dist.get_rank())
-    return [everyone[row[place]] for row in model.groups.ranks]
+    place = model.replica_groups.ranks[model.replica_groups.replica].index(dist.get_rank())
+    return [everyone[row[place]] for row in model.replica_groups.ranks]
 
 
 def copies_are_equal(model: ReplicatedModel) -> bool:
@@ -212,14 +212,14 @@ def test_copies_drift_and_meet_every_third_step(optimizer: str, sync_optimizer: 
             inside = dist.get_rank() % 2 * steps.size
             (pooled * factors[inside : inside + steps.size]).sum().backward()
             twins.step(bags, factors)
-            assert_tables_equal(model.module, twins.copies[model.groups.replica], f"step {step}", atol=1e-4)
+            assert_tables_equal(model.module, twins.copies[model.replica_groups.replica], f"step {step}", atol=1e-4)
         alike = sync_optimizer or optimizer == "sgd"
         assert equal == [True, False, False, alike, False, False, alike]
         model.sync_replicas()
         twins.average(states=sync_optimizer)
         assert copies_are_equal(model) == alike
         assert_tables_equal(model.module, twins.copies[0], "at the end", atol=1e-4)
-        assert_states_equal(model, twins.copies[model.groups.replica])
+        assert_states_equal(model, twins.copies[model.replica_groups.replica])
 
     ranks(4, rank_main)
 
@@ -281,7 +281,7 @@ def test_accumulated_forwards_are_one_step_and_evaluations_none() -> None:
                 micro()
             micro()
             # A replica's evaluations are its own: another may make more of them.
-            evaluate(times=1 + model.groups.replica)
+            evaluate(times=1 + model.replica_groups.replica)
             assert model.steps_since_sync == step
             assert not copies_are_equal(model)
         with model.no_sync():
@@ -646,7 +646,7 @@ def test_a_checkpoint_of_drifted_replicas_loads_anywhere(tmp_path: Path, optimiz
         assert isinstance(model, ReplicatedModel)
         adam = dense_adam(model)
         train_on(model, adam, 2, seed=1)
-        drift = train_on(model, adam, 2, seed=2 + model.groups.replica)
+        drift = train_on(model, adam, 2, seed=2 + model.replica_groups.replica)
         assert drift.isfinite().all()
         save_checkpoint(tmp_path / "ckpt", model, adam, extra={"step": 4})
         assert model.steps_since_sync == 0
