@@ -62,7 +62,7 @@ def save_checkpoint(
     if isinstance(model, ReplicatedModel):
         # Then it does not matter which of the ranks that hold a shard writes it.
         model.sync_replicas()
-    averaged = isinstance(model, ReplicatedModel) and model.options.sync_optimizer
+    averaged = isinstance(model, ReplicatedModel) and model.replica_options.sync_optimizer
     lead = group is None or dist.get_rank(group) == 0
     if lead:
         shutil.rmtree(partial, ignore_errors=True)

@@ -60,7 +60,7 @@ def sharded_collections(model: ShardedModel) -> dict[str, ShardedCollection]:
 
 def is_first_replica(model: ShardedModel) -> bool:
     """Whether this rank's copy of the tables is the one that counts where copies are not averaged."""
-    return not isinstance(model, ReplicatedModel) or model.groups.replica == 0
+    return not isinstance(model, ReplicatedModel) or model.replica_groups.replica == 0
 
 
 def _tables(model: ShardedModel) -> Iterator[tuple[str, ShardedTable]]:

@@ -228,7 +228,7 @@ def assert_states_equal(model: ReplicatedModel, reference: nn.Module) -> None:
     names = {"sum": ("sum", "momentum"), "exp_avg": ("m",), "exp_avg_sq": ("v",)}
     bags = reference.embedding_bags
     for name, fused in model.module.fused_optimizers().items():
-        expected = state_of(bags[name].weight)  # type: ignore[index, union-attr, arg-type, operator]
+        expected = state_of(bags[name].weight)
         for state in fused.states:
             whole = next(expected[key] for key in names[state] if key in expected)
             for place, part in model.module.fused_state(name, state).items():
