@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         wait,
     )
     from shardrec.planner import Constraint, plan
+    from shardrec.scripting import ScriptError, script
 
 __version__ = "0.1.0"
 
@@ -55,6 +56,7 @@ __all__ = [
     "PlanError",
     "QuantizedComms",
     "ReplicatedModel",
+    "ScriptError",
     "Shard",
     "ShardedEmbeddingBagCollection",
     "ShardedEmbeddingCollection",
@@ -74,6 +76,7 @@ __all__ = [
     "load_checkpoint",
     "plan",
     "save_checkpoint",
+    "script",
     "shard",
     "wait",
 ]
@@ -87,6 +90,7 @@ _HOMES = {
     "LazyNoWait": "shardrec.pending",
     "QuantizedComms": "shardrec.exchange.wire",
     "ReplicatedModel": "shardrec.modules",
+    "ScriptError": "shardrec.scripting",
     "Shard": "shardrec.layout",
     "ShardedEmbeddingBagCollection": "shardrec.modules",
     "ShardedEmbeddingCollection": "shardrec.modules",
@@ -104,6 +108,7 @@ _HOMES = {
     "load_checkpoint": "shardrec.checkpoint",
     "plan": "shardrec.planner",
     "save_checkpoint": "shardrec.checkpoint",
+    "script": "shardrec.scripting",
     "shard": "shardrec.modules",
     "wait": "shardrec.pending",
 }

@@ -29,6 +29,7 @@ __all__ = [
     "deferred_waits",
     "generic_wait",
     "inline",
+    "inlined",
     "methods_of",
     "quiet",
     "subgraphs",
@@ -71,7 +72,7 @@ def compiles_to(function: Callable[..., Any], operator: str) -> None:
 
 def await_type(value: Type) -> Type:
     """``Await[value]``, in TorchScript's types."""
-    return torch._C.AwaitType(value)  # type: ignore[attr-defined]
+    return torch._C.AwaitType(value)
 
 
 def compiled_nowait(value: Any) -> Any | None:
@@ -93,18 +94,24 @@ def compiled_nowait(value: Any) -> Any | None:
     return torch._C._create_function_from_graph("nowait", graph)(value)
 
 
-def defer(pending: Any) -> Any:
-    """``pending``'s value, in a spelling that says: wait for it later, where it is used.
+def defer(pending: str) -> str:
+    """The value of an ``Await``, in a spelling that says: wait for it later, where it is used.
 
-    TorchScript code only. An operator of shardrec's own could not be told about type variables, and a saved file would
-    need shardrec to be loaded. So the mark is made of torch's operators: waiting for an Await of an Await that is there
-    already, and then for that. It means what it says if nobody looks for it.
+    An operator of shardrec's own could not be told about type variables, and a saved file would need shardrec to be
+    loaded. So the mark is made of torch's operators: waiting for an Await of an Await that is there already, and then
+    for that. It means what it says if nobody looks for it.
+
+    Args:
+        pending: an expression, of source that TorchScript will read and in which ``torch`` is known.
     """
-    return torch.jit._awaitable_wait(torch.jit._awaitable_wait(torch.jit._awaitable_nowait(pending)))
+    return f"torch.jit._awaitable_wait(torch.jit._awaitable_wait(torch.jit._awaitable_nowait({pending})))"
 
 
-def deferred_waits(graph: Graph) -> list[tuple[Node, Node, Node]]:
-    """The ``(nowait, wait, wait)`` nodes of each :func:`defer` in a graph, its inner blocks included, in order."""
+def deferred_waits(graph: Graph) -> list[tuple[Node, Node]]:
+    """The two waits of each :func:`defer` in a graph, its inner blocks included, in order.
+
+    The first one's output is the Await, and the second one's is its value.
+    """
     found = []
     for nowait in graph.findAllNodes(_NOWAIT):
         if nowait.inputsAt(0).type().kind() != "AwaitType":
@@ -112,7 +119,7 @@ def deferred_waits(graph: Graph) -> list[tuple[Node, Node, Node]]:
         inner = _only_user(nowait)
         outer = inner and inner.kind() == _WAIT and _only_user(inner)
         if outer and outer.kind() == _WAIT:
-            found.append((nowait, inner, outer))
+            found.append((inner, outer))
     return found
 
 
@@ -147,7 +154,7 @@ def generic_wait(wait: Callable[..., Any], operator: str) -> Iterator[None]:
         operator: what it compiles to in the table of :func:`compiles_to`.
     """
     with _LOCK:
-        unit = _state._python_cu
+        unit: Any = _state._python_cu
         overloads = [
             unit.find_function(name) or unit.create_function(name, torch._C.parse_ir(text))
             for name, text in _WAIT_OVERLOADS.items()
@@ -205,18 +212,58 @@ def methods_of(module: torch.jit.ScriptModule) -> Iterator[Any]:
     """The compiled methods of a scripted module and all the modules in it, the outermost first; each once."""
     seen = set()
     for inner in module.modules():
-        for name in inner._c._method_names():
-            method = inner._c._get_method(name)
+        compiled: Any = inner._c
+        for name in compiled._method_names():
+            method = compiled._get_method(name)
             # Modules of one type share their methods.
-            key = (inner._c._type().qualified_name(), name)
+            key = (compiled._type().qualified_name(), name)
             if key not in seen:
                 seen.add(key)
                 yield method
 
 
+# [Note: inlining without leaving a trace]
+# To inline a method, TorchScript makes an optimized copy of it, keeps that with the method, and runs it ever after,
+# even if the method's graph is changed. It keeps one copy for each of four states of autocast. So we inline in the
+# state that nobody is in, autocast for CPU and CUDA at once; and with optimization off, since the copies would get
+# autocast's conversions. Such a copy has its own calls in it still, which is why inlining goes round by round.
+@contextmanager
+def _apart() -> Iterator[None]:
+    devices = ("cpu", "cuda")
+    autocast = [torch.is_autocast_enabled(device) for device in devices]
+    optimize = torch._C._get_graph_executor_optimize()
+    try:
+        for device in devices:
+            torch.set_autocast_enabled(device, True)
+        torch._C._set_graph_executor_optimize(False)
+        yield
+    finally:
+        torch._C._set_graph_executor_optimize(optimize)
+        for device, enabled in zip(devices, autocast, strict=True):
+            torch.set_autocast_enabled(device, enabled)
+
+
 def inline(graph: Graph) -> None:
-    """Puts the bodies of all called functions and methods into a graph, so that values can be followed through them."""
-    torch._C._jit_pass_inline(graph)
+    """Puts the bodies of all called functions and methods into a graph, so that values can be followed through them.
+
+    Calls by way of an interface stay.
+    """
+    with _apart():
+        before: set[int] = set()
+        while calls := _calls(graph) - before:
+            before |= calls
+            torch._C._jit_pass_inline(graph)
+
+
+def _calls(graph: Graph) -> set[int]:
+    return {node.output().unique() for kind in (_CALL, "prim::CallMethod") for node in graph.findAllNodes(kind)}
+
+
+def inlined(graph: Graph) -> Graph:
+    """A copy of a graph with all calls inlined."""
+    copy = graph.copy()
+    inline(copy)
+    return copy
 
 
 def constant_int(value: Value) -> int | None:

@@ -9,7 +9,7 @@ from random import Random
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-__all__ = ["Bags", "joined", "random_bags"]
+__all__ = ["Bags", "BagsOfSizes", "joined", "random_bags", "random_sizes_bags"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,3 +94,56 @@ def joined(batches: Sequence[Bags]) -> Bags:
         ids={key: [bag for batch in batches for bag in batch.ids[key]] for key in keys},
         weights=weights,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BagsOfSizes:
+    """A batch whose features have a batch size each.
+
+    Args:
+        features: the input.
+        samples: of the full batch.
+    """
+
+    features: KeyedJaggedTensor
+    samples: int
+
+
+def random_sizes_bags(
+    rng: Random, rows: Mapping[str, int], *, weighted: bool = False, even: bool = False
+) -> BagsOfSizes:
+    """1 to 4 bags per feature, chosen from by 0 to 5 samples; one further key; ids at the tables' ends.
+
+    Args:
+        rng: where the draws come from.
+        rows: per feature, ids are below this.
+        weighted: draw weights, too.
+        even: all features have as many bags.
+    """
+    keys = [*rows, "extra"]
+    rng.shuffle(keys)
+    samples = rng.randrange(6)
+    size = rng.randint(1, 4)
+    strides = {key: size if even else rng.randint(1, 4) for key in keys}
+    if not samples:
+        # Without samples there is nothing that could tell bags apart: one bag each, and empty.
+        strides = dict.fromkeys(keys, 1)
+    lengths: list[int] = []
+    values: list[int] = []
+    for key in keys:
+        bags = [rng.randrange(4) if samples else 0 for _ in range(strides[key])]
+        lengths += bags
+        last = rows.get(key, 9) - 1
+        values += [rng.choice([0, last, rng.randint(0, last)]) for _ in range(sum(bags))]
+    inverse_keys = [key for key in keys if key != "extra"]
+    rng.shuffle(inverse_keys)
+    inverse = torch.tensor([[rng.randrange(strides[key]) for _ in range(samples)] for key in inverse_keys])
+    features = KeyedJaggedTensor(
+        keys=keys,
+        values=torch.tensor(values, dtype=torch.int64),
+        lengths=torch.tensor(lengths, dtype=torch.int32),
+        weights=torch.tensor([rng.randint(1, 8) / 8 for _ in values]) if weighted else None,
+        stride_per_key_per_rank=[[strides[key]] for key in keys],
+        inverse_indices=(inverse_keys, inverse) if samples else None,
+    )
+    return BagsOfSizes(features=features, samples=samples or 1)

@@ -32,7 +32,11 @@ __all__ = [
 
 
 class LazyAdam(torch.optim.Optimizer):
-    """Adam that leaves the rows without gradient alone: what the fused Adam must equal. Dense, and by hand."""
+    """Adam that leaves the rows without gradient alone: what the fused Adam must equal. Dense, and by hand.
+
+    A parameter with an attribute ``looked_up`` (rows,) has those rows updated instead: of a cut table, the moments of a
+    row that is looked up and whose gradient is zero decay.
+    """
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
@@ -47,7 +51,7 @@ class LazyAdam(torch.optim.Optimizer):
                 if not state:
                     state.update(t=0, m=torch.zeros_like(parameter), v=torch.zeros_like(parameter))
                 state["t"] += 1
-                row = parameter.grad.any(dim=1)
+                row = getattr(parameter, "looked_up", parameter.grad.any(dim=1))
                 gradient = parameter.grad[row]
                 state["m"][row] = 0.9 * state["m"][row] + 0.1 * gradient
                 state["v"][row] = 0.999 * state["v"][row] + 0.001 * gradient * gradient

@@ -38,9 +38,17 @@ T = TypeVar("T")
 POOL = Pool()
 """The processes of this test session."""
 
-# Sent by name: these run in the ranks or hold the pool.
+# Sent by name: these run in the ranks or hold the pool; or TorchScript evaluates their annotations in all their names.
 _BY_NAME = frozenset(
-    {"tests.conftest", "tests.parcel", "tests.rank_pool", "tests.rank_process", "tests.ranks", "tests.worker"}
+    {
+        "tests.conftest",
+        "tests.parcel",
+        "tests.rank_pool",
+        "tests.rank_process",
+        "tests.ranks",
+        "tests.scripting.scorers",
+        "tests.worker",
+    }
 )
 
 
@@ -250,5 +258,6 @@ def _error(outcome: Outcome) -> BaseException:
 def _send_tests_by_value() -> None:
     """Mark the test modules: pytest rewrites their assertions, and a rank that imported them would not."""
     for name, module in list(sys.modules.items()):
-        if name.startswith("tests.") and name not in _BY_NAME:
+        # A package would take all its modules with it.
+        if name.startswith("tests.") and name not in _BY_NAME and not hasattr(module, "__path__"):
             cloudpickle.register_pickle_by_value(module)

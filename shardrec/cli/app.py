@@ -8,8 +8,10 @@ from typing import Annotated
 import typer
 
 import shardrec
+from shardrec.cli.bench import bench_command
 from shardrec.cli.doctor import doctor
 from shardrec.cli.ending import ended_by_error
+from shardrec.cli.plan import plan_command
 from shardrec.cli.train import train_command
 
 __all__ = ["app", "main"]
@@ -38,6 +40,8 @@ def _shardrec(
 
 
 app.command("train")(train_command())
+app.command("bench")(bench_command())
+app.command("plan")(plan_command)
 app.command("doctor")(doctor)
 
 

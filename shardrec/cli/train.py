@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from shardrec.cli.ending import ended_by_user
+from shardrec.cli.flags import flag_parameters, parameter
 from shardrec.train import TrainConfig, load_config, train
-from shardrec.train.options import flag, rule_of
 
 __all__ = ["train_command"]
 
@@ -38,30 +37,11 @@ def train_command() -> Callable[..., None]:
             ended_by_user()
             raise typer.Exit(130) from None
 
-    parameters = [_parameter("config", Annotated[Path | None, typer.Argument(help="YAML file of options.")], None)]
-    parameters += [_flag_parameter(field) for field in dataclasses.fields(TrainConfig)]
+    parameters = [parameter("config", Annotated[Path | None, typer.Argument(help="YAML file of options.")], None)]
+    parameters += flag_parameters(TrainConfig)
     debug = typer.Option("--debug", help="Show tracebacks and the launcher's log.", rich_help_panel="Output")
-    parameters.append(_parameter("debug", Annotated[bool, debug], False))
+    parameters.append(parameter("debug", Annotated[bool, debug], False))
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # functions take attributes
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    command.__annotations__ = {one.name: one.annotation for one in parameters}
     command.__doc__ = _HELP
     return command
-
-
-def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-
-
-def _flag_parameter(field: dataclasses.Field[Any]) -> inspect.Parameter:
-    """A flag that is None when it is not given, since the YAML file comes before the default."""
-    rule, kind = rule_of(field), str(field.type)
-    shown = ",".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
-    known = f" (default: {shown})" if shown not in (None, "") else ""
-    metavar = rule.metavar or ("|".join(rule.choices) if rule.choices else None)
-    option = typer.Option(flag(field.name), help=rule.help + known, metavar=metavar, rich_help_panel=rule.panel)
-    value: Any = str
-    if kind.startswith(("int", "float")):
-        value = int if kind.startswith("int") else float
-    elif kind == "tuple[str, ...]":
-        return _parameter(field.name, Annotated[list[str] | None, option], None)
-    return _parameter(field.name, Annotated[value | None, option], None)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardrec.exchange.batch import NO_LIMIT, Batch, Expectation, shown
 
-__all__ = ["describe_fault", "ids_are_valid"]
+__all__ = ["are_sound", "describe_fault", "ids_are_valid"]
 
 
 def ids_are_valid(batch: Batch, limits: Tensor, *, unused_keys: bool) -> Tensor:
@@ -31,15 +31,21 @@ def ids_are_valid(batch: Batch, limits: Tensor, *, unused_keys: bool) -> Tensor:
     Returns:
         0-d bool tensor on the batch's device.
     """
-    count = batch.values.numel()
-    lengths_F = batch.lengths.sum(dim=1, dtype=torch.int64)
-    sound = (lengths_F.sum() == count) & (batch.lengths >= 0).all()
+    sound = are_sound(batch.lengths, batch.values, limits, unused_keys)
     if batch.inverse is not None:
         bags_U = torch.tensor(batch.bags, device=batch.inverse.device)
-        sound &= ((batch.inverse >= 0) & (batch.inverse < bags_U.unsqueeze(1))).all()
+        sound = sound & ((batch.inverse >= 0) & (batch.inverse < bags_U.unsqueeze(1))).all()
+    return sound
+
+
+def are_sound(lengths: Tensor, values: Tensor, limits: Tensor, unused_keys: bool) -> Tensor:
+    """:func:`ids_are_valid` of plain tensors: ``lengths`` (F, B), ``values`` (N,). TorchScript compiles it, too."""
+    count = values.numel()
+    lengths_F = lengths.sum(dim=1, dtype=torch.int64)
+    sound = (lengths_F.sum() == count) & (lengths >= 0).all()
     if count == 0:
         return sound
-    if batch.values.device.type == "cpu":
+    if not values.is_cuda:
         if not bool(sound):
             return sound
         limit_N = limits.repeat_interleave(lengths_F, output_size=count)
@@ -47,9 +53,9 @@ def ids_are_valid(batch: Batch, limits: Tensor, *, unused_keys: bool) -> Tensor:
         ends_F = lengths_F.cumsum(0)
         feature_N = torch.searchsorted(ends_F, torch.arange(count, device=ends_F.device), right=True)
         limit_N = limits[feature_N.clamp_(max=limits.numel() - 1)]
-    inside = (batch.values >= 0) & (batch.values < limit_N)
+    inside = (values >= 0) & (values < limit_N)
     if unused_keys:
-        inside |= limit_N == NO_LIMIT
+        inside = inside | (limit_N == 9223372036854775807)  # NO_LIMIT, of which TorchScript sees no global name
     return sound & inside.all()
 
 

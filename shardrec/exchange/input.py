@@ -29,7 +29,7 @@ from shardrec.exchange.payload import Arrival, Payload
 from shardrec.exchange.route import Route
 from shardrec.exchange.step import StepContext
 
-__all__ = ["Addressed", "InputExchange", "Prepared", "ShardInput", "Trace"]
+__all__ = ["Addressed", "InputExchange", "Prepared", "ShardInput", "Trace", "group_edges"]
 
 _FIXED = 2  # columns of a module's part of the header before its id counts
 _REPEATS = 4  # calls of one module that a header has room for; further ones go into another exchange
@@ -160,7 +160,7 @@ class InputExchange:
         self._limits: dict[tuple[str, ...], tuple[Tensor, bool]] = {}
         self._cutter = Cutter(route, expect.device)
         self._payload = Payload(route, self._rank, weighted=expect.weighted, device=expect.device)
-        self._group_edges = torch.tensor(_group_edges(route), dtype=torch.int64, device=expect.device)
+        self._group_edges = torch.tensor(group_edges(route), dtype=torch.int64, device=expect.device)
 
     def prepare(self, features: object, agreement: str, *, prepare: Callable[[Batch], Batch] | None = None) -> Prepared:
         """Check the batch and cut it. Reads no tensor's value on the host and raises nothing for a faulty batch.
@@ -339,7 +339,7 @@ class InputExchange:
         return edges.diff().view(self._world_size, self._route.groups)
 
 
-def _group_edges(route: Route) -> list[int]:
+def group_edges(route: Route) -> list[int]:
     """Where each rank's groups begin among the slots: W·G + 1 positions."""
     edges, position = [0], 0
     for rank_slots in route.slots:

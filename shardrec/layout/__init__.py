@@ -1,8 +1,9 @@
 """Plans as data: shards, layouts, cuts, and the plan that holds them."""
 
 from shardrec.layout import cuts
+from shardrec.layout.machine import Machine
 from shardrec.layout.plan import ShardingPlan
 from shardrec.layout.shard import COLUMN_UNIT, Shard, Stripe, TableLayout
 from shardrec.layout.topology import Topology
 
-__all__ = ["COLUMN_UNIT", "Shard", "ShardingPlan", "Stripe", "TableLayout", "Topology", "cuts"]
+__all__ = ["COLUMN_UNIT", "Machine", "Shard", "ShardingPlan", "Stripe", "TableLayout", "Topology", "cuts"]

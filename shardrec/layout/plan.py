@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardrec.errors import PlanError
+from shardrec.layout.machine import Machine
 from shardrec.layout.shard import Shard, TableLayout
 from shardrec.layout.topology import Topology
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from shardrec.planner.report.summary import PlanReport
 
 __all__ = ["ShardingPlan"]
 
@@ -30,6 +33,7 @@ class ShardingPlan:
     Args:
         topology: the ranks that the plan is for.
         tables: one layout per table, each covering its table exactly once.
+        report: what the planner knows of the plan; no part of it as far as equality and fingerprint go.
 
     Raises:
         PlanError: with every fault of every table.
@@ -37,6 +41,7 @@ class ShardingPlan:
 
     topology: Topology
     tables: tuple[TableLayout, ...] = field(default=())
+    report: PlanReport | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         faults = [
@@ -62,7 +67,8 @@ class ShardingPlan:
     @cached_property
     def fingerprint(self) -> int:
         """A number that is equal for equal plans, in every process (48 bits)."""
-        text = json.dumps(self.to_json(), sort_keys=True)
+        shape = {name: value for name, value in self.to_json().items() if name != "report"}
+        text = json.dumps(shape, sort_keys=True)
         return int(hashlib.sha256(text.encode()).hexdigest()[:12], 16)
 
     def check_tables(self, shapes: Mapping[str, tuple[int, int]], *, partial: bool = False) -> None:
@@ -100,9 +106,9 @@ class ShardingPlan:
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON-compatible data; a shard is ``[row_start, row_end, col_start, col_end, rank]``."""
-        return {
+        found: dict[str, Any] = {
             "format": _FORMAT,
-            "topology": {"hosts": self.topology.hosts, "ranks_per_host": self.topology.ranks_per_host},
+            "topology": self.topology.to_json(),
             "tables": [
                 {
                     "name": table.name,
@@ -115,6 +121,9 @@ class ShardingPlan:
                 for table in self.tables
             ],
         }
+        if self.report is not None:
+            found["report"] = self.report.to_json()
+        return found
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ShardingPlan:
@@ -130,12 +139,13 @@ class ShardingPlan:
                 )
             hosts, ranks_per_host = (_field(data["topology"], key, int) for key in ("hosts", "ranks_per_host"))
             return cls(
-                topology=Topology(hosts=hosts, ranks_per_host=ranks_per_host),
+                topology=Topology(hosts=hosts, ranks_per_host=ranks_per_host, machine=_machine_from_json(data)),
                 tables=tuple(map(_table_from_json, _field(data, "tables", list))),
+                report=_report_from_json(data),
             )
         except PlanError:
             raise
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise PlanError(
                 f"this is not a sharding plan: {type(error).__name__} {error}; expected what ShardingPlan.save writes"
             ) from error
@@ -160,10 +170,30 @@ class ShardingPlan:
             raise PlanError([f"{path}: {fault}" for fault in error.faults]) from error
 
     def explain(self) -> Table:
-        """A rich table for people: each table's shape, cut, ranks and bytes, then each rank's load."""
+        """A rich table for people: each table's shape, cut, ranks and bytes, then each rank's load.
+
+        A plan of the planner's also shows what each table costs and why its next-best cut lost, and how good it is
+        proven to be.
+        """
         from shardrec.layout.table import plan_table
 
-        return plan_table(self)
+        if self.report is None:
+            return plan_table(self)
+        from shardrec.planner.report.text import explained
+
+        return explained(self, self.report)
+
+    def to_html(self, path: str | Path) -> None:
+        """Write one self-contained page: load and memory of each rank, and a table of tables that can be sorted."""
+        from shardrec.planner.report.html import page
+
+        Path(path).write_text(page(self), encoding="utf-8")
+
+    def to_png(self, path: str | Path) -> None:
+        """Draw the load and the memory of each rank."""
+        from shardrec.planner.report.png import draw
+
+        draw(self, Path(path))
 
 
 _T = TypeVar("_T")
@@ -178,6 +208,19 @@ def _checked(value: object, kind: type[_T], what: str) -> _T:
     if type(value) is not kind:
         raise TypeError(f"{what} is {value!r}, which is no {kind.__name__}")
     return value
+
+
+def _machine_from_json(data: Mapping[str, Any]) -> Machine | None:
+    machine = data["topology"].get("machine")
+    return None if machine is None else Machine.from_json(machine)
+
+
+def _report_from_json(data: Mapping[str, Any]) -> PlanReport | None:
+    if data.get("report") is None:
+        return None
+    from shardrec.planner.report.summary import PlanReport
+
+    return PlanReport.from_json(data["report"])
 
 
 def _table_from_json(data: Mapping[str, Any]) -> TableLayout:

@@ -11,7 +11,7 @@ from shardrec.layout.shard import TableLayout
 if TYPE_CHECKING:
     from shardrec.layout.plan import ShardingPlan
 
-__all__ = ["plan_table"]
+__all__ = ["plan_table", "ranks_text"]
 
 _BYTES_PER_WEIGHT = 4
 
@@ -37,12 +37,13 @@ def plan_table(plan: ShardingPlan) -> Table:
             str(layout.embedding_dim),
             f"{size:,.2f}",
             layout.cut.replace("_", "-"),
-            _ranks(layout),
+            ranks_text(layout),
         )
     return table
 
 
-def _ranks(layout: TableLayout) -> str:
+def ranks_text(layout: TableLayout) -> str:
+    """The ranks of a table: all, a range, or a list."""
     if layout.replicated:
         return "all"
     ranks = layout.ranks

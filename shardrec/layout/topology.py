@@ -1,11 +1,14 @@
-"""The ranks a plan is for: how many hosts, and how many ranks on each."""
+"""The ranks a plan is for: how many hosts, how many ranks on each, and what a rank's machine is."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from shardrec.errors import ConfigError
+from shardrec.layout.machine import Machine
 
 __all__ = ["Topology"]
 
@@ -17,10 +20,12 @@ class Topology:
     Args:
         hosts: number of machines.
         ranks_per_host: number of ranks on each.
+        machine: memory and bandwidths of a rank, all ranks alike; None leaves them to the planner's default.
     """
 
     hosts: int = 1
     ranks_per_host: int = 1
+    machine: Machine | None = None
 
     def __post_init__(self) -> None:
         if self.hosts < 1 or self.ranks_per_host < 1:
@@ -40,6 +45,12 @@ class Topology:
             raise ConfigError(f"there is no host {host}; the topology has hosts 0 to {self.hosts - 1}")
         return tuple(range(host * self.ranks_per_host, (host + 1) * self.ranks_per_host))
 
+    def with_machine(self, machine: Machine | str) -> Topology:
+        """The same ranks on other machines: a :class:`Machine`, or the name of a preset such as ``"h100"``."""
+        from shardrec.layout.presets import preset
+
+        return replace(self, machine=preset(machine) if isinstance(machine, str) else machine)
+
     @classmethod
     def of_world(cls, world_size: int) -> Topology:
         """The topology of ``world_size`` ranks as torchrun's ``LOCAL_WORLD_SIZE`` describes it (else one host)."""
@@ -47,3 +58,49 @@ class Topology:
         if not 1 <= local <= world_size or world_size % local:
             local = world_size
         return cls(hosts=world_size // local, ranks_per_host=local)
+
+    @classmethod
+    def detect(cls, *, hosts: int = 1, ranks_per_host: int | None = None, device: str | None = None) -> Topology:
+        """This machine, and others like it.
+
+        Args:
+            hosts: number of machines.
+            ranks_per_host: default: one per CUDA device, or per core where there is none.
+            device: ``"cpu"`` or ``"cuda"``; default: CUDA where torch sees a device.
+
+        Returns:
+            A topology with a machine: memory as the device or the host reports it, bandwidths of the nearest preset.
+        """
+        from shardrec.layout.presets import detect_machine
+
+        if ranks_per_host is None:
+            import torch
+
+            devices = torch.cuda.device_count() if device != "cpu" else 0
+            ranks_per_host = devices or len(os.sched_getaffinity(0))
+        machine = detect_machine(ranks_per_host, device=device)
+        return cls(hosts=hosts, ranks_per_host=ranks_per_host, machine=machine)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-compatible data; ``machine`` only where there is one."""
+        found: dict[str, Any] = {"hosts": self.hosts, "ranks_per_host": self.ranks_per_host}
+        if self.machine is not None:
+            found["machine"] = self.machine.to_json()
+        return found
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Topology:
+        """The topology that :meth:`to_json` gave.
+
+        Raises:
+            ConfigError: if a number is missing or wrong, or the machine is not one.
+        """
+        counts = {}
+        for name in ("hosts", "ranks_per_host"):
+            if type(data.get(name)) is not int:
+                raise ConfigError(f"a topology's {name} is {data.get(name)!r}; give a whole number")
+            counts[name] = data[name]
+        machine = data.get("machine")
+        if machine is not None and not isinstance(machine, Mapping):
+            raise ConfigError(f"a topology's machine is {machine!r}; give its entries, or leave it out")
+        return cls(**counts, machine=None if machine is None else Machine.from_json(machine))

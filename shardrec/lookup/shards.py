@@ -22,6 +22,8 @@ from shardrec.lookup.bank import RowGradient, TableBank
 from shardrec.lookup.groups import GroupMode, LookupGroup
 from shardrec.lookup.optimizers import FusedOptimizer
 from shardrec.lookup.rows import RowOptimizer
+from shardrec.lookup.rows_operator import RowsLookup
+from shardrec.lookup.scripted import DenseTables, NoTables, kernel_module
 from shardrec.lookup.whole_rows import WholeRows
 
 __all__ = ["ShardLookup", "dense_lookup"]
@@ -84,7 +86,12 @@ class ShardLookup:
 
     def step_counts(self) -> dict[str, int]:
         """Per table, how many updates its optimizer has made, where this rank counts them (Adam); else 0."""
-        return {layout.name: _steps(member) for member in self._members for layout in member.group.layouts}
+        counts: dict[str, int] = {}
+        for member in self._members:
+            for layout in member.group.layouts:
+                # A table with stripes of several widths may be in several groups, and have no shard here in some.
+                counts[layout.name] = max(counts.get(layout.name, 0), _steps(member))
+        return counts
 
     def load_step_counts(self, counts: Mapping[str, int]) -> None:
         """Set what :meth:`step_counts` gave; tables that share a kernel share their largest count."""
@@ -149,6 +156,30 @@ class ShardLookup:
             self._placeholder, part.weights, member, part, batch
         )
         return pooled
+
+    def scripted(self, *, training: bool) -> tuple[nn.ModuleList, list[int]]:
+        """The lookups for TorchScript, one module per group, and the number of this rank's slots in each.
+
+        Args:
+            training: update the tables in backward, all of them; else those without a fused kernel are only looked up.
+        """
+        modules = [self._scripted(member, training) for member in self._members]
+        return nn.ModuleList(modules), [len(member.slots) for member in self._members]
+
+    def _scripted(self, member: _Member, training: bool) -> nn.Module:
+        updated_by_rows = member.group.mode in (GroupMode.ROWS, GroupMode.WHOLE_ROWS)
+        if updated_by_rows and training and (member.bank is not None or member.whole_rows is not None):
+
+            def look_up(ids: Tensor, lengths: Tensor, weights: Tensor | None) -> Tensor:
+                return self._look_up(member, _GroupInput(ids=ids, lengths=lengths, weights=weights), lengths.size(1))
+
+            return RowsLookup(look_up, self)
+        if member.bank is None:
+            return NoTables(member.group.width or 0, self._placeholder.device)
+        if member.group.mode is GroupMode.DENSE or member.bank.kernel is None:
+            weights = member.parameters or [nn.Parameter(one, requires_grad=False) for one in member.bank.weights]
+            return DenseTables(weights, member.bank.slot_tables, pooled=member.bank.pooled)
+        return kernel_module(member.bank)
 
     def _find(self, shard: Shard) -> tuple[_Member, int]:
         for member in self._members:

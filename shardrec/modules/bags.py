@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
@@ -94,7 +94,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         self._dims = [lookup.layout.embedding_dim for lookup in lookups]
         self._lookups = tuple(lookups)
         self._own_lookups = tuple(lookup for lookup in lookups if lookup.layout.replicated)
-        route = build_route(lookups, collectives.world_size, len(groups))
+        self._route = route = build_route(lookups, collectives.world_size, len(groups))
         self._expect = self._expectation(lookups, weighted=self._is_weighted)
         self._input = InputExchange(route, self._expect, self.context)
         self._shards = ShardLookup(groups, route.slots[collectives.rank], collectives, self.device)
@@ -130,6 +130,12 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             keys=self._embedding_names,
             dims=self._dims,
         )
+
+    def scripted_twin(self) -> nn.Module:
+        """What TorchScript sees in this module's place: the same lookup, on the same parameters."""
+        from shardrec.modules.scripted_bags import ScriptedBags
+
+        return ScriptedBags(self)
 
     def tables(self) -> Mapping[str, ShardedTable]:
         """The sharded tables, by their own names."""

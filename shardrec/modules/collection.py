@@ -129,6 +129,15 @@ class ShardedCollection(nn.Module, abc.ABC):
         self._shards.own_parameters(by_shard)
         return modules
 
+    def unreduced_parameters(self) -> list[nn.Parameter]:
+        """This rank's shards of the cut tables, whose gradients are its own."""
+        return [
+            parameter
+            for table in self.tables().values()
+            if not table.layout.replicated
+            for parameter in table.parameters()
+        ]
+
     def fused_optimizers(self) -> dict[str, FusedOptimizer]:
         """The fused optimizer of each table that has one, by the table's own name; alike on every rank."""
         return dict(self._optimizers)

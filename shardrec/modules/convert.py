@@ -16,7 +16,7 @@ from shardrec.exchange.wire import QuantizedComms
 from shardrec.layout import ShardingPlan, Topology
 from shardrec.modules.bags import ShardedEmbeddingBagCollection
 from shardrec.modules.collection import ShardedCollection
-from shardrec.modules.discover import Collection, collections_of, table_shapes
+from shardrec.modules.discover import Collection, collections_of, remappers_of, table_shapes
 from shardrec.modules.model import ShardedModel
 from shardrec.modules.replicas import ReplicaOptions, make_groups
 from shardrec.modules.replicated_model import ReplicatedModel
@@ -65,8 +65,9 @@ def shard(
 
     Raises:
         PlanError: if the plan does not fit the model or the group, or differs between ranks.
-        ConfigError: if the model has no collection, or one that cannot be sharded; if the replicas do not divide the
-            ranks, or the ranks ask for different ones.
+        ConfigError: if the model has no collection, or one that cannot be sharded; if several ranks would each map ids
+            to rows in their own way (managed collision, pruning); if the replicas do not divide the ranks, or the ranks
+            ask for different ones.
     """
     target = torch.device(device or "cpu")
     collectives = collectives_of(group)
@@ -76,6 +77,7 @@ def shard(
             f"{type(model).__name__} holds no torchrec embedding collection to shard; build its embeddings with one, "
             "or wrap it in DistributedDataParallel as it is"
         )
+    _refuse_remappers(model, collectives.world_size)
     world = StepContext(collectives, target, comms)
     options = _agreed_options(replicas, sync_every, sync_optimizer, world)
     size = collectives.world_size // options.replicas
@@ -96,6 +98,18 @@ def shard(
     if replicas is None:
         return ShardedModel(model, plan, context, everyone)
     return ReplicatedModel(model, plan, context, everyone, groups=groups, options=options)
+
+
+def _refuse_remappers(model: nn.Module, world_size: int) -> None:
+    """On several ranks a module that learns a map from ids to rows would learn another one on each."""
+    remappers = remappers_of(model)
+    if remappers and world_size > 1:
+        path, module = next(iter(remappers.items()))
+        raise ConfigError(
+            f"module {path!r} ({type(module).__name__}) keeps a map from ids to rows, and each of {world_size} ranks would "
+            "learn another one for the same tables; map the ids before the model sees them, with a hash or a fixed map, "
+            "or shard the model on one rank"
+        )
 
 
 def _shard_collection(

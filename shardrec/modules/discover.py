@@ -8,9 +8,16 @@ from torch import nn
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-__all__ = ["Collection", "collections_of", "qualified_name", "table_configs", "table_shapes"]
+__all__ = ["Collection", "collections_of", "qualified_name", "remappers_of", "table_configs", "table_shapes"]
 
 Collection: TypeAlias = EmbeddingBagCollection | EmbeddingCollection
+
+
+# By name: importing the second one takes time, and its users have done so.
+_REMAPPERS = {
+    ("torchrec.modules.mc_modules", "ManagedCollisionModule"),
+    ("torchrec.modules.itep_modules", "GenericITEPModule"),
+}
 
 
 def qualified_name(path: str, table: str) -> str:
@@ -24,6 +31,15 @@ def collections_of(model: nn.Module) -> dict[str, Collection]:
         path: module
         for path, module in model.named_modules()
         if isinstance(module, (EmbeddingBagCollection, EmbeddingCollection))
+    }
+
+
+def remappers_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules, by path, that keep a map from ids to rows and change it as they see ids (managed collision, pruning)."""
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if any((cls.__module__, cls.__name__) in _REMAPPERS for cls in type(module).__mro__)
     }
 
 

@@ -151,6 +151,13 @@ class ShardedModel(nn.Module):
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
 
+    def scripted_twin(self) -> nn.Module:
+        """What TorchScript sees in this module's place: the model that it holds.
+
+        Averaging the dense gradients over the ranks is left to a ``DistributedDataParallel`` around the scripted model.
+        """
+        return self.module
+
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The model's state_dict, with the unsharded model's keys; cut tables are ShardedTensors on several ranks."""
         return self.module.state_dict(*args, **kwargs)

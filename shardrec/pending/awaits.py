@@ -13,7 +13,6 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 import torch
-from torch.futures import Future
 
 from shardrec._torchscript import compiled_nowait, compiles_to
 from shardrec.pending.base import Awaitable
@@ -58,8 +57,8 @@ compiles_to(awaitable_nowait, "prim::awaitable_nowait")
 def as_await(pending: Any) -> Any:
     """A pending value as an ``Await``. Eager mode only.
 
-    Compiled code takes an ``Await`` that was made in eager mode only if its value is there already, since it cannot call
-    back to Python: give it ``as_await(shardrec.wait(lazy))``.
+    Compiled code takes an ``Await`` that was made in eager mode only if its value is there already, since it cannot
+    call back to Python: give it ``as_await(shardrec.wait(lazy))``.
 
     Args:
         pending: a ``LazyAwaitable[W]`` or another ``Awaitable``, a ``torch.futures.Future[W]``, an ``Await[W]``, which
@@ -111,22 +110,21 @@ class _LazyAwait(LazyAwaitable[W]):
         value: W = torch.jit._awaitable_wait(pending)
         return value
 
-    def _is_ready(self) -> bool:
-        return self._pending is not None and bool(self._pending.is_nowait())
+    # Whether it is ready cannot be told: is_nowait() is true of whatever was not made in Python.
 
 
 class _LazyWaiter(LazyAwaitable[W]):
     """A future or another awaitable, lazily awaited."""
 
-    def __init__(self, pending: Awaitable[W] | Future[W]) -> None:
+    def __init__(self, pending: Any) -> None:
         super().__init__()
-        self._pending: Awaitable[W] | Future[W] | None = pending
+        self._pending = pending
 
     def _wait_impl(self) -> W:
         pending = self._pending
-        assert pending is not None, "_wait_impl() runs once"
         self._pending = None
-        return pending.wait()
+        value: W = pending.wait()
+        return value
 
     def _is_ready(self) -> bool:
-        return self._pending is not None and self._pending.done()
+        return self._pending is not None and bool(self._pending.done())

@@ -1,6 +1,54 @@
-"""The planner: from a model's tables to a sharding plan."""
+"""The planner: from a model's tables to a sharding plan, with its cost, a proven bound and its reasons.
 
-from shardrec.planner.constraint import Constraint
-from shardrec.planner.make import plan
+Its names are imported when they are first asked for: the solver brings numpy, scipy and HiGHS along.
+"""
 
-__all__ = ["Constraint", "plan"]
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardrec.planner.constraint import Constraint
+    from shardrec.planner.cost import CostModel, Growth, Profile, TableLoad
+    from shardrec.planner.make import plan, plan_tables, replan
+    from shardrec.planner.solve import SolveLimits
+    from shardrec.planner.torchrec_plan import constraints_from_torchrec, from_torchrec, to_torchrec
+
+__all__ = [
+    "Constraint",
+    "CostModel",
+    "Growth",
+    "Profile",
+    "SolveLimits",
+    "TableLoad",
+    "constraints_from_torchrec",
+    "from_torchrec",
+    "plan",
+    "plan_tables",
+    "replan",
+    "to_torchrec",
+]
+
+_HOMES = {
+    "Constraint": "constraint",
+    "CostModel": "cost",
+    "Growth": "cost",
+    "Profile": "cost",
+    "SolveLimits": "solve",
+    "TableLoad": "cost",
+    "constraints_from_torchrec": "torchrec_plan",
+    "from_torchrec": "torchrec_plan",
+    "plan": "make",
+    "plan_tables": "make",
+    "replan": "make",
+    "to_torchrec": "torchrec_plan",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value

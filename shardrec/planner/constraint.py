@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from shardrec.errors import ConfigError
+from shardrec.layout import TableLayout
 
 __all__ = ["CUTS", "Constraint", "constraints_by_table"]
 
@@ -28,10 +29,14 @@ class Constraint:
     Args:
         cuts: the cuts that may be used; default: any that the planner knows.
         ranks: the ranks that may hold a shard; default: all.
+        min_columns: least width of a column stripe; default: the kernels' unit.
+        pinned: the table's layout, decided already; leaves nothing to the planner.
     """
 
     cuts: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
+    min_columns: int = 0
+    pinned: TableLayout | None = None
 
     def __post_init__(self) -> None:
         unknown = [cut for cut in self.cuts if cut not in CUTS]
@@ -39,6 +44,10 @@ class Constraint:
             raise ConfigError(f"there is no cut {unknown[0]!r}; the cuts are {', '.join(CUTS)}")
         if self.ranks and self.cuts and set(self.cuts) <= {"data_parallel"}:
             raise ConfigError("a data_parallel table is on every rank; leave ranks empty")
+        if self.min_columns < 0:
+            raise ConfigError(f"min_columns is {self.min_columns}; give a number of columns, at least 0")
+        if self.pinned is not None and (self.cuts or self.ranks or self.min_columns):
+            raise ConfigError("a pinned table is laid out already; leave cuts, ranks and min_columns empty")
 
 
 def constraints_by_table(

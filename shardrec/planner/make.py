@@ -1,19 +1,27 @@
-"""``shardrec.plan``: from a model to a sharding plan."""
+"""``shardrec.plan`` and ``replan``: from a model, or from tables, to a sharding plan."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from shardrec.errors import ConfigError
 from shardrec.layout import ShardingPlan, Topology
-from shardrec.planner.balance import TableSize, balanced_plan
-from shardrec.planner.constraint import Constraint
+from shardrec.layout.machine import Machine
+from shardrec.planner.candidates import Candidate, CandidateMaker, lay_out
+from shardrec.planner.constraint import Constraint, constraints_by_table
+from shardrec.planner.cost import COMPONENTS, MEMORY, CostModel, Profile, TableLoad
+from shardrec.planner.infeasible import refuse
+from shardrec.planner.price import priced_plan
+from shardrec.planner.report.alternatives import next_best
+from shardrec.planner.report.summary import PlanReport, TableReport
+from shardrec.planner.solve import Problem, Solution, SolveLimits, solve
 
 if TYPE_CHECKING:
     from torch import nn
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-__all__ = ["plan"]
+__all__ = ["plan", "plan_tables", "replan"]
 
 
 def plan(
@@ -22,37 +30,231 @@ def plan(
     *,
     batch_size: int = 4096,
     constraints: Mapping[str, Constraint] | None = None,
+    profile: Profile | None = None,
+    poolings: Mapping[str, float] | None = None,
+    sample_batches: Iterable[KeyedJaggedTensor] | None = None,
+    limits: SolveLimits | None = None,
 ) -> ShardingPlan:
     """Plan where each table of a model's embedding collections goes.
 
-    The result is a pure function of the arguments, so every rank may compute it for itself.
+    Without a time limit the result is a pure function of the arguments, so every rank may compute it for itself.
 
     Args:
         model: holds ``torchrec.EmbeddingBagCollection`` or ``EmbeddingCollection`` modules; meta tables are fine.
         topology: the ranks; default: those of the default process group (one rank without a group).
         batch_size: samples per rank in a step.
         constraints: limits by table name (``"path.to.collection.table"``) or pattern with ``*`` and ``?``.
+        profile: time coefficients (``shardrec calibrate``); default: those of the topology's machine.
+        poolings: ids of a sample, by feature or table; default: 1, or as in ``sample_batches``.
+        sample_batches: batches as one rank gets them: how many ids a sample has, and how often they come again.
+        limits: when to stop searching.
+
+    Returns:
+        The plan, whose ``explain()``, ``to_html()`` and ``to_png()`` say what it costs and why it is as it is.
 
     Raises:
         ConfigError: if the model has no collection, or a constraint is for an unknown table or cannot be met.
+        PlanError: if the tables do not fit; says which, and what would do.
     """
-    from shardrec.modules.discover import table_configs
+    tables = _tables_of(model, poolings, sample_batches)
+    return plan_tables(
+        tables,
+        topology or _current_topology(),
+        batch_size=batch_size,
+        constraints=constraints,
+        profile=profile,
+        limits=limits,
+    )
 
-    if batch_size < 1:
-        raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
-    sizes = {
-        name: TableSize(
-            num_embeddings=config.num_embeddings,
-            embedding_dim=config.embedding_dim,
-            features=len(config.feature_names),
+
+def plan_tables(
+    tables: Mapping[str, TableLoad],
+    topology: Topology,
+    *,
+    batch_size: int = 4096,
+    constraints: Mapping[str, Constraint] | None = None,
+    profile: Profile | None = None,
+    limits: SolveLimits | None = None,
+) -> ShardingPlan:
+    """Plan tables that are known by their shapes and loads; see :func:`plan`.
+
+    Args:
+        tables: by name.
+        topology: the ranks.
+        batch_size: samples per rank in a step.
+        constraints: by table name or pattern.
+        profile: time coefficients.
+        limits: when to stop searching.
+    """
+    planner = Planner(tables, topology, batch_size=batch_size, constraints=constraints, profile=profile)
+    solution = solve(planner.problem(), limits)
+    if solution is None:
+        refuse(planner)
+    return planner.finished(solution)
+
+
+def replan(
+    old_plan: ShardingPlan,
+    model: nn.Module,
+    *,
+    max_moved_bytes: float,
+    batch_size: int = 4096,
+    constraints: Mapping[str, Constraint] | None = None,
+    profile: Profile | None = None,
+    poolings: Mapping[str, float] | None = None,
+    sample_batches: Iterable[KeyedJaggedTensor] | None = None,
+    limits: SolveLimits | None = None,
+) -> ShardingPlan:
+    """A better plan for the same ranks that moves few bytes.
+
+    A byte is moved when a rank is to hold a weight that it does not hold in the old plan; optimizer state moves with
+    it.
+
+    Args:
+        old_plan: in use now.
+        model: as for :func:`plan`, on whose other arguments this goes by.
+        max_moved_bytes: most bytes of weights and optimizer state that ranks may have to receive.
+        batch_size: samples per rank in a step.
+        constraints: by table name or pattern; they hold for the tables that move.
+        profile: time coefficients.
+        poolings: ids of a sample.
+        sample_batches: batches as one rank gets them.
+        limits: when to stop searching.
+
+    Returns:
+        The plan, whose bound is that of planning anew.
+    """
+    from shardrec.planner.replan import replan_tables
+
+    tables = _tables_of(model, poolings, sample_batches)
+    old_plan.check_tables({name: (load.num_embeddings, load.embedding_dim) for name, load in tables.items()})
+    planner = Planner(tables, old_plan.topology, batch_size=batch_size, constraints=constraints, profile=profile)
+    return replan_tables(planner, old_plan, max_moved_bytes=max_moved_bytes, limits=limits)
+
+
+class Planner:
+    """Tables, ranks and prices, and what is made of them.
+
+    Args:
+        tables: by name.
+        topology: the ranks.
+        batch_size: samples per rank in a step.
+        constraints: by table name or pattern.
+        profile: time coefficients; default: those of the topology's machine.
+    """
+
+    def __init__(
+        self,
+        tables: Mapping[str, TableLoad],
+        topology: Topology,
+        *,
+        batch_size: int,
+        constraints: Mapping[str, Constraint] | None = None,
+        profile: Profile | None = None,
+    ) -> None:
+        if batch_size < 1:
+            raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
+        self.tables = dict(tables)
+        self.topology = topology
+        self.constraints = constraints
+        self.machine = topology.machine or _default_machine()
+        self.profile = profile or Profile.of_machine(self.machine)
+        self.model = CostModel(profile=self.profile, topology=topology, batch_size=batch_size)
+        limits = constraints_by_table(self.tables, constraints, topology.world_size)
+        maker = CandidateMaker(self.model)
+        # By name: the plan does not depend on the order of the tables.
+        self.candidates: dict[str, tuple[Candidate, ...]] = {
+            name: maker.candidates(name, self.tables[name], limits.get(name, Constraint()))
+            for name in sorted(self.tables)
+        }
+
+    @property
+    def capacity(self) -> float:
+        """Bytes of a rank."""
+        return self.machine.table_memory
+
+    def problem(self, capacity: float | None = None) -> Problem:
+        """The problem for the solver, with another capacity if one is given."""
+        options: dict[int, tuple[object, ...]] = {}
+        tables = {}
+        for name, candidates in self.candidates.items():
+            made = options.setdefault(id(candidates), tuple(candidate.option for candidate in candidates))
+            tables[name] = made
+        return Problem(
+            ranks=self.topology.world_size,
+            capacity=(self.capacity if capacity is None else capacity,),
+            tables=tables,  # type: ignore[arg-type]
         )
-        for name, config in table_configs(model).items()
-    }
-    if not sizes:
+
+    def finished(self, solution: Solution) -> ShardingPlan:
+        """The plan of a solution, with its report."""
+        layouts = tuple(
+            lay_out(
+                name,
+                self.tables[name],
+                self.candidates[name][solution.choice[name]],
+                solution.places[name],
+                self.topology.world_size,
+            )
+            for name in self.tables
+        )
+        labels = {name: self.candidates[name][number].option.label for name, number in solution.choice.items()}
+        bare = ShardingPlan(topology=self.topology, tables=layouts)
+        others = next_best(self.candidates, solution, self.capacity)
+        return self.reported(bare, bound=solution.bound, timed_out=solution.timed_out, labels=labels, others=others)
+
+    def reported(
+        self,
+        bare: ShardingPlan,
+        *,
+        bound: float,
+        timed_out: bool = False,
+        labels: Mapping[str, str] | None = None,
+        others: Mapping[str, tuple[str, str]] | None = None,
+    ) -> ShardingPlan:
+        """A plan with its report: priced as it is laid out."""
+        ranks, per_table = priced_plan(self.model, self.tables, bare)
+        cost = max(each.ms for each in ranks)
+        report = PlanReport(
+            batch_size=self.model.batch_size,
+            profile=self.profile.name,
+            source=self.profile.source,
+            cost_ms=cost,
+            bound_ms=min(bound, cost),
+            overhead_ms=self.model.overhead_ms,
+            timed_out=timed_out,
+            capacity=self.capacity,
+            components=COMPONENTS,
+            times=tuple(each.times for each in ranks),
+            uses=MEMORY,
+            memory=tuple(each.memory for each in ranks),
+            tables=tuple(
+                TableReport(
+                    name=layout.name,
+                    cut=(labels or {}).get(layout.name, layout.cut),
+                    ms=per_table[layout.name].ms,
+                    bytes=per_table[layout.name].bytes,
+                    next_cut=(others or {}).get(layout.name, ("", ""))[0],
+                    reason=(others or {}).get(layout.name, ("", "kept as it was"))[1],
+                )
+                for layout in bare.tables
+            ),
+        )
+        return ShardingPlan(topology=bare.topology, tables=bare.tables, report=report)
+
+
+def _tables_of(
+    model: nn.Module, poolings: Mapping[str, float] | None, sample_batches: Iterable[KeyedJaggedTensor] | None
+) -> dict[str, TableLoad]:
+    from shardrec.planner.tables import sampled_features, table_loads
+
+    sampled = None if sample_batches is None else sampled_features(sample_batches)
+    tables = table_loads(model, poolings=poolings, sampled=sampled)
+    if not tables:
         raise ConfigError(
             f"{type(model).__name__} holds no torchrec embedding collection to plan; was it sharded already?"
         )
-    return balanced_plan(sizes, topology or _current_topology(), batch_size=batch_size, constraints=constraints)
+    return tables
 
 
 def _current_topology() -> Topology:
@@ -61,3 +263,10 @@ def _current_topology() -> Topology:
     if dist.is_available() and dist.is_initialized():
         return Topology.of_world(dist.get_world_size())
     return Topology()
+
+
+def _default_machine() -> Machine:
+    """A preset: that of the CUDA device if there is one. Its figures are the same on every rank of its kind."""
+    from shardrec.layout.presets import default_machine
+
+    return default_machine()

@@ -7,6 +7,7 @@ flows in. Nothing is changed here.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shardrec._torchscript import Graph, Node, Type, Value, constant_int, writes_or_aliases
@@ -14,11 +15,12 @@ from shardrec.scripting.operators import Rule, rule_of
 from shardrec.scripting.shapes import Shape, solve
 from shardrec.scripting.types import has_optional, shape_of
 
-__all__ = ["Flow", "Need", "NodePlan", "Plan", "Use", "is_lazy_item"]
+__all__ = ["Flow", "Need", "NodePlan", "Plan", "Use"]
 
 _CASTS = frozenset({"aten::_unwrap_optional", "prim::unchecked_cast", "prim::unchecked_unwrap_optional"})
 _COMPARISONS_WITH_NONE = frozenset({"aten::__is__", "aten::__isnot__"})
 _LITERALS = frozenset({"prim::DictConstruct", "prim::ListConstruct", "prim::TupleConstruct"})
+_NOTHING_HAPPENS = _LITERALS | {"prim::Constant", "prim::GetAttr"}
 
 
 class Need(enum.Enum):
@@ -45,10 +47,15 @@ class Use:
 
 @dataclass(kw_only=True)
 class NodePlan:
-    """A node, how it uses its operands, and the blocks inside it."""
+    """A node, how it uses its operands, and the blocks inside it.
+
+    Args:
+        is_lazy_item: it takes an item of a dict; if the dict is pending, the item can be, too.
+    """
 
     node: Node
     uses: list[Use]
+    is_lazy_item: bool = False
     blocks: list[Plan] = field(default_factory=list)
 
 
@@ -71,8 +78,8 @@ class Flow:
 
     Args:
         graph: with all calls inlined.
-        pending: the values that an Await stands for, each with the type of what it waits for, which is no Optional: the
-            Await of an Optional is not the Optional of an Await.
+        pending: the values that an Await stands for. Each has the type of what it waits for, and that is no Optional:
+            the Await of an Optional is not the Optional of an Await.
 
     Attributes:
         plan: of the graph's block.
@@ -80,14 +87,13 @@ class Flow:
         shapes: per value.
     """
 
-    def __init__(self, graph: Graph, pending: list[tuple[Value, Type]]) -> None:
-        self.plain_types: dict[int, Type] = {value.unique(): kind for value, kind in pending}
+    def __init__(self, graph: Graph, pending: Sequence[Value]) -> None:
+        self.plain_types: dict[int, Type] = {}
         self.shapes: dict[int, Shape] = {}
-        starts = []
-        for value, kind in pending:
-            shape = self.shape(value)
-            shape.start()
-            starts.append(shape)
+        self._pending = {value.unique() for value in pending}
+        starts = [self.shape(value) for value in pending]
+        for start in starts:
+            start.start()
         for value in graph.inputs():
             self.shape(value).pin()
         self.plan = self._block(graph.block())
@@ -116,7 +122,7 @@ class Flow:
             return self._if(node)
         if kind == "prim::Loop":
             return self._loop(node)
-        return NodePlan(node=node, uses=self._operator(node, kind))
+        return NodePlan(node=node, uses=self._operator(node, kind), is_lazy_item=_is_lazy_item(node))
 
     def _operator(self, node: Node, kind: str) -> list[Use]:
         inputs, outputs = list(node.inputs()), list(node.outputs())
@@ -135,7 +141,8 @@ class Flow:
         if kind in ("prim::TupleIndex", "prim::TupleUnpack") and self._take_apart(node, kind):
             return [_HOLDER, *[_VALUE] * (len(inputs) - 1)]
         for output in outputs:
-            self.shape(output).pin()
+            if output.unique() not in self._pending:
+                self.shape(output).pin()
         return [self._used(value, node, index) for index, value in enumerate(inputs)]
 
     def _holder(self, node: Node, rule: Rule) -> list[Use]:
@@ -151,7 +158,7 @@ class Flow:
                 uses.append(self._stored(value, element) if letter == "x" else _VALUE)
         for output in node.outputs():
             shape = self.shape(output)
-            if is_lazy_item(node):
+            if _is_lazy_item(node):
                 # Of a dict that is pending itself, the item can be pending, too.
                 element.flow(shape)
                 holder.flow_root(shape)
@@ -222,23 +229,30 @@ class Flow:
     def _used(self, value: Value, node: Node, index: int) -> Use:
         """What is used as a whole is plain; what it holds, by a copy of it, unless that could be told from it."""
         shape, kind = self.shape(value), self.plain_type(value)
-        is_return = node.kind() == "prim::Return"
         if kind.kind() == "OptionalType":
             shape.pin()
-        elif has_optional(kind):
+        elif has_optional(kind) or (shape.parts and node.kind() != "prim::Return" and writes_or_aliases(node, index)):
             shape.pin_parts()
-        elif shape.parts and (_is_literal(value) or (not is_return and writes_or_aliases(node, index))):
-            shape.pin_parts()
+        elif _is_literal(value, node):
+            # Made for this use: to wait for what goes into it is not early, and saves the copy.
+            for part in shape.parts:
+                part.pin_itself()
         return _VALUE
 
 
-def is_lazy_item(node: Node) -> bool:
+def _is_lazy_item(node: Node) -> bool:
     """Whether a node takes an item of a dict, as ``LazyGetItemMixin`` does without waiting for the dict."""
-    if node.kind() != "aten::__getitem__" or node.inputsAt(0).type().kind() not in ("AwaitType", "DictType"):
+    if node.kind() != "aten::__getitem__" or node.inputsAt(0).type().kind() != "DictType":
         return False
-    return not has_optional(node.output().type())
+    return bool(node.output().type().kind() != "OptionalType")
 
 
-def _is_literal(value: Value) -> bool:
-    """Whether a value is made for its only use, so that waiting for what goes into it is not early."""
-    return value.node().kind() in _LITERALS and len(value.uses()) == 1
+def _is_literal(value: Value, use: Node) -> bool:
+    """Whether a value is a list, dict or tuple that is written out where it is used, and used only there."""
+    made = value.node()
+    if made.kind() not in _LITERALS or len(value.uses()) > 1:
+        return False
+    node = use.prev()
+    while node.kind() in _NOTHING_HAPPENS and node is not made:
+        node = node.prev()
+    return bool(node is made)

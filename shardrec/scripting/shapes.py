@@ -1,7 +1,7 @@
 """Where in a value something may be pending, worked out for all values of a program at once.
 
-A *shape* stands for a value, with a part for what a list or dict holds and for each item of a tuple. Each shape and each
-part is either plain or pending (an Await of it takes its place).
+A *shape* stands for a value, with a part for what a list or dict holds and for each item of a tuple. Each shape and
+each part is either plain or pending (an Await of it takes its place).
 
 ::
 
@@ -69,8 +69,12 @@ class Shape:
 
     def pin(self) -> None:
         """It has to be plain, and all it holds, too."""
-        self._root()._is_pinned = True
+        self.pin_itself()
         self.pin_parts()
+
+    def pin_itself(self) -> None:
+        """It has to be plain, whatever it holds."""
+        self._root()._is_pinned = True
 
     def pin_parts(self) -> None:
         """All it holds has to be plain."""

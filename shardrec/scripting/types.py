@@ -32,9 +32,7 @@ def shape_of(kind: Type) -> Shape:
 def has_optional(kind: Type) -> bool:
     """Whether an Optional is in it, at any depth of lists, dicts and tuples."""
     return kind.kind() == "OptionalType" or any(
-        has_optional(inner)
-        for inner in kind.containedTypes()
-        if kind.kind() in ("ListType", "DictType", "TupleType")
+        has_optional(inner) for inner in kind.containedTypes() if kind.kind() in ("ListType", "DictType", "TupleType")
     )
 
 

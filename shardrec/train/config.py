@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shardrec.errors import ConfigError
-from shardrec.train.options import coerce, flag, option, rule_of
+from shardrec.train.options import check_fields, option, together
 
 __all__ = ["SYNTHETIC", "TrainConfig", "load_config", "parse_constraint"]
 
@@ -93,18 +93,9 @@ class TrainConfig:
     checkpoint: str = option("last", _OUTPUT, "Save the model at the end, or not.", choices=("last", "none"))
 
     def __post_init__(self) -> None:
-        faults = []
-        for field in dataclasses.fields(self):
-            kind = str(field.type)
-            value = coerce(getattr(self, field.name), kind)
-            object.__setattr__(self, field.name, value)
-            wanted = rule_of(field).fault(value, kind)
-            if wanted is not None:
-                faults.append(f"{field.name} ({flag(field.name)}) is {value!r}: give {wanted}")
-        if not faults:
-            faults = self._structural_faults()
+        faults = check_fields(self) or self._structural_faults()
         if faults:
-            raise ConfigError(_together(faults))
+            raise ConfigError(together(faults))
 
     def _structural_faults(self) -> list[str]:
         faults = []
@@ -214,11 +205,4 @@ def _check_names(values: Mapping[str, Any], where: str) -> None:
             hint = f", did you mean {close[0]!r}?" if close else ""
             faults.append(f"{where}: there is no option {name!r}{hint}")
     if faults:
-        raise ConfigError(f"{_together(faults)}\nThe options are {', '.join(known)}")
-
-
-def _together(faults: list[str]) -> str:
-    if len(faults) == 1:
-        return faults[0]
-    lines = "\n".join(f"  {number}. {fault}" for number, fault in enumerate(faults, 1))
-    return f"the options have {len(faults)} faults:\n{lines}"
+        raise ConfigError(f"{together(faults)}\nThe options are {', '.join(known)}")

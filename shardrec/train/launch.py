@@ -24,7 +24,7 @@ import tempfile
 import time
 import traceback
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,10 @@ from shardrec.train.quiet import environment_for_torch, quiet_libraries
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-__all__ = ["first_cause", "launched_rank", "train"]
+__all__ = ["Run", "first_cause", "launched_rank", "run_on_ranks", "train"]
+
+Run = Callable[[dict[str, Any]], Any]
+"""What a rank does, given the options: a function of a module, for new processes find it by its name."""
 
 _GRACE_S = 5
 
@@ -55,14 +58,32 @@ def train(config: TrainConfig, *, debug: bool = False) -> None:
         ShardrecError: what went wrong; of several ranks' errors the first that is not about another rank.
         KeyboardInterrupt: the run was stopped by Ctrl-C or a signal to end.
     """
+    config = dataclasses.replace(config, out=config.out or _new_folder())  # of several ranks' the first one's holds
+    run_on_ranks(_train_rank, config.to_mapping(), nproc=config.nproc, debug=debug)
+
+
+def run_on_ranks(run: Run, options: Mapping[str, Any], *, nproc: int, debug: bool = False) -> Any:
+    """Call ``run(options)`` on each rank: those of the launcher that started this process, else ``nproc`` of our own.
+
+    Args:
+        run: what a rank does.
+        options: that can be pickled.
+        nproc: ranks to start; 1 for this process by itself.
+        debug: keep the launcher's log and the ranks' tracebacks.
+
+    Returns:
+        What ``run`` returned on this rank, or, if ranks were started for it, on rank 0; it must be possible to pickle.
+
+    Raises:
+        ShardrecError: what went wrong; of several ranks' errors the first that is not about another rank.
+        KeyboardInterrupt: the run was stopped by Ctrl-C or a signal to end.
+    """
     launched = launched_rank()
     if launched is not None:
-        _check_nproc(config, launched[1])
-        _run_here(config, debug)
-    elif config.nproc == 1:
-        _run_here(dataclasses.replace(config, out=config.out or _new_folder()), debug)
-    else:
-        _run_on_new_ranks(dataclasses.replace(config, out=config.out or _new_folder()), debug)
+        _check_nproc(nproc, launched[1])
+    if launched is not None or nproc == 1:
+        return _run_here(run, dict(options), debug)
+    return _run_on_new_ranks(run, dict(options), nproc, debug)
 
 
 def launched_rank() -> tuple[int, int] | None:
@@ -72,10 +93,10 @@ def launched_rank() -> tuple[int, int] | None:
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
-def _check_nproc(config: TrainConfig, world_size: int) -> None:
-    if config.nproc not in (1, world_size):
+def _check_nproc(nproc: int, world_size: int) -> None:
+    if nproc not in (1, world_size):
         raise ConfigError(
-            f"nproc (--nproc) is {config.nproc} and a launcher has already started {world_size} ranks: leave nproc out "
+            f"nproc (--nproc) is {nproc} and a launcher has already started {world_size} ranks: leave nproc out "
             "under torchrun"
         )
 
@@ -85,17 +106,21 @@ def _new_folder() -> str:
     return name if not Path(name).exists() else f"{name}-{os.getpid()}"
 
 
-def _run_here(config: TrainConfig, debug: bool) -> None:
+def _train_rank(options: dict[str, Any]) -> None:
+    from shardrec.train.session import run_rank
+
+    run_rank(TrainConfig(**options))
+
+
+def _run_here(run: Run, options: dict[str, Any], debug: bool) -> Any:
     from shardrec._versions import check_versions
 
     with environment_for_torch(quiet=not debug), quiet_libraries(quiet=not debug):
         check_versions()
-        from shardrec.train.session import run_rank
-
-        run_rank(config)
+        return run(options)
 
 
-def _run_on_new_ranks(config: TrainConfig, debug: bool) -> None:
+def _run_on_new_ranks(run: Run, options: dict[str, Any], nproc: int, debug: bool) -> Any:
     with environment_for_torch(quiet=not debug), tempfile.TemporaryDirectory(prefix="shardrec-") as scratch:
         from torch.distributed.elastic.multiprocessing import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -104,7 +129,7 @@ def _run_on_new_ranks(config: TrainConfig, debug: bool) -> None:
         launch = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
-            nproc_per_node=config.nproc,
+            nproc_per_node=nproc,
             run_id=uuid.uuid4().hex,
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
@@ -115,7 +140,8 @@ def _run_on_new_ranks(config: TrainConfig, debug: bool) -> None:
         )
         try:
             with _quiet_launcher(debug):
-                elastic_launch(launch, _rank_main)(config.to_mapping(), scratch, debug)
+                returned: dict[int, Any] = elastic_launch(launch, _rank_main)(run, options, scratch, debug)
+                return returned[0]
         except ChildFailedError as failed:
             raise first_cause(Path(scratch), failed, debug) from (failed if debug else None)
         except SignalException as stopped:
@@ -142,14 +168,15 @@ def _quiet_launcher(debug: bool) -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------------ on the ranks
 
 
-def _rank_main(options: dict[str, Any], scratch: str, debug: bool) -> None:
-    """What each new process runs: the run, and in the end a note about what went wrong."""
+def _rank_main(run: Run, options: dict[str, Any], scratch: str, debug: bool) -> Any:
+    """What each new process runs: the run, and in the end a note about what went wrong. Returns rank 0's result."""
     rank = int(os.environ["RANK"])
     # Rank 0 has a terminal to put in order; the others may go at once, even out of the middle of a collective.
     if rank != 0:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        _run_here(TrainConfig(**options), debug)
+        result = _run_here(run, options, debug)
+        return result if rank == 0 else None
     except Exception as error:
         _leave_note(Path(scratch), rank, error)
         if debug:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Rule", "coerce", "flag", "option", "rule_of"]
+__all__ = ["Rule", "check_fields", "coerce", "flag", "option", "rule_of", "together"]
 
 _KEY = "shardrec.rule"
 _NOUNS = {"int": "a whole number", "float": "a number", "tuple[int, ...]": "whole numbers with commas between"}
@@ -93,6 +93,27 @@ def rule_of(field: dataclasses.Field[Any]) -> Rule:
     """The rule that :func:`option` gave to a field."""
     rule: Rule = field.metadata[_KEY]
     return rule
+
+
+def check_fields(config: Any) -> list[str]:
+    """Give each field of a frozen dataclass of options its declared type; returns what is wrong with any, in words."""
+    faults = []
+    for field in dataclasses.fields(config):
+        kind = str(field.type)
+        value = coerce(getattr(config, field.name), kind)
+        object.__setattr__(config, field.name, value)
+        wanted = rule_of(field).fault(value, kind)
+        if wanted is not None:
+            faults.append(f"{field.name} ({flag(field.name)}) is {value!r}: give {wanted}")
+    return faults
+
+
+def together(faults: list[str]) -> str:
+    """One fault as it is, several as a numbered list."""
+    if len(faults) == 1:
+        return faults[0]
+    lines = "\n".join(f"  {number}. {fault}" for number, fault in enumerate(faults, 1))
+    return f"the options have {len(faults)} faults:\n{lines}"
 
 
 def flag(name: str) -> str:

@@ -7,18 +7,34 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from shardrec.errors import ConfigError, PeerError
-from shardrec.train.config import TrainConfig
 
-__all__ = ["Place", "joined", "same_everywhere"]
+__all__ = ["Place", "RankOptions", "joined", "same_everywhere"]
 
 _TIMEOUT = timedelta(minutes=5)
 """How long a rank waits for the others in a collective. Ranks do the same work, so minutes mean that one is gone."""
+
+
+class RankOptions(Protocol):
+    """What a run's options say of its ranks."""
+
+    @property
+    def device(self) -> str:
+        """``"cpu"`` or ``"cuda"``."""
+
+    @property
+    def threads(self) -> int | None:
+        """Threads of each rank; None for an even share of the cores."""
+
+    @property
+    def seed(self) -> int:
+        """Of torch's random numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +60,7 @@ class Place:
 
 
 @contextmanager
-def joined(config: TrainConfig) -> Iterator[Place]:
+def joined(config: RankOptions) -> Iterator[Place]:
     """Be a rank: set threads and seed, and join the group that the launcher's variables describe (else be alone).
 
     A default group that is there already is used, and left as it is.

@@ -16,9 +16,9 @@ from shardrec.layout import Shard, ShardingPlan
 from shardrec.modules import ShardedEmbeddingBagCollection, ShardedModel, shard
 from tests.batches import Bags, joined, random_bags
 from tests.models import OPTIMIZERS, collection, feature_rows, random_configs, table_sizes
-from tests.plans import cut_plan, random_plan, topologies_of
+from tests.plans import random_plan, topologies_of
 
-__all__ = ["Case", "assert_weights_equal", "check", "cut_case", "local_part", "random_case"]
+__all__ = ["Case", "assert_weights_equal", "check", "local_part", "random_case"]
 
 ATOL = 1e-5
 
@@ -71,22 +71,6 @@ def random_case(seed: int, world_size: int) -> Case:
         weighted=weighted,
         seed=seed,
         meta=rng.random() < 0.3,
-    )
-
-
-def cut_case(cut: str, optimizer: str, world_size: int) -> Case:
-    """Every table by one cut and with one optimizer."""
-    rng = Random(f"{cut} {optimizer}")
-    weighted = rng.random() < 0.3
-    configs = random_configs(rng, weighted=weighted)
-    plan = cut_plan(cut, rng, table_sizes(configs), rng.choice(topologies_of(world_size)))
-    return Case(
-        name=f"{cut} {optimizer}",
-        configs=configs,
-        plan=plan,
-        optimizers=[optimizer] * len(configs),
-        weighted=weighted,
-        seed=rng.randrange(2**16),
     )
 
 

@@ -19,8 +19,8 @@ from shardrec.modules import shard
 from tests.batches import random_bags
 from tests.collective_counts import CountCollectives
 from tests.models import collection, feature_rows, random_configs, table_sizes
-from tests.modules.parity import assert_weights_equal, dense_adam, local_part
-from tests.plans import random_plan, topologies_of
+from tests.modules.parity import local_part
+from tests.plans import random_plan
 from tests.ranks import ranks
 
 
@@ -34,53 +34,6 @@ def with_leaf(features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, Tensor]:
         weights=leaf,
         stride=features.stride(),
     ), leaf
-
-
-def compare(seed: int) -> None:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    rng = Random(seed)
-    configs = random_configs(rng, weighted=True)
-    plan = random_plan(rng, table_sizes(configs), rng.choice(topologies_of(world_size)))
-    optimizer = rng.choice(["sgd", "adagrad", "rowwise_adagrad", "adam", "none"])
-    reference = collection(configs, weighted=True, optimizers=optimizer, reference=True)
-    model = shard(collection(configs, weighted=True, optimizers=optimizer), plan)
-    dense = [dense_adam(module) for module in (reference, model)]
-    for _ in range(2):
-        # At least one sample, for without any the unsharded Adam makes no step.
-        sizes = [rng.randrange(4) for _ in range(world_size - 1)] + [rng.randint(1, 3)]
-        bags = [random_bags(rng, feature_rows(configs), size, weighted=True, extra=("x",)) for size in sizes]
-        features, leaf = with_leaf(bags[rank].kjt())
-        values = model(features).values()
-        total = torch.zeros(())
-        for other, one in enumerate(bags):
-            theirs, their_leaf = with_leaf(one.kjt())
-            # Without samples the unsharded module has no backward.
-            expected = reference(theirs).values() if sizes[other] else values[:0]
-            scale = torch.cos(torch.arange(expected.numel(), dtype=torch.float32)).view_as(expected)
-            if other == rank:
-                assert torch.allclose(values, expected, atol=1e-5), f"seed {seed}"
-                loss, kept = (values * scale).sum(), their_leaf
-            if sizes[other]:
-                total = total + (expected * scale).sum()
-        loss.backward()
-        assert leaf.grad is not None, f"seed {seed}: every rank takes part"
-        if total.requires_grad:
-            (total / world_size).backward()
-        if kept.grad is not None:
-            assert torch.allclose(leaf.grad, kept.grad * world_size, atol=1e-4), f"seed {seed}, {optimizer}: {plan}"
-        for one in dense:
-            one.step()
-            one.zero_grad()
-    assert_weights_equal(model.module, reference, f"seed {seed}, {optimizer}")
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_random_plans(world_size: int) -> None:
-    def rank_main() -> None:
-        for seed in range({1: 15, 2: 25, 4: 15}[world_size]):
-            compare(seed)
-
-    ranks(world_size, rank_main)
 
 
 def test_position_weights() -> None:

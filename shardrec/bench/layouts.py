@@ -1,0 +1,80 @@
+"""The plan of a workload: every table by one cut, or by all of them in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from shardrec.bench.workload import WorkloadTable
+from shardrec.errors import ConfigError
+from shardrec.layout import COLUMN_UNIT, ShardingPlan, TableLayout, Topology, cuts
+
+__all__ = ["cut_plan"]
+
+
+def cut_plan(tables: Sequence[WorkloadTable], cut: str, topology: Topology) -> ShardingPlan:
+    """Every table by ``cut``, tables by turns where a table has one rank or one host.
+
+    Args:
+        tables: of the workload.
+        cut: of ``shardrec.bench.config.CUTS`` but the planner's; ``"mixed"`` takes the cuts in turn, without
+            ``data_parallel``.
+        topology: the ranks.
+
+    Raises:
+        PlanError: if a table cannot be cut so.
+    """
+    if cut != "mixed" and cut not in _CUTS:
+        raise ConfigError(f"there is no cut {cut!r}; the cuts are mixed, {', '.join(_CUTS)}")
+    turns = [name for name in _CUTS if name != "data_parallel"] if cut == "mixed" else [cut]
+    layouts = [
+        _CUTS[turns[number % len(turns)]](number // len(turns), table, topology) for number, table in enumerate(tables)
+    ]
+    return ShardingPlan(topology=topology, tables=tuple(layouts))
+
+
+def _stripes(table: WorkloadTable, most: int) -> int:
+    """Column stripes that the table's width allows."""
+    return min(most, max(1, table.dim // COLUMN_UNIT))
+
+
+def _table_wise(turn: int, table: WorkloadTable, topology: Topology) -> TableLayout:
+    return cuts.table_wise(table.name, table.rows, table.dim, rank=turn % topology.world_size)
+
+
+def _row_wise(turn: int, table: WorkloadTable, topology: Topology) -> TableLayout:
+    return cuts.row_wise(table.name, table.rows, table.dim, ranks=range(topology.world_size))
+
+
+def _column_wise(turn: int, table: WorkloadTable, topology: Topology) -> TableLayout:
+    size = topology.world_size
+    ranks = [(turn + number) % size for number in range(_stripes(table, size))]
+    return cuts.column_wise(table.name, table.rows, table.dim, ranks=ranks)
+
+
+def _table_row_wise(turn: int, table: WorkloadTable, topology: Topology) -> TableLayout:
+    return cuts.table_row_wise(table.name, table.rows, table.dim, host=turn % topology.hosts, topology=topology)
+
+
+def _table_column_wise(turn: int, table: WorkloadTable, topology: Topology) -> TableLayout:
+    return cuts.table_column_wise(table.name, table.rows, table.dim, host=turn % topology.hosts, topology=topology)
+
+
+def _grid(turn: int, table: WorkloadTable, topology: Topology) -> TableLayout:
+    size = topology.hosts
+    hosts = [(turn + number) % size for number in range(_stripes(table, size))]
+    return cuts.grid(table.name, table.rows, table.dim, hosts=hosts, topology=topology)
+
+
+def _data_parallel(turn: int, table: WorkloadTable, topology: Topology) -> TableLayout:
+    return cuts.data_parallel(table.name, table.rows, table.dim)
+
+
+_CUTS: Mapping[str, Callable[[int, WorkloadTable, Topology], TableLayout]] = {
+    "table_wise": _table_wise,
+    "row_wise": _row_wise,
+    "column_wise": _column_wise,
+    "table_row_wise": _table_row_wise,
+    "table_column_wise": _table_column_wise,
+    "grid": _grid,
+    "data_parallel": _data_parallel,
+}

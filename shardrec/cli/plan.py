@@ -1,0 +1,225 @@
+"""``shardrec plan``: plan tables that are described in a file, and say what the plan costs and why it is as it is."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shardrec.errors import ConfigError
+
+if TYPE_CHECKING:
+    from shardrec.layout import Topology
+    from shardrec.planner import Constraint, TableLoad
+
+__all__ = ["plan_command", "read_tables"]
+
+_COLUMNS = ("num_embeddings", "embedding_dim")
+_OPTIMIZERS = {"none": (0, 0), "sgd": (0, 0), "rowwise_adagrad": (0, 4), "adagrad": (4, 0), "adam": (8, 0)}
+
+
+def plan_command(
+    tables: Annotated[Path, typer.Argument(help="CSV or YAML file of tables.", metavar="TABLES")],
+    ranks: Annotated[int, typer.Option(help="Ranks in all.", min=1)] = 8,
+    hosts: Annotated[int, typer.Option(help="Hosts that the ranks are spread over.", min=1)] = 1,
+    machine: Annotated[str, typer.Option(help="Preset of a rank's machine, such as h100 or cpu, or detect.")] = "cpu",
+    memory: Annotated[float | None, typer.Option(help="GiB of a rank for the tables.", min=0)] = None,
+    batch_size: Annotated[int, typer.Option(help="Samples per rank in a step.", min=1)] = 4096,
+    optimizer: Annotated[
+        str, typer.Option(help=f"Optimizer in backward: {', '.join(_OPTIMIZERS)}.")
+    ] = "rowwise_adagrad",
+    instance: Annotated[str | None, typer.Option(help="Take only the lines of this instance of a CSV file.")] = None,
+    constraint: Annotated[
+        list[str] | None, typer.Option(help="Cuts that may be used, such as 'user*=row_wise,table_wise@0,1'.")
+    ] = None,
+    profile: Annotated[Path | None, typer.Option(help="JSON file of shardrec calibrate.")] = None,
+    gap: Annotated[
+        float, typer.Option(help="Stop when the plan is proven to be this close to the best.", min=0)
+    ] = 0.005,
+    seconds: Annotated[float | None, typer.Option(help="Stop then with the best plan so far.", min=0)] = None,
+    save: Annotated[Path | None, typer.Option(help="Write the plan to this JSON file.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page about the plan.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw the load of each rank.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print cost_ms, bound_ms, gap and the shards as JSON.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+) -> None:
+    """Plan how to shard tables, and explain the plan.
+
+    TABLES is a CSV file with the columns num_embeddings and embedding_dim and, if wanted, name, count, pooling (ids of
+    a sample, ';' between the features of a table) and instance; or a YAML file with a list of the same under 'tables'.
+    """
+    del debug  # read by the entry point
+    from math import inf
+
+    from shardrec.planner import Profile, SolveLimits, plan_tables
+
+    if optimizer not in _OPTIMIZERS:
+        raise ConfigError(f"--optimizer is {optimizer!r}: give one of {', '.join(_OPTIMIZERS)}")
+    loads = read_tables(tables, instance=instance, optimizer=optimizer)
+    found = plan_tables(
+        loads,
+        _topology(ranks, hosts, machine, memory),
+        batch_size=batch_size,
+        constraints=_constraints(constraint or []),
+        profile=None if profile is None else Profile.load(profile),
+        limits=SolveLimits(gap=gap, seconds=inf if seconds is None else seconds),
+    )
+    if save is not None:
+        found.save(save)
+    if html is not None:
+        found.to_html(html)
+    if png is not None:
+        found.to_png(png)
+    report = found.report
+    assert report is not None, "the planner reports on its plans"
+    if as_json:
+        shards = {each["name"]: each["shards"] for each in found.to_json()["tables"]}
+        numbers = {"cost_ms": report.cost_ms, "bound_ms": report.bound_ms, "gap": report.gap}
+        cuts = {each.name: each.cut for each in report.tables}
+        typer.echo(json.dumps({**numbers, "timed_out": report.timed_out, "cuts": cuts, "shards": shards}, indent=1))
+        return
+    from rich.console import Console
+
+    Console().print(found.explain())
+
+
+def read_tables(path: Path, *, instance: str | None = None, optimizer: str = "rowwise_adagrad") -> dict[str, TableLoad]:
+    """The tables of a CSV or YAML file, by name.
+
+    Args:
+        path: of the file.
+        instance: only lines of this instance.
+        optimizer: whose state is kept for each table.
+
+    Raises:
+        ConfigError: naming file, line and what is wrong there.
+    """
+    try:
+        rows = _yaml_rows(path) if path.suffix in (".yaml", ".yml") else _csv_rows(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    named = sorted({str(row["instance"]) for _, row in rows if row.get("instance")})
+    if instance is None and len(named) > 1:
+        raise ConfigError(f"{path} holds {len(named)} instances; give --instance with one of {', '.join(named)}")
+    if instance is not None:
+        rows = [(where, row) for where, row in rows if row.get("instance") == instance]
+        if not rows:
+            raise ConfigError(f"{path} has no instance {instance!r}; it has {', '.join(named) or 'none'}")
+    found: dict[str, TableLoad] = {}
+    for where, row in rows:
+        load = _load(f"{path}:{where}", row, optimizer)
+        count = _whole(f"{path}:{where}", "count", row.get("count") or 1)
+        for number in range(count):
+            base = str(row.get("name") or f"t{len(found)}")
+            name = base if count == 1 or not row.get("name") else f"{base}_{number}"
+            if name in found:
+                raise ConfigError(f"{path}:{where}: there are two tables {name!r}; give each a name of its own")
+            found[name] = load
+    if not found:
+        raise ConfigError(f"{path} holds no table")
+    return found
+
+
+def _csv_rows(path: Path) -> list[tuple[int, Mapping[str, Any]]]:
+    with path.open(encoding="utf-8", newline="") as file:
+        reader = csv.DictReader(file)
+        missing = [name for name in _COLUMNS if name not in (reader.fieldnames or ())]
+        if missing:
+            raise ConfigError(f"{path} has no column {missing[0]!r}; its first line must name {', '.join(_COLUMNS)}")
+        return [(reader.line_num, row) for row in reader]
+
+
+def _yaml_rows(path: Path) -> list[tuple[int, Mapping[str, Any]]]:
+    import yaml
+
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not YAML ({error})") from error
+    tables = data.get("tables") if isinstance(data, Mapping) else None
+    if not isinstance(tables, list) or not all(isinstance(each, Mapping) for each in tables):
+        raise ConfigError(f"{path} has no list of tables; write 'tables:' and one entry for each")
+    return list(enumerate(tables, 1))
+
+
+def _load(where: str, row: Mapping[str, Any], optimizer: str) -> TableLoad:
+    from shardrec.planner import TableLoad
+
+    known = {"name", "count", "pooling", "instance", *_COLUMNS}
+    unknown = [name for name in row if name not in known]
+    if unknown:
+        raise ConfigError(f"{where}: a table has no {unknown[0]!r}; it has {', '.join(sorted(known))}")
+    missing = [name for name in _COLUMNS if row.get(name) in (None, "")]
+    if missing:
+        raise ConfigError(f"{where}: {missing[0]} is missing")
+    given = row.get("pooling")
+    poolings = [1] if given in (None, "") else given if isinstance(given, list) else str(given).split(";")
+    try:
+        ids = tuple(float(each) for each in poolings)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{where}: pooling is {given!r}; give numbers, with ';' between them") from None
+    per_weight, per_row = _OPTIMIZERS[optimizer]
+    try:
+        return TableLoad(
+            num_embeddings=_whole(where, "num_embeddings", row["num_embeddings"]),
+            embedding_dim=_whole(where, "embedding_dim", row["embedding_dim"]),
+            poolings=ids,
+            state_bytes=per_weight,
+            row_state_bytes=per_row,
+            whole_row_state=optimizer == "rowwise_adagrad",
+            fused=optimizer != "none",
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}" if where not in str(error) else str(error)) from None
+
+
+def _whole(where: str, name: str, value: object) -> int:
+    try:
+        number = int(str(value))
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise ConfigError(f"{where}: {name} is {value!r}; give a whole number, at least 1")
+    return number
+
+
+def _topology(ranks: int, hosts: int, machine: str, memory: float | None) -> Topology:
+    from dataclasses import replace
+
+    from shardrec.layout import Topology
+    from shardrec.layout.presets import detect_machine, preset
+
+    if ranks % hosts:
+        raise ConfigError(f"{ranks} ranks cannot be spread evenly over {hosts} hosts; give a multiple of {hosts}")
+    local = ranks // hosts
+    found = detect_machine(local) if machine == "detect" else preset(machine)
+    if memory is not None:
+        tier = "device_memory" if found.kind == "cuda" else "host_memory"
+        found = replace(found, **{tier: memory * 2**30})  # type: ignore[arg-type]
+    return Topology(hosts=hosts, ranks_per_host=local, machine=found)
+
+
+def _constraints(given: Sequence[str]) -> dict[str, Constraint]:
+    """``pattern=cut,cut@rank,rank``; either side of the ``@`` may be empty."""
+    from shardrec.planner import Constraint
+
+    found = {}
+    for text in given:
+        pattern, equals, rest = text.partition("=")
+        cuts, _, ranks = rest.partition("@")
+        try:
+            found[pattern] = Constraint(
+                cuts=tuple(filter(None, cuts.split(","))),
+                ranks=tuple(int(rank) for rank in filter(None, ranks.split(","))),
+            )
+        except ValueError as error:
+            raise ConfigError(f"--constraint {text!r}: {error}") from None
+        if not pattern or not equals:
+            raise ConfigError(f"--constraint is {text!r}: give it as 'pattern=cut,cut@rank,rank'")
+    return found

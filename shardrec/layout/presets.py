@@ -1,0 +1,151 @@
+"""Machines from data sheets.
+
+Memory and its bandwidth, and NVLink's, are those of NVIDIA's data sheets, named in each preset; NVLink's bidirectional
+figure is halved. The network is one adapter per GPU as in the vendor's eight-GPU systems (DGX A100: 200 Gb/s, DGX H100:
+400 Gb/s), and for cards without NVLink the host link is that of PCIe. Latencies are typical of NCCL and not from a data
+sheet.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from math import inf
+
+from shardrec.errors import ConfigError
+from shardrec.layout.machine import Machine
+
+__all__ = ["PRESETS", "default_machine", "detect_machine", "preset"]
+
+_GIB = 2.0**30
+_PCIE3, _PCIE4, _PCIE5 = 16e9, 32e9, 64e9
+_LATENCY = 20e-6
+
+
+def _gpu(
+    name: str, gib: float, bandwidth: float, host_link: float, gigabits: float, cache_mib: float, source: str
+) -> Machine:
+    return Machine(
+        name=name,
+        kind="cuda",
+        device_memory=gib * _GIB,
+        memory_bandwidth=bandwidth * 1e9,
+        host_link=host_link,
+        network=gigabits / 8 * 1e9,
+        latency=_LATENCY,
+        cache=cache_mib * 2**20,
+        source=source,
+    )
+
+
+PRESETS = {
+    machine.name: machine
+    for machine in (
+        _gpu("t4", 16, 320, _PCIE3, 50, 4, "NVIDIA T4 data sheet; PCIe 3.0 x16"),
+        _gpu("v100", 32, 900, 150e9, 100, 6, "NVIDIA V100 data sheet (SXM2 32 GB, NVLink 300 GB/s both ways)"),
+        _gpu("a10g", 24, 600, _PCIE4, 50, 6, "NVIDIA A10 data sheet; PCIe 4.0 x16"),
+        _gpu("a100-40gb", 40, 1555, 300e9, 200, 40, "NVIDIA A100 data sheet (SXM 40 GB, NVLink 600 GB/s both ways)"),
+        _gpu("a100-80gb", 80, 2039, 300e9, 200, 40, "NVIDIA A100 data sheet (SXM 80 GB, NVLink 600 GB/s both ways)"),
+        _gpu("l4", 24, 300, _PCIE4, 50, 48, "NVIDIA L4 data sheet; PCIe 4.0 x16"),
+        _gpu("l40s", 48, 864, _PCIE4, 100, 96, "NVIDIA L40S data sheet; PCIe 4.0 x16"),
+        _gpu("h100", 80, 3350, 450e9, 400, 50, "NVIDIA H100 data sheet (SXM, NVLink 900 GB/s both ways)"),
+        _gpu("h100-pcie", 80, 2000, _PCIE5, 200, 50, "NVIDIA H100 data sheet (PCIe); PCIe 5.0 x16"),
+        _gpu("h200", 141e9 / _GIB, 4800, 450e9, 400, 50, "NVIDIA H200 data sheet (SXM, NVLink 900 GB/s both ways)"),
+        _gpu("b200", 180e9 / _GIB, 8000, 900e9, 400, 50, "NVIDIA DGX B200 data sheet (8 GPUs: 1,440 GB, 64 TB/s)"),
+        Machine(
+            name="cpu",
+            kind="cpu",
+            memory_bandwidth=8e9,
+            host_link=1.2e9,
+            network=1.2e9,
+            latency=200e-6,
+            cache=2**20,
+            source="gloo ranks of one thread on a cloud machine, measured; no data sheet",
+        ),
+    )
+}
+"""By name. ``cpu`` has no memory limit; :func:`detect_machine` reads the real one."""
+
+# In the order of trying: the longer name comes first.
+_DEVICE_NAMES = (
+    ("B200", "b200"),
+    ("H200", "h200"),
+    ("H100 PCIe", "h100-pcie"),
+    ("H100", "h100"),
+    ("A100", "a100-80gb"),
+    ("L40S", "l40s"),
+    ("L4", "l4"),
+    ("A10", "a10g"),
+    ("V100", "v100"),
+    ("T4", "t4"),
+)
+
+
+def preset(name: str) -> Machine:
+    """The preset of a name.
+
+    Raises:
+        ConfigError: for an unknown name; the message lists those there are.
+    """
+    if name not in PRESETS:
+        raise ConfigError(f"there is no preset {name!r}; the presets are {', '.join(PRESETS)}")
+    return PRESETS[name]
+
+
+def detect_machine(ranks_per_host: int = 1, *, device: str | None = None) -> Machine:
+    """The machine that this process runs on.
+
+    Args:
+        ranks_per_host: ranks that share the host's memory.
+        device: ``"cpu"`` or ``"cuda"``; default: CUDA where torch sees a device.
+
+    Raises:
+        ConfigError: if CUDA is asked for and torch sees no device.
+    """
+    import torch
+
+    cuda = torch.cuda.is_available()
+    if device == "cuda" and not cuda:
+        raise ConfigError("torch sees no CUDA device to detect; give device='cpu', or a preset")
+    host = _host_memory() / max(ranks_per_host, 1)
+    if not cuda or device == "cpu":
+        return replace(PRESETS["cpu"], host_memory=host)
+    properties = torch.cuda.get_device_properties(0)
+    name = next((machine for mark, machine in _DEVICE_NAMES if mark in properties.name), "v100")
+    found = PRESETS[name]
+    source = (
+        found.source if found.name != "v100" or "V100" in properties.name else f"bandwidths of a V100: {found.source}"
+    )
+    return replace(
+        found,
+        name=properties.name,
+        device_memory=float(properties.total_memory),
+        host_memory=host,
+        source=f"memory as torch reports it; {source}",
+    )
+
+
+def _host_memory() -> float:
+    """Bytes of this host, or of the control group that the process is in if that is less."""
+    found = inf
+    if "SC_PHYS_PAGES" in os.sysconf_names:
+        found = float(os.sysconf("SC_PHYS_PAGES")) * os.sysconf("SC_PAGE_SIZE")
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            with open(path, encoding="ascii") as file:
+                found = min(found, float(file.read()))
+        except (OSError, ValueError):
+            continue
+    return found
+
+
+def default_machine() -> Machine:
+    """The preset that a plan without a machine is made for: that of the CUDA device, else ``cpu``.
+
+    Its figures are the data sheet's, not what is free at the moment, so that every rank comes to the same plan.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return PRESETS["cpu"]
+    return detect_machine()

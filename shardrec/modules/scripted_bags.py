@@ -1,0 +1,190 @@
+"""A sharded embedding bag collection as TorchScript sees it: issues its all-to-all and returns an ``Await``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+from shardrec.errors import ConfigError
+from shardrec.exchange.route import Piece, output_pieces
+from shardrec.exchange.scripted import ScriptedInput, arrived_rows, exchange_rows, list_of
+from shardrec.lookup.scripted import DenseTables
+from shardrec.pending import Await, awaitable
+
+if TYPE_CHECKING:
+    from shardrec.modules.bags import ShardedEmbeddingBagCollection
+
+__all__ = ["ScriptedBags", "parameters_of"]
+
+
+def parameters_of(module: nn.Module) -> nn.Module:
+    """A module of nothing but another one's parameters, under their names."""
+    holder = nn.Module()
+    for name, parameter in module.named_parameters(recurse=False):
+        holder.register_parameter(name, parameter)
+    for name, child in module.named_children():
+        holder.add_module(name, parameters_of(child))
+    return holder
+
+
+def refuse_quantized(collection: object, output: str, gradient: str) -> None:
+    """Raise for an exchange that TorchScript cannot make."""
+    if (output, gradient) != ("fp32", "fp32"):
+        raise ConfigError(
+            f"{type(collection).__name__} exchanges {output} and {gradient}; a scripted model exchanges fp32: shard "
+            "without comms before shardrec.script"
+        )
+
+
+class ScriptedBags(nn.Module):
+    """The scripted twin of a :class:`ShardedEmbeddingBagCollection`, with its live parameters.
+
+    Args:
+        collection: the eager module.
+    """
+
+    def __init__(self, collection: ShardedEmbeddingBagCollection) -> None:
+        super().__init__()
+        collectives, device = collection.context.collectives, collection.device
+        comms = collection.context.comms
+        if collectives.world_size > 1:
+            refuse_quantized(collection, comms.output, comms.gradient)
+        route, lookups = collection._route, collection._lookups
+        self.embedding_bags = parameters_of(collection.embedding_bags)
+        self.input = ScriptedInput(route, collection._expect, collectives)
+        self.lookups, group_slots = collection._shards.scripted(training=collection.training)
+        self.group_slots = list_of(int, group_slots)
+        own = collection._own_lookups
+        tables = [] if collection._replicas is None else collection._replicas.parameters
+        numbers = [collection._replica_number[one.layout.name] for one in own]
+        self.replicas = nn.ModuleList([DenseTables(tables, numbers, pooled=True)] if own else [])
+        self.replica_features = list_of(str, [one.feature for one in own])
+        self.rank = collectives.rank
+        self.widths = [route.width(rank) for rank in range(collectives.world_size)]
+        self.keys = list(collection._embedding_names)
+        self.dims = list(collection._dims)
+        self.features = [one.feature for one in lookups]
+        self.means = [one.mean for one in lookups]
+        self.any_mean = any(self.means)
+        self.nothing = torch.zeros(0, device=device)
+        pieces = output_pieces(lookups, route)
+        starts = [_starts(pieces, block) for block in range(collectives.world_size + 1)]
+        totals = [*self.widths, sum(one.layout.embedding_dim for one in own)]
+        # Per block, the widths of its runs of columns; per run of the output's columns, its (block, run) sources.
+        splits = [_widths(one, total) for one, total in zip(starts, totals, strict=True)]
+        sources = [[(one.block, starts[one.block].index(one.start)) for one in piece.sources] for piece in pieces]
+        self.splits = list_of(list[int], splits)
+        self.sources = list_of(list[tuple[int, int]], sources)
+
+    def forward(self, features: KeyedJaggedTensor) -> Await[KeyedTensor]:
+        """Look up the local batch."""
+        keys, local, values, weights, fault = self.input.checked(features)
+        lengths, ids, id_weights, sizes, came, _, _, _ = self.input.exchange(keys, local, values, weights, fault)
+        found: list[Tensor] = []
+        slot, start = 0, 0
+        for group, lookup in enumerate(self.lookups):
+            count = 0
+            for per_group in came:
+                count += per_group[group]
+            part = id_weights if id_weights is None else id_weights[start : start + count]
+            found.append(lookup(ids[start : start + count], lengths[slot : slot + self.group_slots[group]], part))
+            start += count
+            slot += self.group_slots[group]
+        total = 0
+        for size in sizes:
+            total += size
+        pooled = torch.cat(found, dim=1) if len(found) > 0 else self.nothing.new_zeros([total, 0])
+        batch = sizes[self.rank]
+        into: list[int] = []
+        out: list[int] = []
+        for rank, size in enumerate(sizes):
+            into.append(batch * self.widths[rank])
+            out.append(size * self.widths[self.rank])
+        pending = exchange_rows(pooled.reshape(-1), into, out, self.input.group_name)
+        replicated = self.nothing.new_zeros([batch, 0])
+        for replicas in self.replicas:
+            order = self.positions(keys, self.replica_features)
+            _, own_ids, own_weights = torch.ops.fbgemm.permute_2D_sparse_data(
+                order.to(torch.int32), local, values, weights, None
+            )
+            replicated = replicas(own_ids, local.index_select(0, order), own_weights)
+        divisors = self.nothing
+        if self.any_mean:
+            divisors = self.divisors(local.index_select(0, self.positions(keys, self.features)))
+        return awaitable(
+            finish_bags,
+            pending,
+            batch,
+            self.widths,
+            replicated,
+            divisors,
+            self.splits,
+            self.sources,
+            self.keys,
+            self.dims,
+        )
+
+    def positions(self, keys: list[str], features: list[str]) -> Tensor:
+        """Where features are among the keys."""
+        found: list[int] = []
+        for feature in features:
+            found.append(keys.index(feature))
+        return torch.tensor(found, dtype=torch.int64, device=self.nothing.device)
+
+    def divisors(self, lengths: Tensor) -> Tensor:
+        """(B, lookups) number of ids behind each mean, at least 1; 1 for sums."""
+        found: list[Tensor] = []
+        for number, mean in enumerate(self.means):
+            row = lengths[number].to(torch.float32).clamp(min=1.0)
+            found.append(row if mean else torch.ones_like(row))
+        return torch.stack(found, dim=1)
+
+
+def _starts(pieces: Sequence[Piece], block: int) -> list[int]:
+    """Where the block's runs of columns begin."""
+    return sorted({source.start for piece in pieces for source in piece.sources if source.block == block})
+
+
+def _widths(starts: Sequence[int], total: int) -> list[int]:
+    return [after - start for start, after in pairwise([*starts, total])]
+
+
+def finish_bags(
+    pending: Tensor,
+    batch: int,
+    widths: list[int],
+    replicated: Tensor,
+    divisors: Tensor,
+    splits: list[list[int]],
+    sources: list[list[tuple[int, int]]],
+    keys: list[str],
+    dims: list[int],
+) -> KeyedTensor:
+    """Wait for the blocks and put the columns in the unsharded order."""
+    received = arrived_rows(pending, len(widths))
+    blocks: list[list[Tensor]] = []
+    start = 0
+    for block, width in enumerate(widths):
+        end = start + batch * width
+        blocks.append(list(received[start:end].view(batch, width).split(splits[block], dim=1)))
+        start = end
+    blocks.append(list(replicated.split(splits[len(widths)], dim=1)))
+    columns: list[Tensor] = []
+    for piece in sources:
+        block, run = piece[0]
+        column = blocks[block][run]
+        for other, its_run in piece[1:]:
+            column = column + blocks[other][its_run]
+        columns.append(column)
+    values = torch.cat(columns, dim=1)
+    if divisors.numel() > 0:
+        scaled: list[Tensor] = []
+        for number, part in enumerate(values.split(dims, dim=1)):
+            scaled.append(part / divisors[:, number : number + 1])
+        values = torch.cat(scaled, dim=1)
+    return KeyedTensor(keys, dims, values)

@@ -1,0 +1,151 @@
+"""The coefficients of the cost model: few, each with a unit, measured (``shardrec calibrate``) or from a data sheet."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from shardrec.errors import ConfigError
+from shardrec.layout.machine import Machine
+
+__all__ = ["Profile"]
+
+_FORMAT = 1
+
+# What random rows and small messages reach of a data sheet's peak. Assumptions, not measurements: calibrate replaces
+# them.
+_OF_MEMORY_PEAK = 0.5
+_OF_LINK_PEAK = 0.7
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """Time coefficients of one kind of rank. Nanoseconds per id, bag or byte; microseconds per call.
+
+    Args:
+        name: of the machine or the calibration.
+        source: where the figures are from.
+        lookup_id_ns: per id looked up, besides its bytes.
+        lookup_byte_ns: per byte of a row read from memory.
+        cached_byte_ns: per byte of a row that is still in a cache.
+        cache_bytes: rows of tables that fit into this much are always in a cache.
+        update_id_ns: per id in backward, besides its bytes.
+        update_byte_ns: per byte of a row updated in memory.
+        bag_ns: per bag of a shard, in forward and backward together.
+        pooled_byte_ns: per byte of pooled columns written, added up or copied.
+        route_id_ns: per id sent or received.
+        exchange_byte_ns: all-to-all, per byte that leaves a rank for another of its host.
+        host_exchange_byte_ns: the same for another host.
+        exchange_us: one all-to-all without bytes.
+        reduce_byte_ns: all-reduce, per byte of the tensor.
+        reduce_us: one all-reduce without bytes.
+        shard_us: per shard and step.
+        step_us: per step, whatever the plan, besides the collectives' own.
+        errors: fit errors of a calibration: relative error by name, in percent.
+    """
+
+    name: str
+    source: str
+    lookup_id_ns: float
+    lookup_byte_ns: float
+    cached_byte_ns: float
+    cache_bytes: float
+    update_id_ns: float
+    update_byte_ns: float
+    bag_ns: float
+    pooled_byte_ns: float
+    route_id_ns: float
+    exchange_byte_ns: float
+    host_exchange_byte_ns: float
+    exchange_us: float
+    reduce_byte_ns: float
+    reduce_us: float
+    shard_us: float
+    step_us: float
+    errors: Mapping[str, float] = field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, (int, float)) and not 0 <= value < float("inf"):
+                raise ConfigError(f"profile {self.name!r}: {each.name} is {value}; give a finite number, at least 0")
+
+    @classmethod
+    def of_machine(cls, machine: Machine) -> Profile:
+        """Coefficients from a data sheet: bandwidths at half (memory) and seven tenths (links) of their peak."""
+        memory = 1e9 / (machine.memory_bandwidth * _OF_MEMORY_PEAK)
+        link = 1e9 / (machine.host_link * _OF_LINK_PEAK)
+        network = 1e9 / (machine.network * _OF_LINK_PEAK)
+        gpu = machine.kind == "cuda"
+        return cls(
+            name=machine.name,
+            source=f"from the data sheet: {machine.source}",
+            lookup_id_ns=0.05 if gpu else 15.0,
+            lookup_byte_ns=memory,
+            cached_byte_ns=memory / 3,
+            cache_bytes=machine.cache,
+            update_id_ns=0.3 if gpu else 60.0,
+            update_byte_ns=2 * memory,
+            bag_ns=0.02 if gpu else 10.0,
+            pooled_byte_ns=memory,
+            route_id_ns=0.1 if gpu else 10.0,
+            exchange_byte_ns=link,
+            host_exchange_byte_ns=network,
+            exchange_us=machine.latency * 1e6,
+            reduce_byte_ns=2 * link,
+            reduce_us=machine.latency * 1e6,
+            shard_us=1.0 if gpu else 5.0,
+            step_us=200.0,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The profile as JSON-compatible data."""
+        return {"format": _FORMAT, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Profile:
+        """The profile that :meth:`to_json` gave.
+
+        Raises:
+            ConfigError: naming what is missing, unknown or of the wrong kind.
+        """
+        if data.get("format") != _FORMAT:
+            raise ConfigError(f"not a profile of format {_FORMAT} (format: {data.get('format')!r}); calibrate again")
+        values = {name: value for name, value in data.items() if name != "format"}
+        known = {each.name: each for each in fields(cls)}
+        unknown, missing = values.keys() - known.keys(), known.keys() - values.keys() - {"errors"}
+        if unknown or missing:
+            what = [f"unknown: {', '.join(sorted(unknown))}"] * bool(unknown)
+            what += [f"missing: {', '.join(sorted(missing))}"] * bool(missing)
+            raise ConfigError(f"not a profile ({'; '.join(what)}); calibrate again")
+        for name, value in values.items():
+            wanted: tuple[type, ...] = {"str": (str,), "float": (int, float)}.get(str(known[name].type), (dict,))
+            if not isinstance(value, wanted) or isinstance(value, bool):
+                raise ConfigError(f"not a profile: {name} is {value!r}; calibrate again")
+        return cls(**values)
+
+    def save(self, path: str | Path) -> None:
+        """Write the profile as JSON."""
+        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """Read a profile that :meth:`save` wrote.
+
+        Raises:
+            ConfigError: if the file is not one; the message names the file.
+        """
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            if not isinstance(data, dict):
+                raise ConfigError("not a profile; calibrate again")
+            return cls.from_json(data)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path}: {error}") from error
+
+    def scaled(self, **factors: float) -> Profile:
+        """The profile with some coefficients multiplied."""
+        return replace(self, **{name: getattr(self, name) * factor for name, factor in factors.items()})

@@ -1,0 +1,84 @@
+"""What the planner knows of a table: its shape, and what a batch makes it do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import exp, expm1
+
+from shardrec.errors import ConfigError
+
+__all__ = ["Growth", "TableLoad"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Growth:
+    """How the number of distinct ids grows with the number of ids (Heaps' law): ``scale * ids ** power``.
+
+    Args:
+        scale: distinct ids of one id's worth; positive.
+        power: 1 when ids never come again, 0 when nothing new comes.
+    """
+
+    scale: float
+    power: float
+
+    def distinct(self, ids: float) -> float:
+        """Distinct ids among so many."""
+        return min(ids, self.scale * ids**self.power) if ids > 0 else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableLoad:
+    """A table as the planner sees it.
+
+    Args:
+        num_embeddings: rows.
+        embedding_dim: columns.
+        poolings: per feature that looks the table up, the mean number of ids of a sample.
+        growth: distinct ids by number of ids; default: ids drawn evenly from all rows.
+        pooled: a sum per bag; else a row per id.
+        weight_bytes: bytes of a weight.
+        state_bytes: bytes of optimizer state per weight.
+        row_state_bytes: bytes of optimizer state per row.
+        whole_row_state: the optimizer's state is of whole rows, so that column stripes have to talk (rowwise Adagrad).
+        fused: the update happens in backward.
+    """
+
+    num_embeddings: int
+    embedding_dim: int
+    poolings: tuple[float, ...] = (1.0,)
+    growth: Growth | None = None
+    pooled: bool = True
+    weight_bytes: int = 4
+    state_bytes: int = 0
+    row_state_bytes: int = 0
+    whole_row_state: bool = False
+    fused: bool = True
+
+    def __post_init__(self) -> None:
+        if self.num_embeddings < 1 or self.embedding_dim < 1:
+            raise ConfigError(f"a table has rows and columns, got {self.num_embeddings} by {self.embedding_dim}")
+        if not self.poolings or min(self.poolings) < 0:
+            raise ConfigError(f"a table has a feature, and ids of a sample are not negative; got {self.poolings}")
+
+    @property
+    def bytes(self) -> int:
+        """The weights."""
+        return self.num_embeddings * self.embedding_dim * self.weight_bytes
+
+    @property
+    def features(self) -> int:
+        """How many features look the table up."""
+        return len(self.poolings)
+
+    @property
+    def ids_per_sample(self) -> float:
+        """Ids of a sample over all features."""
+        return sum(self.poolings)
+
+    def distinct(self, ids: float) -> float:
+        """Expected distinct rows among so many ids of the whole table."""
+        if self.growth is not None:
+            return min(self.growth.distinct(ids), float(self.num_embeddings))
+        rows = float(self.num_embeddings)
+        return -rows * expm1(-ids / rows) if ids < 700 * rows else rows * (1 - exp(-700.0))

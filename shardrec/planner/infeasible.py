@@ -1,0 +1,151 @@
+"""Tables that do not fit: which, by how much, and what would do."""
+
+from __future__ import annotations
+
+from math import ceil, inf
+from typing import TYPE_CHECKING, NoReturn
+
+from shardrec.errors import ConfigError, PlanError
+from shardrec.layout import Topology
+from shardrec.planner.solve import SolveLimits, solve
+
+if TYPE_CHECKING:
+    from shardrec.planner.make import Planner
+
+__all__ = ["least_capacity", "refuse"]
+
+_GIB = 2**30
+_QUICK = SolveLimits(gap=inf, effort=4)
+_MOST_RANKS = 4096
+
+
+def refuse(planner: Planner) -> NoReturn:
+    """Raise what there is to say about a problem for which no plan was found.
+
+    Raises:
+        PlanError: always.
+    """
+    capacity, ranks = planner.capacity, planner.topology.world_size
+    faults = []
+    needs = {
+        name: min(
+            candidate.option.everywhere.memory[0] * ranks
+            + sum(part.count * piece.memory[0] for part in candidate.option.parts for piece in part.pieces)
+            for candidate in candidates
+        )
+        for name, candidates in planner.candidates.items()
+    }
+    total = sum(needs.values())
+    faults.append(
+        f"the tables do not fit: they take at least {_size(total)} with optimizer state and buffers, and "
+        f"{ranks} rank{'s' * (ranks > 1)} of {_size(capacity)} have {_size(ranks * capacity)}; the largest are "
+        + ", ".join(f"{name!r} ({_size(needs[name])})" for name in sorted(needs, key=lambda name: -needs[name])[:5])
+    )
+    for name, candidates in planner.candidates.items():
+        least = min(
+            max([piece.memory[0] for part in c.option.parts for piece in part.pieces], default=0.0)
+            + c.option.everywhere.memory[0]
+            for c in candidates
+        )
+        if least > capacity:
+            cuts = ", ".join(dict.fromkeys(candidate.cut for candidate in candidates))
+            faults.append(
+                f"table {name!r}: its smallest shard takes {_size(least)} by the cuts allowed ({cuts}); "
+                f"{_relax(planner, name)}"
+            )
+    memory = least_capacity(planner)
+    if memory is not None:
+        faults.append(f"{_size(memory)} on each rank would do")
+    more = _fewest_ranks(planner)
+    if more is not None:
+        faults.append(f"{more} ranks of {_size(capacity)} would do")
+    if planner.constraints and (memory is None or memory > capacity):
+        free = type(planner)(
+            planner.tables,
+            planner.topology,
+            batch_size=planner.model.batch_size,
+            profile=planner.profile,
+        )
+        if solve(free.problem(), _QUICK) is not None:
+            faults.append(f"without constraints the tables fit: relax {', '.join(map(repr, _binding(planner)))}")
+    raise PlanError(faults)
+
+
+def least_capacity(planner: Planner, accuracy: float = 0.005) -> float | None:
+    """The least memory of a rank, to a relative accuracy, for which a plan was found; None if none does.
+
+    Args:
+        planner: tables and ranks.
+        accuracy: of the search.
+    """
+    unlimited = solve(planner.problem(inf), _QUICK)
+    if unlimited is None:
+        return None
+    high = max(memory[0] for memory in unlimited.memory)
+    low = 0.0
+    while high - low > accuracy * high:
+        middle = (low + high) / 2
+        found = solve(planner.problem(middle), _QUICK)
+        if found is None:
+            low = middle
+        else:
+            high = max(memory[0] for memory in found.memory)
+    return ceil(high)
+
+
+def _fewest_ranks(planner: Planner) -> int | None:
+    """The fewest ranks, in whole hosts, for which a plan was found."""
+    old = planner.topology
+
+    def fits(hosts: int) -> bool:
+        topology = Topology(hosts=hosts, ranks_per_host=old.ranks_per_host, machine=old.machine)
+        try:
+            larger = type(planner)(
+                planner.tables,
+                topology,
+                batch_size=planner.model.batch_size,
+                constraints=planner.constraints,
+                profile=planner.profile,
+            )
+        except ConfigError:
+            return False
+        return solve(larger.problem(planner.capacity), _QUICK) is not None
+
+    low, high = old.hosts, 2 * old.hosts
+    while not fits(high):
+        low, high = high, 2 * high
+        if high * old.ranks_per_host > _MOST_RANKS:
+            return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high * old.ranks_per_host
+
+
+def _binding(planner: Planner) -> list[str]:
+    """The constraints without any one of which a plan was found; all of them if there is no such one."""
+    constraints = dict(planner.constraints or {})
+    single = []
+    for name in constraints:
+        rest = {other: limit for other, limit in constraints.items() if other != name}
+        relaxed = type(planner)(
+            planner.tables,
+            planner.topology,
+            batch_size=planner.model.batch_size,
+            constraints=rest,
+            profile=planner.profile,
+        )
+        if solve(relaxed.problem(), _QUICK) is not None:
+            single.append(name)
+    return single or list(constraints)
+
+
+def _relax(planner: Planner, name: str) -> str:
+    cuts = {candidate.cut for candidate in planner.candidates[name]}
+    if "row_wise" not in cuts:
+        return "allow row_wise"
+    return "allow more ranks, or use more ranks"
+
+
+def _size(size: float) -> str:
+    return f"{size / _GIB:,.2f} GiB" if size >= _GIB / 100 else f"{size / 2**20:,.3f} MiB"

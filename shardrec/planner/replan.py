@@ -1,0 +1,175 @@
+"""A better plan that moves few bytes: from the old plan, one table at a time, the move that gains most."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shardrec.errors import ConfigError
+from shardrec.layout import ShardingPlan, TableLayout
+from shardrec.planner.candidates import Candidate, lay_out, priced_layout
+from shardrec.planner.cost import CostModel, TableLoad
+from shardrec.planner.solve import SolveLimits, solve
+from shardrec.planner.solve.encode import Floats
+from shardrec.planner.solve.problem import Place
+
+if TYPE_CHECKING:
+    from shardrec.planner.make import Planner
+
+__all__ = ["moved_bytes", "replan_tables"]
+
+_NORM = 60
+_MOST_MOVES = 500
+
+
+def replan_tables(
+    planner: Planner, old: ShardingPlan, *, max_moved_bytes: float, limits: SolveLimits | None = None
+) -> ShardingPlan:
+    """See :func:`shardrec.planner.replan`.
+
+    Args:
+        planner: of the same tables and ranks.
+        old: the plan in use.
+        max_moved_bytes: that ranks may have to receive.
+        limits: when to stop the search for the plan that is free to move anything.
+    """
+    if not max_moved_bytes >= 0:
+        raise ConfigError(f"max_moved_bytes is {max_moved_bytes}; give a number of bytes, at least 0")
+    free = solve(planner.problem(), limits)
+    bound = 0.0 if free is None else free.bound
+    if free is not None:
+        anew = planner.finished(free)
+        if sum(moved_bytes(planner.tables[t.name], old.by_name[t.name], t, old.world_size) for t in anew.tables) <= (
+            max_moved_bytes
+        ):
+            return anew
+    moves = _Moves(planner, old, max_moved_bytes)
+    for _ in range(_MOST_MOVES):
+        if not moves.best():
+            break
+    layouts = tuple(moves.layouts[table.name] for table in old.tables)
+    bare = ShardingPlan(topology=old.topology, tables=layouts)
+    return planner.reported(bare, bound=bound, labels=moves.labels, timed_out=free is not None and free.timed_out)
+
+
+def moved_bytes(table: TableLoad, old: TableLayout, new: TableLayout, world: int) -> float:
+    """Bytes of weights and optimizer state that ranks have to receive to go from one layout to another."""
+    per_weight = table.weight_bytes + table.state_bytes + table.row_state_bytes / table.embedding_dim
+    numel = old.num_embeddings * old.embedding_dim
+    if old.replicated:
+        return 0.0
+    if new.replicated:
+        return per_weight * sum(numel - old.local_numel(rank) for rank in range(world))
+    moved = 0
+    for shard in new.shards:
+        kept = sum(
+            max(0, min(shard.row_end, other.row_end) - max(shard.row_start, other.row_start))
+            * max(0, min(shard.col_end, other.col_end) - max(shard.col_start, other.col_start))
+            for other in old.on_rank(shard.rank)
+        )
+        moved += shard.numel - kept
+    return per_weight * moved
+
+
+class _Moves:
+    """The plan as it changes."""
+
+    def __init__(self, planner: Planner, old: ShardingPlan, budget: float) -> None:
+        self.planner, self.old, self.budget = planner, old, budget
+        self.model: CostModel = planner.model
+        self.layouts = {table.name: table for table in old.tables}
+        self.labels: dict[str, str] = {}
+        self.moved = dict.fromkeys(self.layouts, 0.0)
+        self.shares = {name: self._price(name, layout) for name, layout in self.layouts.items()}
+        self.loads: Floats = sum((loads for loads, _ in self.shares.values()), np.zeros(old.world_size))
+        self.memory: Floats = sum((memory for _, memory in self.shares.values()), np.zeros(old.world_size))
+
+    def best(self) -> bool:
+        """Make the move that lowers the ranks' loads most per byte, among the tables of the most loaded ranks."""
+        over = np.maximum(self.memory - self.planner.capacity, 0).sum()
+        now = self._norm(self.loads)
+        found: tuple[float, str, TableLayout, str] | None = None
+        worst = int((self.memory if over else self.loads).argmax())
+        for name in self.layouts:
+            if not self.shares[name][0][worst] > 0:
+                continue
+            rest_loads = self.loads - self.shares[name][0]
+            rest_memory = self.memory - self.shares[name][1]
+            for candidate in self.planner.candidates[name]:
+                layout = self._placed(name, candidate, rest_loads, rest_memory)
+                cost = moved_bytes(self.planner.tables[name], self.old.by_name[name], layout, self.old.world_size)
+                if sum(self.moved.values()) - self.moved[name] + cost > self.budget:
+                    continue
+                loads, memory = self._price(name, layout)
+                still_over = np.maximum(rest_memory + memory - self.planner.capacity, 0).sum()
+                gain = now - self._norm(rest_loads + loads)
+                if still_over > over or (still_over == over and gain <= 1e-9 * now):
+                    continue
+                score = (1e6 * (over - still_over) + gain) / max(cost - self.moved[name], 1.0)
+                if found is None or score > found[0]:
+                    found = score, name, layout, candidate.option.label
+        if found is None:
+            return False
+        _, name, layout, label = found
+        loads, memory = self._price(name, layout)
+        self.loads += loads - self.shares[name][0]
+        self.memory += memory - self.shares[name][1]
+        self.shares[name], self.layouts[name], self.labels[name] = (loads, memory), layout, label
+        self.moved[name] = moved_bytes(self.planner.tables[name], self.old.by_name[name], layout, self.old.world_size)
+        return True
+
+    def _norm(self, loads: Floats) -> float:
+        top = float(loads.max())
+        return top * float(((loads / top) ** _NORM).sum()) ** (1 / _NORM) if top > 0 else 0.0
+
+    def _price(self, name: str, layout: TableLayout) -> tuple[Floats, Floats]:
+        everywhere, shards = priced_layout(self.model, self.planner.tables[name], layout)
+        loads = np.full(self.old.world_size, everywhere.ms)
+        memory = np.full(self.old.world_size, everywhere.bytes)
+        for shard, cost in shards:
+            loads[shard.rank] += cost.ms
+            memory[shard.rank] += cost.bytes
+        return loads, memory
+
+    def _placed(self, name: str, candidate: Candidate, loads: Floats, memory: Floats) -> TableLayout:
+        """A candidate with each part where the load is least and the memory is enough."""
+        loads, memory = loads.copy(), memory.copy()
+        places: list[Place] = []
+        for part in candidate.option.parts:
+            ranks = np.array(part.places)
+            time = np.array([piece.load for piece in part.pieces])
+            size = np.array([piece.memory[0] for piece in part.pieces])
+            for _ in range(part.count):
+                over = np.maximum(memory[ranks] + size - self.planner.capacity, 0).max(axis=1)
+                score = (loads[ranks] + time).max(axis=1)
+                place = int(np.lexsort((score, over))[0])
+                np.add.at(loads, ranks[place], time)
+                np.add.at(memory, ranks[place], size)
+                places.append(part.places[place])
+        table = self.planner.tables[name]
+        return lay_out(name, table, candidate, self._near(name, table, candidate, places), self.old.world_size)
+
+    def _near(self, name: str, table: TableLoad, candidate: Candidate, places: Sequence[Place]) -> Sequence[Place]:
+        """The same ranks, with blocks left on ranks that hold some of them already, where blocks are alike."""
+        if len(places) < 2 or len(candidate.option.parts) != 1 or len(places[0]) != 1:
+            return places
+        old = self.old.by_name[name]
+        left = list(places)
+        shards = lay_out(name, table, candidate, places, self.old.world_size).shards
+        ordered: list[Place | None] = [None] * len(shards)
+        for index, shard in enumerate(shards):
+            at_home = [
+                place
+                for place in left
+                if any(
+                    other.row_start <= shard.row_start < other.row_end
+                    and other.col_start <= shard.col_start < other.col_end
+                    for other in old.on_rank(place[0])
+                )
+            ]
+            if at_home:
+                ordered[index] = at_home[0]
+                left.remove(at_home[0])
+        return [place if place is not None else left.pop(0) for place in ordered]

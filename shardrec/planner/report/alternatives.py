@@ -1,0 +1,105 @@
+"""Why the next-best cut of a table lost: what the plan would cost with it, all else as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from shardrec.planner.candidates import Candidate
+from shardrec.planner.solve.encode import Floats
+from shardrec.planner.solve.problem import Option, Place, Solution
+
+__all__ = ["next_best"]
+
+_GIB = 2**30
+
+
+def next_best(
+    candidates: Mapping[str, Sequence[Candidate]], solution: Solution, capacity: float
+) -> dict[str, tuple[str, str]]:
+    """Per table, the label of its best other cut and the reason why it lost.
+
+    Tables with the same candidates and choice share their answer, worked out for the first of them.
+
+    Args:
+        candidates: of each table.
+        solution: the plan.
+        capacity: bytes of a rank.
+    """
+    loads = np.array(solution.loads)
+    memory = np.array(solution.memory)[:, 0]
+    known: dict[tuple[int, int], tuple[str, str]] = {}
+    found = {}
+    for name, options in candidates.items():
+        chosen = solution.choice[name]
+        key = (id(options), chosen)
+        if key not in known:
+            places = solution.places[name]
+            known[key] = _compare(options, chosen, places, loads, memory, capacity)
+        found[name] = known[key]
+    return found
+
+
+def _compare(
+    options: Sequence[Candidate],
+    chosen: int,
+    places: Sequence[Place],
+    loads: Floats,
+    memory: Floats,
+    capacity: float,
+) -> tuple[str, str]:
+    rest_loads, rest_memory = loads.copy(), memory.copy()
+    _add(options[chosen].option, places, rest_loads, rest_memory, -1)
+    now = float(loads.max())
+    total = _total(options[chosen].option, len(loads))
+    best: tuple[float, float, str, str] | None = None
+    for number, candidate in enumerate(options):
+        if number == chosen or candidate.cut == options[chosen].cut:
+            continue
+        cost, missing = _with(candidate.option, rest_loads, rest_memory, capacity)
+        work = _total(candidate.option, len(loads))
+        if missing > 0:
+            reason = f"does not fit: {missing / _GIB:,.2f} GiB over a rank's limit"
+            rank = (np.inf, missing)
+        elif cost > now * (1 + 1e-6):
+            reason = f"the slowest rank would take {cost - now:,.3f} ms more ({(cost / now - 1) * 100:+.1f}%)"
+            rank = (cost, work)
+        else:
+            reason = f"the slowest rank would be no faster, and all ranks together {work - total:+,.3f} ms"
+            rank = (cost, work)
+        if best is None or rank < best[:2]:
+            best = *rank, candidate.option.label, reason
+    return ("", "no other cut is allowed") if best is None else best[2:]
+
+
+def _add(option: Option, places: Sequence[Place], loads: Floats, memory: Floats, sign: int) -> None:
+    loads += sign * option.everywhere.load
+    memory += sign * option.everywhere.memory[0]
+    spots = iter(places)
+    for part in option.parts:
+        for _ in range(part.count):
+            for piece, rank in zip(part.pieces, next(spots), strict=True):
+                loads[rank] += sign * piece.load
+                memory[rank] += sign * piece.memory[0]
+
+
+def _with(option: Option, loads: Floats, memory: Floats, capacity: float) -> tuple[float, float]:
+    """Cost with an option added where it hurts least, and the bytes by which a rank is over."""
+    loads, memory = loads + option.everywhere.load, memory + option.everywhere.memory[0]
+    for part in sorted(option.parts, key=lambda part: -max(piece.load for piece in part.pieces)):
+        ranks = np.array(part.places)
+        time = np.array([piece.load for piece in part.pieces])
+        size = np.array([piece.memory[0] for piece in part.pieces])
+        for _ in range(part.count):
+            over = np.maximum(memory[ranks] + size - capacity, 0).max(axis=1)
+            score = (loads[ranks] + time).max(axis=1)
+            place = ranks[np.lexsort((score, over))[0]]
+            np.add.at(loads, place, time)
+            np.add.at(memory, place, size)
+    return float(loads.max()), float(max(memory.max() - capacity, 0.0))
+
+
+def _total(option: Option, ranks: int) -> float:
+    pieces = sum(part.count * piece.load for part in option.parts for piece in part.pieces)
+    return option.everywhere.load * ranks + pieces

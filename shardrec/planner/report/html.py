@@ -1,0 +1,155 @@
+"""A plan as one self-contained page: inline SVG, a few lines of script for sorting, nothing loaded from elsewhere."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING
+
+from shardrec.layout.table import ranks_text
+from shardrec.planner.report.series import COLOURS, Chart, charts
+from shardrec.planner.report.text import headline
+
+if TYPE_CHECKING:
+    from shardrec.layout.plan import ShardingPlan
+
+__all__ = ["page"]
+
+_HEIGHT, _LEFT, _TOP = 220, 64, 12
+
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1b1f24; --soft: #667; --line: #8884; --paper: #fff; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6e8eb; --soft: #9aa; --paper: #14171a; } }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); margin: 2rem auto;
+  max-width: 72rem; padding: 0 1rem; }
+h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
+p { margin: .3rem 0; } .soft { color: var(--soft); }
+.scroll { overflow-x: auto; }
+svg text { fill: var(--ink); font-size: 11px; } svg .grid { stroke: var(--line); } svg .mark { stroke: var(--ink);
+  stroke-dasharray: 5 4; }
+.legend span { display: inline-block; margin-right: 1rem; }
+.legend i { display: inline-block; width: .8em; height: .8em;
+  margin-right: .35em; border-radius: 2px; }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
+th, td { text-align: left; padding: .25rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top; }
+td.number, th.number { text-align: right; white-space: nowrap; }
+th button { all: unset; cursor: pointer; font-weight: 600; } th button:focus-visible { outline: 2px solid; }
+th[aria-sort=ascending] button::after { content: " \\25B2"; }
+th[aria-sort=descending] button::after { content: " \\25BC"; }
+"""
+
+_SCRIPT = """
+document.querySelectorAll("th button").forEach((button) => button.addEventListener("click", () => {
+  const head = button.closest("th"), body = head.closest("table").tBodies[0];
+  const column = head.cellIndex, up = head.getAttribute("aria-sort") !== "ascending";
+  const key = (row) => row.cells[column].dataset.key ?? row.cells[column].textContent;
+  const number = head.classList.contains("number");
+  const rows = [...body.rows].sort((a, b) => number ? key(a) - key(b) : key(a).localeCompare(key(b)));
+  head.parentNode.querySelectorAll("th").forEach((other) => other.removeAttribute("aria-sort"));
+  head.setAttribute("aria-sort", up ? "ascending" : "descending");
+  body.append(...(up ? rows : rows.reverse()));
+}));
+"""
+
+
+def page(plan: ShardingPlan) -> str:
+    """The page of a plan."""
+    report = plan.report
+    title = f"Sharding plan: {len(plan.tables)} tables on {plan.world_size} ranks"
+    parts = [f"<h1>{escape(title)}</h1>"]
+    if report is not None:
+        parts.append(f"<p>{escape(headline(report))}.</p>")
+        parts.append(
+            f'<p class="soft">{report.batch_size:,} samples a rank; figures: {escape(report.profile)} '
+            f"({escape(report.source)}).</p>"
+        )
+        if report.timed_out:
+            parts.append('<p class="soft">The time limit ended the search.</p>')
+    for chart in charts(plan):
+        parts.append(f"<h2>{escape(chart.title)}</h2>{_legend(chart)}<div class='scroll'>{_svg(chart)}</div>")
+    parts.append(f"<h2>Tables</h2><div class='scroll'>{_tables(plan)}</div>")
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{_STYLE}</style></head>\n<body>\n"
+        + "\n".join(parts)
+        + f"\n<script>{_SCRIPT}</script>\n</body></html>\n"
+    )
+
+
+def _legend(chart: Chart) -> str:
+    shown = [
+        f'<span><i style="background:{COLOURS[part % len(COLOURS)]}"></i>{escape(name)}</span>'
+        for part, name in enumerate(chart.names)
+        if any(bar[part] for bar in chart.bars)
+    ]
+    shown += [f"<span>- - {escape(name)}: {value:,.3f} {chart.unit}</span>" for name, value in chart.lines]
+    return f'<p class="legend">{"".join(shown)}</p>'
+
+
+def _svg(chart: Chart) -> str:
+    step = max(9.0, min(60.0, 980.0 / len(chart.bars)))
+    width, height = _LEFT + step * len(chart.bars) + 10, _HEIGHT + _TOP + 24
+    scale = _HEIGHT / (chart.top * 1.05)
+    base = _TOP + _HEIGHT
+    parts = []
+    for tick in range(5):
+        value = chart.top * tick / 4
+        y = base - value * scale
+        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{width:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:,.3g} {chart.unit}</text>')
+    every = max(1, -(-len(chart.bars) // 32))
+    for rank, bar in enumerate(chart.bars):
+        x, y = _LEFT + rank * step + step * 0.1, base
+        for part, value in enumerate(bar):
+            tall = value * scale
+            if tall > 0:
+                y -= tall
+                parts.append(
+                    f'<rect x="{x:.1f}" y="{y:.2f}" width="{step * 0.8:.1f}" height="{tall:.2f}" '
+                    f'fill="{COLOURS[part % len(COLOURS)]}"><title>rank {rank}, {escape(chart.names[part])}: '
+                    f"{value:,.4g} {chart.unit} of {sum(bar):,.4g}</title></rect>"
+                )
+        if rank % every == 0:
+            parts.append(f'<text x="{x + step * 0.4:.1f}" y="{base + 15}" text-anchor="middle">{rank}</text>')
+    for _, value in chart.lines:
+        y = base - value * scale
+        parts.append(f'<line class="mark" x1="{_LEFT}" x2="{width:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>')
+    return (
+        f'<svg role="img" aria-label="{escape(chart.title)}" width="{width:.0f}" height="{height}" '
+        f'viewBox="0 0 {width:.0f} {height}">{"".join(parts)}</svg>'
+    )
+
+
+def _tables(plan: ShardingPlan) -> str:
+    about = {} if plan.report is None else {each.name: each for each in plan.report.tables}
+    headings = [("table", False), ("rows", True), ("dim", True), ("MiB", True), ("cut", False), ("ranks", False)]
+    if about:
+        headings += [("ms", True), ("next-best cut", False), ("why it lost", False)]
+    head = "".join(
+        f'<th{" class=number" * number}><button type="button">{name}</button></th>' for name, number in headings
+    )
+    rows = []
+    for layout in plan.tables:
+        known = about.get(layout.name)
+        size = layout.num_embeddings * layout.embedding_dim * 4 if known is None else known.bytes
+        cells = [
+            _text(layout.name),
+            _number(layout.num_embeddings, f"{layout.num_embeddings:,}"),
+            _number(layout.embedding_dim, str(layout.embedding_dim)),
+            _number(size, f"{size / 2**20:,.2f}"),
+            _text((layout.cut if known is None else known.cut).replace("_", "-")),
+            _text(ranks_text(layout)),
+        ]
+        if known is not None:
+            cells += [_number(known.ms, f"{known.ms:,.3f}"), _text(known.next_cut.replace("_", "-"))]
+            cells.append(_text(known.reason))
+        rows.append(f"<tr>{''.join(cells)}</tr>")
+    return f"<table><thead><tr>{head}</tr></thead><tbody>\n" + "\n".join(rows) + "\n</tbody></table>"
+
+
+def _text(value: str) -> str:
+    return f"<td>{escape(value)}</td>"
+
+
+def _number(key: float, shown: str) -> str:
+    return f'<td class="number" data-key="{key!r}">{shown}</td>'

@@ -1,0 +1,79 @@
+"""A plan of the planner's as a table for people (rich)."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from shardrec.layout.table import ranks_text
+from shardrec.planner.report.summary import PlanReport
+
+if TYPE_CHECKING:
+    from shardrec.layout.plan import ShardingPlan
+
+__all__ = ["explained", "headline"]
+
+_GIB = 2**30
+
+
+def headline(report: PlanReport) -> str:
+    """Cost, bound and gap in a sentence."""
+    proven = "proven to be the best" if report.gap == 0 else f"at most {report.gap:.2%} above the best possible"
+    return (
+        f"slowest rank {report.cost_ms:,.3f} ms a step and {report.overhead_ms:,.3f} ms whatever the plan; bound "
+        f"{report.bound_ms:,.3f} ms, so {proven} by this cost model"
+    )
+
+
+def explained(plan: ShardingPlan, report: PlanReport) -> Table:
+    """One line per table: its cut, what it costs all ranks, and why its next-best cut lost."""
+    world = plan.world_size
+    table = Table(
+        title=f"Sharding plan: {len(plan.tables)} tables on {world} rank{'s' * (world > 1)}, "
+        f"{report.batch_size:,} samples a rank",
+        caption="\n".join(_caption(report)),
+        caption_justify="left",
+    )
+    table.add_column("table")
+    for heading in ("rows", "dim", "MiB"):
+        table.add_column(heading, justify="right")
+    table.add_column("cut")
+    table.add_column("ranks")
+    table.add_column("ms", justify="right")
+    table.add_column("next-best cut")
+    table.add_column("why it lost")
+    by_name = {each.name: each for each in report.tables}
+    for layout in plan.tables:
+        about = by_name[layout.name]
+        table.add_row(
+            layout.name,
+            f"{layout.num_embeddings:,}",
+            str(layout.embedding_dim),
+            f"{about.bytes / 2**20:,.2f}",
+            about.cut.replace("_", "-"),
+            ranks_text(layout),
+            f"{about.ms:,.3f}",
+            about.next_cut.replace("_", "-"),
+            about.reason,
+        )
+    return table
+
+
+def _caption(report: PlanReport) -> list[str]:
+    times, sizes = report.rank_ms, report.rank_bytes
+    lines = [headline(report), f"figures: {report.profile} ({report.source})"]
+    limit = "" if report.capacity == inf else f" of {report.capacity / _GIB:,.2f}"
+    if len(times) > 8:
+        lines.append(f"ms per rank: {min(times):,.3f} to {max(times):,.3f}")
+        lines.append(f"GiB per rank: {min(sizes) / _GIB:,.2f} to {max(sizes) / _GIB:,.2f}{limit}")
+    else:
+        lines.append("ms per rank: " + ", ".join(f"{rank}: {time:,.3f}" for rank, time in enumerate(times)))
+        lines.append("GiB per rank: " + ", ".join(f"{r}: {size / _GIB:,.3f}" for r, size in enumerate(sizes)) + limit)
+    slowest = max(range(len(times)), key=times.__getitem__)
+    parts = zip(report.components, report.times[slowest], strict=True)
+    lines.append(f"rank {slowest} is the slowest: " + ", ".join(f"{name} {ms:,.3f}" for name, ms in parts))
+    if report.timed_out:
+        lines.append("the time limit ended the search; more time may find a better plan or a higher bound")
+    return lines

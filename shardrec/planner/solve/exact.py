@@ -1,0 +1,111 @@
+"""The whole problem as one integer programme, for problems small enough."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import lil_matrix
+
+from shardrec.planner.solve.encode import Encoded, Ints
+from shardrec.planner.solve.packing import Packing
+
+__all__ = ["Exact", "solve_exactly"]
+
+_MOST_VARIABLES = 400
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Exact:
+    """What HiGHS found: a packing, if it is better than none, and a bound."""
+
+    packing: Packing | None
+    bound: float
+    timed_out: bool
+
+
+def solve_exactly(
+    encoded: Encoded, best: Packing | None, bound: float, *, gap: float, nodes: int, seconds: float
+) -> Exact | None:
+    """Solve the problem by branch and bound; None if it is too large for that.
+
+    Args:
+        encoded: the problem.
+        best: the best packing so far.
+        bound: proven already.
+        gap: stop at this relative gap.
+        nodes: most branches.
+        seconds: time limit.
+    """
+    # A kind of part is counted per option: parts of two tables may be alike, and both counts must come out.
+    used = sorted({block for blocks in encoded.option_blocks for block, _ in blocks})
+    starts, count = {}, len(encoded.options)
+    for block in used:
+        starts[block] = count
+        count += len(encoded.blocks[block].names)
+    if count > _MOST_VARIABLES:
+        return None
+    ranks, tiers = encoded.ranks, [tier for tier, size in enumerate(encoded.capacity) if np.isfinite(size)]
+    groups = len(encoded.groups)
+    load_scale = 1.0 / max(bound, 1e-300)
+    # Rows: one per group, one per kind of part, then load and memory of each rank. The last column is the cost.
+    matrix = lil_matrix((groups + len(used) + ranks * (1 + len(tiers)), count + 1))
+    for option, group in enumerate(encoded.option_group):
+        matrix[int(group), option] = 1.0
+    row_of = {block: groups + index for index, block in enumerate(used)}
+    for option, blocks in enumerate(encoded.option_blocks):
+        for block, parts in blocks:
+            matrix[row_of[block], option] -= parts
+    first = groups + len(used)
+    for rank in range(ranks):
+        matrix[first + rank, : len(encoded.options)] = encoded.base_load * load_scale
+        matrix[first + rank, count] = -1.0
+        for index, tier in enumerate(tiers):
+            matrix[first + ranks * (1 + index) + rank, : len(encoded.options)] = encoded.base_memory[:, tier] / max(
+                encoded.capacity[tier], 1.0
+            )
+    for block in used:
+        kind = encoded.blocks[block]
+        for place in range(len(kind.names)):
+            column = starts[block] + place
+            matrix[row_of[block], column] = 1.0
+            for piece, rank in enumerate(kind.places[place]):
+                matrix[first + rank, column] += kind.loads[piece] * load_scale
+                for index, tier in enumerate(tiers):
+                    share = kind.memory[piece, tier] / max(encoded.capacity[tier], 1.0)
+                    matrix[first + ranks * (1 + index) + rank, column] += share
+    lower = np.concatenate([encoded.sizes, np.zeros(len(used)), np.full(matrix.shape[0] - first, -np.inf)])
+    upper = np.concatenate([encoded.sizes, np.zeros(len(used) + ranks), np.ones(ranks * len(tiers))])
+    most = np.full(count + 1, np.inf)
+    most[count] = np.inf if best is None else best.cost * load_scale
+    least = np.zeros(count + 1)
+    least[count] = 1.0
+    cost = np.zeros(count + 1)
+    cost[count] = 1.0
+    integral = np.ones(count + 1)
+    integral[count] = 0
+    found = milp(
+        cost,
+        integrality=integral,
+        bounds=Bounds(least, most),
+        constraints=LinearConstraint(matrix.tocsr(), lower, upper),
+        options={"node_limit": nodes, "time_limit": min(seconds, 1e9), "mip_rel_gap": gap / 2},
+    )
+    proven = found.get("mip_dual_bound")
+    raised = bound if proven is None or not np.isfinite(proven) else float(proven) / load_scale * (1 - 1e-7)
+    packing = None if found.x is None else _packing(encoded, np.rint(found.x).astype(np.int64), used, starts)
+    return Exact(packing=packing, bound=raised, timed_out=found.status == 1 and seconds < 1e9 and _timed(found))
+
+
+def _timed(found: object) -> bool:
+    return "ime limit" in str(getattr(found, "message", ""))
+
+
+def _packing(encoded: Encoded, values: Ints, used: list[int], starts: dict[int, int]) -> Packing | None:
+    packing = Packing(encoded, values[: len(encoded.options)])
+    for block in used:
+        for place in range(len(encoded.blocks[block].names)):
+            if values[starts[block] + place]:
+                packing.put(block, place, int(values[starts[block] + place]))
+    return packing if packing.fits() else None

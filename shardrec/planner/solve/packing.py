@@ -1,0 +1,247 @@
+"""Parts on ranks: placed largest first, then moved, swapped and shared out anew as long as the most loaded rank gains.
+
+A packing knows kinds of parts (:class:`~shardrec.planner.solve.encode.Block`), not tables: how many parts of each kind
+are at each place. Which table's part is which does not matter until the end.
+
+Shapes: R ranks, M memory tiers, S kinds of single pieces in use, P places of a kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import product
+from math import prod
+
+import numpy as np
+
+from shardrec.planner.solve.encode import Encoded, Floats, Ints
+
+__all__ = ["Packing"]
+
+_EPS = 1e-12
+_MOST_SPLITS = 4096
+_MOST_PARTNERS = 24
+
+
+class Packing:
+    """Where the parts of a choice of options are.
+
+    Args:
+        encoded: the problem.
+        counts: (O,) how many tables take each option.
+
+    Attributes:
+        loads: (R,).
+        memory: (R, M).
+        at: per kind of part, (P,) how many are at each place.
+    """
+
+    def __init__(self, encoded: Encoded, counts: Ints) -> None:
+        self.encoded = encoded
+        self.counts = counts.copy()
+        base = counts.astype(np.float64)
+        self.loads: Floats = np.full(encoded.ranks, float(base @ encoded.base_load))
+        self.memory: Floats = np.tile(base @ encoded.base_memory, (encoded.ranks, 1))
+        self.at: dict[int, Ints] = {}
+        self._limit = encoded.capacity * (1 + 1e-12)
+
+    @property
+    def cost(self) -> float:
+        """Load of the most loaded rank."""
+        return float(self.loads.max())
+
+    def copy(self) -> Packing:
+        """A packing of its own."""
+        other = object.__new__(Packing)
+        other.encoded, other._limit = self.encoded, self._limit
+        other.counts, other.loads, other.memory = self.counts.copy(), self.loads.copy(), self.memory.copy()
+        other.at = {block: places.copy() for block, places in self.at.items()}
+        return other
+
+    def fits(self) -> bool:
+        """Whether every rank is within its memory."""
+        return bool((self.memory <= self._limit).all())
+
+    def put(self, block: int, place: int, count: int = 1) -> None:
+        """Add ``count`` parts of a kind at a place; take them off if negative."""
+        kind = self.encoded.blocks[block]
+        at = self.at.get(block)
+        if at is None:
+            at = self.at[block] = np.zeros(len(kind.names), dtype=np.int64)
+        at[place] += count
+        # A place may name a rank twice, so indexed addition would lose one.
+        np.add.at(self.loads, kind.places[place], count * kind.loads)
+        np.add.at(self.memory, kind.places[place], count * kind.memory)
+
+    def place_best(self, block: int, memory_weight: float = 0.0) -> bool:
+        """Add one part where the highest rank of its place is lowest; False if it fits nowhere."""
+        kind = self.encoded.blocks[block]
+        if kind.single:
+            ranks = kind.places[:, 0]
+            after = self.memory[ranks] + kind.memory[0]
+            score = self.loads[ranks] + kind.loads[0]
+        else:
+            after = (self.memory[kind.places] + kind.memory[None]).max(axis=1)
+            score = (self.loads[kind.places] + kind.loads[None]).max(axis=1)
+        fits = (after <= self._limit).all(axis=1)
+        if not fits.any():
+            return False
+        if memory_weight:
+            full = (after / self._limit).max(axis=1)
+            score = score / max(self.cost, _EPS) + memory_weight * full
+        self.put(block, int(np.where(fits, score, np.inf).argmin()))
+        return True
+
+    def fill(self, demand: Iterable[tuple[int, int]], memory_weight: float = 0.0, memory_order: float = 0.0) -> bool:
+        """Place ``(block, count)`` parts, the largest first; False if some fit nowhere.
+
+        Args:
+            demand: what to place.
+            memory_weight: how much a full rank repels, against a loaded one.
+            memory_order: how much bytes count in the order, against load.
+        """
+        encoded = self.encoded
+        wanted = [(block, count) for block, count in demand if count]
+        largest = max((float(encoded.blocks[block].loads.max()) for block, _ in wanted), default=0.0) or 1.0
+
+        def size(item: tuple[int, int]) -> tuple[bool, bool, float, int]:
+            kind = encoded.blocks[item[0]]
+            bytes_ = float((kind.memory / self._limit).max())
+            weight = (1 - memory_order) * float(kind.loads.max()) / largest + memory_order * bytes_
+            return kind.free, kind.single, -weight, item[0]
+
+        for block, count in sorted(wanted, key=size):
+            for _ in range(count):
+                if not self.place_best(block, memory_weight):
+                    return False
+        return True
+
+    def improve(self, rounds: int, floor: float = 0.0) -> None:
+        """Lower the most loaded rank, step by step, until ``floor`` or until no step helps."""
+        view = _Singles(self)
+        for _ in range(rounds):
+            worst = int(self.loads.argmax())
+            if self.loads[worst] <= floor * (1 + 1e-9):
+                return
+            if not (view.move_or_swap(worst) or self._move_row(worst) or view.share_anew(worst)):
+                return
+
+    def _move_row(self, worst: int) -> bool:
+        """Move a part of several pieces away from a rank."""
+        best: tuple[float, int, int, int] | None = None
+        for block, at in self.at.items():
+            kind = self.encoded.blocks[block]
+            if kind.single or not kind.free:
+                continue
+            for place in np.flatnonzero((at > 0) & (kind.places == worst).any(axis=1)).tolist():
+                loads, memory = self.loads.copy(), self.memory.copy()
+                np.add.at(loads, kind.places[place], -kind.loads)
+                np.add.at(memory, kind.places[place], -kind.memory)
+                after = (loads[kind.places] + kind.loads[None]).max(axis=1)
+                fits = (memory[kind.places] + kind.memory[None] <= self._limit).all(axis=(1, 2))
+                after = np.where(fits, after, np.inf)
+                target = int(after.argmin())
+                if after[target] < self.loads[worst] * (1 - 1e-9) and (best is None or after[target] < best[0]):
+                    best = float(after[target]), block, place, target
+        if best is None:
+            return False
+        _, block, place, target = best
+        self.put(block, place, -1)
+        self.put(block, target)
+        return True
+
+
+class _Singles:
+    """The kinds of single free pieces in use, as matrices."""
+
+    def __init__(self, packing: Packing) -> None:
+        self.packing = packing
+        blocks = packing.encoded.blocks
+        self.kinds = [block for block in sorted(packing.at) if blocks[block].single and blocks[block].free]
+        self.loads = np.array([blocks[block].loads[0] for block in self.kinds])
+        self.memory = np.array([blocks[block].memory[0] for block in self.kinds])
+        self.memory = self.memory.reshape(len(self.kinds), len(packing.encoded.capacity))
+        shape = (len(self.kinds), packing.encoded.ranks)
+        self.place = np.full(shape, -1, dtype=np.int64)
+        self.count = np.zeros(shape, dtype=np.int64)
+        for row, block in enumerate(self.kinds):
+            ranks = blocks[block].places[:, 0]
+            self.place[row, ranks] = np.arange(len(ranks))
+            self.count[row, ranks] = packing.at[block]
+
+    def _shift(self, kind: int, source: int, target: int, count: int = 1) -> None:
+        block = self.kinds[kind]
+        self.packing.put(block, int(self.place[kind, source]), -count)
+        self.packing.put(block, int(self.place[kind, target]), count)
+        self.count[kind, source] -= count
+        self.count[kind, target] += count
+
+    def move_or_swap(self, worst: int) -> bool:
+        """The best move of a piece off a rank, or swap of one for another's."""
+        state = self.packing
+        here = np.flatnonzero(self.count[:, worst])
+        if not len(here):
+            return False
+        top = state.loads[worst]
+        gain = self.loads[here]
+        # Moves: (h, R).
+        after = np.maximum(state.loads[None, :] + gain[:, None], (top - gain)[:, None])
+        fits = (state.memory[None] + self.memory[here][:, None] <= state._limit).all(axis=2)
+        fits &= self.place[here] >= 0
+        fits[:, worst] = False
+        after = np.where(fits, after, np.inf)
+        best, chosen = float(after.min()), int(after.argmin())
+        # Swaps: (h, pairs of a kind and the rank it is on).
+        kinds, ranks = np.nonzero(self.count)
+        away = ranks != worst
+        kinds, ranks = kinds[away], ranks[away]
+        swap_best, swap = np.inf, 0
+        if len(kinds):
+            delta = gain[:, None] - self.loads[kinds][None, :]
+            swapped = np.maximum(top - delta, state.loads[ranks][None, :] + delta)
+            swapped = np.where(delta > 0, swapped, np.inf)
+            shift = self.memory[here][:, None] - self.memory[kinds][None, :]
+            fits = (state.memory[ranks][None] + shift <= state._limit).all(axis=2)
+            fits &= (state.memory[worst] - shift <= state._limit).all(axis=2)
+            fits &= (self.place[here][:, ranks] >= 0) & (self.place[kinds, worst] >= 0)[None, :]
+            swapped = np.where(fits, swapped, np.inf)
+            swap_best, swap = float(swapped.min()), int(swapped.argmin())
+        if min(best, swap_best) >= top * (1 - 1e-9):
+            return False
+        if best <= swap_best:
+            row, target = divmod(chosen, after.shape[1])
+            self._shift(int(here[row]), worst, target)
+        else:
+            row, pair = divmod(swap, len(kinds))
+            self._shift(int(here[row]), worst, int(ranks[pair]))
+            self._shift(int(kinds[pair]), int(ranks[pair]), worst)
+        return True
+
+    def share_anew(self, worst: int) -> bool:
+        """Split the pieces of a rank and of a less loaded one between the two in the best way."""
+        state = self.packing
+        order = np.argsort(state.loads, kind="stable")
+        return any(other != worst and self._split(worst, int(other)) for other in order[:_MOST_PARTNERS])
+
+    def _split(self, worst: int, other: int) -> bool:
+        state = self.packing
+        both = self.count[:, worst] + self.count[:, other]
+        kinds = np.flatnonzero((both > 0) & (self.place[:, worst] >= 0) & (self.place[:, other] >= 0))
+        if prod(int(both[kind]) + 1 for kind in kinds) > _MOST_SPLITS:
+            return False
+        splits = np.array(list(product(*(range(int(both[kind]) + 1) for kind in kinds))))
+        mine = self.count[kinds, worst]
+        moved = splits - mine[None, :]
+        shift = moved @ self.loads[kinds]
+        shift_memory = moved @ self.memory[kinds]
+        after = np.maximum(state.loads[worst] + shift, state.loads[other] - shift)
+        fits = (state.memory[worst] + shift_memory <= state._limit).all(axis=1)
+        fits &= (state.memory[other] - shift_memory <= state._limit).all(axis=1)
+        after = np.where(fits, after, np.inf)
+        best = int(after.argmin())
+        if after[best] >= state.loads[worst] * (1 - 1e-9):
+            return False
+        for kind, count in zip(kinds, moved[best], strict=True):
+            if count:
+                self._shift(int(kind), other, worst, int(count))
+        return True

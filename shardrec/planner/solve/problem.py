@@ -1,0 +1,150 @@
+"""The assignment problem as plain data: tables, the options of each, and what an option puts on the ranks.
+
+::
+
+    Problem ── tables ──► Option "column_wise ×4"          of each table exactly one option is chosen
+                            everywhere: Piece               what every rank bears: routing, assembling, copies
+                            parts: Part × 4                 what has to be placed
+                                     pieces: (Piece,)       a part is one piece, or pieces that move together
+                                     places: ((0,), (1,))   and a place is one rank for each of its pieces
+
+Nothing here knows about embeddings: a load is any additive cost of a rank, a memory any additive byte count per tier.
+So the options may come from shardrec's cost model or from another planner's.
+
+The objective is the load of the most loaded rank; in each memory tier every rank must stay within the capacity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf
+
+from shardrec.errors import ConfigError
+
+__all__ = ["Option", "Part", "Piece", "Place", "Problem", "Solution", "SolveLimits", "anywhere", "host_places"]
+
+Place = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """What one rank has to do and to hold.
+
+    Args:
+        load: time (any unit, the same throughout a problem).
+        memory: bytes per memory tier.
+    """
+
+    load: float = 0.0
+    memory: tuple[float, ...] = (0.0,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Pieces that are placed together.
+
+    Args:
+        pieces: at least one.
+        places: where the part may go; each place gives the rank of each piece.
+        count: so many equal parts, each placed for itself.
+    """
+
+    pieces: tuple[Piece, ...]
+    places: tuple[Place, ...]
+    count: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One way to cut a table.
+
+    Args:
+        label: for people.
+        everywhere: what the option puts on every rank.
+        parts: what it puts on some.
+    """
+
+    label: str
+    everywhere: Piece
+    parts: tuple[Part, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """An assignment problem.
+
+    Args:
+        ranks: number of ranks.
+        capacity: bytes of each rank, per memory tier (``inf``: no limit).
+        tables: the options of each table, by name; tables with equal options are planned as one group.
+    """
+
+    ranks: int
+    capacity: tuple[float, ...]
+    tables: Mapping[str, tuple[Option, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SolveLimits:
+    """How hard to try.
+
+    Args:
+        gap: stop when the plan is proven to be within this fraction of the best.
+        effort: integer programmes to solve at most, and what else there is to do in proportion.
+        seconds: stop then with the best so far; a run that ends earlier is a function of the problem alone.
+    """
+
+    gap: float = 5e-3
+    effort: int = 40
+    seconds: float = inf
+
+    def __post_init__(self) -> None:
+        if not self.gap >= 0 or self.effort < 1 or not self.seconds > 0:
+            raise ConfigError(
+                f"limits need a gap of at least 0, an effort of at least 1 and some seconds, got {self.gap}, "
+                f"{self.effort} and {self.seconds}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solution:
+    """An assignment and what is known about it.
+
+    Args:
+        choice: number of the chosen option, by table.
+        places: per table, the place of each part: parts in order, ``count`` places for each.
+        loads: load of each rank.
+        memory: per rank, bytes in each tier.
+        bound: no assignment of these options has a lower cost.
+        timed_out: the clock ended the search.
+    """
+
+    choice: Mapping[str, int]
+    places: Mapping[str, tuple[Place, ...]]
+    loads: tuple[float, ...]
+    memory: tuple[tuple[float, ...], ...]
+    bound: float
+    timed_out: bool = False
+
+    @property
+    def cost(self) -> float:
+        """Load of the most loaded rank."""
+        return max(self.loads)
+
+    @property
+    def gap(self) -> float:
+        """How far the cost may be above the best, as a fraction of the bound."""
+        if self.cost <= self.bound:
+            return 0.0
+        return (self.cost - self.bound) / self.bound if self.bound > 0 else inf
+
+
+def anywhere(ranks: int) -> tuple[Place, ...]:
+    """The places of a single piece that may be on any rank."""
+    return tuple((rank,) for rank in range(ranks))
+
+
+def host_places(hosts: int, ranks_per_host: int) -> tuple[Place, ...]:
+    """The places of a part with one piece for each rank of a host."""
+    return tuple(tuple(range(host * ranks_per_host, (host + 1) * ranks_per_host)) for host in range(hosts))

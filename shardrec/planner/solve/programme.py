@@ -1,0 +1,123 @@
+"""Linear and integer programmes over "how many tables take which option", by HiGHS."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import highspy
+import numpy as np
+
+from shardrec.planner.solve.encode import Floats, Ints
+
+__all__ = ["Outcome", "Programme"]
+
+_NODES = 300
+_GAP = 1e-3
+_FEASIBLE = 2
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """A solution.
+
+    Args:
+        values: one per column; None if the search ended without a solution.
+        objective: its value.
+        bound: no solution has a lower objective.
+    """
+
+    values: Floats | None
+    objective: float
+    bound: float
+
+
+class Programme:
+    """Minimise, where each group of columns adds up to its size and rows are at most their limits.
+
+    The basis of one solution is where the next begins, if it has the same rows.
+
+    Args:
+        group_of: (O,) group of each column.
+        sizes: (G,) sum of each group's columns.
+    """
+
+    def __init__(self, group_of: Ints, sizes: Ints) -> None:
+        self._group_of = group_of
+        self._sizes = sizes.astype(np.float64)
+        self._basis: dict[tuple[int, ...], Any] = {}
+        self._solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
+        for name, value in (("output_flag", False), ("threads", 1), ("random_seed", 0)):
+            self._solver.setOptionValue(name, value)
+
+    def minimise(
+        self,
+        objective: Floats,
+        upper: Floats,
+        rows: Floats,
+        limits: Floats,
+        *,
+        key: tuple[int, ...] = (),
+        whole: bool = False,
+        seconds: float = 1e9,
+    ) -> Outcome | None:
+        """The best solution, or None if there is none.
+
+        Args:
+            objective: (O,).
+            upper: (O,) most of each column; the least is 0.
+            rows: (N, O).
+            limits: (N,).
+            key: which rows these are.
+            whole: whole numbers only.
+            seconds: time limit, with ``whole``.
+
+        Returns:
+            With ``whole``, a solution that may be a little above the best.
+        """
+        solver, columns, groups = self._solver, len(objective), len(self._sizes)
+        top = float(np.abs(objective).max(initial=0.0)) or 1.0
+        matrix = np.vstack([np.zeros((groups, columns)), rows])
+        matrix[self._group_of, np.arange(columns)] = 1.0
+        row_of, column_of = np.nonzero(matrix)
+        starts = np.searchsorted(row_of, np.arange(len(matrix)))
+        solver.clearModel()
+        solver.setOptionValue("presolve", "on" if whole else "off")
+        solver.setOptionValue("time_limit", float(seconds) if whole else 1e9)
+        solver.setOptionValue("mip_max_nodes", _NODES)
+        solver.setOptionValue("mip_rel_gap", _GAP)
+        solver.passModel(
+            columns,
+            len(matrix),
+            len(row_of),
+            highspy.MatrixFormat.kRowwise.value,
+            highspy.ObjSense.kMinimize.value,
+            0.0,
+            objective / top,
+            np.zeros(columns),
+            upper,
+            np.concatenate([self._sizes, np.full(len(limits), -highspy.kHighsInf)]),
+            np.concatenate([self._sizes, limits]),
+            starts.astype(np.int32),
+            column_of.astype(np.int32),
+            matrix[row_of, column_of],
+            np.full(columns, int(whole), dtype=np.int32),
+        )
+        if not whole and key in self._basis:
+            solver.setBasis(self._basis[key])
+        solver.run()
+        status = solver.getModelStatus()
+        if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
+            return None
+        solution = solver.getSolution()
+        info = solver.getInfo()
+        if whole:
+            bound = float(info.mip_dual_bound) * top if np.isfinite(info.mip_dual_bound) else -np.inf
+            if info.primal_solution_status != _FEASIBLE:
+                return Outcome(None, np.inf, bound)
+            return Outcome(np.rint(solution.col_value), float(info.objective_function_value) * top, bound)
+        if status != highspy.HighsModelStatus.kOptimal:
+            return Outcome(None, np.inf, -np.inf)
+        self._basis[key] = solver.getBasis()
+        value = float(info.objective_function_value) * top
+        return Outcome(np.array(solution.col_value), value, value)

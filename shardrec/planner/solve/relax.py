@@ -1,0 +1,288 @@
+"""What every assignment must satisfy, as linear rows over "how many tables take which option", and the bound they
+prove.
+
+[Note: the bound]
+In an assignment each rank bears E, the sum of the chosen options' loads on every rank, and pieces; let c be the most
+that the pieces of a rank come to, so that the cost is E + c. Relative to c, sizes s in [0, 1] that share a rank add up
+to at most 1. A *dual feasible function* f keeps that property: if sizes add up to at most 1, so do their f(s). Hence
+over R ranks
+
+    sum over all pieces of f(load / c)  <=  R        for every dual feasible f
+
+which, for a given c, is linear in the choice of options. With f(s) = s this is the average load; the others see that
+two pieces of 0.6 do not fit one rank. The same holds for the bytes of each memory tier. Let E(c) be the least E under
+all these rows, with fractional tables or with whole ones. The more room, the less E, so an assignment with c1 <= c <=
+c2 costs at least c1 + E(c2), and the least of these over intervals that hold every c is a bound for all. The interval
+that decides is cut in two until the bound stands still.
+
+The functions are those of Fekete and Schepers, "New classes of fast lower bounds for bin packing problems" (2001):
+rounding to multiples of 1/k, and cutting off what is smaller than eps or larger than 1 - eps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardrec.planner.solve.encode import Encoded, Floats
+from shardrec.planner.solve.programme import Outcome, Programme
+
+__all__ = ["Interval", "Relaxation"]
+
+_ROUNDING = tuple(range(1, 13))
+_CUTOFFS = 8
+_TIE = 1e-4
+"""Weight of the pieces' load among choices that put the same on every rank."""
+_FUNCTIONS = len(_ROUNDING) + _CUTOFFS
+_SLACK = 1e-9
+"""Sizes are taken this much smaller, so that rounding errors cannot prove what is not so."""
+
+
+@dataclass(frozen=True, order=True)
+class Interval:
+    """A range of c, the load of the pieces of the most loaded rank.
+
+    Args:
+        bound: what an assignment with its c in the range costs at least.
+        low: least c.
+        high: most c.
+        base: E at ``high``, or a bound of it.
+        whole: whether ``base`` is that of whole tables.
+    """
+
+    bound: float
+    low: float
+    high: float
+    base: float
+    whole: bool = False
+
+
+class Relaxation:
+    """The rows of one problem, for any c.
+
+    Most of the rows never matter. So a programme starts with those that did before, and takes in what its solution
+    breaks.
+    """
+
+    def __init__(self, encoded: Encoded) -> None:
+        self.encoded = encoded
+        options = len(encoded.options)
+        self._programme = Programme(encoded.option_group, encoded.sizes)
+        self._upper = encoded.sizes[encoded.option_group].astype(np.float64)
+        self._starts = np.array([span.start for span in encoded.group_options], dtype=np.int64)
+        self._least_memory = self._least(encoded.base_memory)
+        # Pieces in order of their options, so that a sum per option is a difference of running sums.
+        order = np.argsort(encoded.piece_option, kind="stable")
+        self._order, self._count = order, encoded.piece_count[order]
+        self._edges = np.searchsorted(encoded.piece_option[order], np.arange(options + 1))
+        # Per set of ranks, which pieces can be nowhere else.
+        self._inside: list[tuple[int, Floats]] = []
+        for ranks in encoded.reaches:
+            within = np.array([other <= ranks for other in encoded.reaches])
+            inside = within[encoded.piece_reach]
+            if inside.any() or not self._inside:
+                self._inside.append((len(ranks), inside[order].astype(np.float64)))
+        self._memory_rows: dict[float, tuple[Floats, Floats]] = {}
+        self._active: set[int] = set()
+
+    def least_base(
+        self,
+        room: float,
+        *,
+        whole: bool = False,
+        most: float = np.inf,
+        weight: float = 0.0,
+        memory_share: float = 1.0,
+        seconds: float = 10.0,
+    ) -> Outcome | None:
+        """E: the least that the options chosen put on every rank, where pieces have so much room; None if none fit.
+
+        Args:
+            room: c.
+            whole: whole tables only.
+            most: E at most.
+            weight: of the average load of the pieces in the objective, against E.
+            memory_share: the part of the capacity that may be used.
+            seconds: time limit, with ``whole``.
+        """
+        encoded = self.encoded
+        objective = encoded.base_load
+        if weight:
+            objective = objective + weight * (encoded.total_load / encoded.ranks - encoded.base_load)
+        upper = np.where(self._fits(room, encoded.capacity * memory_share), self._upper, 0.0)
+        rows, limits = self._rows(room, memory_share)
+        if np.isfinite(most):
+            scale = max(float(encoded.base_load.max(initial=0.0)), 1e-300)
+            rows, limits = np.vstack([rows, encoded.base_load / scale]), np.append(limits, most / scale)
+        # Sums that no choice of the options allowed can make too large tell nothing.
+        allowed = np.where(upper > 0, rows, 0.0)
+        highest = np.maximum.reduceat(allowed, self._starts, axis=1) @ encoded.sizes
+        telling = set(np.flatnonzero(highest > limits).tolist())
+        used = telling if whole else telling & self._active
+        while True:
+            picked = np.array(sorted(used), dtype=np.int64)
+            found = self._programme.minimise(
+                objective,
+                upper,
+                rows[picked],
+                limits[picked],
+                key=tuple(picked.tolist()),
+                whole=whole,
+                seconds=seconds,
+            )
+            if found is None or whole or found.values is None:
+                return found
+            over = np.flatnonzero(rows @ found.values > limits * (1 + 1e-7) + 1e-12)
+            broken = (set(over.tolist()) & telling) - used
+            if not broken:
+                return found
+            used = used | broken
+            self._active |= broken
+
+    def intervals(self, accuracy: float, most: int = 200) -> list[Interval]:
+        """Intervals that together hold every c, the deciding one first: its bound is the bound.
+
+        Args:
+            accuracy: width of the deciding interval, against its bound.
+            most: programmes to solve.
+        """
+        unlimited = self._base_at(np.inf)
+        if not np.isfinite(unlimited):
+            return [Interval(np.inf, 0.0, np.inf, unlimited)]
+        pieces = self.encoded.total_load / self.encoded.ranks - self.encoded.base_load
+        edge = max(float(np.maximum.reduceat(pieces, self._starts) @ self.encoded.sizes), 1e-12)
+        heap = [Interval(edge + unlimited, edge, np.inf, unlimited)]
+        while most > 0 and np.isfinite(base := self._base_at(edge)):
+            # Downwards in steps of a half, to where nothing fits any more.
+            heap.append(Interval(edge / 2 + base, edge / 2, edge, base))
+            edge, most = edge / 2, most - 1
+            if edge < 1e-9 * heap[0].low:
+                heap.append(Interval(self._base_at(edge), 0.0, edge, self._base_at(edge)))
+                break
+        heapify(heap)
+        while most > 0 and heap[0].high - heap[0].low > accuracy * heap[0].bound:
+            for half in self.halves(heappop(heap)):
+                heappush(heap, half)
+            most -= 1
+        return sorted(heap)
+
+    def whole(self, interval: Interval, cutoff: float, seconds: float) -> tuple[Interval, Floats | None]:
+        """The interval priced for whole tables, and the choice of options that was found on the way.
+
+        Args:
+            interval: with a finite high end.
+            cutoff: a cost that is known to be possible: the interval's bound is not raised above it.
+            seconds: time limit.
+        """
+        most = cutoff - interval.low
+        found = self.least_base(interval.high, whole=True, most=most, weight=_TIE, seconds=seconds)
+        if found is None:
+            return Interval(cutoff, interval.low, interval.high, most, True), None
+        # The second term of the objective is the average load of the pieces, which is at most c.
+        base = min(most, max(interval.base, found.bound * (1 - 1e-7) - _TIE * interval.high))
+        return Interval(interval.low + base, interval.low, interval.high, base, True), found.values
+
+    def halves(self, interval: Interval) -> tuple[Interval, Interval]:
+        """The two halves of an interval."""
+        middle = 2 * interval.low if np.isinf(interval.high) else (interval.low + interval.high) / 2
+        # The bound of the whole interval holds for its halves.
+        base = max(interval.base, self._base_at(middle))
+        return (
+            Interval(interval.low + base, interval.low, middle, base),
+            Interval(middle + interval.base, middle, interval.high, interval.base, interval.whole),
+        )
+
+    @staticmethod
+    def merged(intervals: list[Interval], width: float) -> list[Interval]:
+        """Neighbouring intervals joined up to a width, against their bounds."""
+        found: list[Interval] = []
+        for each in sorted(intervals, key=lambda interval: interval.low):
+            last = found[-1] if found else None
+            if last is not None and np.isfinite(last.bound) and each.high - last.low <= width * last.bound:
+                found[-1] = Interval(last.low + each.base, last.low, each.high, each.base)
+            else:
+                found.append(each)
+        return found
+
+    def _base_at(self, room: float) -> float:
+        found = self.least_base(room)
+        if found is None:
+            return np.inf
+        return max(found.bound * (1 - 1e-7), 0.0)
+
+    def _least(self, per_option: Floats) -> Floats:
+        """(M,) the least sum over the tables of a quantity of their options."""
+        encoded = self.encoded
+        if not len(per_option):
+            return np.zeros(len(encoded.capacity))
+        least: Floats = np.minimum.reduceat(per_option, self._starts, axis=0).T @ encoded.sizes.astype(np.float64)
+        return least
+
+    def _fits(self, room: float, capacity: Floats) -> NDArray[np.bool_]:
+        """(O,) whether each of an option's pieces fits an empty rank."""
+        encoded = self.encoded
+        too_big = encoded.piece_load > room * (1 + _SLACK)
+        too_big |= (encoded.piece_memory > (capacity - self._least_memory) * (1 + _SLACK)).any(axis=1)
+        fits: NDArray[np.bool_] = np.bincount(encoded.piece_option[too_big], minlength=len(encoded.options)) == 0
+        return fits
+
+    def _rows(self, room: float, memory_share: float) -> tuple[Floats, Floats]:
+        """All the rows: the same number, in the same order, for every c."""
+        encoded = self.encoded
+        if memory_share not in self._memory_rows:
+            parts = []
+            for tier, capacity in enumerate(encoded.capacity * memory_share):
+                left = capacity - self._least_memory[tier]
+                parts.append(self._sums(encoded.piece_memory[:, tier], encoded.base_memory[:, tier], capacity, left))
+            self._memory_rows[memory_share] = (
+                np.concatenate([rows for rows, _ in parts]),
+                np.concatenate([limits for _, limits in parts]),
+            )
+        rows, limits = self._sums(encoded.piece_load, np.zeros(len(encoded.options)), room, room)
+        memory_rows, memory_limits = self._memory_rows[memory_share]
+        return np.concatenate([rows, memory_rows]), np.concatenate([limits, memory_limits])
+
+    def _sums(self, sizes: Floats, everywhere: Floats, most: float, room: float) -> tuple[Floats, Floats]:
+        """The rows of one quantity, scaled to coefficients of at most 1."""
+        rows, limits = [], []
+        bounded = bool(np.isfinite(most))
+        sizes = sizes[self._order]
+        values = np.zeros((_FUNCTIONS, len(sizes)))
+        if bounded and room > 0:
+            distinct, which = np.unique(sizes, return_inverse=True)
+            values = _dual_feasible(distinct / room * (1 - _SLACK))[:, which]
+        for ranks, inside in self._inside:
+            counted = self._count * inside
+            total = self._per_option((sizes * counted)[None]) + ranks * everywhere
+            rows.append(total if bounded else 0 * total)
+            limits.append([ranks * most if bounded else 1.0])
+            rows.append(self._per_option(values * counted))
+            limits.append([float(ranks)] * _FUNCTIONS)
+        matrix, most_of_row = np.concatenate(rows), np.concatenate(limits)
+        scale = np.maximum(np.abs(matrix).max(axis=1, initial=0.0), 1e-300)
+        return matrix / scale[:, None], most_of_row / scale * (1 + _SLACK)
+
+    def _per_option(self, values: Floats) -> Floats:
+        """(n, O) sums over the pieces of each option, of (n, K)."""
+        running = np.zeros((len(values), values.shape[1] + 1))
+        np.cumsum(values, axis=1, out=running[:, 1:])
+        sums: Floats = running[:, self._edges[1:]] - running[:, self._edges[:-1]]
+        # What is left of a difference of equal sums is rounding, not a size.
+        return np.where(sums > 1e-12 * running[:, -1:], sums, 0.0)
+
+
+def _dual_feasible(sizes: Floats) -> Floats:
+    """(functions, K) values of sizes."""
+    sizes = np.minimum(sizes, 1.0)
+    parts = np.array(_ROUNDING)[:, None]
+    rounded = np.floor((parts + 1) * sizes[None]) / parts
+    small = np.unique(sizes[(sizes > 0.02) & (sizes <= 0.5)])
+    if not len(small):
+        small = np.array([0.5])
+    picked = small[np.linspace(0, len(small) - 1, _CUTOFFS).astype(int)]
+    edges = (picked * (1 - 1e-9))[:, None]
+    cut_off = np.where(sizes > 1 - edges, 1.0, np.where(sizes < edges, 0.0, sizes))
+    return np.concatenate([rounded, cut_off])

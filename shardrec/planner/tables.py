@@ -1,0 +1,120 @@
+"""From a table's shape and the model around it to what the planner knows of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from math import log
+from typing import TYPE_CHECKING, Any
+
+from shardrec.errors import ConfigError
+from shardrec.planner.cost import Growth, TableLoad
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+__all__ = ["Sampled", "sampled_features", "table_loads"]
+
+Sampled = Mapping[str, tuple[float, Growth | None]]
+"""By feature: ids of a sample, and how the distinct ones grow."""
+
+
+def table_loads(
+    model: nn.Module,
+    *,
+    poolings: Mapping[str, float] | None = None,
+    sampled: Sampled | None = None,
+) -> dict[str, TableLoad]:
+    """What the planner knows of each table of a model's collections.
+
+    Args:
+        model: holds unsharded collections.
+        poolings: ids of a sample, by feature or by table name; default: 1.
+        sampled: what sample batches said; ``poolings`` goes over it.
+
+    Raises:
+        ConfigError: for a pooling of no feature and no table.
+    """
+    from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+    from shardrec.lookup.optimizers import OptimizerKind, fused_optimizer_of
+    from shardrec.modules.discover import collections_of, qualified_name
+
+    given = dict(poolings or {})
+    used: set[str] = set()
+    loads = {}
+    for path, collection in collections_of(model).items():
+        pooled = isinstance(collection, EmbeddingBagCollection)
+        configs = collection.embedding_bag_configs() if pooled else collection.embedding_configs()
+        for config in configs:
+            name = qualified_name(path, config.name)
+            parameter = _weight(collection, config.name, pooled)
+            optimizer = None if parameter is None else fused_optimizer_of(parameter, name)
+            growth = None
+            ids = []
+            for feature in config.feature_names:
+                value = given.get(feature, given.get(name))
+                used |= {feature, name} & given.keys()
+                seen = (sampled or {}).get(feature)
+                ids.append(value if value is not None else seen[0] if seen else 1.0)
+                growth = growth or (seen[1] if seen else None)
+            rowwise = optimizer is not None and optimizer.rowwise
+            states = 0 if optimizer is None else len(optimizer.states)
+            loads[name] = TableLoad(
+                num_embeddings=config.num_embeddings,
+                embedding_dim=config.embedding_dim,
+                poolings=tuple(map(float, ids)),
+                growth=growth,
+                pooled=pooled,
+                weight_bytes=_weight_bytes(config),
+                state_bytes=0 if rowwise else 4 * states,
+                row_state_bytes=4 if rowwise else 0,
+                whole_row_state=optimizer is not None and optimizer.kind is OptimizerKind.ROWWISE_ADAGRAD,
+                fused=optimizer is not None,
+            )
+    unknown = sorted(given.keys() - used)
+    if unknown:
+        raise ConfigError(f"poolings names {unknown[0]!r}, which is no feature and no table of the model")
+    return loads
+
+
+def sampled_features(batches: Iterable[KeyedJaggedTensor]) -> Sampled:
+    """Ids per sample and growth of the distinct ids, by feature, from batches as one rank gets them.
+
+    The growth is Heaps' law through two points: the first batch, and all of them.
+    """
+    import torch
+
+    samples = 0
+    ids: dict[str, list[torch.Tensor]] = {}
+    for batch in batches:
+        samples += batch.stride()
+        for key in list(batch.keys()):
+            ids.setdefault(key, []).append(batch[key].values())
+    if not samples:
+        raise ConfigError("sample_batches holds no sample; give batches as they are trained on, or leave it out")
+    found = {}
+    for key, parts in ids.items():
+        everything = torch.cat(parts)
+        growth = None
+        if len(everything):
+            first, total = len(parts[0]), len(everything)
+            distinct = len(everything.unique())
+            power = 1.0
+            if len(parts) > 1 and 0 < first < total:
+                power = min(1.0, log(distinct / len(parts[0].unique())) / log(total / first))
+            elif distinct < total:
+                power = log(max(distinct, 2)) / log(max(total, 3))
+            growth = Growth(scale=distinct / total**power, power=power)
+        found[key] = (len(everything) / samples, growth)
+    return found
+
+
+def _weight(collection: Any, table: str, pooled: bool) -> Any:
+    tables = collection.embedding_bags if pooled else collection.embeddings
+    return tables[table].weight if table in tables else None
+
+
+def _weight_bytes(config: Any) -> int:
+    kind = str(getattr(config, "data_type", "FP32"))
+    return 2 if "16" in kind else 4

@@ -1,0 +1,201 @@
+"""TorchRec's plans and constraints, read and written.
+
+::
+
+    TorchRec                               shardrec
+    ShardingPlan.plan[path][table]     ↔   layout of "path.table"
+    ParameterSharding.sharding_spec        its shards: sizes and offsets are (rows, columns)
+    sharding_type                          cut; a layout of another form is written as the nearest, see below
+
+A TorchRec row-wise table has one block per rank, in the order of ranks; a plan that cuts otherwise is not one that
+TorchRec could carry out, so writing it is refused, with what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from shardrec.errors import PlanError
+from shardrec.layout import Shard, ShardingPlan, TableLayout, Topology
+from shardrec.planner.constraint import CUTS, Constraint
+
+if TYPE_CHECKING:
+    from torchrec.distributed.planner.types import ParameterConstraints
+    from torchrec.distributed.types import ShardingPlan as TorchRecPlan
+
+__all__ = ["constraints_from_torchrec", "from_torchrec", "to_torchrec"]
+
+_TO_TORCHREC = {"grid": "grid_shard"}
+_FROM_TORCHREC = {"grid_shard": "grid"}
+
+
+def from_torchrec(plan: TorchRecPlan, topology: Topology, shapes: Mapping[str, tuple[int, int]]) -> ShardingPlan:
+    """A TorchRec plan as one of shardrec's.
+
+    Args:
+        plan: of a model whose collections are not sharded yet.
+        topology: the ranks that it is for.
+        shapes: ``(num_embeddings, embedding_dim)`` by table, which TorchRec's replicated tables do not tell
+            (:func:`shardrec.modules.discover.table_shapes` has them).
+
+    Raises:
+        PlanError: for tables without shards, or a plan that does not cover them.
+    """
+    layouts, faults = [], []
+    for path, module in plan.plan.items():
+        for table, sharding in module.items():
+            name = f"{path}.{table}" if path else table
+            if name not in shapes:
+                faults.append(f"the plan has a table {name!r} that is not among the shapes given")
+                continue
+            rows, cols = shapes[name]
+            cut = _FROM_TORCHREC.get(sharding.sharding_type, sharding.sharding_type)
+            spec = sharding.sharding_spec
+            if cut != "data_parallel" and spec is None:
+                faults.append(f"table {name!r} has no sharding_spec; let TorchRec's planner make the plan complete")
+                continue
+            shards = () if cut == "data_parallel" else tuple(_shards(name, spec))
+            layouts.append(
+                TableLayout(
+                    name=name,
+                    num_embeddings=rows,
+                    embedding_dim=cols,
+                    shards=shards,
+                    replicated=cut == "data_parallel",
+                    cut=cut,
+                )
+            )
+    if faults:
+        raise PlanError(faults)
+    return ShardingPlan(topology=topology, tables=tuple(layouts))
+
+
+def to_torchrec(
+    plan: ShardingPlan, *, device: str = "cpu", kernel: str = "fused", paths: Mapping[str, str] | None = None
+) -> TorchRecPlan:
+    """One of shardrec's plans for TorchRec's ``DistributedModelParallel``.
+
+    Args:
+        plan: whose cuts TorchRec has.
+        device: ``"cpu"`` or ``"cuda"``.
+        kernel: compute kernel of the sharded tables; those of replicated tables are dense.
+        paths: path of each table's collection, by table name; default: all of the name but the last part.
+
+    Raises:
+        PlanError: naming each table that is cut in a way that TorchRec has not.
+    """
+    from torch.distributed._shard.metadata import ShardMetadata
+    from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
+    from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding
+    from torchrec.distributed.types import ShardingPlan as TorchRecPlan
+
+    modules: dict[str, Any] = {}
+    faults = [fault for layout in plan.tables for fault in _unknown_to_torchrec(layout, plan.topology)]
+    if faults:
+        raise PlanError(faults)
+    local = plan.topology.ranks_per_host
+    for layout in plan.tables:
+        path = layout.name.rpartition(".")[0] if paths is None else paths[layout.name]
+        table = layout.name[len(path) + 1 :] if path else layout.name
+        shards = _in_torchrec_order(layout)
+        spec = EnumerableShardingSpec(
+            [
+                ShardMetadata(
+                    shard_offsets=[shard.row_start, shard.col_start],
+                    shard_sizes=[shard.rows, shard.cols],
+                    placement=f"rank:{shard.rank}/{device}" + (f":{shard.rank % local}" if device == "cuda" else ""),
+                )
+                for shard in shards
+            ]
+        )
+        modules.setdefault(path, EmbeddingModuleShardingPlan())[table] = ParameterSharding(
+            sharding_type=_TO_TORCHREC.get(_torchrec_cut(layout), _torchrec_cut(layout)),
+            compute_kernel="dense" if layout.replicated else kernel,
+            ranks=list(range(plan.world_size)) if layout.replicated else [shard.rank for shard in shards],
+            sharding_spec=None if layout.replicated else spec,
+        )
+    return TorchRecPlan(plan=modules)
+
+
+def constraints_from_torchrec(
+    constraints: Mapping[str, ParameterConstraints], prefix: str = "*"
+) -> tuple[dict[str, Constraint], dict[str, float]]:
+    """TorchRec's constraints as shardrec's, and the ids of a sample that they tell.
+
+    What they say of kernels, caches and devices has no counterpart and is left out.
+
+    Args:
+        constraints: by table name, as TorchRec's planner takes them.
+        prefix: put before the names, which are those of the tables in their collections; ``"*"`` finds them anywhere.
+
+    Returns:
+        For :func:`shardrec.plan`: ``constraints`` by table, and ``poolings`` by feature where the features are named.
+    """
+    found: dict[str, Constraint] = {}
+    poolings: dict[str, float] = {}
+    for name, each in constraints.items():
+        cuts = tuple(_FROM_TORCHREC.get(kind, kind) for kind in each.sharding_types or ())
+        known = tuple(cut for cut in cuts if cut in CUTS)
+        if cuts and not known:
+            raise PlanError(f"table {name!r}: shardrec has none of the sharding types {', '.join(cuts)}")
+        found[f"{prefix}{name}"] = Constraint(cuts=known, min_columns=each.min_partition or 0)
+        if each.feature_names:
+            factors = [float(factor) for factor in each.pooling_factors]
+            if len(factors) == 1:
+                factors *= len(each.feature_names)
+            poolings.update(zip(each.feature_names, factors, strict=False))
+    return found, poolings
+
+
+def _shards(name: str, spec: Any) -> list[Shard]:
+    return [
+        Shard(
+            table=name,
+            row_start=each.shard_offsets[0],
+            row_end=each.shard_offsets[0] + each.shard_sizes[0],
+            col_start=each.shard_offsets[1],
+            col_end=each.shard_offsets[1] + each.shard_sizes[1],
+            rank=each.placement.rank(),
+        )
+        for each in spec.shards
+        # TorchRec gives a rank without rows a shard of none.
+        if each.shard_sizes[0] and each.shard_sizes[1]
+    ]
+
+
+def _in_torchrec_order(layout: TableLayout) -> list[Shard]:
+    return sorted(layout.shards, key=lambda shard: (shard.col_start, shard.row_start))
+
+
+def _torchrec_cut(layout: TableLayout) -> str:
+    """The cut that a layout is, by its shape: names are for people and may say less."""
+    if layout.replicated:
+        return "data_parallel"
+    stripes = layout.stripes()
+    if all(len(stripe.shards) == 1 for stripe in stripes):
+        if len(stripes) == 1:
+            return "table_wise"
+        return layout.cut if layout.cut == "table_column_wise" else "column_wise"
+    if len(stripes) == 1:
+        return layout.cut if layout.cut == "table_row_wise" else "row_wise"
+    return "grid"
+
+
+def _unknown_to_torchrec(layout: TableLayout, topology: Topology) -> list[str]:
+    """Why TorchRec could not carry a layout out."""
+    cut = _torchrec_cut(layout)
+    if cut in ("data_parallel", "table_wise", "column_wise", "table_column_wise"):
+        return []
+    remedy = "constrain the table's cuts to TorchRec's and plan again"
+    found = []
+    for stripe in layout.stripes():
+        ranks = [shard.rank for shard in stripe.shards]
+        host = ranks[0] // topology.ranks_per_host
+        wanted = range(topology.world_size) if cut == "row_wise" else topology.host_ranks(host)
+        if ranks != list(wanted[: len(ranks)]) or (len(ranks) < len(wanted) and layout.num_embeddings >= len(wanted)):
+            place = "all ranks" if cut == "row_wise" else "the ranks of one host"
+            found.append(
+                f"table {layout.name!r}: TorchRec cuts rows over {place} in order, the plan over {ranks}; {remedy}"
+            )
+    return found[:1]

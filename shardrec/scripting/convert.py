@@ -1,0 +1,58 @@
+"""``shardrec.script``: a model in TorchScript, its waits as late as its data flow allows."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from shardrec._torchscript import deferred_waits, generic_wait, inline, inlined, methods_of, quiet
+from shardrec.errors import ConfigError
+from shardrec.pending import wait
+from shardrec.pending.waiting import WAIT_OPERATOR
+from shardrec.scripting.error import explain
+from shardrec.scripting.place import place_waits
+from shardrec.scripting.reducer import ignore_in_reducer
+from shardrec.scripting.twins import scriptable_copy
+
+__all__ = ["script"]
+
+
+def script(model: nn.Module) -> torch.jit.ScriptModule:
+    """Compile a model that holds sharded modules, or others that return pending values, with TorchScript.
+
+    The result computes what the model does, and trains: its parameters and buffers are the model's own. A sharded
+    module issues its all-to-alls when it is called, and each value is waited for just before its first use, through
+    variables, lists, dicts, tuples, branches, loops and calls: all collectives that the model issues before it uses the
+    first one's result are under way by then, as in eager mode. ``torch.jit.save`` works on it, and what it saves needs
+    neither shardrec nor Python.
+
+    Args:
+        model: made of what TorchScript knows, apart from modules that offer a ``scripted_twin()``; its annotations say
+            ``KeyedTensor``, not ``LazyAwaitable``. It is not changed.
+
+    Returns:
+        The compiled model. Its ``forward`` returns plain values; the method ``issue`` of a module that was replaced
+        by its twin returns the ``Await``.
+
+    Raises:
+        ScriptError: if TorchScript refuses the code; names the file, the line and a remedy.
+        ConfigError: if ``model`` is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"shardrec.script takes an nn.Module, not {type(model).__name__}: put what is to be scripted into the "
+            "forward of a module"
+        )
+    with scriptable_copy(model) as copy, generic_wait(wait, WAIT_OPERATOR), quiet():
+        try:
+            scripted: torch.jit.ScriptModule = torch.jit.script(copy)
+        except Exception as error:  # of eight classes at least, by what TorchScript does not like
+            raise explain(type(model).__name__, error) from error
+    # All are inlined before any is changed, since what is inlined is the called method as it is then.
+    graphs = [method.graph for method in methods_of(scripted) if deferred_waits(inlined(method.graph))]
+    for graph in graphs:
+        inline(graph)
+    for graph in graphs:
+        place_waits(graph)
+    ignore_in_reducer(scripted, model)
+    return scripted

@@ -1,0 +1,221 @@
+"""A model as TorchScript is to see it: each module that returns something pending replaced by its scriptable twin.
+
+The model itself is left as it is. What is scripted is a copy of its module tree, with the same parameters, buffers and
+attributes in it.
+
+[Note: the wait goes into the twin]
+Code that uses ``self.ebc(features)`` as a KeyedTensor compiles only if that is what it returns. So the twin's
+``forward`` becomes another method, and the new ``forward`` calls it and waits, in the spelling of ``defer``. place.py
+then moves the wait out of it and down to the first use. By then TorchScript knows the types of all that the user wrote.
+"""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import types
+import typing
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from shardrec._torchscript import defer
+from shardrec.pending import Await
+from shardrec.scripting.error import ScriptError
+
+__all__ = ["ISSUE", "HasScriptedTwin", "scriptable_copy"]
+
+ISSUE = "issue"
+"""The method of a scripted twin that returns the ``Await``."""
+
+_NUMBERS = count()
+
+
+@runtime_checkable
+class HasScriptedTwin(Protocol):
+    """A module that TorchScript is to see as another one.
+
+    Its ``scripted_twin()`` gives the module to script in its place:
+
+    - one whose ``forward`` is annotated ``-> Await[T]``, where the module itself returns a ``LazyAwaitable[T]``: it
+      issues its communication and returns ``shardrec.awaitable(finish, ...)``. Other code sees ``T``, and waits for it
+      at its first use;
+    - one with any other ``forward``, which takes the module's place as it is.
+
+    It takes and returns what the module does, holds the very parameters and buffers of the module, and is made anew at
+    each call. Its submodules are replaced by their twins in turn. The result can have a twin itself; a module whose
+    ``forward`` is such a one already returns itself.
+    """
+
+    def scripted_twin(self) -> nn.Module:
+        """The module to script in place of this one."""
+
+
+@contextmanager
+def scriptable_copy(model: nn.Module) -> Iterator[nn.Module]:
+    """A copy of ``model`` for ``torch.jit.script``, which has to be called inside.
+
+    Raises:
+        ScriptError: for a twin that breaks the protocol.
+    """
+    copier = _Copier()
+    try:
+        yield copier.copy(model, "")
+    finally:
+        # TorchScript has read the source of the generated methods.
+        for name in copier.sources:
+            linecache.cache.pop(name, None)
+
+
+class _Copier:
+    def __init__(self) -> None:
+        self.sources: list[str] = []
+        self._copies: dict[int, nn.Module] = {}
+        # One for each twin's class, so that modules of one class stay modules of one class, which TorchScript compiles
+        # once. And fresh ones in each copy: what is compiled is changed afterwards.
+        self._waiting_classes: dict[type[nn.Module], type[nn.Module]] = {}
+        # Copies are found by the id of their originals, which therefore have to live.
+        self._alive: list[nn.Module] = []
+
+    def copy(self, module: nn.Module, path: str) -> nn.Module:
+        """The module's copy, or its twin's; the same one for the same module."""
+        if id(module) not in self._copies:
+            twin = _twin_of(module, path)
+            self._alive += [module, twin]
+            cls = _scriptable_class(type(twin))
+            if _offers_twin(module) and _returns_await(twin, path):
+                if cls not in self._waiting_classes:
+                    self._waiting_classes[cls] = self._waiting_class(cls, path)
+                cls = self._waiting_classes[cls]
+            self._copies[id(module)] = self._copy_as(cls, twin, path)
+        return self._copies[id(module)]
+
+    def _copy_as(self, cls: type[nn.Module], module: nn.Module, path: str) -> nn.Module:
+        if isinstance(module, torch.jit.ScriptModule):
+            return module
+        copy = cls.__new__(cls)
+        # Not through setattr, which nn.Module overrides. Parameters and buffers are the same objects; what TorchScript
+        # notes on a module, it notes on the copy.
+        vars(copy).update(vars(module))
+        vars(copy)["_modules"] = {
+            name: None if child is None else self.copy(child, f"{path}.{name}" if path else name)
+            for name, child in module._modules.items()
+        }
+        return copy
+
+    def _waiting_class(self, cls: type[nn.Module], path: str) -> type[nn.Module]:
+        """A subclass of a twin's class whose forward waits for what the twin's returns."""
+        if hasattr(cls, ISSUE):
+            raise ScriptError(
+                f"the scripted twin of {path or 'the model'} ({cls.__name__}) has an attribute {ISSUE!r}, which is the "
+                "name that its forward gets: call it something else"
+            )
+        original = _plain_function(cls.forward, cls, path)
+        # The same code under another name: TorchScript names a method after the function.
+        issue = types.FunctionType(
+            original.__code__, original.__globals__, ISSUE, original.__defaults__, original.__closure__
+        )
+        issue.__kwdefaults__ = original.__kwdefaults__
+        issue.__annotations__ = original.__annotations__
+        members = {"forward": self._waiting_forward(original, cls), ISSUE: issue, "__module__": cls.__module__}
+        return type(cls.__name__, (cls,), {**members, "__doc__": cls.__doc__})
+
+    def _waiting_forward(self, original: types.FunctionType, cls: type[nn.Module]) -> Callable[..., Any]:
+        """A function with the parameters of the twin's forward, made from source text since TorchScript reads that."""
+        hints = _hints(original, cls)
+        names: dict[str, Any] = {"torch": torch}
+        written, passed = [], []
+        parameters = list(inspect.signature(original).parameters.values())
+        for number, parameter in enumerate(parameters[1:]):
+            names[f"T{number}"] = hints.get(parameter.name, torch.Tensor)
+            text = f"{parameter.name}: T{number}"
+            if parameter.default is not parameter.empty:
+                names[f"D{number}"] = parameter.default
+                text += f" = D{number}"
+            if parameter.kind is parameter.KEYWORD_ONLY:
+                if "*" not in written:
+                    written.append("*")
+                passed.append(f"{parameter.name}={parameter.name}")
+            else:
+                passed.append(parameter.name)
+            written.append(text)
+        me = parameters[0].name
+        call = f"{me}.{ISSUE}({', '.join(passed)})"
+        lines = [
+            f"def forward({', '.join([me, *written])}):\n",
+            f"    return {defer(call)}\n",
+        ]
+        source = f"<shardrec.script: {cls.__name__} {next(_NUMBERS)}>"
+        linecache.cache[source] = (sum(map(len, lines)), None, lines, source)
+        self.sources.append(source)
+        exec(compile("".join(lines), source, "exec"), names)
+        forward: Callable[..., Any] = names["forward"]
+        return forward
+
+
+def _scriptable_class(cls: type[nn.Module]) -> type[nn.Module]:
+    # Not imported for models that have none of them.
+    if cls.__module__ != "torchrec.modules.crossnet":
+        return cls
+    from shardrec.scripting.crossnets import SCRIPTABLE
+
+    return SCRIPTABLE.get(cls, cls)
+
+
+def _offers_twin(module: nn.Module) -> bool:
+    # Asked of the type: some modules pass on the attributes of one that they hold.
+    return isinstance(module, DistributedDataParallel) or callable(getattr(type(module), "scripted_twin", None))
+
+
+def _twin_of(module: nn.Module, path: str) -> nn.Module:
+    """The module to script in place of another: its twin's twin's twin, or itself."""
+    while _offers_twin(module):
+        twin: Any = module.module if isinstance(module, DistributedDataParallel) else _ask(module)
+        if twin is module:
+            break
+        if not isinstance(twin, nn.Module):
+            raise ScriptError(
+                f"{type(module).__name__}.scripted_twin() at {path or 'the model'} returned a {type(twin).__name__}: "
+                "return an nn.Module that TorchScript can compile"
+            )
+        module = twin
+    return module
+
+
+def _ask(module: Any) -> Any:
+    return module.scripted_twin()
+
+
+def _returns_await(twin: nn.Module, path: str) -> bool:
+    """Whether a twin's forward says that it returns an Await. What it says besides is TorchScript's to judge."""
+    if isinstance(twin, torch.jit.ScriptModule):
+        return False
+    said = getattr(type(twin).forward, "__annotations__", {}).get("return")
+    if isinstance(said, str) and "Await" in said:
+        forward = _plain_function(type(twin).forward, type(twin), path)
+        said = _hints(forward, type(twin)).get("return")
+    return typing.get_origin(said) is Await
+
+
+def _plain_function(function: Any, cls: type, path: str) -> types.FunctionType:
+    if not isinstance(function, types.FunctionType):
+        raise ScriptError(
+            f"{cls.__name__}.forward, of the scripted twin of {path or 'the model'}, is a {type(function).__name__}: "
+            "define it as a plain method, whose source TorchScript can read"
+        )
+    return function
+
+
+def _hints(function: types.FunctionType, cls: type) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(function, localns=dict(inspect.getclosurevars(function).nonlocals))
+    except NameError as error:
+        raise ScriptError(
+            f"an annotation of {cls.__name__}.forward, of a scripted twin, cannot be resolved ({error}): import the "
+            "name in the twin's module, and not under TYPE_CHECKING"
+        ) from error

@@ -1,0 +1,120 @@
+"""The solver: nothing is better than its bound, its plans fit, small problems are solved as well as by trying everything."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+
+from shardrec.errors import ConfigError
+from shardrec.planner.solve import Option, Part, Piece, Problem, SolveLimits, solve
+from shardrec.planner.solve.problem import anywhere
+from tests.planner.problems import best_cost, check, random_problem
+from tests.plans import randoms
+
+EXACT = SolveLimits(gap=0.0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rng=randoms())
+def test_small_problems_are_solved_as_by_trying_everything(rng: Random) -> None:
+    problem = random_problem(rng, most_tables=3)
+    solution, best = solve(problem, EXACT), best_cost(problem)
+    if solution is None:
+        assert best == inf
+        return
+    check(problem, solution)
+    assert solution.bound <= best * (1 + 1e-6) + 1e-9, "the bound is not one"
+    assert solution.cost == pytest.approx(best)
+
+
+@settings(max_examples=25, deadline=None)
+@given(rng=randoms())
+def test_larger_problems(rng: Random) -> None:
+    problem = random_problem(rng, most_tables=30, ranks=rng.choice([2, 5, 8]))
+    solution = solve(problem, SolveLimits(gap=0.02, effort=10))
+    if solution is not None:
+        check(problem, solution)
+        assert solve(problem, SolveLimits(gap=0.02, effort=10)) == solution, "the same every time"
+
+
+def pieces(ranks: int, *loads: float, capacity: float = inf, memory: float = 0.0) -> Problem:
+    """One table of one free piece for each load."""
+    spots, nothing = anywhere(ranks), Piece()
+    tables = {
+        f"t{number}": (
+            Option(
+                label="whole",
+                everywhere=nothing,
+                parts=(Part(pieces=(Piece(load=load, memory=(memory,)),), places=spots),),
+            ),
+        )
+        for number, load in enumerate(loads)
+    }
+    return Problem(ranks=ranks, capacity=(capacity,), tables=tables)
+
+
+def test_the_bound_sees_more_than_the_average() -> None:
+    """Three pieces of 6 on two ranks: 9 on average, 12 in truth."""
+    solution = solve(pieces(2, 6, 6, 6), EXACT)
+    assert solution is not None
+    assert (solution.bound, solution.cost) == (pytest.approx(12, rel=1e-4), 12)
+
+
+def test_longest_first_is_improved_on() -> None:
+    """Longest first puts 3, 3, 2, 2, 2 on two ranks as 7 and 5."""
+    solution = solve(pieces(2, 3, 3, 2, 2, 2), EXACT)
+    assert solution is not None
+    assert solution.cost == 6
+    assert solution.gap <= 1e-4
+
+
+def test_memory_may_force_what_time_would_not() -> None:
+    solution = solve(pieces(2, 9, 1, 1, 1, capacity=2, memory=1), EXACT)
+    assert solution is not None
+    assert sorted(solution.loads) == [2, 10]
+
+
+def test_what_does_not_fit_has_no_solution() -> None:
+    assert solve(pieces(2, 1, 1, 1, capacity=1, memory=1)) is None
+    assert solve(pieces(2, 1, 1, 1, capacity=1.5, memory=1)) is None, "on average it would"
+
+
+def test_several_tiers() -> None:
+    nothing = Piece(memory=(0.0, 0.0))
+    spots = anywhere(2)
+
+    def held(load: float, *memory: float) -> Option:
+        part = Part(pieces=(Piece(load=load, memory=memory),), places=spots)
+        return Option(label="", everywhere=nothing, parts=(part,))
+
+    options = (held(1.0, 4.0, 0.0), held(5.0, 0.0, 4.0))
+    problem = Problem(ranks=2, capacity=(4.0, 8.0), tables={"a": options, "b": options, "c": options})
+    solution = solve(problem, EXACT)
+    assert solution is not None
+    assert sorted(solution.choice.values()) == [0, 0, 1]
+    assert solution.cost == 6
+
+
+def test_no_tables() -> None:
+    solution = solve(Problem(ranks=3, capacity=(1.0,), tables={}))
+    assert solution is not None
+    assert solution.cost == 0
+
+
+def test_a_time_limit_gives_the_best_so_far() -> None:
+    rng = Random(0)
+    problem = pieces(7, *(rng.random() for _ in range(60)))
+    solution = solve(problem, SolveLimits(gap=0.0, seconds=1e-3))
+    if solution is not None:
+        check(problem, solution)
+        assert solution.timed_out
+
+
+@pytest.mark.parametrize("wrong", [{"gap": -1.0}, {"effort": 0}, {"seconds": 0.0}])
+def test_limits(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="limits need a gap"):
+        replace(SolveLimits(), **wrong)

@@ -1,0 +1,217 @@
+"""Sharded embedding bags in TorchScript: outputs, gradients and training steps of the eager model on 1, 2, 4 ranks."""
+
+from __future__ import annotations
+
+import gc
+import io
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import shardrec
+from shardrec.exchange.wire import QuantizedComms
+from shardrec.layout import Topology, cuts
+from shardrec.modules import ShardedModel, shard
+from tests.batches import Bags, random_bags
+from tests.models import OPTIMIZERS, collection, feature_rows, random_configs, table_sizes
+from tests.plans import random_plan, topologies_of
+from tests.ranks import ranks
+from tests.scripting.scorers import FromTensors, Scorer
+
+STEPS = 3
+
+
+def wrapped(scripted: torch.jit.ScriptModule) -> Any:
+    """As a user wraps it to train on several ranks."""
+    return DistributedDataParallel(scripted) if dist.get_world_size() > 1 else scripted
+
+
+def compare(seed: int) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rng = Random(seed)
+    weighted = rng.random() < 0.3
+    configs = random_configs(rng, weighted=weighted)
+    plan = random_plan(rng, table_sizes(configs, "sparse"), rng.choice(topologies_of(world_size)))
+    optimizer = rng.choice(sorted(OPTIMIZERS))
+    pooled = sum(config.embedding_dim * len(config.feature_names) for config in configs)
+
+    def model() -> ShardedModel:
+        return shard(Scorer(collection(configs, weighted=weighted, optimizers=optimizer), pooled), plan)
+
+    eager, live = model(), model()
+    scripted = wrapped(shardrec.script(live))
+    dense = [
+        torch.optim.SGD([one for one in module.parameters() if not hasattr(one, "_in_backward_optimizers")], lr=0.1)
+        for module in (eager, live)
+    ]
+    for step in range(STEPS):
+        sizes = [rng.randrange(4) for _ in range(world_size)]
+        bags = [random_bags(rng, feature_rows(configs), size, weighted=weighted, extra=("x",)) for size in sizes]
+        features = bags[rank].kjt(rng.choice([torch.int32, torch.int64]))
+        expected, found = eager(features), scripted(features)
+        where = f"seed {seed}, step {step}, {optimizer}: {plan}"
+        assert torch.allclose(found, expected, atol=1e-6), where
+        expected.square().sum().backward()
+        found.square().sum().backward()
+        for (name, one), (_, two) in zip(eager.named_parameters(), live.named_parameters(), strict=True):
+            assert (one.grad is None) == (two.grad is None), f"{name}, {where}"
+            if one.grad is not None and two.grad is not None:
+                assert torch.allclose(one.grad, two.grad, atol=1e-5), f"gradient of {name}, {where}"
+            assert torch.allclose(one, two, atol=1e-5), f"{name}, {where}"
+        for one in dense:
+            one.step()
+            one.zero_grad()
+    with torch.no_grad():
+        assert torch.allclose(scripted(features), live(features), atol=1e-6), "the weights are the live ones"
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_training_steps_equal_the_eager_models(world_size: int) -> None:
+    def rank_main() -> None:
+        for seed in range({1: 12, 2: 12, 4: 6}[world_size]):
+            compare(seed)
+
+    ranks(world_size, rank_main)
+
+
+def scorer(world_size: int, optimizer: str = "rowwise_adagrad") -> tuple[ShardedModel, Bags, dict[str, int]]:
+    """A model with every cut in it, and a batch for this rank."""
+    rng = Random(0)
+    configs = random_configs(rng, most=4)
+    pooled = sum(config.embedding_dim * len(config.feature_names) for config in configs)
+    plan = random_plan(rng, table_sizes(configs, "sparse"), Topology(ranks_per_host=world_size))
+    model = shard(Scorer(collection(configs, optimizers=optimizer), pooled), plan)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return model, random_bags(Random(rank), feature_rows(configs), 3), feature_rows(configs)
+
+
+def test_a_bad_batch_stops_all_ranks_with_a_reason() -> None:
+    def rank_main() -> None:
+        rank = dist.get_rank()
+        model, good, rows = scorer(2, "sgd")
+        scripted = shardrec.script(model)
+        key = good.keys[0]
+        bad_ids = Bags(keys=good.keys, size=3, ids={**good.ids, key: [[rows[key]], [], []]})
+        lacking = Bags(keys=good.keys[1:], size=3, ids=good.ids)
+        for bad, words in [
+            (bad_ids.kjt(), "rank 1: an id is outside its table"),
+            (lacking.kjt(), "rank 1: the input lacks a feature"),
+            (random_bags(Random(0), rows, 2, weighted=True).kjt(), "rank 1: the collection is weighted and the input"),
+        ]:
+            with pytest.raises(torch.jit.Error, match=words):
+                scripted(bad if rank == 1 else good.kjt())
+            assert torch.allclose(scripted(good.kjt()), model(good.kjt()), atol=1e-6)
+
+    ranks(2, rank_main)
+
+
+def test_ranks_that_disagree_about_gradients_are_told_so() -> None:
+    def rank_main() -> None:
+        model, good, _ = scorer(2, "sgd")
+        scripted = shardrec.script(model)
+        words = "gradients are on for some ranks and off for others"
+        with torch.set_grad_enabled(dist.get_rank() == 0), pytest.raises(torch.jit.Error, match=words):
+            scripted(good.kjt())
+
+    ranks(2, rank_main)
+
+
+def test_quantized_comms_are_refused() -> None:
+    def rank_main() -> None:
+        configs = random_configs(Random(1))
+        plan = random_plan(Random(1), table_sizes(configs), Topology(ranks_per_host=2))
+        model = shard(collection(configs), plan, comms=QuantizedComms(output="fp16"))
+        with pytest.raises(shardrec.ConfigError, match="a scripted model exchanges fp32"):
+            shardrec.script(model)
+
+    ranks(2, rank_main)
+
+
+LOADED = """
+import sys
+import torch, fbgemm_gpu
+import torch.distributed as dist
+rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+assert "shardrec" not in sys.modules and "torchrec" not in sys.modules
+model = torch.jit.load(f"{folder}/model{rank}.pt")
+keys, values, lengths = torch.load(f"{folder}/batch{rank}.pt")
+torch.save(model.from_tensors(keys, values, lengths), f"{folder}/output{rank}.pt")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adam", "none"])
+def test_saved_and_loaded_by_processes_that_know_torch_and_fbgemm_only(tmp_path: Path, optimizer: str) -> None:
+    def rank_main() -> None:
+        rank = dist.get_rank()
+        model, bags, _ = scorer(2, optimizer)
+        features = bags.kjt()
+        for _ in range(2):
+            model(features).square().sum().backward()
+        with torch.no_grad():
+            expected = model.eval()(features)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.jit.save(shardrec.script(FromTensors(model).eval()), tmp_path / f"model{rank}.pt")
+        torch.save((features.keys(), features.values(), features.lengths()), tmp_path / f"batch{rank}.pt")
+        torch.save(expected, tmp_path / f"expected{rank}.pt")
+
+    ranks(2, rank_main)
+    script = tmp_path / "loaded.py"
+    script.write_text(LOADED)
+    started = [
+        subprocess.Popen([sys.executable, script, str(rank), "2", str(tmp_path)], stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    for one in started:
+        _, errors = one.communicate(timeout=100)
+        assert one.returncode == 0, errors
+    for rank in range(2):
+        found, expected = (torch.load(tmp_path / f"{name}{rank}.pt") for name in ("output", "expected"))
+        assert torch.allclose(found, expected, atol=1e-6)
+
+
+def test_a_learning_rate_set_later_reaches_the_scripted_model() -> None:
+    def rank_main() -> None:
+        for optimizer in ("sgd", "adagrad", "rowwise_adagrad", "adam"):
+            model, bags, _ = scorer(1, optimizer)
+            scripted = shardrec.script(model)
+            features = bags.kjt()
+            model.fused_optimizer.param_groups[0]["lr"] = 0.0
+            for group in model.fused_optimizer.param_groups:
+                group["lr"] = 0.0
+            model.fused_optimizer.push()
+            before = {name: one.detach().clone() for name, one in model.module.sparse.named_parameters()}  # type: ignore[union-attr]
+            scripted(features).square().sum().backward()
+            for name, one in model.module.sparse.named_parameters():  # type: ignore[union-attr]
+                assert torch.equal(one, before[name]), (optimizer, name)
+
+    ranks(1, rank_main)
+
+
+def test_a_file_that_updates_by_python_says_so_when_its_tables_are_gone() -> None:
+    def rank_main() -> None:
+        configs = random_configs(Random(2))
+        plan = random_plan(Random(2), table_sizes(configs), topologies_of(1)[0])
+        layouts = [cuts.table_wise(one.name, one.num_embeddings, one.embedding_dim, rank=0) for one in plan.tables]
+        plan = shardrec.ShardingPlan(topology=plan.topology, tables=tuple(layouts))
+        model = shard(collection(configs, optimizers="adam"), plan)
+        buffer = io.BytesIO()
+        torch.jit.save(shardrec.script(model), buffer)
+        del model
+        gc.collect()
+        buffer.seek(0)
+        loaded = torch.jit.load(buffer)
+        with pytest.raises(Exception, match="updates tables of a model that is gone; script it again"):
+            loaded(random_bags(Random(0), feature_rows(configs), 2).kjt())
+
+    ranks(1, rank_main)
