@@ -9,6 +9,7 @@
     ├── InputError     (ValueError)    a batch that the model cannot take; raised on every rank
     ├── DataError      (ValueError)    a file with a broken row; names file, line and field
     ├── PeerError      (RuntimeError)  another rank failed or is gone
+    ├── ScriptError    (RuntimeError)  a model that TorchScript refuses; names file and line (in shardrec.scripting)
     └── AwaitableError (RuntimeError)  an awaitable used as none can be (in shardrec.pending)
 
 Each message names the object, the value that was seen and the remedy.

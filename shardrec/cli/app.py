@@ -9,9 +9,10 @@ import typer
 
 import shardrec
 from shardrec.cli.bench import bench_command
+from shardrec.cli.calibrate import CALIBRATE_HELP, calibrate_command
 from shardrec.cli.doctor import doctor
 from shardrec.cli.ending import ended_by_error
-from shardrec.cli.plan import plan_command
+from shardrec.cli.plan import PLAN_HELP, plan_command
 from shardrec.cli.train import train_command
 
 __all__ = ["app", "main"]
@@ -41,7 +42,8 @@ def _shardrec(
 
 app.command("train")(train_command())
 app.command("bench")(bench_command())
-app.command("plan")(plan_command)
+app.command("plan", help=PLAN_HELP)(plan_command)
+app.command("calibrate", help=CALIBRATE_HELP)(calibrate_command)
 app.command("doctor")(doctor)
 
 

@@ -16,7 +16,14 @@ if TYPE_CHECKING:
     from shardrec.layout import Topology
     from shardrec.planner import Constraint, TableLoad
 
-__all__ = ["plan_command", "read_tables"]
+__all__ = ["PLAN_HELP", "plan_command", "read_tables"]
+
+# Typer keeps the line breaks inside a paragraph, so each paragraph is one line.
+PLAN_HELP = (
+    "Plan how to shard tables, and explain the plan.\n\n"
+    "TABLES is a CSV file with the columns num_embeddings and embedding_dim and, if wanted, name, count, pooling (ids of "
+    "a sample, ';' between the features of a table) and instance; or a YAML file with a list of the same under 'tables'."
+)
 
 _COLUMNS = ("num_embeddings", "embedding_dim")
 _OPTIMIZERS = {"none": (0, 0), "sgd": (0, 0), "rowwise_adagrad": (0, 4), "adagrad": (4, 0), "adam": (8, 0)}
@@ -49,11 +56,7 @@ def plan_command(
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
-    """Plan how to shard tables, and explain the plan.
-
-    TABLES is a CSV file with the columns num_embeddings and embedding_dim and, if wanted, name, count, pooling (ids of
-    a sample, ';' between the features of a table) and instance; or a YAML file with a list of the same under 'tables'.
-    """
+    """Plan how to shard tables; see :data:`PLAN_HELP`."""
     del debug  # read by the entry point
     from math import inf
 

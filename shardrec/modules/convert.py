@@ -106,9 +106,9 @@ def _refuse_remappers(model: nn.Module, world_size: int) -> None:
     if remappers and world_size > 1:
         path, module = next(iter(remappers.items()))
         raise ConfigError(
-            f"module {path!r} ({type(module).__name__}) keeps a map from ids to rows, and each of {world_size} ranks would "
-            "learn another one for the same tables; map the ids before the model sees them, with a hash or a fixed map, "
-            "or shard the model on one rank"
+            f"module {path!r} ({type(module).__name__}) keeps a map from ids to rows, and each of {world_size} ranks "
+            "would learn another one for the same tables; map the ids before the model sees them, with a hash or a "
+            "fixed map, or shard the model on one rank"
         )
 
 

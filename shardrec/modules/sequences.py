@@ -10,7 +10,7 @@ from itertools import accumulate
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
@@ -81,7 +81,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
 
     def _build_lookups(self) -> None:
         collectives = self.context.collectives
-        groups = group_tables(self._lookup_tables, self.device, by_width=True)
+        self._groups = groups = group_tables(self._lookup_tables, self.device, by_width=True)
         lookups: list[Lookup] = []
         for config, table, names in zip(self._configs, self._lookup_tables, self._names_by_table, strict=True):
             width_groups = _width_groups(groups, table.layout.name)
@@ -102,8 +102,8 @@ class ShardedEmbeddingCollection(ShardedCollection):
         self._dedup_lookups = [(lookup.feature, lookup.layout.name) for lookup in sharded]
         self._dedup_tables = [(one.feature, one.layout.num_embeddings) for one in self._sent_lookups]
         self._route: Route = build_route(self._sent_lookups, collectives.world_size, len(groups))
-        expect = self._expectation(lookups, weighted=False, pooled=False)
-        self._input = InputExchange(self._route, expect, self.context, per_id=True)
+        self._expect = self._expectation(lookups, weighted=False, pooled=False)
+        self._input = InputExchange(self._route, self._expect, self.context, per_id=True)
         slots = self._route.slots[collectives.rank]
         self._shards = ShardLookup(groups, slots, collectives, self.device, pooled=False)
         self._replicas = None
@@ -131,6 +131,12 @@ class ShardedEmbeddingCollection(ShardedCollection):
         return SequenceEmbeddings(
             queued=self.context.queue.submit(call), finish=call.finish, need_indices=self._need_indices
         )
+
+    def scripted_twin(self) -> nn.Module:
+        """What TorchScript sees in this module's place: the same lookup, on the same parameters."""
+        from shardrec.modules.scripted_sequences import ScriptedSequences
+
+        return ScriptedSequences(self)
 
     def tables(self) -> Mapping[str, ShardedTable]:
         """The sharded tables, by their own names."""

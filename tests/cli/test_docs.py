@@ -8,23 +8,38 @@ from pathlib import Path
 
 import pytest
 
+from shardrec.bench import BenchConfig
 from shardrec.train import TrainConfig, load_config
 from shardrec.train.options import flag
 
 PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
-ROWS = dict(re.findall(r"^\| `(--[a-z-]+)` \| (.*?) \|", PAGE, re.MULTILINE))
+CONFIGS = {"train": TrainConfig, "bench": BenchConfig}
+
+
+def rows(command: str = "") -> dict[str, str]:
+    """The default of each flag in the tables of a command's section; of all sections."""
+    sections = re.split(r"^## shardrec (\w+)\n", PAGE, flags=re.MULTILINE)
+    text = dict(zip(sections[1::2], sections[2::2], strict=True))[command] if command else PAGE
+    return dict(re.findall(r"^\| `(--[a-z-]+)` \| (.*?) \|", text, re.MULTILINE))
+
+
+def names(config: type) -> list[str]:
+    return [flag(field.name) for field in dataclasses.fields(config)]
 
 
 def test_options_are_those_that_there_are() -> None:
-    assert list(ROWS) == [flag(field.name) for field in dataclasses.fields(TrainConfig)] + ["--debug"]
+    assert list(rows("train")) == [*names(TrainConfig), "--debug"]
+    assert list(rows("bench")) == ["--bytes", *names(BenchConfig), "--json", "--debug"]
 
 
-@pytest.mark.parametrize("field", dataclasses.fields(TrainConfig), ids=lambda field: field.name)
-def test_defaults(field: dataclasses.Field[object]) -> None:
-    if field.default in (None, ()):
-        return
-    shown = ",".join(map(str, field.default)) if isinstance(field.default, tuple) else str(field.default)
-    assert ROWS[flag(field.name)].strip("`").replace(",", "") == shown.replace(",", "")
+@pytest.mark.parametrize("command", CONFIGS)
+def test_defaults(command: str) -> None:
+    described = rows(command)
+    for field in dataclasses.fields(CONFIGS[command]):
+        if field.default in (None, ()):
+            continue
+        shown = ",".join(map(str, field.default)) if isinstance(field.default, tuple) else str(field.default)
+        assert described[flag(field.name)].strip("`").replace(",", "") == shown.replace(",", ""), field.name
 
 
 def test_yaml_example(tmp_path: Path) -> None:
@@ -35,5 +50,5 @@ def test_yaml_example(tmp_path: Path) -> None:
 
 
 def test_flags_in_the_examples_exist() -> None:
-    known = {*ROWS, "--help", "--version", "--flags", "--nproc-per-node"}
+    known = {*rows(), "--help", "--version", "--flags", "--nproc-per-node"}
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", PAGE)) <= known

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-__all__ = ["FromTensors", "Scorer"]
+__all__ = ["FromTensors", "Reader", "Scorer", "Three"]
 
 
 class Scorer(nn.Module):
@@ -46,4 +46,50 @@ class FromTensors(nn.Module):
     @torch.jit.export
     def from_tensors(self, keys: list[str], values: Tensor, lengths: Tensor) -> Tensor:
         scores: Tensor = self.model(KeyedJaggedTensor(keys, values, lengths=lengths))
+        return scores
+
+
+class Reader(nn.Module):
+    """Sequence embeddings, each feature's rows summed up in its own way.
+
+    Args:
+        words: the embedding collection.
+        dim: its columns.
+    """
+
+    def __init__(self, words: nn.Module, dim: int) -> None:
+        super().__init__()
+        self.words = words
+        torch.manual_seed(6)
+        self.over = nn.Linear(dim, 2)
+
+    def forward(self, features: KeyedJaggedTensor) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for name, one in self.words(features).items():
+            found[name] = self.over(one.values())
+            found[name + " lengths"] = one.lengths()
+        return found
+
+
+class Three(nn.Module):
+    """Two bag collections and a sequence collection, and a dense part before the first use."""
+
+    def __init__(self, left: nn.Module, right: nn.Module, words: nn.Module, columns: int, dim: int) -> None:
+        super().__init__()
+        self.left = left
+        self.right = right
+        self.words = words
+        torch.manual_seed(7)
+        self.dense = nn.Linear(3, 4)
+        self.over = nn.Linear(columns + 4, 1)
+        self.over_words = nn.Linear(dim, 1)
+
+    def forward(self, dense: Tensor, features: KeyedJaggedTensor) -> Tensor:
+        left = self.left(features)
+        right = self.right(features)
+        words = self.words(features)
+        hidden = self.dense(dense).relu()
+        scores = self.over(torch.cat([left.values(), right.values(), hidden], dim=1)).squeeze(1)
+        for _, one in words.items():
+            scores = scores + 0.1 * self.over_words(one.values()).sum()
         return scores

@@ -197,6 +197,33 @@ class Nested(nn.Module):
         return self
 
 
+def maybe(x: Tensor) -> Tensor | None:
+    return x + 1 if bool((x > 0).any()) else None
+
+
+class Maybe(nn.Module):
+    def forward(self, x: Tensor) -> Await[Tensor | None]:
+        return shardrec.awaitable(maybe, x)
+
+    def scripted_twin(self) -> nn.Module:
+        return self
+
+
+def test_an_await_of_an_optional_is_waited_for_at_once() -> None:
+    class Caller(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.maybe = Maybe()
+
+        def forward(self, x: Tensor) -> Tensor:
+            found = self.maybe(x)
+            return x if found is None else found
+
+    scripted = script(Caller())
+    for x in (torch.ones(2), -torch.ones(2)):
+        assert torch.equal(scripted(x), x if maybe(x) is None else x + 1)
+
+
 def test_twins_in_twins() -> None:
     class Caller(nn.Module):
         def __init__(self) -> None:

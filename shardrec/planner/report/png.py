@@ -39,6 +39,8 @@ def _title(plan: ShardingPlan) -> str:
 
 
 def _bars(axes: Axes, chart: Chart) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     ranks = range(len(chart.bars))
     below = [0.0] * len(chart.bars)
     for part, name in enumerate(chart.names):
@@ -54,6 +56,6 @@ def _bars(axes: Axes, chart: Chart) -> None:
     axes.set_ylabel(chart.unit)
     axes.set_xlim(-0.6, len(chart.bars) - 0.4)
     axes.set_ylim(0, chart.top * 1.05)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)

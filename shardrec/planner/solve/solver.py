@@ -102,7 +102,7 @@ class _Search:
         return None if self.best is None else self._solution(self.best)
 
     def _search(self) -> None:
-        """Price the deciding interval for whole tables, pack what was chosen, cut the interval, until the gap is closed."""
+        """Price the deciding interval for whole tables, pack what was chosen, cut it; until the gap is closed."""
         proven, stuck = self.bound, np.inf
         self.intervals = self.relaxation.merged(self.intervals, _MERGED)
         heapify(self.intervals)

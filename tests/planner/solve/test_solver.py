@@ -1,4 +1,4 @@
-"""The solver: nothing is better than its bound, its plans fit, small problems are solved as well as by trying everything."""
+"""The solver: nothing beats its bound, its plans fit, small problems are solved as by trying everything."""
 
 from __future__ import annotations
 

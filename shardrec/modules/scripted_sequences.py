@@ -1,0 +1,241 @@
+"""A sharded embedding collection as TorchScript sees it: issues its all-to-all and returns an ``Await``.
+
+The same steps as :mod:`shardrec.modules.sequences`, :mod:`shardrec.exchange.dedup` and :mod:`shardrec.exchange.rows`.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from math import gcd
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+from shardrec.exchange.scripted import ScriptedInput, arrived_rows, exchange_rows, list_of
+from shardrec.lookup.scripted import DenseTables
+from shardrec.modules.scripted_bags import parameters_of, refuse_quantized
+from shardrec.pending import Await, awaitable
+
+if TYPE_CHECKING:
+    from shardrec.modules.sequences import ShardedEmbeddingCollection
+
+__all__ = ["ScriptedSequences"]
+
+
+class ScriptedSequences(nn.Module):
+    """The scripted twin of a :class:`ShardedEmbeddingCollection`, with its live parameters.
+
+    Args:
+        collection: the eager module.
+    """
+
+    def __init__(self, collection: ShardedEmbeddingCollection) -> None:
+        super().__init__()
+        collectives, device = collection.context.collectives, collection.device
+        comms = collection.context.comms
+        if collectives.world_size > 1:
+            refuse_quantized(collection, comms.output, comms.gradient)
+        lookups = collection._lookups
+        sent, route, groups = collection._sent_lookups, collection._route, collection._groups
+        self.embeddings = parameters_of(collection.embeddings)
+        self.input = ScriptedInput(route, collection._expect, collectives, per_id=True)
+        self.lookups, group_slots = collection._shards.scripted(training=collection.training)
+        self.group_slots = list_of(int, group_slots)
+        self.rank = collectives.rank
+        self.world_size = collectives.world_size
+        self.dim = collection.embedding_dim()
+        self.need_indices = collection.need_indices()
+        self.widths = list_of(int, [group.width or 0 for group in groups])
+        slots = [slot for rank_slots in route.slots for slot in rank_slots]
+        self.unit = gcd(self.dim, *(group.width or 0 for group in groups), *(slot.shard.col_start for slot in slots))
+        self.slot_lookups = list_of(int, [slot.lookup for slot in slots])
+        self.slot_firsts = list_of(int, [slot.shard.col_start // self.unit for slot in slots])
+        self.slot_units = list_of(int, [slot.shard.cols // self.unit for slot in slots])
+        self.sent_features = list_of(str, [one.feature for one in sent])
+        self.dedup = collection._dedup and len(sent) > 0
+        starts = [0, *accumulate(one.layout.num_embeddings for one in sent)]
+        first = dict(zip((one.layout.name for one in sent), starts, strict=False))
+        self.dedup_features = list_of(str, [feature for feature, _ in collection._dedup_lookups])
+        firsts = [first[table] for _, table in collection._dedup_lookups]
+        self.dedup_firsts = torch.tensor(firsts, dtype=torch.int64, device=device)
+        self.dedup_edges = torch.tensor(starts, dtype=torch.int64, device=device)
+        self.names = list_of(str, [one.output for one in lookups])
+        self.features = list_of(str, [one.feature for one in lookups])
+        own = [one for one in lookups if one.layout.replicated]
+        tables = [] if collection._replicas is None else collection._replicas.parameters
+        self.replicas = nn.ModuleList(
+            [DenseTables(tables, [collection._replica_number[one.layout.name]], pooled=False) for one in own]
+        )
+        # Per output key, the number of its replica, or -1.
+        numbers = iter(range(len(own)))
+        self.replica_of = list_of(int, [next(numbers) if one.layout.replicated else -1 for one in lookups])
+        orders = [
+            [
+                slot * self.world_size + rank
+                for rank in range(self.world_size)
+                for slot in range(sum(one.group == group for one in route.slots[self.rank]))
+            ]
+            for group in range(len(groups))
+        ]
+        self.rank_major = list_of(Tensor, [torch.tensor(order, dtype=torch.int32, device=device) for order in orders])
+        self.nothing = torch.zeros(0, device=device)
+
+    def forward(self, features: KeyedJaggedTensor) -> Await[dict[str, JaggedTensor]]:
+        """Look up the local batch."""
+        keys, local, values, _, fault = self.input.checked(features)
+        sent_keys, sent_lengths, sent_values = keys, local, values
+        inverse = self.nothing
+        if self.dedup:
+            sent_keys = self.sent_features
+            sent_lengths, sent_values, inverse = self.distinct(keys, local, values)
+        lengths, ids, _, _, came, went, positions, slot_ids = self.input.exchange(
+            sent_keys, sent_lengths, sent_values, None, fault
+        )
+        assert positions is not None
+        parts: list[list[Tensor]] = []
+        slot, start = 0, 0
+        for group, lookup in enumerate(self.lookups):
+            counts: list[int] = []
+            total = 0
+            for per_group in came:
+                counts.append(per_group[group])
+                total += per_group[group]
+            its_lengths = lengths[slot : slot + self.group_slots[group]]
+            rows = lookup(ids[start : start + total], its_lengths, None)
+            places = torch.arange(total, device=self.nothing.device)
+            if total > 0:
+                places = torch.ops.fbgemm.permute_1D_sparse_data(
+                    self.rank_major[group], its_lengths.reshape(-1), places, None, total
+                )[1]
+            parts.append(list(rows.index_select(0, places).split(counts)))
+            start += total
+            slot += self.group_slots[group]
+        flat: list[Tensor] = [self.nothing]
+        into: list[int] = []
+        out: list[int] = []
+        for rank in range(self.world_size):
+            arriving, leaving = 0, 0
+            for group, width in enumerate(self.widths):
+                flat.append(parts[group][rank].reshape(-1))
+                arriving += went[rank][group] * width
+                leaving += came[rank][group] * width
+            into.append(arriving)
+            out.append(leaving)
+        pending = exchange_rows(torch.cat(flat), into, out, self.input.group_name)
+        key_ids: list[int] = local.sum(dim=1).tolist()
+        sent_ids: list[int] = sent_lengths.sum(dim=1).tolist()
+        target = self.targets(sent_keys, sent_ids, positions, slot_ids)
+        rows_back = 0
+        for feature in self.sent_features:
+            rows_back += sent_ids[sent_keys.index(feature)]
+        ids_of: list[Tensor] = []
+        lengths_of: list[Tensor] = []
+        replicas: list[Tensor] = []
+        by_key = features.values().split(key_ids)
+        raw_lengths = features.lengths().view(len(keys), -1)
+        for feature in self.features:
+            ids_of.append(by_key[keys.index(feature)])
+            lengths_of.append(raw_lengths[keys.index(feature)])
+        for number, replica in enumerate(self.replicas):
+            for place, which in enumerate(self.replica_of):
+                if which == number:
+                    replicas.append(replica(ids_of[place], lengths_of[place].unsqueeze(0), None))
+        return awaitable(
+            finish_sequences,
+            pending,
+            self.world_size,
+            target,
+            rows_back,
+            inverse,
+            self.dedup,
+            self.dim,
+            self.unit,
+            self.names,
+            self.replica_of,
+            replicas,
+            ids_of,
+            lengths_of,
+            self.need_indices,
+        )
+
+    def distinct(self, keys: list[str], lengths: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(tables, 1) numbers of distinct ids, the ids, and the place of each id among them."""
+        order: list[int] = []
+        for feature in self.dedup_features:
+            order.append(keys.index(feature))
+        index = torch.tensor(order, dtype=torch.int32, device=values.device)
+        lengths, ids, _ = torch.ops.fbgemm.permute_2D_sparse_data(index, lengths, values, None, None)
+        counts = lengths.sum(dim=1, dtype=torch.int64)
+        linear = ids + self.dedup_firsts.repeat_interleave(counts, output_size=ids.numel())
+        distinct, inverse, _ = torch._unique2(linear, sorted=True, return_inverse=True)
+        per_table = torch.searchsorted(distinct, self.dedup_edges).diff()
+        start = self.dedup_edges[:-1].repeat_interleave(per_table, output_size=distinct.numel())
+        return per_table.to(torch.int32).unsqueeze(1), (distinct - start).to(values.dtype), inverse
+
+    def targets(self, keys: list[str], key_ids: list[int], positions: Tensor, slot_ids: Tensor) -> Tensor:
+        """Where each received unit goes in the output; see :mod:`shardrec.exchange.rows`."""
+        key_starts: list[int] = [0]
+        for count in key_ids:
+            key_starts.append(key_starts[-1] + count)
+        offsets: list[int] = []
+        row = 0
+        for feature in self.sent_features:
+            key = keys.index(feature)
+            offsets.append(row - key_starts[key])
+            row += key_ids[key]
+        units = self.dim // self.unit
+        firsts: list[int] = []
+        for slot, lookup in enumerate(self.slot_lookups):
+            firsts.append(offsets[lookup] * units + self.slot_firsts[slot])
+        device = positions.device
+        count = positions.numel()
+        first_N = torch.tensor(firsts, dtype=torch.int64, device=device).repeat_interleave(slot_ids, output_size=count)
+        base = positions * units + first_N
+        width_N = torch.tensor(self.slot_units, dtype=torch.int64, device=device).repeat_interleave(
+            slot_ids, output_size=count
+        )
+        ends = width_N.cumsum(0)
+        inside = torch.arange(int(ends[-1]) if count > 0 else 0, device=device)
+        inside = inside - (ends - width_N).repeat_interleave(width_N)
+        return base.repeat_interleave(width_N) + inside
+
+
+def finish_sequences(
+    pending: Tensor,
+    world_size: int,
+    target: Tensor,
+    rows_back: int,
+    inverse: Tensor,
+    dedup: bool,
+    dim: int,
+    unit: int,
+    names: list[str],
+    replica_of: list[int],
+    replicas: list[Tensor],
+    ids: list[Tensor],
+    lengths: list[Tensor],
+    need_indices: bool,
+) -> dict[str, JaggedTensor]:
+    """Wait for the rows and put each in its place."""
+    received = arrived_rows(pending, world_size).view(-1, unit)
+    sizes: list[int] = []
+    for place, which in enumerate(replica_of):
+        if which < 0:
+            sizes.append(ids[place].numel())
+    rows = received.new_zeros([rows_back * (dim // unit), unit]).index_copy(0, target, received).view(rows_back, dim)
+    if dedup:
+        rows = rows.index_select(0, inverse)
+    parts = rows.split(sizes)
+    found: dict[str, JaggedTensor] = {}
+    number = 0
+    for place, name in enumerate(names):
+        values = received
+        if replica_of[place] < 0:
+            values = parts[number]
+            number += 1
+        else:
+            values = replicas[replica_of[place]]
+        found[name] = JaggedTensor(values, lengths=lengths[place], weights=ids[place] if need_indices else None)
+    return found

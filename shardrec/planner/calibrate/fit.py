@@ -1,0 +1,133 @@
+"""From measured times to a profile.
+
+The cost model is linear in its coefficients (for a given ``cache_bytes``), so they come from one non-negative
+least-squares problem on relative errors; ``cache_bytes`` is the candidate with which that fits best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import numpy as np
+from scipy.optimize import nnls
+
+from shardrec.errors import ConfigError
+from shardrec.layout import Topology
+from shardrec.planner.calibrate.measure import Measured
+from shardrec.planner.calibrate.workload import Workload, step_plan, table_loads
+from shardrec.planner.cost import CostModel, Profile
+from shardrec.planner.price import priced_plan
+from shardrec.planner.solve.encode import Floats
+
+__all__ = ["fit", "predicted_ms", "relative_errors"]
+
+_FITTED = (
+    "lookup_id_ns",
+    "lookup_byte_ns",
+    "cached_byte_ns",
+    "update_id_ns",
+    "update_byte_ns",
+    "bag_ns",
+    "pooled_byte_ns",
+    "route_id_ns",
+    "shard_us",
+    "step_us",
+)
+_CACHES = tuple(2.0**power for power in range(18, 28))
+
+
+def predicted_ms(profile: Profile, workload: Workload, world: int) -> float:
+    """Time of a step: the slowest rank's, and what no plan changes."""
+    model = CostModel(profile=profile, topology=Topology(ranks_per_host=world), batch_size=workload.batch)
+    ranks, _ = priced_plan(model, table_loads(workload), step_plan(workload, world))
+    return max(rank.ms for rank in ranks) + model.overhead_ms
+
+
+def relative_errors(profile: Profile, workloads: Sequence[Workload], measured: Measured) -> list[float]:
+    """Predicted over measured, less one, for each workload."""
+    return [
+        predicted_ms(profile, workload, measured.world) / time - 1
+        for workload, time in zip(workloads, measured.steps, strict=True)
+    ]
+
+
+def fit(base: Profile, runs: Sequence[tuple[Sequence[Workload], Measured]], *, name: str, source: str) -> Profile:
+    """The profile that fits the measurements best.
+
+    Args:
+        base: gives what was not measured: exchange with other hosts is scaled as exchange inside the host is.
+        runs: workloads and their times, for one number of ranks each.
+        name: of the profile.
+        source: what was measured, for people.
+
+    Raises:
+        ConfigError: if there are fewer times than coefficients.
+    """
+    times = np.array([time for _, measured in runs for time in measured.steps])
+    if len(times) < len(_FITTED):
+        raise ConfigError(f"{len(times)} times do not determine {len(_FITTED)} coefficients; measure more workloads")
+    linked = _with_links(base, [measured for _, measured in runs])
+    best: tuple[float, Profile] | None = None
+    for cache in _CACHES:
+        start = replace(linked, cache_bytes=cache, name=name, source=source)
+        found = _solved(start, runs, times)
+        errors = [abs(e) for workloads, measured in runs for e in relative_errors(found, workloads, measured)]
+        score = float(np.mean(np.square(np.minimum(errors, 1.0))))
+        if best is None or score < best[0]:
+            best = score, replace(found, errors=_summary(errors))
+    assert best is not None, "there are candidates"
+    return best[1]
+
+
+def _summary(errors: Sequence[float]) -> dict[str, float]:
+    return {
+        "median_percent": round(100 * median(errors), 2),
+        "worst_percent": round(100 * max(errors), 2),
+        "times": float(len(errors)),
+    }
+
+
+def _solved(start: Profile, runs: Sequence[tuple[Sequence[Workload], Measured]], times: Floats) -> Profile:
+    def all_predicted(profile: Profile) -> Floats:
+        return np.array([predicted_ms(profile, each, run.world) for workloads, run in runs for each in workloads])
+
+    nothing = _with(start, dict.fromkeys(_FITTED, 0.0))
+    fixed = all_predicted(nothing)
+    columns = [all_predicted(_with(nothing, {name: 1.0})) - fixed for name in _FITTED]
+    matrix = np.array(columns).T / times[:, None]
+    scale = np.maximum(np.abs(matrix).max(axis=0), 1e-30)
+    values, _ = nnls(matrix / scale, np.maximum(1 - fixed / times, 0.0))
+    return _with(start, dict(zip(_FITTED, (values / scale).tolist(), strict=True)))
+
+
+def _with(profile: Profile, values: Mapping[str, Any]) -> Profile:
+    return replace(profile, **values)
+
+
+def _with_links(base: Profile, runs: Sequence[Measured]) -> Profile:
+    """Latency and time per byte of the collectives, by a line through the measured times."""
+    exchange = [point for run in runs for point in run.all_to_all]
+    reduce = [point for run in runs for point in run.all_reduce]
+    if not exchange or not reduce:
+        return base
+    (exchange_ms, exchange_byte), (reduce_ms, reduce_byte) = _line(exchange), _line(reduce)
+    factor = exchange_byte * 1e6 / base.exchange_byte_ns if base.exchange_byte_ns else 1.0
+    return replace(
+        base,
+        exchange_us=exchange_ms * 1e3,
+        exchange_byte_ns=exchange_byte * 1e6,
+        host_exchange_byte_ns=base.host_exchange_byte_ns * factor,
+        reduce_us=reduce_ms * 1e3,
+        reduce_byte_ns=reduce_byte * 1e6,
+    )
+
+
+def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Intercept and slope, neither negative, of the least relative error."""
+    sizes, times = np.array(points, dtype=np.float64).T
+    top = max(float(sizes.max()), 1.0)
+    (start, slope), _ = nnls(np.stack([1 / times, sizes / top / times], axis=1), np.ones(len(times)))
+    return float(start), float(slope / top)

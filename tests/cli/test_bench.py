@@ -1,0 +1,95 @@
+"""``shardrec bench`` from the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from shardrec.bench import BenchConfig
+from shardrec.cli import app
+from shardrec.errors import ConfigError
+from shardrec.train.options import flag
+
+ROOT = Path(__file__).parents[2]
+SMALL = ("--tables", "3x40x8", "--batch-size", "16", "--steps", "1", "--threads", "1")
+
+
+def shell(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs the command line in a process of its own."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(
+        [sys.executable, "-m", "shardrec.cli", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+    )
+
+
+def test_help_names_every_option() -> None:
+    shown = CliRunner().invoke(app, ["bench", "--help"], env={"COLUMNS": "200"})
+    assert shown.exit_code == 0
+    for field in dataclasses.fields(BenchConfig):
+        assert f"{flag(field.name)} " in shown.output, field.name
+    assert "(default: 26x20000x64)" in shown.output
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom typer.testing import CliRunner\nfrom shardrec.cli import app\n"
+        "assert CliRunner().invoke(app, ['bench', '--help']).exit_code == 0\n"
+        "print(sorted({'torch', 'fbgemm_gpu', 'torchrec', 'numpy', 'matplotlib', 'pyarrow'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_nothing_to_measure() -> None:
+    shown = CliRunner().invoke(app, ["bench"])
+    assert isinstance(shown.exception, ConfigError)
+    assert str(shown.exception) == "nothing to measure: give --bytes"
+
+
+def test_a_wrong_option() -> None:
+    shown = CliRunner().invoke(app, ["bench", "--bytes", "--steps", "0"])
+    assert isinstance(shown.exception, ConfigError)
+    assert str(shown.exception) == "steps (--steps) is 0: give a whole number, at least 1"
+
+
+def test_one_rank_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    shown = CliRunner().invoke(app, ["bench", "--bytes", *SMALL, "--nproc", "1", "--cut", "mixed"])
+    assert shown.exit_code == 0, shown.output
+    assert "Bytes sent in a step by 1 rank together" in shown.output
+    shown = CliRunner().invoke(app, ["bench", "--bytes", *SMALL, "--nproc", "1", "--json"])
+    assert json.loads(shown.output)["bytes_per_step"]["payload"]["measured"]["pairs"] == [[0.0]]
+
+
+@pytest.mark.slow
+def test_two_new_ranks() -> None:
+    done = shell("bench", "--bytes", *SMALL, "--cut", "row_wise", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    found = json.loads(done.stdout)
+    assert found["exact"] is True
+    assert found["environment"]["ranks"] == 2
+    assert found["bytes_per_step"]["output"]["measured"]["pairs"] == [[0, 16 * 24 * 4], [16 * 24 * 4, 0]]
+
+
+@pytest.mark.slow
+def test_a_fault_on_new_ranks_is_told_once(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text("{}", encoding="utf-8")
+    done = shell("bench", "--bytes", *SMALL, "--plan", str(path))
+    assert done.returncode == 1
+    assert done.stderr.startswith("shardrec: error: ")
+    assert str(path) in done.stderr
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,42 @@
+"""Every test that docs/parity.md names as a proof exists, and every claim that has to have one has one."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "parity.md").read_text(encoding="utf-8")
+NAMED = sorted(set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", PAGE)))
+VERDICTS = ("**same**", "**more**", "**differs**", "**left out**", "*(to come)*")
+
+
+@cache
+def functions(path: str) -> frozenset[str]:
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    return frozenset(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
+
+
+@pytest.mark.parametrize(("path", "test"), NAMED, ids="::".join)
+def test_the_named_tests_exist(path: str, test: str) -> None:
+    assert (ROOT / path).is_file(), f"docs/parity.md names {path}, which is not there"
+    assert test in functions(path), f"docs/parity.md names {test}, which {path} does not have"
+
+
+def test_nothing_that_looks_like_a_test_is_spelled_another_way() -> None:
+    assert len(re.findall(r"tests/[\w/]+\.py::", PAGE)) == len(re.findall(r"`tests/[\w/]+\.py::\w+`", PAGE))
+
+
+def test_every_row_says_what_holds_and_claims_have_a_proof() -> None:
+    rows = [line for line in PAGE.split("## Cuts", 1)[1].splitlines() if line.startswith("| ")]
+    rows = [line for line in rows if not line.startswith("| TorchRec |")]
+    assert len(rows) > 50
+    for line in rows:
+        _, feature, ours, proof, _ = (cell.strip() for cell in re.split(r"(?<!\\)\|", line))
+        assert ours.startswith(VERDICTS), f"{feature}: {ours}"
+        if ours.startswith(VERDICTS[:3]):
+            assert "::" in proof, f"{feature}: {ours} is claimed without a test"

@@ -1,0 +1,257 @@
+"""The product of what a collection can be asked for, cell by cell, and how its cells are packed into collections.
+
+Cut, pooling, dtype and optimizer belong to a table, so a *cell* is one table. Module, weights of the ids, kind of
+batch, dedup and format on the wire belong to a collection, so cells that have these in common are the tables of one
+collection: a *case*. A table that goes wrong names its cell; the tables around it make it harder, not easier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from random import Random
+
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
+
+from shardrec.exchange.wire import WireType
+from shardrec.layout import ShardingPlan, TableLayout, Topology
+from tests.models import OPTIMIZERS
+from tests.plans import CUTS, random_layout
+
+__all__ = [
+    "DTYPES",
+    "MIXTURE",
+    "WEIGHTS",
+    "WORLDS",
+    "Case",
+    "Cell",
+    "all_cells",
+    "bag_cases",
+    "one_by_one",
+    "sequence_cases",
+    "topology_of",
+    "wire_cases",
+]
+
+MIXTURE = "mixture"
+"""The cut of a table whose layout no cut makes: random stripes, each with random row blocks."""
+
+POOLINGS = {"sum": PoolingType.SUM, "mean": PoolingType.MEAN}
+DTYPES = {"fp32": DataType.FP32, "fp16": DataType.FP16, "bf16": DataType.BF16}
+WEIGHTS = ("none", "given", "learned")
+WORLDS = (1, 2, 4)
+SEQUENCE_DIM = 16
+"""Columns of every table of an EmbeddingCollection: four stripes of four ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """A table of the product.
+
+    Args:
+        cut: a key of ``tests.plans.CUTS``, or ``MIXTURE``.
+        pooling: a key of ``POOLINGS``; ``"rows"`` in an EmbeddingCollection.
+        dtype: a key of ``DTYPES``.
+        optimizer: a key of ``tests.models.OPTIMIZERS``.
+    """
+
+    cut: str
+    pooling: str
+    dtype: str
+    optimizer: str
+
+    @property
+    def name(self) -> str:
+        """The table's name."""
+        return f"{self.cut}-{self.pooling}-{self.dtype}-{self.optimizer}"
+
+    def layout(self, rng: Random, rows: int, dim: int, topology: Topology) -> TableLayout:
+        """Where the table goes, the cut's free choices drawn."""
+        if self.cut != MIXTURE:
+            return CUTS[self.cut](rng, self.name, rows, dim, topology)
+        while True:
+            found = random_layout(rng, self.name, rows, dim, topology.world_size)
+            widths = {stripe.col_end - stripe.col_start for stripe in found.stripes()}
+            # Unequal stripes of a sequence table under rowwise Adagrad are refused (tests/modules/test_sequences.py).
+            if self.pooling != "rows" or self.optimizer != "rowwise_adagrad" or len(widths) < 2:
+                return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A collection whose tables are cells.
+
+    Args:
+        cells: its tables.
+        topology: of the ranks.
+        pooled: an EmbeddingBagCollection, else an EmbeddingCollection.
+        weights: of the ids: ``"none"``, ``"given"``, or ``"learned"``: they take a gradient.
+        sizes: ``"one"`` batch size, or one ``"each"`` feature, with inverse indices where it is pooled.
+        dedup: of an EmbeddingCollection.
+        comms: format in which output and gradient travel.
+        seed: of shapes, layouts, batches and first values.
+    """
+
+    cells: Sequence[Cell]
+    topology: Topology
+    pooled: bool
+    weights: str = "none"
+    sizes: str = "one"
+    dedup: bool = False
+    comms: WireType = "fp32"
+    seed: int = 0
+
+    def __str__(self) -> str:
+        words = [
+            "bags" if self.pooled else "sequences",
+            f"{self.topology.hosts}x{self.topology.ranks_per_host} ranks",
+            f"weights={self.weights}" if self.pooled else f"dedup={self.dedup}",
+            f"sizes={self.sizes}",
+            f"comms={self.comms}",
+            f"seed={self.seed}",
+        ]
+        return " ".join(words)
+
+    def rng(self, *what: object) -> Random:
+        """A generator for ``what``, alike on every rank."""
+        return Random(f"{self} {' '.join(cell.name for cell in self.cells)} {what}")
+
+    def shapes(self) -> Mapping[str, tuple[int, int]]:
+        """(rows, columns) of each table."""
+        rng = self.rng("shapes")
+        return {
+            cell.name: (rng.choice([1, 2, 7, 13, 13, 29, 29]), rng.choice([4, 8, 12, 16]) if self.pooled else 16)
+            for cell in self.cells
+        }
+
+    def features(self) -> Mapping[str, Sequence[str]]:
+        """Of each table: one of its own, and sometimes one that other tables look up, too."""
+        rng = self.rng("features")
+        return {
+            cell.name: [f"f{number}", *(rng.sample(["x", "y", "z"], 1) if rng.random() < 0.25 else [])]
+            for number, cell in enumerate(self.cells)
+        }
+
+    def feature_rows(self) -> dict[str, int]:
+        """Per feature, ids must be below this."""
+        shapes = self.shapes()
+        rows: dict[str, int] = {}
+        for table, features in self.features().items():
+            for feature in features:
+                rows[feature] = min(shapes[table][0], rows.get(feature, shapes[table][0]))
+        return rows
+
+    def plan(self) -> ShardingPlan:
+        """A layout for each table."""
+        rng = self.rng("plan")
+        shapes = self.shapes()
+        layouts = tuple(cell.layout(rng, *shapes[cell.name], self.topology) for cell in self.cells)
+        return ShardingPlan(topology=self.topology, tables=layouts)
+
+    def bag_configs(self, *, reference: bool) -> list[EmbeddingBagConfig]:
+        """Of the tables; of float32 and, where torch's bags refuse the mean of weighted rows, of sums as reference."""
+        shapes, features = self.shapes(), self.features()
+        return [
+            EmbeddingBagConfig(
+                name=cell.name,
+                num_embeddings=shapes[cell.name][0],
+                embedding_dim=shapes[cell.name][1],
+                feature_names=list(features[cell.name]),
+                data_type=DataType.FP32 if reference else DTYPES[cell.dtype],
+                pooling=PoolingType.SUM if reference and self.weights != "none" else POOLINGS[cell.pooling],
+            )
+            for cell in self.cells
+        ]
+
+    def sequence_configs(self, *, reference: bool) -> list[EmbeddingConfig]:
+        """Of the tables; of float32 as reference."""
+        shapes, features = self.shapes(), self.features()
+        return [
+            EmbeddingConfig(
+                name=cell.name,
+                num_embeddings=shapes[cell.name][0],
+                embedding_dim=shapes[cell.name][1],
+                feature_names=list(features[cell.name]),
+                data_type=DataType.FP32 if reference else DTYPES[cell.dtype],
+            )
+            for cell in self.cells
+        ]
+
+
+def topology_of(world_size: int) -> Topology:
+    """Four ranks are two hosts of two."""
+    return Topology(hosts=2, ranks_per_host=2) if world_size == 4 else Topology(ranks_per_host=world_size)
+
+
+def all_cells(
+    *,
+    pooled: bool,
+    cuts: Sequence[str] = (*CUTS, MIXTURE),
+    dtypes: Sequence[str] = tuple(DTYPES),
+    optimizers: Sequence[str] = tuple(OPTIMIZERS),
+) -> list[Cell]:
+    """The product of what belongs to a table."""
+    poolings = tuple(POOLINGS) if pooled else ("rows",)
+    return [
+        Cell(cut=cut, pooling=pooling, dtype=dtype, optimizer=optimizer)
+        for cut, pooling, dtype, optimizer in product(cuts, poolings, dtypes, optimizers)
+    ]
+
+
+def bag_cases(world_size: int, weights: str, *, seed: int = 0) -> Iterator[Case]:
+    """Every cell of a pooled collection: with one batch size cut by cut, with one per feature dtype by dtype."""
+    topology = topology_of(world_size)
+    for cut in (*CUTS, MIXTURE):
+        cells = all_cells(pooled=True, cuts=[cut])
+        yield Case(cells=cells, topology=topology, pooled=True, weights=weights, seed=seed)
+    for dtype in DTYPES:
+        cells = all_cells(pooled=True, dtypes=[dtype])
+        yield Case(cells=cells, topology=topology, pooled=True, weights=weights, sizes="each", seed=seed)
+
+
+def sequence_cases(world_size: int, dedup: bool, *, seed: int = 0) -> Iterator[Case]:
+    """Every cell of a sequence collection, packed as :func:`bag_cases` does."""
+    topology = topology_of(world_size)
+    for cut in (*CUTS, MIXTURE):
+        cells = all_cells(pooled=False, cuts=[cut])
+        yield Case(cells=cells, topology=topology, pooled=False, dedup=dedup, seed=seed)
+    for dtype in DTYPES:
+        cells = all_cells(pooled=False, dtypes=[dtype])
+        yield Case(cells=cells, topology=topology, pooled=False, dedup=dedup, sizes="each", seed=seed)
+
+
+def wire_cases(world_size: int, comms: WireType, *, pooled: bool, seed: int = 0) -> Iterator[Case]:
+    """Every cut, pooling and dtype with output and gradient in a format of fewer bits.
+
+    The optimizer is SGD, or an ordinary one, of which the gradient can be seen. Without weights or dedup features have
+    one batch size, with them one each; INT8 has one scale for the bags of a row, which are of different samples where
+    batch sizes differ, so that there is no bound to compare those with.
+    """
+    cells = all_cells(pooled=pooled, optimizers=["sgd", "none"])
+    for option in (False, True):
+        yield Case(
+            cells=cells,
+            topology=topology_of(world_size),
+            pooled=pooled,
+            weights="given" if pooled and option else "none",
+            dedup=not pooled and option,
+            sizes="each" if option and comms != "int8" else "one",
+            comms=comms,
+            seed=seed,
+        )
+
+
+def one_by_one(cut: str, topology: Topology, *, pooled: bool, seed: int) -> Iterator[Case]:
+    """The cells of one cut, each the only table of a collection, with whatever a collection can be asked for."""
+    for cell in all_cells(pooled=pooled, cuts=[cut]):
+        for option, sizes in product(WEIGHTS if pooled else (False, True), ("one", "each")):
+            yield Case(
+                cells=[cell],
+                topology=topology,
+                pooled=pooled,
+                weights=str(option) if pooled else "none",
+                dedup=option is True,
+                sizes=sizes,
+                seed=seed,
+            )

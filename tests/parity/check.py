@@ -1,0 +1,285 @@
+"""Train the collection of a case sharded, beside the unsharded one, and say which of its cells differ in what.
+
+Tolerances. float32: both add the same numbers in another order, 1e-5. 16 bits: where a sum is next to the middle
+between two 16-bit numbers, both may round apart, by one unit of the number itself and rarely; ``MOST_APART`` numbers of
+a cell may. Such tables take the reference's weights after each step, so that steps are compared one by one. What
+travels in another format than float32 may differ by that format's bounds, see :mod:`tests.parity.wire`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from shardrec.exchange.wire import QuantizedComms
+from shardrec.layout import Shard
+from shardrec.modules import ShardedModel, shard
+from shardrec.modules.collection import ShardedCollection
+from tests.batches import random_bags, random_sizes_bags
+from tests.models import OPTIMIZERS
+from tests.modules.parity import local_part
+from tests.parity.cases import Case, Cell
+from tests.parity.reference import Reference, dense_optimizers, dtype_of, lookups, outputs, tables_of, unsharded
+from tests.parity.wire import WireBounds
+
+__all__ = ["check_all"]
+
+ATOL = 1e-5
+UNIT = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
+"""The distance of neighbouring numbers near 1."""
+MOST_APART = 2
+MOST_NAMED = 30
+
+
+def check_all(cases: Sequence[Case], steps: int = 3) -> int:
+    """Check cases one after the other, on every rank of the process group.
+
+    Args:
+        cases: alike on every rank.
+        steps: of training.
+
+    Returns:
+        The number of cells.
+
+    Raises:
+        AssertionError: naming the cells that differ, and in what.
+    """
+    faults: list[str] = []
+    for case in cases:
+        try:
+            faults += Comparison(case).run(steps)
+        except Exception as error:
+            names = " ".join(cell.name for cell in case.cells)
+            raise AssertionError(f"{case}: {type(error).__name__}: {error}, with cells {names}") from error
+    more = f"\n  and {len(faults) - MOST_NAMED} more" if len(faults) > MOST_NAMED else ""
+    assert not faults, f"{len(faults)} differ:\n  " + "\n  ".join(faults[:MOST_NAMED]) + more
+    return sum(len(case.cells) for case in cases)
+
+
+class Comparison:
+    """A sharded collection and its reference.
+
+    Args:
+        case: describes both.
+    """
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.faults: list[str] = []
+        self._apart = dict.fromkeys((cell.name for cell in case.cells), 0)
+        source = unsharded(case)
+        first = [tables_of(source)[cell.name].weight.detach().clone() for cell in case.cells]  # type: ignore[operator,union-attr]
+        self.reference = Reference(case, first)
+        comms = QuantizedComms(output=case.comms, gradient=case.comms)
+        self.model: ShardedModel = shard(source, case.plan(), dedup=case.dedup, comms=comms)
+        collection = self.model.module
+        assert isinstance(collection, ShardedCollection)
+        self.tables = [collection.tables()[cell.name] for cell in case.cells]
+        self._dense = dense_optimizers(case, [list(table.locals.values()) for table in self.tables])
+        self._wire = None if case.comms == "fp32" else WireBounds(case)
+        self._wire_errors: dict[str, Tensor] = {}
+        self._exact = True
+        self._numbers = False
+
+    def run(self, steps: int) -> list[str]:
+        """Train both; returns what differs."""
+        self._compare_weights("first values")
+        for step in range(steps):
+            self._step(step)
+            self._compare_weights(f"weights after step {step}")
+        for cell, apart in self._apart.items():
+            if apart > MOST_APART:
+                self._fault(cell, f"{apart} 16-bit weights were rounded apart")
+        if self._wire is None:
+            self._compare_states(steps)
+        elif self._numbers and self._exact and self.case.topology.world_size > 1:
+            self._fault("all cells", f"outputs are exact, as if they had not travelled as {self.case.comms}")
+        assert self.model.state_dict().keys() == self.reference.module.state_dict().keys()
+        return self.faults
+
+    def _fault(self, name: str, text: str) -> None:
+        self.faults.append(f"{self.case} {name}: {text}")
+
+    def _step(self, step: int) -> None:
+        case, rank = self.case, dist.get_rank()
+        features, samples = self._batch(step)
+        given, weights = self._with_weights(features)
+        same, same_weights = self._with_weights(features)
+        output = outputs(case, self.model, given)
+        found = output.values
+        generator = torch.Generator().manual_seed(1000 * case.seed + 10 * step + rank)
+        flat = torch.cat([one.reshape(-1) for one in found])
+        self._numbers = self._numbers or bool(flat.any())
+        gradient = torch.randn(flat.shape, generator=generator)
+        # Ranks without a sample take part in backward, too.
+        (flat * gradient).sum().backward()
+        expected = self.reference.forward(same) if samples else output
+        if self._wire is not None:
+            parts = gradient.split([one.numel() for one in found])
+            parts = [part.view_as(one) for part, one in zip(parts, found, strict=True)]
+            allowed, self._wire_errors = self._wire(self.reference.weights, same, parts, samples)
+        else:
+            allowed = [torch.zeros(()) for _ in found]
+        if samples:
+            (torch.cat([one.reshape(-1) for one in expected.values]) * gradient).sum().backward()
+            if output.keys != expected.keys:
+                self._fault("all cells", f"step {step}: keys {output.keys} instead of {expected.keys}")
+            for one, other in zip(output.integers, expected.integers, strict=True):
+                if not torch.equal(one, other):
+                    self._fault("all cells", f"step {step}: lengths or ids {one.tolist()} instead of {other.tolist()}")
+            for (cell, feature), one, other, error in zip(lookups(case), found, expected.values, allowed, strict=True):
+                self._exact = self._exact and torch.equal(one, other)
+                if one.shape != other.shape or not _close(one, other, error):
+                    self._fault(cell.name, f"step {step}: {feature} is off by {_distance(one, other)}")
+        else:
+            assert flat.numel() == 0, f"an empty batch has an output of {flat.numel()} numbers"
+        if weights is not None and same_weights is not None:
+            self._compare_weight_gradients(step, features, weights.grad, same_weights.grad)
+        self.reference.average()
+        self._compare_gradients(step)
+        self.reference.step()
+        for optimizer in self._dense:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def _batch(self, step: int) -> tuple[KeyedJaggedTensor, int]:
+        """This rank's input of a step, and its samples."""
+        case, rng = self.case, self.case.rng("batch", step, dist.get_rank())
+        weighted = case.weights != "none"
+        rows = case.feature_rows()
+        if case.sizes == "each":
+            bags = random_sizes_bags(rng, rows, weighted=weighted, even=rng.random() < 0.3)
+            return bags.features, bags.samples
+        # The ranks have ids of one dtype, but lengths, keys and their order may differ between them.
+        size = rng.choice([0, 1, 3, 4])
+        ids = case.rng("dtype", step).choice([torch.int32, torch.int64])
+        lengths = rng.choice([torch.int32, torch.int64])
+        return random_bags(rng, rows, size, weighted=weighted, extra=("extra",)).kjt(ids, lengths), size
+
+    def _with_weights(self, features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, Tensor | None]:
+        """The batch; where its weights are learned, with a copy of them that takes a gradient."""
+        if self.case.weights != "learned":
+            return features, None
+        leaf = features.weights().clone().requires_grad_()
+        variable = features.variable_stride_per_key()
+        return KeyedJaggedTensor(
+            keys=features.keys(),
+            values=features.values(),
+            weights=leaf,
+            lengths=features.lengths(),
+            stride=None if variable else features.stride(),
+            stride_per_key_per_rank=features.stride_per_key_per_rank() if variable else None,
+            inverse_indices=features.inverse_indices_or_none(),
+        ), leaf
+
+    def _compare_weight_gradients(
+        self, step: int, features: KeyedJaggedTensor, found: Tensor | None, expected: Tensor | None
+    ) -> None:
+        if found is None:
+            self._fault("all cells", f"step {step}: the ids' weights have no gradient")
+        elif expected is not None and not torch.allclose(found, expected, rtol=1e-4, atol=1e-4):
+            wrong = ((found - expected).abs() > 1e-4 + 1e-4 * expected.abs()).nonzero()
+            keys = [
+                key for key, count in zip(features.keys(), features.length_per_key(), strict=True) for _ in range(count)
+            ]
+            names = sorted({keys[int(index)] for index in wrong})
+            cells = [cell.name for cell, feature in lookups(self.case) if feature in names]
+            self._fault(" or ".join(cells), f"step {step}: weights' gradient is off by {_distance(found, expected)}")
+
+    def _compare_gradients(self, step: int) -> None:
+        """Of the tables without an optimizer in backward."""
+        for cell, table in zip(self.case.cells, self.tables, strict=True):
+            if cell.optimizer != "none":
+                continue
+            whole = self.reference.weights[cell.name].grad
+            assert whole is not None, "it was averaged"
+            for place, parameter in table.locals.items():
+                if parameter.grad is None:
+                    self._fault(cell.name, f"step {step}: {place or 'the replica'} has no gradient")
+                    continue
+                error = self._wire_error(cell, place)
+                self._compare(
+                    cell, parameter.grad, local_part(whole, place), error, f"step {step}: gradient of {place}"
+                )
+
+    def _compare_weights(self, what: str) -> None:
+        for cell, table in zip(self.case.cells, self.tables, strict=True):
+            whole = self.reference.weights[cell.name].detach()
+            for place, parameter in table.locals.items():
+                part = local_part(whole, place)
+                if parameter.dtype is not dtype_of(cell):
+                    self._fault(cell.name, f"{what}: dtype {parameter.dtype}")
+                if self._wire is None or cell.optimizer != "none":
+                    # On the wire the step is one of SGD; elsewhere there is no error, and the rate does not matter.
+                    error = self._wire_error(cell, place) * float(OPTIMIZERS["sgd"].settings["lr"])
+                    self._compare(cell, parameter.detach(), part, error, f"{what}, {place}")
+                if parameter.dtype is not torch.float32 or self._wire is not None:
+                    with torch.no_grad():
+                        parameter.copy_(part)
+
+    def _compare(self, cell: Cell, found: Tensor, expected: Tensor, error: Tensor, what: str) -> None:
+        if found.dtype is torch.float32:
+            if not _close(found, expected, error):
+                self._fault(cell.name, f"{what} is off by {_distance(found, expected)}")
+            return
+        difference = (found.float() - expected).abs()
+        slack = self.reference.slack[cell.name]
+        bound = UNIT[found.dtype] * (expected.abs() + slack) + ATOL + error
+        if bool((difference > bound).any()):
+            self._fault(cell.name, f"{what} is off by {float(difference.max())}")
+        elif not slack and self._wire is None:
+            self._apart[cell.name] += int((difference > 0).sum())
+
+    def _wire_error(self, cell: Cell, place: Shard | None) -> Tensor:
+        """What the format on the wire may change in the gradient of this rank's part of a table."""
+        error = self._wire_errors.get(cell.name)
+        return torch.zeros(()) if error is None else local_part(error, place)
+
+    def _compare_states(self, steps: int) -> None:
+        """Of the fused optimizers, through the view that a user has of them."""
+        if all(OPTIMIZERS[cell.optimizer].optimizer is None for cell in self.case.cells):
+            return
+        view = self.model.fused_optimizer
+        view.state_dict()  # counts Adam's steps anew
+        for cell, table in zip(self.case.cells, self.tables, strict=True):
+            if OPTIMIZERS[cell.optimizer].optimizer is None:
+                continue
+            expected = self.reference.state(cell.name)
+            # Gradients of a replica are rounded once per feature, rank and sum; a square errs by twice the number.
+            slack = self.reference.slack[cell.name]
+            rounding = UNIT[dtype_of(cell)] * 3 * steps * max(slack, slack**2) if slack else 0.0
+            for place, parameter in table.locals.items():
+                found: dict[str, Tensor] = dict(view.state[parameter])
+                if found.keys() != expected.keys():
+                    self._fault(cell.name, f"states {sorted(found)} instead of {sorted(expected)}")
+                    continue
+                for name, state in found.items():
+                    part = _state_part(expected[name], place, state)
+                    if not torch.allclose(state, part, rtol=1e-4, atol=ATOL + rounding):
+                        self._fault(cell.name, f"{place}: state {name!r} is off by {_distance(state, part)}")
+            if cell.optimizer == "adam" and int(expected["step"]) != steps:
+                self._fault(cell.name, "the reference made another number of steps")
+
+
+def _state_part(whole: Tensor, place: Shard | None, like: Tensor) -> Tensor:
+    """A shard's part of an unsharded state: of each weight, of each row (as (rows, 1)), or of the table."""
+    if like.dim() == 0:
+        return whole.to(like.dtype)
+    if like.dim() == 2:
+        return local_part(whole, place)
+    rows = whole.reshape(-1)
+    return rows if place is None else rows[place.row_start : place.row_end]
+
+
+def _close(found: Tensor, expected: Tensor, error: Tensor) -> bool:
+    return bool(((found - expected).abs() <= ATOL + 1e-5 * expected.abs() + error).all())
+
+
+def _distance(found: Tensor, expected: Tensor) -> str:
+    if found.shape != expected.shape:
+        return f"its shape, {tuple(found.shape)} instead of {tuple(expected.shape)}"
+    return str(float((found.detach().float() - expected.detach()).abs().max()))

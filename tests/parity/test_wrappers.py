@@ -1,0 +1,155 @@
+"""TorchRec's modules that wrap a collection: sharded as any model is, or refused where that would be wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec.modules.embedding_configs import EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
+from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection
+from torchrec.modules.itep_modules import GenericITEPModule
+from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
+from torchrec.modules.mc_modules import (
+    DistanceLFU_EvictionPolicy,
+    ManagedCollisionCollection,
+    MCHManagedCollisionModule,
+)
+from torchrec.modules.pec_embedding_modules import PECEmbeddingCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+from shardrec.errors import ConfigError
+from shardrec.layout import ShardingPlan, Topology
+from shardrec.modules import shard
+from shardrec.modules.discover import table_shapes
+from tests.batches import random_bags
+from tests.models import collection, feature_rows, random_configs
+from tests.plans import random_plan
+from tests.ranks import raises_on_all, ranks
+
+ROWS = {"a": 13, "b": 13, "c": 29}
+
+
+def bags(seed: int = 0) -> tuple[nn.Module, dict[str, int], int]:
+    """A collection, its features' rows, and the columns of its output."""
+    configs = random_configs(Random(seed))
+    columns = sum(config.embedding_dim * len(config.feature_names) for config in configs)
+    return collection(configs, optimizers="sgd", seed=seed), feature_rows(configs), columns
+
+
+class Interaction(nn.Module):
+    """Columns to two numbers per sample."""
+
+    def __init__(self, columns: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(columns, 2)
+
+    def forward(self, pooled: KeyedTensor) -> Tensor:
+        mixed: Tensor = self.linear(pooled.values())
+        return mixed
+
+
+def towers() -> tuple[nn.Module, dict[str, int]]:
+    torch.manual_seed(0)
+    one, rows, columns = bags()
+    other, more, other_columns = bags(1)
+    first = EmbeddingTower(embedding_module=one, interaction_module=Interaction(columns))
+    second = EmbeddingTower(embedding_module=other, interaction_module=Interaction(other_columns))
+    shared = {key: min(rows.get(key, 99), more.get(key, 99)) for key in {**rows, **more}}
+    return EmbeddingTowerCollection(towers=[first, second]), shared
+
+
+def prioritized() -> tuple[nn.Module, dict[str, int]]:
+    torch.manual_seed(0)
+    tables = [
+        EmbeddingConfig(name="s0", num_embeddings=13, embedding_dim=8, feature_names=["a", "b"]),
+        EmbeddingConfig(name="s1", num_embeddings=29, embedding_dim=8, feature_names=["c"]),
+    ]
+    return PECEmbeddingCollection(EmbeddingCollection(tables=tables)), ROWS
+
+
+def plan_of(model: nn.Module, seed: int) -> ShardingPlan:
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    return random_plan(Random(seed), table_shapes(model), Topology(ranks_per_host=world_size))
+
+
+def flat(output: object) -> Tensor:
+    if isinstance(output, Tensor):
+        return output
+    return torch.cat([one.values().reshape(-1) for one in output.values()])  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("make", [towers, prioritized])
+def test_sharded_as_any_model(make: Callable[[], tuple[nn.Module, dict[str, int]]]) -> None:
+    """The wrapper's own layers are in the dense part: averaged over the ranks, as all others."""
+
+    def rank_main() -> None:
+        for seed in range(5):
+            (model, rows), (reference, _) = make(), make()
+            sharded = shard(model, plan_of(model, seed))
+            batches = [random_bags(Random(10 * seed + rank), rows, 3, shuffled=False).kjt() for rank in range(2)]
+            values = flat(sharded(batches[dist.get_rank()]))
+            expected = [flat(reference(batch)) for batch in batches]
+            assert torch.allclose(values, expected[dist.get_rank()], atol=1e-5), seed
+            values.square().sum().backward()
+            (torch.stack([one.square().sum() for one in expected]).sum() / 2).backward()
+            unsharded = dict(reference.named_parameters())
+            dense = [name for name, _ in sharded.named_parameters() if "linear" in name]
+            assert bool(dense) == (make is towers)
+            for name in dense:
+                gradient = sharded.get_parameter(f"module.{name}").grad
+                assert torch.allclose(gradient, unsharded[name].grad, atol=1e-4), f"{seed}: {name}"
+
+    ranks(2, rank_main)
+
+
+def managed_collision() -> nn.Module:
+    inner = collection(random_configs(Random(0), most=1), seed=0)
+    (config,) = inner.embedding_bag_configs()
+    remapper = MCHManagedCollisionModule(
+        zch_size=config.num_embeddings,
+        device=torch.device("cpu"),
+        input_hash_size=2**40,
+        eviction_policy=DistanceLFU_EvictionPolicy(),
+        eviction_interval=1,
+    )
+    return ManagedCollisionEmbeddingBagCollection(inner, ManagedCollisionCollection({config.name: remapper}, [config]))
+
+
+def pruned() -> nn.Module:
+    inner = collection(random_configs(Random(0), most=1), seed=0)
+    sizes = {config.name: 10 * config.num_embeddings for config in inner.embedding_bag_configs()}
+    return ITEPEmbeddingBagCollection(inner, GenericITEPModule(sizes, lookups=None, enable_pruning=True))
+
+
+@pytest.mark.parametrize(
+    ("make", "word"), [(managed_collision, "MCHManagedCollisionModule"), (pruned, "GenericITEPModule")]
+)
+def test_maps_that_each_rank_would_learn_for_itself_are_refused(make: Callable[[], nn.Module], word: str) -> None:
+    """Ranks that share a table must agree which row an id has."""
+
+    def rank_main() -> None:
+        shard(make())
+
+    raises_on_all(2, ConfigError, rf"{word}\) keeps a map from ids to rows, and each of 2 ranks", rank_main)
+
+
+def test_managed_collision_on_one_rank() -> None:
+    model, reference = managed_collision(), managed_collision()
+    sharded = shard(model)
+    (config,) = reference._embedding_module.embedding_bag_configs()  # type: ignore[operator,union-attr]
+    for step in range(4):
+        features = KeyedJaggedTensor(
+            keys=config.feature_names,
+            values=torch.randint(
+                0, 2**40, (6 * len(config.feature_names),), generator=torch.Generator().manual_seed(step)
+            ),
+            lengths=torch.full((3 * len(config.feature_names),), 2),
+        )
+        values, expected = sharded(features)[0].values(), reference(features)[0].values()
+        assert torch.allclose(values, expected, atol=1e-6)
