@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.jit import Future
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from shardrec.errors import ConfigError
@@ -15,6 +16,7 @@ from shardrec.exchange.route import Piece, output_pieces
 from shardrec.exchange.scripted import ScriptedInput, arrived_rows, exchange_rows, list_of
 from shardrec.lookup.scripted import DenseTables
 from shardrec.pending import Await, awaitable
+from shardrec.scripting.options import lookups_in_parallel
 
 if TYPE_CHECKING:
     from shardrec.modules.bags import ShardedEmbeddingBagCollection
@@ -59,6 +61,8 @@ class ScriptedBags(nn.Module):
         self.input = ScriptedInput(route, collection._expect, collectives)
         self.lookups, group_slots = collection._shards.scripted(training=collection.training)
         self.group_slots = list_of(int, group_slots)
+        # On threads of TorchScript's own, which pays where groups are large and threads idle.
+        self.parallel = lookups_in_parallel()
         own = collection._own_lookups
         tables = [] if collection._replicas is None else collection._replicas.parameters
         numbers = [collection._replica_number[one.layout.name] for one in own]
@@ -86,15 +90,22 @@ class ScriptedBags(nn.Module):
         keys, local, values, weights, fault = self.input.checked(features)
         lengths, ids, id_weights, sizes, came, _, _, _ = self.input.exchange(keys, local, values, weights, fault)
         found: list[Tensor] = []
+        forks: list[Future[Tensor]] = []
         slot, start = 0, 0
         for group, lookup in enumerate(self.lookups):
             count = 0
             for per_group in came:
                 count += per_group[group]
             part = id_weights if id_weights is None else id_weights[start : start + count]
-            found.append(lookup(ids[start : start + count], lengths[slot : slot + self.group_slots[group]], part))
+            its_ids, its_lengths = ids[start : start + count], lengths[slot : slot + self.group_slots[group]]
+            if self.parallel:
+                forks.append(torch.jit.fork(lookup, its_ids, its_lengths, part))
+            else:
+                found.append(lookup(its_ids, its_lengths, part))
             start += count
             slot += self.group_slots[group]
+        for fork in forks:
+            found.append(torch.jit.wait(fork))
         total = 0
         for size in sizes:
             total += size

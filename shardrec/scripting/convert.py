@@ -10,6 +10,7 @@ from shardrec.errors import ConfigError
 from shardrec.pending import wait
 from shardrec.pending.waiting import WAIT_OPERATOR
 from shardrec.scripting.error import explain
+from shardrec.scripting.options import parallel_lookups as in_parallel
 from shardrec.scripting.place import place_waits
 from shardrec.scripting.reducer import ignore_in_reducer
 from shardrec.scripting.twins import scriptable_copy
@@ -17,7 +18,7 @@ from shardrec.scripting.twins import scriptable_copy
 __all__ = ["script"]
 
 
-def script(model: nn.Module) -> torch.jit.ScriptModule:
+def script(model: nn.Module, *, parallel_lookups: bool = False) -> torch.jit.ScriptModule:
     """Compile a model that holds sharded modules, or others that return pending values, with TorchScript.
 
     The result computes what the model does, and trains: its parameters and buffers are the model's own. A sharded
@@ -29,6 +30,8 @@ def script(model: nn.Module) -> torch.jit.ScriptModule:
     Args:
         model: made of what TorchScript knows, apart from modules that offer a ``scripted_twin()``; its annotations say
             ``KeyedTensor``, not ``LazyAwaitable``. It is not changed.
+        parallel_lookups: sharded bags run the lookups of independent table groups as forks, on TorchScript's inter-op
+            threads.
 
     Returns:
         The compiled model. Its ``forward`` returns plain values; the method ``issue`` of a module that was replaced
@@ -43,7 +46,7 @@ def script(model: nn.Module) -> torch.jit.ScriptModule:
             f"shardrec.script takes an nn.Module, not {type(model).__name__}: put what is to be scripted into the "
             "forward of a module"
         )
-    with scriptable_copy(model) as copy, generic_wait(wait, WAIT_OPERATOR), quiet():
+    with in_parallel(parallel_lookups), scriptable_copy(model) as copy, generic_wait(wait, WAIT_OPERATOR), quiet():
         try:
             scripted: torch.jit.ScriptModule = torch.jit.script(copy)
         except Exception as error:  # of eight classes at least, by what TorchScript does not like

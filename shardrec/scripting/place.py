@@ -128,9 +128,6 @@ class _Placing:
     def _as_pending(self, value: Value, kind: Type, before: Node) -> Value:
         if kind.kind() == "NoneType":
             return value
-        if value.node().kind() == "prim::Uninitialized":
-            # Stands for a value after a return, which nobody looks at.
-            return self._insert("prim::Uninitialized", [], await_type(kind), before)
         return self._insert("prim::awaitable_nowait", [value], await_type(kind), before)
 
     def _item_of_pending(self, node: Node) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 import shardrec
 from shardrec.exchange.wire import QuantizedComms
@@ -47,7 +48,7 @@ def compare(seed: int) -> None:
         return shard(Scorer(collection(configs, weighted=weighted, optimizers=optimizer), pooled), plan)
 
     eager, live = model(), model()
-    scripted = wrapped(shardrec.script(live))
+    scripted = wrapped(shardrec.script(live, parallel_lookups=rng.random() < 0.4))
     dense = [
         torch.optim.SGD([one for one in module.parameters() if not hasattr(one, "_in_backward_optimizers")], lr=0.1)
         for module in (eager, live)
@@ -80,6 +81,29 @@ def test_training_steps_equal_the_eager_models(world_size: int) -> None:
             compare(seed)
 
     ranks(world_size, rank_main)
+
+
+def test_lookups_of_independent_groups_are_forks_if_asked_for() -> None:
+    def rank_main() -> None:
+        configs = [
+            EmbeddingBagConfig(name=f"t{number}", num_embeddings=9, embedding_dim=8, feature_names=[f"f{number}"])
+            for number in range(3)
+        ]
+        optimizers = ["sgd", "adagrad", "rowwise_adagrad"]
+        layouts = [cuts.table_wise(one.name, 9, 8, rank=0) for one in configs]
+        plan = shardrec.ShardingPlan(topology=Topology(), tables=tuple(layouts))
+        forks = {}
+        for parallel in (False, True):
+            model = shard(collection(configs, optimizers=optimizers), plan)
+            scripted = shardrec.script(model, parallel_lookups=parallel)
+            features = random_bags(Random(0), feature_rows(configs), 3).kjt()
+            assert torch.equal(scripted(features).values(), model(features).values())
+            with torch.profiler.profile() as profile:
+                scripted(features)
+            forks[parallel] = sum("fork" in event.name for event in profile.events())
+        assert forks == {False: 0, True: 3}
+
+    ranks(1, rank_main)
 
 
 def scorer(world_size: int, optimizer: str = "rowwise_adagrad") -> tuple[ShardedModel, Bags, dict[str, int]]:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
 import shardrec
+from shardrec import Await
 from tests.scripting.lookups import WIDTH, Bags, Numbers, Rows, batch, check, events_of, record, script
 
 
@@ -53,7 +54,8 @@ def test_used_twice_is_waited_for_once() -> None:
             b = self.b(x)
             return a.values() + a["f"].sum() + b.values() + a["g"].sum()
 
-    check(Model(), batch())
+    graph = check(Model(), batch()).forward.graph
+    assert len(graph.findAllNodes("prim::awaitable_wait")) == 2
 
 
 def test_methods_of_the_value() -> None:
@@ -380,6 +382,24 @@ def test_an_optional_that_goes_where_none_can_wait() -> None:
             assert torch.equal(script(model)(x, want), model(x, want))
 
 
+def test_an_optional_that_may_be_the_callers() -> None:
+    class Model(Three):
+        def forward(self, x: Tensor, given: Tensor | None, want: bool) -> Tensor:
+            found: Tensor | None = None
+            if want:
+                found = self.m(x)
+            chosen = given
+            if chosen is None:
+                chosen = found
+            return x if chosen is None else x + chosen
+
+    model, x = Model(), batch()
+    scripted = script(model)
+    for given in (None, 2 * x):
+        for want in (True, False):
+            assert torch.equal(scripted(x, given, want), model(x, given, want))
+
+
 def test_loops_wait_in_the_body_that_uses() -> None:
     class Model(Three):
         def forward(self, x: Tensor, times: int) -> Tensor:
@@ -546,6 +566,57 @@ def test_exported_methods_and_hooks() -> None:
     assert torch.equal(scripted.score(x), model.score(x))
     _, events = events_of(scripted.score, x)
     assert events == ["issue a", "issue b", "wait a", "wait b"]
+
+
+def test_exported_methods_that_call_each_other() -> None:
+    class Model(Three):
+        @torch.jit.export
+        def alone(self, x: Tensor) -> KeyedTensor:
+            return self.a(x)
+
+        @torch.jit.export
+        def both(self, x: Tensor) -> Tensor:
+            a = self.alone(x)
+            b = self.b(x)
+            return a.values() + b.values()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.both(x) + self.alone(x).values()
+
+    scripted = check(Model(), batch())
+    assert events_of(scripted.both, batch())[1] == ["issue a", "issue b", "wait a", "wait b"]
+
+
+def two_halves(x: Tensor) -> list[Tensor]:
+    return [x[:, :2], x[:, 2:]]
+
+
+class Halves(nn.Module):
+    """Its own twin; what is pending is a list."""
+
+    def forward(self, x: Tensor) -> Await[list[Tensor]]:
+        return shardrec.awaitable(two_halves, x)
+
+    def scripted_twin(self) -> nn.Module:
+        return self
+
+
+def test_a_pending_list_takes_in_others() -> None:
+    class Model(Three):
+        def __init__(self) -> None:
+            super().__init__()
+            self.halves = Halves()
+
+        def forward(self, x: Tensor) -> Tensor:
+            many = self.halves(x)
+            many.append(self.m(x))
+            more = self.halves(x + 1)
+            more += [self.n(x)]
+            return torch.cat(many + more, dim=1)
+
+    model, x = Model(), batch()
+    expected = torch.cat([x, shardrec.wait(model.m(x)), x + 1, shardrec.wait(model.n(x))], dim=1)
+    assert torch.equal(script(model)(x), expected)
 
 
 def test_a_module_used_in_two_places_is_one() -> None:
