@@ -1,4 +1,4 @@
-"""The plan of a workload: every table by one cut, or by all of them in turn."""
+"""The plan of a workload: every table by one cut, or by all of them in turn; or from a file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from shardrec.bench.workload import WorkloadTable
 from shardrec.errors import ConfigError
 from shardrec.layout import COLUMN_UNIT, ShardingPlan, TableLayout, Topology, cuts
 
-__all__ = ["cut_plan"]
+__all__ = ["cut_plan", "given_plan"]
 
 
 def cut_plan(tables: Sequence[WorkloadTable], cut: str, topology: Topology) -> ShardingPlan:
@@ -30,6 +30,31 @@ def cut_plan(tables: Sequence[WorkloadTable], cut: str, topology: Topology) -> S
         _CUTS[turns[number % len(turns)]](number // len(turns), table, topology) for number, table in enumerate(tables)
     ]
     return ShardingPlan(topology=topology, tables=tuple(layouts))
+
+
+def given_plan(path: str, tables: Sequence[WorkloadTable], world_size: int) -> ShardingPlan:
+    """The plan in a file.
+
+    Args:
+        path: what ``ShardingPlan.save`` wrote.
+        tables: of the workload.
+        world_size: number of ranks.
+
+    Raises:
+        ConfigError: if there is no such file, or it is for another number of ranks.
+        PlanError: if it is no plan, or one of other tables.
+    """
+    try:
+        plan = ShardingPlan.load(path)
+    except OSError as error:
+        raise ConfigError(f"plan (--plan) is {path!r}: {error.strerror}; give a plan.json") from error
+    plan.check_tables({table.name: (table.rows, table.dim) for table in tables})
+    if plan.world_size != world_size:
+        raise ConfigError(
+            f"plan (--plan) {path!r} is for {plan.world_size} ranks and there are {world_size}: start "
+            f"{plan.world_size} (--nproc)"
+        )
+    return plan
 
 
 def _stripes(table: WorkloadTable, most: int) -> int:

@@ -21,8 +21,9 @@ __all__ = ["PLAN_HELP", "plan_command", "read_tables"]
 # Typer keeps the line breaks inside a paragraph, so each paragraph is one line.
 PLAN_HELP = (
     "Plan how to shard tables, and explain the plan.\n\n"
-    "TABLES is a CSV file with the columns num_embeddings and embedding_dim and, if wanted, name, count, pooling (ids of "
-    "a sample, ';' between the features of a table) and instance; or a YAML file with a list of the same under 'tables'."
+    "TABLES is a CSV file with the columns num_embeddings and embedding_dim and, if wanted, name, count, pooling (ids "
+    "of a sample, ';' between the features of a table) and instance; or a YAML file with a list of the same under "
+    "'tables'."
 )
 
 _COLUMNS = ("num_embeddings", "embedding_dim")

@@ -33,6 +33,7 @@ from shardrec.lookup.bank import RowGradient, TableBank, WidthClass
 from shardrec.lookup.groups import LookupTable
 from shardrec.lookup.optimizers import FusedOptimizer
 from shardrec.lookup.rows import RowOptimizer
+from shardrec.lookup.scripted import DenseTables
 from shardrec.lookup.shards import dense_lookup
 
 __all__ = ["ReplicatedLookup"]
@@ -132,6 +133,10 @@ class ReplicatedLookup:
             return nn.functional.embedding(ids, parameter)
         rows: Tensor = _RowsFunction.apply(parameter, ids)  # type: ignore[no-untyped-call]
         return rows
+
+    def scripted(self, slot_tables: Sequence[int], *, pooled: bool) -> nn.Module:
+        """The lookup for TorchScript, with the number of its table per slot; without pooling there is one slot."""
+        return DenseTables(self.parameters, slot_tables, pooled=pooled)
 
     def _on_gradient(self, parameter: Tensor) -> None:
         context = self._context

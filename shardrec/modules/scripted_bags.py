@@ -14,7 +14,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from shardrec.errors import ConfigError
 from shardrec.exchange.route import Piece, output_pieces
 from shardrec.exchange.scripted import ScriptedInput, arrived_rows, exchange_rows, list_of
-from shardrec.lookup.scripted import DenseTables
 from shardrec.pending import Await, awaitable
 from shardrec.scripting.options import lookups_in_parallel
 
@@ -64,9 +63,9 @@ class ScriptedBags(nn.Module):
         # On threads of TorchScript's own, which pays where groups are large and threads idle.
         self.parallel = lookups_in_parallel()
         own = collection._own_lookups
-        tables = [] if collection._replicas is None else collection._replicas.parameters
         numbers = [collection._replica_number[one.layout.name] for one in own]
-        self.replicas = nn.ModuleList([DenseTables(tables, numbers, pooled=True)] if own else [])
+        replicas = collection._replicas
+        self.replicas = nn.ModuleList([] if replicas is None else [replicas.scripted(numbers, pooled=True)])
         self.replica_features = list_of(str, [one.feature for one in own])
         self.rank = collectives.rank
         self.widths = [route.width(rank) for rank in range(collectives.world_size)]

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from shardrec.exchange.scripted import ScriptedInput, arrived_rows, exchange_rows, list_of
-from shardrec.lookup.scripted import DenseTables
 from shardrec.modules.scripted_bags import parameters_of, refuse_quantized
 from shardrec.pending import Await, awaitable
 
@@ -64,13 +63,14 @@ class ScriptedSequences(nn.Module):
         self.names = list_of(str, [one.output for one in lookups])
         self.features = list_of(str, [one.feature for one in lookups])
         own = [one for one in lookups if one.layout.replicated]
-        tables = [] if collection._replicas is None else collection._replicas.parameters
+        numbers = [collection._replica_number[one.layout.name] for one in own]
+        replicas = collection._replicas
         self.replicas = nn.ModuleList(
-            [DenseTables(tables, [collection._replica_number[one.layout.name]], pooled=False) for one in own]
+            [] if replicas is None else [replicas.scripted([number], pooled=False) for number in numbers]
         )
         # Per output key, the number of its replica, or -1.
-        numbers = iter(range(len(own)))
-        self.replica_of = list_of(int, [next(numbers) if one.layout.replicated else -1 for one in lookups])
+        places = iter(range(len(own)))
+        self.replica_of = list_of(int, [next(places) if one.layout.replicated else -1 for one in lookups])
         orders = [
             [
                 slot * self.world_size + rank

@@ -85,7 +85,6 @@ def to_torchrec(
     Raises:
         PlanError: naming each table that is cut in a way that TorchRec has not.
     """
-    from torch.distributed._shard.metadata import ShardMetadata
     from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
     from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding
     from torchrec.distributed.types import ShardingPlan as TorchRecPlan
@@ -99,21 +98,14 @@ def to_torchrec(
         path = layout.name.rpartition(".")[0] if paths is None else paths[layout.name]
         table = layout.name[len(path) + 1 :] if path else layout.name
         shards = _in_torchrec_order(layout)
-        spec = EnumerableShardingSpec(
-            [
-                ShardMetadata(
-                    shard_offsets=[shard.row_start, shard.col_start],
-                    shard_sizes=[shard.rows, shard.cols],
-                    placement=f"rank:{shard.rank}/{device}" + (f":{shard.rank % local}" if device == "cuda" else ""),
-                )
-                for shard in shards
-            ]
-        )
+        spec = None
+        if not layout.replicated:
+            spec = EnumerableShardingSpec([_metadata(shard, device, local) for shard in shards])
         modules.setdefault(path, EmbeddingModuleShardingPlan())[table] = ParameterSharding(
             sharding_type=_TO_TORCHREC.get(_torchrec_cut(layout), _torchrec_cut(layout)),
             compute_kernel="dense" if layout.replicated else kernel,
             ranks=list(range(plan.world_size)) if layout.replicated else [shard.rank for shard in shards],
-            sharding_spec=None if layout.replicated else spec,
+            sharding_spec=spec,
         )
     return TorchRecPlan(plan=modules)
 
@@ -146,6 +138,17 @@ def constraints_from_torchrec(
                 factors *= len(each.feature_names)
             poolings.update(zip(each.feature_names, factors, strict=False))
     return found, poolings
+
+
+def _metadata(shard: Shard, device: str, ranks_per_host: int) -> Any:
+    from torch.distributed._shard.metadata import ShardMetadata
+
+    number = f":{shard.rank % ranks_per_host}" if device == "cuda" else ""
+    return ShardMetadata(
+        shard_offsets=[shard.row_start, shard.col_start],
+        shard_sizes=[shard.rows, shard.cols],
+        placement=f"rank:{shard.rank}/{device}{number}",
+    )
 
 
 def _shards(name: str, spec: Any) -> list[Shard]:

@@ -13,7 +13,7 @@ from torchrec.modules.crossnet import CrossNet, LowRankCrossNet, VectorCrossNet
 __all__ = ["SCRIPTABLE"]
 
 
-class _CrossNet(CrossNet):
+class _CrossNet(CrossNet):  # type: ignore[misc]  # TorchRec is seen without types
     def forward(self, input: Tensor) -> Tensor:
         """(B, N) to (B, N)."""
         first = input.unsqueeze(2)
@@ -23,7 +23,7 @@ class _CrossNet(CrossNet):
         return torch.squeeze(crossed, dim=2)
 
 
-class _LowRankCrossNet(LowRankCrossNet):
+class _LowRankCrossNet(LowRankCrossNet):  # type: ignore[misc]  # TorchRec is seen without types
     def forward(self, input: Tensor) -> Tensor:
         """(B, N) to (B, N)."""
         crossed = input
@@ -33,7 +33,7 @@ class _LowRankCrossNet(LowRankCrossNet):
         return crossed
 
 
-class _VectorCrossNet(VectorCrossNet):
+class _VectorCrossNet(VectorCrossNet):  # type: ignore[misc]  # TorchRec is seen without types
     def forward(self, input: Tensor) -> Tensor:
         """(B, N) to (B, N)."""
         first = input.unsqueeze(2)

@@ -178,6 +178,11 @@ def _twin_of(module: nn.Module, path: str) -> nn.Module:
         twin: Any = module.module if isinstance(module, DistributedDataParallel) else _ask(module)
         if twin is module:
             break
+        if module._forward_hooks or module._forward_pre_hooks:
+            raise ScriptError(
+                f"{path or 'the model'} ({type(module).__name__}) has forward hooks, which TorchScript would not see, "
+                "since its twin is scripted: take them off, or register them on a module around it"
+            )
         if not isinstance(twin, nn.Module):
             raise ScriptError(
                 f"{type(module).__name__}.scripted_twin() at {path or 'the model'} returned a {type(twin).__name__}: "

@@ -34,11 +34,9 @@ from shardrec.exchange.volume import (
 from shardrec.exchange.wire import QuantizedComms
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
-from tests.batches import random_bags
+from tests.batches import random_bags, random_sizes_bags
 from tests.exchange.lookups import random_case
 from tests.models import OPTIMIZERS, apply_optimizer_in_backward, collection, feature_rows, random_configs, table_sizes
-from tests.modules.test_learned_weights import with_leaf
-from tests.modules.test_variable_batch import random_batch
 from tests.plans import random_plan, random_topology, randoms
 from tests.thread_ranks import ThreadCollectives, thread_ranks
 
@@ -122,7 +120,7 @@ def random_bag_member(rng: Random, path: str, world_size: int) -> Member:
     learned = False
     if rng.random() < 0.3:
         batches = [
-            random_batch(rng, rows, weighted=weighted, even=rng.random() < 0.3).features for _ in range(world_size)
+            random_sizes_bags(rng, rows, weighted=weighted, even=rng.random() < 0.3).features for _ in range(world_size)
         ]
     else:
         batches = [random_bags(rng, rows, rng.randrange(5), weighted=weighted).kjt() for _ in range(world_size)]
@@ -167,6 +165,17 @@ def fits(member: Member, plan: ShardingPlan) -> bool:
     return member.pooled or not any(name == "rowwise_adagrad" and count > 1 for name, count in cut)
 
 
+def with_leaf(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """The batch with weights that take a gradient."""
+    return KeyedJaggedTensor(
+        keys=features.keys(),
+        values=features.values(),
+        lengths=features.lengths(),
+        weights=features.weights().clone().requires_grad_(),
+        stride=features.stride(),
+    )
+
+
 def total_of(output: Any) -> Tensor:
     value = output.wait()
     if isinstance(value, dict):
@@ -186,7 +195,7 @@ def run_step(
         context.gradients_are_reduced = True  # they are not, but what a reducer sends is no part of this
         modules = [member.build(plan, context) for member in members]
         batches = [member.batches[threads.rank] for member in members]
-        features = [with_leaf(one)[0] if member.learned else one for member, one in zip(members, batches, strict=True)]
+        features = [with_leaf(one) if member.learned else one for member, one in zip(members, batches, strict=True)]
         with torch.set_grad_enabled(train), context.queue.forward(len(modules)):
             outputs = [module(one) for module, one in zip(modules, features, strict=True)]
         total = torch.stack([total_of(output) for output in outputs]).sum()
@@ -309,6 +318,7 @@ class TestVolume:
 class TestUniform:
     """Expected numbers for ids drawn uniformly."""
 
+    @settings(max_examples=15)
     @given(rng=randoms())
     def test_expectation_is_the_mean_over_draws(self, rng: Random) -> None:
         plan = random_plan(rng, {"t": (rng.choice([1, 2, 9]), 8)}, Topology(ranks_per_host=2))

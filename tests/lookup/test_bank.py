@@ -30,8 +30,11 @@ class Drawn:
         widths = [COLUMN_UNIT * rng.randint(1, 3) for _ in range(count)]
         self.shapes = [(rng.randint(1, 9), width if pooled else widths[0]) for width in widths]
         self.slots = sorted([*range(count), *(rng.randrange(count) for _ in range(rng.randint(0, 3)))])
-        rng.shuffle(order := list(range(count)))
-        # The lookups of a table are neighbours, but the tables may come in any order.
+        order = list(range(count))
+        if pooled:
+            # The lookups of a table are neighbours, but the tables may come in any order; not so without pooling, where
+            # fbgemm takes the distance of the tables of two slots for the size of the first.
+            rng.shuffle(order)
         self.slots.sort(key=order.index)
         self.bank = TableBank(self.shapes, self.slots, optimizer, CPU, dtype=dtype, pooled=pooled)
         generator = torch.Generator().manual_seed(rng.randrange(2**31))

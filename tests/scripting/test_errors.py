@@ -176,6 +176,13 @@ def test_twins_that_break_the_protocol(twin: Any, words: str) -> None:
         shardrec.script(model)
 
 
+def test_hooks_that_the_twin_would_not_run() -> None:
+    model = Base()
+    model.bags.register_forward_hook(lambda module, args, result: result)
+    with pytest.raises(ScriptError, match=r"bags \(Bags\) has forward hooks, .* take them off"):
+        shardrec.script(model)
+
+
 def test_a_twin_that_does_not_say_what_it_returns() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:

@@ -376,7 +376,17 @@ def test_an_optional_that_goes_where_none_can_wait() -> None:
                 low = self.m(x)
             return torch.clamp(x, low, x + 100)
 
-    for model in (Model(), Clamped()):
+    class Chosen(Three):
+        def forward(self, x: Tensor, want: bool) -> Tensor:
+            low: Tensor | None = None
+            if want:
+                low = self.m(x)
+            chosen = low
+            if bool((x > 1e9).any()):
+                chosen = x
+            return torch.clamp(x, chosen, x + 100)
+
+    for model in (Model(), Clamped(), Chosen()):
         for want in (True, False):
             x = batch()
             assert torch.equal(script(model)(x, want), model(x, want))
@@ -550,7 +560,7 @@ class Held:
         return self.sparse.values() + self.dense
 
 
-def test_exported_methods_and_hooks() -> None:
+def test_exported_methods() -> None:
     class Model(Three):
         @torch.jit.export
         def score(self, x: Tensor) -> Tensor:
@@ -566,6 +576,30 @@ def test_exported_methods_and_hooks() -> None:
     assert torch.equal(scripted.score(x), model.score(x))
     _, events = events_of(scripted.score, x)
     assert events == ["issue a", "issue b", "wait a", "wait b"]
+
+
+def seen_before(self: Through, args: tuple[KeyedTensor]) -> tuple[KeyedTensor]:
+    return args
+
+
+def seen_after(self: Through, args: tuple[KeyedTensor], result: KeyedTensor) -> KeyedTensor:
+    return KeyedTensor(result.keys(), result.length_per_key(), result.values() + 1)
+
+
+def test_hooks_of_submodules_run() -> None:
+    class Model(Three):
+        def __init__(self) -> None:
+            super().__init__()
+            self.through = Through()
+            self.through.register_forward_pre_hook(seen_before)
+            self.through.register_forward_hook(seen_after)
+
+        def forward(self, x: Tensor) -> Tensor:
+            a = self.a(x)
+            b = self.b(x)
+            return self.through(b).values() + a.values()
+
+    check(Model(), batch())
 
 
 def test_exported_methods_that_call_each_other() -> None:

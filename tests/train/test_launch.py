@@ -11,7 +11,7 @@ import pytest
 
 from shardrec.errors import ConfigError, DataError, InputError, PeerError
 from shardrec.train import TrainConfig
-from shardrec.train.launch import first_cause, launched_rank, train
+from shardrec.train.launch import first_cause, launched_rank, run_on_ranks, train
 
 
 def note(folder: Path, rank: int, time: float, kind: str, message: str) -> None:
@@ -72,3 +72,20 @@ def test_nproc_contradicts_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launched_rank() == (1, 4)
     with pytest.raises(ConfigError, match=r"nproc \(--nproc\) is 2 and a launcher has already started 4 ranks"):
         train(TrainConfig(nproc=2))
+
+
+def test_a_launchers_ranks_have_a_folder_for_their_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    given: list[Any] = []
+    monkeypatch.setattr("shardrec.train.launch.run_on_ranks", lambda run, options, **_: given.append(options["out"]))
+    train(TrainConfig())
+    train(TrainConfig(out="here"))
+    assert given[0].startswith("runs/")
+    assert given[1] == "here"
+
+
+def test_a_single_rank_runs_here_and_returns_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert run_on_ranks(sorted, {"b": 1, "a": 2}, nproc=1) == ["a", "b"]

@@ -37,6 +37,7 @@ _STEP = 1e-3
 """Least distance of two values of c for which options are chosen."""
 _WEIGHTS = (0.1,)
 """Of the pieces' load, where choices are to leave room."""
+_ROUNDED = 4
 _POLISHED = 20
 _SWITCHES_PER_EFFORT = 5
 _NODES_PER_EFFORT = 10
@@ -83,6 +84,7 @@ class _Search:
         if not np.isfinite(self.bound):
             return None
         heapify(self.intervals)
+        self._round()
         self._search()
         self._polish()
         if not self._closed() and self._time_left() > 0.5:
@@ -100,6 +102,26 @@ class _Search:
                 if exact.packing is not None:
                     self._keep(exact.packing)
         return None if self.best is None else self._solution(self.best)
+
+    def _round(self) -> None:
+        """Quick first plans: fractional choices for the deciding c, rounded table by table."""
+        encoded = self.encoded
+        for interval in self.intervals[:_ROUNDED]:
+            room = interval.high if np.isfinite(interval.high) else 2 * interval.low
+            for share in _MEMORY_SHARES:
+                found = self.relaxation.least_base(room, weight=_WEIGHTS[0], memory_share=share)
+                if found is None or found.values is None:
+                    break
+                counts = np.floor(found.values + 1e-9).astype(np.int64)
+                for size, span in zip(encoded.sizes, encoded.group_options, strict=True):
+                    part = slice(span.start, span.stop)
+                    missing = int(size - counts[part].sum())
+                    order = np.argsort(counts[part] - found.values[part], kind="stable")
+                    counts[part][order[:missing]] += 1
+                if self._try(counts) or self._out_of_time():
+                    break
+            if self._closed() or self._out_of_time():
+                return
 
     def _search(self) -> None:
         """Price the deciding interval for whole tables, pack what was chosen, cut it; until the gap is closed."""

@@ -18,7 +18,7 @@ from tests.plans import randoms
 EXACT = SolveLimits(gap=0.0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(rng=randoms())
 def test_small_problems_are_solved_as_by_trying_everything(rng: Random) -> None:
     problem = random_problem(rng, most_tables=3)
@@ -31,7 +31,7 @@ def test_small_problems_are_solved_as_by_trying_everything(rng: Random) -> None:
     assert solution.cost == pytest.approx(best)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(rng=randoms())
 def test_larger_problems(rng: Random) -> None:
     problem = random_problem(rng, most_tables=30, ranks=rng.choice([2, 5, 8]))

@@ -1,0 +1,258 @@
+"""shardrec's planner on published table lists: its gap, and TorchRec's planner on TorchRec's own options.
+
+See README.md for the results and how they came about.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from shardrec.cli.plan import read_tables
+from shardrec.layout import Topology
+from shardrec.layout.presets import preset
+from shardrec.planner import Profile, SolveLimits, TableLoad
+from shardrec.planner.infeasible import least_capacity
+from shardrec.planner.make import Planner
+from shardrec.planner.solve import Option, Part, Piece, Problem, Solution, solve
+from shardrec.planner.solve.problem import anywhere, host_places
+
+GIB = 2**30
+GLOBAL_BATCH = 65_536
+
+
+def instances(path: Path) -> list[str]:
+    """The names in a file of tables, in order."""
+    lines = path.read_text(encoding="utf-8").splitlines()[1:]
+    return list(dict.fromkeys(line.partition(",")[0] for line in lines))
+
+
+def topology_of(ranks: int, capacity: float) -> Topology:
+    """H100s, eight to a host, with so much memory."""
+    machine = replace(preset("h100"), device_memory=capacity)
+    return Topology(hosts=max(1, ranks // 8), ranks_per_host=min(8, ranks), machine=machine)
+
+
+def own(tables: Mapping[str, TableLoad], ranks: int, limits: SolveLimits) -> dict[str, Any]:
+    """shardrec's planner with its own options and costs, at 80 GiB or the least memory it finds a plan for."""
+    profile = Profile.of_machine(preset("h100"))
+
+    def planner(limit: float) -> Planner:
+        batch = max(1, GLOBAL_BATCH // ranks)
+        return Planner(tables, topology_of(ranks, limit), batch_size=batch, profile=profile)
+
+    def timed(limit: float) -> tuple[Solution | None, float]:
+        begin = time.perf_counter()
+        return solve(planner(limit).problem(), limits), time.perf_counter() - begin
+
+    capacity = 80.0 * GIB
+    found, seconds = timed(capacity)
+    if found is None:
+        least = least_capacity(planner(capacity))
+        assert least is not None, "row-wise cuts fit any table at some size of memory"
+        capacity = -(-least // GIB) * float(GIB)
+        found, seconds = timed(capacity)
+    return {
+        "tables": len(tables),
+        "ranks": ranks,
+        "gib": capacity / GIB,
+        "cost_ms": found and found.cost,
+        "bound_ms": found and found.bound,
+        "gap": found and found.gap,
+        "seconds": seconds,
+    }
+
+
+def torchrec_side(tables: Mapping[str, TableLoad], ranks: int, capacity: float, timeout: float) -> tuple[Any, ...]:
+    """TorchRec's module, planner, sharders and priced options, and how long it took to make these."""
+    import torch
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.planner import EmbeddingShardingPlanner
+    from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+    from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+    from torchrec.distributed.planner.types import ParameterConstraints
+    from torchrec.distributed.planner.types import Topology as TheirTopology
+    from torchrec.modules.embedding_configs import EmbeddingBagConfig
+    from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+    module = EmbeddingBagCollection(
+        tables=[
+            EmbeddingBagConfig(
+                name=name,
+                num_embeddings=load.num_embeddings,
+                embedding_dim=load.embedding_dim,
+                feature_names=[f"{name}_{index}" for index in range(load.features)],
+            )
+            for name, load in tables.items()
+        ],
+        device=torch.device("meta"),
+    )
+    batch = max(1, GLOBAL_BATCH // ranks)
+    constraints = {name: ParameterConstraints(pooling_factors=list(load.poolings)) for name, load in tables.items()}
+    topology = TheirTopology(
+        world_size=ranks,
+        compute_device="cuda",
+        hbm_cap=int(capacity),
+        ddr_cap=2**50,
+        local_world_size=min(8, ranks),
+    )
+    enumerator = EmbeddingEnumerator(topology=topology, batch_size=batch, constraints=constraints)
+    sharders = [EmbeddingBagCollectionSharder()]
+    begin = time.perf_counter()
+    options = enumerator.enumerate(module, sharders)
+    seconds = time.perf_counter() - begin
+    planner = EmbeddingShardingPlanner(
+        topology=topology,
+        batch_size=batch,
+        enumerator=enumerator,
+        storage_reservation=FixedPercentageStorageReservation(0.0),
+        constraints=constraints,
+        stats=[],
+        debug=False,
+        timeout_seconds=max(1, int(timeout)),
+    )
+    return module, planner, sharders, options, seconds
+
+
+def as_problem(options: list[Any], ranks: int, capacity: float) -> Problem:
+    """TorchRec's options, with its estimates, as a problem of the solver."""
+    per_host = min(8, ranks)
+    free, hosts = anywhere(ranks), host_places(max(1, ranks // 8), per_host)
+    fixed = (tuple(range(ranks)),)
+    # Fewer pieces than a host has ranks: on neighbouring ones, counted round.
+    turned = {
+        size: tuple(tuple((*host, *host)[start : start + size]) for host in hosts for start in range(per_host))
+        for size in range(1, per_host)
+    }
+    nothing = Piece(memory=(0.0, 0.0))
+    tables: dict[str, list[Option]] = {}
+    for option in options:
+        pieces = [
+            Piece(load=shard.perf.total, memory=(float(shard.storage.hbm), float(shard.storage.ddr)))
+            for shard in option.shards
+        ]
+        everywhere, parts = nothing, ()
+        if option.partition_by == "uniform" and len(set(pieces)) == 1:
+            everywhere = pieces[0]
+        elif option.partition_by == "uniform":
+            parts = (Part(pieces=tuple(pieces), places=fixed),)
+        elif option.partition_by == "device":
+            counts: dict[Piece, int] = {}
+            for piece in pieces:
+                counts[piece] = counts.get(piece, 0) + 1
+            parts = tuple(Part(pieces=(piece,), places=free, count=count) for piece, count in counts.items())
+        else:
+            groups = [tuple(pieces[start : start + per_host]) for start in range(0, len(pieces), per_host)]
+            parts = tuple(Part(pieces=group, places=turned.get(len(group), hosts)) for group in groups)
+        label = f"{option.sharding_type} {option.compute_kernel}"
+        tables.setdefault(option.name, []).append(Option(label=label, everywhere=everywhere, parts=parts))
+    return Problem(
+        ranks=ranks,
+        capacity=(capacity, float(2**50)),
+        tables={name: tuple(found) for name, found in tables.items()},
+    )
+
+
+def against_torchrec(
+    tables: Mapping[str, TableLoad], ranks: int, limits: SolveLimits, timeout: float
+) -> dict[str, Any]:
+    """Both planners on TorchRec's options and estimates."""
+    capacity = 80.0 * GIB
+    while True:
+        module, planner, sharders, options, enumerated = torchrec_side(tables, ranks, capacity, timeout)
+        begin = time.perf_counter()
+        ours = solve(as_problem(options, ranks, capacity), limits)
+        mine = time.perf_counter() - begin
+        if ours is not None:
+            break
+        capacity *= 1.25
+    begin = time.perf_counter()
+    theirs: float | None = None
+    try:
+        planner.plan(module, sharders)
+        loads = [0.0] * ranks
+        for option in planner._best_plan:
+            for shard in option.shards:
+                loads[shard.rank] += shard.perf.total
+        theirs = max(loads)
+    except Exception as error:  # TorchRec raises PlannerError, and others when it has nothing to show
+        print(f"TorchRec: {type(error).__name__}: {str(error).splitlines()[0]}")
+    spent = time.perf_counter() - begin
+    return {
+        "tables": len(tables),
+        "ranks": ranks,
+        "gib": capacity / GIB,
+        "enumerate_seconds": enumerated,
+        "ours_ms": ours.cost,
+        "bound_ms": ours.bound,
+        "ours_seconds": mine,
+        "theirs_ms": theirs,
+        "theirs_seconds": spent,
+        "theirs_stopped": spent >= timeout,
+    }
+
+
+def show(title: str, rows: list[dict[str, Any]]) -> None:
+    """A table of results."""
+    table = Table(title=title)
+    for heading in rows[0]:
+        table.add_column(heading, justify="left" if heading == "instance" else "right")
+    for row in rows:
+        table.add_row(*(_cell(name, value) for name, value in row.items()))
+    Console(width=170).print(table)
+
+
+def _cell(name: str, value: object) -> str:
+    if value is None:
+        return "no plan"
+    if name == "gap" and isinstance(value, float):
+        return f"{value:.3%}"
+    return f"{value:,.3f}" if isinstance(value, float) else str(value)
+
+
+def main() -> None:
+    """Run what the options ask for, show it, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tables", type=Path, help="CSV: instance,count,num_embeddings,embedding_dim,pooling")
+    parser.add_argument("--instances", nargs="+", help="default: all of the file")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 128])
+    parser.add_argument("--seconds", type=float, default=10.0, help="limit of a search; times six over 1000 tables")
+    parser.add_argument("--gap", type=float, default=0.005, help="stop a search at this gap")
+    parser.add_argument("--peer", action="store_true", help="compare with TorchRec, on its options and costs")
+    parser.add_argument("--peer-seconds", type=float, default=300.0, help="limit of each of TorchRec's proposers")
+    parser.add_argument("--out", type=Path, default=Path("runs/planner.json"))
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.CRITICAL)
+    rows = []
+    for name in options.instances or instances(options.tables):
+        tables = read_tables(options.tables, instance=name)
+        for ranks in options.ranks:
+            seconds = options.seconds * (6 if len(tables) > 1000 else 1)
+            limits = SolveLimits(gap=options.gap, effort=1000, seconds=seconds if seconds > 0 else inf)
+            if options.peer:
+                found = against_torchrec(tables, ranks, limits, options.peer_seconds)
+            else:
+                found = own(tables, ranks, limits)
+            rows.append({"instance": name, **found})
+            print(json.dumps(rows[-1]), flush=True)
+    title = f"{'TorchRec and shardrec, TorchRec costs' if options.peer else 'shardrec'}; {os.cpu_count()} cores"
+    show(title, rows)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

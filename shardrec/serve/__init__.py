@@ -1,0 +1,17 @@
+"""Serving: a trained model with its tables quantized, in a file that programs without Python can call.
+
+::
+
+    sharded model ── quantize.py ──► served model: same plan, same exchanges, tables in fbgemm's inference kernels
+                  ── entry.py ──► an entry that takes plain tensors ── shardrec.script, save.py ──► a TorchScript file
+
+docs/serving.md says how to use it; examples/cpp_serving answers requests with such a file.
+"""
+
+from shardrec.serve.entry import from_tensors
+from shardrec.serve.format import WeightFormat
+from shardrec.serve.model import ServedModel
+from shardrec.serve.quantize import quantize
+from shardrec.serve.save import save
+
+__all__ = ["ServedModel", "WeightFormat", "from_tensors", "quantize", "save"]

@@ -1,0 +1,140 @@
+"""Sharded collections whose tables are kept for inference: the routes and exchanges of those that were trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+from shardrec.errors import ConfigError
+from shardrec.exchange.input import InputExchange
+from shardrec.exchange.step import StepContext
+from shardrec.layout import Shard, TableLayout
+from shardrec.modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
+from shardrec.modules.collection import ShardedCollection
+from shardrec.modules.table import ShardedTable
+from shardrec.pending import LazyAwaitable
+from shardrec.serve.format import WeightFormat
+from shardrec.serve.lookup import ServedReplicas, ServedShards
+from shardrec.serve.tables import ServedTables
+
+__all__ = ["ServedCollection", "ServedEmbeddingBagCollection", "ServedEmbeddingCollection", "serve_collection"]
+
+
+class ServedCollection(ShardedCollection):
+    """What the served collections have in common. Their tables hold nothing before :meth:`store` has put it there.
+
+    Args:
+        source: the trained collection, of which the tables are not kept.
+        formats: of each table, by its name in the plan.
+        context: shared by the served collections of a model.
+    """
+
+    _shards: ServedShards
+    _replicas: ServedReplicas | None
+
+    def __init__(
+        self, source: ShardedCollection, formats: Mapping[str, WeightFormat], context: StepContext
+    ) -> None:
+        nn.Module.__init__(self)
+        bare = vars(nn.Module())
+        # Plans, routes and configs are plain data, which a second collection can share. Its kernels are replaced below.
+        vars(self).update({name: value for name, value in vars(source).items() if name not in bare})
+        self.context = context
+        self.formats = {layout.name: formats[layout.name] for layout in self._layouts.values()}
+        self._optimizers = {}
+
+    def _serve(self, widths: list[int], slot_tables: list[int], *, pooled: bool) -> None:
+        """Make the kernels, where ``source`` had those that train."""
+        collectives = self.context.collectives
+        route: Any = vars(self)["_route"]
+        expect: Any = vars(self)["_expect"]
+        self._input = InputExchange(route, expect, self.context, per_id=not pooled)
+        slots = route.slots[collectives.rank]
+        self._shards = ServedShards(slots, widths, self.formats, collectives, self.device, pooled=pooled)
+        layouts = [table.layout for table in self._replicated_tables()]
+        self._replicas = None
+        if layouts:
+            self._replicas = ServedReplicas(
+                layouts, slot_tables, self.formats, self.context, self.device, pooled=pooled
+            )
+
+    def layouts(self) -> Iterator[TableLayout]:
+        """Of all the tables, in module order on every rank."""
+        return iter(self._layouts.values())
+
+    def store(self, layout: TableLayout, shard: Shard | None, first_row: int, rows: Tensor) -> None:
+        """Put rows (n, b) uint8 into a part of a table that this rank holds, from its row ``first_row`` on."""
+        if shard is not None:
+            self._shards.store(shard, first_row, rows)
+            return
+        assert self._replicas is not None, "a replica has a replicated lookup"
+        self._replicas.store(self._replica_number[layout.name], first_row, rows)
+
+    def weight(self, layout: TableLayout, shard: Shard | None) -> Tensor:
+        """(rows, cols) float32: what a part of a table that this rank holds stands for, a copy."""
+        if shard is not None:
+            return self._shards.weight(shard)
+        assert self._replicas is not None, "a replica has a replicated lookup"
+        return self._replicas.weight(self._replica_number[layout.name])
+
+    def table_bytes(self) -> int:
+        """Bytes of the rows that this rank holds, padding aside."""
+        kept = [*self._shards.modules, *(self._replicas.modules if self._replicas is not None else [])]
+        return sum(module.row_bytes() for module in kept if isinstance(module, ServedTables))
+
+    def tables(self) -> Mapping[str, ShardedTable]:
+        """None that could be trained."""
+        return {}
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        raise ConfigError(
+            "a served model has no state_dict: save it with shardrec.serve.save, and the trained one with "
+            "shardrec.save_checkpoint"
+        )
+
+
+class ServedEmbeddingBagCollection(ServedCollection, ShardedEmbeddingBagCollection):
+    """A :class:`ShardedEmbeddingBagCollection` that looks up and does not train; see :func:`shardrec.serve.quantize`."""
+
+    def __init__(
+        self, source: ShardedEmbeddingBagCollection, formats: Mapping[str, WeightFormat], context: StepContext
+    ) -> None:
+        ServedCollection.__init__(self, source, formats, context)
+        numbers = [self._replica_number[lookup.layout.name] for lookup in self._own_lookups]
+        self._serve([0] * self._route.groups, numbers, pooled=True)
+        self.embedding_bags = nn.ModuleDict()
+
+    def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[KeyedTensor]:
+        """Look up the local batch, without gradients."""
+        with torch.no_grad():
+            return super().forward(features)
+
+
+class ServedEmbeddingCollection(ServedCollection, ShardedEmbeddingCollection):
+    """A :class:`ShardedEmbeddingCollection` that looks up and does not train; see :func:`shardrec.serve.quantize`."""
+
+    def __init__(
+        self, source: ShardedEmbeddingCollection, formats: Mapping[str, WeightFormat], context: StepContext
+    ) -> None:
+        ServedCollection.__init__(self, source, formats, context)
+        self._serve([group.width or 0 for group in self._groups], [], pooled=False)
+        self.embeddings = nn.ModuleDict()
+
+    def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[dict[str, JaggedTensor]]:
+        """Look up the local batch, without gradients."""
+        with torch.no_grad():
+            return super().forward(features)
+
+
+def serve_collection(
+    source: ShardedCollection, formats: Mapping[str, WeightFormat], context: StepContext
+) -> ServedEmbeddingBagCollection | ServedEmbeddingCollection:
+    """The served collection of a trained one, its tables still empty."""
+    if isinstance(source, ShardedEmbeddingBagCollection):
+        return ServedEmbeddingBagCollection(source, formats, context)
+    assert isinstance(source, ShardedEmbeddingCollection), f"{type(source).__name__} is a collection of another kind"
+    return ServedEmbeddingCollection(source, formats, context)

@@ -1,0 +1,160 @@
+"""The lookups of a served collection, in the places of those that it trained with.
+
+Shapes: B_all the samples of all ranks, N ids, S slots, D pooled columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+
+from shardrec.exchange.collectives import Collectives
+from shardrec.exchange.input import ShardInput
+from shardrec.exchange.route import Slot
+from shardrec.exchange.step import StepContext
+from shardrec.layout import Shard, TableLayout
+from shardrec.lookup.replicated import ReplicatedLookup
+from shardrec.lookup.scripted import NoTables
+from shardrec.lookup.shards import ShardLookup
+from shardrec.serve.format import WeightFormat
+from shardrec.serve.tables import ServedTables
+
+__all__ = ["ServedReplicas", "ServedShards"]
+
+
+class ServedShards(ShardLookup):
+    """This rank's shards in inference kernels, one per lookup group.
+
+    Args:
+        slots: this rank's slots, group after group.
+        widths: per group, the columns of its shards where they have one width and are not pooled; else 0.
+        formats: of each table, by its name in the plan.
+        collectives: of the group that the embeddings are sharded over.
+        device: where the shards live.
+        pooled: sum each bag; else give a row per id.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        widths: Sequence[int],
+        formats: Mapping[str, WeightFormat],
+        collectives: Collectives,
+        device: torch.device,
+        *,
+        pooled: bool,
+    ) -> None:
+        super().__init__((), (), collectives, device, pooled=pooled)
+        self.modules: list[ServedTables | NoTables] = []
+        self.group_slots: list[int] = []
+        places: dict[Shard, tuple[ServedTables, int]] = {}
+        for group, width in enumerate(widths):
+            own = [slot for slot in slots if slot.group == group]
+            self.group_slots.append(len(own))
+            number = {shard: index for index, shard in enumerate(dict.fromkeys(slot.shard for slot in own))}
+            if not number:
+                self.modules.append(NoTables(width, device))
+                continue
+            tables = ServedTables(
+                [(shard.rows, shard.cols) for shard in number],
+                [formats[shard.table] for shard in number],
+                [number[slot.shard] for slot in own],
+                device,
+                pooled=pooled,
+            )
+            self.modules.append(tables)
+            places.update({shard: (tables, index) for shard, index in number.items()})
+        self.shards = tuple(places)
+        self._places = places
+
+    def store(self, shard: Shard, first_row: int, rows: Tensor) -> None:
+        """Put rows (n, b) uint8 into one of this rank's shards, from its row ``first_row`` on."""
+        tables, index = self._places[shard]
+        tables.store(index, first_row, rows)
+
+    def weight(self, shard: Shard) -> Tensor:
+        """(rows, cols) float32: what the rows of one of this rank's shards stand for, a copy."""
+        tables, index = self._places[shard]
+        return tables.rows(index)
+
+    def rows(self, ids: ShardInput) -> list[Tensor]:
+        """Per group, (B_all, D_group) pooled columns, or (n, w) rows without pooling."""
+        starts = [0, *accumulate(ids.group_ids)]
+        slots = [0, *accumulate(self.group_slots)]
+        found = []
+        for group, module in enumerate(self.modules):
+            span = slice(starts[group], starts[group + 1])
+            lengths = ids.lengths[slots[group] : slots[group + 1]]
+            weights = None if ids.weights is None else ids.weights[span]
+            found.append(module(ids.ids[span], lengths, weights))
+        return found
+
+    def scripted(self, *, training: bool) -> tuple[nn.ModuleList, list[int]]:
+        """The same modules for TorchScript, and the number of this rank's slots in each."""
+        return nn.ModuleList(self.modules), self.group_slots
+
+
+class ServedReplicas(ReplicatedLookup):
+    """The replicated tables of a module in an inference kernel.
+
+    Args:
+        layouts: of the replicated tables, in module order; all of them are looked up.
+        slot_tables: per lookup of a replicated table, in output order, the table's number in ``layouts``.
+        formats: of each table, by its name in the plan.
+        context: of the served model.
+        device: where the tables live.
+        pooled: sum each bag; else each table is looked up by itself, a row per id.
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[TableLayout],
+        slot_tables: Sequence[int],
+        formats: Mapping[str, WeightFormat],
+        context: StepContext,
+        device: torch.device,
+        *,
+        pooled: bool,
+    ) -> None:
+        super().__init__((), (), context, device)
+        together = [list(range(len(layouts)))] if pooled else [[number] for number in range(len(layouts))]
+        self.modules = [
+            ServedTables(
+                [(layouts[number].num_embeddings, layouts[number].embedding_dim) for number in numbers],
+                [formats[layouts[number].name] for number in numbers],
+                list(slot_tables) if pooled else [0],
+                device,
+                pooled=pooled,
+            )
+            for numbers in together
+        ]
+        self._places = [(module, place) for module, part in zip(self.modules, together, strict=True) for place in range(len(part))]
+
+    def store(self, table: int, first_row: int, rows: Tensor) -> None:
+        """Put rows (n, b) uint8 into a table, from ``first_row`` on."""
+        module, place = self._places[table]
+        module.store(place, first_row, rows)
+
+    def weight(self, table: int) -> Tensor:
+        """(rows, dim) float32: what the rows of a table stand for, a copy."""
+        module, place = self._places[table]
+        return module.rows(place)
+
+    def __call__(self, ids: Tensor, lengths: Tensor, weights: Tensor | None) -> Tensor:
+        """(B, D) float32 pooled columns of the local batch, from (N,), (S, B) and (N,)."""
+        weights = None if weights is None else weights.to(torch.float32)
+        pooled: Tensor = self.modules[0](ids, lengths, weights)
+        return pooled
+
+    def rows(self, table: int, ids: Tensor) -> Tensor:
+        """(N, dim) float32 rows of one table, one per id."""
+        lengths = torch.full((1, 1), ids.numel(), dtype=torch.int32, device=ids.device)
+        found: Tensor = self.modules[table](ids, lengths, None)
+        return found
+
+    def scripted(self, slot_tables: Sequence[int], *, pooled: bool) -> nn.Module:
+        """The lookup for TorchScript: of all the tables, or without pooling of the one in ``slot_tables``."""
+        return self.modules[0] if pooled else self.modules[slot_tables[0]]

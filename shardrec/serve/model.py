@@ -1,0 +1,51 @@
+"""A model that serves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardrec.exchange.step import StepContext
+from shardrec.layout import ShardingPlan
+from shardrec.modules import ShardedModel
+from shardrec.serve.collection import ServedCollection
+from shardrec.serve.format import WeightFormat
+
+__all__ = ["ServedModel"]
+
+
+class ServedModel(ShardedModel):
+    """What :func:`shardrec.serve.quantize` returns. Behaves as the model it holds; runs without gradients.
+
+    Args:
+        module: the model, its collections served ones.
+        plan: where the tables are.
+        context: shared by the served collections.
+    """
+
+    def __init__(self, module: nn.Module, plan: ShardingPlan, context: StepContext) -> None:
+        # Nothing is trained, so that there is nothing to average over the ranks.
+        super().__init__(module.eval().requires_grad_(False), plan, context, None)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward, without gradients.
+
+        Raises:
+            InputError: on every rank at the same step, if the input of any is faulty.
+        """
+        with torch.no_grad():
+            return super().forward(*args, **kwargs)
+
+    @property
+    def formats(self) -> dict[str, WeightFormat]:
+        """How each table is kept, by its name in the plan."""
+        return {name: form for child in self._served() for name, form in child.formats.items()}
+
+    def table_bytes(self) -> int:
+        """Bytes of the tables' rows on this rank."""
+        return sum(child.table_bytes() for child in self._served())
+
+    def _served(self) -> list[ServedCollection]:
+        return [child for child in self.module.modules() if isinstance(child, ServedCollection)]

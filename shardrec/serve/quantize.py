@@ -1,0 +1,160 @@
+"""``shardrec.serve.quantize``: an inference model of a trained one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardrec.errors import ConfigError
+from shardrec.exchange.step import StepContext
+from shardrec.layout import Shard, TableLayout
+from shardrec.modules import ShardedModel
+from shardrec.modules.collection import ShardedCollection
+from shardrec.serve.collection import ServedCollection, serve_collection
+from shardrec.serve.format import WeightFormat
+from shardrec.serve.model import ServedModel
+from shardrec.serve.rows import GREATEST, encode, row_ranges
+
+__all__ = ["quantize"]
+
+CHUNK = 2**20
+"""Rows converted at a time, which bounds the memory that conversion takes."""
+
+
+def quantize(
+    model: ShardedModel, weights: str = "int8", *, tables: Mapping[str, str] | None = None
+) -> ServedModel:
+    """Make an inference model of a trained, sharded one: its tables in fbgemm's inference kernels.
+
+    The plan, the routes and the exchanges stay. Each rank converts the shards that it holds; a row's scale and bias are
+    those of the whole row, so that a table gives the same rows however it is cut. The dense part is copied. Collective,
+    like ``shard``: all ranks call it, with the same arguments.
+
+    Args:
+        model: what ``shardrec.shard`` returned, on one rank or several, on the CPU or on CUDA. It is not changed and
+            shares no memory with the result. Where it has replicas, ``sync_replicas()`` comes first.
+        weights: how rows are kept: ``"int8"`` or ``"int4"``, a code for each column and a float16 scale and bias for
+            each row; ``"fp16"``; or ``"fp32"``, which changes no value.
+        tables: another format for some tables, by their names in the plan.
+
+    Returns:
+        The model in eval mode: called like ``model``, without gradients. ``shardrec.script`` and
+        :func:`shardrec.serve.save` take it.
+
+    Raises:
+        ConfigError: on every rank, for a format or table that there is not, for a value that the format cannot keep
+            (not finite, or beyond ±65504 unless FP32), or for INT4 shards on CUDA of other widths than multiples of 8.
+    """
+    if not isinstance(model, ShardedModel) or isinstance(model, ServedModel):
+        raise ConfigError(
+            f"shardrec.serve.quantize takes what shardrec.shard returns, not {type(model).__name__}: shard the model "
+            "first, which takes no process group on one rank"
+        )
+    sources = [child for child in model.module.modules() if isinstance(child, ShardedCollection)]
+    formats = _formats(sources, weights, tables or {})
+    context = StepContext(model.context.collectives, model.context.device, model.context.comms)
+    # Where deepcopy meets a collection it takes the served one, so that nothing of the trained tables is copied.
+    memo: dict[int, Any] = {id(source): serve_collection(source, formats, context) for source in sources}
+    module = memo.get(id(model.module)) or copy.deepcopy(model.module, dict(memo))
+    faults = [fault for source in sources for fault in _convert(source, memo[id(source)])]
+    _raise_together(faults, context)
+    return ServedModel(module, model.plan, context)
+
+
+def _formats(
+    sources: list[ShardedCollection], weights: str, tables: Mapping[str, str]
+) -> dict[str, WeightFormat]:
+    layouts = [layout for source in sources for layout in source._layouts.values()]
+    unknown = sorted(set(tables) - {layout.name for layout in layouts})
+    if unknown:
+        known = ", ".join(repr(layout.name) for layout in layouts[:12])
+        raise ConfigError(f"tables names {', '.join(map(repr, unknown))}; the model's tables are {known}: use their names")
+    formats = {layout.name: _format(tables.get(layout.name, weights)) for layout in layouts}
+    on_cuda = any(source.device.type == "cuda" for source in sources)
+    for layout in layouts:
+        if not on_cuda or formats[layout.name] is not WeightFormat.INT4:
+            continue
+        widths = {stripe.col_end - stripe.col_start for stripe in layout.stripes()} or {layout.embedding_dim}
+        if any(width % 8 for width in widths):
+            raise ConfigError(
+                f"table {layout.name!r} has shards of {', '.join(map(str, sorted(widths)))} columns; INT4 rows on CUDA "
+                "have a multiple of 8: give the table another format with tables={...}, or cut it elsewhere"
+            )
+    return formats
+
+
+def _format(word: str) -> WeightFormat:
+    try:
+        return WeightFormat(word)
+    except ValueError:
+        known = ", ".join(repr(form.value) for form in WeightFormat)
+        raise ConfigError(f"weights are to be {word!r}; tables are kept as one of {known}: name one") from None
+
+
+def _convert(source: ShardedCollection, target: ServedCollection) -> Iterator[str]:
+    """Convert this rank's parts of all the tables; gives the faults, for a rank that raised would be missed."""
+    for name, layout in source._layouts.items():
+        form = target.formats[layout.name]
+        parts = {shard: _trained(source, layout, shard) for shard in _own_parts(source, layout)}
+        limit = torch.finfo(torch.float32).max if form is WeightFormat.FP32 else GREATEST
+        bad = [weight for weight in parts.values() if not _is_within(weight, limit)]
+        if bad:
+            yield (
+                f"table {name!r} has a value that {form.value} cannot keep (not finite, or beyond ±{limit:g}): keep it "
+                "as 'fp32' with tables={...}, or mend the weights"
+            )
+        shared = form.is_quantized and len(layout.stripes()) > 1
+        for first in range(0, layout.num_embeddings, CHUNK):
+            last = min(first + CHUNK, layout.num_embeddings)
+            ranges = _whole_row_ranges(parts, first, last, source) if shared else None
+            for shard, weight in parts.items():
+                top = 0 if shard is None else shard.row_start
+                rows = slice(max(first, top) - top, max(min(last, top + weight.size(0)) - top, 0))
+                part = weight[rows].nan_to_num(0.0, 0.0, 0.0) if bad else weight[rows]
+                if part.size(0):
+                    span = None if ranges is None else ranges[rows.start + top - first : rows.stop + top - first]
+                    target.store(layout, shard, rows.start, encode(part, form, span))
+
+
+def _own_parts(source: ShardedCollection, layout: TableLayout) -> list[Shard | None]:
+    return [None] if layout.replicated else list(layout.on_rank(source.context.collectives.rank))
+
+
+def _trained(source: ShardedCollection, layout: TableLayout, shard: Shard | None) -> Tensor:
+    """(rows, cols) trained weights of a part of a table."""
+    if shard is not None:
+        return source._shards.weight(shard).detach()
+    assert source._replicas is not None, "a replicated table has a replicated lookup"
+    return source._replicas.parameters[source._replica_number[layout.name]].detach()
+
+
+def _is_within(weight: Tensor, limit: float) -> bool:
+    return weight.numel() == 0 or bool((weight.abs().amax() <= limit).item())
+
+
+def _whole_row_ranges(
+    parts: Mapping[Shard | None, Tensor], first: int, last: int, source: ShardedCollection
+) -> Tensor:
+    """(last - first, 2) ranges of a table's rows, of which this rank and others hold some of the columns."""
+    ranges = torch.full((last - first, 2), -torch.inf, device=source.device)
+    for shard, weight in parts.items():
+        assert shard is not None, "a table cut by columns is not replicated"
+        start, end = max(first, shard.row_start), min(last, shard.row_end)
+        if start < end:
+            found = row_ranges(weight[start - shard.row_start : end - shard.row_start])
+            ranges[start - first : end - first] = torch.maximum(ranges[start - first : end - first], found)
+    if source._group is not None:
+        dist.all_reduce(ranges, dist.ReduceOp.MAX, source._group)
+    return ranges
+
+
+def _raise_together(faults: list[str], context: StepContext) -> None:
+    rank = context.collectives.rank
+    texts = context.all_gather_text(f"rank {rank}: {'; '.join(faults)}" if faults else "")
+    if any(texts):
+        raise ConfigError("; ".join(filter(None, texts)))

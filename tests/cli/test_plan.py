@@ -1,0 +1,106 @@
+"""``shardrec plan``: files of tables in, a plan out, and one message for each thing that is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from shardrec.cli import app
+from shardrec.cli.plan import read_tables
+from shardrec.errors import ConfigError
+from shardrec.layout import ShardingPlan
+
+CSV = "name,count,num_embeddings,embedding_dim,pooling\nuser,1,1000000,64,1;10\nday,2,7,8,\n"
+YAML = """
+tables:
+  - {name: user, num_embeddings: 1000000, embedding_dim: 64, pooling: [1, 10]}
+  - {name: day, count: 2, num_embeddings: 7, embedding_dim: 8}
+"""
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_csv_and_yaml_say_the_same(tmp_path: Path) -> None:
+    loads = read_tables(write(tmp_path, "t.csv", CSV))
+    assert loads == read_tables(write(tmp_path, "t.yaml", YAML))
+    assert list(loads) == ["user", "day_0", "day_1"]
+    assert loads["user"].poolings == (1.0, 10.0)
+
+
+def test_json_and_files(tmp_path: Path) -> None:
+    path = write(tmp_path, "t.csv", CSV)
+    arguments = ["plan", str(path), "--ranks", "4", "--hosts", "2", "--json", "--constraint", "user=row_wise"]
+    for kind in ("save", "html", "png"):
+        arguments += [f"--{kind}", str(tmp_path / kind)]
+    shown = CliRunner().invoke(app, arguments)
+    assert shown.exit_code == 0, shown.output
+    found = json.loads(shown.stdout)
+    assert found["cost_ms"] >= found["bound_ms"] > 0
+    assert found["gap"] == pytest.approx(found["cost_ms"] / found["bound_ms"] - 1, abs=1e-9)
+    plan = ShardingPlan.load(tmp_path / "save")
+    assert plan.topology.hosts == 2
+    assert plan.by_name["user"].cut == "row_wise"
+    assert found["shards"]["user"] == [
+        [s.row_start, s.row_end, s.col_start, s.col_end, s.rank] for s in plan.by_name["user"].shards
+    ]
+    assert "<svg" in (tmp_path / "html").read_text(encoding="utf-8")
+    assert (tmp_path / "png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_table_for_people(tmp_path: Path) -> None:
+    path = write(tmp_path, "t.csv", CSV)
+    shown = CliRunner().invoke(app, ["plan", str(path), "--ranks", "2", "--machine", "h100"], env={"COLUMNS": "200"})
+    assert shown.exit_code == 0, shown.output
+    assert "why it lost" in shown.output
+    assert "day_1" in shown.output
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("rows,dim\n1,2\n", "has no column 'num_embeddings'"),
+        ("num_embeddings,embedding_dim\n", "holds no table"),
+        ("num_embeddings,embedding_dim\n10,x\n", r":2: embedding_dim is 'x'; give a whole number"),
+        ("num_embeddings,embedding_dim,pooling\n10,4,many\n", r":2: pooling is 'many'"),
+        ("num_embeddings,embedding_dim,colour\n10,4,red\n", r":2: a table has no 'colour'"),
+        ("name,num_embeddings,embedding_dim\na,1,4\na,1,4\n", r":3: there are two tables 'a'"),
+        (
+            "instance,num_embeddings,embedding_dim\na,1,4\nb,1,4\n",
+            "holds 2 instances; give --instance with one of a, b",
+        ),
+    ],
+)
+def test_wrong_files(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_tables(write(tmp_path, "t.csv", text))
+
+
+def test_instances(tmp_path: Path) -> None:
+    path = write(tmp_path, "t.csv", "instance,num_embeddings,embedding_dim\na,1,4\nb,2,4\n")
+    assert [load.num_embeddings for load in read_tables(path, instance="b").values()] == [2]
+    with pytest.raises(ConfigError, match="has no instance 'c'; it has a, b"):
+        read_tables(path, instance="c")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--ranks", "3", "--hosts", "2"], "3 ranks cannot be spread evenly over 2 hosts"),
+        (["--machine", "abacus"], "there is no preset 'abacus'"),
+        (["--optimizer", "lion"], "--optimizer is 'lion'"),
+        (["--constraint", "user"], "--constraint is 'user': give it as"),
+        (["--constraint", "user=diagonal"], "there is no cut 'diagonal'"),
+        (["--memory", "0.01", "--ranks", "2"], "the tables do not fit"),
+    ],
+)
+def test_wrong_flags(tmp_path: Path, flags: list[str], message: str) -> None:
+    shown = CliRunner().invoke(app, ["plan", str(write(tmp_path, "t.csv", CSV)), *flags])
+    assert shown.exit_code == 1
+    assert message in str(shown.exception)

@@ -1,0 +1,89 @@
+"""Calibration: times made from a known profile give it back; files are checked."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shardrec.errors import ConfigError
+from shardrec.layout.presets import preset
+from shardrec.planner import calibrate
+from shardrec.planner.calibrate import Measured
+from shardrec.planner.cost import Profile
+
+BASE = Profile.of_machine(preset("cpu"))
+TRUE = replace(
+    BASE,
+    name="true",
+    lookup_id_ns=20.0,
+    lookup_byte_ns=0.5,
+    update_id_ns=80.0,
+    cache_bytes=2.0**21,
+    step_us=400.0,
+    exchange_us=150.0,
+    exchange_byte_ns=0.9,
+    reduce_us=120.0,
+    reduce_byte_ns=1.5,
+)
+
+
+def made(world: int, seed: int, count: int = 30) -> tuple[list[calibrate.Workload], Measured]:
+    """Workloads and the times that the true profile predicts."""
+    drawn = calibrate.workloads(count, world, seed)
+    links = {
+        "all_to_all": tuple((size, 0.15 + size * 0.9e-6) for size in (0.0, 1e5, 1e7)),
+        "all_reduce": tuple((size, 0.12 + size * 1.5e-6) for size in (0.0, 1e5, 1e7)),
+    }
+    steps = tuple(calibrate.predicted_ms(TRUE, each, world) for each in drawn)
+    return drawn, Measured(world=world, steps=steps, **(links if world > 1 else {}))
+
+
+def test_a_known_profile_comes_back() -> None:
+    found = calibrate.fit(BASE, [made(1, 0), made(2, 0)], name="found", source="made")
+    assert found.errors["median_percent"] < 0.5
+    assert found.exchange_us == pytest.approx(150.0, rel=1e-3)
+    assert found.reduce_byte_ns == pytest.approx(1.5, rel=1e-3)
+    others, measured = made(2, 7, count=12)
+    assert max(map(abs, calibrate.relative_errors(found, others, measured))) < 0.05
+
+
+def test_too_few_times() -> None:
+    drawn, measured = made(1, 0, count=8)
+    with pytest.raises(ConfigError, match="8 times do not determine"):
+        calibrate.fit(BASE, [(drawn, measured)], name="", source="")
+
+
+def test_workloads_differ_and_repeat() -> None:
+    drawn = calibrate.workloads(40, 2, 3)
+    assert len(set(drawn)) == 40
+    assert drawn == calibrate.workloads(40, 2, 3) != calibrate.workloads(40, 2, 4)
+    assert {each.cut for each in drawn} == {"table_wise", "row_wise", "column_wise", "data_parallel"}
+
+
+def test_profiles_are_saved_and_checked(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    TRUE.save(path)
+    assert Profile.load(path) == TRUE
+    data = json.loads(path.read_text(encoding="utf-8"))
+    for wrong, message in (
+        ({**data, "format": 9}, "format: 9"),
+        ({**data, "speed": 1}, "unknown: speed"),
+        ({**data, "bag_ns": "fast"}, "bag_ns is 'fast'"),
+        ({**data, "bag_ns": -1.0}, "bag_ns is -1.0; give a finite number"),
+        ({name: value for name, value in data.items() if name != "bag_ns"}, "missing: bag_ns"),
+    ):
+        path.write_text(json.dumps(wrong), encoding="utf-8")
+        with pytest.raises(ConfigError, match=message):
+            Profile.load(path)
+
+
+@pytest.mark.slow
+def test_measures_this_machine(tmp_path: Path) -> None:
+    drawn = calibrate.workloads(8, 2, 0)
+    measured = calibrate.measure(drawn, 2, repeats=2)
+    assert len(measured.steps) == 8
+    assert min(measured.steps) > 0
+    assert [size for size, _ in measured.all_to_all] == sorted(size for size, _ in measured.all_to_all)

@@ -1,0 +1,243 @@
+"""Plans of tables: all covered, within memory and constraints, the same every time, and proven by a bound."""
+
+from __future__ import annotations
+
+import re
+from math import inf
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+
+from shardrec.errors import ConfigError, PlanError
+from shardrec.layout import COLUMN_UNIT, Machine, Shard, TableLayout, Topology, cuts
+from shardrec.layout.presets import preset
+from shardrec.planner import Constraint, SolveLimits, TableLoad, plan_tables
+from shardrec.planner.constraint import CUTS
+from shardrec.planner.cost import CostModel, Profile
+from shardrec.planner.price import priced_plan
+from tests.plans import random_plan, random_topology, randoms
+
+QUICK = SolveLimits(gap=0.05, effort=3)
+
+
+def machine(memory: float = inf) -> Machine:
+    return Machine(
+        name="test", kind="cpu", host_memory=memory, memory_bandwidth=1e10, host_link=1e9, network=5e8, latency=1e-4
+    )
+
+
+def random_loads(rng: Random, most: int = 5) -> dict[str, TableLoad]:
+    return {
+        f"t{number}": TableLoad(
+            num_embeddings=rng.choice([1, 3, 50, 1000, 10**6]),
+            embedding_dim=COLUMN_UNIT * rng.choice([1, 2, 8, 32]),
+            poolings=tuple(rng.choice([1.0, 5.0]) for _ in range(rng.randint(1, 3))),
+            pooled=rng.random() < 0.8,
+            row_state_bytes=4,
+            whole_row_state=rng.random() < 0.5,
+        )
+        for number in range(rng.randint(1, most))
+    }
+
+
+def random_constraints(rng: Random, names: list[str], topology: Topology) -> dict[str, Constraint]:
+    found = {}
+    for name in rng.sample(names, rng.randint(0, len(names))):
+        chosen = tuple(rng.sample(CUTS, rng.randint(0, 3)))
+        ranks = tuple(rng.sample(range(topology.world_size), rng.randint(0, topology.world_size)))
+        ranks = () if set(chosen) == {"data_parallel"} else ranks
+        found[name] = Constraint(cuts=chosen, ranks=ranks, min_columns=rng.choice([0, 8]))
+    return found
+
+
+@settings(max_examples=12, deadline=None)
+@given(rng=randoms())
+def test_covers_every_table_within_the_constraints(rng: Random) -> None:
+    loads, topology = random_loads(rng), random_topology(rng, most_ranks=6)
+    constraints = random_constraints(rng, sorted(loads), topology)
+    try:
+        plan = plan_tables(loads, topology, batch_size=64, constraints=constraints, limits=QUICK)
+    except ConfigError as error:
+        named = re.search(r"table '(\w+)'", str(error))
+        assert named is not None
+        limit = constraints[named.group(1)]
+        host_bound = {"table_row_wise", "table_column_wise", "grid", "data_parallel"}
+        assert limit.ranks, error
+        assert set(limit.cuts) <= host_bound, error
+        return
+    assert [(t.name, t.num_embeddings, t.embedding_dim) for t in plan.tables] == [
+        (name, load.num_embeddings, load.embedding_dim) for name, load in loads.items()
+    ]
+    report = plan.report
+    assert report is not None
+    assert report.bound_ms <= report.cost_ms
+    assert report.cost_ms == pytest.approx(max(report.rank_ms))
+    assert [each.name for each in report.tables] == list(loads)
+    for name, limit in constraints.items():
+        layout = plan.by_name[name]
+        if limit.cuts:
+            assert layout.cut in limit.cuts
+        if limit.ranks:
+            assert set(layout.ranks) <= set(limit.ranks)
+            assert not layout.replicated
+        if limit.min_columns and layout.cut == "column_wise" and len(layout.stripes()) > 1:
+            assert min(shard.cols for shard in layout.shards) >= limit.min_columns
+
+
+@settings(max_examples=6, deadline=None)
+@given(rng=randoms())
+def test_no_plan_by_hand_beats_the_bound(rng: Random) -> None:
+    """Any random plan whose cuts the planner knows costs at least the bound."""
+    loads, topology = random_loads(rng), random_topology(rng, most_ranks=4)
+    plan = plan_tables(loads, topology, batch_size=256, limits=QUICK)
+    assert plan.report is not None
+    model = CostModel(profile=Profile.of_machine(preset("cpu")), topology=topology, batch_size=256)
+    for name, load in loads.items():
+        rows, dim = load.num_embeddings, load.embedding_dim
+        layouts = [cuts.table_wise(name, rows, dim, rank=0)]
+        if topology.world_size > 1:
+            layouts.append(cuts.data_parallel(name, rows, dim))
+        if rows >= topology.world_size and rows % topology.world_size == 0:
+            layouts.append(cuts.row_wise(name, rows, dim, ranks=range(topology.world_size)))
+        for layout in layouts:
+            others = [table if table.name != name else layout for table in plan.tables]
+            changed = type(plan)(topology=topology, tables=tuple(others))
+            ranks, _ = priced_plan(model, loads, changed)
+            assert max(rank.ms for rank in ranks) >= plan.report.bound_ms * (1 - 1e-9)
+
+
+@settings(max_examples=6, deadline=None)
+@given(rng=randoms())
+def test_is_a_function_of_its_arguments(rng: Random) -> None:
+    loads, topology = random_loads(rng), random_topology(rng, most_ranks=4)
+    plan = plan_tables(loads, topology, batch_size=64, limits=QUICK)
+    assert plan_tables(dict(loads), topology, batch_size=64, limits=QUICK).fingerprint == plan.fingerprint
+    turned = plan_tables(dict(reversed(loads.items())), topology, batch_size=64, limits=QUICK)
+    assert turned.by_name == plan.by_name, "the order of the tables does not matter"
+
+
+@settings(max_examples=5, deadline=None)
+@given(rng=randoms())
+def test_fits_memory_or_says_what_would_do(rng: Random) -> None:
+    loads, topology = random_loads(rng), random_topology(rng, most_ranks=4)
+    limit = rng.choice([1e5, 1e7, 5e8])
+    held = Topology(hosts=topology.hosts, ranks_per_host=topology.ranks_per_host, machine=machine(limit))
+    try:
+        plan = plan_tables(loads, held, batch_size=16, limits=QUICK)
+    except PlanError as error:
+        assert "do not fit" in error.faults[0]
+        would = next((fault for fault in error.faults if "on each rank would do" in fault), None)
+        assert would is not None
+        return
+    assert plan.report is not None
+    assert max(plan.report.rank_bytes) <= limit * (1 + 1e-6)
+
+
+def test_one_rank_holds_everything() -> None:
+    plan = plan_tables({"a": TableLoad(num_embeddings=9, embedding_dim=8)}, Topology(), batch_size=4)
+    assert plan.by_name["a"].cut == "table_wise"
+
+
+def test_a_huge_table_is_cut_and_every_table_has_a_reason() -> None:
+    loads = {
+        "weekday": TableLoad(num_embeddings=7, embedding_dim=8),
+        "user": TableLoad(num_embeddings=10**7, embedding_dim=64, poolings=(10.0,)),
+        "city": TableLoad(num_embeddings=10**5, embedding_dim=64),
+    }
+    plan = plan_tables(loads, Topology(ranks_per_host=4, machine=machine(1.5e9)), batch_size=4096)
+    assert len(plan.by_name["user"].ranks) > 1
+    assert plan.report is not None
+    reasons = {each.name: each.reason for each in plan.report.tables}
+    assert all(reasons.values())
+
+
+def test_equal_tables_are_spread_evenly() -> None:
+    loads = {f"t{number}": TableLoad(num_embeddings=10**6, embedding_dim=64) for number in range(12)}
+    plan = plan_tables(loads, Topology(hosts=2, ranks_per_host=2), batch_size=64)
+    assert {plan.local_numel(rank) for rank in range(4)} == {3 * 64 * 10**6}
+
+
+def test_what_does_not_fit_is_named_with_what_would_do() -> None:
+    loads = {
+        "big": TableLoad(num_embeddings=10**6, embedding_dim=64),
+        "small": TableLoad(num_embeddings=5, embedding_dim=4),
+    }
+    topology = Topology(ranks_per_host=2, machine=machine(100e6))
+    with pytest.raises(PlanError) as caught:
+        plan_tables(loads, topology, batch_size=1)
+    text = str(caught.value)
+    assert "'big' (0.24 GiB)" in text
+    needed = re.search(r"([\d.]+) GiB on each rank would do", text)
+    assert needed is not None
+    enough = Topology(ranks_per_host=2, machine=machine((float(needed.group(1)) + 0.006) * 2**30))
+    assert plan_tables(loads, enough, batch_size=1).by_name["big"].cut != "table_wise"
+    ranks = re.search(r"(\d+) ranks of .* would do", text)
+    assert ranks is not None
+    plan_tables(loads, Topology(ranks_per_host=int(ranks.group(1)), machine=machine(100e6)), batch_size=1)
+
+
+def test_the_constraint_to_relax_is_named() -> None:
+    loads = {name: TableLoad(num_embeddings=10**6, embedding_dim=16) for name in ("a", "b")}
+    limits = {"a": Constraint(cuts=("table_wise",)), "b": Constraint(ranks=(0, 1))}
+    with pytest.raises(PlanError) as caught:
+        plan_tables(loads, Topology(ranks_per_host=2, machine=machine(50e6)), batch_size=1, constraints=limits)
+    assert "table 'a': its smallest shard takes" in str(caught.value)
+    assert "allow row_wise" in str(caught.value)
+    with pytest.raises(PlanError, match="without constraints the tables fit: relax 'a'"):
+        plan_tables(
+            loads,
+            Topology(ranks_per_host=2, machine=machine(73e6)),
+            batch_size=1,
+            constraints={"a": Constraint(cuts=("data_parallel",))},
+        )
+
+
+def test_pinned_shards_stay() -> None:
+    loads = {name: TableLoad(num_embeddings=1000, embedding_dim=16) for name in ("a", "b")}
+    shards = (
+        Shard(table="a", row_start=0, row_end=100, col_start=0, col_end=16, rank=2),
+        Shard(table="a", row_start=100, row_end=1000, col_start=0, col_end=16, rank=0),
+    )
+    pinned = TableLayout(name="a", num_embeddings=1000, embedding_dim=16, shards=shards, cut="mine")
+    plan = plan_tables(loads, Topology(ranks_per_host=3), batch_size=64, constraints={"a": Constraint(pinned=pinned)})
+    assert plan.by_name["a"] == pinned
+    with pytest.raises(ConfigError, match=r"is \(1000, 16\) and is pinned to a layout of \(1000, 8\)"):
+        wrong = cuts.table_wise("a", 1000, 8, rank=0)
+        plan_tables(loads, Topology(), batch_size=64, constraints={"a": Constraint(pinned=wrong)})
+    with pytest.raises(ConfigError, match="a pinned table is laid out already"):
+        Constraint(pinned=pinned, ranks=(1,))
+
+
+def test_a_host_cut_needs_all_of_a_host() -> None:
+    topology = Topology(hosts=2, ranks_per_host=2)
+    loads = {"t": TableLoad(num_embeddings=100, embedding_dim=64)}
+    for cut in ("table_row_wise", "table_column_wise"):
+        limit = Constraint(cuts=(cut,), ranks=(0, 2, 3))
+        assert plan_tables(loads, topology, batch_size=1, constraints={"t": limit}).by_name["t"].ranks == (2, 3)
+        with pytest.raises(ConfigError, match=rf"table 't': .* only {cut}, which needs all the ranks of a host"):
+            plan_tables(loads, topology, batch_size=1, constraints={"t": Constraint(cuts=(cut,), ranks=(0, 2))})
+    grid = plan_tables(loads, topology, batch_size=1, constraints={"t": Constraint(cuts=("grid",))}).by_name["t"]
+    assert all(len({shard.rank // 2 for shard in stripe.shards}) == 1 for stripe in grid.stripes())
+
+
+@pytest.mark.parametrize("cut", ["column_wise", "grid", "table_column_wise"])
+def test_a_cut_that_the_width_forbids(cut: str) -> None:
+    loads = {"odd": TableLoad(num_embeddings=100, embedding_dim=10)}
+    with pytest.raises(ConfigError, match=rf"table 'odd': .* only {cut}, which cannot cut 10 columns"):
+        plan_tables(loads, Topology(ranks_per_host=2), batch_size=1, constraints={"odd": Constraint(cuts=(cut,))})
+    with pytest.raises(PlanError, match="round embedding_dim 10 up to 12"):
+        plan_tables(loads, Topology(ranks_per_host=2), batch_size=1)
+
+
+@given(rng=randoms())
+@settings(max_examples=20, deadline=None)
+def test_any_plan_can_be_priced(rng: Random) -> None:
+    loads, topology = random_loads(rng), random_topology(rng)
+    shapes = {name: (load.num_embeddings, load.embedding_dim) for name, load in loads.items()}
+    plan = random_plan(rng, shapes, topology)
+    model = CostModel(profile=Profile.of_machine(preset("h100")), topology=topology, batch_size=32)
+    ranks, tables = priced_plan(model, loads, plan)
+    assert sum(rank.ms for rank in ranks) == pytest.approx(sum(table.ms for table in tables.values()))
+    weights = sum(rank.memory[0] for rank in ranks)
+    assert weights == pytest.approx(sum(plan.local_numel(rank) * 4 for rank in range(topology.world_size)))
