@@ -35,6 +35,9 @@ def _is_method(value: Any) -> bool:
 
 
 def _described(name: str, value: Any) -> str:
+    home = str(getattr(value, "__module__", ""))
+    if home.split(".")[0] == "torch":
+        return f"Torch's own `{home}.{value.__qualname__}`, under a public name: see [scripting.md](scripting.md).\n"
     text = inspect.getdoc(value) or ""
     signature = _signature(name, value)
     block = f"```python\n{signature}\n```\n\n" if signature else ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardrec.bench.config import BenchConfig
-from shardrec.bench.layouts import given_plan
 from shardrec.errors import ConfigError
 from shardrec.train.launch import launched_rank, run_on_ranks
 
@@ -41,6 +40,8 @@ def bench(config: BenchConfig, *, debug: bool = False) -> ByteReport | None:
         )
     if config.plan is not None:
         # Read again on the ranks; a fault is told before they are started.
+        from shardrec.bench.layouts import given_plan
+
         given_plan(config.plan, config.workload_tables(), ranks)
     report: ByteReport | None = run_on_ranks(_count_bytes, config.to_mapping(), nproc=nproc, debug=debug)
     return report

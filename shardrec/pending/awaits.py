@@ -10,6 +10,7 @@ while the others are functions that TorchScript looks up as operators.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -24,7 +25,7 @@ W = TypeVar("W")
 
 # Not copies: torch.jit must find its own class in annotations, and its own function in calls.
 Await = torch._awaits._Await
-awaitable = torch.jit._awaitable
+awaitable: Callable[..., Await[Any]] = torch.jit._awaitable
 
 
 def awaitable_wait(pending: Await[W]) -> W:

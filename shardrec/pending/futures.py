@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch.futures import Future
@@ -14,7 +15,7 @@ __all__ = ["fork", "join"]
 W = TypeVar("W")
 
 # See [Note: whose function this is] in awaits.py.
-fork = torch.jit.fork
+fork: Callable[..., Future[Any]] = torch.jit.fork
 
 
 def join(future: Future[W]) -> W:

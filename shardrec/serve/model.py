@@ -27,7 +27,8 @@ class ServedModel(ShardedModel):
 
     def __init__(self, module: nn.Module, plan: ShardingPlan, context: StepContext) -> None:
         # Nothing is trained, so that there is nothing to average over the ranks.
-        super().__init__(module.eval().requires_grad_(False), plan, context, None)
+        super().__init__(module.requires_grad_(False), plan, context, None)
+        self.eval()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, without gradients.

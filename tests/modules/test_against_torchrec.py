@@ -44,18 +44,21 @@ from tests.models import apply_optimizer_in_backward
 from tests.ranks import RankErrors, ranks
 
 ATOL, RTOL = 1e-6, 1e-5
+TIMEOUT = 180.0
+"""Seconds: a rank's first import of ``torchrec.distributed`` takes its time on a loaded machine."""
 
 TABLES: Mapping[str, tuple[int, int, Sequence[str]]] = {"t0": (12, 8, ("a", "b")), "t1": (20, 8, ("b", "c"))}
 """Rows, columns and features. TorchRec's row blocks have equal rows, so the rows are a multiple of 4 ranks."""
 KEY_ROWS = {"a": 12, "b": 12, "c": 20}
 
-OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {
-    "sgd": torch.optim.SGD,
-    "adagrad": torch.optim.Adagrad,
-    "rowwise_adagrad": torchrec.optim.RowWiseAdagrad,
-}
-"""In backward, on both sides. TorchRec hands every setting to fbgemm, whose kernels refuse ``initial_accumulator_value``."""
 LEARNING_RATE = 0.5
+OPTIMIZERS: Mapping[str, tuple[type[torch.optim.Optimizer], Mapping[str, float]]] = {
+    "sgd": (torch.optim.SGD, {}),
+    "adagrad": (torch.optim.Adagrad, {"eps": 1e-8}),
+    "rowwise_adagrad": (torchrec.optim.RowWiseAdagrad, {"eps": 1e-8}),
+}
+"""In backward, on both sides. TorchRec passes on to fbgemm what it is given, and no more: without ``eps`` it is
+fbgemm's 1e-8 instead of the class's 1e-10, and ``initial_accumulator_value`` is a TypeError."""
 
 Make = Callable[[str, int, int, int, Topology], TableLayout]
 
@@ -123,7 +126,8 @@ class Setting:
             bags = [EmbeddingBagConfig(**one, pooling=self.pooling) for one in common]
             module = EmbeddingBagCollection(tables=bags, is_weighted=self.weighted)
         if self.optimizer is not None:
-            apply_optimizer_in_backward(OPTIMIZERS[self.optimizer], module.parameters(), {"lr": LEARNING_RATE})
+            cls, settings = OPTIMIZERS[self.optimizer]
+            apply_optimizer_in_backward(cls, module.parameters(), {"lr": LEARNING_RATE, **settings})
         return module
 
     def layouts(self) -> tuple[TableLayout, ...]:
@@ -284,12 +288,12 @@ def assert_same(settings: Sequence[Setting]) -> None:
 
 @pytest.mark.parametrize("cut", sorted(CUTS))
 def test_outputs_and_steps_are_torchrecs(cut: str) -> None:
-    ranks(2, assert_same, same(cut))
+    ranks(2, assert_same, same(cut), timeout=TIMEOUT)
 
 
 @pytest.mark.parametrize("cut", ["table_row_wise", "grid"])
 def test_outputs_and_steps_are_torchrecs_between_hosts(cut: str) -> None:
-    ranks(4, assert_same, same(cut, hosts=2), hosts=2)
+    ranks(4, assert_same, same(cut, hosts=2), hosts=2, timeout=TIMEOUT)
 
 
 DIFFERENCES: Mapping[str, tuple[Setting, int]] = {
@@ -317,7 +321,7 @@ DIFFERENCES: Mapping[str, tuple[Setting, int]] = {
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_torchrec_differs(name: str) -> None:
     setting, first = DIFFERENCES[name]
-    for found in ranks(2, compare, setting):
+    for found in ranks(2, compare, setting, timeout=TIMEOUT):
         assert max(found[:first], default=0) <= 0
         assert found[first] > 0.01, f"TorchRec is as shardrec now; take this one out of the list: {found}"
 
@@ -335,4 +339,4 @@ def test_torchrec_differs(name: str) -> None:
 )
 def test_sequences_that_torchrec_cannot_do_on_the_cpu(cut: str, words: str) -> None:
     with pytest.raises(RankErrors, match=words):
-        ranks(2, compare, Setting(cut=cut, pooling=None, optimizer=None))
+        ranks(2, compare, Setting(cut=cut, pooling=None, optimizer=None), timeout=TIMEOUT)

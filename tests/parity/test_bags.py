@@ -37,14 +37,17 @@ def test_the_product_is_whole() -> None:
 def test_every_cell(world_size: int, weights: str) -> None:
     """With one batch size, and with one per feature and inverse indices."""
     cases = list(bag_cases(world_size, weights))
-    assert ranks(world_size, check_all, cases, hosts=topology_of(world_size).hosts) == [2 * CELLS] * world_size
+    assert (
+        ranks(world_size, check_all, cases, hosts=topology_of(world_size).hosts, timeout=110)
+        == [2 * CELLS] * world_size
+    )
 
 
 @pytest.mark.parametrize("comms", ["fp16", "bf16", "int8"])
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_every_cut_in_every_format_on_the_wire(world_size: int, comms: WireType) -> None:
     """Within the bounds that the format has; on one rank nothing travels, and nothing differs."""
-    ranks(world_size, check_all, list(wire_cases(world_size, comms, pooled=True)), 2)
+    ranks(world_size, check_all, list(wire_cases(world_size, comms, pooled=True)), 2, timeout=110)
 
 
 @pytest.mark.slow

@@ -1,0 +1,80 @@
+// Answers requests from stdin with a model that shardrec.serve.save wrote: a line of JSON each, in and out.
+#include <exception>
+#include <iostream>
+#include <string>
+#include <string_view>
+
+#include <ATen/Parallel.h>
+
+#include "model.hpp"
+#include "operators.hpp"
+
+namespace {
+
+constexpr char kUsage[] =
+    "usage: serve --model FILE --operators FOLDER [--threads N] [--libraries]\n"
+    "  --model      a file that shardrec.serve.save wrote\n"
+    "  --operators  the folder of the Python package fbgemm_gpu, with its .so files\n"
+    "  --threads    for one request; default 1\n"
+    "  --libraries  list the shared libraries of the process, and answer nothing\n";
+
+struct Options {
+  std::string model;
+  std::string operators;
+  int threads = 1;
+  bool libraries = false;
+};
+
+bool parse(int count, char** words, Options& options) {
+  for (int place = 1; place < count; ++place) {
+    const std::string_view word = words[place];
+    if (word == "--libraries") {
+      options.libraries = true;
+      continue;
+    }
+    if (place + 1 == count) return false;
+    const std::string value = words[++place];
+    if (word == "--model") {
+      options.model = value;
+    } else if (word == "--operators") {
+      options.operators = value;
+    } else if (word == "--threads") {
+      try {
+        options.threads = std::stoi(value);
+      } catch (const std::exception&) {
+        return false;
+      }
+    } else {
+      return false;
+    }
+  }
+  return !options.model.empty() && !options.operators.empty() && options.threads > 0;
+}
+
+}  // namespace
+
+int main(int count, char** words) {
+  Options options;
+  if (!parse(count, words, options)) {
+    std::cerr << kUsage;
+    return 2;
+  }
+  try {
+    at::set_num_threads(options.threads);
+    load_operators(options.operators);
+    Model model(options.model);
+    if (options.libraries) {
+      for (const std::string& path : loaded_libraries()) std::cout << path << '\n';
+      return 0;
+    }
+    for (std::string line; std::getline(std::cin, line);) {
+      if (line.find_first_not_of(" \t\r") == std::string::npos) continue;
+      // Flushed at once: who asks may wait for the answer before asking again.
+      std::cout << model.answer(line) << std::endl;
+    }
+  } catch (const std::exception& failed) {
+    std::cerr << "serve: " << failed.what() << '\n';
+    return 1;
+  }
+  return 0;
+}

@@ -1,0 +1,75 @@
+"""``shardrec.serve.save``: a model in a file that torch and fbgemm can run without shardrec, and without Python."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from shardrec._torchscript import quiet
+from shardrec.errors import ConfigError
+from shardrec.modules import ShardedModel
+from shardrec.modules.collection import ShardedCollection
+from shardrec.scripting import script
+from shardrec.serve.entry import from_tensors
+from shardrec.serve.model import ServedModel
+
+__all__ = ["NOTES", "save"]
+
+NOTES = "shardrec.json"
+"""Name of the file inside the saved one that says what the model takes."""
+
+
+def save(model: ShardedModel, path: str | os.PathLike[str], *, features: Sequence[str]) -> Path:
+    """Save a model for inference, as TorchScript with an entry that takes plain tensors.
+
+    The file's ``forward`` takes what :func:`shardrec.serve.from_tensors` says. Beside the model the file holds
+    ``shardrec.json``: ``features``, ``inputs`` (the names of the arguments, in order), ``formats`` (of the quantized
+    tables), ``rank``, ``world_size`` and ``group`` (the name of the process group that a program with several ranks
+    has to register). To be loaded it needs torch and fbgemm's operators: ``import fbgemm_gpu``, or in C++ its libraries.
+
+    Args:
+        model: sharded, or made by :func:`shardrec.serve.quantize`; in eval mode.
+        path: where to. On several ranks each saves a file of its own, and ``{rank}`` in the path is the rank.
+        features: the keys of a request, in the order of its lengths.
+
+    Returns:
+        The path of this rank's file. It is complete, or what was there before.
+
+    Raises:
+        ConfigError: if the model is in training mode, if the ranks would write one file, or if its ``forward`` cannot
+            be given plain tensors.
+        ScriptError: if TorchScript refuses the model's code.
+    """
+    if model.training:
+        raise ConfigError(
+            f"{type(model).__name__} is in training mode, and its file would update tables: call model.eval() first"
+        )
+    collectives = model.context.collectives
+    if collectives.world_size > 1 and "{rank}" not in str(path):
+        raise ConfigError(f"{collectives.world_size} ranks would all write {path}: put {{rank}} into its name")
+    # Not str.format, which would take any other braces in the path for its own.
+    target = Path(str(path).replace("{rank}", str(collectives.rank)))
+    entry = from_tensors(model, features)
+    scripted = script(entry)
+    groups = [child._group for child in model.module.modules() if isinstance(child, ShardedCollection)]
+    notes = {
+        "features": list(features),
+        "inputs": list(entry.inputs),
+        "formats": {name: form.value for name, form in model.formats.items()} if isinstance(model, ServedModel) else {},
+        "rank": collectives.rank,
+        "world_size": collectives.world_size,
+        "group": next((group.group_name for group in groups if group is not None), ""),
+    }
+    # Written beside the target and then renamed: a program that loads the path never sees half a file.
+    beside = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        with quiet():
+            torch.jit.save(scripted, str(beside), _extra_files={NOTES: json.dumps(notes)})
+        beside.replace(target)
+    finally:
+        beside.unlink(missing_ok=True)
+    return target
