@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torchrec.modules.mlp import MLP
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-__all__ = ["FromTensors", "Reader", "Scorer", "Three"]
+__all__ = ["FromTensors", "Reader", "Scorer", "Three", "Towers"]
 
 
 class Scorer(nn.Module):
@@ -93,3 +94,26 @@ class Three(nn.Module):
         for _, one in words.items():
             scores = scores + 0.1 * self.over_words(one.values()).sum()
         return scores
+
+
+class Towers(nn.Module):
+    """A query tower and an item tower, each with a collection of its own, scored by their product.
+
+    Args:
+        query_bags: embedding bags of features a and b.
+        item_bags: of features c and d.
+        dim: columns of each feature.
+    """
+
+    def __init__(self, query_bags: nn.Module, item_bags: nn.Module, dim: int) -> None:
+        super().__init__()
+        self.query_bags = query_bags
+        self.item_bags = item_bags
+        torch.manual_seed(8)
+        self.query, self.item = MLP(2 * dim, [dim, 4]), MLP(2 * dim, [dim, 4])
+
+    def forward(self, dense: Tensor, features: KeyedJaggedTensor) -> Tensor:
+        query = self.query_bags(features)
+        item = self.item_bags(features)
+        left = self.query(query.values())
+        return (left * self.item(torch.cat([item["c"], item["d"]], dim=1))).sum(dim=1)
