@@ -91,7 +91,7 @@ def test_explain() -> None:
     for each in PLAN.report.tables:
         assert each.name in shown
         assert each.reason in shown
-    assert "above the best possible" in shown or "proven to be the best" in shown
+    assert "above the best plan" in shown or "proven to be the best" in shown
     assert "is the slowest: input" in shown
 
 

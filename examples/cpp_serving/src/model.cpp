@@ -1,6 +1,8 @@
 #include "model.hpp"
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 #include <stdexcept>
 #include <unordered_map>
 
@@ -55,13 +57,18 @@ void collect(const json::Array& array, std::size_t depth, std::vector<std::int64
       continue;
     }
     if (depth + 1 != shape.size()) throw BadRequest(json::quoted(name) + " has numbers and arrays side by side");
-    if (const auto* number = one.as<double>()) {
-      into.push_back(static_cast<float>(*number));
+    double number = 0;
+    if (const auto* fraction = one.as<double>()) {
+      number = *fraction;
     } else if (const auto* whole = one.as<std::int64_t>()) {
-      into.push_back(static_cast<float>(*whole));
+      number = static_cast<double>(*whole);
     } else {
       throw BadRequest(json::quoted(name) + " has something else than numbers");
     }
+    if (std::abs(number) > std::numeric_limits<float>::max()) {
+      throw BadRequest(json::quoted(name) + " has a number beyond the range of a float");
+    }
+    into.push_back(static_cast<float>(number));
   }
 }
 
@@ -72,22 +79,25 @@ torch::Tensor numbers(const json::Array& array, const std::string& name) {
   return torch::tensor(found, torch::kFloat32).view(shape);
 }
 
-void write(const torch::Tensor& tensor, std::string& into) {
-  if (tensor.dim() == 0) {
-    into += json::written(tensor.item<float>());
+// The numbers of a contiguous tensor of a shape; `at` moves past what was written.
+void write(const float*& at, at::IntArrayRef shape, std::string& into) {
+  if (shape.empty()) {
+    into += json::written(*at++);
     return;
   }
   into += '[';
-  for (std::int64_t row = 0; row < tensor.size(0); ++row) {
+  for (std::int64_t row = 0; row < shape.front(); ++row) {
     if (row > 0) into += ',';
-    write(tensor[row], into);
+    write(at, shape.slice(1), into);
   }
   into += ']';
 }
 
 void write(const torch::IValue& value, std::string& into) {
   if (value.isTensor()) {
-    write(value.toTensor().detach().to(torch::kCPU, torch::kFloat32), into);
+    const torch::Tensor tensor = value.toTensor().to(torch::kCPU, torch::kFloat32).contiguous();
+    const float* at = tensor.data_ptr<float>();
+    write(at, tensor.sizes(), into);
     return;
   }
   if (value.isGenericDict()) {
@@ -116,12 +126,13 @@ void write(const torch::IValue& value, std::string& into) {
   into += ']';
 }
 
-// What a model says of its own accord stands in the last line of TorchScript's report, after the traceback.
+// The reason in TorchScript's report, which follows a traceback.
 std::string reason_of(const std::string& report) {
-  const auto end = report.find_last_not_of(" \t\r\n");
-  if (end == std::string::npos) return "the model failed";
-  const auto start = report.find_last_of('\n', end);
-  return report.substr(start == std::string::npos ? 0 : start + 1, end - (start == std::string::npos ? 0 : start));
+  constexpr std::string_view kMark = "Error: ";
+  const auto mark = report.rfind(kMark);
+  const auto start = mark == std::string::npos ? 0 : mark + kMark.size();
+  const std::string line = report.substr(start, report.find('\n', start) - start);
+  return line.substr(0, line.find_last_not_of(" ;\r") + 1);
 }
 
 std::string error(const std::string& reason) { return "{\"error\":" + json::quoted(reason) + "}"; }

@@ -35,7 +35,7 @@ def _title(plan: ShardingPlan) -> str:
     text = f"{len(plan.tables)} tables on {plan.world_size} ranks"
     if plan.report is None:
         return text
-    return f"{text}: {plan.report.cost_ms:,.3f} ms a step, at most {plan.report.gap:.2%} above the best possible"
+    return f"{text}: {plan.report.cost_ms:,.3f} ms a step, at most {plan.report.gap:.2%} above the best plan"
 
 
 def _bars(axes: Axes, chart: Chart) -> None:

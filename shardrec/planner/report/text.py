@@ -20,7 +20,7 @@ _GIB = 2**30
 
 def headline(report: PlanReport) -> str:
     """Cost, bound and gap in a sentence."""
-    proven = "proven to be the best" if report.gap == 0 else f"at most {report.gap:.2%} above the best possible"
+    proven = "proven to be the best plan" if report.gap == 0 else f"at most {report.gap:.2%} above the best plan"
     return (
         f"slowest rank {report.cost_ms:,.3f} ms a step and {report.overhead_ms:,.3f} ms whatever the plan; bound "
         f"{report.bound_ms:,.3f} ms, so {proven} by this cost model"

@@ -96,6 +96,7 @@ class Relaxation:
         most: float = np.inf,
         weight: float = 0.0,
         memory_share: float = 1.0,
+        piece_share: float = 1.0,
         seconds: float = 10.0,
     ) -> Outcome | None:
         """E: the least that the options chosen put on every rank, where pieces have so much room; None if none fit.
@@ -106,13 +107,14 @@ class Relaxation:
             most: E at most.
             weight: of the average load of the pieces in the objective, against E.
             memory_share: the part of the capacity that may be used.
+            piece_share: the part of the room that a single piece may take.
             seconds: time limit, with ``whole``.
         """
         encoded = self.encoded
         objective = encoded.base_load
         if weight:
             objective = objective + weight * (encoded.total_load / encoded.ranks - encoded.base_load)
-        upper = np.where(self._fits(room, encoded.capacity * memory_share), self._upper, 0.0)
+        upper = np.where(self._fits(room * piece_share, encoded.capacity * memory_share), self._upper, 0.0)
         rows, limits = self._rows(room, memory_share)
         if np.isfinite(most):
             scale = max(float(encoded.base_load.max(initial=0.0)), 1e-300)

@@ -18,7 +18,7 @@ from time import monotonic
 
 import numpy as np
 
-from shardrec.planner.solve.encode import Encoded, Ints, encode
+from shardrec.planner.solve.encode import Encoded, Floats, Ints, encode
 from shardrec.planner.solve.exact import solve_exactly
 from shardrec.planner.solve.packing import Packing
 from shardrec.planner.solve.problem import Place, Problem, Solution, SolveLimits
@@ -37,7 +37,8 @@ _STEP = 1e-3
 """Least distance of two values of c for which options are chosen."""
 _WEIGHTS = (0.1,)
 """Of the pieces' load, where choices are to leave room."""
-_ROUNDED = 4
+_ROUNDED = ((1.0, 0.1), (1.0, 1.0), (0.5, 1.0))
+"""Limits on the size of a piece, against c, and weights of the pieces' load, for the first plans."""
 _POLISHED = 20
 _SWITCHES_PER_EFFORT = 5
 _NODES_PER_EFFORT = 10
@@ -104,24 +105,29 @@ class _Search:
         return None if self.best is None else self._solution(self.best)
 
     def _round(self) -> None:
-        """Quick first plans: fractional choices for the deciding c, rounded table by table."""
-        encoded = self.encoded
-        for interval in self.intervals[:_ROUNDED]:
-            room = interval.high if np.isfinite(interval.high) else 2 * interval.low
-            for share in _MEMORY_SHARES:
-                found = self.relaxation.least_base(room, weight=_WEIGHTS[0], memory_share=share)
-                if found is None or found.values is None:
+        """Quick first plans: fractional choices for the deciding c, rounded table by table.
+
+        Smaller pieces cost more in all and pack better, so the choices are made with several limits on their size.
+        """
+        room = next((each.high for each in self.intervals if np.isfinite(each.high)), 2 * self.intervals[0].low)
+        for piece_share, weight in _ROUNDED:
+            for memory_share in _MEMORY_SHARES:
+                if self._closed() or self._out_of_time():
+                    return
+                found = self.relaxation.least_base(
+                    room, weight=weight, memory_share=memory_share, piece_share=piece_share
+                )
+                if found is None or found.values is None or self._try(self._rounded(found.values)):
                     break
-                counts = np.floor(found.values + 1e-9).astype(np.int64)
-                for size, span in zip(encoded.sizes, encoded.group_options, strict=True):
-                    part = slice(span.start, span.stop)
-                    missing = int(size - counts[part].sum())
-                    order = np.argsort(counts[part] - found.values[part], kind="stable")
-                    counts[part][order[:missing]] += 1
-                if self._try(counts) or self._out_of_time():
-                    break
-            if self._closed() or self._out_of_time():
-                return
+
+    def _rounded(self, values: Floats) -> Ints:
+        """Whole counts: in each group, the largest remainders are rounded up."""
+        counts = np.floor(values + 1e-9).astype(np.int64)
+        for size, span in zip(self.encoded.sizes, self.encoded.group_options, strict=True):
+            part = slice(span.start, span.stop)
+            order = np.argsort(counts[part] - values[part], kind="stable")
+            counts[part][order[: int(size - counts[part].sum())]] += 1
+        return counts
 
     def _search(self) -> None:
         """Price the deciding interval for whole tables, pack what was chosen, cut it; until the gap is closed."""

@@ -1,0 +1,1 @@
+"""Answers requests with a saved model in a C++ program without Python; see README.md."""

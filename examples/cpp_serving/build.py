@@ -1,0 +1,67 @@
+"""Build the C++ program with CMake, against the libtorch inside the installed torch wheel, and run it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import fbgemm_gpu
+import torch
+
+__all__ = ["OPERATORS", "BuildError", "build", "missing_tool", "run"]
+
+HERE = Path(__file__).parent
+OPERATORS = Path(fbgemm_gpu.__file__).parent
+"""The folder of fbgemm's operator libraries."""
+
+
+class BuildError(RuntimeError):
+    """The program cannot be built here, or does not run."""
+
+
+def missing_tool() -> str | None:
+    """What has to be installed before the program can be built, in a sentence; None if nothing has."""
+    if shutil.which("cmake") is None:
+        return "cmake is not on PATH: install it (on Debian and Ubuntu: apt-get install cmake)"
+    if not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
+        return "no C++ compiler is on PATH: install one (on Debian and Ubuntu: apt-get install g++)"
+    return None
+
+
+def build(folder: Path) -> Path:
+    """Configure and build; quick if nothing has changed.
+
+    Args:
+        folder: where to.
+
+    Returns:
+        The program.
+
+    Raises:
+        BuildError: if a tool is missing, or fails; with what it said.
+    """
+    missing = missing_tool()
+    if missing is not None:
+        raise BuildError(missing)
+    options = [f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}", "-DCMAKE_BUILD_TYPE=Release"]
+    _succeed(["cmake", "-S", str(HERE), "-B", str(folder), *options])
+    _succeed(["cmake", "--build", str(folder)])
+    return folder / "serve"
+
+
+def run(program: Path, model: Path, lines: str, *options: str) -> str:
+    """What the program says to lines on its stdin.
+
+    Raises:
+        BuildError: if it ends with an error.
+    """
+    return _succeed([str(program), "--model", str(model), "--operators", str(OPERATORS), *options], lines)
+
+
+def _succeed(command: list[str], lines: str = "") -> str:
+    done = subprocess.run(command, input=lines, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        said = "\n".join((done.stdout + done.stderr).splitlines()[-30:])
+        raise BuildError(f"{command[0]} ended with {done.returncode} ({' '.join(command)}):\n{said}")
+    return done.stdout
