@@ -1,0 +1,68 @@
+"""Models to be served, sharded by any plan, and what they have to answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+import torch
+from torch import Tensor
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+from shardrec.layout import ShardingPlan, Topology
+from shardrec.modules import ShardedModel, shard
+from shardrec.serve.collection import ServedCollection
+from shardrec.serve.model import ServedModel
+from tests.models import collection, random_configs, table_sizes
+from tests.plans import cut_plan, random_plan
+from tests.scripting.scorers import Scorer
+
+__all__ = ["click_scorer", "on_grid", "pooled_columns", "served_rows", "some_plan"]
+
+
+def pooled_columns(configs: Sequence[EmbeddingBagConfig]) -> int:
+    """Columns of the pooled output."""
+    return sum(config.embedding_dim * len(config.feature_names) for config in configs)
+
+
+def on_grid(weight: Tensor, rng: Random) -> None:
+    """Values that each format keeps exactly, and whose sums are exact in any order: whole numbers 0 to 15."""
+    with torch.no_grad():
+        weight.copy_(torch.tensor([[rng.randrange(16) for _ in row] for row in weight.tolist()], dtype=torch.float32))
+        weight[:, 0] = 0
+        weight[:, -1] = 15
+
+
+def some_plan(rng: Random, sizes: dict[str, tuple[int, int]], topology: Topology, cut: str | None) -> ShardingPlan:
+    """By one cut, or by any."""
+    return random_plan(rng, sizes, topology) if cut is None else cut_plan(cut, rng, sizes, topology)
+
+
+def click_scorer(
+    rng: Random, topology: Topology, *, cut: str | None = None, weighted: bool = False, grid: bool = False
+) -> tuple[ShardedModel, list[EmbeddingBagConfig], dict[str, Tensor]]:
+    """A sharded model in eval mode, its tables' configs, and the whole tables by their names in the plan."""
+    configs = random_configs(rng, weighted=weighted)
+    bags = collection(configs, weighted=weighted, optimizers="sgd")
+    for name in bags.embedding_bags if grid else []:
+        on_grid(bags.embedding_bags[name].weight, rng)
+    whole = {f"sparse.{name}": module.weight.detach().clone() for name, module in bags.embedding_bags.items()}
+    plan = some_plan(rng, table_sizes(configs, "sparse"), topology, cut)
+    return shard(Scorer(bags, pooled_columns(configs)), plan).eval(), configs, whole
+
+
+
+
+def served_rows(model: ServedModel) -> list[tuple[str, slice, slice, Tensor]]:
+    """Table, rows, columns and (rows, columns) values of each part of a table that this rank holds."""
+    found = []
+    for child in model.module.modules():
+        if not isinstance(child, ServedCollection):
+            continue
+        for layout in child.layouts():
+            if layout.replicated:
+                found.append((layout.name, slice(None), slice(None), child.weight(layout, None)))
+            for shard_ in layout.on_rank(child.context.collectives.rank):
+                rows, columns = slice(shard_.row_start, shard_.row_end), slice(shard_.col_start, shard_.col_end)
+                found.append((layout.name, rows, columns, child.weight(layout, shard_)))
+    return found

@@ -1,0 +1,236 @@
+"""Served models: the rows that an uncut table would have, eager mode's numbers in TorchScript, on 1, 2 and 4 ranks."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec.modules.embedding_configs import EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingCollection
+
+import shardrec
+from shardrec.errors import ConfigError, InputError
+from shardrec.layout import Topology
+from shardrec.modules import shard
+from shardrec.serve import ServedModel, WeightFormat, quantize
+from shardrec.serve.rows import decode, encode
+from tests.batches import Bags, random_bags
+from tests.models import feature_rows
+from tests.plans import random_plan, topologies_of
+from tests.ranks import raises_on_all, ranks
+from tests.scripting.scorers import Reader
+from tests.serve.served import click_scorer, on_grid, served_rows
+
+FORMATS = [form.value for form in WeightFormat]
+CUTS = [None, "column_wise", "row_wise_uneven", "grid", "data_parallel"]
+
+
+def check_rows(served: ServedModel, whole: dict[str, Tensor], where: str) -> None:
+    """Each part is that of the whole table's rows."""
+    for name, rows, columns, found in served_rows(served):
+        form = served.formats[name]
+        expected = decode(encode(whole[name], form), form)[rows, columns]
+        assert torch.equal(found, expected), f"{name}, {where}"
+
+
+def compare(seed: int) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rng = Random(seed)
+    weighted = rng.random() < 0.3
+    # Where hosts add up rows of their own first, eager sums come in another order than scripted ones.
+    topology = Topology(ranks_per_host=world_size)
+    model, configs, whole = click_scorer(rng, topology, cut=rng.choice(CUTS), weighted=weighted)
+    weights = rng.choice(FORMATS)
+    mixed = {f"sparse.{configs[0].name}": rng.choice(FORMATS)}
+    served = quantize(model, weights, tables=mixed)
+    where = f"seed {seed}, {weights}, {mixed}: {model.plan}"
+    check_rows(served, whole, where)
+    scripted = shardrec.script(served)
+    for _ in range(2):
+        bags = [random_bags(rng, feature_rows(configs), rng.randrange(4), weighted=weighted) for _ in range(world_size)]
+        features = bags[rank].kjt(rng.choice([torch.int32, torch.int64]))
+        found = served(features)
+        assert not found.requires_grad
+        with torch.no_grad():
+            assert torch.equal(scripted(features), found), where
+            if set(mixed.values()) | {weights} == {"fp32"}:
+                assert torch.allclose(found, model(features), atol=1e-6), where
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_rows_are_the_whole_tables_and_scripted_is_eager_exactly(world_size: int) -> None:
+    def rank_main() -> None:
+        for seed in range({1: 12, 2: 12, 4: 6}[world_size]):
+            compare(seed)
+
+    ranks(world_size, rank_main)
+
+
+def answers(seed: int, batches: int) -> list[Tensor]:
+    """This rank's pooled outputs of a model whose tables any format keeps exactly."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rng = Random(seed)
+    weighted = rng.random() < 0.5
+    model, configs, _ = click_scorer(rng, Topology(ranks_per_host=1), weighted=weighted, grid=True, cut="data_parallel")
+    weights = rng.choice(FORMATS)
+    bags = [random_bags(rng, feature_rows(configs), 3, weighted=weighted) for _ in range(batches)]
+    if world_size > 1:
+        rng = Random(seed)
+        rng.random()
+        topology = Random(seed).choice(topologies_of(world_size))
+        model, *_ = click_scorer(rng, topology, weighted=weighted, grid=True)
+    pooled = quantize(model, weights).sparse
+    scripted = shardrec.script(pooled)
+    own = [one.kjt() for one in (bags if world_size == 1 else bags[rank::world_size])]
+    found = [pooled(one).values() for one in own]
+    with torch.no_grad():
+        assert all(torch.equal(scripted(one).values(), other) for one, other in zip(own, found, strict=True))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_many_ranks_answer_exactly_what_one_does(world_size: int) -> None:
+    def one_and_many(seed: int) -> list[Tensor]:
+        return answers(seed, 4)
+
+    for seed in range(5):
+        alone = ranks(1, one_and_many, seed)[0]
+        together = ranks(world_size, one_and_many, seed)
+        for rank, found in enumerate(together):
+            for one, other in zip(found, alone[rank::world_size], strict=True):
+                assert torch.equal(one, other), f"seed {seed}, rank {rank}"
+
+
+TABLES = [
+    EmbeddingConfig(name="t0", num_embeddings=13, embedding_dim=16, feature_names=["a"]),
+    EmbeddingConfig(name="t1", num_embeddings=7, embedding_dim=16, feature_names=["b", "c"]),
+]
+
+
+def compare_sequences(seed: int) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rng = Random(seed)
+    torch.manual_seed(0)
+    words = EmbeddingCollection(tables=TABLES)
+    whole = {f"words.{name}": module.weight.detach().clone() for name, module in words.embeddings.items()}
+    sizes = {f"words.{one.name}": (one.num_embeddings, one.embedding_dim) for one in TABLES}
+    plan = random_plan(rng, sizes, Topology(ranks_per_host=world_size))
+    model = shard(Reader(words, 16), plan, dedup=rng.random() < 0.5).eval()
+    weights = rng.choice(FORMATS)
+    served = quantize(model, weights)
+    where = f"seed {seed}, {weights}: {plan}"
+    check_rows(served, whole, where)
+    bags = [random_bags(rng, {"a": 13, "b": 7, "c": 7}, rng.randrange(4)) for _ in range(world_size)][rank]
+    features = bags.kjt()
+    pending = served.words(features)
+    tables = {"a": "t0", "b": "t1", "c": "t1"}
+    for key, table in tables.items():
+        form = WeightFormat(weights)
+        ids = torch.tensor([one for bag in bags.ids[key] for one in bag], dtype=torch.int64)
+        expected = decode(encode(whole[f"words.{table}"], form), form)[ids]
+        assert torch.equal(pending[key].values(), expected), f"{key}, {where}"
+    found = served(features)
+    with torch.no_grad():
+        scripted = shardrec.script(served)(features)
+    assert all(torch.equal(scripted[key], found[key]) for key in found), where
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_sequences_are_the_tables_rows_exactly(world_size: int) -> None:
+    def rank_main() -> None:
+        for seed in range(8):
+            compare_sequences(seed)
+
+    ranks(world_size, rank_main)
+
+
+def small(rng: Random | None = None) -> tuple[Any, Bags]:
+    """A model on this world's ranks, cut by columns, and a batch."""
+    rng = rng or Random(3)
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    model, configs, _ = click_scorer(rng, Topology(ranks_per_host=world_size), cut="column_wise")
+    return model, random_bags(Random(0), feature_rows(configs), 3)
+
+
+def test_the_trained_model_goes_on_and_the_served_one_stays() -> None:
+    def rank_main() -> None:
+        model, bags = small()
+        features = bags.kjt()
+        before = model(features).detach()
+        served = quantize(model, "fp32")
+        answer = served(features)
+        model.train()
+        model(features).square().sum().backward()
+        with torch.no_grad():
+            for one in model.module.over.parameters():
+                one.add_(1.0)
+        assert not torch.equal(model(features), before), "the model trains"
+        assert torch.equal(served(features), answer)
+        assert torch.allclose(answer, before, atol=1e-6)
+
+    ranks(2, rank_main)
+
+
+def test_a_bad_batch_is_an_input_error_on_all_ranks() -> None:
+    def rank_main() -> None:
+        model, bags = small()
+        served = quantize(model)
+        bad = Bags(keys=bags.keys, size=3, ids={**bags.ids, bags.keys[0]: [[10**6], [], []]})
+        features = bags.kjt()
+        good = served(features)
+        with pytest.raises(InputError, match=r"rank 1: feature .* id 1000000 in sample 0"):
+            served(bad.kjt() if dist.get_rank() == 1 else features)
+        assert torch.equal(served(features), good)
+
+    ranks(2, rank_main)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e5])
+def test_a_value_that_a_format_cannot_keep_is_refused_on_all_ranks(value: float) -> None:
+    def rank_main() -> None:
+        model, _ = small()
+        if dist.get_rank() == 1:
+            next(iter(model.sparse.parameters())).data[0, 0] = value
+        if value == 1e5:
+            quantize(model, "fp32")
+        quantize(model, "int8")
+
+    raises_on_all(2, ConfigError, r"rank 1: table 't\d' has a value that int8 cannot keep", rank_main)
+
+
+def test_what_is_wrong_is_named() -> None:
+    model, _ = small()
+    with pytest.raises(ConfigError, match="'int9'; tables are kept as one of 'fp32', 'fp16', 'int8', 'int4'"):
+        quantize(model, "int9")
+    with pytest.raises(ConfigError, match=r"names 'sparse.t99'; the model's tables are 'sparse.t0'"):
+        quantize(model, tables={"sparse.t99": "int4"})
+    with pytest.raises(ConfigError, match="not Linear: shard the model first"):
+        quantize(nn.Linear(1, 1))  # type: ignore[arg-type]
+    served = quantize(model)
+    with pytest.raises(ConfigError, match="not ServedModel"):
+        quantize(served)
+    with pytest.raises(ConfigError, match=r"has no state_dict: save it with shardrec\.serve\.save"):
+        served.state_dict()
+
+
+def test_smaller_formats_take_less_memory() -> None:
+    model, _ = small()
+    sizes = [quantize(model, weights).table_bytes() for weights in ("fp32", "fp16", "int8", "int4")]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[1] * 2 == sizes[0]
+    rows = sum(config.num_embeddings for config in model.sparse.embedding_bag_configs())
+    # Every shard of a row has a scale and a bias; on one rank a row is one shard.
+    assert sizes[2] == sizes[0] // 4 + 4 * rows
+    assert sizes[3] == sizes[0] // 8 + 4 * rows
+
+
+def test_the_grid_is_kept_exactly() -> None:
+    """Or the comparison of one rank with many would compare rounded sums."""
+    weight = torch.empty(3, 8)
+    on_grid(weight, Random(0))
+    for form in WeightFormat:
+        assert torch.equal(decode(encode(weight, form), form), weight)
