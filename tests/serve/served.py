@@ -39,15 +39,30 @@ def some_plan(rng: Random, sizes: dict[str, tuple[int, int]], topology: Topology
 
 
 def click_scorer(
-    rng: Random, topology: Topology, *, cut: str | None = None, weighted: bool = False, grid: bool = False
+    rng: Random,
+    topology: Topology,
+    *,
+    cut: str | None = None,
+    weighted: bool = False,
+    grid: bool = False,
+    plan_rng: Random | None = None,
 ) -> tuple[ShardedModel, list[EmbeddingBagConfig], dict[str, Tensor]]:
-    """A sharded model in eval mode, its tables' configs, and the whole tables by their names in the plan."""
+    """A sharded model in eval mode, its tables' configs, and the whole tables by their names in the plan.
+
+    Args:
+        rng: where the tables are drawn from.
+        topology: of the plan.
+        cut: of all the tables; None for any.
+        weighted: ids come with weights.
+        grid: the tables' values are those of :func:`on_grid`.
+        plan_rng: where the plan is drawn from, if from elsewhere.
+    """
     configs = random_configs(rng, weighted=weighted)
     bags = collection(configs, weighted=weighted, optimizers="sgd")
     for name in bags.embedding_bags if grid else []:
         on_grid(bags.embedding_bags[name].weight, rng)
     whole = {f"sparse.{name}": module.weight.detach().clone() for name, module in bags.embedding_bags.items()}
-    plan = some_plan(rng, table_sizes(configs, "sparse"), topology, cut)
+    plan = some_plan(plan_rng or rng, table_sizes(configs, "sparse"), topology, cut)
     return shard(Scorer(bags, pooled_columns(configs)), plan).eval(), configs, whole
 
 
