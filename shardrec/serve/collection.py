@@ -36,9 +36,7 @@ class ServedCollection(ShardedCollection):
     _shards: ServedShards
     _replicas: ServedReplicas | None
 
-    def __init__(
-        self, source: ShardedCollection, formats: Mapping[str, WeightFormat], context: StepContext
-    ) -> None:
+    def __init__(self, source: ShardedCollection, formats: Mapping[str, WeightFormat], context: StepContext) -> None:
         nn.Module.__init__(self)
         bare = vars(nn.Module())
         # Plans, routes and configs are plain data, which a second collection can share. Its kernels are replaced below.

@@ -67,9 +67,7 @@ def from_tensors(model: nn.Module, features: Sequence[str]) -> Entry:
     inner = model.module if isinstance(model, ShardedModel) else model
     collections = [child for child in inner.modules() if isinstance(child, ShardedCollection)]
     _check_features(keys, collections)
-    weighted = any(
-        child.is_weighted() for child in collections if isinstance(child, ShardedEmbeddingBagCollection)
-    )
+    weighted = any(child.is_weighted() for child in collections if isinstance(child, ShardedEmbeddingBagCollection))
     passed, dense = _arguments(inner)
     inputs = ["values", "lengths", *(["weights"] if weighted else []), *dense]
     given = "weights=weights, " if weighted else ""

@@ -131,7 +131,9 @@ class ServedReplicas(ReplicatedLookup):
             )
             for numbers in together
         ]
-        self._places = [(module, place) for module, part in zip(self.modules, together, strict=True) for place in range(len(part))]
+        self._places = [
+            (module, place) for module, part in zip(self.modules, together, strict=True) for place in range(len(part))
+        ]
 
     def store(self, table: int, first_row: int, rows: Tensor) -> None:
         """Put rows (n, b) uint8 into a table, from ``first_row`` on."""

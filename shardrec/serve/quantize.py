@@ -26,9 +26,7 @@ CHUNK = 2**20
 """Rows converted at a time, which bounds the memory that conversion takes."""
 
 
-def quantize(
-    model: ShardedModel, weights: str = "int8", *, tables: Mapping[str, str] | None = None
-) -> ServedModel:
+def quantize(model: ShardedModel, weights: str = "int8", *, tables: Mapping[str, str] | None = None) -> ServedModel:
     """Make an inference model of a trained, sharded one: its tables in fbgemm's inference kernels.
 
     The plan, the routes and the exchanges stay. Each rank converts the shards that it holds; a row's scale and bias are
@@ -66,14 +64,14 @@ def quantize(
     return ServedModel(module, model.plan, context)
 
 
-def _formats(
-    sources: list[ShardedCollection], weights: str, tables: Mapping[str, str]
-) -> dict[str, WeightFormat]:
+def _formats(sources: list[ShardedCollection], weights: str, tables: Mapping[str, str]) -> dict[str, WeightFormat]:
     layouts = [layout for source in sources for layout in source._layouts.values()]
     unknown = sorted(set(tables) - {layout.name for layout in layouts})
     if unknown:
         known = ", ".join(repr(layout.name) for layout in layouts[:12])
-        raise ConfigError(f"tables names {', '.join(map(repr, unknown))}; the model's tables are {known}: use their names")
+        raise ConfigError(
+            f"tables names {', '.join(map(repr, unknown))}; the model's tables are {known}: use their names"
+        )
     formats = {layout.name: _format(tables.get(layout.name, weights)) for layout in layouts}
     on_cuda = any(source.device.type == "cuda" for source in sources)
     for layout in layouts:
@@ -137,9 +135,7 @@ def _is_within(weight: Tensor, limit: float) -> bool:
     return weight.numel() == 0 or bool((weight.abs().amax() <= limit).item())
 
 
-def _whole_row_ranges(
-    parts: Mapping[Shard | None, Tensor], first: int, last: int, source: ShardedCollection
-) -> Tensor:
+def _whole_row_ranges(parts: Mapping[Shard | None, Tensor], first: int, last: int, source: ShardedCollection) -> Tensor:
     """(last - first, 2) ranges of a table's rows, of which this rank and others hold some of the columns."""
     ranges = torch.full((last - first, 2), -torch.inf, device=source.device)
     for shard, weight in parts.items():

@@ -26,11 +26,13 @@ def pooled_columns(configs: Sequence[EmbeddingBagConfig]) -> int:
 
 
 def on_grid(weight: Tensor, rng: Random) -> None:
-    """Values that each format keeps exactly, and whose sums are exact in any order: whole numbers 0 to 15."""
+    """Values that each format keeps exactly, and whose sums are exact in any order: 0, 17, 34 to 255."""
     with torch.no_grad():
-        weight.copy_(torch.tensor([[rng.randrange(16) for _ in row] for row in weight.tolist()], dtype=torch.float32))
+        weight.copy_(
+            torch.tensor([[17 * rng.randrange(16) for _ in row] for row in weight.tolist()], dtype=torch.float32)
+        )
         weight[:, 0] = 0
-        weight[:, -1] = 15
+        weight[:, -1] = 255
 
 
 def some_plan(rng: Random, sizes: dict[str, tuple[int, int]], topology: Topology, cut: str | None) -> ShardingPlan:
@@ -64,8 +66,6 @@ def click_scorer(
     whole = {f"sparse.{name}": module.weight.detach().clone() for name, module in bags.embedding_bags.items()}
     plan = some_plan(plan_rng or rng, table_sizes(configs, "sparse"), topology, cut)
     return shard(Scorer(bags, pooled_columns(configs)), plan).eval(), configs, whole
-
-
 
 
 def served_rows(model: ServedModel) -> list[tuple[str, slice, slice, Tensor]]:

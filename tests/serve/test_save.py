@@ -1,0 +1,180 @@
+"""Files that torch and fbgemm run without shardrec, by plain tensors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from shardrec._torchscript import quiet
+from shardrec.errors import ConfigError
+from shardrec.layout import Topology
+from shardrec.modules import ShardedModel, shard
+from shardrec.serve import from_tensors, quantize, save
+from tests.batches import random_bags
+from tests.models import ClickModel, collection, feature_rows, random_configs, table_sizes
+from tests.plans import random_plan
+from tests.ranks import ranks
+from tests.serve.served import click_scorer, pooled_columns
+
+LOADED = """
+import json, sys
+import torch, fbgemm_gpu
+import torch.distributed as dist
+rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+notes = {"shardrec.json": ""}
+model = torch.jit.load(f"{folder}/model{rank}.pt", _extra_files=notes)
+notes = json.loads(notes["shardrec.json"])
+assert "shardrec" not in sys.modules and "torchrec" not in sys.modules
+assert (notes["rank"], notes["world_size"]) == (rank, size)
+given = torch.load(f"{folder}/batch{rank}.pt")
+torch.save(model(*[given[name] for name in notes["inputs"]]), f"{folder}/output{rank}.pt")
+dist.destroy_process_group()
+"""
+
+
+def test_every_ranks_file_is_run_by_a_process_that_knows_torch_and_fbgemm_only(tmp_path: Path) -> None:
+    def rank_main() -> None:
+        rank = dist.get_rank()
+        rng = Random(5)
+        model, configs, _ = click_scorer(rng, Topology(ranks_per_host=2), weighted=True)
+        rows = feature_rows(configs)
+        served = quantize(model, "int8", tables={f"sparse.{configs[0].name}": "int4"})
+        assert save(served, tmp_path / "model{rank}.pt", features=list(rows)) == tmp_path / f"model{rank}.pt"
+        features = random_bags(Random(rank), rows, 3, weighted=True, shuffled=False).kjt()
+        given = {"values": features.values(), "lengths": features.lengths(), "weights": features.weights()}
+        torch.save(given, tmp_path / f"batch{rank}.pt")
+        torch.save(served(features), tmp_path / f"expected{rank}.pt")
+
+    ranks(2, rank_main)
+    script = tmp_path / "loaded.py"
+    script.write_text(LOADED)
+    started = [
+        subprocess.Popen([sys.executable, script, str(rank), "2", str(tmp_path)], stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    for one in started:
+        _, errors = one.communicate(timeout=100)
+        assert one.returncode == 0, errors
+    for rank in range(2):
+        found, expected = (torch.load(tmp_path / f"{name}{rank}.pt") for name in ("output", "expected"))
+        assert torch.equal(found, expected)
+
+
+def click_model(*, weighted: bool = False) -> tuple[ShardedModel, dict[str, int]]:
+    """On one rank."""
+    rng = Random(1)
+    configs = random_configs(rng, weighted=weighted)
+    plan = random_plan(rng, table_sizes(configs, "sparse"), Topology(ranks_per_host=1))
+    bags = collection(configs, weighted=weighted, optimizers="sgd")
+    return shard(ClickModel(bags, pooled=pooled_columns(configs)), plan).eval(), feature_rows(configs)
+
+
+@pytest.mark.parametrize("weights", ["", "int4"])
+def test_a_file_answers_what_the_model_does(tmp_path: Path, weights: str) -> None:
+    model, rows = click_model()
+    if weights:
+        model = quantize(model, weights)
+    notes = {"shardrec.json": ""}
+    with quiet():
+        loaded = torch.jit.load(save(model, tmp_path / "m.pt", features=list(rows)), _extra_files=notes)
+    said = json.loads(notes["shardrec.json"])
+    assert said["inputs"] == ["values", "lengths", "dense"]
+    assert said["features"] == list(rows)
+    assert said["formats"] == ({name: weights for name in model.plan.by_name} if weights else {})
+    for size in (0, 1, 4):
+        features = random_bags(Random(size), rows, size, shuffled=False).kjt()
+        dense = torch.randn(size, 3)
+        found = loaded(features.values(), features.lengths(), dense)
+        assert not found.requires_grad
+        with torch.no_grad():
+            assert torch.equal(found, model(dense, features))
+    with pytest.raises(Exception, match="an id is outside its table"):
+        loaded(torch.tensor([10**6]), torch.tensor([1] + [0] * (len(rows) - 1)), torch.randn(1, 3))
+
+
+def test_the_entry_is_the_model_in_eager_mode_too() -> None:
+    model, rows = click_model(weighted=True)
+    entry = from_tensors(model, list(rows))
+    assert entry.inputs == ("values", "lengths", "weights", "dense")
+    features = random_bags(Random(0), rows, 3, weighted=True, shuffled=False).kjt()
+    dense = torch.randn(3, 3)
+    found = entry(features.values(), features.lengths(), features.weights(), dense)
+    assert torch.equal(found, model(dense, features))
+
+
+def test_a_half_written_file_replaces_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, rows = click_model()
+    path = tmp_path / "m.pt"
+    path.write_text("the one before")
+
+    def fail(scripted: object, where: str, **_: object) -> None:
+        Path(where).write_text("half")
+        raise OSError("no space left")
+
+    monkeypatch.setattr(torch.jit, "save", fail)
+    with pytest.raises(OSError, match="no space left"):
+        save(model, path, features=list(rows))
+    assert path.read_text() == "the one before"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_ranks_do_not_write_one_file(tmp_path: Path) -> None:
+    def rank_main() -> None:
+        model, configs, _ = click_scorer(Random(5), Topology(ranks_per_host=2))
+        with pytest.raises(ConfigError, match=r"2 ranks would all write .*: put \{rank\} into its name"):
+            save(model, tmp_path / "model.pt", features=list(feature_rows(configs)))
+
+    ranks(2, rank_main)
+
+
+class TwoInputs(nn.Module):
+    def forward(self, one: KeyedJaggedTensor, other: KeyedJaggedTensor) -> Tensor:
+        return one.values() + other.values()
+
+
+class TakesText(nn.Module):
+    def forward(self, features: KeyedJaggedTensor, name: str) -> Tensor:
+        return features.values()
+
+
+class TakesValues(nn.Module):
+    def forward(self, features: KeyedJaggedTensor, values: Tensor) -> Tensor:
+        return features.values() + values
+
+
+class TakesMore(nn.Module):
+    def forward(self, dense: Tensor, features: KeyedJaggedTensor, scale: float = 2.0) -> Tensor:
+        return dense * scale + features.lengths().sum()
+
+
+def test_what_cannot_be_given_plain_tensors_is_named(tmp_path: Path) -> None:
+    model, rows = click_model()
+    keys = list(rows)
+    with pytest.raises(ConfigError, match=f"features lacks {keys[0]!r}, which the model looks up"):
+        from_tensors(model, keys[1:])
+    with pytest.raises(ConfigError, match=f"features has {keys[0]!r} more than once"):
+        from_tensors(model, [*keys, keys[0]])
+    with pytest.raises(ConfigError, match="takes 2 parameters annotated KeyedJaggedTensor, not one"):
+        from_tensors(TwoInputs(), ["f"])
+    with pytest.raises(ConfigError, match="its 'name' is neither a KeyedJaggedTensor nor a Tensor"):
+        from_tensors(TakesText(), ["f"])
+    with pytest.raises(ConfigError, match="its 'values' has the name of an argument that the entry has already"):
+        from_tensors(TakesValues(), ["f"])
+    with pytest.raises(ConfigError, match="is in training mode"):
+        save(model.train(), tmp_path / "m.pt", features=keys)
+
+
+def test_arguments_with_a_default_are_left_out() -> None:
+    entry = from_tensors(TakesMore(), ["f"])
+    assert entry.inputs == ("values", "lengths", "dense")
+    assert entry(torch.tensor([7, 8]), torch.tensor([2]), torch.ones(1)).tolist() == [4.0]
