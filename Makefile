@@ -32,10 +32,10 @@ ifeq ($(filter cpu gpu,$(DEVICE)),)
 $(error DEVICE is "$(DEVICE)"; it can be cpu or gpu)
 endif
 
-.PHONY: help train test check bench docs clean
+.PHONY: help train test check bench cpp-example docs clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 14
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 18
 
 train: $(RUNTIME) ## train a sharded model on NPROC ranks of this machine (DEVICE, NPROC, TRAIN_ARGS)
 	$(BIN)/shardrec train --nproc $(NPROC) $(TRAIN_ARGS)
@@ -55,12 +55,15 @@ bench: $(RUNTIME) ## run every benchmark under benchmarks/ (BENCH_ARGS)
 	  echo "==> $$main"; $(BIN)/python "$$main" $(BENCH_ARGS); \
 	done
 
+cpp-example: $(RUNTIME) ## serve a quantized model from C++, and compare its answers with Python's (needs cmake, g++)
+	$(BIN)/python -W ignore::DeprecationWarning -m examples.cpp_serving.main
+
 docs: $(DEV) ## write docs/api.md and run the examples of docs/
 	$(BIN)/python docs/make_api.py
 	$(BIN)/python -m pytest -q tests/docs
 
 clean: ## delete caches and build leftovers; .venv stays
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist examples/cpp_serving/build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find shardrec tests examples benchmarks docs -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 $(BIN)/python:

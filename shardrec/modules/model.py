@@ -134,11 +134,12 @@ class ShardedModel(nn.Module):
             raise InputError(f"rank {rank}: {text}") from error
 
     def _dtype_fault(self) -> str:
-        dense = {p.dtype for p in self.module.parameters() if p.is_floating_point()}
+        tables = {id(p) for one in self._sharded for table in one.tables().values() for p in table.parameters()}
+        dense = {p.dtype for p in self.module.parameters() if p.is_floating_point() and id(p) not in tables}
         expected = {str(dtype).removeprefix("torch.") for dtype in dense}
         given = {name.rsplit(" ", 1)[-1] for name in self.context.dense_signature.split(", ") if "float" in name}
         wrong = given - expected
-        if not wrong or torch.is_autocast_enabled():
+        if not wrong or not expected or torch.is_autocast_enabled():
             return ""
         return (
             f"; among the other inputs are {', '.join(sorted(wrong))} tensors and the model's parameters are "

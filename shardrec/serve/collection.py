@@ -96,7 +96,7 @@ class ServedCollection(ShardedCollection):
 
 
 class ServedEmbeddingBagCollection(ServedCollection, ShardedEmbeddingBagCollection):
-    """A :class:`ShardedEmbeddingBagCollection` that looks up and does not train; see :func:`shardrec.serve.quantize`."""
+    """A :class:`ShardedEmbeddingBagCollection` that does not train; see :func:`shardrec.serve.quantize`."""
 
     def __init__(
         self, source: ShardedEmbeddingBagCollection, formats: Mapping[str, WeightFormat], context: StepContext
@@ -113,7 +113,7 @@ class ServedEmbeddingBagCollection(ServedCollection, ShardedEmbeddingBagCollecti
 
 
 class ServedEmbeddingCollection(ServedCollection, ShardedEmbeddingCollection):
-    """A :class:`ShardedEmbeddingCollection` that looks up and does not train; see :func:`shardrec.serve.quantize`."""
+    """A :class:`ShardedEmbeddingCollection` that does not train; see :func:`shardrec.serve.quantize`."""
 
     def __init__(
         self, source: ShardedEmbeddingCollection, formats: Mapping[str, WeightFormat], context: StepContext

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.errors import ConfigError
-from shardrec.modules import ShardedEmbeddingBagCollection, ShardedModel
+from shardrec.modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection, ShardedModel
 from shardrec.modules.collection import ShardedCollection
 
 __all__ = ["Entry", "from_tensors"]
@@ -93,7 +93,8 @@ def _check_features(keys: Sequence[str], collections: Sequence[ShardedCollection
         raise ConfigError(f"features has {', '.join(map(repr, twice))} more than once: name each key once")
     needed: dict[str, None] = {}
     for child in collections:
-        needed.update(dict.fromkeys(feature for config in child._configs for feature in config.feature_names))
+        if isinstance(child, (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)):
+            needed.update(dict.fromkeys(child._expect.features))
     missing = [key for key in needed if key not in keys]
     if missing:
         raise ConfigError(
@@ -135,6 +136,6 @@ def _arguments(module: nn.Module) -> tuple[list[str], list[str]]:
 
 def _unfit(module: nn.Module, reason: str) -> ConfigError:
     return ConfigError(
-        f"{type(module).__name__}.forward cannot be given plain tensors by shardrec.serve: {reason}. Put the model into "
-        "a module whose forward takes one KeyedJaggedTensor, annotated so, and tensors; or script an entry of your own"
+        f"{type(module).__name__}.forward cannot be given plain tensors by shardrec.serve: {reason}. Put the model "
+        "into a module whose forward takes one KeyedJaggedTensor, annotated so, and tensors; or script your own entry"
     )

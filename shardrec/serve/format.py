@@ -35,7 +35,7 @@ class WeightFormat(enum.Enum):
     @property
     def levels(self) -> int:
         """The largest code of a quantized row."""
-        return 2**self.bits - 1
+        return (1 << self.bits) - 1
 
     def row_bytes(self, columns: int) -> int:
         """Bytes of a row of so many columns, a multiple of 4."""

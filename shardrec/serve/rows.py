@@ -4,10 +4,10 @@ Shapes: n rows, w columns, b bytes of a row (see :class:`shardrec.serve.format.W
 
 [Note: half a scale]
 A column of a quantized row is off by half the row's scale at most. For that to hold of the scale and bias that are
-stored, and these are float16, they are chosen first: the bias is the least value rounded down, the scale the rest of the
-range in so many steps rounded up. fbgemm's own conversion to INT8 rounds both to nearest afterwards, so that a row of
-values near 1 that differ by thousandths is off by many scales. The codes are made by fbgemm's operator, from the row less
-its bias and the range given by the scale; what it computes in float32 adds a ten-thousandth of a scale.
+stored, and these are float16, they are chosen first: the bias is the least value rounded down, the scale the rest of
+the range in so many steps rounded up. fbgemm's own conversion to INT8 rounds both to nearest afterwards, so that a row
+of values near 1 that differ by thousandths is off by many scales. The codes are made by fbgemm's operator, from the row
+less its bias and the range given by the scale; what it computes in float32 adds less than a thousandth of a scale.
 
 [Note: columns on several ranks]
 Scale and bias are those of the whole row. A shard of some of its columns is given the whole row's least and greatest
@@ -79,7 +79,8 @@ def decode(rows: Tensor, form: WeightFormat) -> Tensor:
     if form is WeightFormat.INT4:
         # Two to a byte, the first one in the low half.
         codes = torch.stack([codes & 15, codes >> 4], dim=2).flatten(1)
-    return scale * codes.to(torch.float32) + bias
+    found: Tensor = scale * codes.to(torch.float32) + bias
+    return found
 
 
 def _half_up(values: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ def save(model: ShardedModel, path: str | os.PathLike[str], *, features: Sequenc
     The file's ``forward`` takes what :func:`shardrec.serve.from_tensors` says. Beside the model the file holds
     ``shardrec.json``: ``features``, ``inputs`` (the names of the arguments, in order), ``formats`` (of the quantized
     tables), ``rank``, ``world_size`` and ``group`` (the name of the process group that a program with several ranks
-    has to register). To be loaded it needs torch and fbgemm's operators: ``import fbgemm_gpu``, or in C++ its libraries.
+    has to register). To load it takes torch and fbgemm's operators: ``import fbgemm_gpu``, or in C++ its libraries.
 
     Args:
         model: sharded, or made by :func:`shardrec.serve.quantize`; in eval mode.

@@ -2,8 +2,9 @@
 
 Shapes: T tables, S slots (a feature in a table), B samples, N ids, D columns of all the slots.
 
-fbgemm's own module cannot be saved by TorchScript without Python functions of its own. What it computes is one operator;
-so it is used for the layout of the memory only, which it knows for each device, and the operator is called here.
+fbgemm's own module cannot be saved by TorchScript without Python functions of its own. What it computes is one
+operator; so it is used for the layout of the memory only, which it knows for each device, and the operator is called
+here.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from shardrec.layout import COLUMN_UNIT
 from shardrec.lookup.bank import TableBank
 from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
+from shardrec.lookup.rows import RowOptimizer
 from shardrec.lookup.shards import dense_lookup
 from tests.plans import randoms
 
@@ -204,3 +205,27 @@ def test_inference_mode() -> None:
     assert pooled.tolist() == [[12.0, 14.0, 16.0, 18.0]]
     bank.look_up(torch.tensor([1]), torch.tensor([[1]], dtype=torch.int32), None).sum().backward()
     assert bank.weights[0][1].tolist() == [3.0, 4.0, 5.0, 6.0]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and this machine has none")
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("kind", list(OptimizerKind))
+def test_a_fused_bank_on_cuda_learns_as_rows_do_on_the_cpu(kind: OptimizerKind, dtype: torch.dtype) -> None:
+    """To one unit of the number: the sums of a row's gradients may be added up in another order."""
+    spec = FusedOptimizer(kind=kind, lr=0.1, eps=1e-8, betas=(0.9, 0.999))
+    cuda, cpu = (TableBank([(9, 8)], [0], *where, dtype=dtype) for where in ((spec, torch.device("cuda")), (None, CPU)))
+    rows = RowOptimizer(cpu.classes, 1, spec)
+    generator = torch.Generator().manual_seed(2)
+    first = torch.randn(9, 8, generator=generator)
+    cuda.weights[0].copy_(first)
+    cpu.weights[0].copy_(first)
+    for _ in range(3):
+        ids, lengths = torch.randint(9, (12,), generator=generator), torch.full((1, 4), 3, dtype=torch.int32)
+        gradient = torch.randn(4, 8, generator=generator)
+        pooled = cuda.look_up(ids.cuda(), lengths.cuda(), None)
+        assert torch.allclose(pooled.cpu(), cpu.look_up(ids, lengths, None), atol=1e-4)
+        pooled.backward(gradient.cuda())
+        rows.step(cpu.row_gradients(ids, lengths, None, gradient))
+        found, expected = cuda.weights[0].cpu().float(), cpu.weights[0].float()
+        assert torch.allclose(found, expected, rtol=1.01 * max(torch.finfo(dtype).eps, 1e-5), atol=1e-5)
+        cuda.weights[0].copy_(cpu.weights[0])

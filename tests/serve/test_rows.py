@@ -1,4 +1,4 @@
-"""Rows to bytes: off by half a scale at most, however large, small or alike the values are, and however rows are cut."""
+"""Rows to bytes: off by half a scale at most, however large or alike the values are, and however rows are cut."""
 
 from __future__ import annotations
 

@@ -1,0 +1,151 @@
+"""The C++ example: built against the installed torch, its answers are Python's, and no request ends it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from examples.cpp_serving import build as building
+from examples.cpp_serving.build import OPERATORS, BuildError, build, missing_tool, run
+from examples.cpp_serving.export import Saved, export, requests
+from examples.cpp_serving.main import TOLERANCE, compare
+from examples.cpp_serving.model import DENSE, FEATURES
+
+ASKED = list(requests([1, 5, 33]))
+
+
+def test_a_missing_tool_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(building.shutil, "which", lambda name: None)
+    with pytest.raises(BuildError, match="cmake is not on PATH: install it"):
+        build(tmp_path)
+    monkeypatch.setattr(building.shutil, "which", lambda name: "/usr/bin/cmake" if name == "cmake" else None)
+    with pytest.raises(BuildError, match=r"no C\+\+ compiler is on PATH: install one"):
+        build(tmp_path)
+
+
+def test_a_request_is_json_that_holds_every_number() -> None:
+    for one in ASKED:
+        read = json.loads(one.line())
+        assert torch.equal(torch.tensor(read["dense"]), one.dense)
+        assert read["values"] == one.features.values().tolist()
+        assert len(read["lengths"]) == len(FEATURES) * len(one.dense)
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """As many as the program has."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    missing = missing_tool()
+    if missing is not None:
+        pytest.skip(missing)
+    return build(tmp_path_factory.mktemp("build"))
+
+
+@pytest.fixture(scope="module")
+def saved(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Saved]:
+    return {one.name: one for one in export(tmp_path_factory.mktemp("models"), ASKED)}
+
+
+def ask(program: Path, saved: Saved, *bodies: Any) -> list[dict[str, Any]]:
+    lines = "".join((body if isinstance(body, str) else json.dumps(body)) + "\n" for body in bodies)
+    return [json.loads(line) for line in run(program, saved.path, lines).splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_answers_are_pythons(program: Path, saved: dict[str, Saved]) -> None:
+    for name, one in saved.items():
+        assert compare(program, one, ASKED) <= (TOLERANCE if name == "float" else 0.0), name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_there_is_no_python_in_the_process(program: Path, saved: dict[str, Saved]) -> None:
+    linked = subprocess.run(["ldd", str(program)], capture_output=True, text=True, check=True).stdout
+    assert "libtorch_cpu.so" in linked
+    loaded = [Path(line).name for line in run(program, saved["int8"].path, "", "--libraries").splitlines()]
+    assert any(name.startswith("fbgemm_gpu_tbe_inference") for name in loaded)
+    names = [*loaded, *(line.split()[0] for line in linked.splitlines())]
+    assert not [name for name in names if "python" in name.lower()]
+
+
+def good(**changes: Any) -> dict[str, Any]:
+    body = {"values": [1, 2, 3, 4], "lengths": [1, 1, 1, 1], "dense": [[0.5] * DENSE]}
+    return {**body, **changes}
+
+
+BAD = [
+    ("hello", "not JSON: there is no value at character 1"),
+    ("{", "not JSON: a key in quotes is missing at character 2"),
+    ("[1]", 'a request is an object, {"values": [...], ...}'),
+    ("[" * 100_000, "not JSON: more than 64 nested brackets at character 66"),
+    ('{"values": [1], "values": [2]}', 'not JSON: the key "values" comes twice'),
+    ('{"values": [99999999999999999999]}', "not JSON: a whole number is beyond 64 bits"),
+    ('{"values": [01]}', "not JSON: a number begins with 0"),
+    ('{"\\ud800": 1}', "not JSON: half a surrogate pair is missing"),
+    ({"values": [1]}, '"lengths" is missing'),
+    (good(values=[1, 2, 3, 400_000]), "bad input: rank 0: an id is outside its table"),
+    (good(values=[1, 2, 3, -4]), "bad input: rank 0: an id is outside its table"),
+    (good(values=[1, 2, 3]), "bad input: rank 0: an id is outside its table, or lengths and ids do not fit"),
+    (good(values=[1.5, 2, 3, 4]), '"values" has something else than whole numbers'),
+    (good(values={}), '"values" is not an array'),
+    (good(lengths=[1, 1, -1, 3]), "bad input: rank 0"),
+    (good(lengths=[2**32 + 1, 1, 1, 1]), "bad input: rank 0"),
+    (good(lengths=[1, 1, 2]), '"lengths" has 3 entries; give one for each of 4 features and each sample'),
+    (good(values=[], lengths=[], dense=[]), '"lengths" has 0 entries'),
+    (good(dense=[[1, 2]]), "mat1 and mat2 shapes cannot be multiplied"),
+    (good(dense=[[1, 2, 3, 4], [1]]), '"dense" has rows of several lengths'),
+    (good(dense=[[1, 2, 3, [4]]]), '"dense" has numbers and arrays side by side'),
+    (good(dense=[[1, 2, 3, 1e300]]), '"dense" has a number beyond the range of a float'),
+    (good(dense=[[1, 2, 3, "4"]]), '"dense" has something else than numbers'),
+    (good(other=[1]), 'the model takes no "other"'),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_bad_request_gets_an_error_and_the_next_one_an_answer(program: Path, saved: dict[str, Saved]) -> None:
+    bodies = [body for bad, _ in BAD for body in (bad, good())]
+    answers = ask(program, saved["int4"], *bodies)
+    assert len(answers) == len(bodies)
+    for (body, words), answer in zip(BAD, answers[::2], strict=True):
+        assert words in answer.get("error", ""), (str(body)[:80], answer)
+    assert all(answer == answers[1] and len(answer["output"]) == 1 for answer in answers[1::2])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_empty_bags_and_blank_lines(program: Path, saved: dict[str, Saved]) -> None:
+    answers = ask(program, saved["fp16"], "", good(values=[], lengths=[0] * 4), "  ", good())
+    assert [list(answer) for answer in answers] == [["output"], ["output"]]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_what_it_cannot_start_with_is_said(program: Path, saved: dict[str, Saved], tmp_path: Path) -> None:
+    def start(*options: str) -> tuple[int, str]:
+        done = subprocess.run([program, *options], capture_output=True, text=True, check=False)
+        return done.returncode, done.stderr
+
+    assert start()[0] == 2
+    model = str(saved["int8"].path)
+    code, said = start("--model", model, "--operators", str(tmp_path))
+    assert (code, "give the folder of the Python package fbgemm_gpu" in said) == (1, True)
+    code, said = start("--model", str(tmp_path / "none.pt"), "--operators", str(OPERATORS))
+    assert (code, "cannot load" in said) == (1, True)
+    torch.jit.save(torch.jit.script(torch.nn.Linear(1, 1)), tmp_path / "other.pt")
+    code, said = start("--model", str(tmp_path / "other.pt"), "--operators", str(OPERATORS))
+    assert (code, "was not written by shardrec.serve.save" in said) == (1, True)
