@@ -56,7 +56,7 @@ bench: $(RUNTIME) ## run every benchmark under benchmarks/ (BENCH_ARGS)
 	done
 
 cpp-example: $(RUNTIME) ## serve a quantized model from C++, and compare its answers with Python's (needs cmake, g++)
-	$(BIN)/python -W ignore::DeprecationWarning -m examples.cpp_serving.main
+	$(BIN)/python -W ignore -m examples.cpp_serving.main
 
 docs: $(DEV) ## write docs/api.md and run the examples of docs/
 	$(BIN)/python docs/make_api.py

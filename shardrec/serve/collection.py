@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -87,6 +87,10 @@ class ServedCollection(ShardedCollection):
     def tables(self) -> Mapping[str, ShardedTable]:
         """None that could be trained."""
         return {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        """Its kernels are not copied."""
+        raise ConfigError("a served model cannot be copied: make another one with shardrec.serve.quantize")
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         raise ConfigError(

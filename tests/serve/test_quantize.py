@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from random import Random
 from typing import Any
 
@@ -81,6 +82,7 @@ def answers(seed: int, weights: str) -> list[Tensor]:
     pooled = quantize(model, weights).sparse
     own = [one.kjt() for one in bags[rank::world_size]]
     found = [pooled(one).values() for one in own]
+    assert not any(one.requires_grad for one in found)
     scripted = shardrec.script(pooled)
     with torch.no_grad():
         assert all(torch.equal(scripted(one).values(), other) for one, other in zip(own, found, strict=True))
@@ -207,6 +209,8 @@ def test_what_is_wrong_is_named() -> None:
         quantize(served)
     with pytest.raises(ConfigError, match=r"has no state_dict: save it with shardrec\.serve\.save"):
         served.state_dict()
+    with pytest.raises(ConfigError, match=r"make another one with shardrec\.serve\.quantize"):
+        copy.deepcopy(served)
 
 
 def test_smaller_formats_take_less_memory() -> None:
