@@ -48,6 +48,7 @@ class StepContext:
         dense_signature: dtypes of the model's other inputs in this step, set by the model's wrapper.
         header_columns: width of a header, the same in every exchange, so that a rank can answer for any of them.
         exchanges: number of headers exchanged so far.
+        output_dtype: of the modules' outputs; rows are added up, and travel, as float32 or as ``comms`` says.
         gradients_are_reduced: a reducer averages the gradients of ordinary parameters over the ranks.
         reduce_this_backward: it does so in the coming backward (False while gradients are accumulated).
     """
@@ -59,6 +60,7 @@ class StepContext:
         self.dense_signature = ""
         self.header_columns = FIXED_COLUMNS
         self.exchanges = 0
+        self.output_dtype = torch.float32
         self.gradients_are_reduced = False
         self.reduce_this_backward = True
 

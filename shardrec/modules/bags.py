@@ -249,4 +249,6 @@ class _BagCall:
         if self._lengths is not None:
             values = values / self._lengths
         inverse = prepared.batch.inverse
-        return values if inverse is None else collection._expand(values, inverse)
+        if inverse is not None:
+            values = collection._expand(values, inverse)
+        return values.to(collection.output_dtype)

@@ -81,8 +81,8 @@ class ShardedCollection(nn.Module, abc.ABC):
 
     @property
     def output_dtype(self) -> torch.dtype:
-        """Of the output's values: float32 as the unsharded module's, whatever mixture of tables it is made of."""
-        return torch.float32
+        """Of the output's values: float32 as the unsharded module's, unless ``shardrec.shard`` was told another."""
+        return self.context.output_dtype
 
     @abc.abstractmethod
     def tables(self) -> Mapping[str, ShardedTable]:

@@ -15,7 +15,7 @@ from shardrec.exchange.step import StepContext, checksum
 from shardrec.exchange.wire import QuantizedComms
 from shardrec.layout import ShardingPlan, Topology
 from shardrec.modules.bags import ShardedEmbeddingBagCollection
-from shardrec.modules.collection import ShardedCollection
+from shardrec.modules.collection import TABLE_DTYPES, ShardedCollection
 from shardrec.modules.discover import Collection, collections_of, remappers_of, table_shapes
 from shardrec.modules.model import ShardedModel
 from shardrec.modules.replicas import ReplicaOptions, make_groups
@@ -33,6 +33,7 @@ def shard(
     group: dist.ProcessGroup | None = None,
     dedup: bool = True,
     comms: QuantizedComms | None = None,
+    output_dtype: torch.dtype = torch.float32,
     replicas: int | None = None,
     sync_every: int = 1,
     sync_optimizer: bool = True,
@@ -55,6 +56,8 @@ def shard(
         group: the process group; default: the default group.
         dedup: sequence collections send and look up each distinct id of a table once per batch.
         comms: formats in which pooled rows and gradients travel; default: float32 both ways.
+        output_dtype: of the collections' outputs: float32, as the unsharded ones', float16 or bfloat16. Rows are summed
+            and exchanged as float32, or as ``comms`` says, and converted at the end; so are their gradients.
         replicas: number of copies of the tables, a divisor of the number of ranks; the result is then a
             :class:`shardrec.ReplicatedModel`, for ``replicas=1`` too. Default: one copy.
         sync_every: training steps between two averagings of the copies.
@@ -77,6 +80,9 @@ def shard(
             f"{type(model).__name__} holds no torchrec embedding collection to shard; build its embeddings with one, "
             "or wrap it in DistributedDataParallel as it is"
         )
+    if output_dtype not in TABLE_DTYPES.values():
+        known = ", ".join(str(dtype) for dtype in TABLE_DTYPES.values())
+        raise ConfigError(f"output_dtype is {output_dtype}; embeddings come as one of {known}")
     _refuse_remappers(model, collectives.world_size)
     world = StepContext(collectives, target, comms)
     options = _agreed_options(replicas, sync_every, sync_optimizer, world)
@@ -88,6 +94,7 @@ def shard(
     _check_plan(plan, model, options, world)
     groups = make_groups(group, options.replicas, target)
     context = world if options.replicas == 1 else StepContext(groups.collectives, target, comms)
+    context.output_dtype = output_dtype
     replaced = {
         id(module): _shard_collection(module, plan, path, target, groups.inside, context, dedup)
         for path, module in collections.items()

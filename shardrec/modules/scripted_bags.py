@@ -74,6 +74,7 @@ class ScriptedBags(nn.Module):
         self.features = [one.feature for one in lookups]
         self.means = [one.mean for one in lookups]
         self.any_mean = any(self.means)
+        self.output_dtype = collection.output_dtype
         self.nothing = torch.zeros(0, device=device)
         pieces = output_pieces(lookups, route)
         starts = [_starts(pieces, block) for block in range(collectives.world_size + 1)]
@@ -137,6 +138,7 @@ class ScriptedBags(nn.Module):
             self.sources,
             self.keys,
             self.dims,
+            self.output_dtype,
         )
 
     def positions(self, keys: list[str], features: list[str]) -> Tensor:
@@ -174,6 +176,7 @@ def finish_bags(
     sources: list[list[tuple[int, int]]],
     keys: list[str],
     dims: list[int],
+    dtype: torch.dtype,
 ) -> KeyedTensor:
     """Wait for the blocks and put the columns in the unsharded order."""
     received = arrived_rows(pending, len(widths))
@@ -197,4 +200,4 @@ def finish_bags(
         for number, part in enumerate(values.split(dims, dim=1)):
             scaled.append(part / divisors[:, number : number + 1])
         values = torch.cat(scaled, dim=1)
-    return KeyedTensor(keys, dims, values)
+    return KeyedTensor(keys, dims, values.to(dtype=dtype))

@@ -80,6 +80,7 @@ class ScriptedSequences(nn.Module):
             for group in range(len(groups))
         ]
         self.rank_major = list_of(Tensor, [torch.tensor(order, dtype=torch.int32, device=device) for order in orders])
+        self.output_dtype = collection.output_dtype
         self.nothing = torch.zeros(0, device=device)
 
     def forward(self, features: KeyedJaggedTensor) -> Await[dict[str, JaggedTensor]]:
@@ -158,6 +159,7 @@ class ScriptedSequences(nn.Module):
             ids_of,
             lengths_of,
             self.need_indices,
+            self.output_dtype,
         )
 
     def distinct(self, keys: list[str], lengths: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -217,6 +219,7 @@ def finish_sequences(
     ids: list[Tensor],
     lengths: list[Tensor],
     need_indices: bool,
+    dtype: torch.dtype,
 ) -> dict[str, JaggedTensor]:
     """Wait for the rows and put each in its place."""
     received = arrived_rows(pending, world_size).view(-1, unit)
@@ -237,5 +240,6 @@ def finish_sequences(
             number += 1
         else:
             values = replicas[replica_of[place]]
+        values = values.to(dtype=dtype)
         found[name] = JaggedTensor(values, lengths=lengths[place], weights=ids[place] if need_indices else None)
     return found

@@ -179,7 +179,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
             if lookup.layout.replicated:
                 assert self._replicas is not None, "a replicated table has a replicated lookup"
                 number = self._replica_number[lookup.layout.name]
-                replica = self._replicas.rows(number, values[lookup.feature])
+                replica = self._replicas.rows(number, values[lookup.feature]).to(self.output_dtype)
             entries.append(
                 SequenceKey(
                     name=lookup.output,
@@ -230,7 +230,9 @@ class _SequenceCall:
         """(N, D) rows of the lookups of cut tables, and the output's entries."""
         assert self._placement is not None, "the places were found when the rows were sent"
         rows = self._collection._rows.finish(flight, stream, self._placement)
-        return (rows if self._inverse is None else rows.index_select(0, self._inverse)), self._entries
+        if self._inverse is not None:
+            rows = rows.index_select(0, self._inverse)
+        return rows.to(self._collection.output_dtype), self._entries
 
     def _distinct(self, batch: Batch) -> Batch:
         distinct = distinct_ids(batch, self._collection._dedup_lookups, self._collection._dedup_tables)
