@@ -168,7 +168,17 @@ dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank,
 assert "shardrec" not in sys.modules and "torchrec" not in sys.modules
 model = torch.jit.load(f"{folder}/model{rank}.pt")
 keys, values, lengths = torch.load(f"{folder}/batch{rank}.pt")
-torch.save(model.from_tensors(keys, values, lengths), f"{folder}/output{rank}.pt")
+output = model.from_tensors(keys, values, lengths)
+group = dist.new_group([0, 1])
+given = 0
+for module in model.modules():
+    if hasattr(module, "group_name"):
+        assert module.group_name != group.group_name
+        module.group_name = group.group_name
+        given += 1
+assert given == 1
+assert torch.equal(model.from_tensors(keys, values, lengths), output)
+torch.save(output, f"{folder}/output{rank}.pt")
 dist.destroy_process_group()
 """
 
