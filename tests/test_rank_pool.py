@@ -64,9 +64,14 @@ def test_an_interrupt_ends_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_process, "_PRELOADED", ())
     pool = Pool()
     pids = [worker.pid for worker in pool._workers_for(2)[1]]
-    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
-        pool.run(2, pack((time.sleep, (60,), {}, [])), hosts=1, timeout=60, grace=60, mortal=frozenset())
+    # A shell without job control starts what runs in the background with interrupts ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            pool.run(2, pack((time.sleep, (60,), {}, [])), hosts=1, timeout=60, grace=60, mortal=frozenset())
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     assert pool.pids() == []
 

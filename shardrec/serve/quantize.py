@@ -56,6 +56,7 @@ def quantize(model: ShardedModel, weights: str = "int8", *, tables: Mapping[str,
     sources = [child for child in model.module.modules() if isinstance(child, ShardedCollection)]
     formats = _formats(sources, weights, tables or {})
     context = StepContext(model.context.collectives, model.context.device, model.context.comms)
+    context.output_dtype = model.context.output_dtype
     # Where deepcopy meets a collection it takes the served one, so that nothing of the trained tables is copied.
     memo: dict[int, Any] = {id(source): serve_collection(source, formats, context) for source in sources}
     module = memo.get(id(model.module)) or copy.deepcopy(model.module, dict(memo))
