@@ -169,11 +169,13 @@ class ShardingPlan:
         except PlanError as error:
             raise PlanError([f"{path}: {fault}" for fault in error.faults]) from error
 
-    def explain(self) -> Table:
+    def explain(self, *, reasons: bool = True) -> Table:
         """A rich table for people: each table's shape, cut, ranks and bytes, then each rank's load.
 
-        A plan of the planner's also shows what each table costs and why its next-best cut lost, and how good it is
-        proven to be.
+        A plan of the planner's also shows what each table costs and how good the plan is proven to be.
+
+        Args:
+            reasons: show why each table's next-best cut lost, too, which takes a line or more per table.
         """
         from shardrec.layout.table import plan_table
 
@@ -181,7 +183,7 @@ class ShardingPlan:
             return plan_table(self)
         from shardrec.planner.report.text import explained
 
-        return explained(self, self.report)
+        return explained(self, self.report, reasons=reasons)
 
     def to_html(self, path: str | Path) -> None:
         """Write one self-contained page: load and memory of each rank, and a table of tables that can be sorted."""

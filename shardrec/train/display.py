@@ -132,7 +132,7 @@ class Announcer:
 
     def plan(self, plan: ShardingPlan) -> None:
         """The plan as a table."""
-        self._console.print(plan.explain())
+        self._console.print(plan.explain(reasons=False))
 
     def run(self, source: str, config: TrainConfig, *, world_size: int, threads: int) -> None:
         """What is about to be trained, and on what; ``source`` is the data in words."""

@@ -27,8 +27,8 @@ def headline(report: PlanReport) -> str:
     )
 
 
-def explained(plan: ShardingPlan, report: PlanReport) -> Table:
-    """One line per table: its cut, what it costs all ranks, and why its next-best cut lost."""
+def explained(plan: ShardingPlan, report: PlanReport, *, reasons: bool = True) -> Table:
+    """One line per table: its cut, what it costs all ranks and, with ``reasons``, why its next-best cut lost."""
     world = plan.world_size
     table = Table(
         title=f"Sharding plan: {len(plan.tables)} tables on {world} rank{'s' * (world > 1)}, "
@@ -42,8 +42,9 @@ def explained(plan: ShardingPlan, report: PlanReport) -> Table:
     table.add_column("cut")
     table.add_column("ranks")
     table.add_column("ms", justify="right")
-    table.add_column("next-best cut")
-    table.add_column("why it lost")
+    if reasons:
+        table.add_column("next-best cut")
+        table.add_column("why it lost")
     by_name = {each.name: each for each in report.tables}
     for layout in plan.tables:
         about = by_name[layout.name]
@@ -55,8 +56,7 @@ def explained(plan: ShardingPlan, report: PlanReport) -> Table:
             about.cut.replace("_", "-"),
             ranks_text(layout),
             f"{about.ms:,.3f}",
-            about.next_cut.replace("_", "-"),
-            about.reason,
+            *((about.next_cut.replace("_", "-"), about.reason) if reasons else ()),
         )
     return table
 
