@@ -1,4 +1,4 @@
-"""Machines from data sheets.
+"""Machines by the figures of their data sheets, written down from memory: check them before you rely on one.
 
 Memory and its bandwidth, and NVLink's, are those of NVIDIA's data sheets, named in each preset; NVLink's bidirectional
 figure is halved. The network is one adapter per GPU as in the vendor's eight-GPU systems (DGX A100: 200 Gb/s, DGX H100:

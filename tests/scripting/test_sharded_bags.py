@@ -222,7 +222,6 @@ def test_a_learning_rate_set_later_reaches_the_scripted_model() -> None:
             model, bags, _ = scorer(1, optimizer)
             scripted = shardrec.script(model)
             features = bags.kjt()
-            model.fused_optimizer.param_groups[0]["lr"] = 0.0
             for group in model.fused_optimizer.param_groups:
                 group["lr"] = 0.0
             model.fused_optimizer.push()
