@@ -1,8 +1,8 @@
 """The ways to cut a table, priced, as options of the solver; and the layout of the one that was chosen.
 
-Cuts that cannot be better than another that is allowed are left out. This cost model does not know sums inside hosts, and
-without them it makes no difference on which hosts the blocks of a table are: row blocks on any ranks include those on
-the ranks of one host (``table_row_wise``), and column stripes likewise. Those are made where a constraint asks for them.
+Cuts that cannot be better than another that is allowed are left out. This cost model does not know sums inside hosts,
+and without them it makes no difference on which hosts the blocks of a table are: row blocks on any ranks include those
+on the ranks of one host (``table_row_wise``), and column stripes likewise. Those are made where a constraint asks.
 """
 
 from __future__ import annotations
