@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 __all__ = ["CountCollectives"]
 
 _NAMESPACE = "c10d::"
+_SHARED = "shardrec::all_to_all"  # of ranks that share a host, which need no process group
 _NAMES = {
     "allreduce_": "all_reduce",
     "allreduce_coalesced_": "all_reduce",
@@ -82,7 +83,9 @@ class CountCollectives(Counter[str]):
         assert self._profile is not None, "__enter__ made it"
         running, self._profile = self._profile, None
         running.__exit__(kind, error, trace)
-        self.update(_collective(name) for name in _event_names(running) if name.startswith(_NAMESPACE))
+        names = _event_names(running)
+        self.update(_collective(name) for name in names if name.startswith(_NAMESPACE))
+        self.update("all_to_all" for name in names if name == _SHARED)
 
 
 def _event_names(finished: profile) -> list[str]:

@@ -14,6 +14,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from shardrec.exchange.collectives import Collectives
+
 __all__ = ["ThreadCollectives", "thread_ranks"]
 
 T = TypeVar("T")
@@ -21,7 +23,7 @@ T = TypeVar("T")
 _TIMEOUT_S = 20.0
 
 
-class ThreadCollectives:
+class ThreadCollectives(Collectives):
     """The collectives of one rank; a message that does not have the size that its receiver expects is an error.
 
     Args:

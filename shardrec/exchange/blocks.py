@@ -13,8 +13,9 @@ The exchange is issued in one function and waited for in another, with a token b
 backward both have work to do while it is under way: whatever the dense model computes between the two.
 
 [Note: gradients in place]
-A stream's consumer asks for :meth:`BlocksInFlight.gradient_blocks` and writes there, so that the send buffer needs no
-copy of its own. A gradient that lies elsewhere (autograd added two up) is copied in; a missing one is zero.
+A stream's consumer asks for :meth:`BlocksInFlight.gradient_blocks` and writes there: into the send buffer, or, between
+ranks that share memory, to where the other rank wants it. A gradient that lies elsewhere (autograd added two up) is
+copied in; a missing one is zero.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from shardrec.exchange.collectives import Collectives
+from shardrec.exchange.collectives import Collectives, Pending, Streams, WayBack, joined
 from shardrec.exchange.wire import QuantizedComms, Shape, Wire
 
-__all__ = ["BlockExchange", "BlocksInFlight", "Stream", "joined"]
+__all__ = ["BlockExchange", "BlocksInFlight", "Stream"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +56,14 @@ class BlockExchange:
         collectives: of the group.
         comms: formats on the wire.
         what: a word for error messages.
+        device: of the rows; default: the CPU.
     """
 
-    def __init__(self, collectives: Collectives, comms: QuantizedComms, what: str = "output") -> None:
+    def __init__(
+        self, collectives: Collectives, comms: QuantizedComms, what: str = "output", device: torch.device | None = None
+    ) -> None:
         self.collectives = collectives
+        self.device = device or torch.device("cpu")
         self.what = what
         self.wire = Wire(comms.output, collectives)
         self.gradient_wire = Wire(comms.gradient, collectives)
@@ -77,19 +82,14 @@ class BlocksInFlight:
     """
 
     def __init__(self, exchange: BlockExchange, streams: Sequence[Stream]) -> None:
-        self.exchange = exchange
-        self.out = [[list(stream.out[rank]) for stream in streams] for rank in range(len(streams[0].out))]
-        self.into = [[list(stream.into[rank]) for stream in streams] for rank in range(len(streams[0].into))]
-        self.streams = len(streams)
+        self._streams = len(streams)
+        self._shared = shared = _Shared(exchange, streams)
         self._blocks: dict[int, tuple[Tensor, ...]] | None = None
-        self.received: Tensor | None = None  # the receive buffer of the forward all-to-all, until it is used
-        self.gradient: Tensor | None = None  # likewise of the backward all-to-all
-        self._gradient_views: list[Tensor] | None = None
         flats = [stream.flat for stream in streams]
         if torch.is_grad_enabled():
             # A rank whose rows need no gradient still takes its part in the others' backward.
             flats = [flat if flat.requires_grad else flat.detach().requires_grad_() for flat in flats]
-        self._token: Tensor = _Issue.apply(self, *flats)  # type: ignore[no-untyped-call]
+        self._token: Tensor = _Issue.apply(shared, *flats)  # type: ignore[no-untyped-call]
 
     def blocks(self, stream: int) -> tuple[Tensor, ...]:
         """W flat float32 blocks of a stream, which are handed out once; waits at the first call.
@@ -97,95 +97,135 @@ class BlocksInFlight:
         Call it in the grad mode that the exchange was started in.
         """
         if self._blocks is None:
-            every: tuple[Tensor, ...] = _Receive.apply(self._token, self)  # type: ignore[no-untyped-call]
-            self._blocks = {index: every[index :: self.streams] for index in range(self.streams)}
+            every: tuple[Tensor, ...] = _Receive.apply(self._token, self._shared)  # type: ignore[no-untyped-call]
+            self._blocks = {index: every[index :: self._streams] for index in range(self._streams)}
         return self._blocks.pop(stream)
 
     def gradient_blocks(self, stream: int) -> list[Tensor]:
         """Where the gradients of a stream's blocks are to be written, (n,) each."""
-        return self.gradient_views()[stream :: self.streams]
+        return self._shared.gradient_views()[stream :: self._streams]
+
+
+class _Shared:
+    """What forward and backward share; without the graph, of which it is a part."""
+
+    def __init__(self, exchange: BlockExchange, streams: Sequence[Stream]) -> None:
+        self.exchange = exchange
+        self.out = [[list(stream.out[rank]) for stream in streams] for rank in range(len(streams[0].out))]
+        self.into = [[list(stream.into[rank]) for stream in streams] for rank in range(len(streams[0].into))]
+        self.out_sizes = [list(map(_numel, rank)) for rank in self.out]
+        self.into_sizes = [list(map(_numel, rank)) for rank in self.into]
+        self.pending: Pending | None = None
+        self.with_gradients = torch.is_grad_enabled()
+        self._way_back: WayBack | None = None
+        self._views: list[Tensor] | None = None
+
+    def send(self, flats: Sequence[Tensor]) -> None:
+        """Issue the forward exchange."""
+        wire, what = self.exchange.wire, self.exchange.what
+        split = [flat.split([rank[stream] for rank in self.out_sizes]) for stream, flat in enumerate(flats)]
+        parts = [[one[rank] for one in split] for rank in range(len(self.out_sizes))]
+        sizes_in = list(map(sum, self.into_sizes))
+        if wire.is_plain:
+            streams = Streams(out=self.out_sizes, into=self.into_sizes) if self.with_gradients else None
+            in_place = streams if self.exchange.gradient_wire.is_plain else None
+            self.pending = self.exchange.collectives.send(parts, sizes_in, what, in_place)
+            self._way_back = self.pending.way_back
+        else:
+            buffer = joined([part for rank in parts for part in rank])
+            self.pending = wire.send(buffer, _by_rank(self.into), _by_rank(self.out), what)
+        if self._way_back is None:
+            self._way_back = _Buffered(self)
+
+    def receive(self) -> tuple[Tensor, ...]:
+        """Wait: the blocks, rank after rank and in a rank stream after stream."""
+        assert self.pending is not None, "an exchange is received once"
+        parts = self.pending.wait()
+        self.pending = None
+        return tuple(block for part, sizes in zip(parts, self.into_sizes, strict=True) for block in part.split(sizes))
+
+    def way_back(self) -> WayBack:
+        """Of the gradients."""
+        assert self._way_back is not None, "what was sent has a way back"
+        return self._way_back
 
     def gradient_views(self) -> list[Tensor]:
-        """The gradient's send buffer, rank after rank and in a rank stream after stream."""
-        if self._gradient_views is None:
-            sizes = [_numel(parts) for rank in self.into for parts in rank]
-            buffer = torch.empty(sum(sizes), dtype=torch.float32, device=self._token.device)
-            self._gradient_views = list(buffer.split(sizes))
-        return self._gradient_views
+        """Where the blocks' gradients are written, in the blocks' order."""
+        if self._views is None:
+            self._views = self.way_back().views()
+        return self._views
 
-    def take_gradient_buffer(self) -> Tensor:
-        """The whole send buffer; the next backward gets a new one."""
-        views, self._gradient_views = self.gradient_views(), None
-        return joined(views)
+    def send_gradient(self) -> None:
+        """The views are written; the next backward gets new ones."""
+        self._views = None
+        self.way_back().send()
+
+
+class _Buffered:
+    """Gradients that travel as one buffer, in the exchange's format."""
+
+    def __init__(self, shared: _Shared) -> None:
+        self._exchange = shared.exchange
+        self._out, self._into = _by_rank(shared.out), _by_rank(shared.into)
+        self._out_sizes = [size for rank in shared.out_sizes for size in rank]
+        self._into_sizes = [size for rank in shared.into_sizes for size in rank]
+        self._streams = len(shared.out_sizes[0])
+        self._buffer: Tensor | None = None
+        self._pending: Pending | None = None
+
+    def views(self) -> list[Tensor]:
+        device = self._exchange.device
+        self._buffer = torch.empty(sum(self._into_sizes), dtype=torch.float32, device=device)
+        return list(self._buffer.split(self._into_sizes))
+
+    def send(self) -> None:
+        assert self._buffer is not None, "gradients are written before they are sent"
+        wire = self._exchange.gradient_wire
+        self._pending = wire.send(self._buffer, self._out, self._into, "gradient")
+        self._buffer = None
+
+    def wait(self) -> list[Tensor]:
+        assert self._pending is not None, "the output's gradient is sent before it is received"
+        parts = joined(self._pending.wait()).split(self._out_sizes)
+        self._pending = None
+        return [joined(parts[stream :: self._streams]) for stream in range(self._streams)]
 
 
 class _Issue(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, flight: BlocksInFlight, *flats: Tensor) -> Tensor:
-        ctx.flight = flight  # type: ignore[attr-defined]
+    def forward(ctx: FunctionCtx, shared: _Shared, *flats: Tensor) -> Tensor:
+        ctx.shared = shared  # type: ignore[attr-defined]
         ctx.sizes = [flat.shape for flat in flats]  # type: ignore[attr-defined]
-        wire = flight.exchange.wire
-        flat = _rank_major([one.detach().reshape(-1) for one in flats], flight.out)
-        flight.received = wire.send(flat, _by_rank(flight.into), _by_rank(flight.out), flight.exchange.what)
+        shared.send([flat.detach().reshape(-1) for flat in flats])
         return flats[0].new_zeros(())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, token_gradient: Tensor) -> tuple[Tensor | None, ...]:
-        flight: BlocksInFlight = ctx.flight
-        assert flight.gradient is not None, "the output's gradient is sent before it is received"
-        shapes = _by_rank(flight.out)
-        gradient = flight.exchange.gradient_wire.receive(flight.gradient, shapes, "gradient")
-        flight.gradient = None
-        parts = gradient.split([_numel(parts) for rank in flight.out for parts in rank])
-        flats = [joined(parts[stream :: flight.streams]) for stream in range(flight.streams)]
-        return None, *(flat.view(size) for flat, size in zip(flats, ctx.sizes, strict=True))
+        shared: _Shared = ctx.shared
+        gradients = shared.way_back().wait()
+        return None, *(one.view(size) for one, size in zip(gradients, ctx.sizes, strict=True))
 
 
 class _Receive(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, token: Tensor, flight: BlocksInFlight) -> tuple[Tensor, ...]:
-        ctx.flight = flight  # type: ignore[attr-defined]
+    def forward(ctx: FunctionCtx, token: Tensor, shared: _Shared) -> tuple[Tensor, ...]:
+        ctx.shared = shared  # type: ignore[attr-defined]
+        ctx.like = token  # type: ignore[attr-defined]
         ctx.set_materialize_grads(False)
-        assert flight.received is not None, "an exchange is received once"
-        received = flight.exchange.wire.receive(flight.received, _by_rank(flight.into), flight.exchange.what)
-        flight.received = None
-        blocks: tuple[Tensor, ...] = received.split([_numel(parts) for rank in flight.into for parts in rank])
-        return blocks
+        return shared.receive()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None]:
-        flight: BlocksInFlight = ctx.flight
-        for view, gradient in zip(flight.gradient_views(), gradients, strict=True):
+        shared: _Shared = ctx.shared
+        for view, gradient in zip(shared.gradient_views(), gradients, strict=True):
             if gradient is None:
                 view.zero_()
             elif gradient.data_ptr() != view.data_ptr() or gradient.stride() != view.stride():
                 view.copy_(gradient)
-        buffer = flight.take_gradient_buffer()
-        wire = flight.exchange.gradient_wire
-        flight.gradient = wire.send(buffer, _by_rank(flight.out), _by_rank(flight.into), "gradient")
-        return buffer.new_zeros(()), None
-
-
-def joined(parts: Sequence[Tensor]) -> Tensor:
-    """One flat tensor of the (n,) parts: a view where they lie one after the other, else a copy."""
-    first = parts[0]
-    place = first.storage_offset()
-    memory = first.untyped_storage().data_ptr()
-    for part in parts:
-        if part.storage_offset() != place or part.untyped_storage().data_ptr() != memory:
-            return torch.cat(list(parts))
-        place += part.numel()
-    return first.as_strided((place - first.storage_offset(),), (1,))
-
-
-def _rank_major(flats: Sequence[Tensor], shapes: list[list[list[Shape]]]) -> Tensor:
-    """One buffer: to each rank, its part of each stream."""
-    if len(flats) == 1:
-        return flats[0]
-    split = [flat.split([_numel(rank[stream]) for rank in shapes]) for stream, flat in enumerate(flats)]
-    return torch.cat([parts[rank] for rank in range(len(shapes)) for parts in split])
+        shared.send_gradient()
+        return ctx.like.new_zeros(()), None
 
 
 def _by_rank(shapes: list[list[list[Shape]]]) -> list[list[Shape]]:

@@ -8,7 +8,9 @@ gradient, silently.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -18,15 +20,76 @@ from torch import Tensor
 
 from shardrec.errors import PeerError
 
-__all__ = ["Collectives", "FunctionalCollectives", "LocalCollectives", "collectives_of"]
+__all__ = [
+    "Collectives",
+    "FunctionalCollectives",
+    "LocalCollectives",
+    "Pending",
+    "Streams",
+    "WayBack",
+    "collectives_of",
+    "joined",
+]
 
 
-class Collectives(Protocol):
-    """What the exchange needs of a process group."""
+@dataclass(frozen=True, kw_only=True)
+class Streams:
+    """Sizes of what several modules send together, in elements.
+
+    Args:
+        out: per rank and stream, what goes there.
+        into: per rank and stream, what comes from there.
+    """
+
+    out: Sequence[Sequence[int]]
+    into: Sequence[Sequence[int]]
+
+
+class WayBack(Protocol):
+    """The gradients of float32 streams on their way back to where the streams came from.
+
+    Used once per backward: :meth:`views`, :meth:`send`, :meth:`wait`.
+    """
+
+    def views(self) -> list[Tensor]:
+        """Where to write the gradient of what came, rank after rank and in a rank stream after stream."""
+
+    def send(self) -> None:
+        """The gradients are written."""
+
+    def wait(self) -> list[Tensor]:
+        """Per stream, the gradient of what was sent, flat, rank after rank."""
+
+
+class Pending(Protocol):
+    """Values under way.
+
+    Attributes:
+        way_back: of their gradients, if the collectives make it.
+    """
+
+    way_back: WayBack | None
+
+    def wait(self) -> list[Tensor]:
+        """Per rank, the (n,) values that came from it. Call it once.
+
+        Raises:
+            PeerError: if another rank is gone or did not answer in time.
+        """
+
+
+class Collectives(abc.ABC):
+    """What the exchange needs of a process group.
+
+    Attributes:
+        rank: of this process.
+        world_size: number of ranks W.
+    """
 
     rank: int
     world_size: int
 
+    @abc.abstractmethod
     def all_to_all(self, values: Tensor, receive: Sequence[int], send: Sequence[int], what: str) -> Tensor:
         """Issue an all-to-all.
 
@@ -40,6 +103,7 @@ class Collectives(Protocol):
             The received values, (sum(receive), ...); only :meth:`wait` makes them valid.
         """
 
+    @abc.abstractmethod
     def wait(self, pending: Tensor, what: str) -> Tensor:
         """Wait for :meth:`all_to_all` (on CUDA: make the current stream wait).
 
@@ -47,8 +111,38 @@ class Collectives(Protocol):
             PeerError: if another rank is gone or did not answer in time.
         """
 
+    def send(
+        self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str, streams: Streams | None = None
+    ) -> Pending:
+        """Issue an all-to-all of parts, wherever they lie.
 
-class LocalCollectives:
+        Args:
+            parts: per rank, the (n,) tensors that go to it, one after the other; all of one dtype.
+            receive: elements from each rank.
+            what: a word for error messages.
+            streams: sizes of the float32 streams sent, if their gradients will come back.
+        """
+        sizes = [sum(part.numel() for part in of_rank) for of_rank in parts]
+        values = joined([part for of_rank in parts for part in of_rank])
+        return _PackedPending(self, self.all_to_all(values, receive, sizes, what), list(receive), what)
+
+
+class _PackedPending:
+    """Parts that travel as one buffer."""
+
+    way_back: WayBack | None = None
+
+    def __init__(self, collectives: Collectives, pending: Tensor, receive: list[int], what: str) -> None:
+        self._collectives = collectives
+        self._pending = pending
+        self._receive = receive
+        self._what = what
+
+    def wait(self) -> list[Tensor]:
+        return list(self._collectives.wait(self._pending, self._what).split(self._receive))
+
+
+class LocalCollectives(Collectives):
     """One rank: what is sent is what is received."""
 
     rank = 0
@@ -61,7 +155,7 @@ class LocalCollectives:
         return pending
 
 
-class FunctionalCollectives:
+class FunctionalCollectives(Collectives):
     """The functional collectives over one process group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -103,3 +197,15 @@ def collectives_of(group: dist.ProcessGroup | None = None) -> Collectives:
     if dist.get_world_size(group) == 1:
         return LocalCollectives()
     return FunctionalCollectives(group)
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """One flat tensor of the (n,) parts, at least one: a view where they lie one after the other, else a copy."""
+    first = parts[0]
+    place = first.storage_offset()
+    memory = first.untyped_storage().data_ptr()
+    for part in parts:
+        if part.storage_offset() != place or part.untyped_storage().data_ptr() != memory:
+            return torch.cat(list(parts))
+        place += part.numel()
+    return first.as_strided((place - first.storage_offset(),), (1,))

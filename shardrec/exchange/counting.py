@@ -26,7 +26,7 @@ class Sent:
     calls: Counter[str] = field(default_factory=Counter)
 
 
-class CountingCollectives:
+class CountingCollectives(Collectives):
     """Counts the bytes that other collectives send, and lets them do the work.
 
     What a rank keeps for itself does not count. Nothing is read from a device.

@@ -46,11 +46,9 @@ def exchange_inputs(context: StepContext, calls: Sequence[Call]) -> list[tuple[A
         return [(one, exchange.receive(one, [])) for (exchange, _), one in zip(calls, addressed, strict=True)]
     ranks = range(collectives.world_size)
     pieces = [[piece for one in addressed for piece in one.parts[rank]] for rank in ranks]
-    words_out = [sum(piece.numel() for piece in part) for part in pieces]
     words_in = [[one.words_in[rank] for one in addressed] for rank in ranks]
-    buffer = torch.cat([piece for part in pieces for piece in part])
-    pending = collectives.all_to_all(buffer, list(map(sum, words_in)), words_out, "payload")
-    received = collectives.wait(pending, "payload").split([words for part in words_in for words in part])
+    arrived = collectives.send(pieces, list(map(sum, words_in)), "payload").wait()
+    received = [part for whole, words in zip(arrived, words_in, strict=True) for part in whole.split(words)]
     return [
         (one, exchange.receive(one, received[index :: len(calls)]))
         for index, ((exchange, _), one) in enumerate(zip(calls, addressed, strict=True))

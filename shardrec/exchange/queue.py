@@ -114,8 +114,8 @@ class ExchangeQueue:
 
     def __init__(self, context: StepContext) -> None:
         self._context = context
-        self._output = BlockExchange(context.collectives, context.comms)
-        self._inside = BlockExchange(context.collectives, QuantizedComms(), "partial sums")
+        self._output = BlockExchange(context.collectives, context.comms, device=context.device)
+        self._inside = BlockExchange(context.collectives, QuantizedComms(), "partial sums", context.device)
         self._calls: list[QueuedCall] = []
         self._modules = 1
         self._in_forward = False

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from shardrec.exchange.blocks import BlocksInFlight, Stream, joined
+from shardrec.exchange.blocks import BlocksInFlight, Stream
+from shardrec.exchange.collectives import joined
 from shardrec.exchange.input import Addressed, ShardInput, Trace
 from shardrec.exchange.route import Route
 from shardrec.exchange.wire import Shape

@@ -1,4 +1,4 @@
-"""The exchanges as modules that TorchScript compiles and saves: operators of torch and fbgemm, plain data, no objects.
+"""The exchanges as modules of operators and plain data, which TorchScript, torch.compile and torch.export take alike.
 
 What :mod:`shardrec.exchange.input`, :mod:`payload` and :mod:`output` do for one module, in the same order and layouts,
 with collectives that carry gradients by themselves. Left out, and refused with a fault: a batch size per feature and
@@ -8,50 +8,42 @@ Shapes as in those modules: F features of the input, S slots of all ranks, W ran
 
 [Note: faults without Python]
 The header carries a number for the fault, so that every rank raises at the same step and says which ranks are at fault
-and why, but not which id: the eager model tells that.
+and why, but not which id: the eager model tells that, and a compiled one, which has Python at hand (``self.agree``).
+
+[Note: sizes that tracers do not know]
+The numbers of ids come from a header, so a tracer has a symbol for each, and cannot answer a question about one. Hence
+tensors are split by lists of sizes, whose sums it can prove, and not cut by bounds; what this rank has told itself is
+not read back; and nothing is asked of a count except under TorchScript, which has the number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import accumulate
-from typing import Any
+from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from shardrec.exchange.batch import NO_LIMIT, Expectation
-from shardrec.exchange.check import are_sound
+from shardrec.exchange.batch import Expectation
 from shardrec.exchange.collectives import Collectives
 from shardrec.exchange.input import group_edges
 from shardrec.exchange.route import Route
+from shardrec.exchange.scripted_batch import ScriptedBatch, list_of
 
-__all__ = ["FAULTS", "Received", "ScriptedInput", "arrived_rows", "exchange_rows", "list_of", "mean_gradient"]
-
-FAULTS = [
-    "",
-    "an id is outside its table, or lengths and ids do not fit (call the eager model with this batch: it says which)",
-    "the input lacks a feature that a table looks up",
-    "the ids are not int32 or int64, or not one-dimensional",
-    "the collection is weighted and the input has no floating-point weight for each id, or the other way around",
-    "the features have a batch size each, which scripted models do not take",
-    "there is not exactly one length for each feature and sample",
-    "the weights of the ids take a gradient, which scripted models do not carry back",
-]
-"""What a header's number says is wrong."""
+__all__ = ["Agree", "Received", "ScriptedInput"]
 
 Received = tuple[Tensor, Tensor, Tensor | None, list[int], list[list[int]], list[list[int]], Tensor | None, Tensor]
 """Lengths (S_mine, B_all), ids (n,), weights (n,), batch sizes, ids per rank and group that came and that went, and,
 where each id gets a row, positions (N_sent,) and number of ids per slot (S,)."""
 
 
-def list_of(kind: Any, values: Iterable[Any]) -> Any:
-    """A list attribute whose type TorchScript is told, for an empty one does not show it."""
-    return torch.jit.Attribute(list(values), list[kind])
+Agree = Callable[[Tensor, Tensor, Tensor, Tensor, list[str]], Tensor]
+"""Exchanges headers where Python is at hand: takes ids sent per rank and group, with the batch size, (W, G + 1) int64,
+the number of the fault, and the input's lengths, ids and keys; gives what :meth:`ScriptedInput.exchange_header` gives,
+on the CPU, and raises the fault of any rank."""
 
 
-class ScriptedInput(nn.Module):
+class ScriptedInput(ScriptedBatch):
     """Checks a batch, cuts it by rank, and exchanges header and payload.
 
     Args:
@@ -59,26 +51,31 @@ class ScriptedInput(nn.Module):
         expect: what the input must look like.
         collectives: of the group that the embeddings are sharded over.
         per_id: all of a rank's samples go as one, and the positions of the ids are kept.
+        agree: exchanges the headers of a compiled model, with the eager model's words for a fault.
 
     Attributes:
         group_name: of the process group; a program that loads the saved model may set another.
     """
 
-    def __init__(self, route: Route, expect: Expectation, collectives: Collectives, *, per_id: bool = False) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        route: Route,
+        expect: Expectation,
+        collectives: Collectives,
+        *,
+        per_id: bool = False,
+        agree: Agree | None = None,
+    ) -> None:
+        rows = max((edges[-1] for edges in route.unit_boundaries), default=0)
+        super().__init__(expect, wide_ids=rows > 2**31 - 1)
+        self.agree = agree
         self.group_name = str(getattr(collectives, "group_name", ""))
         self.rank = collectives.rank
         self.world_size = collectives.world_size
         self.groups = route.groups
         self.per_id = per_id
-        self.weighted = expect.weighted
-        self.features = list_of(str, list(expect.features))
-        self.limits = list_of(int, [expect.rows(feature) for feature in expect.features])
-        self.no_limit = NO_LIMIT
         self.unit_keys = list_of(str, list(route.unit_keys))
         self.blocks = route.blocks
-        rows = max((edges[-1] for edges in route.unit_boundaries), default=0)
-        self.wide_ids = rows > 2**31 - 1
         self.wide_payload = route.wide_ids
         dtype = torch.int64 if self.wide_ids else torch.int32
         device = expect.device
@@ -92,81 +89,29 @@ class ScriptedInput(nn.Module):
         self.boundaries = list_of(Tensor, boundaries)
         self.slot_units = list_of(int, [slot.unit for slots in route.slots for slot in slots])
         self.slot_counts = list_of(int, list(route.slot_counts()))
-        self.slot_edges = list_of(int, [0, *accumulate(route.slot_counts())])
         self.mine = route.slot_counts()[self.rank]
         self.group_edges = torch.tensor(group_edges(route), dtype=torch.int64, device=device)
         order = [source * self.mine + slot for slot in range(self.mine) for source in range(self.world_size)]
         self.slot_major = torch.tensor(order, dtype=torch.int32, device=device)
-        self.faults = list_of(str, FAULTS)
-        self.nothing = torch.zeros(0, dtype=torch.int64, device=device)
 
     def forward(self, features: KeyedJaggedTensor) -> Received:
         """Check, cut and exchange a batch."""
         keys, lengths, values, weights, fault = self.checked(features)
-        return self.exchange(keys, lengths, values, weights, fault)
-
-    def structural_fault(self, features: KeyedJaggedTensor) -> int:
-        """A number of :data:`FAULTS` that shows without reading a tensor; 0 if there is none."""
-        keys = features.keys()
-        values, weights = features.values(), features.weights_or_none()
-        for feature in self.features:
-            if feature not in keys:
-                return 2
-        if values.dim() != 1 or (values.dtype != torch.int64 and values.dtype != torch.int32):
-            return 3
-        if self.weighted != (weights is not None):
-            return 4
-        if weights is not None:
-            if not weights.is_floating_point() or weights.numel() != values.numel():
-                return 4
-            if weights.requires_grad and torch.is_grad_enabled():
-                return 7
-        if features.variable_stride_per_key():
-            return 5
-        if features.lengths().numel() != len(keys) * features.stride():
-            return 6
-        return 0
-
-    def checked(self, features: KeyedJaggedTensor) -> tuple[list[str], Tensor, Tensor, Tensor | None, Tensor]:
-        """Keys, (F, B) int32 lengths, ids, weights, and the number of the fault; of empty bags if there is one."""
-        fault = self.structural_fault(features)
-        if fault != 0:
-            none = self.nothing.to(torch.float32) if self.weighted else None
-            lengths = self.nothing.to(torch.int32).view(len(self.features), 0)
-            ids = self.nothing.to(torch.int64 if self.wide_ids else torch.int32)
-            return self.features, lengths, ids, none, torch.full_like(self.nothing.sum(), fault)
-        keys = features.keys()
-        limits: list[int] = []
-        unused = False
-        for key in keys:
-            limit = self.no_limit
-            for number, feature in enumerate(self.features):
-                if feature == key:
-                    limit = self.limits[number]
-            unused = unused or limit == self.no_limit
-            limits.append(limit)
-        lengths = features.lengths().view(len(keys), -1 if len(keys) > 0 else 0)
-        values = features.values()
-        device = values.device
-        valid = are_sound(lengths, values, torch.tensor(limits, dtype=torch.int64, device=device), unused)
-        weights = features.weights_or_none()
-        values = values.to(torch.int64 if self.wide_ids else torch.int32)
-        if not values.is_cuda and not bool(valid):
-            # The CPU's kernels compare the number of ids with the lengths; those of CUDA read by the lengths alone.
-            values = values[:0]
-            if weights is not None:
-                weights = weights[:0]
-        if weights is not None:
-            weights = weights.detach().to(torch.float32).contiguous()
-        lengths = (lengths.to(torch.int32) * valid).contiguous()
-        return keys, lengths, values.contiguous(), weights, valid.logical_not().to(torch.int64)
+        return self.exchange(features, keys, lengths, values, weights, fault)
 
     def exchange(
-        self, keys: list[str], lengths: Tensor, values: Tensor, weights: Tensor | None, fault: Tensor
+        self,
+        features: KeyedJaggedTensor,
+        keys: list[str],
+        lengths: Tensor,
+        values: Tensor,
+        weights: Tensor | None,
+        fault: Tensor,
     ) -> Received:
         """Cut the batch, tell the sizes, and send the ids.
 
         Args:
+            features: as they came, for words about a fault.
             keys: F features.
             lengths: (F, B) int32.
             values: (N,), in the dtype that :meth:`checked` gives them.
@@ -178,6 +123,9 @@ class ScriptedInput(nn.Module):
         for unit in self.unit_keys:
             units.append(keys.index(unit))
         device = values.device
+        cut_ids: int | None = None
+        if not torch.jit.is_scripting() and sorted(units) == list(range(len(keys))):
+            cut_ids = values.size(0)
         positions: Tensor | None = None
         if self.per_id:
             positions = torch.arange(values.numel(), dtype=torch.int32, device=device)
@@ -185,8 +133,8 @@ class ScriptedInput(nn.Module):
         if self.blocks > 1:
             order = torch.tensor(units, dtype=torch.int32, device=device)
             if positions is not None:
-                positions = torch.ops.fbgemm.permute_2D_sparse_data(order, lengths, positions, None, None)[1]
-            lengths, values, weights = torch.ops.fbgemm.permute_2D_sparse_data(order, lengths, values, weights, None)
+                positions = torch.ops.fbgemm.permute_2D_sparse_data(order, lengths, positions, None, cut_ids)[1]
+            lengths, values, weights = torch.ops.fbgemm.permute_2D_sparse_data(order, lengths, values, weights, cut_ids)
             lengths, values, weights, _, place = torch.ops.fbgemm.block_bucketize_sparse_features(
                 lengths.reshape(-1),
                 values,
@@ -212,17 +160,8 @@ class ScriptedInput(nn.Module):
             lengths_SB = slot_ids.to(torch.int32).unsqueeze(1)
         ends = torch.ops.fbgemm.asynchronous_complete_cumsum(slot_ids)
         counts = ends.index_select(0, self.group_edges).diff().view(self.world_size, self.groups)
-        numbers = self.exchange_header(counts, fault, lengths_SB.size(1))
-        went: list[list[int]] = []
-        came: list[list[int]] = []
-        sizes: list[int] = []
-        width = 3 + self.groups
-        first = self.world_size * self.groups
-        for rank in range(self.world_size):
-            went.append(numbers[rank * self.groups : (rank + 1) * self.groups])
-            header = numbers[first + rank * width : first + (rank + 1) * width]
-            sizes.append(header[2])
-            came.append(header[3:])
+        numbers = self.exchange_header(counts, fault, features, lengths_SB.size(1))
+        went, sizes, came = self.sizes(numbers, lengths_SB.size(1))
         total = 0
         for part in went:
             for one in part:
@@ -238,8 +177,41 @@ class ScriptedInput(nn.Module):
         all_lengths, all_ids, all_weights = self.exchange_payload(lengths_SB, ids, sent_weights, sizes, came, went)
         return all_lengths, all_ids, all_weights, sizes, came, went, positions, slot_ids
 
-    def exchange_header(self, counts: Tensor, fault: Tensor, batch: int) -> list[int]:
-        """Numbers sent (W·G), then the headers received (W, 3 + G): fault, mode, batch size, ids per group."""
+    def sizes(self, numbers: list[int], batch: int) -> tuple[list[list[int]], list[int], list[list[int]]]:
+        """Ids sent per rank and group, batch sizes, and ids received, from what :meth:`exchange_header` gives."""
+        if not torch.jit.is_scripting():
+            for number in numbers:
+                torch._check(number >= 0)
+        went: list[list[int]] = []
+        came: list[list[int]] = []
+        sizes: list[int] = []
+        first = self.world_size * self.groups
+        for rank in range(self.world_size):
+            went.append(numbers[rank * self.groups : (rank + 1) * self.groups])
+            start = first + rank * (1 + self.groups)
+            # A tracer has another symbol for each number that it reads: what this rank told itself is known already.
+            sizes.append(batch if rank == self.rank else numbers[start])
+            came.append(went[rank] if rank == self.rank else numbers[start + 1 : start + 1 + self.groups])
+        return went, sizes, came
+
+    def exchange_header(self, counts: Tensor, fault: Tensor, features: KeyedJaggedTensor, batch: int) -> list[int]:
+        """Ids sent (W·G), then per rank what its header says: batch size, ids per group (W, 1 + G).
+
+        Args:
+            counts: (W, G) ids for each rank and group.
+            fault: 0-d int64.
+            features: as they came.
+            batch: size to tell.
+
+        Raises:
+            InputError: on every rank, for a fault of any; TorchScript and exported programs raise a RuntimeError.
+        """
+        if not torch.jit.is_scripting() and not torch.compiler.is_exporting():
+            assert self.agree is not None, "only TorchScript and torch.export go without"
+            table = torch.cat([counts, counts.new_full([self.world_size, 1], batch)], dim=1)
+            told = self.agree(table, fault, features.lengths(), features.values(), features.keys())
+            agreed: list[int] = told.tolist()
+            return agreed
         mode = 1 if torch.is_grad_enabled() else 0
         header = counts.new_zeros([self.world_size, 3 + self.groups])
         header[:, 0] = fault
@@ -251,20 +223,33 @@ class ScriptedInput(nn.Module):
             ones = [1] * self.world_size
             pending = torch.ops._c10d_functional.all_to_all_single(header, ones, ones, self.group_name)
             received = torch.ops._c10d_functional.wait_tensor(pending)
+        if not torch.jit.is_scripting():
+            return self.asserted(counts, received)
         numbers: list[int] = torch.cat([counts.flatten(), received.flatten()]).tolist()
         first = self.world_size * self.groups
         wrong = ""
         modes = 0
+        found = numbers[:first]
         for rank in range(self.world_size):
-            number = numbers[first + rank * (3 + self.groups)]
-            modes += numbers[first + rank * (3 + self.groups) + 1]
+            start = first + rank * (3 + self.groups)
+            number = numbers[start]
+            modes += numbers[start + 1]
+            found.extend(numbers[start + 2 : start + 3 + self.groups])
             if number != 0:
                 wrong += f"rank {rank}: {self.faults[number]}; "
         if wrong != "":
             raise RuntimeError("bad input: " + wrong)
         if modes != 0 and modes != self.world_size:
             raise RuntimeError("bad input: gradients are on for some ranks and off for others")
-        return numbers
+        return found
+
+    def asserted(self, counts: Tensor, received: Tensor) -> list[int]:
+        """:meth:`exchange_header` of an exported program, whose faults are assertions in its graph."""
+        for number in range(1, len(self.faults)):
+            ranks = (received[:, 0] == number).sum().item()
+            torch._assert_scalar(ranks == 0, f"bad input on one rank or more: {self.faults[number]}")
+        found: list[int] = torch.cat([counts.flatten(), received[:, 2:].flatten()]).tolist()
+        return found
 
     def exchange_payload(
         self,
@@ -281,13 +266,11 @@ class ScriptedInput(nn.Module):
         lengths with them to 64 bits.
         """
         dtype = torch.int64 if self.wide_payload else torch.int32
-        ids = ids.to(dtype)
-        parts: list[Tensor] = []
         words_out: list[int] = []
         words_in: list[int] = []
         departed: list[int] = []
         arrived: list[int] = []
-        start = 0
+        pieces: list[int] = []
         for rank in range(self.world_size):
             count, other = 0, 0
             for group in range(self.groups):
@@ -295,66 +278,35 @@ class ScriptedInput(nn.Module):
                 other += came[rank][group]
             departed.append(count)
             arrived.append(other)
-            parts.append(lengths[self.slot_edges[rank] : self.slot_edges[rank + 1]].reshape(-1).to(dtype))
-            parts.append(ids[start : start + count])
-            start += count
             words_out.append(self.slot_counts[rank] * lengths.size(1) + count)
             words_in.append(self.mine * sizes[rank] + other)
+            pieces.append(self.mine * sizes[rank])
+            pieces.append(other)
+        lengths_of = lengths.to(dtype).split(self.slot_counts)
+        ids_of = ids.to(dtype).split(departed)
+        parts: list[Tensor] = []
+        for rank in range(self.world_size):
+            parts.append(lengths_of[rank].reshape(-1))
+            parts.append(ids_of[rank])
         pending = torch.ops._c10d_functional.all_to_all_single(torch.cat(parts), words_in, words_out, self.group_name)
         found_weights: Tensor | None = None
         if weights is not None:
             pending_weights = torch.ops._c10d_functional.all_to_all_single(weights, arrived, departed, self.group_name)
             found_weights = torch.ops._c10d_functional.wait_tensor(pending_weights)
-        buffer = torch.ops._c10d_functional.wait_tensor(pending)
+        received = torch.ops._c10d_functional.wait_tensor(pending).split(pieces)
         all_lengths: list[Tensor] = []
         all_ids: list[Tensor] = []
         block_lengths: list[Tensor] = []
-        start, total = 0, 0
+        total = 0
         for rank in range(self.world_size):
-            bags = start + self.mine * sizes[rank]
-            part = buffer[start:bags].view(self.mine, sizes[rank]).to(torch.int32)
+            part = received[2 * rank].view(self.mine, sizes[rank]).to(torch.int32)
             all_lengths.append(part)
             block_lengths.append(part.sum(dim=1, dtype=torch.int32))
-            start += words_in[rank]
-            all_ids.append(buffer[bags:start])
+            all_ids.append(received[2 * rank + 1])
             total += arrived[rank]
         found = torch.cat(all_ids)
-        if self.mine > 1 and total > 0:
+        if self.mine > 1:
             _, found, found_weights = torch.ops.fbgemm.permute_1D_sparse_data(
                 self.slot_major, torch.cat(block_lengths), found, found_weights, total
             )
         return torch.cat(all_lengths, dim=1), found, found_weights
-
-
-def exchange_rows(flat: Tensor, into: list[int], out: list[int], group_name: str) -> Tensor:
-    """Issue the all-to-all of float rows, whose gradient goes the same way back, as a mean over the ranks.
-
-    Args:
-        flat: float32, the parts for each rank one after the other.
-        into: elements from each rank.
-        out: elements to each rank.
-        group_name: of the process group.
-    """
-    world_size = len(out)
-    if world_size == 1:
-        return flat
-    if torch.is_grad_enabled():
-        # A rank whose rows need no gradient still takes its part in the others' backward.
-        if not flat.requires_grad:
-            flat = flat.detach().requires_grad_(True)
-        flat = mean_gradient(flat, world_size)
-    pending: Tensor = torch.ops._c10d_functional_autograd.all_to_all_single(flat, into, out, group_name)
-    return pending
-
-
-def mean_gradient(values: Tensor, world_size: int) -> Tensor:
-    """``values``, whose gradient is divided by the number of ranks (see :mod:`shardrec.exchange.output`)."""
-    return values.detach() + (values - values.detach()) / world_size
-
-
-def arrived_rows(pending: Tensor, world_size: int) -> Tensor:
-    """Wait for :func:`exchange_rows`."""
-    if world_size == 1:
-        return pending
-    done: Tensor = torch.ops._c10d_functional.wait_tensor(pending)
-    return done

@@ -74,9 +74,8 @@ class StepContext:
     def exchange_header(self, header: Tensor) -> Tensor:
         """Send row q of ``header`` (W, C) int64 to rank q; returns the rows received, one from each rank."""
         self.exchanges += 1
-        ones = [1] * self.collectives.world_size
-        pending = self.collectives.all_to_all(header, ones, ones, "header")
-        return self.collectives.wait(pending, "header")
+        width = [header.size(1)] * header.size(0)
+        return torch.stack(self.collectives.send([[row] for row in header], width, "header").wait())
 
     def fail_all(self, message: str) -> NoReturn:
         """Take part in the other ranks' next header exchange with a fault, and raise it here as there."""

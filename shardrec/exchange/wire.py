@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from shardrec.errors import ConfigError
-from shardrec.exchange.collectives import Collectives
+from shardrec.exchange.collectives import Collectives, Pending, WayBack
 
 __all__ = ["QuantizedComms", "Shape", "Wire"]
 
@@ -67,9 +67,14 @@ class Wire:
         self._type = wire_type if collectives.world_size > 1 else "fp32"
         self._collectives = collectives
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether rows travel as they are."""
+        return self._type == "fp32"
+
     def send(
         self, flat: Tensor, receive: Sequence[Sequence[Shape]], send: Sequence[Sequence[Shape]], what: str
-    ) -> Tensor:
+    ) -> Pending:
         """Encode and issue.
 
         Args:
@@ -79,17 +84,13 @@ class Wire:
             what: a word for error messages.
 
         Returns:
-            What :meth:`receive` takes.
+            Per rank, float32, the parts that came from it one after the other.
         """
         sizes_in = [sum(map(self._elements, parts)) for parts in receive]
         sizes_out = [sum(map(self._elements, parts)) for parts in send]
-        shapes = [shape for parts in send for shape in parts]
-        return self._collectives.all_to_all(self._encode(flat, shapes), sizes_in, sizes_out, what)
-
-    def receive(self, pending: Tensor, receive: Sequence[Sequence[Shape]], what: str) -> Tensor:
-        """Wait and decode: float32, the parts from each rank one after the other."""
-        wire = self._collectives.wait(pending, what)
-        return self._decode(wire, [shape for parts in receive for shape in parts])
+        encoded = self._encode(flat, [shape for parts in send for shape in parts])
+        parts = [[part] for part in encoded.split(sizes_out)]
+        return _Encoded(self, self._collectives.send(parts, sizes_in, what), receive)
 
     def _elements(self, shape: Shape) -> int:
         rows, cols = shape
@@ -109,7 +110,8 @@ class Wire:
         ]
         return torch.cat(parts) if parts else flat.new_zeros(0, dtype=torch.uint8)
 
-    def _decode(self, wire: Tensor, shapes: Sequence[Shape]) -> Tensor:
+    def decode(self, wire: Tensor, shapes: Sequence[Shape]) -> Tensor:
+        """What came of one rank, as float32."""
         if self._type == "fp32":
             return wire
         if self._type != "int8":
@@ -121,3 +123,16 @@ class Wire:
             if rows * cols
         ]
         return torch.cat(parts) if parts else torch.zeros(0, device=wire.device)
+
+
+class _Encoded:
+    way_back: WayBack | None = None
+
+    def __init__(self, wire: Wire, pending: Pending, receive: Sequence[Sequence[Shape]]) -> None:
+        self._wire = wire
+        self._pending = pending
+        self._receive = receive
+
+    def wait(self) -> list[Tensor]:
+        parts = zip(self._pending.wait(), self._receive, strict=True)
+        return [self._wire.decode(part, shapes) for part, shapes in parts]

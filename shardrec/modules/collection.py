@@ -13,9 +13,9 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
 
 from shardrec.errors import ConfigError
 from shardrec.exchange.batch import Expectation
-from shardrec.exchange.collectives import collectives_of
 from shardrec.exchange.route import Lookup
 from shardrec.exchange.step import StepContext
+from shardrec.exchange.transport import transport_of
 from shardrec.layout import Shard, ShardingPlan
 from shardrec.lookup.groups import LookupTable
 from shardrec.lookup.optimizers import FusedOptimizer, fused_optimizer_of
@@ -64,7 +64,7 @@ class ShardedCollection(nn.Module, abc.ABC):
     ) -> None:
         super().__init__()
         self.device = torch.device(device or "cpu")
-        self.context = context or StepContext(collectives_of(group), self.device)
+        self.context = context or StepContext(transport_of(group, self.device), self.device)
         self._group = (group or dist.group.WORLD) if self.context.collectives.world_size > 1 else None
         self._ranks_per_host = plan.topology.ranks_per_host
         self._frozen = {name for name, weight in weights.items() if not weight.requires_grad}

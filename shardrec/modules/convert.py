@@ -12,8 +12,10 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from shardrec.errors import ConfigError, PlanError
 from shardrec.exchange.collectives import collectives_of
 from shardrec.exchange.step import StepContext, checksum
+from shardrec.exchange.transport import Transport, transport_of
 from shardrec.exchange.wire import QuantizedComms
 from shardrec.layout import ShardingPlan, Topology
+from shardrec.memory import keep_large_blocks
 from shardrec.modules.bags import ShardedEmbeddingBagCollection
 from shardrec.modules.collection import TABLE_DTYPES, ShardedCollection
 from shardrec.modules.discover import Collection, collections_of, remappers_of, table_shapes
@@ -34,6 +36,7 @@ def shard(
     dedup: bool = True,
     comms: QuantizedComms | None = None,
     output_dtype: torch.dtype = torch.float32,
+    transport: Transport | None = None,
     replicas: int | None = None,
     sync_every: int = 1,
     sync_optimizer: bool = True,
@@ -58,6 +61,9 @@ def shard(
         comms: formats in which pooled rows and gradients travel; default: float32 both ways.
         output_dtype: of the collections' outputs: float32, as the unsharded ones', float16 or bfloat16. Rows are summed
             and exchanged as float32, or as ``comms`` says, and converted at the end; so are their gradients.
+        transport: ``"auto"``: ranks with tables on the CPU that share a host exchange through shared memory;
+            ``"group"``: through the process group, as between hosts. Default: the environment variable
+            ``SHARDREC_TRANSPORT``, or else ``auto``.
         replicas: number of copies of the tables, a divisor of the number of ranks; the result is then a
             :class:`shardrec.ReplicatedModel`, for ``replicas=1`` too. Default: one copy.
         sync_every: training steps between two averagings of the copies.
@@ -84,7 +90,7 @@ def shard(
         known = ", ".join(str(dtype) for dtype in TABLE_DTYPES.values())
         raise ConfigError(f"output_dtype is {output_dtype}; embeddings come as one of {known}")
     _refuse_remappers(model, collectives.world_size)
-    world = StepContext(collectives, target, comms)
+    world = StepContext(collectives, target)
     options = _agreed_options(replicas, sync_every, sync_optimizer, world)
     size = collectives.world_size // options.replicas
     if plan is None:
@@ -93,7 +99,11 @@ def shard(
         plan = make_plan(model, Topology.of_world(size))
     _check_plan(plan, model, options, world)
     groups = make_groups(group, options.replicas, target)
-    context = world if options.replicas == 1 else StepContext(groups.collectives, target, comms)
+    if target.type == "cpu":
+        keep_large_blocks()
+    alone = groups.inside is None
+    exchange = groups.collectives if alone else transport_of(groups.inside, target, transport)
+    context = StepContext(exchange, target, comms)
     context.output_dtype = output_dtype
     replaced = {
         id(module): _shard_collection(module, plan, path, target, groups.inside, context, dedup)

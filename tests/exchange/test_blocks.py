@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from shardrec.exchange.blocks import BlockExchange, Stream, joined
+from shardrec.exchange.blocks import BlockExchange, Stream
+from shardrec.exchange.collectives import joined
 from shardrec.exchange.wire import QuantizedComms
 from tests.plans import randoms
 from tests.thread_ranks import ThreadCollectives, thread_ranks

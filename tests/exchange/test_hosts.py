@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardrec.exchange.assemble import assemble
 from shardrec.exchange.blocks import BlockExchange
+from shardrec.exchange.collectives import Collectives
 from shardrec.exchange.hosts import host_sums
 from shardrec.exchange.input import ShardInput
 from shardrec.exchange.output import OutputExchange
@@ -36,7 +37,7 @@ def served(sizes: list[int]) -> ShardInput:
     )
 
 
-class Counting:
+class Counting(Collectives):
     """Counts the elements that this rank sends to other hosts.
 
     Args:

@@ -1,0 +1,151 @@
+"""Small messages between the ranks of a host, over Unix sockets.
+
+A message says what a rank has put into its windows, and for which exchange. A socket gives what flags in shared memory
+do not: the order of memory on every processor, a wait without spinning and with a limit, and the end of a rank that
+dies, at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import marshal
+import os
+import socket
+from collections import deque
+from collections.abc import Mapping
+from threading import RLock
+from typing import Any
+
+from shardrec.errors import PeerError
+from shardrec.exchange.shared.windows import PeerWindows
+
+__all__ = ["Channel", "Key", "Message"]
+
+Key = tuple[int, int]
+"""Number of an exchange, and which of its messages: 0 forward, then 1, 2, ... for its ways back."""
+
+Message = tuple[Any, ...]
+"""Plain data, as :mod:`marshal` takes it."""
+
+_WINDOW = -1  # in place of an exchange's number: a new window, with its descriptor
+_MOST_BYTES = 1 << 16
+_MOST_RELEASED = 4096
+
+
+class Channel:
+    """Connections to the other ranks of this host.
+
+    Args:
+        rank: of this process in the group.
+        world_size: of the group.
+        sockets: per other rank of the host, a connected SEQPACKET socket.
+        timeout_s: how long to wait for a message.
+
+    Attributes:
+        peers: the other ranks of the host, ascending.
+        lock: held by whoever sends or receives.
+    """
+
+    def __init__(self, rank: int, world_size: int, sockets: Mapping[int, socket.socket], timeout_s: float) -> None:
+        self.peers = sorted(sockets)
+        self.lock = RLock()
+        self._name = f"rank {rank} of {world_size}"
+        self._sockets = dict(sockets)
+        self._timeout_s = timeout_s
+        self._inbox: dict[int, dict[Key, Message]] = {peer: {} for peer in sockets}
+        self._windows = {peer: PeerWindows() for peer in sockets}
+        self._released: dict[int, deque[int]] = {peer: deque() for peer in sockets}  # filled by finalizers
+        self._returned: dict[int, list[int]] = {peer: [] for peer in sockets}
+        for one in sockets.values():
+            one.settimeout(timeout_s)
+
+    def windows(self, peer: int) -> PeerWindows:
+        """The windows that ``peer`` has announced."""
+        return self._windows[peer]
+
+    def release(self, peer: int, token: int) -> None:
+        """Tell ``peer``, with the next message, that a block it lent is not used here any more."""
+        self._released[peer].append(token)
+
+    def returned(self, peer: int) -> list[int]:
+        """What ``peer`` has released since the last call."""
+        found, self._returned[peer] = self._returned[peer], []
+        return found
+
+    def announce(self, number: int, size: int, descriptor: int) -> None:
+        """Give all peers a new window."""
+        data = marshal.dumps((_WINDOW, 0, (), number, size))
+        for peer, one in self._sockets.items():
+            try:
+                socket.send_fds(one, [data], [descriptor])
+            except OSError as error:
+                self._fail(peer, "window", error)
+
+    def send(self, peer: int, key: Key, what: str, message: Message) -> None:
+        """Send a message.
+
+        Raises:
+            PeerError: if ``peer`` is gone.
+        """
+        waiting = self._released[peer]
+        released = tuple(waiting.popleft() for _ in range(min(len(waiting), _MOST_RELEASED)))
+        data = marshal.dumps((*key, released, what, *message))
+        try:
+            self._sockets[peer].send(data)
+        except (OSError, KeyError) as error:
+            self._fail(peer, what, error)
+
+    def receive(self, peer: int, key: Key, what: str) -> Message:
+        """Wait for a message.
+
+        Raises:
+            PeerError: if ``peer`` is gone, does not answer in time, or is at another exchange.
+        """
+        inbox = self._inbox[peer]
+        while key not in inbox:
+            try:
+                data, descriptors, _, _ = socket.recv_fds(self._sockets[peer], _MOST_BYTES, 1)
+            except (OSError, KeyError) as error:
+                self._fail(peer, what, error)
+            if not data:
+                self._fail(peer, what, None)
+            number, way, released, *message = marshal.loads(data)
+            if number == _WINDOW:
+                index, size = message
+                self._windows[peer].add(index, size, descriptors[0])
+                continue
+            self._returned[peer].extend(released)
+            inbox[number, way] = tuple(message)
+        sent, *body = inbox.pop(key)
+        if sent != what:
+            text = f"{self._name}: waits for the {what} exchange and rank {peer} made the {sent} exchange"
+            self.close()
+            raise PeerError(
+                f"{text}; the ranks have come apart: every rank must call the same modules in the same order"
+            )
+        return tuple(body)
+
+    def close(self) -> None:
+        """End the connections; the other ranks of the host notice at once."""
+        for one in self._sockets.values():
+            with contextlib.suppress(OSError):
+                one.close()
+        self._sockets = {}
+
+    def _fail(self, peer: int, what: str, error: Exception | None) -> None:
+        if not self._sockets:
+            cause = "an exchange has failed before"
+        elif isinstance(error, TimeoutError):
+            cause = f"rank {peer} did not come within the process group's timeout of {self._timeout_s:g} s"
+        else:
+            ended = f" ({os.strerror(error.errno)})" if isinstance(error, OSError) and error.errno else ""
+            cause = f"rank {peer} has stopped{ended}"
+        # The ranks that wait for this one learn of it now, and not when its process ends.
+        self.close()
+        raise PeerError(
+            f"{self._name}: the {what} exchange failed, because {cause}. Look for the first error among the other "
+            "ranks' messages, and start all the ranks again"
+        ) from error
+
+    def __del__(self) -> None:
+        self.close()

@@ -1,0 +1,322 @@
+"""The exchanges of a step between ranks of one host, through their windows.
+
+::
+
+    send        each part is written once into a window of its sender, and read there by its receiver: no copy is
+                made on the way, and what a rank keeps for itself is not moved at all
+    way back    each rank lends the memory for the gradient of what it sent; the others write their parts straight
+                into it, so that it lies in one piece when the last of them says that it is written
+
+Small parts (headers) travel in the message itself. Ranks on other hosts are reached by the process group's all-to-all,
+in the same call.
+
+[Note: no rank waits to send]
+A sender takes a free block of its windows, and grows them if there is none; blocks come back when no tensor of the
+receiver refers to them any more. Memory is bounded by what is alive: about one forward's parts, and their gradients.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardrec.errors import PeerError
+from shardrec.exchange.collectives import Collectives, FunctionalCollectives, Streams, WayBack, joined
+from shardrec.exchange.shared.channel import Channel, Message
+from shardrec.exchange.shared.windows import Arena, Block, Bytes, as_tensor
+
+__all__ = ["SharedCollectives"]
+
+_INLINE_BYTES = 4096
+
+
+class SharedCollectives(Collectives):
+    """All-to-alls through shared memory where ranks share a host.
+
+    Args:
+        base: collectives of the whole group, for ranks on other hosts.
+        channel: to the other ranks of this host.
+
+    Attributes:
+        group_name: of the process group.
+        arena: this rank's windows.
+    """
+
+    def __init__(self, base: FunctionalCollectives, channel: Channel) -> None:
+        self.rank = base.rank
+        self.world_size = base.world_size
+        self.group_name = base.group_name
+        self.base = base
+        self.channel = channel
+        self.arena = Arena(channel.announce)
+        self.peers = channel.peers
+        near = {self.rank, *channel.peers}
+        self.far = [rank for rank in range(self.world_size) if rank not in near]
+        self._number = 0
+        self._token = 0
+        self._lent: dict[int, list[Bytes]] = {}
+        self._waiting: dict[int, tuple[_SharedPending, tuple[int, ...]]] = {}
+
+    def all_to_all(self, values: Tensor, receive: Sequence[int], send: Sequence[int], what: str) -> Tensor:
+        row = values.shape[1:].numel()
+        parts = [[part] for part in values.reshape(-1).split([size * row for size in send])]
+        pending = self.send(parts, [size * row for size in receive], what)
+        result = values.new_empty((sum(receive), *values.shape[1:]))
+        self._waiting[id(result)] = (pending, tuple(receive))
+        return result
+
+    def wait(self, pending: Tensor, what: str) -> Tensor:
+        found, _ = self._waiting.pop(id(pending))
+        torch.cat(found.wait(), out=pending.view(-1))
+        return pending
+
+    def send(
+        self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str, streams: Streams | None = None
+    ) -> _SharedPending:
+        with self.channel.lock, _counted():
+            number, self._number = self._number, self._number + 1
+            way_back = None if streams is None else _SharedWayBack(self, number, streams)
+            for peer in self.peers:
+                offers = () if way_back is None else way_back.offer(peer)
+                self.channel.send(peer, (number, 0), what, (self._outgoing(parts[peer], peer), offers))
+            far = self._send_far(parts, receive, what)
+        return _SharedPending(self, number, joined(parts[self.rank]), list(receive), what, far, way_back)
+
+    def lend(self, size: int, borrowers: int) -> tuple[int, Block]:
+        """A block of the windows, kept until ``borrowers`` peers have released its token."""
+        for peer in self.peers:
+            for token in self.channel.returned(peer):
+                left = self._lent[token]
+                left.pop()
+                if not left:
+                    del self._lent[token]
+        block = self.arena.lend(size)
+        self._token += 1
+        self._lent[self._token] = [block.bytes] * borrowers
+        return self._token, block
+
+    def borrowed(self, peer: int, token: int, window: int, offset: int, size: int) -> Bytes:
+        """Memory of a peer, released when no tensor refers to it any more."""
+        if not size:
+            self.channel.release(peer, token)
+            return np.empty(0, dtype=np.uint8)
+        memory = self.channel.windows(peer).bytes(window, offset, size)
+        weakref.finalize(memory, self.channel.release, peer, token).atexit = False
+        return memory
+
+    def _outgoing(self, parts: Sequence[Tensor], peer: int) -> Any:
+        """Bytes, or (token, window, offset, size)."""
+        count = sum(part.numel() for part in parts)
+        dtype = parts[0].dtype if parts else torch.uint8
+        size = count * dtype.itemsize
+        if size <= _INLINE_BYTES:
+            return torch.cat(list(parts)).view(torch.uint8).numpy().tobytes() if count else b""
+        token, block = self.lend(size, 1)
+        target = as_tensor(block.bytes, dtype)
+        if len(parts) == 1:
+            target.copy_(parts[0])
+        else:
+            torch.cat(list(parts), out=target)
+        return token, block.window, block.offset, size
+
+    def _send_far(self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str) -> Tensor | None:
+        if not self.far:
+            return None
+        out, into = [0] * self.world_size, [0] * self.world_size
+        pieces = [parts[self.rank][0][:0]]
+        for rank in self.far:
+            pieces += parts[rank]
+            out[rank] = sum(part.numel() for part in parts[rank])
+            into[rank] = receive[rank]
+        return self.base.all_to_all(torch.cat(pieces), into, out, what)
+
+
+class _SharedPending:
+    """What comes from the peers, from this rank itself, and from far ranks."""
+
+    def __init__(
+        self,
+        collectives: SharedCollectives,
+        number: int,
+        own: Tensor,
+        receive: list[int],
+        what: str,
+        far: Tensor | None,
+        way_back: _SharedWayBack | None,
+    ) -> None:
+        self.way_back: WayBack | None = way_back
+        self._back = way_back
+        self._collectives = collectives
+        self._number = number
+        self._own = own
+        self._receive = receive
+        self._what = what
+        self._far = far
+
+    def wait(self) -> list[Tensor]:
+        collectives, own = self._collectives, self._own
+        found = {collectives.rank: own}
+        with collectives.channel.lock:
+            for peer in collectives.peers:
+                outgoing, offers = collectives.channel.receive(peer, (self._number, 0), self._what)
+                found[peer] = self._arrived(peer, outgoing)
+                if self._back is not None:
+                    self._back.offered(peer, offers)
+        if self._far is not None:
+            done = collectives.base.wait(self._far, self._what)
+            sizes = [self._receive[rank] for rank in collectives.far]
+            found.update(zip(collectives.far, done.split(sizes), strict=True))
+        self._own = own[:0]
+        return [found[rank] for rank in range(collectives.world_size)]
+
+    def _arrived(self, peer: int, outgoing: Any) -> Tensor:
+        dtype = self._own.dtype
+        size = self._receive[peer] * dtype.itemsize
+        came = len(outgoing) if isinstance(outgoing, bytes) else outgoing[3]
+        if came != size:
+            raise PeerError(
+                f"rank {self._collectives.rank}: {came} bytes came from rank {peer} in the {self._what} exchange and "
+                f"{size} were expected; the ranks have come apart"
+            )
+        if isinstance(outgoing, bytes):
+            return torch.frombuffer(bytearray(outgoing), dtype=dtype) if outgoing else self._own.new_empty(0)
+        return as_tensor(self._collectives.borrowed(peer, *outgoing), dtype)
+
+
+class _SharedWayBack:
+    """Gradients written where they are needed.
+
+    Args:
+        collectives: whose.
+        number: of the forward exchange.
+        streams: what it sent and received.
+    """
+
+    def __init__(self, collectives: SharedCollectives, number: int, streams: Streams) -> None:
+        self._collectives = collectives
+        self._number = number
+        self._streams = streams
+        self._turn = 1
+        self._landing: list[Tensor] = []
+        self._blocks: list[tuple[int, Block] | None] = []
+        self._theirs: dict[int, list[Tensor]] = {}
+        self._far_sent: Tensor | None = None
+        self._far_buffer: list[Tensor] = []
+        self._lend()
+
+    def _lend(self) -> None:
+        """Memory for the gradient of each stream, rank after rank."""
+        for stream in range(len(self._streams.out[0])):
+            elements = sum(rank[stream] for rank in self._streams.out)
+            lent = None
+            if elements:
+                lent = self._collectives.lend(4 * elements, len(self._collectives.peers))
+                self._landing.append(as_tensor(lent[1].bytes, torch.float32))
+            else:
+                self._landing.append(torch.empty(0))
+            self._blocks.append(lent)
+
+    def offer(self, peer: int) -> Message:
+        """Per stream, (token, window, offset, bytes) of the peer's part of the memory lent; () for none."""
+        found: list[Message] = []
+        for stream, lent in enumerate(self._blocks):
+            if lent is None:
+                found.append(())
+                continue
+            token, block = lent
+            start = 4 * sum(rank[stream] for rank in self._streams.out[:peer])
+            size = 4 * self._streams.out[peer][stream]
+            found.append((token, block.window, block.offset + start, size))
+        return tuple(found)
+
+    def offered(self, peer: int, offers: Message) -> None:
+        """What a peer lends."""
+        theirs: list[Tensor] = []
+        for stream, offer in enumerate(offers):
+            size = 4 * self._streams.into[peer][stream]
+            if (offer[3] if offer else 0) != size:
+                raise PeerError(
+                    f"rank {self._collectives.rank}: rank {peer} lends {offer[3] if offer else 0} bytes for a gradient "
+                    f"of {size}; the ranks have come apart"
+                )
+            memory = self._collectives.borrowed(peer, *offer) if offer else None
+            theirs.append(torch.empty(0) if memory is None else as_tensor(memory, torch.float32))
+        self._theirs[peer] = theirs
+
+    def views(self) -> list[Tensor]:
+        collectives = self._collectives
+        if not self._landing:
+            self._again()
+        views: list[Tensor] = []
+        for rank in range(collectives.world_size):
+            sizes = self._streams.into[rank]
+            if rank == collectives.rank:
+                views += self._own_parts()
+            elif rank in self._theirs:
+                views += self._theirs[rank]
+            else:
+                buffer = torch.empty(sum(sizes))
+                self._far_buffer.append(buffer)
+                views += buffer.split(list(sizes))
+        return views
+
+    def send(self) -> None:
+        collectives = self._collectives
+        with collectives.channel.lock, _counted():
+            self._theirs = {}
+            for peer in collectives.peers:
+                collectives.channel.send(peer, (self._number, 2 * self._turn), "gradient", ())
+            if collectives.far:
+                out, into = [0] * collectives.world_size, [0] * collectives.world_size
+                for rank in collectives.far:
+                    out[rank], into[rank] = sum(self._streams.into[rank]), sum(self._streams.out[rank])
+                values = torch.cat(self._far_buffer)
+                self._far_sent, self._far_buffer = collectives.base.all_to_all(values, into, out, "gradient"), []
+
+    def wait(self) -> list[Tensor]:
+        collectives = self._collectives
+        with collectives.channel.lock:
+            for peer in collectives.peers:
+                collectives.channel.receive(peer, (self._number, 2 * self._turn), "gradient")
+        landing, self._landing, self._blocks = self._landing, [], []
+        self._turn += 1
+        if self._far_sent is not None:
+            done = collectives.base.wait(self._far_sent, "gradient")
+            self._far_sent = None
+            sizes = [size for rank in collectives.far for size in self._streams.out[rank]]
+            parts = iter(done.split(sizes))
+            for rank in collectives.far:
+                for stream, memory in enumerate(landing):
+                    self._part(memory, stream, rank).copy_(next(parts))
+        return landing
+
+    def _own_parts(self) -> list[Tensor]:
+        rank = self._collectives.rank
+        return [self._part(memory, stream, rank) for stream, memory in enumerate(self._landing)]
+
+    def _part(self, memory: Tensor, stream: int, rank: int) -> Tensor:
+        start = sum(sizes[stream] for sizes in self._streams.out[:rank])
+        return memory[start : start + self._streams.out[rank][stream]]
+
+    def _again(self) -> None:
+        """A further backward through the same forward: lend new memory."""
+        collectives, key = self._collectives, (self._number, 2 * self._turn - 1)
+        with collectives.channel.lock:
+            self._lend()
+            for peer in collectives.peers:
+                collectives.channel.send(peer, key, "gradient", self.offer(peer))
+            for peer in collectives.peers:
+                self.offered(peer, collectives.channel.receive(peer, key, "gradient"))
+
+
+def _counted() -> Any:
+    """An event for profilers, as the process group's operators make one."""
+    if torch.autograd.profiler._is_profiler_enabled:
+        return torch.autograd.profiler.record_function("shardrec::all_to_all")
+    return nullcontext()

@@ -1,0 +1,131 @@
+"""Memory that a rank owns and the other ranks of its host map.
+
+A window is an anonymous file in memory (``memfd_create``): it has no name that could outlive the processes, and what it
+holds goes to other ranks as a descriptor over a socket. Pages are taken when they are first written, and then kept.
+
+[Note: memory in use]
+A block is lent as a numpy array, which tensors made of it keep alive; when the last of them is gone, the block is free
+again. So nothing that anybody still holds, the user and autograd included, is ever written over, and nobody has to say
+that he is done.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+__all__ = ["Arena", "Block", "Bytes", "PeerWindows", "as_tensor"]
+
+Bytes = npt.NDArray[np.uint8]
+
+_PAGE = 4096
+_FIRST_BYTES = 32 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """Part of a window: number of the window, first byte, and the bytes themselves."""
+
+    window: int
+    offset: int
+    bytes: Bytes
+
+
+def as_tensor(memory: Bytes, dtype: torch.dtype) -> Tensor:
+    """(n,) tensor over the memory, which it keeps alive."""
+    if memory.size == 0:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype)
+
+
+class Arena:
+    """The windows of one rank, and which of their blocks are free.
+
+    Args:
+        announce: called with (number, size, descriptor) of each new window, before a block of it is lent.
+    """
+
+    def __init__(self, announce: Callable[[int, int, int], None]) -> None:
+        self._announce = announce
+        self._maps: list[mmap.mmap] = []
+        self._free: list[tuple[int, int, int]] = []  # (window, first byte, end), ascending
+        self._returned: deque[tuple[int, int, int]] = deque()  # filled by finalizers, at any time and in any thread
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of all the windows."""
+        return sum(len(one) for one in self._maps)
+
+    @property
+    def lent_bytes(self) -> int:
+        """Bytes of the blocks in use."""
+        self._take_back()
+        return self.total_bytes - sum(end - start for _, start, end in self._free)
+
+    def lend(self, size: int) -> Block:
+        """A block of ``size`` bytes, at least one, in use until its last tensor is gone."""
+        self._take_back()
+        pages = -(-size // _PAGE) * _PAGE
+        fitting = (place for place, (_, start, end) in enumerate(self._free) if end - start >= pages)
+        place = next(fitting, -1)
+        if place < 0:
+            place = self._new_window(pages)
+        window, start, end = self._free[place]
+        if end - start == pages:
+            del self._free[place]
+        else:
+            self._free[place] = (window, start + pages, end)
+        memory = np.frombuffer(self._maps[window], dtype=np.uint8, count=size, offset=start)
+        weakref.finalize(memory, self._returned.append, (window, start, start + pages)).atexit = False
+        return Block(window=window, offset=start, bytes=memory)
+
+    def _take_back(self) -> None:
+        while self._returned:
+            window, start, end = self._returned.popleft()
+            place = bisect_left(self._free, (window, start, end))
+            if place < len(self._free) and self._free[place][:2] == (window, end):
+                end = self._free.pop(place)[2]
+            if place and self._free[place - 1][0] == window and self._free[place - 1][2] == start:
+                start = self._free.pop(place - 1)[1]
+            insort(self._free, (window, start, end))
+
+    def _new_window(self, pages: int) -> int:
+        size = max(_FIRST_BYTES, pages, self.total_bytes)
+        number = len(self._maps)
+        descriptor = os.memfd_create(f"shardrec-{number}", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(descriptor, size)
+            self._maps.append(mmap.mmap(descriptor, size))
+            self._announce(number, size, descriptor)
+        finally:
+            os.close(descriptor)
+        self._free.append((number, 0, size))
+        return len(self._free) - 1
+
+
+class PeerWindows:
+    """The windows of another rank."""
+
+    def __init__(self) -> None:
+        self._maps: dict[int, mmap.mmap] = {}
+
+    def add(self, number: int, size: int, descriptor: int) -> None:
+        """Map a window; closes the descriptor."""
+        try:
+            self._maps[number] = mmap.mmap(descriptor, size)
+        finally:
+            os.close(descriptor)
+
+    def bytes(self, window: int, offset: int, size: int) -> Bytes:
+        """Memory of a block."""
+        return np.frombuffer(self._maps[window], dtype=np.uint8, count=size, offset=offset)

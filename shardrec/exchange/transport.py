@@ -1,0 +1,58 @@
+"""The way between ranks: shared memory where they share a host, the process group elsewhere."""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from shardrec.errors import ConfigError
+from shardrec.exchange.collectives import Collectives, FunctionalCollectives, collectives_of
+from shardrec.memory import keep_large_blocks
+
+__all__ = ["Transport", "transport_of"]
+
+Transport = Literal["auto", "group"]
+"""``auto``: shared memory between the ranks of a host that can share it; ``group``: the process group for all."""
+
+_DEFAULT_TIMEOUT_S = 1800.0
+
+
+def transport_of(
+    group: dist.ProcessGroup | None, device: torch.device, transport: Transport | None = None
+) -> Collectives:
+    """The collectives for a model's exchanges; every rank of ``group`` calls this.
+
+    Args:
+        group: default: the default group, or a single rank without one.
+        device: of the tables. Only ranks with tables on the CPU share memory.
+        transport: default: the environment variable ``SHARDREC_TRANSPORT``, or else ``auto``.
+
+    Raises:
+        ConfigError: for an unknown transport.
+    """
+    chosen = transport or os.environ.get("SHARDREC_TRANSPORT", "auto")
+    if chosen not in ("auto", "group"):
+        raise ConfigError(f"transport {chosen!r} is unknown; give 'auto' (shared memory inside a host) or 'group'")
+    if device.type == "cpu":
+        keep_large_blocks()
+    base = collectives_of(group)
+    if device.type != "cpu" or not isinstance(base, FunctionalCollectives):
+        return base
+    whole = group or dist.group.WORLD
+    assert whole is not None, "several ranks have a process group"
+    from shardrec.exchange.shared.collectives import SharedCollectives
+    from shardrec.exchange.shared.handshake import connect, host_identity
+
+    # A rank that wants none still answers, so that the others do not wait for it.
+    channel = connect(whole, _timeout_s(whole, device), identity=host_identity if chosen == "auto" else str)
+    return base if channel is None else SharedCollectives(base, channel)
+
+
+def _timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
+    try:
+        return float(group._get_backend(device).options._timeout.total_seconds())
+    except (AttributeError, RuntimeError):
+        return _DEFAULT_TIMEOUT_S
