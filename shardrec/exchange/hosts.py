@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from shardrec.exchange.assemble import assemble, distribute
+from shardrec.exchange.assemble import Columns
 from shardrec.exchange.blocks import BlocksInFlight, Stream
 from shardrec.exchange.route import Piece, Route, Slot, Source, add_columns
 from shardrec.exchange.wire import Shape
@@ -146,6 +146,7 @@ class HostExchange:
         self._world_size = len(sums.spans)
         self._host, self._local = divmod(rank, sums.ranks_per_host)
         self.width = sums.width(self._host)
+        self.columns = Columns(sums.pieces[self._host])
         self._widths = [sum(width for _, width in spans) for spans in sums.spans]
 
     def divide(self, pooled: Tensor, batch_sizes: Sequence[int]) -> tuple[Tensor, Stream]:
@@ -244,8 +245,7 @@ class _Sum(torch.autograd.Function):
     ) -> Tensor:
         ctx.exchange, ctx.flight, ctx.stream, ctx.rows = exchange, flight, stream, rows  # type: ignore[attr-defined]
         blocks = exchange.blocks(flats, rows)
-        pieces = exchange.sums.pieces[exchange._host]
-        return assemble(blocks, pieces) if pieces else flats[0].new_zeros((rows, 0))
+        return exchange.columns.assemble(blocks) if exchange.width else flats[0].new_zeros((rows, 0))
 
     @staticmethod
     @once_differentiable
@@ -253,7 +253,7 @@ class _Sum(torch.autograd.Function):
         exchange: HostExchange = ctx.exchange
         views = ctx.flight.gradient_blocks(ctx.stream)
         blocks = exchange.blocks(views, ctx.rows)
-        distribute(gradient, blocks, exchange.sums.pieces[exchange._host], [1.0] * len(blocks))
+        exchange.columns.distribute(gradient, blocks)
         return None, None, None, None, *views
 
 

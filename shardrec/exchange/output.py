@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from shardrec.exchange.assemble import assemble, distribute
+from shardrec.exchange.assemble import Columns
 from shardrec.exchange.blocks import BlocksInFlight, Stream
 from shardrec.exchange.hosts import HostExchange, host_sums
 from shardrec.exchange.input import ShardInput
@@ -57,7 +57,6 @@ class OutputExchange:
         self._ranks_per_host = ranks_per_host or self.world_size
         sums = host_sums(route, self._ranks_per_host)
         self.hosts = None if sums is None else HostExchange(sums, rank)
-        self.pieces = output_pieces(lookups, route, () if sums is None else sums.columns)
         self._sums = sums
         self._slots = [range(len(slots)) for slots in route.slots] if sums is None else list(sums.direct)
         self._columns = [
@@ -67,7 +66,8 @@ class OutputExchange:
         self.widths = tuple(map(sum, self._columns))
         self._slot_counts = route.slot_counts()
         blocks = self.world_size + (0 if sums is None else len(sums.columns))
-        self.scales = [1.0 / self.world_size] * blocks + [1.0]
+        scales = [1.0 / self.world_size] * blocks + [1.0]
+        self.columns = Columns(output_pieces(lookups, route, () if sums is None else sums.columns), scales)
 
     def stream(
         self,
@@ -195,7 +195,7 @@ class _Assemble(torch.autograd.Function):
         blocks += exchange.sums_in(flats, assembly.size)
         if replicated is not None:
             blocks.append(replicated.detach())
-        return assemble(blocks, exchange.pieces)
+        return exchange.columns.assemble(blocks)
 
     @staticmethod
     @once_differentiable
@@ -214,7 +214,7 @@ class _Assemble(torch.autograd.Function):
         if ctx.replicated_width:
             replicated = gradient.new_empty((assembly.size, ctx.replicated_width))
             blocks.append(replicated)
-        distribute(gradient, blocks, exchange.pieces, exchange.scales)
+        exchange.columns.distribute(gradient, blocks)
         if assembly.ragged is not None:
             for part, ragged, block in zip(direct, assembly.ragged, padded, strict=True):
                 part.copy_(ragged.strip(block))

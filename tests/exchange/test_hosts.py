@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from shardrec.exchange.assemble import assemble
+from shardrec.exchange.assemble import Columns
 from shardrec.exchange.blocks import BlockExchange
 from shardrec.exchange.collectives import Collectives
 from shardrec.exchange.hosts import host_sums
@@ -164,4 +164,4 @@ def test_row_cuts_cross_between_hosts_once_per_host_and_sample() -> None:
     assert found[0][3] == ["partial sums", "output", "gradient", "gradient"]
     assert flat[0][3] == ["output", "gradient"]
     blocks = [torch.full((3, route.width(rank)), 1.0) for rank in range(4)]
-    assert torch.equal(found[0][0], assemble(blocks, output_pieces(lookups, route)))
+    assert torch.equal(found[0][0], Columns(output_pieces(lookups, route)).assemble(blocks))
