@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shardrec import native
 from shardrec.exchange.batch import NO_LIMIT, Batch, Expectation, shown
 
 __all__ = ["are_sound", "describe_fault", "ids_are_valid"]
@@ -31,7 +32,11 @@ def ids_are_valid(batch: Batch, limits: Tensor, *, unused_keys: bool) -> Tensor:
     Returns:
         0-d bool tensor on the batch's device.
     """
-    sound = are_sound(batch.lengths, batch.values, limits, unused_keys)
+    if limits.device.type == "cpu" and native.is_loaded():
+        lengths, values = batch.lengths.contiguous(), batch.values.contiguous()
+        sound: Tensor = torch.ops.shardrec.are_sound(lengths, values, limits)
+    else:
+        sound = are_sound(batch.lengths, batch.values, limits, unused_keys)
     if batch.inverse is not None:
         bags_U = torch.tensor(batch.bags, device=batch.inverse.device)
         sound = sound & ((batch.inverse >= 0) & (batch.inverse < bags_U.unsqueeze(1))).all()

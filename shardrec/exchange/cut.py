@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -83,7 +84,7 @@ class Cutter:
             for edges in route.unit_boundaries
         ]
 
-    @property
+    @cached_property
     def id_dtype(self) -> torch.dtype:
         """What a batch's ids must be: int32 where the tables' rows allow."""
         # Rows of the whole table decide here, for ids are cut after they are narrowed.

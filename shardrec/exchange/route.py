@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from shardrec.layout import Shard, Stripe, TableLayout
 
@@ -74,12 +75,12 @@ class Route:
     slots: tuple[tuple[Slot, ...], ...]
     groups: int
 
-    @property
+    @cached_property
     def blocks(self) -> int:
         """The most blocks any unit has."""
         return max((len(boundaries) - 1 for boundaries in self.unit_boundaries), default=1)
 
-    @property
+    @cached_property
     def slot_rows(self) -> tuple[int, ...]:
         """Per slot, rank after rank, its row in the cut lengths, which are (blocks, units, B)."""
         units = len(self.unit_keys)
@@ -93,7 +94,7 @@ class Route:
         """Pooled columns that ``rank`` sends back per sample."""
         return sum(slot.shard.cols for slot in self.slots[rank])
 
-    @property
+    @cached_property
     def wide_ids(self) -> bool:
         """Whether any shard has more rows than 32 bits can number, so that ids must travel as 64 bits."""
         return any(slot.shard.rows > 2**31 - 1 for rank_slots in self.slots for slot in rank_slots)

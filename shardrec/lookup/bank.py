@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardrec import native
 from shardrec.lookup.kernels import has_kernel, kernel_states, make_kernel, set_first_sums
 from shardrec.lookup.optimizers import FusedOptimizer
 
@@ -50,10 +51,16 @@ class WidthClass:
 
 @dataclass(frozen=True, kw_only=True)
 class RowGradient:
-    """The gradient of one width class: ``rows`` (U,) distinct, ascending matrix rows, ``values`` (U, w) float32."""
+    """The gradient of one width class: ``rows`` (U,) distinct, ascending matrix rows, ``values`` (U, w) float32, and
+    ``squares`` (U,), the sum of each row's squares, where it is known."""
 
     rows: Tensor
     values: Tensor
+    squares: Tensor | None = None
+
+    def square_sums(self) -> Tensor:
+        """(U,) sum of each row's squares."""
+        return self.values.square().sum(dim=1) if self.squares is None else self.squares
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +191,8 @@ class TableBank:
             weights: (N,) or None.
             gradient: (B_all, D) of the pooled output, or (N, w).
         """
+        if gradient.device.type == "cpu" and native.is_loaded():
+            return [self._summed(cls, ids, lengths, weights, gradient) for cls in self.classes]
         found = []
         for cls, part in zip(self.classes, self._ids_by_class(ids, lengths, weights), strict=True):
             values = self._bag_gradient(cls, part, lengths.size(1), gradient)
@@ -202,6 +211,26 @@ class TableBank:
                 return products
             found.index_copy_(0, part.places, products)
         return found
+
+    def _summed(
+        self, cls: WidthClass, ids: Tensor, lengths: Tensor, weights: Tensor | None, gradient: Tensor
+    ) -> RowGradient:
+        """:meth:`row_gradients` of one class, by one operator."""
+        bases = torch.full((len(self.slot_tables),), -1)
+        bases[list(cls.slots)] = cls.slot_bases
+        columns = [0, *accumulate(self.shapes[table][1] for table in self.slot_tables)][:-1]
+        rows, values, squares = torch.ops.shardrec.sum_gradient(
+            ids.contiguous(),
+            lengths.to(torch.int32).contiguous(),
+            weights,
+            gradient.contiguous(),
+            bases,
+            torch.tensor(columns, dtype=torch.int64),
+            cls.width,
+            self.pooled,
+            cls.bases[-1],
+        )
+        return RowGradient(rows=rows, values=values, squares=squares)
 
     def _bag_gradient(self, cls: WidthClass, part: _ClassIds, batch: int, gradient: Tensor) -> Tensor:
         """(n, w) gradient of the bag (or row) of each id."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardrec import native
 from shardrec.lookup.bank import RowGradient, WidthClass
 from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
 
@@ -91,7 +92,12 @@ class RowOptimizer:
                 entry.states["sum"].index_copy_(0, rows, total)
                 change = values / total.sqrt_().add_(options.eps)
             case OptimizerKind.ROWWISE_ADAGRAD:
-                squares = values.square().mean(dim=1) if mean_square is None else mean_square
+                squares = gradient.square_sums() / values.size(1) if mean_square is None else mean_square
+                if self._is_native(entry):
+                    torch.ops.shardrec.rowwise_adagrad(
+                        entry.cls.weight, entry.states["sum"], rows, values, squares.contiguous(), self.lr, options.eps
+                    )
+                    return
                 total = entry.states["sum"].index_select(0, rows).add_(squares)
                 entry.states["sum"].index_copy_(0, rows, total)
                 change = values / total.sqrt_().add_(options.eps).unsqueeze(1)
@@ -103,6 +109,11 @@ class RowOptimizer:
         else:
             updated = weight.index_select(0, rows).to(torch.float32).add_(change, alpha=-self.lr)
             weight.index_copy_(0, rows, updated.to(weight.dtype))
+
+    @staticmethod
+    def _is_native(entry: _ClassState) -> bool:
+        weight = entry.cls.weight
+        return weight.dtype is torch.float32 and weight.device.type == "cpu" and native.is_loaded()
 
     def _adam_change(self, entry: _ClassState, rows: Tensor, values: Tensor) -> Tensor:
         beta1, beta2 = self.optimizer.betas

@@ -133,7 +133,7 @@ class _Segment:
 def _segments(bank: TableBank, local: Sequence[Shard], gradients: Sequence[RowGradient]) -> dict[Shard, _Segment]:
     found = {}
     for cls, gradient in zip(bank.classes, gradients, strict=True):
-        squares = gradient.values.square().sum(dim=1)
+        squares = gradient.square_sums()
         edges = torch.searchsorted(gradient.rows, torch.tensor(cls.bases, device=gradient.rows.device)).tolist()
         for position, table in enumerate(cls.tables):
             part = slice(edges[position], edges[position + 1])

@@ -6,6 +6,12 @@
     columns put together from blocks, for :mod:`shardrec.exchange.assemble`
 ``distribute(gradient, blocks, pieces, scales)``
     the transpose of it, in place
+``are_sound(lengths, values, limits)``
+    whether lengths and ids are valid, for :mod:`shardrec.exchange.check`
+``sum_gradient(ids, lengths, weights, gradient, bases, columns, width, pooled, rows)``
+    distinct rows, their gradients and the sums of their squares, for :mod:`shardrec.lookup.bank`
+``rowwise_adagrad(weight, state, rows, values, mean_squares, lr, eps)``
+    the update of some rows, for :mod:`shardrec.lookup.rows`
 
 Without them the same is done by torch's operators, with equal results and more passes over memory.
 """
