@@ -20,6 +20,7 @@ copied in; a missing one is zero.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -69,17 +70,44 @@ class BlockExchange:
         self.gradient_wire = Wire(comms.gradient, collectives)
 
     def start(self, streams: Sequence[Stream]) -> BlocksInFlight:
-        """Issue the all-to-all."""
-        return BlocksInFlight(self, streams)
+        """Issue the all-to-all of at least one stream."""
+        if self.collectives.world_size == 1:
+            return _AtHome(streams)
+        return _Travelling(self, streams)
 
 
-class BlocksInFlight:
-    """An exchange under way.
+class BlocksInFlight(abc.ABC):
+    """An exchange under way."""
 
-    Args:
-        exchange: how it travels.
-        streams: what is sent; at least one.
-    """
+    @abc.abstractmethod
+    def blocks(self, stream: int) -> tuple[Tensor, ...]:
+        """W flat float32 blocks of a stream, which are handed out once; waits at the first call.
+
+        Call it in the grad mode that the exchange was started in.
+        """
+
+    @abc.abstractmethod
+    def gradient_blocks(self, stream: int) -> list[Tensor]:
+        """Where the gradients of a stream's blocks are to be written, (n,) each."""
+
+
+class _AtHome(BlocksInFlight):
+    """One rank: the streams themselves."""
+
+    def __init__(self, streams: Sequence[Stream]) -> None:
+        self._flats = {number: stream.flat for number, stream in enumerate(streams)}
+        self._like = {number: stream.flat.detach()[:0].view(-1) for number, stream in enumerate(streams)}
+        self._sizes = [stream.flat.numel() for stream in streams]
+
+    def blocks(self, stream: int) -> tuple[Tensor, ...]:
+        return (self._flats.pop(stream).reshape(-1),)
+
+    def gradient_blocks(self, stream: int) -> list[Tensor]:
+        return [self._like[stream].new_empty(self._sizes[stream])]
+
+
+class _Travelling(BlocksInFlight):
+    """Streams between several ranks."""
 
     def __init__(self, exchange: BlockExchange, streams: Sequence[Stream]) -> None:
         self._streams = len(streams)
@@ -92,17 +120,12 @@ class BlocksInFlight:
         self._token: Tensor = _Issue.apply(shared, *flats)  # type: ignore[no-untyped-call]
 
     def blocks(self, stream: int) -> tuple[Tensor, ...]:
-        """W flat float32 blocks of a stream, which are handed out once; waits at the first call.
-
-        Call it in the grad mode that the exchange was started in.
-        """
         if self._blocks is None:
             every: tuple[Tensor, ...] = _Receive.apply(self._token, self._shared)  # type: ignore[no-untyped-call]
             self._blocks = {index: every[index :: self._streams] for index in range(self._streams)}
         return self._blocks.pop(stream)
 
     def gradient_blocks(self, stream: int) -> list[Tensor]:
-        """Where the gradients of a stream's blocks are to be written, (n,) each."""
         return self._shared.gradient_views()[stream :: self._streams]
 
 

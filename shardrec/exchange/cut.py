@@ -36,6 +36,7 @@ class Cut:
         positions: (N,) int32 place of each id in the batch, or None where nobody asks.
         slots: (S,) row of each slot.
         lengths: (S, B) lengths of each slot.
+        in_place: the rows are the slots, in order.
     """
 
     rows: Tensor
@@ -44,6 +45,7 @@ class Cut:
     positions: Tensor | None
     slots: Tensor
     lengths: Tensor
+    in_place: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +64,7 @@ class _KeyOrder:
     units: Tensor  # (U,) position of each unit's key
     units_in_place: bool
     slots: Tensor  # (S,) position of each slot's key; used when there is one block
+    slots_in_place: bool  # they are all the keys, in order
 
 
 class Cutter:
@@ -101,9 +104,9 @@ class Cutter:
         order = self._order(batch.keys)
         lengths, values, weights = batch.lengths, batch.values, batch.weights
         positions = torch.arange(values.numel(), dtype=torch.int32, device=self._device) if keep_positions else None
-        slots = order.slots
+        slots, in_place = order.slots, order.slots_in_place
         if self._route.blocks > 1:
-            slots = self._slot_rows
+            slots, in_place = self._slot_rows, self._in_place
             if not order.units_in_place:
                 units = order.units.to(torch.int32)
                 if positions is not None:
@@ -121,7 +124,8 @@ class Cutter:
             weights=weights,
             positions=positions,
             slots=slots,
-            lengths=lengths.index_select(0, slots),
+            lengths=lengths if in_place else lengths.index_select(0, slots),
+            in_place=in_place,
         )
 
     def in_slots(self, cut: Cut, total: int) -> SlotIds:
@@ -145,6 +149,7 @@ class Cutter:
                 units=self._tensor(units),
                 units_in_place=units == list(range(len(keys))),
                 slots=self._tensor(slots),
+                slots_in_place=slots == list(range(len(keys))),
             )
             self._orders[keys] = order
         return order
@@ -167,8 +172,11 @@ class Cutter:
         return cut_lengths.view(rows, lengths.size(1)), cut_values, cut_weights, place
 
     def _permute(self, cut: Cut, values: Tensor, weights: Tensor | None, total: int) -> tuple[Tensor, Tensor | None]:
-        if self._route.blocks > 1 and self._in_place:
+        if cut.in_place and self._route.blocks > 1:
             return values, weights
+        if cut.in_place:
+            # The caller's own memory may change before backward reads it.
+            return values.clone(), None if weights is None else weights.clone()
         _, permuted, permuted_weights = torch.ops.fbgemm.permute_2D_sparse_data(
             cut.slots.to(torch.int32), cut.rows, values, weights, total
         )

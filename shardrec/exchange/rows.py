@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from shardrec.exchange.blocks import BlocksInFlight, Stream
-from shardrec.exchange.collectives import joined
 from shardrec.exchange.input import Addressed, ShardInput, Trace
 from shardrec.exchange.route import Route
 from shardrec.exchange.wire import Shape
@@ -203,21 +202,23 @@ class _Place(torch.autograd.Function):
     ) -> Tensor:
         ctx.exchange, ctx.flight, ctx.stream = exchange, flight, stream  # type: ignore[attr-defined]
         ctx.placement = placement  # type: ignore[attr-defined]
-        received = joined(blocks)
-        units = exchange.dim // exchange.unit
-        output = received.new_empty((placement.output_rows * units, exchange.unit))
-        output.index_copy_(0, placement.target, received.view(-1, exchange.unit))
+        units, unit = exchange.dim // exchange.unit, exchange.unit
+        output = blocks[0].new_empty((placement.output_rows * units, unit))
+        targets = placement.target.split([block.numel() // unit for block in blocks])
+        for target, block in zip(targets, blocks, strict=True):
+            output.index_copy_(0, target, block.view(-1, unit))
         return output.view(placement.output_rows, exchange.dim)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         exchange: RowExchange = ctx.exchange
-        send = gradient.reshape(-1, exchange.unit).index_select(0, ctx.placement.target).reshape(-1)
-        if exchange.world_size > 1:
-            # The mean over ranks: see shardrec.exchange.output.
-            send.div_(exchange.world_size)
+        units = gradient.reshape(-1, exchange.unit)
         views = ctx.flight.gradient_blocks(ctx.stream)
-        for view, part in zip(views, send.split([view.numel() for view in views]), strict=True):
-            view.copy_(part)
+        targets = ctx.placement.target.split([view.numel() // exchange.unit for view in views])
+        for view, target in zip(views, targets, strict=True):
+            torch.index_select(units, 0, target, out=view.view(-1, exchange.unit))
+            if exchange.world_size > 1:
+                # The mean over ranks: see shardrec.exchange.output.
+                view.div_(exchange.world_size)
         return None, None, None, None, *views

@@ -78,10 +78,10 @@ def test_columns_and_gradients_find_their_way(rng: Random) -> None:
         mine = pooled[rank].clone().requires_grad_()
         replica = own[rank].clone().requires_grad_() if own_width else None
         token, pending = exchange.start(mine, sizes)
-        assert collectives.issued == ["output"]
+        assert collectives.issued == ["output"][: world_size - 1]
         output = exchange.finish(token, pending, replica)
         output.backward(gradients[rank])
-        assert collectives.issued == ["output", "gradient"]
+        assert collectives.issued == (["output", "gradient"] if world_size > 1 else [])
         assert collectives.unwaited == []
         return output.detach(), mine.grad, None if replica is None else replica.grad
 
