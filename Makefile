@@ -83,7 +83,8 @@ $(BIN)/python:
 	}
 
 # The CPU and the CUDA build of fbgemm-gpu own one folder: where the other one is, both go before the right one comes.
-$(RUNTIME): requirements/base.txt requirements/$(DEVICE).txt requirements/torchrec.txt setup.cfg pyproject.toml | $(BIN)/python
+$(RUNTIME): requirements/base.txt requirements/$(DEVICE).txt requirements/torchrec.txt setup.cfg pyproject.toml setup.py \
+            shardrec/native/ops.cpp | $(BIN)/python
 	@printf '%s' "==> installing shardrec for $(DEVICE) in $(VENV) (minutes, the first time) "
 	@rm -f "$(VENV)"/.shardrec-*
 	@if $(BIN)/python -m pip show -q $(if $(filter cpu,$(DEVICE)),fbgemm-gpu,fbgemm-gpu-cpu) 2>/dev/null; then \

@@ -30,6 +30,8 @@ def doctor() -> None:
         ("threads", _threads),
         ("device", _device),
         ("gloo", _gloo),
+        ("exchange", _exchange),
+        ("C++", _native),
     )
     failed = [name for name, check in checks if not _passes(name, check)]
     if failed:
@@ -67,6 +69,23 @@ def _device() -> str:
         return "cpu (torch sees no CUDA device)"
     names = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
     return f"cpu, cuda: {names}"
+
+
+def _exchange() -> str:
+    from shardrec.exchange.shared.handshake import host_identity
+
+    if not host_identity():
+        return "through the process group (this system has no memfd_create or Unix sockets to share memory with)"
+    return "through shared memory between ranks of this host with tables on the CPU"
+
+
+def _native() -> str:
+    from shardrec import native
+
+    if native.is_loaded():
+        return "the operators compiled for this torch are loaded"
+    why = "SHARDREC_NATIVE=0" if native.library_path() else "none were compiled for this torch"
+    return f"torch's operators are used ({why}); with a C++ compiler, install shardrec again for faster ones"
 
 
 def _gloo() -> str:
