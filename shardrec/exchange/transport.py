@@ -47,7 +47,7 @@ def transport_of(
     from shardrec.exchange.shared.handshake import connect, host_identity
 
     # A rank that wants none still answers, so that the others do not wait for it.
-    channel = connect(whole, _timeout_s(whole, device), identity=host_identity if chosen == "auto" else str)
+    channel = connect(whole, lambda: _timeout_s(whole, device), identity=host_identity if chosen == "auto" else str)
     return base if channel is None else SharedCollectives(base, channel)
 
 

@@ -12,7 +12,7 @@ import marshal
 import os
 import socket
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from threading import RLock
 from typing import Any
 
@@ -39,14 +39,14 @@ class Channel:
         rank: of this process in the group.
         world_size: of the group.
         sockets: per other rank of the host, a connected SEQPACKET socket.
-        timeout_s: how long to wait for a message.
+        timeout_s: gives how long to wait for a message.
 
     Attributes:
         peers: the other ranks of the host, ascending.
         lock: held by whoever sends or receives.
     """
 
-    def __init__(self, rank: int, world_size: int, sockets: Mapping[int, socket.socket], timeout_s: float) -> None:
+    def __init__(self, rank: int, world_size: int, sockets: Mapping[int, socket.socket], timeout_s: Callable[[], float]) -> None:
         self.peers = sorted(sockets)
         self.lock = RLock()
         self._name = f"rank {rank} of {world_size}"
@@ -56,8 +56,6 @@ class Channel:
         self._windows = {peer: PeerWindows() for peer in sockets}
         self._released: dict[int, deque[int]] = {peer: deque() for peer in sockets}  # filled by finalizers
         self._returned: dict[int, list[int]] = {peer: [] for peer in sockets}
-        for one in sockets.values():
-            one.settimeout(timeout_s)
 
     def windows(self, peer: int) -> PeerWindows:
         """The windows that ``peer`` has announced."""
@@ -104,6 +102,7 @@ class Channel:
         inbox = self._inbox[peer]
         while key not in inbox:
             try:
+                self._sockets[peer].settimeout(self._timeout_s())
                 data, descriptors, _, _ = socket.recv_fds(self._sockets[peer], _MOST_BYTES, 1)
             except (OSError, KeyError) as error:
                 self._fail(peer, what, error)
@@ -136,7 +135,7 @@ class Channel:
         if not self._sockets:
             cause = "an exchange has failed before"
         elif isinstance(error, TimeoutError):
-            cause = f"rank {peer} did not come within the process group's timeout of {self._timeout_s:g} s"
+            cause = f"rank {peer} did not come within the process group's timeout of {self._timeout_s():g} s"
         else:
             ended = f" ({os.strerror(error.errno)})" if isinstance(error, OSError) and error.errno else ""
             cause = f"rank {peer} has stopped{ended}"

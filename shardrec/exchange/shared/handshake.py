@@ -39,7 +39,7 @@ def host_identity() -> str:
 
 def connect(
     group: dist.ProcessGroup,
-    timeout_s: float,
+    timeout_s: Callable[[], float],
     *,
     identity: Callable[[], str] = host_identity,
 ) -> Channel | None:
@@ -47,7 +47,7 @@ def connect(
 
     Args:
         group: with a backend for the CPU.
-        timeout_s: of the channel's waits.
+        timeout_s: gives the limit of the channel's waits.
         identity: what ranks of one host have in common; "" for a rank that wants no connection.
 
     Returns:

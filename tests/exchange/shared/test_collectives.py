@@ -25,7 +25,7 @@ def shared(ranks_per_host: int | None = None, timeout_s: float = 60.0) -> Shared
     host = 0 if ranks_per_host is None else dist.get_rank() // ranks_per_host
     group = dist.group.WORLD
     assert group is not None
-    channel = connect(group, timeout_s, identity=lambda: f"{host_identity()} {host}")
+    channel = connect(group, lambda: timeout_s, identity=lambda: f"{host_identity()} {host}")
     assert channel is not None
     base = collectives_of()
     assert isinstance(base, FunctionalCollectives)
