@@ -27,7 +27,8 @@ CUTS = (
     PLANNER,
 )
 
-_WORKLOAD, _SHARDING, _STEP, _RANKS = "Workload", "Sharding", "Step", "Ranks"
+_WORKLOAD, _SHARDING, _STEP = (f"With --bytes: {part}" for part in ("workload", "sharding", "step"))
+_RANKS = "Ranks"
 _WIRES = ("fp32", "fp16", "bf16", "int8")
 
 

@@ -11,7 +11,9 @@ from shardrec.layout import COLUMN_UNIT, ShardingPlan, TableLayout, Topology, cu
 __all__ = ["cut_plan", "given_plan"]
 
 
-def cut_plan(tables: Sequence[WorkloadTable], cut: str, topology: Topology) -> ShardingPlan:
+def cut_plan(
+    tables: Sequence[WorkloadTable], cut: str, topology: Topology, *, turns: Sequence[str] = ()
+) -> ShardingPlan:
     """Every table by ``cut``, tables by turns where a table has one rank or one host.
 
     Args:
@@ -19,15 +21,16 @@ def cut_plan(tables: Sequence[WorkloadTable], cut: str, topology: Topology) -> S
         cut: of ``shardrec.bench.config.CUTS`` but the planner's; ``"mixed"`` takes the cuts in turn, without
             ``data_parallel``.
         topology: the ranks.
+        turns: the cuts that ``"mixed"`` takes instead.
 
     Raises:
         PlanError: if a table cannot be cut so.
     """
     if cut != "mixed" and cut not in _CUTS:
         raise ConfigError(f"there is no cut {cut!r}; the cuts are mixed, {', '.join(_CUTS)}")
-    turns = [name for name in _CUTS if name != "data_parallel"] if cut == "mixed" else [cut]
+    every = [cut] if cut != "mixed" else turns or [name for name in _CUTS if name != "data_parallel"]
     layouts = [
-        _CUTS[turns[number % len(turns)]](number // len(turns), table, topology) for number, table in enumerate(tables)
+        _CUTS[every[number % len(every)]](number // len(every), table, topology) for number, table in enumerate(tables)
     ]
     return ShardingPlan(topology=topology, tables=tuple(layouts))
 

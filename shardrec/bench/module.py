@@ -18,13 +18,16 @@ from shardrec.exchange.step import StepContext
 from shardrec.layout import ShardingPlan
 from shardrec.modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection, ShardedModel
 
-__all__ = ["sharded_module", "total_of", "unsharded_module"]
+__all__ = ["EPS", "LEARNING_RATE", "sharded_module", "total_of", "unsharded_module"]
 
-_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
-    "sgd": torch.optim.SGD,
-    "adagrad": torch.optim.Adagrad,
-    "rowwise_adagrad": RowWiseAdagrad,
-    "adam": torch.optim.Adam,
+LEARNING_RATE, EPS = 0.01, 1e-8
+"""``EPS`` is said, for TorchRec takes fbgemm's where an optimizer's settings leave it out, not that of its class."""
+
+_OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, float]]] = {
+    "sgd": (torch.optim.SGD, {}),
+    "adagrad": (torch.optim.Adagrad, {"eps": EPS}),
+    "rowwise_adagrad": (RowWiseAdagrad, {"eps": EPS}),
+    "adam": (torch.optim.Adam, {"eps": EPS}),
 }
 
 
@@ -48,7 +51,8 @@ def unsharded_module(
         module = EmbeddingBagCollection(tables=bags, is_weighted=weighted, device=meta)
     else:
         module = EmbeddingCollection(tables=[EmbeddingConfig(**size) for size in sizes], device=meta)
-    apply_optimizer_in_backward(_OPTIMIZERS[optimizer], module.parameters(), {"lr": 0.01})
+    cls, settings = _OPTIMIZERS[optimizer]
+    apply_optimizer_in_backward(cls, module.parameters(), {"lr": LEARNING_RATE, **settings})
     return module
 
 

@@ -1,69 +1,149 @@
-"""``shardrec bench``: a flag for each field of :class:`~shardrec.bench.BenchConfig`."""
+"""``shardrec bench``: a flag for each field of :class:`~shardrec.bench.timing.TimingConfig` and, with ``--bytes``, of
+:class:`~shardrec.bench.BenchConfig`."""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from shardrec.bench import BenchConfig, bench
+from shardrec.bench.timing import TimingConfig, time_steps
 from shardrec.cli.ending import ended_by_user
 from shardrec.cli.flags import flag_parameters, parameter
 from shardrec.errors import ConfigError
+from shardrec.train.options import flag, together
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from shardrec.bench.report import ByteReport
+    from shardrec.bench.timing.report import TimingReport
 
 __all__ = ["bench_command"]
 
 _LOG_WIDTH = 120
+_TABLE_WIDTH = 200
 _HELP = (
-    "Count the bytes that a training step sends, and compare them with the closed formula (docs/communication.md).\n\n"
-    "Runs a few steps of a workload on ranks of this machine, or on torchrun's. Exits with 1 if a count is not that of "
-    "the formula."
+    "Time sharded steps beside TorchRec's, or count the bytes that they send.\n\n"
+    "Without --bytes, the sides take turns on the same cases, each turn in new processes; what a step takes is shown "
+    "beside the least that it could take, with geometric means of the ratios, and written to --out. Exits with 1 if a "
+    "case could not be timed.\n\n"
+    "With --bytes, counts what a step sends and compares it with the closed formula (docs/communication.md). Exits "
+    "with 1 if a count is not that of the formula."
 )
-_BYTES = typer.Option("--bytes", help="What to measure: bytes sent per step, by exchange and rank. Required.")
-_JSON = typer.Option("--json", help="Print JSON: bytes for each exchange and pair of ranks.", rich_help_panel="Output")
-_DEBUG = typer.Option("--debug", help="Show tracebacks and the launcher's log.", rich_help_panel="Output")
+_OUTPUT = "Output"
+_BYTES = typer.Option("--bytes", help="Count bytes sent per step, by exchange and rank, instead of timing.")
+_QUICK = typer.Option("--quick", help="The same as --preset quick --rounds 1.", rich_help_panel="What to time")
+_RESUME = typer.Option("--resume", help="Go on from the timings in --out.", rich_help_panel="How to time it")
+_JSON = typer.Option("--json", help="Print JSON instead of tables.", rich_help_panel=_OUTPUT)
+_DEBUG = typer.Option("--debug", help="Show tracebacks and the launcher's log.", rich_help_panel=_OUTPUT)
 
 
 def bench_command() -> Callable[..., None]:
-    """The function behind the command; its parameters are made from the config's fields, which hold the help texts."""
+    """The function behind the command; its parameters are made from the configs' fields, which hold the help texts."""
 
     def command(**given: Any) -> None:
-        counts_bytes, as_json, debug = given.pop("bytes"), given.pop("json"), given.pop("debug")
-        if not counts_bytes:
-            raise ConfigError("nothing to measure: give --bytes")
+        switches = {name: given.pop(name) for name in ("bytes", "quick", "resume", "json", "debug")}
+        flags = {name: value for name, value in given.items() if value not in (None, [])}
         try:
-            flags = {name: value for name, value in given.items() if value not in (None, [])}
-            report = bench(BenchConfig(**flags), debug=debug)
+            failed = _count(flags, switches) if switches["bytes"] else _time(flags, switches)
         except KeyboardInterrupt:
             ended_by_user()
             raise typer.Exit(130) from None
-        if report is not None:
-            _show(report, as_json=as_json)
-            if report.mismatches:
-                raise typer.Exit(1)
+        if failed:
+            raise typer.Exit(1)
 
-    parameters = [parameter("bytes", Annotated[bool, _BYTES], False), *flag_parameters(BenchConfig)]
-    parameters += [parameter("json", Annotated[bool, _JSON], False), parameter("debug", Annotated[bool, _DEBUG], False)]
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # functions take attributes
-    command.__annotations__ = {one.name: one.annotation for one in parameters}
+    parameters = {one.name: one for one in flag_parameters(BenchConfig)}
+    parameters = {one.name: one for one in flag_parameters(TimingConfig)} | {
+        name: one for name, one in parameters.items() if name not in _names(TimingConfig)
+    }
+    switches = [
+        parameter("bytes", Annotated[bool, _BYTES], False),
+        parameter("quick", Annotated[bool, _QUICK], False),
+        *parameters.values(),
+        parameter("resume", Annotated[bool, _RESUME], False),
+        parameter("json", Annotated[bool, _JSON], False),
+        parameter("debug", Annotated[bool, _DEBUG], False),
+    ]
+    command.__signature__ = inspect.Signature(switches)  # type: ignore[attr-defined]  # functions take attributes
+    command.__annotations__ = {one.name: one.annotation for one in switches}
     command.__doc__ = _HELP
     return command
 
 
-def _show(report: ByteReport, *, as_json: bool) -> None:
+def _names(config: type[Any]) -> dict[str, str]:
+    """Type of each field by name."""
+    return {field.name: str(field.type) for field in dataclasses.fields(config)}
+
+
+def _refuse_others(flags: Mapping[str, Any], config: type[Any], remedy: str) -> None:
+    """Raise for flags that only the other half of the command has."""
+    others = [flag(name) for name in flags if name not in _names(config)]
+    if others:
+        raise ConfigError(together([f"{name} is given and {remedy}" for name in others]))
+
+
+def _count(flags: Mapping[str, Any], switches: Mapping[str, bool]) -> bool:
+    """Count bytes; whether any differ."""
+    _refuse_others(flags, BenchConfig, "--bytes does not time anything: leave it out, or --bytes")
+    names = _names(BenchConfig)
+    # Of a list of the timings' only one value makes sense here; the config says which there are.
+    values: dict[str, Any] = {
+        name: ",".join(value) if isinstance(value, list) and "tuple" not in names[name] else value
+        for name, value in flags.items()
+    }
+    report = bench(BenchConfig(**values), debug=switches["debug"])
+    if report is None:
+        return False
+    _show_bytes(report, as_json=switches["json"])
+    return bool(report.mismatches)
+
+
+def _time(flags: Mapping[str, Any], switches: Mapping[str, bool]) -> bool:
+    """Time the cases; whether any could not be."""
+    _refuse_others(flags, TimingConfig, "it is about counting bytes: give --bytes, too, or leave it out")
+    values = {**({"preset": "quick", "rounds": 1} if switches["quick"] else {}), **flags}
+    config = TimingConfig(**values)
+    console = _console(_TABLE_WIDTH, stderr=True)
+
+    def tell(line: str) -> None:
+        console.print(line, highlight=False, soft_wrap=True)
+
+    report = time_steps(config, resume=switches["resume"], debug=switches["debug"], tell=tell)
+    if report is None:
+        return False
+    _show_timings(report, as_json=switches["json"])
+    return bool(report.failed)
+
+
+def _console(width: int, *, stderr: bool = False) -> Console:
+    from rich.console import Console
+
+    console = Console(stderr=stderr)
+    return console if console.is_terminal else Console(width=width, stderr=stderr)
+
+
+def _show_bytes(report: ByteReport, *, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(report.to_json(), indent=1))
         return
-    from rich.console import Console
-
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_LOG_WIDTH)
+    console = _console(_LOG_WIDTH)
     console.print(report.by_exchange())
     console.print(report.by_rank())
+
+
+def _show_timings(report: TimingReport, *, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(report.to_json(), indent=1))
+        return
+    from shardrec.bench.timing.tables import report_tables
+
+    console = _console(_TABLE_WIDTH)
+    for table in report_tables(report):
+        console.print(table)
+    typer.echo(f"wrote {report.options['out']}/timings.json and timings.png")

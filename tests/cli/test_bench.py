@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from shardrec.bench import BenchConfig
+from shardrec.bench.timing import TimingConfig
 from shardrec.cli import app
 from shardrec.errors import ConfigError, PlanError
 from shardrec.train.options import flag
@@ -37,7 +38,7 @@ def shell(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_help_names_every_option() -> None:
     shown = CliRunner().invoke(app, ["bench", "--help"], env={"COLUMNS": "200"})
     assert shown.exit_code == 0
-    for field in dataclasses.fields(BenchConfig):
+    for field in (*dataclasses.fields(BenchConfig), *dataclasses.fields(TimingConfig)):
         assert f"{flag(field.name)} " in shown.output, field.name
     assert "(default: 26x20000x64)" in shown.output
 
@@ -52,10 +53,38 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_nothing_to_measure() -> None:
-    shown = CliRunner().invoke(app, ["bench"])
+def test_options_of_the_other_half() -> None:
+    shown = CliRunner().invoke(app, ["bench", "--cut", "row_wise", "--tables", "small"])
     assert isinstance(shown.exception, ConfigError)
-    assert str(shown.exception) == "nothing to measure: give --bytes"
+    assert "--cut is given and it is about counting bytes: give --bytes, too" in str(shown.exception)
+    assert "--tables is given" in str(shown.exception)
+    shown = CliRunner().invoke(app, ["bench", "--bytes", "--layout", "row_wise"])
+    assert isinstance(shown.exception, ConfigError)
+    assert "--layout is given and --bytes does not time anything" in str(shown.exception)
+
+
+def test_a_list_where_bytes_take_one_value() -> None:
+    shown = CliRunner().invoke(app, ["bench", "--bytes", "--ids", "uniform", "--ids", "zipf"])
+    assert isinstance(shown.exception, ConfigError)
+    assert str(shown.exception) == "ids (--ids) is 'uniform,zipf': give one of uniform, zipf"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_timings(tmp_path: Path) -> None:
+    small = ("--workload", "3x40x8", "--batch", "8,16", "--mode", "train", "--layout", "row_wise", "--rounds", "1")
+    done = shell("bench", *small, "--steps", "3", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "round 1: 3x40x8/row_wise/16/train" in done.stderr
+    assert "Geometric means over cases" in done.stdout
+    assert "Cases without figures" not in done.stdout
+    again = shell("bench", *small, "--out", str(tmp_path), "--resume", "--json")
+    assert (again.returncode, again.stderr) == (0, "")
+    assert [case["error"] for case in json.loads(again.stdout)["cases"]] == [None, None]
+    assert (tmp_path / "timings.png").exists()
+    failed = shell("bench", *small, "--optimizer", "adam", "--out", str(tmp_path), "--json")
+    assert failed.returncode == 1
+    assert [bool(case["error"]) for case in json.loads(failed.stdout)["cases"]] == [True, True], "Adam is for CUDA"
 
 
 def test_a_wrong_option() -> None:

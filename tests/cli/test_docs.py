@@ -9,17 +9,25 @@ from pathlib import Path
 import pytest
 
 from shardrec.bench import BenchConfig
+from shardrec.bench.timing import TimingConfig
 from shardrec.train import TrainConfig, load_config
 from shardrec.train.options import flag
 
 PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
-CONFIGS = {"train": TrainConfig, "bench": BenchConfig}
+CONFIGS = {"train": TrainConfig, "bench: Timings": TimingConfig, "bench: Bytes": BenchConfig}
+
+
+def parts(text: str, heading: str) -> dict[str, str]:
+    """What follows each heading of a form."""
+    found = re.split(heading, text, flags=re.MULTILINE)
+    return dict(zip(found[1::2], found[2::2], strict=True))
 
 
 def rows(command: str = "") -> dict[str, str]:
-    """The default of each flag in the tables of a command's section; of all sections."""
-    sections = re.split(r"^## shardrec (\w+)\n", PAGE, flags=re.MULTILINE)
-    text = dict(zip(sections[1::2], sections[2::2], strict=True))[command] if command else PAGE
+    """The default of each flag in the tables of a command's section, or of a part of it; of all sections."""
+    name, _, part = command.partition(": ")
+    text = parts(PAGE, r"^## shardrec (\w+)\n")[name] if command else PAGE
+    text = parts(text, r"^### (\w+)\n")[part] if part else text
     return dict(re.findall(r"^\| `(--[a-z-]+)` \| (.*?) \|", text, re.MULTILINE))
 
 
@@ -29,7 +37,8 @@ def names(config: type) -> list[str]:
 
 def test_options_are_those_that_there_are() -> None:
     assert list(rows("train")) == [*names(TrainConfig), "--debug"]
-    assert list(rows("bench")) == ["--bytes", *names(BenchConfig), "--json", "--debug"]
+    assert list(rows("bench: Bytes")) == ["--bytes", *names(BenchConfig), "--json", "--debug"]
+    assert list(rows("bench: Timings")) == ["--quick", *names(TimingConfig), "--resume", "--json", "--debug"]
 
 
 @pytest.mark.parametrize("command", CONFIGS)
