@@ -13,6 +13,8 @@ from shardrec.errors import ConfigError, DataError, InputError, PeerError, PlanE
 
 if TYPE_CHECKING:
     from shardrec.checkpoint import load_checkpoint, save_checkpoint
+    from shardrec.compile import annotate_for_dynamo, unannotate
+    from shardrec.compile.export import export
     from shardrec.exchange.wire import QuantizedComms
     from shardrec.layout import Shard, ShardingPlan, TableLayout, Topology
     from shardrec.modules import (
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     )
     from shardrec.planner import Constraint, plan
     from shardrec.scripting import ScriptError, script
+    from shardrec.serve import ExportError
 
 __version__ = "0.1.0"
 
@@ -48,6 +51,7 @@ __all__ = [
     "ConfigError",
     "Constraint",
     "DataError",
+    "ExportError",
     "InputError",
     "LazyAwaitable",
     "LazyGetItemMixin",
@@ -66,11 +70,13 @@ __all__ = [
     "TableLayout",
     "Topology",
     "VersionError",
+    "annotate_for_dynamo",
     "as_await",
     "as_lazy",
     "awaitable",
     "awaitable_nowait",
     "awaitable_wait",
+    "export",
     "fork",
     "join",
     "load_checkpoint",
@@ -78,6 +84,7 @@ __all__ = [
     "save_checkpoint",
     "script",
     "shard",
+    "unannotate",
     "wait",
 ]
 
@@ -85,6 +92,7 @@ _HOMES = {
     "Await": "shardrec.pending",
     "Awaitable": "shardrec.pending",
     "Constraint": "shardrec.planner",
+    "ExportError": "shardrec.serve",
     "LazyAwaitable": "shardrec.pending",
     "LazyGetItemMixin": "shardrec.pending",
     "LazyNoWait": "shardrec.pending",
@@ -98,11 +106,13 @@ _HOMES = {
     "ShardingPlan": "shardrec.layout",
     "TableLayout": "shardrec.layout",
     "Topology": "shardrec.layout",
+    "annotate_for_dynamo": "shardrec.compile",
     "as_await": "shardrec.pending",
     "as_lazy": "shardrec.pending",
     "awaitable": "shardrec.pending",
     "awaitable_nowait": "shardrec.pending",
     "awaitable_wait": "shardrec.pending",
+    "export": "shardrec.compile.export",
     "fork": "shardrec.pending",
     "join": "shardrec.pending",
     "load_checkpoint": "shardrec.checkpoint",
@@ -110,11 +120,22 @@ _HOMES = {
     "save_checkpoint": "shardrec.checkpoint",
     "script": "shardrec.scripting",
     "shard": "shardrec.modules",
+    "unannotate": "shardrec.compile",
     "wait": "shardrec.pending",
 }
 
 # These import fbgemm-gpu or torchrec: a mismatch is to be told before the linker tells it worse.
-_COMPUTING = frozenset({"shardrec.checkpoint", "shardrec.exchange.wire", "shardrec.modules", "shardrec.planner"})
+_COMPUTING = frozenset(
+    {
+        "shardrec.checkpoint",
+        "shardrec.compile",
+        "shardrec.compile.export",
+        "shardrec.exchange.wire",
+        "shardrec.modules",
+        "shardrec.planner",
+        "shardrec.serve",
+    }
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -10,6 +10,7 @@
     ├── DataError      (ValueError)    a file with a broken row; names file, line and field
     ├── PeerError      (RuntimeError)  another rank failed or is gone
     ├── ScriptError    (RuntimeError)  a model that TorchScript refuses; names file and line (in shardrec.scripting)
+    ├── ExportError    (RuntimeError)  a model that torch.export or AOTInductor refuses (in shardrec.serve)
     └── AwaitableError (RuntimeError)  an awaitable used as none can be (in shardrec.pending)
 
 Each message names the object, the value that was seen and the remedy.

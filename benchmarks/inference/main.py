@@ -1,4 +1,4 @@
-"""Latency and throughput of one rank's inference: eager, scripted, forked, quantized, and TorchRec's quantized modules.
+"""Latency and throughput of one rank's inference: eager, scripted, compiled by AOTInductor, and TorchRec's modules.
 
 All variants are the same DLRM with the same weights, in one process, called in turn.
 """
@@ -9,9 +9,11 @@ import argparse
 import copy
 import json
 import platform
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ from torchrec.models.dlrm import DLRM
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import shardrec
-from shardrec.serve import quantize
+from shardrec.serve import load_package, package, quantize
 
 TABLES, DIM, DENSE = 26, 32, 13
 PEER = "torchrec int8"
@@ -62,7 +64,19 @@ def batches(rows: int, size: int, count: int) -> list[tuple[Tensor, KeyedJaggedT
     return found
 
 
-def variants(rows: int) -> dict[str, Callable[..., Tensor]]:
+def compiled(model: shardrec.ShardedModel, folder: Path) -> Callable[..., Tensor]:
+    """The model as a package, called as the others are."""
+    path = package(model, folder / "model.pt2", batches(2, 2, 1)[0])
+    run = load_package(path)
+
+    def forward(dense: Tensor, features: KeyedJaggedTensor) -> Tensor:
+        found: Tensor = run(features.values(), features.lengths(), dense)
+        return found
+
+    return forward
+
+
+def variants(rows: int, folder: Path) -> dict[str, Callable[..., Tensor]]:
     """What is compared, by name."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -73,8 +87,10 @@ def variants(rows: int) -> dict[str, Callable[..., Tensor]]:
             "eager": sharded,
             "scripted": shardrec.script(sharded),
             "scripted, forked": shardrec.script(sharded, parallel_lookups=True),
+            "AOTInductor": compiled(sharded, folder),
             "int8": int8,
             "int8, scripted": shardrec.script(int8),
+            "int8, AOTInductor": compiled(int8, folder),
             PEER: peer,
         }
 
@@ -119,7 +135,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    models = variants(options.rows)
+    with tempfile.TemporaryDirectory() as folder:
+        models = variants(options.rows, Path(folder))
     table = Table(
         title=f"{TABLES} tables of {options.rows:,} × {DIM}, {options.threads} thread(s), torch {torch.__version__}"
     )

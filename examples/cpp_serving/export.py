@@ -1,4 +1,4 @@
-"""Train the click model for a moment, and save it for the C++ program: as it is, and with its tables quantized."""
+"""Train the click model for a moment, and save it for the C++ program: as it is and quantized, both ways."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ import shardrec
 from examples.cpp_serving.model import DENSE, FEATURES, ClickModel
 from shardrec import serve
 
-__all__ = ["FORMATS", "Request", "Saved", "export", "requests"]
+__all__ = ["FORMATS", "PACKAGED", "Request", "Saved", "export", "requests"]
 
 FORMATS = ("int8", "int4", "fp16")
+PACKAGED = ("float", "int8")
+"""Of these AOTInductor makes a package, too; each takes it a quarter of a minute."""
 STEPS = 20
 
 
@@ -49,7 +51,7 @@ class Saved:
 
     Args:
         name: of the format.
-        path: the file.
+        path: the file, of TorchScript (.pt) or AOTInductor (.pt2).
         table_bytes: bytes of the tables' rows.
         answers: per request, (B,) scores.
     """
@@ -86,18 +88,22 @@ def export(folder: Path, asked: list[Request]) -> list[Saved]:
     model = shardrec.shard(ClickModel(), shardrec.plan(ClickModel(), shardrec.Topology(ranks_per_host=1)))
     _train(model)
     model.eval()
-    saved = [_save("float", model, folder, asked, sum(one.numel() * 4 for one in model.module.bags.parameters()))]
+    saved = _save("float", model, folder, asked, sum(one.numel() * 4 for one in model.module.bags.parameters()))
     for weights in FORMATS:
         served = serve.quantize(model, weights)
-        saved.append(_save(weights, served, folder, asked, served.table_bytes()))
+        saved += _save(weights, served, folder, asked, served.table_bytes())
     return saved
 
 
-def _save(name: str, model: shardrec.ShardedModel, folder: Path, asked: list[Request], table_bytes: int) -> Saved:
-    path = serve.save(model, folder / f"{name}.pt", features=list(FEATURES))
+def _save(name: str, model: shardrec.ShardedModel, folder: Path, asked: list[Request], table_bytes: int) -> list[Saved]:
     with torch.no_grad():
         answers = [model(one.dense, one.features) for one in asked]
-    return Saved(name=name, path=path, table_bytes=table_bytes, answers=answers)
+    paths = [serve.save(model, folder / f"{name}.pt", features=list(FEATURES))]
+    if name in PACKAGED:
+        # Any call of the model is an example for all of them.
+        example = next(requests([2]))
+        paths.append(serve.package(model, folder / f"{name}.pt2", (example.dense, example.features)))
+    return [Saved(name=name, path=path, table_bytes=table_bytes, answers=answers) for path in paths]
 
 
 def _train(model: shardrec.ShardedModel) -> None:

@@ -48,13 +48,13 @@ def main() -> int:
     try:
         program = build(folder)
         wrong = 0
-        print(f"{'tables':8}{'bytes of rows':>15}{'largest difference, C++ to Python':>36}")
+        print(f"{'file':12}{'bytes of rows':>15}{'largest difference, C++ to Python':>36}")
         for saved in export(folder / "models", asked):
             largest = compare(program, saved, asked)
             allowed = TOLERANCE if saved.name == "float" else 0.0
             verdict = "" if largest <= allowed else f"  more than {allowed:g}"
             wrong += largest > allowed
-            print(f"{saved.name:8}{saved.table_bytes:15,}{largest:36g}{verdict}")
+            print(f"{saved.path.name:12}{saved.table_bytes:15,}{largest:36g}{verdict}")
     except BuildError as error:
         print(f"cpp-example: {error}", file=sys.stderr)
         return 1

@@ -83,7 +83,11 @@ class ScriptedBatch(nn.Module):
             return 5
         if features.lengths().numel() != len(keys) * features.stride():
             return 6
-        if features.lengths().numel() == 0 and values.numel() > 0:
+        exported = False
+        if not torch.jit.is_scripting():
+            exported = torch.compiler.is_exporting()
+        # Of an exported program no size is asked (the answer would hold for all): its check of the sums tells.
+        if not exported and features.lengths().numel() == 0 and values.numel() > 0:
             return 8
         return 0
 
@@ -92,7 +96,8 @@ class ScriptedBatch(nn.Module):
         fault = self.structural_fault(features)
         if fault != 0:
             none = self.nothing.to(torch.float32) if self.weighted else None
-            lengths = self.nothing.to(torch.int32).view(len(self.features), 0)
+            # Of as many samples: a tracer goes on to the model's other layers before the fault is raised.
+            lengths = self.nothing.new_zeros([len(self.features), features.stride()], dtype=torch.int32)
             ids = self.nothing.to(torch.int64 if self.wide_ids else torch.int32)
             return self.features, lengths, ids, none, torch.full_like(self.nothing.sum(), fault)
         keys = features.keys()
@@ -118,10 +123,9 @@ class ScriptedBatch(nn.Module):
         if not torch.jit.is_scripting():
             # A batch of as many ids, all in its first bag: a tracer cannot have it become a shorter one.
             values = values * valid
-            if lengths.size(1) > 0:
-                ids = values.size(0) * valid.logical_not().to(torch.int32)
-                bags = lengths.size(1) - 1
-                lengths = lengths + nn.functional.pad(ids.view(1, 1), [0, bags, 0, len(keys) - 1])
+            ids = values.size(0) * valid.logical_not().to(torch.int32)
+            first = torch.arange(lengths.numel(), device=lengths.device).view(lengths.size()) == 0
+            lengths = lengths + ids * first
         elif not values.is_cuda and not bool(valid):
             # The CPU's kernels compare the number of ids with the lengths; those of CUDA read by the lengths alone.
             values = values[:0]
@@ -137,7 +141,7 @@ def sound_unasked(lengths: Tensor, values: Tensor, limits: Tensor, unused_keys: 
     count = values.numel()
     lengths_F = lengths.sum(dim=1, dtype=torch.int64)
     sound = (lengths_F.sum() == count) & (lengths >= 0).all()
-    if count == 0 or limits.numel() == 0:
+    if limits.numel() == 0:
         return sound
     places = torch.arange(count, device=values.device)
     feature_N = torch.searchsorted(lengths_F.cumsum(0), places, right=True).clamp(max=limits.numel() - 1)

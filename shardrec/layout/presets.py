@@ -1,9 +1,24 @@
-"""Machines by the figures of their data sheets, written down from memory: check them before you rely on one.
+"""Machines by the figures of their data sheets.
 
-Memory and its bandwidth, and NVLink's, are those of NVIDIA's data sheets, named in each preset; NVLink's bidirectional
-figure is halved. The network is one adapter per GPU as in the vendor's eight-GPU systems (DGX A100: 200 Gb/s, DGX H100:
-400 Gb/s), and for cards without NVLink the host link is that of PCIe. Latencies are typical of NCCL and not from a data
-sheet.
+Memory, its bandwidth and NVLink are those of NVIDIA's data sheets, checked against pages that quote them (the list
+below); a link's figure for both ways together is halved. The network is one adapter per GPU as in the vendor's
+eight-GPU systems: DGX A100 200 Gb/s (ConnectX-6), DGX H100, H200 and B200 400 Gb/s (ConnectX-7,
+docs.nvidia.com/dgx-basepod). For cards without NVLink the host link is that of PCIe, each way.
+
+=========  ==========================================  ==============================================================
+figure     of                                          seen on
+=========  ==========================================  ==============================================================
+memory     T4 320 GB/s, V100 900 (SXM2: 897)           sysrqmts.com (comparison of T4 and V100)
+           A10 600, L4 300, L40S 864 GB/s              store.sourcecode.com, mullet.se, ai-hpc.github.io
+           A100 1,555 (40 GB) and 2,039 GB/s (80 GB)   glennklockwood.com/garden/processors/A100 (quotes the sheet)
+           H100 SXM 3.35, H200 4.8 TB/s and 141 GB     lzwjava.github.io, aiwiki.ai; PCIe H100 2 TB/s: NVIDIA PB-11133
+           B200 8 TB/s; 1.4 TB in a DGX of eight       haink.org; docs.nvidia.com/dgx-basepod
+NVLink     300, 600, 900, 1,800 GB/s both ways         alpha-one-index.github.io (V100, A100, H100 and H200, B200)
+=========  ==========================================  ==============================================================
+
+Not from a data sheet: the networks of T4, V100, A10G, L4 and L40S, which are those of common cloud machines, and the
+latencies, which are typical of NCCL. A data sheet's "80 GB" is nearly so many GiB; a device reports one or two per cent
+less (:func:`detect_machine` asks it), and the framework needs some.
 """
 
 from __future__ import annotations

@@ -146,13 +146,18 @@ class DenseTables(nn.Module):
     def forward(self, ids: Tensor, lengths: Tensor, weights: Tensor | None) -> Tensor:
         """(B_all, D) or (N, w) float32, from ``ids`` (N,), ``lengths`` (S, B_all) and ``weights`` (N,)."""
         counts: list[int] = lengths.sum(dim=1).tolist()
+        if not torch.jit.is_scripting():
+            # What a tracer cannot know, and needs to know for the split.
+            for count in counts:
+                torch._check(count >= 0)
+            torch._check(sum(counts) == ids.size(0))
+        ids_of = ids.to(torch.int64).split(counts)
         found: list[Tensor] = []
-        start = 0
         for slot, table in enumerate(self.slots):
-            end = start + counts[slot]
-            part = weights if weights is None else weights[start:end]
-            found.append(table(ids[start:end].to(torch.int64), lengths[slot], part))
-            start = end
+            part: Tensor | None = None
+            if weights is not None:
+                part = weights.split(counts)[slot]
+            found.append(table(ids_of[slot], lengths[slot], part))
         return torch.cat(found, dim=1 if self.pooled else 0)
 
 

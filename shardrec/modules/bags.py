@@ -28,7 +28,7 @@ from shardrec.lookup.replicated import ReplicatedLookup
 from shardrec.lookup.shards import ShardLookup
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.initial import first_bag_values
-from shardrec.modules.pooled import PooledEmbeddings
+from shardrec.modules.pooled import OutputColumns, PooledEmbeddings
 from shardrec.modules.table import ShardedTable
 from shardrec.pending import LazyAwaitable
 
@@ -108,6 +108,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         sums = [index for index, lookup in enumerate(lookups) if not lookup.mean]
         self._sum_lookups = torch.tensor(sums, dtype=torch.int64, device=self.device)
         self._positions: dict[tuple[str, ...], tuple[Tensor, Tensor]] = {}
+        self._output_columns = OutputColumns(keys=tuple(self._embedding_names), dims=tuple(self._dims))
 
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[KeyedTensor]:
         """Look up the local batch.
@@ -123,12 +124,14 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             InputError: on every rank at the same step, if the batch of any is faulty.
             PeerError: if another rank is gone.
         """
+        if torch.compiler.is_compiling():
+            value: LazyAwaitable[KeyedTensor] = self._compiled(features)
+            return value
         call = _BagCall(self, features)
         return PooledEmbeddings(
             queued=self.context.queue.submit(call),
             finish=call.finish,
-            keys=self._embedding_names,
-            dims=self._dims,
+            columns=self._output_columns,
         )
 
     def scripted_twin(self) -> nn.Module:
@@ -141,6 +144,10 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         """The sharded tables, by their own names."""
         found: dict[str, ShardedTable] = dict(self.embedding_bags.items())  # type: ignore[arg-type]
         return found
+
+    def late_columns(self) -> tuple[list[str], list[int]]:
+        """Keys and columns of the output."""
+        return list(self._embedding_names), list(self._dims)
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """The configs of the unsharded collection."""

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
 
+from shardrec.compile.boundary import look_up_outside
 from shardrec.errors import ConfigError
 from shardrec.exchange.batch import Expectation
 from shardrec.exchange.route import Lookup
@@ -50,6 +51,8 @@ class ShardedCollection(nn.Module, abc.ABC):
 
     _shards: ShardLookup
     _replicas: ReplicatedLookup | None
+    _traced: nn.Module | None = None
+    """What a tracer runs in place of forward; None for a graph break. See :mod:`shardrec.compile.annotate`."""
 
     def __init__(
         self,
@@ -87,6 +90,16 @@ class ShardedCollection(nn.Module, abc.ABC):
     @abc.abstractmethod
     def tables(self) -> Mapping[str, ShardedTable]:
         """The sharded tables, by their own names."""
+
+    def _compiled(self, features: Any) -> Any:
+        """forward, as a tracer sees it."""
+        if self._traced is None:
+            return look_up_outside(self, features)
+        return self._traced(features)
+
+    def late_columns(self) -> tuple[list[str], list[int]] | None:
+        """Keys and columns of an output that compiled code can have before its values; None for another output."""
+        return None
 
     def _replicated_tables(self) -> list[LookupTable]:
         return [table for table in self._lookup_tables if table.layout.replicated]

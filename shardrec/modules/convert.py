@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import get_args
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from shardrec.layout import ShardingPlan, Topology
 from shardrec.memory import keep_large_blocks
 from shardrec.modules.bags import ShardedEmbeddingBagCollection
 from shardrec.modules.collection import TABLE_DTYPES, ShardedCollection
+from shardrec.modules.dense import DenseWrap
 from shardrec.modules.discover import Collection, collections_of, remappers_of, table_shapes
 from shardrec.modules.model import ShardedModel
 from shardrec.modules.replicas import ReplicaOptions, make_groups
@@ -40,8 +42,9 @@ def shard(
     replicas: int | None = None,
     sync_every: int = 1,
     sync_optimizer: bool = True,
+    dense: DenseWrap = "ddp",
 ) -> ShardedModel:
-    """Shard the embedding collections of a model; the rest goes into DistributedDataParallel.
+    """Shard the embedding collections of a model; the rest goes into DistributedDataParallel, or FSDP2.
 
     Inside a process group every rank calls this with the same model and plan. Without one, the model runs sharded on
     one rank.
@@ -68,6 +71,8 @@ def shard(
             :class:`shardrec.ReplicatedModel`, for ``replicas=1`` too. Default: one copy.
         sync_every: training steps between two averagings of the copies.
         sync_optimizer: average the states of the fused optimizers with the tables.
+        dense: ``"ddp"``: the dense part is in DistributedDataParallel; ``"fsdp"``: in FSDP2 (``fully_shard``), which
+            shards its parameters, too, while replicated tables stay whole; ``"none"``: its gradients are not averaged.
 
     Returns:
         The sharded model, which has the attributes and the state_dict keys of ``model``.
@@ -89,6 +94,8 @@ def shard(
     if output_dtype not in TABLE_DTYPES.values():
         known = ", ".join(str(dtype) for dtype in TABLE_DTYPES.values())
         raise ConfigError(f"output_dtype is {output_dtype}; embeddings come as one of {known}")
+    if dense not in get_args(DenseWrap):
+        raise ConfigError(f"dense is {dense!r}; give one of {', '.join(map(repr, get_args(DenseWrap)))}")
     _refuse_remappers(model, collectives.world_size)
     world = StepContext(collectives, target)
     options = _agreed_options(replicas, sync_every, sync_optimizer, world)
@@ -112,9 +119,12 @@ def shard(
     model = _replace(model, replaced)
     _move_dense(model, target)
     everyone = (group or dist.group.WORLD) if collectives.world_size > 1 else None
+    from shardrec.compile.annotate import annotate_for_dynamo  # which knows the sharded modules
+
+    annotate_for_dynamo(model)
     if replicas is None:
-        return ShardedModel(model, plan, context, everyone)
-    return ReplicatedModel(model, plan, context, everyone, groups=groups, options=options)
+        return ShardedModel(model, plan, context, everyone, dense=dense)
+    return ReplicatedModel(model, plan, context, everyone, groups=groups, options=options, dense=dense)
 
 
 def _refuse_remappers(model: nn.Module, world_size: int) -> None:

@@ -1,22 +1,33 @@
-"""A whole model with its collections sharded and its dense part in DistributedDataParallel."""
+"""A whole model with its collections sharded and its dense part in DistributedDataParallel or FSDP2.
+
+[Note: what torch.compile compiles]
+``torch.compile(model)`` compiles the functions that run inside it. Those of :class:`ShardedModel` around the user's
+model are marked to be left alone, so that what is compiled is the user's forward, and a fault in it, also one of the
+compiler, still reaches the other ranks. The first of them, ``forward``, is only skipped (``recursive=False``); what it
+calls for itself is disabled; the user's model in between is not.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
+from shardrec.compile.frames import left_alone, passed_over
+from shardrec.compile.step import compiled_step
 from shardrec.errors import InputError, ShardrecError
 from shardrec.exchange.step import StepContext
 from shardrec.layout import ShardingPlan
 from shardrec.modules.collection import ShardedCollection
+from shardrec.modules.dense import DenseWrap, set_gradient_sync, wrap_dense
 from shardrec.modules.optim import FusedOptimizers
 
 __all__ = ["ShardedModel"]
@@ -30,10 +41,17 @@ class ShardedModel(nn.Module):
         plan: where the tables are.
         context: shared by the sharded collections.
         group: the process group; None on one rank.
+        dense: who averages the dense part's gradients.
     """
 
     def __init__(
-        self, module: nn.Module, plan: ShardingPlan, context: StepContext, group: dist.ProcessGroup | None
+        self,
+        module: nn.Module,
+        plan: ShardingPlan,
+        context: StepContext,
+        group: dist.ProcessGroup | None,
+        *,
+        dense: DenseWrap = "ddp",
     ) -> None:
         super().__init__()
         self.module = module
@@ -46,24 +64,20 @@ class ShardedModel(nn.Module):
         self._fused: FusedOptimizers | None = None
         self._callable: nn.Module = module
         if group is not None:
-            self._wrap(group)
+            self._wrap(group, dense)
 
-    def _wrap(self, group: dist.ProcessGroup) -> None:
-        # DistributedDataParallel stays out of the module tree, or it would show in every name.
-        sharded = {
-            id(parameter)
-            for collection in self._sharded
-            for table in collection.tables().values()
-            if not table.layout.replicated
-            for parameter in table.parameters()
-        }
-        names = [name for name, parameter in self.module.named_parameters() if id(parameter) in sharded]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.module, names)
-        if any(p.requires_grad and id(p) not in sharded for p in self.module.parameters()):
-            wrapped = DistributedDataParallel(self.module, process_group=group)
-            object.__setattr__(self, "_callable", wrapped)
+    def _wrap(self, group: dist.ProcessGroup, dense: DenseWrap) -> None:
+        cut: list[nn.Parameter] = []
+        replicated: list[nn.Parameter] = []
+        for collection in self._sharded:
+            for table in collection.tables().values():
+                (replicated if table.layout.replicated else cut).extend(table.parameters())
+        wrapped = wrap_dense(self.module, dense, group, cut, replicated, self.context.device)
+        # Out of the module tree, or it would show in every name.
+        object.__setattr__(self, "_callable", wrapped)
         self.context.gradients_are_reduced = True
 
+    @passed_over  # see [Note: what torch.compile compiles]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward.
 
@@ -71,26 +85,8 @@ class ShardedModel(nn.Module):
             InputError: on every rank at the same step, if the input of any is faulty, also if the model's own code
                 fails on it before its last sharded collection is called.
         """
-        context = self.context
-        context.dense_signature = ", ".join(sorted(_dtypes((args, kwargs))))
-        if self._fused is not None:
-            self._fused.push()
-        if torch.is_grad_enabled():
-            # DistributedDataParallel decides here, too: the backward of a forward in no_sync may come after the block.
-            context.reduce_this_backward = not self._accumulates
-        begin = context.exchanges
-        try:
-            with context.queue.forward(len(self._sharded)):
-                result = self._callable(*args, **kwargs)
-        except ShardrecError:
-            raise
-        except Exception as error:
-            self._fail(error, made=context.exchanges - begin)
-            raise
-        finally:
-            context.dense_signature = ""
-        self._headers = context.exchanges - begin
-        return result
+        with _step_of(self, args, kwargs, get_eval_frame_callback()):
+            return self._callable(*args, **kwargs)
 
     @property
     def fused_optimizer(self) -> FusedOptimizers:
@@ -111,6 +107,7 @@ class ShardedModel(nn.Module):
         each backward; replicated ones accumulate with the dense part.
         """
         self._accumulates = True
+        set_gradient_sync(self.module, False)
         try:
             if isinstance(self._callable, DistributedDataParallel):
                 with self._callable.no_sync():
@@ -119,6 +116,7 @@ class ShardedModel(nn.Module):
                 yield
         finally:
             self._accumulates = False
+            set_gradient_sync(self.module, True)
 
     def _fail(self, error: Exception, made: int) -> None:
         """Tell the other ranks, if they still come to a header exchange in this step, and name the likely cause."""
@@ -178,6 +176,68 @@ class ShardedModel(nn.Module):
     ) -> Iterator[tuple[str, Tensor]]:
         """The model's buffers under its own names."""
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+
+class _Step(ExitStack):
+    """What goes on around a forward.
+
+    Args:
+        model: whose.
+        args: of the forward.
+        kwargs: of the forward.
+        compiled: what is inside may be.
+    """
+
+    def __init__(
+        self, model: ShardedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, compiled: bool
+    ) -> None:
+        super().__init__()
+        self._model = model
+        self._compiled = compiled
+        self._inputs = (args, kwargs)
+        self._begin = model.context.exchanges
+
+    @left_alone
+    def __enter__(self) -> Self:
+        model, context = self._model, self._model.context
+        context.dense_signature = ", ".join(sorted(_dtypes(self._inputs)))
+        if model._fused is not None:
+            model._fused.push()
+        if torch.is_grad_enabled():
+            # DistributedDataParallel decides here, too: the backward of a forward in no_sync may come after the block.
+            context.reduce_this_backward = not model._accumulates
+        if self._compiled:
+            traced = any(one._traced is not None for one in model._sharded)
+            self.enter_context(compiled_step(self._inputs, traced=traced))
+        self.enter_context(context.queue.forward(len(model._sharded)))
+        return super().__enter__()
+
+    @left_alone
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> Literal[False]:
+        try:
+            super().__exit__(kind, error, trace)
+        except Exception as late:
+            # Of an exchange that waited for more calls.
+            self._end(late)
+            raise
+        self._end(error)
+        return False
+
+    def _end(self, error: BaseException | None) -> None:
+        model = self._model
+        made = model.context.exchanges - self._begin
+        try:
+            if isinstance(error, Exception) and not isinstance(error, ShardrecError):
+                model._fail(error, made=made)
+        finally:
+            model.context.dense_signature = ""
+        if error is None:
+            model._headers = made
+
+
+@left_alone
+def _step_of(model: ShardedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any], compiler: Any) -> _Step:
+    return _Step(model, args, kwargs, compiled=callable(compiler))
 
 
 def _dtypes(value: object) -> Iterable[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -17,7 +18,15 @@ if TYPE_CHECKING:
 else:
     _Base = LazyAwaitable
 
-__all__ = ["PooledEmbeddings"]
+__all__ = ["OutputColumns", "PooledEmbeddings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputColumns:
+    """Keys of a KeyedTensor, and the columns of each."""
+
+    keys: tuple[str, ...]
+    dims: tuple[int, ...]
 
 
 class PooledEmbeddings(_Base):
@@ -26,8 +35,7 @@ class PooledEmbeddings(_Base):
     Args:
         queued: the call.
         finish: puts the (B, D) values together, from the exchange and the number of the call's stream in it.
-        keys: output keys.
-        dims: columns of each key.
+        columns: keys of the output and the columns of each.
     """
 
     def __init__(
@@ -35,17 +43,15 @@ class PooledEmbeddings(_Base):
         *,
         queued: QueuedCall,
         finish: Callable[[BlocksInFlight, int], Tensor],
-        keys: Sequence[str],
-        dims: Sequence[int],
+        columns: OutputColumns,
     ) -> None:
         super().__init__()
         self._queued = queued
         self._finish = finish
-        self._keys = list(keys)
-        self._dims = list(dims)
+        self._columns = columns
 
     def _wait_impl(self) -> KeyedTensor:
         flight, stream = self._queued.flight()
         with self._queued.mode():
             values = self._finish(flight, stream)
-        return KeyedTensor(keys=self._keys, length_per_key=self._dims, values=values)
+        return KeyedTensor(keys=list(self._columns.keys), length_per_key=list(self._columns.dims), values=values)

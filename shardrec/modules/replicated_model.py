@@ -26,9 +26,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardrec.compile.frames import left_alone, passed_over
 from shardrec.errors import InputError, PeerError
 from shardrec.exchange.step import StepContext
 from shardrec.layout import ShardingPlan
+from shardrec.modules.dense import DenseWrap
 from shardrec.modules.model import ShardedModel
 from shardrec.modules.replicas import Averager, ReplicaGroups, ReplicaOptions
 
@@ -54,6 +56,7 @@ class ReplicatedModel(ShardedModel):
         group: the process group of all ranks; None on one rank.
         groups: the replicas.
         options: how often they are averaged.
+        dense: who averages the dense part's gradients.
 
     Attributes:
         replica_groups: the replicas, and which of them this rank is in.
@@ -70,8 +73,9 @@ class ReplicatedModel(ShardedModel):
         *,
         groups: ReplicaGroups,
         options: ReplicaOptions,
+        dense: DenseWrap = "ddp",
     ) -> None:
-        super().__init__(module, plan, context, group)
+        super().__init__(module, plan, context, group, dense=dense)
         self.replica_groups = groups
         self.replica_options = options
         self.steps_since_sync = 0
@@ -82,6 +86,7 @@ class ReplicatedModel(ShardedModel):
             # drawn from different seeds would be smaller than a draw.
             self._averager.copy_first(self._weights(frozen=True))
 
+    @passed_over  # as ShardedModel.forward; and so are the calls below
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; a training forward first averages the replicas if that is due.
 
@@ -105,6 +110,7 @@ class ReplicatedModel(ShardedModel):
         self.steps_since_sync += self._counts_steps
         return result
 
+    @left_alone
     def sync_replicas(self) -> None:
         """Average the tables, and their fused optimizers' states, over the replicas now. Every rank calls it.
 
@@ -147,6 +153,7 @@ class ReplicatedModel(ShardedModel):
                     parts = collection.fused_state(name, state)
                     yield from (part for shard, part in parts.items() if shard is not None)
 
+    @left_alone
     def _agree(self, everyone: StepContext, error: Exception | None) -> None:
         """Return if the forward went well on every rank; raise on every rank if not."""
         world_size = everyone.collectives.world_size

@@ -1,4 +1,8 @@
-"""A sharded embedding bag collection as TorchScript sees it: issues its all-to-all and returns an ``Await``."""
+"""A sharded embedding bag collection as operators and plain data: its twin for TorchScript, torch.compile and export.
+
+TorchScript runs :meth:`ScriptedBags.forward`, which issues the all-to-all and returns an ``Await``; tracers run
+:meth:`ScriptedBags.traced`, which gives the value itself: in a graph it is the place of ``wait_tensor`` that counts.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +16,17 @@ from torch.jit import Future
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from shardrec.errors import ConfigError
-from shardrec.exchange.route import Piece, output_pieces
-from shardrec.exchange.scripted import ScriptedInput, arrived_rows, exchange_rows, list_of
+from shardrec.exchange.route import Piece, Route, output_pieces
+from shardrec.exchange.scripted import Agree, ScriptedInput
+from shardrec.exchange.scripted_batch import list_of
+from shardrec.exchange.scripted_rows import arrived_rows, exchange_rows
 from shardrec.pending import Await, awaitable
 from shardrec.scripting.options import lookups_in_parallel
 
 if TYPE_CHECKING:
     from shardrec.modules.bags import ShardedEmbeddingBagCollection
 
-__all__ = ["ScriptedBags", "parameters_of"]
+__all__ = ["ScriptedBags", "parameters_of", "refuse_quantized", "slots_per_group"]
 
 
 def parameters_of(module: nn.Module) -> nn.Module:
@@ -37,8 +43,8 @@ def refuse_quantized(collection: object, output: str, gradient: str) -> None:
     """Raise for an exchange that TorchScript cannot make."""
     if (output, gradient) != ("fp32", "fp32"):
         raise ConfigError(
-            f"{type(collection).__name__} exchanges {output} and {gradient}; a scripted model exchanges fp32: shard "
-            "without comms before shardrec.script"
+            f"{type(collection).__name__} exchanges {output} and {gradient}; a scripted model exchanges fp32, and so "
+            "does a traced one: shard without comms, or compile in boundary mode"
         )
 
 
@@ -47,19 +53,29 @@ class ScriptedBags(nn.Module):
 
     Args:
         collection: the eager module.
+        lookups: of its groups; default: those that TorchScript takes.
+        agree: exchanges the headers of a compiled model.
     """
 
-    def __init__(self, collection: ShardedEmbeddingBagCollection) -> None:
+    def __init__(
+        self,
+        collection: ShardedEmbeddingBagCollection,
+        *,
+        lookups: nn.ModuleList | None = None,
+        agree: Agree | None = None,
+    ) -> None:
         super().__init__()
         collectives, device = collection.context.collectives, collection.device
         comms = collection.context.comms
         if collectives.world_size > 1:
             refuse_quantized(collection, comms.output, comms.gradient)
-        route, lookups = collection._route, collection._lookups
+        route, outputs = collection._route, collection._lookups
         self.embedding_bags = parameters_of(collection.embedding_bags)
-        self.input = ScriptedInput(route, collection._expect, collectives)
-        self.lookups, group_slots = collection._shards.scripted(training=collection.training)
-        self.group_slots = list_of(int, group_slots)
+        self.input = ScriptedInput(route, collection._expect, collectives, agree=agree)
+        if lookups is None:
+            lookups, _ = collection._shards.scripted(training=collection.training)
+        self.lookups = lookups
+        self.group_slots = list_of(int, slots_per_group(route, collectives.rank))
         # On threads of TorchScript's own, which pays where groups are large and threads idle.
         self.parallel = lookups_in_parallel()
         own = collection._own_lookups
@@ -71,12 +87,13 @@ class ScriptedBags(nn.Module):
         self.widths = [route.width(rank) for rank in range(collectives.world_size)]
         self.keys = list(collection._embedding_names)
         self.dims = list(collection._dims)
-        self.features = [one.feature for one in lookups]
-        self.means = [one.mean for one in lookups]
+        self.features = [one.feature for one in outputs]
+        self.means = [one.mean for one in outputs]
         self.any_mean = any(self.means)
         self.output_dtype = collection.output_dtype
         self.nothing = torch.zeros(0, device=device)
-        pieces = output_pieces(lookups, route)
+        self.anchor = torch.zeros(0, device=device, requires_grad=True)
+        pieces = output_pieces(outputs, route)
         starts = [_starts(pieces, block) for block in range(collectives.world_size + 1)]
         totals = [*self.widths, sum(one.layout.embedding_dim for one in own)]
         # Per block, the widths of its runs of columns; per run of the output's columns, its (block, run) sources.
@@ -87,46 +104,7 @@ class ScriptedBags(nn.Module):
 
     def forward(self, features: KeyedJaggedTensor) -> Await[KeyedTensor]:
         """Look up the local batch."""
-        keys, local, values, weights, fault = self.input.checked(features)
-        lengths, ids, id_weights, sizes, came, _, _, _ = self.input.exchange(keys, local, values, weights, fault)
-        found: list[Tensor] = []
-        forks: list[Future[Tensor]] = []
-        slot, start = 0, 0
-        for group, lookup in enumerate(self.lookups):
-            count = 0
-            for per_group in came:
-                count += per_group[group]
-            part = id_weights if id_weights is None else id_weights[start : start + count]
-            its_ids, its_lengths = ids[start : start + count], lengths[slot : slot + self.group_slots[group]]
-            if self.parallel:
-                forks.append(torch.jit.fork(lookup, its_ids, its_lengths, part))
-            else:
-                found.append(lookup(its_ids, its_lengths, part))
-            start += count
-            slot += self.group_slots[group]
-        for fork in forks:
-            found.append(torch.jit.wait(fork))
-        total = 0
-        for size in sizes:
-            total += size
-        pooled = torch.cat(found, dim=1) if len(found) > 0 else self.nothing.new_zeros([total, 0])
-        batch = sizes[self.rank]
-        into: list[int] = []
-        out: list[int] = []
-        for rank, size in enumerate(sizes):
-            into.append(batch * self.widths[rank])
-            out.append(size * self.widths[self.rank])
-        pending = exchange_rows(pooled.reshape(-1), into, out, self.input.group_name)
-        replicated = self.nothing.new_zeros([batch, 0])
-        for replicas in self.replicas:
-            order = self.positions(keys, self.replica_features)
-            _, own_ids, own_weights = torch.ops.fbgemm.permute_2D_sparse_data(
-                order.to(torch.int32), local, values, weights, None
-            )
-            replicated = replicas(own_ids, local.index_select(0, order), own_weights)
-        divisors = self.nothing
-        if self.any_mean:
-            divisors = self.divisors(local.index_select(0, self.positions(keys, self.features)))
+        pending, batch, replicated, divisors = self.begin(features)
         return awaitable(
             finish_bags,
             pending,
@@ -140,6 +118,82 @@ class ScriptedBags(nn.Module):
             self.dims,
             self.output_dtype,
         )
+
+    @torch.jit.unused
+    def traced(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """The same for a tracer: the value itself."""
+        pending, batch, replicated, divisors = self.begin(features)
+        return finish_bags(
+            pending,
+            batch,
+            self.widths,
+            replicated,
+            divisors,
+            self.splits,
+            self.sources,
+            self.keys,
+            self.dims,
+            self.output_dtype,
+        )
+
+    def begin(self, features: KeyedJaggedTensor) -> tuple[Tensor, int, Tensor, Tensor]:
+        """The pooled rows under way, B, the (B, D_r) columns of replicated tables, and the divisors of means."""
+        keys, local, values, weights, fault = self.input.checked(features)
+        received = self.input.exchange(features, keys, local, values, weights, fault)
+        lengths, ids, id_weights, sizes, came, _, _, _ = received
+        found = self.look_up(lengths, ids, id_weights, came)
+        total = 0
+        for size in sizes:
+            total += size
+        pooled = torch.cat(found, dim=1) if len(found) > 0 else self.nothing.new_zeros([total, 0])
+        batch = sizes[self.rank]
+        into: list[int] = []
+        out: list[int] = []
+        for rank, size in enumerate(sizes):
+            into.append(batch * self.widths[rank])
+            out.append(size * self.widths[self.rank])
+        pending = exchange_rows(pooled.reshape(-1), into, out, self.input.group_name, self.anchor)
+        replicated = self.nothing.new_zeros([batch, 0])
+        for replicas in self.replicas:
+            order = self.positions(keys, self.replica_features)
+            own_lengths = local.index_select(0, order)
+            # Not int(), for which torch.export has no symbol.
+            own_counts: list[int] = own_lengths.sum().reshape(1).tolist()
+            own_count = own_counts[0]
+            if not torch.jit.is_scripting():
+                torch._check(own_count >= 0)
+            _, own_ids, own_weights = torch.ops.fbgemm.permute_2D_sparse_data(
+                order.to(torch.int32), local, values, weights, own_count
+            )
+            replicated = replicas(own_ids, own_lengths, own_weights)
+        divisors = self.nothing
+        if self.any_mean:
+            divisors = self.divisors(local.index_select(0, self.positions(keys, self.features)))
+        return pending, batch, replicated, divisors
+
+    def look_up(self, lengths: Tensor, ids: Tensor, weights: Tensor | None, came: list[list[int]]) -> list[Tensor]:
+        """Per group, the (B_all, D) pooled columns of this rank's shards."""
+        counts: list[int] = []
+        for group in range(len(self.group_slots)):
+            count = 0
+            for per_group in came:
+                count += per_group[group]
+            counts.append(count)
+        ids_of = ids.split(counts)
+        lengths_of = lengths.split(self.group_slots)
+        found: list[Tensor] = []
+        forks: list[Future[Tensor]] = []
+        for group, lookup in enumerate(self.lookups):
+            part: Tensor | None = None
+            if weights is not None:
+                part = weights.split(counts)[group]
+            if self.parallel:
+                forks.append(torch.jit.fork(lookup, ids_of[group], lengths_of[group], part))
+            else:
+                found.append(lookup(ids_of[group], lengths_of[group], part))
+        for fork in forks:
+            found.append(torch.jit.wait(fork))
+        return found
 
     def positions(self, keys: list[str], features: list[str]) -> Tensor:
         """Where features are among the keys."""
@@ -155,6 +209,11 @@ class ScriptedBags(nn.Module):
             row = lengths[number].to(torch.float32).clamp(min=1.0)
             found.append(row if mean else torch.ones_like(row))
         return torch.stack(found, dim=1)
+
+
+def slots_per_group(route: Route, rank: int) -> list[int]:
+    """Slots of ``rank`` in each lookup group."""
+    return [sum(slot.group == group for slot in route.slots[rank]) for group in range(route.groups)]
 
 
 def _starts(pieces: Sequence[Piece], block: int) -> list[int]:
@@ -179,13 +238,13 @@ def finish_bags(
     dtype: torch.dtype,
 ) -> KeyedTensor:
     """Wait for the blocks and put the columns in the unsharded order."""
-    received = arrived_rows(pending, len(widths))
+    sizes: list[int] = []
+    for width in widths:
+        sizes.append(batch * width)
+    received = arrived_rows(pending, len(widths)).split(sizes)
     blocks: list[list[Tensor]] = []
-    start = 0
     for block, width in enumerate(widths):
-        end = start + batch * width
-        blocks.append(list(received[start:end].view(batch, width).split(splits[block], dim=1)))
-        start = end
+        blocks.append(list(received[block].view(batch, width).split(splits[block], dim=1)))
     blocks.append(list(replicated.split(splits[len(widths)], dim=1)))
     columns: list[Tensor] = []
     for piece in sources:
@@ -195,7 +254,7 @@ def finish_bags(
             column = column + blocks[other][its_run]
         columns.append(column)
     values = torch.cat(columns, dim=1)
-    if divisors.numel() > 0:
+    if divisors.dim() == 2:
         scaled: list[Tensor] = []
         for number, part in enumerate(values.split(dims, dim=1)):
             scaled.append(part / divisors[:, number : number + 1])

@@ -1,4 +1,4 @@
-"""A sharded embedding collection as TorchScript sees it: issues its all-to-all and returns an ``Await``.
+"""A sharded embedding collection as operators and plain data: its twin for TorchScript, torch.compile and export.
 
 The same steps as :mod:`shardrec.modules.sequences`, :mod:`shardrec.exchange.dedup` and :mod:`shardrec.exchange.rows`.
 """
@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from shardrec.exchange.scripted import ScriptedInput, arrived_rows, exchange_rows, list_of
-from shardrec.modules.scripted_bags import parameters_of, refuse_quantized
+from shardrec.exchange.scripted import Agree, ScriptedInput
+from shardrec.exchange.scripted_batch import list_of
+from shardrec.exchange.scripted_rows import arrived_rows, exchange_rows
+from shardrec.modules.scripted_bags import parameters_of, refuse_quantized, slots_per_group
 from shardrec.pending import Await, awaitable
 
 if TYPE_CHECKING:
@@ -23,25 +25,40 @@ if TYPE_CHECKING:
 __all__ = ["ScriptedSequences"]
 
 
+Issued = tuple[Tensor, Tensor, int, int, Tensor, list[int], list[Tensor], list[Tensor], list[Tensor]]
+"""Rows under way, their places, how many; number of rows, inverse of the distinct ids, rows of each cut output; rows of
+each replicated output; ids and lengths of each output."""
+
+
 class ScriptedSequences(nn.Module):
     """The scripted twin of a :class:`ShardedEmbeddingCollection`, with its live parameters.
 
     Args:
         collection: the eager module.
+        lookups: of its groups; default: those that TorchScript takes.
+        agree: exchanges the headers of a compiled model.
     """
 
-    def __init__(self, collection: ShardedEmbeddingCollection) -> None:
+    def __init__(
+        self,
+        collection: ShardedEmbeddingCollection,
+        *,
+        lookups: nn.ModuleList | None = None,
+        agree: Agree | None = None,
+    ) -> None:
         super().__init__()
         collectives, device = collection.context.collectives, collection.device
         comms = collection.context.comms
         if collectives.world_size > 1:
             refuse_quantized(collection, comms.output, comms.gradient)
-        lookups = collection._lookups
+        outputs = collection._lookups
         sent, route, groups = collection._sent_lookups, collection._route, collection._groups
         self.embeddings = parameters_of(collection.embeddings)
-        self.input = ScriptedInput(route, collection._expect, collectives, per_id=True)
-        self.lookups, group_slots = collection._shards.scripted(training=collection.training)
-        self.group_slots = list_of(int, group_slots)
+        self.input = ScriptedInput(route, collection._expect, collectives, per_id=True, agree=agree)
+        if lookups is None:
+            lookups, _ = collection._shards.scripted(training=collection.training)
+        self.lookups = lookups
+        self.group_slots = list_of(int, slots_per_group(route, collectives.rank))
         self.rank = collectives.rank
         self.world_size = collectives.world_size
         self.dim = collection.embedding_dim()
@@ -60,9 +77,9 @@ class ScriptedSequences(nn.Module):
         firsts = [first[table] for _, table in collection._dedup_lookups]
         self.dedup_firsts = torch.tensor(firsts, dtype=torch.int64, device=device)
         self.dedup_edges = torch.tensor(starts, dtype=torch.int64, device=device)
-        self.names = list_of(str, [one.output for one in lookups])
-        self.features = list_of(str, [one.feature for one in lookups])
-        own = [one for one in lookups if one.layout.replicated]
+        self.names = list_of(str, [one.output for one in outputs])
+        self.features = list_of(str, [one.feature for one in outputs])
+        own = [one for one in outputs if one.layout.replicated]
         numbers = [collection._replica_number[one.layout.name] for one in own]
         replicas = collection._replicas
         self.replicas = nn.ModuleList(
@@ -70,7 +87,7 @@ class ScriptedSequences(nn.Module):
         )
         # Per output key, the number of its replica, or -1.
         places = iter(range(len(own)))
-        self.replica_of = list_of(int, [next(places) if one.layout.replicated else -1 for one in lookups])
+        self.replica_of = list_of(int, [next(places) if one.layout.replicated else -1 for one in outputs])
         orders = [
             [
                 slot * self.world_size + rank
@@ -82,93 +99,153 @@ class ScriptedSequences(nn.Module):
         self.rank_major = list_of(Tensor, [torch.tensor(order, dtype=torch.int32, device=device) for order in orders])
         self.output_dtype = collection.output_dtype
         self.nothing = torch.zeros(0, device=device)
+        self.anchor = torch.zeros(0, device=device, requires_grad=True)
 
     def forward(self, features: KeyedJaggedTensor) -> Await[dict[str, JaggedTensor]]:
         """Look up the local batch."""
-        keys, local, values, _, fault = self.input.checked(features)
-        sent_keys, sent_lengths, sent_values = keys, local, values
-        inverse = self.nothing
-        if self.dedup:
-            sent_keys = self.sent_features
-            sent_lengths, sent_values, inverse = self.distinct(keys, local, values)
-        lengths, ids, _, _, came, went, positions, slot_ids = self.input.exchange(
-            sent_keys, sent_lengths, sent_values, None, fault
-        )
-        assert positions is not None
-        parts: list[list[Tensor]] = []
-        slot, start = 0, 0
-        for group, lookup in enumerate(self.lookups):
-            counts: list[int] = []
-            total = 0
-            for per_group in came:
-                counts.append(per_group[group])
-                total += per_group[group]
-            its_lengths = lengths[slot : slot + self.group_slots[group]]
-            rows = lookup(ids[start : start + total], its_lengths, None)
-            places = torch.arange(total, device=self.nothing.device)
-            if total > 0:
-                places = torch.ops.fbgemm.permute_1D_sparse_data(
-                    self.rank_major[group], its_lengths.reshape(-1), places, None, total
-                )[1]
-            parts.append(list(rows.index_select(0, places).split(counts)))
-            start += total
-            slot += self.group_slots[group]
-        flat: list[Tensor] = [self.nothing]
-        into: list[int] = []
-        out: list[int] = []
-        for rank in range(self.world_size):
-            arriving, leaving = 0, 0
-            for group, width in enumerate(self.widths):
-                flat.append(parts[group][rank].reshape(-1))
-                arriving += went[rank][group] * width
-                leaving += came[rank][group] * width
-            into.append(arriving)
-            out.append(leaving)
-        pending = exchange_rows(torch.cat(flat), into, out, self.input.group_name)
-        key_ids: list[int] = local.sum(dim=1).tolist()
-        sent_ids: list[int] = sent_lengths.sum(dim=1).tolist()
-        target = self.targets(sent_keys, sent_ids, positions, slot_ids)
-        rows_back = 0
-        for feature in self.sent_features:
-            rows_back += sent_ids[sent_keys.index(feature)]
-        ids_of: list[Tensor] = []
-        lengths_of: list[Tensor] = []
-        replicas: list[Tensor] = []
-        by_key = features.values().split(key_ids)
-        raw_lengths = features.lengths().view(len(keys), -1)
-        for feature in self.features:
-            ids_of.append(by_key[keys.index(feature)])
-            lengths_of.append(raw_lengths[keys.index(feature)])
-        for number, replica in enumerate(self.replicas):
-            for place, which in enumerate(self.replica_of):
-                if which == number:
-                    replicas.append(replica(ids_of[place], lengths_of[place].unsqueeze(0), None))
+        pending, target, units, rows_back, inverse, sizes, replicas, ids, lengths = self.begin(features)
         return awaitable(
             finish_sequences,
             pending,
             self.world_size,
             target,
+            units,
             rows_back,
             inverse,
             self.dedup,
             self.dim,
             self.unit,
+            sizes,
             self.names,
             self.replica_of,
             replicas,
-            ids_of,
-            lengths_of,
+            ids,
+            lengths,
             self.need_indices,
             self.output_dtype,
         )
 
-    def distinct(self, keys: list[str], lengths: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    @torch.jit.unused
+    def traced(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        """The same for a tracer: the value itself."""
+        pending, target, units, rows_back, inverse, sizes, replicas, ids, lengths = self.begin(features)
+        return finish_sequences(
+            pending,
+            self.world_size,
+            target,
+            units,
+            rows_back,
+            inverse,
+            self.dedup,
+            self.dim,
+            self.unit,
+            sizes,
+            self.names,
+            self.replica_of,
+            replicas,
+            ids,
+            lengths,
+            self.need_indices,
+            self.output_dtype,
+        )
+
+    def begin(self, features: KeyedJaggedTensor) -> Issued:
+        """The rows under way, and what puts them in place."""
+        keys, local, values, _, fault = self.input.checked(features)
+        sent_keys, sent_lengths, sent_values = keys, local, values
+        inverse = self.nothing
+        key_ids = ids_per_key(local, values.size(0))
+        if self.dedup:
+            sent_keys = self.sent_features
+            sent_lengths, sent_values, inverse = self.distinct(keys, key_ids, local, values)
+        lengths, found_ids, _, _, came, went, positions, slot_ids = self.input.exchange(
+            features, sent_keys, sent_lengths, sent_values, None, fault
+        )
+        assert positions is not None
+        into: list[int] = []
+        out: list[int] = []
+        for rank in range(self.world_size):
+            arriving, leaving = 0, 0
+            for group, width in enumerate(self.widths):
+                arriving += went[rank][group] * width
+                leaving += came[rank][group] * width
+            into.append(arriving)
+            out.append(leaving)
+        flat = self.look_up(lengths, found_ids, came)
+        pending = exchange_rows(flat, into, out, self.input.group_name, self.anchor)
+        units = 0
+        for counts in went:
+            for group, width in enumerate(self.widths):
+                units += counts[group] * (width // self.unit)
+        sent_ids = key_ids
+        if self.dedup:
+            sent_ids = ids_per_key(sent_lengths, sent_values.size(0))
+        target = self.targets(sent_keys, sent_ids, positions, slot_ids, units)
+        rows_back = 0
+        for feature in self.sent_features:
+            rows_back += sent_ids[sent_keys.index(feature)]
+        ids_of: list[Tensor] = []
+        lengths_of: list[Tensor] = []
+        sizes: list[int] = []
+        replicas: list[Tensor] = []
+        raw_values, raw_lengths = features.values(), features.lengths()
+        if raw_values.size(0) != values.size(0):
+            # A batch with a fault, of which a tracer takes the empty one that was sent.
+            raw_values, raw_lengths = values, local.flatten()
+        by_key = raw_values.split(key_ids)
+        lengths_by_key = raw_lengths.view(len(keys), -1)
+        for place, feature in enumerate(self.features):
+            ids_of.append(by_key[keys.index(feature)])
+            lengths_of.append(lengths_by_key[keys.index(feature)])
+            if self.replica_of[place] < 0:
+                sizes.append(key_ids[keys.index(feature)])
+        for number, replica in enumerate(self.replicas):
+            for place, which in enumerate(self.replica_of):
+                if which == number:
+                    replicas.append(replica(ids_of[place], lengths_of[place].unsqueeze(0), None))
+        return pending, target, units, rows_back, inverse, sizes, replicas, ids_of, lengths_of
+
+    def look_up(self, lengths: Tensor, ids: Tensor, came: list[list[int]]) -> Tensor:
+        """The rows for all ranks as one flat tensor, rank after rank and in a rank group after group."""
+        totals: list[int] = []
+        for group in range(len(self.group_slots)):
+            total = 0
+            for per_group in came:
+                total += per_group[group]
+            totals.append(total)
+        ids_of = ids.split(totals)
+        lengths_of = lengths.split(self.group_slots)
+        parts: list[list[Tensor]] = []
+        for group, lookup in enumerate(self.lookups):
+            total = totals[group]
+            rows = lookup(ids_of[group], lengths_of[group], None)
+            if self.group_slots[group] > 0:
+                places = torch.arange(total, device=self.nothing.device)
+                places = torch.ops.fbgemm.permute_1D_sparse_data(
+                    self.rank_major[group], lengths_of[group].reshape(-1), places, None, total
+                )[1]
+                rows = rows.index_select(0, places)
+            counts: list[int] = []
+            for per_group in came:
+                counts.append(per_group[group])
+            parts.append(list(rows.split(counts)))
+        flat: list[Tensor] = [self.nothing]
+        for rank in range(self.world_size):
+            for part in parts:
+                flat.append(part[rank].reshape(-1))
+        return torch.cat(flat)
+
+    def distinct(
+        self, keys: list[str], key_ids: list[int], lengths: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """(tables, 1) numbers of distinct ids, the ids, and the place of each id among them."""
         order: list[int] = []
+        total = 0
         for feature in self.dedup_features:
             order.append(keys.index(feature))
+            total += key_ids[keys.index(feature)]
         index = torch.tensor(order, dtype=torch.int32, device=values.device)
-        lengths, ids, _ = torch.ops.fbgemm.permute_2D_sparse_data(index, lengths, values, None, None)
+        lengths, ids, _ = torch.ops.fbgemm.permute_2D_sparse_data(index, lengths, values, None, total)
         counts = lengths.sum(dim=1, dtype=torch.int64)
         linear = ids + self.dedup_firsts.repeat_interleave(counts, output_size=ids.numel())
         distinct, inverse, _ = torch._unique2(linear, sorted=True, return_inverse=True)
@@ -176,8 +253,8 @@ class ScriptedSequences(nn.Module):
         start = self.dedup_edges[:-1].repeat_interleave(per_table, output_size=distinct.numel())
         return per_table.to(torch.int32).unsqueeze(1), (distinct - start).to(values.dtype), inverse
 
-    def targets(self, keys: list[str], key_ids: list[int], positions: Tensor, slot_ids: Tensor) -> Tensor:
-        """Where each received unit goes in the output; see :mod:`shardrec.exchange.rows`."""
+    def targets(self, keys: list[str], key_ids: list[int], positions: Tensor, slot_ids: Tensor, total: int) -> Tensor:
+        """Where each of the ``total`` received units goes in the output; see :mod:`shardrec.exchange.rows`."""
         key_starts: list[int] = [0]
         for count in key_ids:
             key_starts.append(key_starts[-1] + count)
@@ -199,20 +276,32 @@ class ScriptedSequences(nn.Module):
             slot_ids, output_size=count
         )
         ends = width_N.cumsum(0)
-        inside = torch.arange(int(ends[-1]) if count > 0 else 0, device=device)
-        inside = inside - (ends - width_N).repeat_interleave(width_N)
-        return base.repeat_interleave(width_N) + inside
+        inside = torch.arange(total, device=device)
+        inside = inside - (ends - width_N).repeat_interleave(width_N, output_size=total)
+        return base.repeat_interleave(width_N, output_size=total) + inside
+
+
+def ids_per_key(lengths: Tensor, total: int) -> list[int]:
+    """Number of ids of each row of ``lengths`` (F, B), on the host; ``total`` of them."""
+    counts: list[int] = lengths.sum(dim=1).tolist()
+    if not torch.jit.is_scripting():
+        for count in counts:
+            torch._check(count >= 0)
+        torch._check(sum(counts) == total)
+    return counts
 
 
 def finish_sequences(
     pending: Tensor,
     world_size: int,
     target: Tensor,
+    units: int,
     rows_back: int,
     inverse: Tensor,
     dedup: bool,
     dim: int,
     unit: int,
+    sizes: list[int],
     names: list[str],
     replica_of: list[int],
     replicas: list[Tensor],
@@ -222,11 +311,7 @@ def finish_sequences(
     dtype: torch.dtype,
 ) -> dict[str, JaggedTensor]:
     """Wait for the rows and put each in its place."""
-    received = arrived_rows(pending, world_size).view(-1, unit)
-    sizes: list[int] = []
-    for place, which in enumerate(replica_of):
-        if which < 0:
-            sizes.append(ids[place].numel())
+    received = arrived_rows(pending, world_size).view(units, unit)
     rows = received.new_zeros([rows_back * (dim // unit), unit]).index_copy(0, target, received).view(rows_back, dim)
     if dedup:
         rows = rows.index_select(0, inverse)

@@ -127,6 +127,9 @@ class ShardedEmbeddingCollection(ShardedCollection):
             InputError: on every rank at the same step, if the batch of any is faulty.
             PeerError: if another rank is gone.
         """
+        if torch.compiler.is_compiling():
+            value: LazyAwaitable[dict[str, JaggedTensor]] = self._compiled(features)
+            return value
         call = _SequenceCall(self, features)
         return SequenceEmbeddings(
             queued=self.context.queue.submit(call), finish=call.finish, need_indices=self._need_indices

@@ -4,14 +4,27 @@
 
     sharded model ── quantize.py ──► served model: same plan, same exchanges, tables in fbgemm's inference kernels
                   ── entry.py ──► an entry that takes plain tensors ── shardrec.script, save.py ──► a TorchScript file
+                                                    └── program.py, AOTInductor, package.py ──► a file of machine code
 
-docs/serving.md says how to use it; examples/cpp_serving answers requests with such a file.
+docs/serving.md says how to use it; examples/cpp_serving answers requests with either file.
 """
 
 from shardrec.serve.entry import from_tensors
 from shardrec.serve.format import WeightFormat
 from shardrec.serve.model import ServedModel
+from shardrec.serve.package import Package, load_package, package
+from shardrec.serve.program import ExportError
 from shardrec.serve.quantize import quantize
 from shardrec.serve.save import save
 
-__all__ = ["ServedModel", "WeightFormat", "from_tensors", "quantize", "save"]
+__all__ = [
+    "ExportError",
+    "Package",
+    "ServedModel",
+    "WeightFormat",
+    "from_tensors",
+    "load_package",
+    "package",
+    "quantize",
+    "save",
+]

@@ -80,6 +80,12 @@ class TrainConfig:
     nproc: int = option(1, _RANKS, "Ranks to start on this machine; under torchrun, its ranks are joined.", minimum=1)
     threads: int | None = option(None, _RANKS, "Threads of each rank (default: cores / ranks)", minimum=1)
     device: str = option("cpu", _RANKS, "Where the model lives.", choices=("cpu", "cuda"))
+    compile: str = option(
+        "off",
+        _RANKS,
+        "What torch.compile takes: nothing, the dense part with graph breaks at the tables, or all in one graph.",
+        choices=("off", "dense", "full"),
+    )
     constraint: tuple[str, ...] = option(
         (),
         _RANKS,

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from shardrec.checkpoint import save_checkpoint
+from shardrec.compile import annotate_for_dynamo
 from shardrec.data import ClickBatch, ClickMetrics
 from shardrec.errors import ConfigError
 from shardrec.layout import ShardingPlan
@@ -85,7 +86,18 @@ def _sharded_model(config: TrainConfig, source: Source, place: Place) -> tuple[S
             raise ConfigError(f"plan (--plan) is {config.plan!r}: {error.strerror}; give a plan.json") from error
     else:
         plan = make_plan(model, batch_size=config.batch_size, constraints=planner_constraints(config))
-    return shard(model, plan, device=place.device), plan
+    sharded = shard(model, plan, device=place.device)
+    _compile(sharded, config)
+    return sharded, plan
+
+
+def _compile(model: ShardedModel, config: TrainConfig) -> None:
+    """In place, so that the model stays what the loop and the checkpoint know."""
+    if config.compile == "off":
+        return
+    full = config.compile == "full"
+    annotate_for_dynamo(model, mode="traced" if full else "boundary")
+    model.compile(fullgraph=full)
 
 
 def _results_folder(config: TrainConfig, place: Place) -> Path:

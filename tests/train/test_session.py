@@ -159,3 +159,15 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 def test_a_constraint_for_no_table(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"unknown table '\*\.u_\*'"):
         run(TINY, constraint=("u_*=row_wise",), out=str(tmp_path))
+
+
+@pytest.mark.parametrize("mode", ["dense", pytest.param("full", marks=pytest.mark.slow)])
+def test_a_compiled_run_learns_the_same(mode: str, trained: tuple[Path, RunReport], tmp_path: Path) -> None:
+    import torch
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    report = run(TINY, out=str(tmp_path), compile=mode)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    assert report.final.auc == pytest.approx(trained[1].final.auc, abs=2e-3)
+    torch._dynamo.reset()

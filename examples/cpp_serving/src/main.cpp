@@ -1,6 +1,7 @@
-// Answers requests from stdin with a model that shardrec.serve.save wrote: a line of JSON each, in and out.
+// Answers requests from stdin with a model that shardrec.serve.save or package wrote: a line of JSON each, in and out.
 #include <exception>
 #include <iostream>
+#include <memory>
 #include <string>
 #include <string_view>
 
@@ -13,7 +14,7 @@ namespace {
 
 constexpr char kUsage[] =
     "usage: serve --model FILE --operators FOLDER [--threads N] [--libraries]\n"
-    "  --model      a file that shardrec.serve.save wrote\n"
+    "  --model      a file that shardrec.serve.save wrote, or shardrec.serve.package (.pt2)\n"
     "  --operators  the folder of the Python package fbgemm_gpu, with its .so files\n"
     "  --threads    for one request; default 1\n"
     "  --libraries  list the shared libraries of the process, and answer nothing\n";
@@ -62,7 +63,7 @@ int main(int count, char** words) {
   try {
     at::set_num_threads(options.threads);
     load_operators(options.operators);
-    Model model(options.model);
+    const std::unique_ptr<Model> model = load_model(options.model);
     if (options.libraries) {
       for (const std::string& path : loaded_libraries()) std::cout << path << '\n';
       return 0;
@@ -70,7 +71,7 @@ int main(int count, char** words) {
     for (std::string line; std::getline(std::cin, line);) {
       if (line.find_first_not_of(" \t\r") == std::string::npos) continue;
       // Flushed at once: who asks may wait for the answer before asking again.
-      std::cout << model.answer(line) << std::endl;
+      std::cout << model->answer(line) << std::endl;
     }
   } catch (const std::exception& failed) {
     std::cerr << "serve: " << failed.what() << '\n';

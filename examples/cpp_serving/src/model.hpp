@@ -1,24 +1,40 @@
-// A model that shardrec.serve.save wrote, and how it answers a request.
+// A model that shardrec.serve.save or shardrec.serve.package wrote, and how it answers a request.
 #pragma once
 
+#include <memory>
 #include <string>
 #include <string_view>
 #include <vector>
 
-#include <torch/script.h>
+#include "tensors.hpp"
 
 class Model {
  public:
-  // Throws std::runtime_error for a file that cannot be loaded, was not written by shardrec.serve.save, or needs other
-  // ranks.
-  explicit Model(const std::string& path);
+  virtual ~Model() = default;
 
   // The answer to a request, both JSON: {"values": [...], "lengths": [...], ...} to {"output": ...}. A request that the
   // model cannot take gives {"error": "..."}; nothing is thrown.
   std::string answer(std::string_view request);
 
+ protected:
+  // Throws std::runtime_error for notes of a model that needs other ranks.
+  Model(const std::string& path, const json::Object& notes);
+
+  // The model's output for its arguments, as JSON at the end of `into`.
+  virtual void run(std::vector<at::Tensor> arguments, std::string& into) = 0;
+
  private:
-  torch::jit::Module module_;
   std::vector<std::string> features_;
-  std::vector<std::string> inputs_;
+  std::vector<TensorSpec> specs_;
 };
+
+// A model in TorchScript, or for a path that ends in .pt2 one compiled by AOTInductor. Throws std::runtime_error for a file
+// that cannot be loaded, was written by something else, or needs other ranks.
+std::unique_ptr<Model> load_model(const std::string& path);
+
+// The name under which a file has its notes.
+constexpr char kNotes[] = "shardrec.json";
+
+// load_model for each of the two.
+std::unique_ptr<Model> load_scripted(const std::string& path);
+std::unique_ptr<Model> load_package(const std::string& path);

@@ -46,7 +46,9 @@ class Channel:
         lock: held by whoever sends or receives.
     """
 
-    def __init__(self, rank: int, world_size: int, sockets: Mapping[int, socket.socket], timeout_s: Callable[[], float]) -> None:
+    def __init__(
+        self, rank: int, world_size: int, sockets: Mapping[int, socket.socket], timeout_s: Callable[[], float]
+    ) -> None:
         self.peers = sorted(sockets)
         self.lock = RLock()
         self._name = f"rank {rank} of {world_size}"

@@ -1,0 +1,108 @@
+"""Fake kernels for the fbgemm operators of our forwards that have none: shapes and dtypes without values.
+
+Tracers (torch.compile, torch.export) run a program on tensors without data. fbgemm describes its permutes and cuts for
+them; the CPU build does not describe what its table lookups come down to, so that tracing stops there. Registered are
+the operators of a *forward*: sums of bags, weighted sums, and rows.
+
+[Note: no fakes for fbgemm's backward]
+fbgemm's backward operators update the weights, and are declared to: also the weights on other devices, for which
+undefined tensors are passed. Their result is an undefined tensor, too. Neither can be traced, and if it could, a
+compiler that makes programs functional would copy a whole table to write into the copy. While a compiled model trains,
+lookups are therefore one operator of ours each way (:mod:`shardrec.lookup.rows_operator`).
+
+Shapes: S slots, B samples, N ids, D columns of all the slots, w columns of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import fbgemm_gpu  # defines the operators
+import fbgemm_gpu.sparse_ops  # noqa: F401  # and fbgemm's own fake kernels
+import torch
+from fbgemm_gpu.split_embedding_configs import SparseType
+from torch import Tensor
+
+__all__ = ["FAKES", "has_fake", "register_fakes"]
+
+
+def _pooled(
+    host_weights: Tensor,
+    dev_weights: Tensor | None,
+    uvm_weights: Tensor | None,
+    lxu_cache_weights: Tensor | None,
+    weights_placements: Tensor,
+    weights_offsets: Tensor,
+    D_offsets: Tensor,
+    total_D: int,
+    max_D: int,
+    hash_size_cumsum: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    pooling_mode: int,
+    indice_weights: Tensor | None,
+    lxu_cache_locations: Tensor,
+    uvm_cache_stats: Tensor,
+    is_experimental: bool,
+    output_dtype: int,
+) -> Tensor:
+    """(B, D) sums of the bags that ``offsets`` (S·B + 1,) bound."""
+    slots = D_offsets.numel() - 1
+    return indices.new_empty(((offsets.numel() - 1) // slots, total_D), dtype=_dtype(output_dtype))
+
+
+def _rows(
+    host_weights: Tensor,
+    dev_weights: Tensor | None,
+    uvm_weights: Tensor | None,
+    lxu_cache_weights: Tensor | None,
+    weights_placements: Tensor,
+    weights_offsets: Tensor,
+    D: int,
+    hash_size_cumsum: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    lxu_cache_locations: Tensor,
+    uvm_cache_stats: Tensor,
+    is_experimental: bool,
+    output_dtype: int,
+) -> Tensor:
+    """(N, w) rows of the ids."""
+    return indices.new_empty((indices.numel(), D), dtype=_dtype(output_dtype))
+
+
+def _dtype(output_dtype: int) -> torch.dtype:
+    dtype: torch.dtype = SparseType.from_int(output_dtype).as_dtype()
+    return dtype
+
+
+FAKES: dict[str, Callable[..., Tensor]] = {
+    "fbgemm::split_embedding_codegen_forward_unweighted_pt2_wrapper": _pooled,
+    "fbgemm::split_embedding_codegen_forward_weighted_pt2_wrapper": _pooled,
+    "fbgemm::split_embedding_nobag_codegen_forward_unweighted_pt2_wrapper": _rows,
+}
+"""What fbgemm's lookups (``split_embedding_codegen_lookup_*_function_pt2``) call, whatever the optimizer."""
+
+
+def has_fake(name: str) -> bool:
+    """Whether the operator ``name`` ("library::operator") runs on tensors without data already."""
+    if torch._C._dispatch_has_kernel_for_dispatch_key(name, "Meta"):
+        return True
+    return torch._library.simple_registry.singleton.find(name).fake_impl.kernel is not None
+
+
+def register_fakes() -> tuple[str, ...]:
+    """Register the fake kernels that this build of fbgemm lacks; a second call does nothing.
+
+    Returns:
+        The names of the operators registered by this call.
+    """
+    missing = tuple(name for name in FAKES if _is_defined(name) and not has_fake(name))
+    for name in missing:
+        torch.library.register_fake(name, FAKES[name])
+    return missing
+
+
+def _is_defined(name: str) -> bool:
+    library, operator = name.split("::")
+    return hasattr(getattr(torch.ops, library), operator)

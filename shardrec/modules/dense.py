@@ -1,0 +1,107 @@
+"""Who averages the gradients of the dense part over the ranks: DistributedDataParallel, FSDP2, or the user.
+
+[Note: frames that torch.compile must not see]
+``torch.compile(model)`` compiles whatever Python function runs first in the model that it has not been told to leave
+alone. DistributedDataParallel's own code is no part of a graph: dynamo would break at its logger, and with
+``fullgraph=True`` give up. So its forward is spelled out here as one that is left alone, while what it calls is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, Literal, Self
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from shardrec.compile.frames import left_alone, passed_over
+
+__all__ = ["DenseReducer", "DenseWrap", "set_gradient_sync", "wrap_dense"]
+
+DenseWrap = Literal["ddp", "fsdp", "none"]
+"""``ddp``: a copy on every rank, gradients all-reduced; ``fsdp``: sharded by FSDP2; ``none``: as it is, the user's."""
+
+
+class DenseReducer(DistributedDataParallel):
+    """DistributedDataParallel whose module can be compiled from outside."""
+
+    @passed_over
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's forward, and the preparation of the reducer for its backward."""
+        inputs, kwargs = _outside(self._pre_forward, *inputs, **kwargs)
+        with _outside(_Outside, self._inside_ddp_forward):
+            output = self.module(*inputs, **kwargs)
+        return _outside(self._post_forward, output)
+
+
+class _Outside(ExitStack):
+    """A context that is entered and left without being compiled.
+
+    Args:
+        make: gives it.
+    """
+
+    def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
+        super().__init__()
+        self._make = make
+
+    @left_alone
+    def __enter__(self) -> Self:
+        self.enter_context(self._make())
+        return super().__enter__()
+
+    @left_alone
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> Literal[False]:
+        super().__exit__(kind, error, trace)
+        return False
+
+
+@left_alone
+def _outside(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+def wrap_dense(
+    module: nn.Module,
+    wrap: DenseWrap,
+    group: dist.ProcessGroup,
+    tables: Collection[nn.Parameter],
+    replicated: Collection[nn.Parameter],
+    device: torch.device,
+) -> nn.Module:
+    """What to call in place of ``module`` so that its gradients are averaged; ``module`` may be changed in place.
+
+    Args:
+        module: the model, its collections sharded.
+        wrap: how.
+        group: of all ranks.
+        tables: the parameters of cut tables, which are nobody's to average.
+        replicated: those of replicated tables, which kernels read in place: DistributedDataParallel averages them.
+        device: of the model.
+    """
+    if wrap == "none":
+        return module
+    ignored = {id(parameter) for parameter in tables}
+    if wrap == "fsdp":
+        mesh = DeviceMesh.from_group(group, device.type)
+        whole = {id(parameter) for parameter in replicated}
+        ignored |= {id(one) for one in module.parameters() if id(one) not in whole}
+        fully_shard(module, mesh=mesh, ignored_params={*tables, *replicated})
+        # Parameters are other objects now.
+        ignored |= {id(one) for one in module.parameters() if id(one) not in whole}
+    names = [name for name, parameter in module.named_parameters() if id(parameter) in ignored]
+    if not any(one.requires_grad and id(one) not in ignored for one in module.parameters()):
+        return module
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
+    return DenseReducer(module, process_group=group)
+
+
+def set_gradient_sync(module: nn.Module, on: bool) -> None:
+    """Whether FSDP2, if it shards ``module``, averages gradients in the coming backwards."""
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(on)

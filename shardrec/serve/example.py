@@ -1,0 +1,196 @@
+"""An example of a call, as plain tensors: what the entry takes, and which of its sizes change from call to call.
+
+Shapes: F features, B samples, N ids.
+
+[Note: sizes that stand for all sizes]
+A compiler is told by the sizes of an example which sizes are the same, and takes 0 and 1 for something special. So the
+tensors that it is shown are none of the caller's: they have sizes that occur nowhere else in a call, and no values.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from shardrec.errors import ConfigError
+from shardrec.serve.entry import Entry, from_tensors
+
+__all__ = ["Example", "TensorSpec", "example_of"]
+
+_SAMPLES, _IDS = 7, 23
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSpec:
+    """What one tensor of a call looks like.
+
+    Args:
+        name: of the argument.
+        dtype: of its elements.
+        shape: per dimension, a number; or a multiple of the samples (``"B"``, ``"4*B"``) or of the ids (``"N"``).
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int | str, ...]
+
+    def note(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {"name": self.name, "dtype": str(self.dtype).removeprefix("torch."), "shape": list(self.shape)}
+
+    @classmethod
+    def of_note(cls, note: Mapping[str, Any]) -> TensorSpec:
+        """From what :meth:`note` gave."""
+        return cls(name=note["name"], dtype=getattr(torch, note["dtype"]), shape=tuple(note["shape"]))
+
+    def fault(self, shape: tuple[int, ...], sizes: dict[str, int]) -> str:
+        """What is wrong with the shape of a tensor, in words; empty if nothing is.
+
+        Args:
+            shape: of the tensor.
+            sizes: what "B" and "N" are found to be; the first tensor that has one says it to the others.
+        """
+        if len(shape) != len(self.shape):
+            return self._refusal(shape)
+        for size, part in zip(shape, self.shape, strict=True):
+            if isinstance(part, int):
+                if size != part:
+                    return self._refusal(shape)
+                continue
+            factor = _factor(part)
+            if size % factor:
+                return f"{self._refusal(shape)}, and {size} is not a multiple of {factor}"
+            known = sizes.setdefault(part[-1], size // factor)
+            if size != factor * known:
+                return f"{self._refusal(shape)}, where {part[-1]} is {known} by the tensors before it"
+        return ""
+
+    def _refusal(self, shape: tuple[int, ...]) -> str:
+        return f"{self.name} has the shape {list(shape)}; the model takes [{', '.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """An entry, and tensors to show it to a compiler with.
+
+    Args:
+        entry: takes plain tensors.
+        specs: of its arguments, in order.
+        device: where they are.
+    """
+
+    entry: Entry
+    specs: tuple[TensorSpec, ...]
+    device: torch.device
+
+    def tensors(self, samples: int = _SAMPLES, ids: int = _IDS) -> tuple[Tensor, ...]:
+        """Zeros, and random floats, of the right dtypes; by default with sizes that occur nowhere else."""
+        sizes = {"B": samples, "N": ids}
+        found = []
+        for spec in self.specs:
+            shape = [one if isinstance(one, int) else _factor(one) * sizes[one[-1]] for one in spec.shape]
+            tensor = torch.zeros(shape, dtype=spec.dtype, device=self.device)
+            found.append(tensor.uniform_() if tensor.is_floating_point() else tensor)
+        return tuple(found)
+
+    def dynamic_shapes(self) -> tuple[dict[int, Any], ...]:
+        """Which sizes change, as ``torch.export`` is told."""
+        samples, ids = torch.export.Dim("B", min=0), torch.export.Dim("N", min=0)
+        found = []
+        for spec in self.specs:
+            changing: dict[int, Any] = {}
+            for dim, size in enumerate(spec.shape):
+                if size == "N":
+                    changing[dim] = ids
+                elif isinstance(size, str):
+                    times = _factor(size)
+                    changing[dim] = samples if times == 1 else times * samples
+            found.append(changing)
+        return tuple(found)
+
+
+@lru_cache
+def _factor(size: str) -> int:
+    return int(size[:-1].removesuffix("*") or 1)
+
+
+def example_of(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    static: Sequence[str] = (),
+) -> Example:
+    """The entry of a model, and what it takes, from a call of the model itself.
+
+    Args:
+        model: what :func:`shardrec.serve.from_tensors` takes.
+        args: an example call's arguments. Only dtypes, sizes and keys are looked at.
+        kwargs: those by name.
+        static: names of tensors whose size is the same in each call; of all others the first dimension is the samples.
+
+    Raises:
+        ConfigError: if the call does not fit the model's ``forward``, if the features have a batch size each, or if a
+            tensor's first dimension is not the samples.
+    """
+    inner = getattr(model, "module", model)
+    try:
+        bound = inspect.signature(inner.forward).bind(*args, **(kwargs or {})).arguments
+    except TypeError as error:
+        raise ConfigError(
+            f"the example does not fit {type(inner).__name__}.forward ({error}): give the arguments of a call of it"
+        ) from error
+    jagged = [value for value in bound.values() if isinstance(value, KeyedJaggedTensor)]
+    if len(jagged) != 1:
+        raise ConfigError(
+            f"the example of a call of {type(inner).__name__} has {len(jagged)} KeyedJaggedTensors, not one: put the "
+            "model into a module whose forward takes one"
+        )
+    features = jagged[0]
+    if features.variable_stride_per_key():
+        raise ConfigError(
+            "the example's features have a batch size each, which an exported model does not take: give a "
+            "KeyedJaggedTensor with one"
+        )
+    entry = from_tensors(model, features.keys())
+    unknown = sorted(set(static) - set(entry.inputs[2:]))
+    if unknown:
+        raise ConfigError(
+            f"static names {', '.join(map(repr, unknown))}; the tensors besides the features are "
+            f"{', '.join(map(repr, entry.inputs[2:])) or 'none'}: use their names"
+        )
+    specs = []
+    for name in entry.inputs:
+        if name in ("values", "lengths", "weights"):
+            tensor = getattr(features, name)()
+            size = "N" if name != "lengths" else _times(len(features.keys()))
+            specs.append(TensorSpec(name=name, dtype=tensor.dtype, shape=(size,)))
+        else:
+            specs.append(_dense_spec(name, bound.get(name), features.stride(), name in static))
+    return Example(entry=entry, specs=tuple(specs), device=features.values().device)
+
+
+def _times(count: int) -> str:
+    return "B" if count == 1 else f"{count}*B"
+
+
+def _dense_spec(name: str, value: Any, samples: int, is_static: bool) -> TensorSpec:
+    if not isinstance(value, Tensor):
+        raise ConfigError(
+            f"{name!r} of the example is a {type(value).__name__}, and an exported model takes tensors: give one"
+        )
+    if is_static:
+        return TensorSpec(name=name, dtype=value.dtype, shape=tuple(value.shape))
+    if value.dim() == 0 or value.size(0) != samples:
+        raise ConfigError(
+            f"{name!r} of the example has the shape {tuple(value.shape)} and the features have {samples} samples: its "
+            f"first dimension has to be the samples; if its size never changes, say static=[{name!r}]"
+        )
+    return TensorSpec(name=name, dtype=value.dtype, shape=("B", *value.shape[1:]))

@@ -1,0 +1,121 @@
+"""An entry as an ``ExportedProgram``: a graph of operators of torch, fbgemm and _c10d_functional.
+
+::
+
+    sharded model ── quantize.py ─────────► tables in fbgemm's inference kernels, if they are not yet
+                  ── example.py ──────────► an entry that takes plain tensors, and sizes that stand for all sizes
+                  ── scripting/twins.py ──► the model's tree, with the operators-only twins in it
+                  ── torch.export ────────► the graph
+
+[Note: inference kernels]
+fbgemm's training lookups are registered for autograd only, and take optimizer states and weights that they may
+change; a graph would carry all of it. The inference kernel is one operator over one tensor of bytes, which every
+executor knows. With float32 rows it gives the same rows, and adds them up in float32 as the other does.
+
+[Note: no size is special]
+A tracer takes sizes 0 and 1 for something special (they broadcast), and promises nothing about them. Batches of no
+sample and of one, and batches without ids, are batches here; so tracing runs with ``backed_size_oblivious``, which
+makes a branch on such a size an error: all but ``size == 0``, which it takes to be false and forgets. So on one rank
+the program and the model are compared on batches of nothing, before anybody relies on it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from shardrec.errors import ConfigError, ShardrecError
+from shardrec.exchange.scripted_batch import plain
+from shardrec.modules import ShardedModel
+from shardrec.scripting.twins import scriptable_copy
+from shardrec.serve.example import Example
+from shardrec.serve.model import ServedModel
+from shardrec.serve.quantize import quantize
+
+__all__ = ["ExportError", "program_of", "served"]
+
+# The module's functions are put there by torch at run time, where no type checker sees them.
+_SIZES: Any = import_module("torch.fx.experimental._config")
+
+
+class ExportError(ShardrecError, RuntimeError):
+    """A model that ``torch.export`` or AOTInductor refuses; the message has the reason."""
+
+
+def served(model: ShardedModel) -> ServedModel:
+    """The model with its tables in inference kernels: itself, or one with float32 tables.
+
+    Raises:
+        ConfigError: for a model that is not sharded, or trains.
+    """
+    if not isinstance(model, ShardedModel):
+        raise ConfigError(
+            f"what is exported is what shardrec.shard or shardrec.serve.quantize returns, not {type(model).__name__}: "
+            "shard the model first, which takes no process group on one rank"
+        )
+    if model.training:
+        raise ConfigError(
+            f"{type(model).__name__} is in training mode, and an exported model does not train: call model.eval() first"
+        )
+    return model if isinstance(model, ServedModel) else quantize(model, "fp32")
+
+
+def program_of(example: Example) -> ExportedProgram:
+    """Trace an entry with tensors of the sizes that stand for all.
+
+    Raises:
+        ExportError: if its code cannot be traced.
+    """
+    with scriptable_copy(example.entry) as copy, torch.no_grad(), _SIZES.patch(backed_size_oblivious=True):
+        # Twins hold some values for TorchScript, together with their types.
+        plain(copy)
+        try:
+            program = torch.export.export(
+                copy, example.tensors(), dynamic_shapes=example.dynamic_shapes(), strict=False
+            )
+        except Exception as error:  # of many classes, by what the tracer does not like
+            raise _explain(example.entry.model, error) from error
+    # Among what nobody uses are splits into no parts, which torch.export.load cannot read back.
+    program.graph.eliminate_dead_code()
+    program.graph_module.recompile()
+    model = example.entry.model
+    if isinstance(model, ShardedModel) and model.context.collectives.world_size == 1:
+        _compare_empty(example, program)
+    return program
+
+
+def _compare_empty(example: Example, program: ExportedProgram) -> None:
+    """Raise if the program does something else than the model where there is no id, or no sample."""
+    for samples in (0, 1):
+        tensors = example.tensors(samples, ids=0)
+        try:
+            expected = pytree.tree_leaves(example.entry(*tensors))
+        except Exception:  # of any kind: the model takes no such batch, and need not
+            continue
+        if not all(isinstance(one, torch.Tensor) for one in expected):
+            return  # a KeyedTensor, say, which may be pending
+        try:
+            found = pytree.tree_leaves(program.module()(*tensors))
+            torch.testing.assert_close(found, expected, equal_nan=True, rtol=1e-3, atol=1e-5)
+        except Exception as error:  # another answer, or none
+            name = type(getattr(example.entry.model, "module", example.entry.model)).__name__
+            raise ExportError(
+                f"{name} cannot be exported: for a batch of {samples} samples and no ids, its code does something else "
+                "than for other batches, which a traced program cannot: write the branch with torch.where or "
+                f"torch.cond. Here is the difference: {error}"
+            ) from error
+
+
+def _explain(model: nn.Module, error: Exception) -> ExportError:
+    name = type(getattr(model, "module", model)).__name__
+    text = str(error).strip() or type(error).__name__
+    return ExportError(
+        f"{name} cannot be exported: {text.splitlines()[0]}. A branch or a size that depends on the values of tensors, "
+        "or on the number of samples, cannot be traced: write it with torch.where, torch.cond or torch._check; and "
+        f"shardrec.wait(value) instead of value.wait(). It was said by {type(error).__name__}:\n{text}"
+    )

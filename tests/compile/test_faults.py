@@ -1,0 +1,140 @@
+"""Bad input of a compiled model: the eager model's error, on every rank at the same step, and no table touched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from shardrec.errors import InputError
+from tests.compile.compiled import batch, fresh, make
+from tests.ranks import ranks
+
+
+def _changed(features: KeyedJaggedTensor, **parts: Any) -> KeyedJaggedTensor:
+    given = {"keys": features.keys(), "values": features.values(), "lengths": features.lengths()}
+    return KeyedJaggedTensor(**{**given, **parts})
+
+
+def too_large(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    values = features.values().clone()
+    values[0] = 10**6
+    return _changed(features, values=values)
+
+
+def negative_length(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    lengths = features.lengths().clone()
+    lengths[1] = -1
+    return _changed(features, lengths=lengths)
+
+
+def too_few_ids(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    return _changed(features, values=features.values()[:-1])
+
+
+def too_many_ids(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    return _changed(features, values=torch.cat([features.values(), features.values()[:2]]))
+
+
+def missing_key(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    return _changed(features, keys=["a", "b", "other"])
+
+
+FAULTS: dict[str, tuple[Callable[[KeyedJaggedTensor], KeyedJaggedTensor], str]] = {
+    "too_large": (too_large, r"id 1000000 in sample \d is outside \[0, 13\)"),
+    "negative_length": (negative_length, "lengths must not be negative"),
+    "too_few_ids": (too_few_ids, "add up to"),
+    "too_many_ids": (too_many_ids, "add up to"),
+    "missing_key": (missing_key, "lacks"),
+}
+
+
+def weights(model: torch.nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def fails_together(mode: str, name: str, guilty: int, *faults: str) -> None:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    with fresh():
+        model = make(name, mode, torch.optim.SGD)
+        compiled = torch.compile(model, backend="aot_eager")
+        for spoil, words in (FAULTS[fault] for fault in faults or FAULTS):
+            for step in range(2):
+                compiled(*batch(Random(step + rank), 4 + step)).sum().backward()
+            before = weights(model)
+            dense, features = batch(Random(7 + rank), 5)
+            with pytest.raises(InputError, match=rf"(?s)rank {guilty}: .*{words}"):
+                compiled(dense, spoil(features) if rank == guilty else features).sum().backward()
+            assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+        compiled(*batch(Random(rank), 4)).sum().backward()
+
+
+@pytest.mark.parametrize("mode", ["boundary", "traced"])
+def test_one_rank(mode: str) -> None:
+    fails_together(mode, "dlrm", 0)
+
+
+def test_two_ranks_traced() -> None:
+    ranks(2, fails_together, "traced", "dlrm", 1, "too_large", "missing_key", timeout=120)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "name"), [("boundary", "dlrm"), ("traced", "dlrm"), ("traced", "sequences"), ("boundary", "sequences")]
+)
+def test_two_ranks(mode: str, name: str) -> None:
+    ranks(2, fails_together, mode, name, 0, timeout=200)
+
+
+def disagreement(mode: str) -> None:
+    with fresh():
+        compiled = torch.compile(make("dlrm", mode), backend="aot_eager")
+        dense, features = batch(Random(0), 4)
+        compiled(dense, features)
+        if dist.get_rank():
+            features = _changed(features, values=features.values().to(torch.int32))
+        with pytest.raises(InputError, match=r"(?s)disagree about their input.*ids int64.*ids int32"):
+            compiled(dense, features)
+        with pytest.raises(InputError, match="float64"):
+            compiled(dense.double() if dist.get_rank() else dense, features)
+
+
+def test_ranks_that_disagree_are_told() -> None:
+    ranks(2, disagreement, "traced", timeout=120)
+
+
+def compiled_here_and_not_there() -> None:
+    with fresh():
+        model = make("dlrm", "traced")
+        run = torch.compile(model, backend="aot_eager") if dist.get_rank() else model
+        with pytest.raises(InputError, match=r"(?s)disagree about their input.*compiled"):
+            run(*batch(Random(0), 4))
+
+
+def test_a_rank_that_is_not_compiled_does_not_mix_with_one_that_is() -> None:
+    ranks(2, compiled_here_and_not_there, timeout=120)
+
+
+def second_backward() -> None:
+    with fresh():
+        models = [make("dlrm", mode, torch.optim.SGD) for mode in ("traced", None)]
+        runs = [torch.compile(models[0], backend="aot_eager"), models[1]]
+        dense, features = batch(Random(0), 4)
+        for run in runs:
+            run(dense, features)  # its backward never comes
+        tables = models[0].model.sparse_arch.embedding_bag_collection._traced.twin.lookups  # type: ignore[union-attr, operator]
+        assert all(not lookup._tables._kept for lookup in tables if hasattr(lookup, "_tables"))
+        for run in runs:
+            run(dense, features).sum().backward()
+        for one, other in zip(*(model.parameters() for model in models), strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_a_forward_without_backward_leaves_nothing_behind() -> None:
+    second_backward()
