@@ -1,52 +1,41 @@
-"""The ways to cut a table, priced, as options of the solver; and the layout of the one that was chosen.
+"""The ways to cut a table, priced, as options of the solver.
 
-Cuts that cannot be better than another that is allowed are left out. This cost model does not know sums inside hosts,
-and without them it makes no difference on which hosts the blocks of a table are: row blocks on any ranks include those
-on the ranks of one host (``table_row_wise``), and column stripes likewise. Those are made where a constraint asks.
+Cuts that cannot be better than another that is allowed are left out. On one host, row blocks on any ranks include those
+on all of its ranks (``table_row_wise``), which are made where a constraint asks; column stripes likewise
+(``table_column_wise``), on any number of hosts.
+
+On several hosts, what row blocks cost depends on which of them share a host (:meth:`CostModel.host_sum`). So there
+their places are whole patterns: some or all of the ranks of a host, so many hosts, or all ranks. Two of a table's
+patterns on the same host cost no more than they are priced at, and no less than the table's blocks on that host alone,
+which is an option too; so the proven bound holds for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, groupby, pairwise, product
+from collections.abc import Iterator, Mapping
+from itertools import groupby, product
 
 from shardrec.errors import ConfigError
-from shardrec.layout import COLUMN_UNIT, Shard, TableLayout, Topology
+from shardrec.layout import COLUMN_UNIT, TableLayout, Topology, cuts
+from shardrec.planner.candidate import Candidate
 from shardrec.planner.constraint import CUTS, Constraint
 from shardrec.planner.cost import Cost, CostModel, TableLoad
+from shardrec.planner.price import priced_layout
 from shardrec.planner.solve.problem import Option, Part, Piece, Place
 
-__all__ = ["Candidate", "CandidateMaker", "lay_out", "priced_layout"]
+__all__ = ["CandidateMaker"]
 
 _BLOCKS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Numbers of row blocks that are tried, besides one for each rank."""
 _UNEVEN = 16
 """Most stripes that are cut where columns do not divide evenly."""
-_SPLITS = 16
+_SPLITS = 32
 """Steps in which the edge between two stripes is moved."""
 _MIXED_STRIPES, _MIXED_BLOCKS = (2, 4, 8), (2, 4, 8, 16)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """One way to cut a table.
-
-    Args:
-        cut: name of the cut.
-        widths: columns of each stripe.
-        blocks: row blocks of each.
-        option: the same for the solver.
-        on_all: its blocks are one on each rank, and part of what the option puts everywhere.
-        pinned: the layout, where it was given.
-    """
-
-    cut: str
-    widths: tuple[int, ...]
-    blocks: int
-    option: Option
-    on_all: bool = False
-    pinned: TableLayout | None = None
+_HOLDERS = (2, 3, 4, 5, 6)
+"""Ranks of a host that hold row blocks, besides all of them, where the host sums them."""
+_HOSTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Numbers of hosts that a table's row blocks are on, besides all of them."""
 
 
 class CandidateMaker:
@@ -61,6 +50,7 @@ class CandidateMaker:
         self._topology = model.topology
         self._anywhere: dict[tuple[int, ...], tuple[Place, ...]] = {}
         self._hosts: dict[tuple[int, ...], tuple[Place, ...]] = {}
+        self._runs: dict[tuple[int, ...], tuple[Place, ...]] = {}
         self._made: dict[tuple[TableLoad, Constraint], tuple[Candidate, ...]] = {}
 
     def candidates(self, name: str, table: TableLoad, limit: Constraint) -> tuple[Candidate, ...]:
@@ -85,40 +75,102 @@ class CandidateMaker:
         allowed = tuple(cut for cut in (limit.cuts or CUTS) if not (cut == "data_parallel" and limit.ranks))
         ranks = tuple(sorted(set(limit.ranks))) or tuple(range(world))
         hosts = tuple(h for h in range(topology.hosts) if set(ranks).issuperset(topology.host_ranks(h)))
-        per_host, rows = topology.ranks_per_host, table.num_embeddings
+        per_host = topology.ranks_per_host
         whole, stripes = (table.embedding_dim,), tuple(_stripes(table, limit.min_columns))
         if "table_wise" in allowed:
             yield self._free(table, "table_wise", whole, 1, ranks)
         if "data_parallel" in allowed and (world > 1 or allowed == ("data_parallel",)):
             yield self._replicas(table)
-        if "row_wise" in allowed:
-            for blocks in sorted({min(rows, count) for count in (*_BLOCKS, len(ranks)) if count <= len(ranks)}):
-                if blocks > 1 or "table_wise" not in allowed:
-                    yield self._free(table, "row_wise", whole, blocks, ranks)
         if "column_wise" in allowed:
             for widths in stripes:
                 if len(widths) <= len(ranks) and (len(widths) > 1 or "table_wise" not in allowed):
                     yield self._free(table, "column_wise", widths, 1, ranks)
         even = {len(widths): widths for widths in stripes if len(set(widths)) == 1}
+        if self._model.sums_in_hosts(table):
+            yield from self._host_blocks(table, allowed, even, ranks, hosts)
+        else:
+            yield from self._free_blocks(table, allowed, even, ranks, hosts)
         if not limit.cuts:
-            for count, blocks in product(_MIXED_STRIPES, _MIXED_BLOCKS):
-                if count in even and count * blocks <= len(ranks) and blocks <= rows:
-                    yield self._free(table, "mixed", even[count], blocks, ranks)
-        if not hosts:
-            return
-        if "table_row_wise" in allowed and "row_wise" not in allowed:
-            yield self._by_host(table, "table_row_wise", whole, min(per_host, rows), hosts)
-        if "table_column_wise" in allowed and "column_wise" not in allowed and even:
+            yield from self._mixed(table, even, ranks)
+        if hosts and "table_column_wise" in allowed and "column_wise" not in allowed and even:
             yield self._by_host(table, "table_column_wise", even[max(n for n in even if n <= per_host)], 1, hosts)
-        if "grid" in allowed and (topology.hosts > 1 or "row_wise" not in allowed):
+
+    def _free_blocks(
+        self,
+        table: TableLoad,
+        allowed: tuple[str, ...],
+        even: Mapping[int, tuple[int, ...]],
+        ranks: tuple[int, ...],
+        hosts: tuple[int, ...],
+    ) -> Iterator[Candidate]:
+        """Row blocks where it makes no difference which of them share a host."""
+        per_host, rows, whole = self._topology.ranks_per_host, table.num_embeddings, (table.embedding_dim,)
+        if "row_wise" in allowed:
+            for blocks in sorted({min(rows, count) for count in (*_BLOCKS, len(ranks)) if count <= len(ranks)}):
+                if blocks > 1 or "table_wise" not in allowed:
+                    yield self._free(table, "row_wise", whole, blocks, ranks)
+        if hosts and "table_row_wise" in allowed and "row_wise" not in allowed:
+            yield self._by_host(table, "table_row_wise", whole, min(per_host, rows), hosts)
+        if "grid" in allowed and (self._topology.hosts > 1 or "row_wise" not in allowed):
             for count in sorted(count for count in even if count <= len(hosts)):
                 if count > 1 or allowed == ("grid",):
                     yield self._by_host(table, "grid", even[count], min(per_host, rows), hosts)
 
+    def _host_blocks(
+        self,
+        table: TableLoad,
+        allowed: tuple[str, ...],
+        even: Mapping[int, tuple[int, ...]],
+        ranks: tuple[int, ...],
+        hosts: tuple[int, ...],
+    ) -> Iterator[Candidate]:
+        """Row blocks that hosts sum."""
+        per_host, rows, whole = self._topology.ranks_per_host, table.num_embeddings, (table.embedding_dim,)
+        full = min(per_host, rows)
+        if "row_wise" in allowed:
+            if min(rows, len(ranks)) > 1:
+                yield self._fixed(table, ranks[: min(rows, len(ranks))])
+            elif "table_wise" not in allowed:
+                yield self._free(table, "row_wise", whole, 1, ranks)
+            for holders in _HOLDERS:
+                if holders < full and self._runs_of(holders, ranks):
+                    yield self._summed(table, "row_wise", whole, holders, 1, ranks)
+            for count in _HOSTS:
+                if count <= len(hosts) and count < self._topology.hosts and count * per_host <= rows:
+                    one = count == 1 and "table_row_wise" in allowed
+                    yield self._summed(table, "table_row_wise" if one else "row_wise", whole, per_host, count, ranks)
+        elif "table_row_wise" in allowed and hosts and full > 1:
+            yield self._summed(table, "table_row_wise", whole, full, 1, ranks)
+        elif "table_row_wise" in allowed and hosts:
+            yield self._free(table, "table_row_wise", whole, 1, ranks)
+        if "grid" in allowed and full > 1:
+            for count in sorted(count for count in even if count <= len(hosts)):
+                if count > 1 or allowed == ("grid",):
+                    yield self._summed(table, "grid", even[count], full, 1, ranks)
+        elif allowed == ("grid",):
+            for count in sorted(count for count in even if count <= len(hosts)):
+                yield self._by_host(table, "grid", even[count], full, hosts)
+
+    def _mixed(
+        self, table: TableLoad, even: Mapping[int, tuple[int, ...]], ranks: tuple[int, ...]
+    ) -> Iterator[Candidate]:
+        """Stripes cut into row blocks that no cut with a name of its own makes."""
+        rows = table.num_embeddings
+        if not self._model.sums_in_hosts(table):
+            for count, blocks in product(_MIXED_STRIPES, _MIXED_BLOCKS):
+                if count in even and count * blocks <= len(ranks) and blocks <= rows:
+                    yield self._free(table, "mixed", even[count], blocks, ranks)
+            return
+        for count, holders in product(_MIXED_STRIPES, _HOLDERS):
+            if count in even and holders < min(rows, self._topology.ranks_per_host) and self._runs_of(holders, ranks):
+                yield self._summed(table, "mixed", even[count], holders, 1, ranks)
+
     def _free(
         self, table: TableLoad, cut: str, widths: tuple[int, ...], blocks: int, ranks: tuple[int, ...]
     ) -> Candidate:
-        everywhere = self._model.everywhere(table, stripes=len(widths), blocks=blocks)
+        everywhere = self._model.everywhere(
+            table, stripes=len(widths), shards=len(widths) * blocks, sources=float(blocks)
+        )
         label = _label(cut, widths, blocks)
         if len(widths) == 1 and blocks == self._topology.world_size == len(ranks) and blocks > 1:
             piece = self._block(table, widths[0], len(widths), blocks)
@@ -145,9 +197,65 @@ class CandidateMaker:
         piece = _piece(self._block(table, widths[0], len(widths), blocks))
         count = 1 if cut == "table_column_wise" else len(widths)
         part = Part(pieces=(piece,) * used, places=places, count=count)
-        everywhere = self._model.everywhere(table, stripes=len(widths), blocks=blocks)
+        shards = len(widths) * blocks
+        everywhere = self._model.everywhere(table, stripes=len(widths), shards=shards, sources=float(blocks))
         option = Option(label=_label(cut, widths, blocks), everywhere=_piece(everywhere), parts=(part,))
         return Candidate(cut=cut, widths=widths, blocks=blocks, option=option)
+
+    def _fixed(self, table: TableLoad, ranks: tuple[int, ...]) -> Candidate:
+        """A row block on each of these ranks, summed where they share a host."""
+        rows, cols, world = table.num_embeddings, table.embedding_dim, self._topology.world_size
+        layout = cuts.row_wise("", rows, cols, ranks=ranks)
+        everywhere, parts = priced_layout(self._model, table, layout)
+        whole, label = (cols,), _label("row_wise", (cols,), len(ranks))
+        if len(ranks) == world:
+            per_rank = [Cost()] * world
+            for rank, cost in parts:
+                per_rank[rank] += cost
+            # Rows may not divide evenly: priced for the largest block.
+            largest = max(per_rank, key=lambda cost: cost.bytes)
+            option = Option(label=label, everywhere=_piece(everywhere + largest))
+            return Candidate(cut="row_wise", widths=whole, blocks=world, option=option, on_all=True)
+        part = Part(pieces=tuple(_piece(cost) for _, cost in parts), places=(tuple(rank for rank, _ in parts),))
+        option = Option(label=label, everywhere=_piece(everywhere), parts=(part,))
+        return Candidate(cut="row_wise", widths=whole, blocks=len(ranks), option=option, holders=len(ranks))
+
+    def _summed(
+        self,
+        table: TableLoad,
+        cut: str,
+        widths: tuple[int, ...],
+        holders: int,
+        hosts: int,
+        ranks: tuple[int, ...],
+    ) -> Candidate:
+        """Row blocks on so many ranks of each of so many hosts, a pattern for each stripe and host."""
+        per_host, blocks = self._topology.ranks_per_host, holders * hosts
+        shards = len(widths) * blocks
+        everywhere = self._model.everywhere(table, stripes=len(widths), shards=shards, sources=float(hosts))
+        others = self._model.host_sum(table, cols=widths[0], blocks=holders)
+        piece = _piece(self._block(table, widths[0], len(widths), blocks, summed=True) + others)
+        part = Part(
+            pieces=(piece,) * holders + (_piece(others),) * (per_host - holders),
+            places=self._runs_of(holders, ranks),
+            count=len(widths) * hosts,
+        )
+        option = Option(label=_label(cut, widths, blocks), everywhere=_piece(everywhere), parts=(part,))
+        return Candidate(cut=cut, widths=widths, blocks=blocks, option=option, holders=holders)
+
+    def _runs_of(self, holders: int, ranks: tuple[int, ...]) -> tuple[Place, ...]:
+        """All of a host's ranks, once for each run of neighbouring ones that may hold shards, those first."""
+        if (holders, *ranks) not in self._runs:
+            found = []
+            for host in range(self._topology.hosts):
+                there = self._topology.host_ranks(host)
+                able = [rank for rank in there if rank in ranks]
+                last = len(able) - holders
+                for start in sorted({*range(0, last + 1, holders), last} if last >= 0 else ()):
+                    run = able[start : start + holders]
+                    found.append((*run, *(rank for rank in there if rank not in run)))
+            self._runs[(holders, *ranks)] = tuple(found)
+        return self._runs[(holders, *ranks)]
 
     def _replicas(self, table: TableLoad) -> Candidate:
         option = Option(label="data_parallel", everywhere=_piece(self._model.replicated(table)))
@@ -169,7 +277,7 @@ class CandidateMaker:
         everywhere, parts = priced_layout(self._model, table, layout)
         pieces = tuple(_piece(cost) for _, cost in parts)
         widths = tuple(stripe.col_end - stripe.col_start for stripe in layout.stripes())
-        place = tuple(shard.rank for shard, _ in parts)
+        place = tuple(rank for rank, _ in parts)
         option = Option(
             label=f"{layout.cut} (pinned)",
             everywhere=_piece(everywhere),
@@ -177,67 +285,9 @@ class CandidateMaker:
         )
         return Candidate(cut=layout.cut, widths=widths, blocks=1, option=option, pinned=layout)
 
-    def _block(self, table: TableLoad, width: int, stripes: int, blocks: int) -> Cost:
+    def _block(self, table: TableLoad, width: int, stripes: int, blocks: int, *, summed: bool = False) -> Cost:
         rows = -(-table.num_embeddings // blocks)
-        return self._model.shard(table, rows=rows, cols=width, share=1 / blocks, whole_table_wide=stripes == 1)
-
-
-def priced_layout(model: CostModel, table: TableLoad, layout: TableLayout) -> tuple[Cost, list[tuple[Shard, Cost]]]:
-    """What any layout costs every rank, and what each of its shards costs the rank that holds it."""
-    if layout.replicated:
-        return model.replicated(table), []
-    stripes = layout.stripes()
-    blocks = max((len(stripe.shards) for stripe in stripes), default=1)
-    everywhere = model.everywhere(table, stripes=len(stripes), blocks=blocks)
-    shards = []
-    for stripe in stripes:
-        for shard in stripe.shards:
-            share = shard.rows / table.num_embeddings
-            cost = model.shard(table, rows=shard.rows, cols=shard.cols, share=share, whole_table_wide=len(stripes) == 1)
-            shards.append((shard, cost))
-    return everywhere, shards
-
-
-def lay_out(name: str, table: TableLoad, candidate: Candidate, places: Sequence[Place], world: int) -> TableLayout:
-    """The layout of a candidate whose parts were placed."""
-    rows, cols = table.num_embeddings, table.embedding_dim
-    if candidate.pinned is not None:
-        pinned = candidate.pinned
-        shards = tuple(
-            Shard(
-                table=name,
-                row_start=s.row_start,
-                row_end=s.row_end,
-                col_start=s.col_start,
-                col_end=s.col_end,
-                rank=s.rank,
-            )
-            for s in pinned.shards
-        )
-        return TableLayout(
-            name=name,
-            num_embeddings=rows,
-            embedding_dim=cols,
-            shards=shards,
-            replicated=pinned.replicated,
-            cut=pinned.cut,
-        )
-    if candidate.cut == "data_parallel":
-        return TableLayout(name=name, num_embeddings=rows, embedding_dim=cols, replicated=True, cut="data_parallel")
-    ranks = list(range(world)) if candidate.on_all else [rank for place in places for rank in place]
-    columns = [0, *accumulate(candidate.widths)]
-    edges = [rows * block // candidate.blocks for block in range(candidate.blocks + 1)]
-    rectangles = [(*block, *stripe) for stripe in pairwise(columns) for block in pairwise(edges)]
-    return TableLayout(
-        name=name,
-        num_embeddings=rows,
-        embedding_dim=cols,
-        cut=candidate.cut,
-        shards=tuple(
-            Shard(table=name, row_start=top, row_end=bottom, col_start=left, col_end=right, rank=rank)
-            for (top, bottom, left, right), rank in zip(rectangles, ranks, strict=True)
-        ),
-    )
+        return self._model.shard(table, rows=rows, cols=width, share=1 / blocks, stripes=stripes, summed=summed)
 
 
 def _piece(cost: Cost) -> Piece:
@@ -256,8 +306,8 @@ def _label(cut: str, widths: tuple[int, ...], blocks: int) -> str:
 def _stripes(table: TableLoad, least: int) -> Iterator[tuple[int, ...]]:
     """Widths of the stripes that columns are cut into; none if the kernels cannot take the width at all.
 
-    As even as whole units allow, for any number of stripes, and two stripes of any widths, which is what balances a few
-    large tables over the ranks.
+    As even as whole units allow, for any number of stripes; a stripe and one or two narrower ones, and any number of
+    equal stripes and a narrower one: what filling one rank after the other leaves of a table.
     """
     units, rest = divmod(table.embedding_dim, COLUMN_UNIT)
     if rest:
@@ -266,15 +316,22 @@ def _stripes(table: TableLoad, least: int) -> Iterator[tuple[int, ...]]:
     # Stripes of one width only: the rows of a sequence table are looked up width by width.
     even_only = table.whole_row_state and not table.pooled
     most = max(1, units // least_units)
+    found: dict[tuple[int, ...], None] = {}
     for count in range(1, most + 1):
         base, more = divmod(units, count)
         if not more or (count <= _UNEVEN and not even_only):
-            yield (COLUMN_UNIT * (base + 1),) * more + (COLUMN_UNIT * base,) * (count - more)
+            found[(base + 1,) * more + (base,) * (count - more)] = None
     step = max(1, units // _SPLITS)
     if not even_only:
-        for narrow in range(step, (units - 1) // 2 + 1, step):
-            if narrow >= least_units and units - narrow - narrow > 1:
-                yield COLUMN_UNIT * (units - narrow), COLUMN_UNIT * narrow
+        for wide in range(step, units, step):
+            for count in range(1, units // wide + 1):
+                left = units - wide * count
+                for narrow in range(0, left // 2 + 1 if count == 1 else 1, 2 * step):
+                    widths = (*(wide,) * count, *filter(None, (left - narrow, narrow)))
+                    if left - narrow <= wide and widths[-1] >= least_units and len(widths) <= _UNEVEN:
+                        found[widths] = None
+    for widths in found:
+        yield tuple(COLUMN_UNIT * width for width in widths)
 
 
 def _nothing_left(name: str, table: TableLoad, limit: Constraint, topology: Topology) -> str:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from shardrec.errors import ConfigError
 from shardrec.layout import ShardingPlan, Topology
 from shardrec.layout.machine import Machine
-from shardrec.planner.candidates import Candidate, CandidateMaker, lay_out
+from shardrec.planner.candidate import Candidate, lay_out
+from shardrec.planner.candidates import CandidateMaker
 from shardrec.planner.constraint import Constraint, constraints_by_table
 from shardrec.planner.cost import COMPONENTS, MEMORY, CostModel, Profile, TableLoad
 from shardrec.planner.infeasible import refuse

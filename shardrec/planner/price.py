@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shardrec.layout import ShardingPlan
-from shardrec.planner.candidates import priced_layout
+from shardrec.layout import ShardingPlan, TableLayout
 from shardrec.planner.cost import Cost, CostModel, TableLoad
 
-__all__ = ["priced_plan"]
+__all__ = ["priced_layout", "priced_plan"]
 
 
 def priced_plan(
@@ -21,16 +20,49 @@ def priced_plan(
         tables: of the plan, by name.
         plan: any plan for the model's topology.
     """
-    world = plan.world_size
-    ranks = [Cost()] * world
+    ranks = [Cost()] * plan.world_size
     everywhere = Cost()
     per_table = {}
     for layout in plan.tables:
-        shared, shards = priced_layout(model, tables[layout.name], layout)
+        shared, parts = priced_layout(model, tables[layout.name], layout)
         everywhere += shared
-        total = Cost(times=tuple(world * t for t in shared.times), memory=tuple(world * m for m in shared.memory))
-        for shard, cost in shards:
-            ranks[shard.rank] += cost
+        total = shared.times_each(plan.world_size)
+        for rank, cost in parts:
+            ranks[rank] += cost
             total += cost
         per_table[layout.name] = total
     return [rank + everywhere for rank in ranks], per_table
+
+
+def priced_layout(model: CostModel, table: TableLoad, layout: TableLayout) -> tuple[Cost, list[tuple[int, Cost]]]:
+    """What any layout costs every rank; and what else it costs some: (rank, cost), the shards' in their order first."""
+    if layout.replicated:
+        return model.replicated(table), []
+    topology, stripes = model.topology, layout.stripes()
+    shards: list[tuple[int, Cost]] = []
+    sums: list[tuple[int, Cost]] = []
+    sources = 0.0
+    for stripe in stripes:
+        cols = stripe.col_end - stripe.col_start
+        on_host: dict[int, list[int]] = {}
+        for shard in stripe.shards:
+            on_host.setdefault(shard.rank // topology.ranks_per_host, []).append(shard.rank)
+        summed = {host for host, there in on_host.items() if model.sums_in_hosts(table) and len(set(there)) > 1}
+        for host in sorted(summed):
+            cost = model.host_sum(table, cols=cols, blocks=len(on_host[host]))
+            sums += [(rank, cost) for rank in topology.host_ranks(host)]
+        sources += cols * (len(summed) + sum(len(there) for host, there in on_host.items() if host not in summed))
+        for shard in stripe.shards:
+            cost = model.shard(
+                table,
+                rows=shard.rows,
+                cols=shard.cols,
+                share=shard.rows / table.num_embeddings,
+                stripes=len(stripes),
+                summed=shard.rank // topology.ranks_per_host in summed,
+            )
+            shards.append((shard.rank, cost))
+    everywhere = model.everywhere(
+        table, stripes=len(stripes), shards=len(shards), sources=sources / table.embedding_dim
+    )
+    return everywhere, shards + sums

@@ -9,8 +9,9 @@ import numpy as np
 
 from shardrec.errors import ConfigError
 from shardrec.layout import ShardingPlan, TableLayout
-from shardrec.planner.candidates import Candidate, lay_out, priced_layout
+from shardrec.planner.candidate import Candidate, lay_out
 from shardrec.planner.cost import CostModel, TableLoad
+from shardrec.planner.price import priced_layout
 from shardrec.planner.solve import SolveLimits, solve
 from shardrec.planner.solve.encode import Floats
 from shardrec.planner.solve.problem import Place
@@ -125,12 +126,12 @@ class _Moves:
         return top * float(((loads / top) ** _NORM).sum()) ** (1 / _NORM) if top > 0 else 0.0
 
     def _price(self, name: str, layout: TableLayout) -> tuple[Floats, Floats]:
-        everywhere, shards = priced_layout(self.model, self.planner.tables[name], layout)
+        everywhere, parts = priced_layout(self.model, self.planner.tables[name], layout)
         loads = np.full(self.old.world_size, everywhere.ms)
         memory = np.full(self.old.world_size, everywhere.bytes)
-        for shard, cost in shards:
-            loads[shard.rank] += cost.ms
-            memory[shard.rank] += cost.bytes
+        for rank, cost in parts:
+            loads[rank] += cost.ms
+            memory[rank] += cost.bytes
         return loads, memory
 
     def _placed(self, name: str, candidate: Candidate, loads: Floats, memory: Floats) -> TableLayout:

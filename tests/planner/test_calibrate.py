@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from shardrec.errors import ConfigError
+from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.layout.presets import preset
 from shardrec.planner import calibrate
 from shardrec.planner.calibrate import Measured
-from shardrec.planner.cost import Profile
+from shardrec.planner.cost import Profile, TableLoad
 
 BASE = Profile.of_machine(preset("cpu"))
 TRUE = replace(
@@ -87,3 +88,16 @@ def test_measures_this_machine(tmp_path: Path) -> None:
     assert len(measured.steps) == 8
     assert min(measured.steps) > 0
     assert [size for size, _ in measured.all_to_all] == sorted(size for size, _ in measured.all_to_all)
+
+
+@pytest.mark.slow
+def test_times_plans_in_turn() -> None:
+    tables = {"a": TableLoad(num_embeddings=50, embedding_dim=8, poolings=(2.0, 1.0), row_state_bytes=4)}
+    topology = Topology(ranks_per_host=2)
+    plans = [
+        ShardingPlan(topology=topology, tables=(cuts.table_wise("a", 50, 8, rank=0),)),
+        ShardingPlan(topology=topology, tables=(cuts.row_wise("a", 50, 8, ranks=range(2)),)),
+    ]
+    times = calibrate.measure_plans(tables, plans, batch_size=4, rounds=2, steps=1)
+    assert [len(each) for each in times] == [2, 2]
+    assert min(map(min, times)) > 0

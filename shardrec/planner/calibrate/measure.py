@@ -1,26 +1,30 @@
-"""Timing on ranks that are started for it: each workload's step, and bare collectives over sizes."""
+"""Timing on ranks that are started for it: each workload's step, bare collectives over sizes, and plans in turn."""
 
 from __future__ import annotations
 
 import json
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from shardrec.planner.calibrate.workload import Workload, step_plan
+from shardrec.layout import ShardingPlan
+from shardrec.planner.calibrate.workload import Workload, step_plan, table_loads
+from shardrec.planner.cost import TableLoad
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Measured", "measure"]
+__all__ = ["Measured", "measure", "measure_plans"]
 
 _SIZES = (0, 4096, 65_536, 524_288, 4_194_304)
 """Floats that a rank sends to all ranks together, or reduces."""
+_BATCHES = 3
+"""Batches that the steps take in turn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,22 +53,63 @@ def measure(workloads: Sequence[Workload], world: int, *, device: str = "cpu", r
         device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL, a device for each rank).
         repeats: steps that are timed; the median counts.
     """
-    import torch.multiprocessing as mp
-
-    with tempfile.TemporaryDirectory(prefix="shardrec-calibrate-") as folder:
-        out = Path(folder) / "times.json"
-        jobs = [asdict(workload) for workload in workloads]
-        mp.spawn(_rank, args=(world, device, jobs, repeats, folder), nprocs=world)
-        times = json.loads(out.read_text(encoding="utf-8"))
+    times = _on_ranks(_time_workloads, world, device, tuple(workloads), repeats)
     return Measured(
         world=world,
         steps=tuple(times["steps"]),
-        all_to_all=tuple(map(tuple, times["all_to_all"])),
-        all_reduce=tuple(map(tuple, times["all_reduce"])),
+        all_to_all=tuple(map(tuple, times["all_to_all"])),  # type: ignore[arg-type]
+        all_reduce=tuple(map(tuple, times["all_reduce"])),  # type: ignore[arg-type]
     )
 
 
-def _rank(rank: int, world: int, device: str, jobs: list[dict[str, Any]], repeats: int, folder: str) -> None:
+def measure_plans(
+    tables: Mapping[str, TableLoad],
+    plans: Sequence[ShardingPlan],
+    *,
+    batch_size: int,
+    device: str = "cpu",
+    rounds: int = 15,
+    steps: int = 5,
+) -> list[tuple[float, ...]]:
+    """Time a step of the same tables under several plans, in the same processes and in turn.
+
+    Whatever else the machine does falls on all of the plans alike.
+
+    Args:
+        tables: pooled, by name; ids are drawn evenly from all rows, the update is rowwise Adagrad's.
+        plans: of these tables, for ranks of this machine.
+        batch_size: samples per rank.
+        device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL).
+        rounds: in each, every plan makes its steps, and begins where another did in the round before.
+        steps: of a plan in a round; their median counts.
+
+    Returns:
+        Per plan, the milliseconds of a step on the slowest rank, one for each round.
+    """
+    world = plans[0].world_size
+    found = _on_ranks(_time_plans, world, device, dict(tables), tuple(plans), batch_size, rounds, steps)
+    return [tuple(times) for times in found["plans"]]  # type: ignore[arg-type]
+
+
+def _on_ranks(
+    work: Callable[..., dict[str, list[float]]], world: int, device: str, *arguments: object
+) -> dict[str, list[float]]:
+    import torch.multiprocessing as mp
+
+    with tempfile.TemporaryDirectory(prefix="shardrec-calibrate-") as folder:
+        mp.spawn(_rank, args=(world, device, folder, work, arguments), nprocs=world)
+        found: dict[str, list[float]] = json.loads(Path(folder, "times.json").read_text(encoding="utf-8"))
+    return found
+
+
+def _rank(
+    rank: int,
+    world: int,
+    device: str,
+    folder: str,
+    work: Callable[..., dict[str, list[float]]],
+    arguments: Sequence[object],
+) -> None:
     import torch
     import torch.distributed as dist
 
@@ -75,10 +120,22 @@ def _rank(rank: int, world: int, device: str, jobs: list[dict[str, Any]], repeat
         torch.cuda.set_device(where)
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    workloads = [Workload(**job) for job in jobs]
+    found = work(world, where, *arguments)
+    if rank == 0:
+        Path(folder, "times.json").write_text(json.dumps(found), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _time_workloads(
+    world: int, where: torch.device, workloads: Sequence[Workload], repeats: int
+) -> dict[str, list[float]]:
+    import torch
+
     found: dict[str, list[object]] = {"steps": [], "all_to_all": [], "all_reduce": []}
     for workload in workloads:
-        found["steps"].append(_time(_stepper(workload, world, where), repeats, where))
+        step = _stepper(table_loads(workload), step_plan(workload, world), workload.batch, where)
+        found["steps"].append(_time(step, repeats, where))
     if world > 1:
         for size in _SIZES:
             each = size // world
@@ -87,13 +144,32 @@ def _rank(rank: int, world: int, device: str, jobs: list[dict[str, Any]], repeat
             sent = 4 * each * (world - 1)
             found["all_to_all"].append((sent, _time(_all_to_all(send, receive), 3 * repeats, where)))
             found["all_reduce"].append((4 * send.numel(), _time(_all_reduce(send), 3 * repeats, where)))
-    if rank == 0:
-        Path(folder, "times.json").write_text(json.dumps(found), encoding="utf-8")
-    dist.barrier()
-    dist.destroy_process_group()
+    return found  # type: ignore[return-value]
 
 
-def _stepper(workload: Workload, world: int, device: torch.device) -> Callable[[], None]:
+def _time_plans(
+    world: int,
+    where: torch.device,
+    tables: Mapping[str, TableLoad],
+    plans: Sequence[ShardingPlan],
+    batch_size: int,
+    rounds: int,
+    steps: int,
+) -> dict[str, list[float]]:
+    del world
+    running = [_stepper(tables, plan, batch_size, where) for plan in plans]
+    found: list[list[float]] = [[] for _ in plans]
+    for number in range(rounds):
+        for turn in range(len(plans)):
+            plan = (number + turn) % len(plans)
+            found[plan].append(_time(running[plan], steps, where))
+    return {"plans": found}  # type: ignore[dict-item]
+
+
+def _stepper(
+    tables: Mapping[str, TableLoad], plan: ShardingPlan, batch_size: int, device: torch.device
+) -> Callable[[], None]:
+    """Forward and backward of one sharded collection of these tables."""
     import torch
     from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
     from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -103,32 +179,37 @@ def _stepper(workload: Workload, world: int, device: torch.device) -> Callable[[
 
     import shardrec
 
-    torch.manual_seed(0)
+    torch.manual_seed(torch.distributed.get_rank())
+    features = {name: [f"{name}.{index}" for index in range(load.features)] for name, load in tables.items()}
     collection = EmbeddingBagCollection(
         tables=[
             EmbeddingBagConfig(
-                name=f"t{index}",
-                num_embeddings=workload.rows,
-                embedding_dim=workload.dim,
-                feature_names=[f"f{index}"],
-                data_type=DataType.FP16 if workload.half else DataType.FP32,
+                name=name,
+                num_embeddings=load.num_embeddings,
+                embedding_dim=load.embedding_dim,
+                feature_names=features[name],
+                data_type=DataType.FP16 if load.weight_bytes == 2 else DataType.FP32,
             )
-            for index in range(workload.tables)
+            for name, load in tables.items()
         ],
         device=torch.device("meta"),
     )
     apply_optimizer_in_backward(RowWiseAdagrad, collection.parameters(), {"lr": 0.01})
-    model = shardrec.shard(collection, step_plan(workload, world), device=device)
-    bags = workload.tables * workload.batch
+    model = shardrec.shard(collection, plan, device=device)
+    keys, values, lengths = [key for each in features.values() for key in each], [], []
+    for _ in range(_BATCHES):
+        ids, sizes = [], []
+        for load in tables.values():
+            for pooling in load.poolings:
+                ids.append(torch.randint(load.num_embeddings, (batch_size * round(pooling),), device=device))
+                sizes.append(torch.full((batch_size,), round(pooling), dtype=torch.int32, device=device))
+        values.append(torch.cat(ids))
+        lengths.append(torch.cat(sizes))
     batches = [
-        KeyedJaggedTensor(
-            keys=[f"f{index}" for index in range(workload.tables)],
-            values=torch.randint(workload.rows, (bags * workload.pooling,), device=device),
-            lengths=torch.full((bags,), workload.pooling, dtype=torch.int32, device=device),
-        )
-        for _ in range(3)
+        KeyedJaggedTensor(keys=keys, values=ids, lengths=sizes) for ids, sizes in zip(values, lengths, strict=True)
     ]
-    gradient = torch.randn(workload.batch, workload.tables * workload.dim, device=device)
+    columns = sum(load.embedding_dim * load.features for load in tables.values())
+    gradient = torch.randn(batch_size, columns, device=device)
     calls = iter(range(10**9))
 
     def step() -> None:

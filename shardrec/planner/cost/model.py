@@ -6,7 +6,7 @@ sample::
     component   on the rank that holds the shard                on every rank
     input       ids and lengths received                        ids sorted by rank and sent, per row partition
     lookup      rows read, per id and byte; bags
-    output      pooled columns sent                             columns received, added up and put in order
+    output      pooled columns sent, or partial sums in a host  columns received, added up and put in order
     backward    gradient columns received                       gradient columns sent
     update      rows updated, per id and byte
     replicas                                                    lookup and update of copies, and their all-reduce
@@ -14,6 +14,10 @@ sample::
 All of it is additive, so a rank's time is a sum over shards. The time of a step is that of its slowest rank:
 collectives keep the ranks in step, and which rank is slowest is nearly the same in every phase. What overlaps (the
 exchange with the dense part) overlaps on every rank and for every plan, so it does not enter the comparison.
+
+On several hosts, columns of which several ranks of a host hold row blocks are summed there before they leave it
+(:mod:`shardrec.exchange.hosts`): the holders send partial sums inside the host, and then *each* rank of the host,
+holder or not, adds up and sends the sums of the samples that are its to send: :meth:`CostModel.host_sum`.
 
 A piece of a table is looked up by ``share`` of its ids: all of them for a column stripe, those in its rows for a row
 block. Without a histogram, ids are spread evenly over rows.
@@ -58,6 +62,10 @@ class Cost:
         """All the memory."""
         return sum(self.memory)
 
+    def times_each(self, factor: float) -> Cost:
+        """So many of it."""
+        return Cost(times=tuple(factor * t for t in self.times), memory=tuple(factor * m for m in self.memory))
+
     def __add__(self, other: Cost) -> Cost:
         return Cost(
             times=tuple(a + b for a, b in zip(self.times, other.times, strict=True)),
@@ -95,7 +103,9 @@ class CostModel:
             return self.profile.step_us * _US
         return (self.profile.step_us + 4 * self.profile.exchange_us + self.profile.reduce_us) * _US
 
-    def shard(self, table: TableLoad, *, rows: int, cols: int, share: float, whole_table_wide: bool = True) -> Cost:
+    def shard(
+        self, table: TableLoad, *, rows: int, cols: int, share: float, stripes: int = 1, summed: bool = False
+    ) -> Cost:
         """What a shard costs the rank that holds it.
 
         Args:
@@ -103,28 +113,33 @@ class CostModel:
             rows: of the shard.
             cols: of the shard.
             share: part of the table's ids that are in its rows.
-            whole_table_wide: its rows are not cut by columns.
+            stripes: column stripes of the table.
+            summed: its columns are summed inside the host.
         """
-        profile = self.profile
-        samples = self.batch_size * self.topology.world_size
-        ids = self._sent_ids(table) * self.topology.world_size * share
-        bags = samples * table.features if table.pooled else self.topology.world_size * table.features
+        profile, topology = self.profile, self.topology
+        ids = self._sent_ids(table) * topology.world_size * share
+        bags = (self.batch_size if table.pooled else 1) * topology.world_size * table.features
         out = (bags if table.pooled else ids) * cols * _FLOAT
-        row_bytes = cols * table.weight_bytes
-        from_memory, cached = self._row_bytes(table, rows, row_bytes, ids, share)
+        from_memory, cached = self._row_bytes(table, rows, cols * table.weight_bytes, ids, share)
         received = ids * (_ID if rows < 2**31 else _WIDE_ID) + bags * _ID
         read = ids * profile.lookup_id_ns + from_memory * profile.lookup_byte_ns + cached * profile.cached_byte_ns
         written = ids * profile.update_id_ns + from_memory * profile.update_byte_ns + cached * profile.cached_byte_ns
         copies = out * profile.pooled_byte_ns
-        if table.whole_row_state and not whole_table_wide:
-            # The stripes of a row tell each other its mean square: a float per distinct row, there and back.
-            told = 2 * _FLOAT * table.distinct(ids)
-            written += told * self._wire_ns + ids * (profile.update_id_ns + profile.route_id_ns)
+        sent = out * self._wire_ns
+        if summed:
+            local = topology.ranks_per_host
+            # They are put in the order of the ranks of the host once more.
+            sent = out * ((local - 1) / local * profile.exchange_byte_ns + profile.pooled_byte_ns)
+        if table.whole_row_state and stripes > 1:
+            # The stripes of a row tell each other their part of its mean square: a float per distinct row.
+            told = _FLOAT * (stripes - 1) * (table.distinct(ids / share) * share if share else 0.0)
+            written += told * self._wire_ns / self._off_rank if self._off_rank else 0.0
+            written += ids * (profile.update_id_ns + profile.route_id_ns)
         times = (
             received * self._wire_ns + ids * profile.route_id_ns,
             read + copies + bags * profile.bag_ns / 2,
-            out * self._wire_ns,
-            out * self._wire_ns + copies,
+            sent,
+            sent + copies,
             written + bags * profile.bag_ns / 2,
             0.0,
         )
@@ -137,22 +152,44 @@ class CostModel:
             memory=(rows * cols * table.weight_bytes, state, 2 * out + ids * (_ID + _WIDE_ID) + bags * _ID),
         )
 
-    def everywhere(self, table: TableLoad, *, stripes: int, blocks: int) -> Cost:
+    def host_sum(self, table: TableLoad, *, cols: int, blocks: int) -> Cost:
+        """What each rank of a host bears where row blocks are summed there, whether it holds one or not.
+
+        Args:
+            table: the table.
+            cols: summed.
+            blocks: row blocks of these columns on the host.
+        """
+        profile, hosts = self.profile, self.topology.hosts
+        out = self.batch_size * hosts * table.features * cols * _FLOAT
+        each_way = out * ((hosts - 1) / hosts * profile.host_exchange_byte_ns + blocks * profile.pooled_byte_ns) * _NS
+        return Cost(
+            times=(0.0, 0.0, each_way, each_way, 0.0, 0.0),
+            memory=(0.0, 0.0, 2 * (blocks + 1) * out),
+        )
+
+    def sums_in_hosts(self, table: TableLoad) -> bool:
+        """Whether row blocks on several ranks of a host are summed there."""
+        return table.pooled and self.topology.hosts > 1 and self.topology.ranks_per_host > 1
+
+    def everywhere(self, table: TableLoad, *, stripes: int, shards: int, sources: float) -> Cost:
         """What a cut costs every rank, besides its shards.
 
         Args:
             table: the table.
             stripes: column stripes, each of which sends the ids anew.
-            blocks: row blocks of a stripe, whose partial sums each rank adds up.
+            shards: of the table, each of which is sent lengths.
+            sources: rows that a rank adds up for a pooled row of its own: those of row blocks, and of hosts that have
+                summed theirs; the mean over the columns.
         """
         profile = self.profile
         ids = self._sent_ids(table)
         bags = self.batch_size * table.features if table.pooled else table.features
         rows_out = self.batch_size * table.features if table.pooled else ids
         # Without pooling a row comes from the one block that has it.
-        out = rows_out * table.embedding_dim * _FLOAT * (blocks if table.pooled else 1)
-        sent = ids * stripes * profile.route_id_ns + bags * stripes * blocks * profile.bag_ns / 4
-        if blocks > 1:
+        out = rows_out * table.embedding_dim * _FLOAT * (sources if table.pooled else 1)
+        sent = ids * stripes * profile.route_id_ns + bags * shards * profile.bag_ns / 4
+        if shards > stripes:
             sent += ids * profile.route_id_ns
         copies = out * profile.pooled_byte_ns * _NS
         return Cost(

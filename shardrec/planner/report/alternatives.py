@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from shardrec.planner.candidates import Candidate
+from shardrec.planner.candidate import Candidate
 from shardrec.planner.solve.encode import Floats
 from shardrec.planner.solve.problem import Option, Place, Solution
 

@@ -104,7 +104,7 @@ class _Encoder:
         self.block_number: dict[Hashable, int] = {}
         self.blocks: list[Block] = []
         self.reach_number: dict[frozenset[int], int] = {frozenset(range(problem.ranks)): 0}
-        self.reach_of: dict[tuple[int, int], int] = {}
+        self.reach_of: dict[int, int] = {}
         self.pieces: list[tuple[int, float, tuple[float, ...], int, int]] = []
 
     def block(self, part: Part) -> int:
@@ -122,19 +122,19 @@ class _Encoder:
             )
         return number
 
-    def reach(self, part: Part, piece: int) -> int:
-        key = (id(part.places), piece)
+    def reach(self, part: Part) -> int:
+        """Pieces that are placed together reach as far as all of them: one set of ranks for them, not one for each."""
+        key = id(part.places)
         if key not in self.reach_of:
-            ranks = frozenset(place[piece] for place in part.places)
+            ranks = frozenset(rank for place in part.places for rank in place)
             self.reach_of[key] = self.reach_number.setdefault(ranks, len(self.reach_number))
         return self.reach_of[key]
 
     def add_pieces(self, number: int, option: Option) -> None:
         counts: dict[tuple[float, tuple[float, ...], int], int] = {}
         for part in option.parts:
-            for index, piece in enumerate(part.pieces):
-                # A fixed row of pieces reaches as far as all of them: one count for all, not one per rank.
-                reach = self.reach(part, index) if len(part.places) > 1 or len(part.pieces) == 1 else 0
+            reach = self.reach(part)
+            for piece in part.pieces:
                 key = (piece.load, piece.memory, reach)
                 counts[key] = counts.get(key, 0) + part.count
         self.pieces += [(number, load, memory, count, reach) for (load, memory, reach), count in counts.items()]

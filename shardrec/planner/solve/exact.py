@@ -18,11 +18,12 @@ _MOST_VARIABLES = 400
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Exact:
-    """What HiGHS found: a packing, if it is better than none, and a bound."""
+    """What HiGHS found: a packing, if it is better than none, a bound, and whether there is no better packing."""
 
     packing: Packing | None
     bound: float
     timed_out: bool
+    finished: bool
 
 
 def solve_exactly(
@@ -95,7 +96,13 @@ def solve_exactly(
     proven = found.get("mip_dual_bound")
     raised = bound if proven is None or not np.isfinite(proven) else float(proven) / load_scale * (1 - 1e-7)
     packing = None if found.x is None else _packing(encoded, np.rint(found.x).astype(np.int64), used, starts)
-    return Exact(packing=packing, bound=raised, timed_out=found.status == 1 and seconds < 1e9 and _timed(found))
+    return Exact(
+        packing=packing,
+        bound=raised,
+        timed_out=found.status == 1 and seconds < 1e9 and _timed(found),
+        # Optimal; or there is nothing below the best that was known.
+        finished=(found.status == 0 and packing is not None) or found.status == 2,
+    )
 
 
 def _timed(found: object) -> bool:

@@ -46,6 +46,11 @@ class Packing:
         self._limit = encoded.capacity * (1 + 1e-12)
 
     @property
+    def base(self) -> float:
+        """Load of the chosen options on every rank."""
+        return float(self.counts.astype(np.float64) @ self.encoded.base_load)
+
+    @property
     def cost(self) -> float:
         """Load of the most loaded rank."""
         return float(self.loads.max())
@@ -57,6 +62,21 @@ class Packing:
         other.counts, other.loads, other.memory = self.counts.copy(), self.loads.copy(), self.memory.copy()
         other.at = {block: places.copy() for block, places in self.at.items()}
         return other
+
+    def bound_to_places(self) -> Packing:
+        """What is left without the tables whose pieces may be on any rank, or are on none."""
+        encoded = self.encoded
+        counts = self.counts.copy()
+        for option in np.flatnonzero(counts):
+            kinds = [encoded.blocks[block] for block, _ in encoded.option_blocks[option]]
+            if all(kind.single and len(kind.names) == encoded.ranks for kind in kinds):
+                counts[option] = 0
+        left = Packing(encoded, counts)
+        used = {block for option in np.flatnonzero(counts) for block, _ in encoded.option_blocks[option]}
+        for block in sorted(used):
+            for place in np.flatnonzero(self.at[block]).tolist():
+                left.put(block, place, int(self.at[block][place]))
+        return left
 
     def fits(self) -> bool:
         """Whether every rank is within its memory."""

@@ -91,8 +91,9 @@ class SolveLimits:
 
     Args:
         gap: stop when the plan is proven to be within this fraction of the best.
-        effort: integer programmes to solve at most, and what else there is to do in proportion.
-        seconds: stop then with the best so far; a run that ends earlier is a function of the problem alone.
+        effort: rounds of each part of the search, in proportion; 40 takes seconds for most problems.
+        seconds: of processor time of this process (on an idle machine, those of the clock); stop then with the best so
+            far. A run that ends earlier is a function of the problem alone.
     """
 
     gap: float = 5e-3

@@ -28,7 +28,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardrec.planner.solve.encode import Encoded, Floats
+from shardrec.planner.solve.knapsack import GRID
 from shardrec.planner.solve.programme import Outcome, Programme
+from shardrec.planner.solve.room import RoomBound
 
 __all__ = ["Interval", "Relaxation"]
 
@@ -36,6 +38,8 @@ _ROUNDING = tuple(range(1, 13))
 _CUTOFFS = 8
 _TIE = 1e-4
 """Weight of the pieces' load among choices that put the same on every rank."""
+_LEARNED = 8
+"""Functions of patterns that are kept."""
 _FUNCTIONS = len(_ROUNDING) + _CUTOFFS
 _SLACK = 1e-9
 """Sizes are taken this much smaller, so that rounding errors cannot prove what is not so."""
@@ -87,6 +91,11 @@ class Relaxation:
                 self._inside.append((len(ranks), inside[order].astype(np.float64)))
         self._memory_rows: dict[float, tuple[Floats, Floats]] = {}
         self._active: set[int] = set()
+        self._learned: list[Floats] = []
+        # By identity of the array, which is kept so that no other takes its place.
+        self._distinct: dict[int, tuple[Floats, Floats, NDArray[np.int64]]] = {}
+        self.value: Floats = np.arange(GRID + 1, dtype=np.float64) / GRID
+        self.rooms = RoomBound(encoded)
 
     def least_base(
         self,
@@ -143,6 +152,21 @@ class Relaxation:
                 return found
             used = used | broken
             self._active |= broken
+
+    def strengthened(self, interval: Interval, cutoff: float) -> Interval:
+        """The interval priced by patterns, too; their function of sizes stays.
+
+        Args:
+            interval: with a finite high end.
+            cutoff: a cost beyond which it makes no difference.
+        """
+        found, self.value = self.rooms.solve(interval.high, cutoff - interval.low)
+        base = max(interval.base, found * (1 - 1e-7))
+        self._learned = [*self._learned[1 - _LEARNED :], self.value]
+        if interval.low + base < cutoff:
+            # The function, together with the rows of memory.
+            base = max(base, self._base_at(interval.high))
+        return Interval(interval.low + base, interval.low, interval.high, base)
 
     def intervals(self, accuracy: float, most: int = 200) -> list[Interval]:
         """Intervals that together hold every c, the deciding one first: its bound is the bound.
@@ -245,16 +269,31 @@ class Relaxation:
             )
         rows, limits = self._sums(encoded.piece_load, np.zeros(len(encoded.options)), room, room)
         memory_rows, memory_limits = self._memory_rows[memory_share]
-        return np.concatenate([rows, memory_rows]), np.concatenate([limits, memory_limits])
+        learned_rows, learned_limits = self._learned_rows(room)
+        return (
+            np.concatenate([rows, memory_rows, learned_rows]),
+            np.concatenate([limits, memory_limits, learned_limits]),
+        )
+
+    def _learned_rows(self, room: float) -> tuple[Floats, Floats]:
+        """The rows of the functions that were learned, which are the last ones: more may come."""
+        if not self._learned or not np.isfinite(room):
+            return np.zeros((len(self._learned), len(self.encoded.options))), np.ones(len(self._learned))
+        sizes = np.minimum(self.encoded.piece_load[self._order] / room * (1 - _SLACK), 1.0)
+        values = np.stack(self._learned)[:, np.floor(sizes * GRID).astype(np.int64)]
+        return _scaled(self._per_option(values * self._count), np.full(len(self._learned), float(self.encoded.ranks)))
 
     def _sums(self, sizes: Floats, everywhere: Floats, most: float, room: float) -> tuple[Floats, Floats]:
         """The rows of one quantity, scaled to coefficients of at most 1."""
         rows, limits = [], []
         bounded = bool(np.isfinite(most))
+        key = id(sizes)
+        if key not in self._distinct:
+            self._distinct[key] = (sizes, *np.unique(sizes[self._order], return_inverse=True))
+        _, distinct, which = self._distinct[key]
         sizes = sizes[self._order]
         values = np.zeros((_FUNCTIONS, len(sizes)))
         if bounded and room > 0:
-            distinct, which = np.unique(sizes, return_inverse=True)
             values = _dual_feasible(distinct / room * (1 - _SLACK))[:, which]
         for ranks, inside in self._inside:
             counted = self._count * inside
@@ -263,9 +302,7 @@ class Relaxation:
             limits.append([ranks * most if bounded else 1.0])
             rows.append(self._per_option(values * counted))
             limits.append([float(ranks)] * _FUNCTIONS)
-        matrix, most_of_row = np.concatenate(rows), np.concatenate(limits)
-        scale = np.maximum(np.abs(matrix).max(axis=1, initial=0.0), 1e-300)
-        return matrix / scale[:, None], most_of_row / scale * (1 + _SLACK)
+        return _scaled(np.concatenate(rows), np.concatenate(limits))
 
     def _per_option(self, values: Floats) -> Floats:
         """(n, O) sums over the pieces of each option, of (n, K)."""
@@ -274,6 +311,12 @@ class Relaxation:
         sums: Floats = running[:, self._edges[1:]] - running[:, self._edges[:-1]]
         # What is left of a difference of equal sums is rounding, not a size.
         return np.where(sums > 1e-12 * running[:, -1:], sums, 0.0)
+
+
+def _scaled(rows: Floats, limits: Floats) -> tuple[Floats, Floats]:
+    """Coefficients of at most 1."""
+    scale = np.maximum(np.abs(rows).max(axis=1, initial=0.0), 1e-300)
+    return rows / scale[:, None], limits / scale * (1 + _SLACK)
 
 
 def _dual_feasible(sizes: Floats) -> Floats:

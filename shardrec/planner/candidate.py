@@ -1,0 +1,79 @@
+"""One way to cut a table: as an option of the solver, and laid out on the ranks that it chose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from shardrec.layout import Shard, TableLayout
+from shardrec.planner.cost import TableLoad
+from shardrec.planner.solve.problem import Option, Place
+
+__all__ = ["Candidate", "lay_out"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One way to cut a table.
+
+    Args:
+        cut: name of the cut.
+        widths: columns of each stripe.
+        blocks: row blocks of each.
+        option: the same for the solver.
+        on_all: its blocks are one on each rank, and part of what the option puts everywhere.
+        holders: so many ranks of a place hold a shard, the first ones; 0: all of them.
+        pinned: the layout, where it was given.
+    """
+
+    cut: str
+    widths: tuple[int, ...]
+    blocks: int
+    option: Option
+    on_all: bool = False
+    holders: int = 0
+    pinned: TableLayout | None = None
+
+
+def lay_out(name: str, table: TableLoad, candidate: Candidate, places: Sequence[Place], world: int) -> TableLayout:
+    """The layout of a candidate whose parts were placed."""
+    rows, cols = table.num_embeddings, table.embedding_dim
+    if candidate.pinned is not None:
+        pinned = candidate.pinned
+        shards = tuple(
+            Shard(
+                table=name,
+                row_start=s.row_start,
+                row_end=s.row_end,
+                col_start=s.col_start,
+                col_end=s.col_end,
+                rank=s.rank,
+            )
+            for s in pinned.shards
+        )
+        return TableLayout(
+            name=name,
+            num_embeddings=rows,
+            embedding_dim=cols,
+            shards=shards,
+            replicated=pinned.replicated,
+            cut=pinned.cut,
+        )
+    if candidate.cut == "data_parallel":
+        return TableLayout(name=name, num_embeddings=rows, embedding_dim=cols, replicated=True, cut="data_parallel")
+    held = candidate.holders or world
+    ranks = list(range(world)) if candidate.on_all else [rank for place in places for rank in place[:held]]
+    columns = [0, *accumulate(candidate.widths)]
+    edges = [rows * block // candidate.blocks for block in range(candidate.blocks + 1)]
+    rectangles = [(*block, *stripe) for stripe in pairwise(columns) for block in pairwise(edges)]
+    return TableLayout(
+        name=name,
+        num_embeddings=rows,
+        embedding_dim=cols,
+        cut=candidate.cut,
+        shards=tuple(
+            Shard(table=name, row_start=top, row_end=bottom, col_start=left, col_end=right, rank=rank)
+            for (top, bottom, left, right), rank in zip(rectangles, ranks, strict=True)
+        ),
+    )

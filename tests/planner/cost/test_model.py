@@ -1,0 +1,119 @@
+"""The cost model: what it charges for bytes on links is what the exchange sends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+
+from shardrec.exchange.volume import CollectionTraffic, header_columns, step_volume, uniform_traffic
+from shardrec.layout import ShardingPlan, Topology, cuts
+from shardrec.layout.presets import preset
+from shardrec.planner import Constraint, TableLoad
+from shardrec.planner.candidate import lay_out
+from shardrec.planner.candidates import CandidateMaker
+from shardrec.planner.cost import CostModel, Profile
+from shardrec.planner.price import priced_plan
+from shardrec.planner.solve.problem import Place
+from tests.plans import random_plan, random_topology, randoms
+
+BATCH = 16
+
+
+def links_only(inside: float, abroad: float) -> Profile:
+    """Nanoseconds per byte on the links; nothing else costs anything."""
+    profile = Profile.of_machine(preset("h100"))
+    free = {each.name: 0.0 for each in fields(Profile) if each.name.endswith(("_ns", "_us"))}
+    return replace(profile, **{**free, "exchange_byte_ns": inside, "host_exchange_byte_ns": abroad})
+
+
+def charged(plan: ShardingPlan, loads: Mapping[str, TableLoad], inside: float, abroad: float) -> float:
+    """Bytes: what all ranks together are charged, at a nanosecond a byte."""
+    model = CostModel(profile=links_only(inside, abroad), topology=plan.topology, batch_size=BATCH)
+    return sum(rank.ms for rank in priced_plan(model, loads, plan)[0]) * 1e6
+
+
+def sent(plan: ShardingPlan, loads: Mapping[str, TableLoad]) -> tuple[float, float]:
+    """Bytes that the formula of the exchange says are sent inside hosts and between them, without the header."""
+    world = plan.world_size
+    tables = [
+        uniform_traffic(
+            table,
+            [BATCH * loads[table.name].ids_per_sample] * world,
+            lookups=loads[table.name].features,
+            whole_rows=loads[table.name].whole_row_state,
+        )
+        for table in plan.tables
+    ]
+    traffic = CollectionTraffic(tables=tables, batch_sizes=[BATCH] * world)
+    volume = step_volume([traffic], plan.topology, columns=header_columns([1]))
+    abroad = volume.sent(abroad=True) - volume.sent(exchange="header", abroad=True)
+    return volume.sent() - volume.sent(exchange="header") - abroad, abroad
+
+
+@settings(max_examples=60, deadline=None)
+@given(rng=randoms())
+def test_bytes_on_links_are_those_that_the_exchange_sends(rng: Random) -> None:
+    topology = random_topology(rng)
+    loads = {
+        f"t{number}": TableLoad(
+            num_embeddings=rng.choice([24, 240]), embedding_dim=16, poolings=(2.0,) * rng.randint(1, 2)
+        )
+        for number in range(rng.randint(1, 3))
+    }
+    plan = random_plan(rng, {name: (load.num_embeddings, load.embedding_dim) for name, load in loads.items()}, topology)
+    inside, abroad = sent(plan, loads)
+    assert charged(plan, loads, 1.0, 0.0) == pytest.approx(inside)
+    assert charged(plan, loads, 0.0, 1.0) == pytest.approx(abroad)
+
+
+@pytest.mark.parametrize(("hosts", "per_host"), [(1, 4), (2, 2)])
+def test_stripes_tell_each_other_their_norms(hosts: int, per_host: int) -> None:
+    topology = Topology(hosts=hosts, ranks_per_host=per_host)
+    load = TableLoad(num_embeddings=5000, embedding_dim=16, row_state_bytes=4, whole_row_state=True)
+    plan = ShardingPlan(topology=topology, tables=(cuts.column_wise("t", 5000, 16, ranks=range(4)),))
+    inside, abroad = sent(plan, {"t": load})
+    assert charged(plan, {"t": load}, 1.0, 0.0) == pytest.approx(inside, rel=1e-3)
+    assert charged(plan, {"t": load}, 0.0, 1.0) == pytest.approx(abroad, rel=1e-3)
+
+
+@settings(max_examples=15, deadline=None)
+@given(rng=randoms())
+def test_every_candidate_costs_what_its_layout_does(rng: Random) -> None:
+    """On its best places, a candidate's option puts on each rank what the layout is priced at."""
+    topology = rng.choice(
+        [Topology(ranks_per_host=4), Topology(hosts=3, ranks_per_host=2), Topology(hosts=3, ranks_per_host=6)]
+    )
+    load = TableLoad(
+        num_embeddings=rng.choice([720, 7200]),
+        embedding_dim=rng.choice([16, 64]),
+        poolings=(rng.choice([1.0, 7.0]),),
+        pooled=rng.random() < 0.8,
+        row_state_bytes=4,
+        whole_row_state=rng.random() < 0.5,
+    )
+    model = CostModel(profile=Profile.of_machine(preset("h100")), topology=topology, batch_size=BATCH)
+    for candidate in CandidateMaker(model).candidates("t", load, Constraint()):
+        places: list[Place] = []
+        for part in candidate.option.parts:
+            # Patterns of one table on hosts of their own: on one host they would share a sum, which costs less.
+            spots = list({place[0] // topology.ranks_per_host: place for place in part.places}.values())
+            if len(part.pieces) == 1 or part.count > len(spots):
+                spots = list(part.places)
+            places += [spots[number % len(spots)] for number in range(part.count)]
+        loads = [candidate.option.everywhere.load] * topology.world_size
+        memory = [candidate.option.everywhere.memory[0]] * topology.world_size
+        spot = iter(places)
+        for part in candidate.option.parts:
+            for _ in range(part.count):
+                for rank, piece in zip(next(spot), part.pieces, strict=True):
+                    loads[rank] += piece.load
+                    memory[rank] += piece.memory[0]
+        layout = lay_out("t", load, candidate, places, topology.world_size)
+        plan = ShardingPlan(topology=topology, tables=(layout,))
+        ranks, _ = priced_plan(model, {"t": load}, plan)
+        assert [rank.ms for rank in ranks] == pytest.approx(loads), candidate.option.label
+        assert [rank.bytes for rank in ranks] == pytest.approx(memory), candidate.option.label
