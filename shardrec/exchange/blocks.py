@@ -95,7 +95,10 @@ class _AtHome(BlocksInFlight):
     """One rank: the streams themselves."""
 
     def __init__(self, streams: Sequence[Stream]) -> None:
-        self._flats = {number: stream.flat for number, stream in enumerate(streams)}
+        with_gradients = torch.is_grad_enabled()
+        self._flats = {
+            number: stream.flat if with_gradients else stream.flat.detach() for number, stream in enumerate(streams)
+        }
         self._like = {number: stream.flat.detach()[:0].view(-1) for number, stream in enumerate(streams)}
         self._sizes = [stream.flat.numel() for stream in streams]
 

@@ -5,13 +5,18 @@ the sums of squares of its columns to the holders of the other stripes, in row o
 side knows without being told. All add up in stripe order, so that their sums, and the optimizer states that they keep
 one copy each of, are equal to the last bit.
 
+All the rows of a step are one vector here, class after class and in a class table after table, and what travels are
+ranges of it. Which edges those have is known from the plan, where they lie among the step's rows is one search per
+class; neighbouring ranges are one.
+
 TorchRec, measured on the same tables, uses the mean over each rank's own columns instead, which is another optimizer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -45,6 +50,35 @@ def transfers(layouts: Sequence[TableLayout]) -> list[Transfer]:
     return sorted(found, key=lambda t: (t.source.rank, t.target.rank, t.source, t.target))
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Span:
+    """Rows between two edges of a width class, which hold sums of squares of one stripe.
+
+    Args:
+        rank: where they go to or come from.
+        stripe: number of the stripe among those of its table, by columns: the order of addition.
+        cls: number of the width class.
+        first: number of the lower edge in the class.
+        last: number of the upper one.
+    """
+
+    rank: int
+    stripe: int
+    cls: int
+    first: int
+    last: int
+
+
+@dataclass(kw_only=True)
+class _Run:
+    """A span in a step: places ``[start, end)`` of the vector of all rows."""
+
+    rank: int
+    stripe: int
+    start: int
+    end: int
+
+
 class WholeRows:
     """Exchanges sums of squares for one lookup group.
 
@@ -55,92 +89,132 @@ class WholeRows:
     """
 
     def __init__(self, layouts: Sequence[TableLayout], local: Sequence[Shard], collectives: Collectives) -> None:
-        self._dims = {layout.name: layout.embedding_dim for layout in layouts}
+        self._layouts = {layout.name: layout for layout in layouts}
         self._local = tuple(local)
         self._collectives = collectives
-        mine = collectives.rank
-        every = transfers(layouts)
-        self._outgoing = [transfer for transfer in every if transfer.source.rank == mine]
-        self._incoming = [transfer for transfer in every if transfer.target.rank == mine]
+        self._every = transfers(layouts)
+        self._spans: _Spans | None = None
 
     def mean_squares(self, bank: TableBank | None, gradients: Sequence[RowGradient]) -> list[Tensor]:
         """Mean square (U,) over the whole row, for each width class's rows; every rank must call this.
 
         Args:
-            bank: this rank's shards of the group, or None without any.
+            bank: this rank's shards of the group, always the same, or None without any.
             gradients: one per width class of the bank.
         """
-        segments = {} if bank is None else _segments(bank, self._local, gradients)
-        sizes_out = [0] * self._collectives.world_size
-        parts = []
-        for transfer in self._outgoing:
-            start, end = segments[transfer.source].range_of(transfer)
-            parts.append(segments[transfer.source].squares[start:end])
-            sizes_out[transfer.target.rank] += end - start
-        sizes_in = [0] * self._collectives.world_size
-        ranges = []
-        for transfer in self._incoming:
-            start, end = segments[transfer.target].range_of(transfer)
-            ranges.append((transfer, start, end))
-            sizes_in[transfer.source.rank] += end - start
-        device = torch.device("cpu") if bank is None else bank.device
-        send = torch.cat(parts) if parts else torch.zeros(0, device=device)
-        pending = self._collectives.all_to_all(send, sizes_in, sizes_out, "row norm")
-        received = self._collectives.wait(pending, "row norm")
-        pieces = received.split([end - start for _, start, end in ranges])
-        for segment in segments.values():
-            segment.begin()
-        arrived = [
-            (transfer.source.col_start, transfer.target, start, piece)
-            for (transfer, start, _), piece in zip(ranges, pieces, strict=True)
-        ]
-        own = [(shard.col_start, shard, 0, segment.squares) for shard, segment in segments.items()]
-        for _, target, start, piece in sorted(arrived + own, key=lambda entry: (entry[0], entry[1], entry[2])):
-            segments[target].total[start : start + piece.numel()] += piece
-        return self._by_class(bank, gradients, segments)
-
-    def _by_class(
-        self, bank: TableBank | None, gradients: Sequence[RowGradient], segments: dict[Shard, _Segment]
-    ) -> list[Tensor]:
+        collectives = self._collectives
         if bank is None:
+            # Without shards there is nothing to tell; the exchange takes all ranks.
+            nothing = [[torch.zeros(0)] for _ in range(collectives.world_size)]
+            collectives.send(nothing, [0] * collectives.world_size, "row norm").wait()
             return []
-        means = []
-        for cls, gradient in zip(bank.classes, gradients, strict=True):
-            totals = [segments[self._local[table]].total / self._dims[self._local[table].table] for table in cls.tables]
-            means.append(torch.cat(totals) if totals else gradient.values.new_zeros(0))
-        return means
+        if self._spans is None:
+            self._spans = _Spans(bank, self._local, self._layouts, self._every, collectives.rank)
+        spans = self._spans
+        places = spans.places(gradients)
+        squares = torch.cat([gradient.square_sums() for gradient in gradients])
+        parts = [[squares[:0]] for _ in range(collectives.world_size)]
+        for run in _runs(spans.outgoing, places):
+            parts[run.rank].append(squares[run.start : run.end])
+        incoming = list(_runs(spans.incoming, places))
+        sizes = [0] * collectives.world_size
+        for run in incoming:
+            sizes[run.rank] += run.end - run.start
+        received = collectives.send(parts, sizes, "row norm").wait()
+        added = [(run, squares[run.start : run.end]) for run in _runs(spans.own, places)]
+        taken = [0] * collectives.world_size
+        for run in incoming:
+            begin, taken[run.rank] = taken[run.rank], taken[run.rank] + run.end - run.start
+            added.append((run, received[run.rank][begin : taken[run.rank]]))
+        total = torch.zeros_like(squares)
+        for run, values in sorted(added, key=lambda entry: entry[0].stripe):
+            total[run.start : run.end] += values
+        total /= spans.dims_of_rows(places)
+        return list(total.split([gradient.rows.numel() for gradient in gradients]))
 
 
-@dataclass(kw_only=True)
-class _Segment:
-    """One local shard's distinct rows in this step: table row numbers (ascending, on the host side of a search)."""
+class _Spans:
+    """What depends on the plan only.
 
-    rows: Tensor
-    squares: Tensor
-    total: Tensor
+    Attributes:
+        outgoing: in the order of travel.
+        incoming: in the order of travel.
+        own: this rank's shards, table after table.
+    """
 
-    def range_of(self, transfer: Transfer) -> tuple[int, int]:
-        """Positions of the transfer's rows among this shard's distinct rows."""
-        edges = torch.tensor([transfer.row_start, transfer.row_end], device=self.rows.device)
-        start, end = torch.searchsorted(self.rows, edges).tolist()
-        return start, end
+    def __init__(
+        self,
+        bank: TableBank,
+        local: Sequence[Shard],
+        layouts: dict[str, TableLayout],
+        every: Iterable[Transfer],
+        rank: int,
+    ) -> None:
+        self._edges: list[dict[int, int]] = [{} for _ in bank.classes]
+        self._device = bank.device
+        base_of = {
+            local[table]: (number, base)
+            for number, cls in enumerate(bank.classes)
+            for table, base in zip(cls.tables, cls.bases, strict=False)
+        }
+        stripes = {
+            name: {start: number for number, start in enumerate(sorted({one.col_start for one in layout.stripes()}))}
+            for name, layout in layouts.items()
+        }
 
-    def begin(self) -> None:
-        """Start the sum over the stripes."""
-        self.total = torch.zeros_like(self.squares)
+        def span(shard: Shard, other: int, source: Shard, start: int, end: int) -> _Span:
+            number, base = base_of[shard]
+            first, last = (self._edge(number, base + row - shard.row_start) for row in (start, end))
+            stripe = stripes[source.table][source.col_start]
+            return _Span(rank=other, stripe=stripe, cls=number, first=first, last=last)
+
+        self.outgoing = [
+            span(one.source, one.target.rank, one.source, one.row_start, one.row_end)
+            for one in every
+            if one.source.rank == rank
+        ]
+        self.incoming = [
+            span(one.target, one.source.rank, one.source, one.row_start, one.row_end)
+            for one in every
+            if one.target.rank == rank
+        ]
+        tables = [local[table] for cls in bank.classes for table in cls.tables]
+        self.own = [span(one, rank, one, one.row_start, one.row_end) for one in tables]
+        self._dims = [layouts[one.table].embedding_dim for one in tables]
+        self._edge_rows = [torch.tensor(list(edges), device=bank.device) for edges in self._edges]
+
+    def places(self, gradients: Sequence[RowGradient]) -> list[list[int]]:
+        """Per class, where its edges are in the vector of all rows."""
+        starts = accumulate((gradient.rows.numel() for gradient in gradients), initial=0)
+        return [
+            [start + place for place in torch.searchsorted(gradient.rows, edges).tolist()]
+            for start, gradient, edges in zip(starts, gradients, self._edge_rows, strict=False)
+        ]
+
+    def dims_of_rows(self, places: Sequence[Sequence[int]]) -> Tensor | float:
+        """Columns of each row's table: (U,), or one number for all."""
+        if len(set(self._dims)) == 1:
+            return float(self._dims[0])
+        counts = [places[one.cls][one.last] - places[one.cls][one.first] for one in self.own]
+        dims = torch.tensor(self._dims, dtype=torch.float32, device=self._device)
+        return dims.repeat_interleave(torch.tensor(counts, device=self._device), output_size=sum(counts))
+
+    def _edge(self, cls: int, row: int) -> int:
+        return self._edges[cls].setdefault(row, len(self._edges[cls]))
 
 
-def _segments(bank: TableBank, local: Sequence[Shard], gradients: Sequence[RowGradient]) -> dict[Shard, _Segment]:
-    found = {}
-    for cls, gradient in zip(bank.classes, gradients, strict=True):
-        squares = gradient.square_sums()
-        edges = torch.searchsorted(gradient.rows, torch.tensor(cls.bases, device=gradient.rows.device)).tolist()
-        for position, table in enumerate(cls.tables):
-            part = slice(edges[position], edges[position + 1])
-            shard = local[table]
-            found[shard] = _Segment(
-                rows=gradient.rows[part] - cls.bases[position] + shard.row_start,
-                squares=squares[part],
-                total=squares[part],
-            )
-    return found
+def _runs(spans: Iterable[_Span], places: Sequence[Sequence[int]]) -> Iterator[_Run]:
+    """The spans of a step, neighbours of one rank and stripe as one; none is empty."""
+    last: _Run | None = None
+    for one in spans:
+        start, end = places[one.cls][one.first], places[one.cls][one.last]
+        if start == end:
+            continue
+        if last is not None and (last.rank, last.stripe, last.end) == (one.rank, one.stripe, start):
+            last.end = end
+            continue
+        if last is not None:
+            yield last
+        last = _Run(rank=one.rank, stripe=one.stripe, start=start, end=end)
+    if last is not None:
+        yield last

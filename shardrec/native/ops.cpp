@@ -282,6 +282,7 @@ void rowwise_adagrad(
       if (u + kAhead < end) {
         const float* ahead = table + row[u + kAhead] * width;
         for (int64_t i = 0; i < width; i += 16) __builtin_prefetch(ahead + i, 1);
+        __builtin_prefetch(sums + row[u + kAhead], 1);
       }
       TORCH_CHECK(row[u] >= 0 && row[u] < weight.size(0), "shardrec: a row outside of its table");
       const float total = sums[row[u]] += square[u];

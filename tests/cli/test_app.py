@@ -70,7 +70,14 @@ def test_doctor() -> None:
     shown = CliRunner().invoke(app, ["doctor"])
     assert shown.exit_code == 0, shown.output
     assert "PROBLEM" not in shown.output
-    assert re.findall(r"^ *(\w+): ", shown.output, re.MULTILINE) == ["versions", "threads", "device", "gloo"]
+    assert re.findall(r"^ *([\w+]+): ", shown.output, re.MULTILINE) == [
+        "versions",
+        "threads",
+        "device",
+        "gloo",
+        "exchange",
+        "C++",
+    ]
     assert re.search(r"torchrec \d", shown.output)
 
 

@@ -14,7 +14,7 @@ from shardrec.exchange.shared.windows import Arena, PeerWindows, as_tensor
 from tests.plans import randoms
 
 
-@settings(max_examples=60)
+@settings(max_examples=12)
 @given(rng=randoms())
 def test_what_is_held_is_not_lent_again(rng: Random) -> None:
     peer = PeerWindows()
