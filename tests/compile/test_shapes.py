@@ -63,7 +63,7 @@ def small(name: str, mode: str) -> None:
         assert_models_equal(model, reference)
 
 
-@pytest.mark.parametrize("mode", ["boundary", "traced"])
+@pytest.mark.parametrize("mode", ["boundary", pytest.param("traced", marks=pytest.mark.slow)])
 def test_empty_and_single_sample_batches(mode: str) -> None:
     small("dlrm", mode)
 
