@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +25,7 @@ __all__ = ["ShardrecSide", "TorchRecSide"]
 _WEIGHT = re.compile(r"embedding_bags\.t(\d+)\.weight$")
 
 
-class _ShardedSide:
+class _ShardedSide(abc.ABC):
     """What the two have in common: everything but how the module is sharded.
 
     Args:
@@ -50,8 +51,9 @@ class _ShardedSide:
         _fill(self._model)
         self._gradient: Tensor | None = None
 
+    @abc.abstractmethod
     def _shard(self, model: nn.Module, plan: ShardingPlan, place: Place) -> nn.Module:
-        raise NotImplementedError
+        """The model, sharded."""
 
     def prepare(self, batch: Batch) -> KeyedJaggedTensor:
         """A new KeyedJaggedTensor."""
