@@ -55,6 +55,7 @@ class Channel:
         self._sockets = dict(sockets)
         self._timeout_s = timeout_s
         self._inbox: dict[int, dict[Key, Message]] = {peer: {} for peer in sockets}
+        self._forgotten: dict[int, dict[Key, Callable[[Message], list[int]]]] = {peer: {} for peer in sockets}
         self._windows = {peer: PeerWindows() for peer in sockets}
         self._released: dict[int, deque[int]] = {peer: deque() for peer in sockets}  # filled by finalizers
         self._returned: dict[int, list[int]] = {peer: [] for peer in sockets}
@@ -117,6 +118,8 @@ class Channel:
                 continue
             self._returned[peer].extend(released)
             inbox[number, way] = tuple(message)
+            if (number, way) in self._forgotten[peer]:
+                self.forget(peer, (number, way), self._forgotten[peer].pop((number, way)))
         sent, *body = inbox.pop(key)
         if sent != what:
             text = f"{self._name}: waits for the {what} exchange and rank {peer} made the {sent} exchange"
@@ -125,6 +128,21 @@ class Channel:
                 f"{text}; the ranks have come apart: every rank must call the same modules in the same order"
             )
         return tuple(body)
+
+    def forget(self, peer: int, key: Key, tokens: Callable[[Message], list[int]]) -> None:
+        """Nobody will wait for a message: release what it brings, now or when it comes.
+
+        Args:
+            peer: who sends it.
+            key: of the message.
+            tokens: gives the tokens in it.
+        """
+        message = self._inbox[peer].pop(key, None)
+        if message is None:
+            self._forgotten[peer][key] = tokens
+            return
+        for token in tokens(message[1:]):
+            self.release(peer, token)
 
     def close(self) -> None:
         """End the connections; the other ranks of the host notice at once."""

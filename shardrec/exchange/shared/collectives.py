@@ -18,6 +18,7 @@ receiver refers to them any more. Memory is bounded by what is alive: about one 
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -61,6 +62,7 @@ class SharedCollectives(Collectives):
         self._number = 0
         self._token = 0
         self._lent: dict[int, list[Bytes]] = {}
+        self.dropped: deque[int] = deque()  # numbers of exchanges that nobody waited for; filled by finalizers
         self._waiting: dict[int, tuple[_SharedPending, tuple[int, ...]]] = {}
 
     def all_to_all(self, values: Tensor, receive: Sequence[int], send: Sequence[int], what: str) -> Tensor:
@@ -80,6 +82,10 @@ class SharedCollectives(Collectives):
         self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str, streams: Streams | None = None
     ) -> _SharedPending:
         with self.channel.lock, _counted():
+            while self.dropped:
+                number = self.dropped.popleft()
+                for peer in self.peers:
+                    self.channel.forget(peer, (number, 0), _tokens)
             number, self._number = self._number, self._number + 1
             way_back = None if streams is None else _SharedWayBack(self, number, streams)
             for peer in self.peers:
@@ -158,6 +164,11 @@ class _SharedPending:
         self._receive = receive
         self._what = what
         self._far = far
+        self._waited = False
+
+    def __del__(self) -> None:
+        if not self._waited:
+            self._collectives.dropped.append(self._number)
 
     def wait(self) -> list[Tensor]:
         collectives, own = self._collectives, self._own
@@ -173,6 +184,7 @@ class _SharedPending:
             sizes = [self._receive[rank] for rank in collectives.far]
             found.update(zip(collectives.far, done.split(sizes), strict=True))
         self._own = own[:0]
+        self._waited = True
         return [found[rank] for rank in range(collectives.world_size)]
 
     def _arrived(self, peer: int, outgoing: Any) -> Tensor:
@@ -313,6 +325,13 @@ class _SharedWayBack:
                 collectives.channel.send(peer, key, "gradient", self.offer(peer))
             for peer in collectives.peers:
                 self.offered(peer, collectives.channel.receive(peer, key, "gradient"))
+
+
+def _tokens(message: Message) -> list[int]:
+    """Of the blocks in a forward message."""
+    outgoing, offers = message
+    lent = [outgoing] if isinstance(outgoing, tuple) else []
+    return [one[0] for one in (*lent, *offers) if one]
 
 
 def _counted() -> Any:

@@ -148,6 +148,21 @@ def test_a_forward_without_a_backward_leaves_nothing_behind() -> None:
     assert max(ranks(2, rank_main)) <= 6 * 81_920
 
 
+def test_what_nobody_waits_for_is_given_back() -> None:
+    def rank_main() -> int:
+        collectives = shared()
+        exchange = BlockExchange(collectives, QuantizedComms())
+        for _ in range(20):
+            flat = torch.zeros(20_000).requires_grad_()
+            shapes = [[(10_000, 1)]] * 2
+            exchange.start([Stream(flat=flat, out=shapes, into=shapes)])
+            collectives.send([[torch.zeros(1)]] * 2, [1, 1], "test").wait()
+        gc.collect()
+        return collectives.arena.lent_bytes
+
+    assert max(ranks(2, rank_main)) <= 6 * 81_920
+
+
 def test_a_rank_that_dies_is_named_at_once() -> None:
     def rank_main() -> str:
         collectives = shared(timeout_s=600.0)
