@@ -23,7 +23,7 @@ from shardrec.layout import ShardingPlan, TableLayout, Topology, cuts
 from shardrec.layout.presets import detect_machine
 from shardrec.planner import Profile, TableLoad, calibrate, plan_tables
 from shardrec.planner.cost import CostModel
-from shardrec.planner.price import priced_plan
+from shardrec.planner.price import predicted_ms
 
 BATCH = 2048
 
@@ -116,10 +116,7 @@ def main() -> None:
     tables = model_tables()
     plans = plans_of(tables, options.ranks, profile)
     model = CostModel(profile=profile, topology=Topology(ranks_per_host=options.ranks), batch_size=BATCH)
-    predicted = {
-        name: max(rank.ms for rank in priced_plan(model, tables, plan)[0]) + model.overhead_ms
-        for name, plan in plans.items()
-    }
+    predicted = {name: predicted_ms(model, tables, plan) for name, plan in plans.items()}
     rounds = calibrate.measure_plans(
         tables, list(plans.values()), batch_size=BATCH, device=options.device, rounds=options.rounds
     )

@@ -23,7 +23,7 @@ from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.layout.presets import detect_machine
 from shardrec.planner import Profile, TableLoad, calibrate, from_torchrec, plan_tables
 from shardrec.planner.cost import CostModel
-from shardrec.planner.price import priced_plan
+from shardrec.planner.price import predicted_ms
 
 
 def skewed_tables() -> dict[str, TableLoad]:
@@ -122,7 +122,7 @@ def main() -> None:
         kinds: dict[str, int] = {}
         for layout in plan.tables:
             kinds[layout.cut] = kinds.get(layout.cut, 0) + 1
-        predicted = max(rank.ms for rank in priced_plan(model, tables, plan)[0]) + model.overhead_ms
+        predicted = predicted_ms(model, tables, plan)
         ratio = median(time / ours for time, ours in zip(times, rounds[0], strict=True))
         low, _, high = quantiles(times, n=4)
         results.append(

@@ -13,7 +13,7 @@ from shardrec.planner.candidates import CandidateMaker
 from shardrec.planner.constraint import Constraint, constraints_by_table
 from shardrec.planner.cost import COMPONENTS, MEMORY, CostModel, Profile, TableLoad
 from shardrec.planner.infeasible import refuse
-from shardrec.planner.price import priced_plan
+from shardrec.planner.price import overhead_ms, priced_plan
 from shardrec.planner.report.alternatives import next_best
 from shardrec.planner.report.summary import PlanReport, TableReport
 from shardrec.planner.solve import Problem, Solution, SolveLimits, solve
@@ -222,7 +222,7 @@ class Planner:
             source=self.profile.source,
             cost_ms=cost,
             bound_ms=min(bound, cost),
-            overhead_ms=self.model.overhead_ms,
+            overhead_ms=overhead_ms(self.model, self.tables, bare),
             timed_out=timed_out,
             capacity=self.capacity,
             components=COMPONENTS,

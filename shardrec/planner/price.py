@@ -7,7 +7,10 @@ from collections.abc import Mapping
 from shardrec.layout import ShardingPlan, TableLayout
 from shardrec.planner.cost import Cost, CostModel, TableLoad
 
-__all__ = ["priced_layout", "priced_plan"]
+__all__ = ["overhead_ms", "predicted_ms", "priced_layout", "priced_plan"]
+
+_EXCHANGES = 4
+"""All-to-alls of a step, with or without bytes: header, payload, output, gradient."""
 
 
 def priced_plan(
@@ -32,6 +35,19 @@ def priced_plan(
             total += cost
         per_table[layout.name] = total
     return [rank + everywhere for rank in ranks], per_table
+
+
+def overhead_ms(model: CostModel, tables: Mapping[str, TableLoad], plan: ShardingPlan) -> float:
+    """What a step of the plan takes besides the work of its shards: see :meth:`CostModel.overhead_ms`."""
+    cut = [each for each in plan.tables if not each.replicated]
+    norms = any(tables[each.name].whole_row_state and len(each.stripes()) > 1 for each in cut)
+    return model.overhead_ms(exchanges=_EXCHANGES + norms, reduces=len(cut) < len(plan.tables))
+
+
+def predicted_ms(model: CostModel, tables: Mapping[str, TableLoad], plan: ShardingPlan) -> float:
+    """Time of a step: the slowest rank's, and the overhead."""
+    ranks, _ = priced_plan(model, tables, plan)
+    return max(rank.ms for rank in ranks) + overhead_ms(model, tables, plan)
 
 
 def priced_layout(model: CostModel, table: TableLoad, layout: TableLayout) -> tuple[Cost, list[tuple[int, Cost]]]:

@@ -45,10 +45,18 @@ def made(world: int, seed: int, count: int = 30) -> tuple[list[calibrate.Workloa
 def test_a_known_profile_comes_back() -> None:
     found = calibrate.fit(BASE, [made(1, 0), made(2, 0)], name="found", source="made")
     assert found.errors["median_percent"] < 0.5
-    assert found.exchange_us == pytest.approx(150.0, rel=1e-3)
+    assert found.exchange_us == pytest.approx(150.0, rel=0.05)
     assert found.reduce_byte_ns == pytest.approx(1.5, rel=1e-3)
     others, measured = made(2, 7, count=12)
     assert max(map(abs, calibrate.relative_errors(found, others, measured))) < 0.05
+
+
+def test_disturbed_times_do_not_bend_the_rest() -> None:
+    drawn, measured = made(2, 0, count=60)
+    disturbed = replace(measured, steps=tuple(t * 4 if i % 10 == 0 else t for i, t in enumerate(measured.steps)))
+    found = calibrate.fit(BASE, [made(1, 0), (drawn, disturbed)], name="found", source="made")
+    others, quiet = made(2, 7, count=12)
+    assert max(map(abs, calibrate.relative_errors(found, others, quiet))) < 0.1
 
 
 def test_too_few_times() -> None:

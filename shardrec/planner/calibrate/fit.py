@@ -1,7 +1,13 @@
 """From measured times to a profile.
 
-The cost model is linear in its coefficients (for a given ``cache_bytes``), so they come from one non-negative
-least-squares problem on relative errors; ``cache_bytes`` is the candidate with which that fits best.
+The cost model is linear in its coefficients (for a given ``cache_bytes``), so that a matrix has what each of them adds
+to each time. The coefficients are those that explain the logarithms of the times best, none of them negative; a soft
+loss keeps times that something else disturbed from bending the rest. ``cache_bytes`` is the candidate with which that
+fits best.
+
+A step tells more of an all-to-all than the bare collective: ranks of a host do not use it on the CPU, and between the
+steps' work it takes other times. So the exchange inside a host is fitted to steps, too. Bare collectives give the bytes
+of the all-reduce, and how far the links to other hosts are scaled.
 """
 
 from __future__ import annotations
@@ -12,14 +18,14 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from scipy.optimize import nnls
+from scipy.optimize import least_squares, nnls
 
 from shardrec.errors import ConfigError
 from shardrec.layout import Topology
 from shardrec.planner.calibrate.measure import Measured
 from shardrec.planner.calibrate.workload import Workload, step_plan, table_loads
 from shardrec.planner.cost import CostModel, Profile
-from shardrec.planner.price import priced_plan
+from shardrec.planner.price import predicted_ms as price
 from shardrec.planner.solve.encode import Floats
 
 __all__ = ["fit", "predicted_ms", "relative_errors"]
@@ -29,21 +35,30 @@ _FITTED = (
     "lookup_byte_ns",
     "cached_byte_ns",
     "update_id_ns",
+    "update_row_ns",
     "update_byte_ns",
+    "decode_ns",
     "bag_ns",
     "pooled_byte_ns",
+    "assemble_byte_ns",
     "route_id_ns",
+    "exchange_byte_ns",
+    "exchange_us",
+    "reduce_us",
+    "replica_us",
+    "replica_byte_ns",
     "shard_us",
     "step_us",
 )
 _CACHES = tuple(2.0**power for power in range(18, 28))
+_USUAL_ERROR = 0.1
+"""Relative errors beyond this count less than by their square."""
 
 
 def predicted_ms(profile: Profile, workload: Workload, world: int) -> float:
     """Time of a step: the slowest rank's, and what no plan changes."""
     model = CostModel(profile=profile, topology=Topology(ranks_per_host=world), batch_size=workload.batch)
-    ranks, _ = priced_plan(model, table_loads(workload), step_plan(workload, world))
-    return max(rank.ms for rank in ranks) + model.overhead_ms
+    return price(model, table_loads(workload), step_plan(workload, world))
 
 
 def relative_errors(profile: Profile, workloads: Sequence[Workload], measured: Measured) -> list[float]:
@@ -58,7 +73,7 @@ def fit(base: Profile, runs: Sequence[tuple[Sequence[Workload], Measured]], *, n
     """The profile that fits the measurements best.
 
     Args:
-        base: gives what was not measured: exchange with other hosts is scaled as exchange inside the host is.
+        base: gives what was not measured: exchange with other hosts is scaled as bare all-to-alls are.
         runs: workloads and their times, for one number of ranks each.
         name: of the profile.
         source: what was measured, for people.
@@ -95,12 +110,27 @@ def _solved(start: Profile, runs: Sequence[tuple[Sequence[Workload], Measured]],
         return np.array([predicted_ms(profile, each, run.world) for workloads, run in runs for each in workloads])
 
     nothing = _with(start, dict.fromkeys(_FITTED, 0.0))
-    fixed = all_predicted(nothing)
-    columns = [all_predicted(_with(nothing, {name: 1.0})) - fixed for name in _FITTED]
-    matrix = np.array(columns).T / times[:, None]
-    scale = np.maximum(np.abs(matrix).max(axis=0), 1e-30)
-    values, _ = nnls(matrix / scale, np.maximum(1 - fixed / times, 0.0))
-    return _with(start, dict(zip(_FITTED, (values / scale).tolist(), strict=True)))
+    fixed = all_predicted(nothing) / times
+    columns = {name: (all_predicted(_with(nothing, {name: 1.0})) / times) - fixed for name in _FITTED}
+    # What no workload used (the exchange, on one rank) stays as it was.
+    used = {name: column for name, column in columns.items() if column.max() > 0}
+    matrix = np.array(list(used.values())).T
+    scale = matrix.max(axis=0)
+    matrix /= scale
+    first, _ = nnls(matrix, np.maximum(1 - fixed, 0.0))
+
+    def logarithms(values: Floats) -> Floats:
+        return np.asarray(np.log(fixed + matrix @ values))
+
+    def slopes(values: Floats) -> Floats:
+        return np.asarray(matrix / (fixed + matrix @ values)[:, None])
+
+    # Off the bounds: from there the solver can go anywhere.
+    begin = np.maximum(first, 1e-6)
+    found = least_squares(
+        logarithms, begin, jac=slopes, bounds=(0.0, np.inf), loss="soft_l1", f_scale=_USUAL_ERROR, max_nfev=200
+    )
+    return _with(start, dict(zip(used, (found.x / scale).tolist(), strict=True)))
 
 
 def _with(profile: Profile, values: Mapping[str, Any]) -> Profile:
@@ -108,26 +138,20 @@ def _with(profile: Profile, values: Mapping[str, Any]) -> Profile:
 
 
 def _with_links(base: Profile, runs: Sequence[Measured]) -> Profile:
-    """Latency and time per byte of the collectives, by a line through the measured times."""
+    """Time per byte of the all-reduce and of other hosts' links, by lines through the bare collectives' times."""
     exchange = [point for run in runs for point in run.all_to_all]
-    reduce = [point for run in runs for point in run.all_reduce]
+    # Of nothing, an all-reduce is nothing.
+    reduce = [point for run in runs for point in run.all_reduce if point[0]]
     if not exchange or not reduce:
         return base
-    (exchange_ms, exchange_byte), (reduce_ms, reduce_byte) = _line(exchange), _line(reduce)
+    exchange_byte, reduce_byte = _slope(exchange), _slope(reduce)
     factor = exchange_byte * 1e6 / base.exchange_byte_ns if base.exchange_byte_ns else 1.0
-    return replace(
-        base,
-        exchange_us=exchange_ms * 1e3,
-        exchange_byte_ns=exchange_byte * 1e6,
-        host_exchange_byte_ns=base.host_exchange_byte_ns * factor,
-        reduce_us=reduce_ms * 1e3,
-        reduce_byte_ns=reduce_byte * 1e6,
-    )
+    return replace(base, host_exchange_byte_ns=base.host_exchange_byte_ns * factor, reduce_byte_ns=reduce_byte * 1e6)
 
 
-def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Intercept and slope, neither negative, of the least relative error."""
+def _slope(points: Sequence[tuple[float, float]]) -> float:
+    """Of the line of the least relative error whose intercept and slope are not negative."""
     sizes, times = np.array(points, dtype=np.float64).T
     top = max(float(sizes.max()), 1.0)
-    (start, slope), _ = nnls(np.stack([1 / times, sizes / top / times], axis=1), np.ones(len(times)))
-    return float(start), float(slope / top)
+    (_, slope), _ = nnls(np.stack([1 / times, sizes / top / times], axis=1), np.ones(len(times)))
+    return float(slope / top)

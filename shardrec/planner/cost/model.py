@@ -96,12 +96,17 @@ class CostModel:
         object.__setattr__(self, "_off_rank", inside + outside)
         object.__setattr__(self, "_wire_ns", wire)
 
-    @property
-    def overhead_ms(self) -> float:
-        """The part of a step that no plan changes: the latency of its collectives, and the host's work."""
+    def overhead_ms(self, *, exchanges: int, reduces: bool) -> float:
+        """What a step takes whatever its shards: the host's work, and its collectives without bytes.
+
+        Args:
+            exchanges: all-to-alls, forward and backward.
+            reduces: there are replicated tables. (A model with a dense part all-reduces in any case.)
+        """
+        profile = self.profile
         if self.topology.world_size == 1:
-            return self.profile.step_us * _US
-        return (self.profile.step_us + 4 * self.profile.exchange_us + self.profile.reduce_us) * _US
+            return profile.step_us * _US
+        return (profile.step_us + exchanges * profile.exchange_us + reduces * profile.reduce_us) * _US
 
     def shard(
         self, table: TableLoad, *, rows: int, cols: int, share: float, stripes: int = 1, summed: bool = False
@@ -120,10 +125,10 @@ class CostModel:
         ids = self._sent_ids(table) * topology.world_size * share
         bags = (self.batch_size if table.pooled else 1) * topology.world_size * table.features
         out = (bags if table.pooled else ids) * cols * _FLOAT
-        from_memory, cached = self._row_bytes(table, rows, cols * table.weight_bytes, ids, share)
+        from_memory, cached, updated = self._rows(table, rows, cols, ids, share)
         received = ids * (_ID if rows < 2**31 else _WIDE_ID) + bags * _ID
         read = ids * profile.lookup_id_ns + from_memory * profile.lookup_byte_ns + cached * profile.cached_byte_ns
-        written = ids * profile.update_id_ns + from_memory * profile.update_byte_ns + cached * profile.cached_byte_ns
+        written = updated + from_memory * profile.update_byte_ns + cached * profile.cached_byte_ns
         copies = out * profile.pooled_byte_ns
         sent = out * self._wire_ns
         if summed:
@@ -191,7 +196,7 @@ class CostModel:
         sent = ids * stripes * profile.route_id_ns + bags * shards * profile.bag_ns / 4
         if shards > stripes:
             sent += ids * profile.route_id_ns
-        copies = out * profile.pooled_byte_ns * _NS
+        copies = out * profile.assemble_byte_ns * _NS
         return Cost(
             times=(sent * _NS, 0.0, copies, copies, 0.0, 0.0),
             memory=(0.0, 0.0, 2 * out + ids * stripes * _ID),
@@ -203,18 +208,17 @@ class CostModel:
         rows, cols = table.num_embeddings, table.embedding_dim
         ids = self.batch_size * table.ids_per_sample
         bags = self.batch_size * table.features
-        from_memory, cached = self._row_bytes(table, rows, cols * table.weight_bytes, ids, 1.0)
+        from_memory, cached, updated = self._rows(table, rows, cols, ids, 1.0)
         out = (bags if table.pooled else ids) * cols * _FLOAT
         size = rows * cols * _FLOAT
-        time = ids * (profile.lookup_id_ns + profile.update_id_ns) + bags * profile.bag_ns
+        time = ids * profile.lookup_id_ns + updated + bags * profile.bag_ns
         time += from_memory * (profile.lookup_byte_ns + profile.update_byte_ns) + 2 * cached * profile.cached_byte_ns
-        # The dense gradient is zeroed, filled, averaged and applied: four passes besides the all-reduce.
-        time += 2 * out * profile.pooled_byte_ns + 4 * size * profile.pooled_byte_ns
+        time += 2 * out * profile.pooled_byte_ns + size * profile.replica_byte_ns
         if self.topology.world_size > 1:
             time += size * profile.reduce_byte_ns
         state = rows * cols * table.state_bytes + rows * table.row_state_bytes
         return Cost(
-            times=(0.0, 0.0, 0.0, 0.0, 0.0, time * _NS + profile.shard_us * _US),
+            times=(0.0, 0.0, 0.0, 0.0, 0.0, time * _NS + (profile.shard_us + profile.replica_us) * _US),
             memory=(rows * cols * table.weight_bytes, state, 2 * size + 2 * out),
         )
 
@@ -223,11 +227,12 @@ class CostModel:
         ids = self.batch_size * table.ids_per_sample
         return ids if table.pooled else table.distinct(ids)
 
-    def _row_bytes(
-        self, table: TableLoad, rows: int, row_bytes: float, ids: float, share: float
-    ) -> tuple[float, float]:
-        """Bytes of rows that come from memory, and from a cache."""
+    def _rows(self, table: TableLoad, rows: int, cols: int, ids: float, share: float) -> tuple[float, float, float]:
+        """Bytes of rows that come from memory, and from a cache; and ns of the update, besides its bytes."""
+        profile, row_bytes = self.profile, cols * table.weight_bytes
         distinct = min(table.distinct(ids / share) * share if share else 0.0, ids)
-        beyond = max(0.0, 1 - self.profile.cache_bytes / max(rows * row_bytes, 1.0))
+        beyond = max(0.0, 1 - profile.cache_bytes / max(rows * row_bytes, 1.0))
         from_memory = distinct * beyond * row_bytes
-        return from_memory, ids * row_bytes - from_memory
+        decoded = distinct * cols if table.weight_bytes < _FLOAT else 0.0
+        updated = ids * profile.update_id_ns + distinct * profile.update_row_ns + decoded * profile.decode_ns
+        return from_memory, ids * row_bytes - from_memory, updated

@@ -33,17 +33,22 @@ class Profile:
         cached_byte_ns: per byte of a row that is still in a cache.
         cache_bytes: rows of tables that fit into this much are always in a cache.
         update_id_ns: per id in backward, besides its bytes.
+        update_row_ns: per distinct row updated, besides its bytes.
         update_byte_ns: per byte of a row updated in memory.
+        decode_ns: per weight of a distinct row that is not float32, for its way to float32 and back.
         bag_ns: per bag of a shard, in forward and backward together.
-        pooled_byte_ns: per byte of pooled columns written, added up or copied.
+        pooled_byte_ns: per byte of pooled columns that a shard writes, or sums inside a host.
+        assemble_byte_ns: per byte of pooled columns added up or put in order by the rank that asked for them.
         route_id_ns: per id sent or received.
         exchange_byte_ns: all-to-all, per byte that leaves a rank for another of its host.
         host_exchange_byte_ns: the same for another host.
-        exchange_us: one all-to-all without bytes.
+        exchange_us: one all-to-all without bytes, and the work around it.
         reduce_byte_ns: all-reduce, per byte of the tensor.
-        reduce_us: one all-reduce without bytes.
+        reduce_us: the all-reduce of a step without bytes, and the work around it.
+        replica_us: per replicated table and step.
+        replica_byte_ns: per byte of a replica's dense gradient, besides the all-reduce.
         shard_us: per shard and step.
-        step_us: per step, whatever the plan, besides the collectives' own.
+        step_us: per step, whatever the plan, besides the collectives.
         errors: fit errors of a calibration: relative error by name, in percent.
     """
 
@@ -54,15 +59,20 @@ class Profile:
     cached_byte_ns: float
     cache_bytes: float
     update_id_ns: float
+    update_row_ns: float
     update_byte_ns: float
+    decode_ns: float
     bag_ns: float
     pooled_byte_ns: float
+    assemble_byte_ns: float
     route_id_ns: float
     exchange_byte_ns: float
     host_exchange_byte_ns: float
     exchange_us: float
     reduce_byte_ns: float
     reduce_us: float
+    replica_us: float
+    replica_byte_ns: float
     shard_us: float
     step_us: float
     errors: Mapping[str, float] = field(default_factory=dict, compare=False)
@@ -82,21 +92,27 @@ class Profile:
         gpu = machine.kind == "cuda"
         return cls(
             name=machine.name,
-            source=f"from the data sheet: {machine.source}",
+            source=machine.source,
             lookup_id_ns=0.05 if gpu else 15.0,
             lookup_byte_ns=memory,
             cached_byte_ns=memory / 3,
             cache_bytes=machine.cache,
             update_id_ns=0.3 if gpu else 60.0,
+            update_row_ns=0.0,
             update_byte_ns=2 * memory,
+            decode_ns=0.0,
             bag_ns=0.02 if gpu else 10.0,
             pooled_byte_ns=memory,
+            assemble_byte_ns=memory,
             route_id_ns=0.1 if gpu else 10.0,
             exchange_byte_ns=link,
             host_exchange_byte_ns=network,
             exchange_us=machine.latency * 1e6,
             reduce_byte_ns=2 * link,
             reduce_us=machine.latency * 1e6,
+            replica_us=0.0,
+            # Zeroed, filled, averaged and applied.
+            replica_byte_ns=4 * memory,
             shard_us=1.0 if gpu else 5.0,
             step_us=200.0,
         )

@@ -30,8 +30,9 @@ svg text { fill: var(--ink); font-size: 11px; } svg .grid { stroke: var(--line);
 .legend i { display: inline-block; width: .8em; height: .8em;
   margin-right: .35em; border-radius: 2px; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th, td { text-align: left; padding: .25rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top; }
-td.number, th.number { text-align: right; white-space: nowrap; }
+th, td { text-align: left; padding: .25rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top;
+  white-space: nowrap; }
+td.number, th.number { text-align: right; }
 th button { all: unset; cursor: pointer; font-weight: 600; } th button:focus-visible { outline: 2px solid; }
 th[aria-sort=ascending] button::after { content: " \\25B2"; }
 th[aria-sort=descending] button::after { content: " \\25BC"; }
@@ -92,11 +93,10 @@ def _svg(chart: Chart) -> str:
     scale = _HEIGHT / (chart.top * 1.05)
     base = _TOP + _HEIGHT
     parts = []
-    for tick in range(5):
-        value = chart.top * tick / 4
+    for value in _ticks(chart):
         y = base - value * scale
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{width:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:,.3g} {chart.unit}</text>')
+        parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:,.6g} {chart.unit}</text>')
     every = max(1, -(-len(chart.bars) // 32))
     for rank, bar in enumerate(chart.bars):
         x, y = _LEFT + rank * step + step * 0.1, base
@@ -118,6 +118,12 @@ def _svg(chart: Chart) -> str:
         f'<svg role="img" aria-label="{escape(chart.title)}" width="{width:.0f}" height="{height}" '
         f'viewBox="0 0 {width:.0f} {height}">{"".join(parts)}</svg>'
     )
+
+
+def _ticks(chart: Chart) -> list[float]:
+    from matplotlib.ticker import MaxNLocator
+
+    return [float(value) for value in MaxNLocator(5).tick_values(0, chart.top) if value <= chart.top * 1.05]
 
 
 def _tables(plan: ShardingPlan) -> str:

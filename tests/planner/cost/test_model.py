@@ -16,7 +16,7 @@ from shardrec.planner import Constraint, TableLoad
 from shardrec.planner.candidate import lay_out
 from shardrec.planner.candidates import CandidateMaker
 from shardrec.planner.cost import CostModel, Profile
-from shardrec.planner.price import priced_plan
+from shardrec.planner.price import predicted_ms, priced_plan
 from shardrec.planner.solve.problem import Place
 from tests.plans import random_plan, random_topology, randoms
 
@@ -117,3 +117,30 @@ def test_every_candidate_costs_what_its_layout_does(rng: Random) -> None:
         ranks, _ = priced_plan(model, {"t": load}, plan)
         assert [rank.ms for rank in ranks] == pytest.approx(loads), candidate.option.label
         assert [rank.bytes for rank in ranks] == pytest.approx(memory), candidate.option.label
+
+
+def test_a_step_pays_for_the_collectives_it_makes() -> None:
+    profile = replace(links_only(0.0, 0.0), step_us=1000.0, exchange_us=100.0, reduce_us=30.0)
+    topology = Topology(ranks_per_host=2)
+    model = CostModel(profile=profile, topology=topology, batch_size=BATCH)
+    loads = {"t": TableLoad(num_embeddings=10, embedding_dim=8, row_state_bytes=4, whole_row_state=True)}
+    for layout, took in (
+        (cuts.table_wise("t", 10, 8, rank=0), 1.4),
+        (cuts.row_wise("t", 10, 8, ranks=range(2)), 1.4),
+        (cuts.column_wise("t", 10, 8, ranks=range(2)), 1.5),  # mean squares of whole rows
+        (cuts.data_parallel("t", 10, 8), 1.43),
+    ):
+        plan = ShardingPlan(topology=topology, tables=(layout,))
+        assert predicted_ms(model, loads, plan) == pytest.approx(took)
+    alone = CostModel(profile=profile, topology=Topology(), batch_size=BATCH)
+    plan = ShardingPlan(topology=Topology(), tables=(cuts.table_wise("t", 10, 8, rank=0),))
+    assert predicted_ms(alone, loads, plan) == pytest.approx(1.0)
+
+
+def test_16_bit_rows_pay_for_decoding() -> None:
+    profile = replace(links_only(0.0, 0.0), decode_ns=2.0)
+    model = CostModel(profile=profile, topology=Topology(), batch_size=BATCH)
+    whole = TableLoad(num_embeddings=1000, embedding_dim=8)
+    half = replace(whole, weight_bytes=2)
+    charges = [model.shard(load, rows=1000, cols=8, share=1.0).ms * 1e6 for load in (whole, half)]
+    assert charges == [0.0, pytest.approx(2.0 * 8 * half.distinct(BATCH))]
