@@ -37,6 +37,7 @@ class Cut:
         slots: (S,) row of each slot.
         lengths: (S, B) lengths of each slot.
         in_place: the rows are the slots, in order.
+        borrowed: values or weights are the caller's own memory.
     """
 
     rows: Tensor
@@ -46,6 +47,7 @@ class Cut:
     slots: Tensor
     lengths: Tensor
     in_place: bool
+    borrowed: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,12 +96,13 @@ class Cutter:
         rows = max((edges[-1] for edges in self._route.unit_boundaries), default=0)
         return torch.int64 if rows > 2**31 - 1 else torch.int32
 
-    def cut(self, batch: Batch, *, keep_positions: bool) -> Cut:
+    def cut(self, batch: Batch, *, keep_positions: bool, given: Batch) -> Cut:
         """Cut into the blocks of each unit.
 
         Args:
             batch: checked.
             keep_positions: tell where in the batch each id was.
+            given: what the batch was read from, whose memory is the caller's.
         """
         order = self._order(batch.keys)
         lengths, values, weights = batch.lengths, batch.values, batch.weights
@@ -126,6 +129,7 @@ class Cutter:
             slots=slots,
             lengths=lengths if in_place else lengths.index_select(0, slots),
             in_place=in_place,
+            borrowed=_share(values, given.values) or _share(weights, given.weights),
         )
 
     def in_slots(self, cut: Cut, total: int) -> SlotIds:
@@ -172,12 +176,18 @@ class Cutter:
         return cut_lengths.view(rows, lengths.size(1)), cut_values, cut_weights, place
 
     def _permute(self, cut: Cut, values: Tensor, weights: Tensor | None, total: int) -> tuple[Tensor, Tensor | None]:
-        if cut.in_place and self._route.blocks > 1:
-            return values, weights
-        if cut.in_place:
+        if cut.in_place and cut.borrowed:
             # The caller's own memory may change before backward reads it.
             return values.clone(), None if weights is None else weights.clone()
+        if cut.in_place:
+            return values, weights
         _, permuted, permuted_weights = torch.ops.fbgemm.permute_2D_sparse_data(
             cut.slots.to(torch.int32), cut.rows, values, weights, total
         )
         return permuted, permuted_weights
+
+
+def _share(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return False
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

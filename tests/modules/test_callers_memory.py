@@ -1,0 +1,50 @@
+"""A batch's memory is the caller's: what they write into it after forward changes nothing in backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from shardrec.layout import ShardingPlan, Topology, cuts
+from shardrec.modules import shard
+from tests.models import collection
+from tests.ranks import ranks
+
+CONFIGS = [EmbeddingBagConfig(name=name, num_embeddings=20, embedding_dim=8, feature_names=[name]) for name in "ab"]
+
+
+def step(cut: str, world: int, dtype: torch.dtype, *, reuse: bool) -> list[Tensor]:
+    """This rank's shards after a step; with ``reuse``, the batch's tensors were overwritten before backward."""
+    tables = collection(CONFIGS, optimizers="sgd", weighted=True)
+    shape = (20, 8)
+    layouts = tuple(
+        cuts.row_wise(name, *shape, ranks=range(world)) if cut == "row_wise" else cuts.table_wise(name, *shape, rank=0)
+        for name in "ab"
+    )
+    sharded = shard(tables, ShardingPlan(topology=Topology(ranks_per_host=world), tables=layouts))
+    values = torch.tensor([3, 5, 5, 7, 11, 13], dtype=dtype)
+    lengths, weights = torch.tensor([2, 1, 1, 2], dtype=torch.int32), torch.arange(1.0, 7.0)
+    out = sharded(KeyedJaggedTensor(keys=["a", "b"], values=values, lengths=lengths, weights=weights)).values()
+    if reuse:
+        values.fill_(1)
+        lengths.fill_(0)
+        weights.fill_(100.0)
+    out.sum().backward()
+    return [local.detach().clone() for table in sharded.tables().values() for local in table.locals.values()]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("cut", ["table_wise", "row_wise"])
+def test_a_batch_may_be_overwritten_before_backward(cut: str, world: int) -> None:
+    def rank_main() -> None:
+        for dtype in (torch.int32, torch.int64):
+            kept = step(cut, world, dtype, reuse=False)
+            reused = step(cut, world, dtype, reuse=True)
+            assert len(kept) == len(reused)
+            for one, other in zip(kept, reused, strict=True):
+                assert torch.equal(one, other)
+
+    ranks(world, rank_main)
