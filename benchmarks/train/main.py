@@ -79,11 +79,8 @@ def _cases(report: TimingReport) -> Iterator[str]:
 def _cells(result: CaseResult, sides: list[str], others: list[str]) -> Iterator[str]:
     case = result.case
     parts = [case.mode, case.workload, case.layout, *[case.ids] * (case.ids != "uniform")]
-    parts += [case.optimizer] * (case.optimizer != "rowwise_adagrad") + [f"malloc {case.malloc}"] * (
-        case.malloc != "default"
-    )
-    parts += [case.transport] * (case.transport != "auto") + ["\\*"] * result.other_rule
-    yield " ".join(parts)
+    parts += [case.optimizer] * (case.optimizer != "rowwise_adagrad")
+    yield " ".join([*parts, *case.surroundings, *["\\*"] * result.other_rule])
     yield str(case.ranks)
     yield f"{case.batch_size:,}"
     yield from (_text(result.step(side), 1) for side in sides)

@@ -9,7 +9,7 @@ from typing import Any
 
 from shardrec.bench.workload import WorkloadTable, parse_tables
 
-__all__ = ["MODES", "SIDES", "TRANSPORTS", "Case", "Job", "fits"]
+__all__ = ["KERNELS", "MODES", "SIDES", "TRANSPORTS", "Case", "Job", "fits"]
 
 MODES = ("forward", "train", "dlrm")
 """``forward``: the sharded embeddings without gradients. ``train``: their forward, backward and fused update, no dense
@@ -21,6 +21,9 @@ SIDES = ("shardrec", "torchrec", "torch", "kernels")
 
 TRANSPORTS = ("auto", "group")
 """``shardrec.shard``'s: shared memory between ranks of a host, or the process group (gloo) alone, as between hosts."""
+
+KERNELS = ("own", "fbgemm")
+"""What shardrec looks rows up and updates them with on the CPU: its own, or fbgemm's, as the other sides."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +39,11 @@ class Case:
         optimizer: of the tables, fused into backward.
         malloc: of :data:`~shardrec.bench.timing.environment.MALLOC`.
         transport: of :data:`TRANSPORTS`; how shardrec's ranks exchange.
+        kernels: of :data:`KERNELS`; shardrec's.
         ranks: number of them.
         max_rows: most rows of a preset's table.
         sides: of :data:`SIDES`, in the order in which they take turns.
-        group: of the summary that it counts for; default: that of its mode, malloc and transport.
+        group: of the summary that it counts for; default: that of its mode, malloc, transport and kernels.
     """
 
     workload: str
@@ -50,6 +54,7 @@ class Case:
     optimizer: str = "rowwise_adagrad"
     malloc: str = "default"
     transport: str = "auto"
+    kernels: str = "own"
     ranks: int = 2
     max_rows: int = 100_000
     sides: tuple[str, ...] = ("shardrec", "torchrec")
@@ -75,6 +80,13 @@ class Case:
         """Tells it from every other case; the sides are not part of it."""
         values = (getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in _NOT_IN_KEY)
         return "/".join(map(str, values))
+
+    @property
+    def surroundings(self) -> list[str]:
+        """What is not as it comes: malloc, transport, kernels."""
+        found = [f"malloc {self.malloc}"] * (self.malloc != "default")
+        found += [self.transport] * (self.transport != "auto")
+        return found + [f"{self.kernels} kernels"] * (self.kernels != "own")
 
     @property
     def input_key(self) -> str:

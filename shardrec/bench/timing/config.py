@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from shardrec.bench.timing.case import MODES, SIDES, TRANSPORTS
+from shardrec.bench.timing.case import KERNELS, MODES, SIDES, TRANSPORTS
 from shardrec.bench.timing.environment import MALLOC
 from shardrec.bench.timing.plans import LAYOUTS
 from shardrec.bench.workload import PRESETS, parse_tables
@@ -20,7 +20,7 @@ CASE_PRESETS = ("quick", "full", "growth")
 tables and samples, and one rank beside bare kernels."""
 
 _CASES, _RUN, _RANKS = "What to time", "How to time it", "Ranks"
-_LISTS = ("workload", "layout", "mode", "ids", "optimizer", "malloc", "transport", "side")
+_LISTS = ("workload", "layout", "mode", "ids", "optimizer", "malloc", "transport", "kernels", "side")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +73,12 @@ class TimingConfig:
         _CASES,
         "How shardrec's ranks exchange: through shared memory, or gloo alone (default: auto)",
         choices=TRANSPORTS,
+    )
+    kernels: tuple[str, ...] = option(
+        (),
+        _CASES,
+        "What shardrec looks rows up with on the CPU: its own kernels, or fbgemm's (default: own)",
+        choices=KERNELS,
     )
     side: tuple[str, ...] = option(
         (), _CASES, "Who takes turns, shardrec among them (default: shardrec,torchrec)", choices=SIDES

@@ -34,9 +34,10 @@ def cases_of(config: TimingConfig) -> list[Case]:
 
 
 def _combinations(config: TimingConfig) -> Iterator[Case]:
-    for malloc, transport, mode, workload, layout, batch, ids, optimizer in product(
+    for malloc, transport, kernels, mode, workload, layout, batch, ids, optimizer in product(
         config.malloc or ("default",),
         config.transport or ("auto",),
+        config.kernels or ("own",),
         config.mode or ("forward", "train"),
         config.workload or ("criteo",),
         config.layout or ("table_wise", "row_wise"),
@@ -53,6 +54,7 @@ def _combinations(config: TimingConfig) -> Iterator[Case]:
             optimizer=optimizer,
             malloc=malloc,
             transport=transport,
+            kernels=kernels,
             ranks=config.nproc or 2,
             max_rows=config.max_rows,
         )
@@ -60,11 +62,12 @@ def _combinations(config: TimingConfig) -> Iterator[Case]:
 
 
 def _is_chosen(case: Case, config: TimingConfig) -> bool:
-    if config.device == "cuda" and (case.malloc, case.transport) != ("default", "auto"):
-        return False  # neither is about memory and links of a device
+    if config.device == "cuda" and case.surroundings:
+        return False  # none of them is about a device's memory, links and kernels
     asked = (
         (config.malloc, case.malloc),
         (config.transport, case.transport),
+        (config.kernels, case.kernels),
         (config.mode, case.mode),
         (config.workload, case.workload),
         (config.layout, case.layout),
@@ -132,6 +135,10 @@ def _full() -> list[Case]:
         *_some(["criteo"], [*both, "planner"], [4096], transport="group"),
         *_some(["criteo"], both, [512], transport="group"),
         *_some(["small"], ["mixed"], [4096], transport="group"),
+        *_some(["criteo"], [*both, "planner"], [4096], kernels="fbgemm"),
+        *_some(["criteo"], ["table_wise"], [4096], ["forward"], kernels="fbgemm"),
+        *_some(["multi_hot"], ["table_wise"], [512], kernels="fbgemm"),
+        *_some(["small"], ["mixed"], [4096], kernels="fbgemm"),
     ]
 
 

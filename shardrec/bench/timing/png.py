@@ -99,5 +99,4 @@ def _label(result: CaseResult) -> str:
     parts = [case.workload, case.layout, str(case.batch_size), case.mode]
     parts += [f"{case.ranks} rank{'s' * (case.ranks > 1)}"] * (case.ranks != 2)
     parts += [case.ids] * (case.ids != "uniform") + [case.optimizer] * (case.optimizer != "rowwise_adagrad")
-    parts += [f"malloc {case.malloc}"] * (case.malloc != "default") + [case.transport] * (case.transport != "auto")
-    return " ".join(parts)
+    return " ".join([*parts, *case.surroundings])

@@ -154,7 +154,7 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 
 def groups_of(results: Iterable[CaseResult]) -> list[Group]:
-    """A group for each mode, malloc and transport, and within it for each layout and workload that is not all of it."""
+    """A group for each mode and surroundings, and within it for each layout and workload that is not all of it."""
     members: dict[tuple[str, str], list[tuple[float, str]]] = {}
     whole: dict[tuple[str, str], str] = {}
     for result in results:
@@ -163,7 +163,7 @@ def groups_of(results: Iterable[CaseResult]) -> list[Group]:
             if ratio is None:
                 continue
             case = result.case
-            name = case.group or f"{case.mode}, malloc {case.malloc}, {case.transport}"
+            name = case.group or ", ".join([case.mode, *case.surroundings])
             parts = [] if case.group else [case.layout, case.workload, f"{case.workload} {case.layout}"]
             for one in (name, *(f"{name}: {part}" for part in parts)):
                 members.setdefault((one, side), []).append((ratio.median, case.key))

@@ -78,15 +78,14 @@ def _peak(result: CaseResult) -> str:
 
 def _section(result: CaseResult) -> str:
     case = result.case
-    return f"{case.mode} {case.malloc} {case.transport} {case.group}"
+    return " ".join([case.mode, *case.surroundings, case.group])
 
 
 def _name(result: CaseResult) -> str:
     case = result.case
     parts = [case.mode, case.workload, case.layout]
     parts += [case.ids] * (case.ids != "uniform") + [case.optimizer] * (case.optimizer != "rowwise_adagrad")
-    parts += [f"malloc {case.malloc}"] * (case.malloc != "default") + [case.transport] * (case.transport != "auto")
-    return " ".join(parts) + " *" * result.other_rule
+    return " ".join([*parts, *case.surroundings]) + " *" * result.other_rule
 
 
 def _caption(report: TimingReport) -> str:

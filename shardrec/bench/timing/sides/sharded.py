@@ -1,8 +1,9 @@
-"""shardrec and TorchRec's DistributedModelParallel: the same module, plan, kernels and weights."""
+"""shardrec and TorchRec's DistributedModelParallel: the same module, plan and weights."""
 
 from __future__ import annotations
 
 import abc
+import os
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -101,7 +102,14 @@ class ShardrecSide(_ShardedSide):
         import shardrec
 
         transport: Any = self._case.transport
-        return shardrec.shard(model, plan, device=place.device, transport=transport)
+        before = os.environ.get("SHARDREC_KERNELS")
+        os.environ["SHARDREC_KERNELS"] = self._case.kernels
+        try:
+            return shardrec.shard(model, plan, device=place.device, transport=transport)
+        finally:
+            del os.environ["SHARDREC_KERNELS"]
+            if before is not None:
+                os.environ["SHARDREC_KERNELS"] = before
 
 
 class TorchRecSide(_ShardedSide):
