@@ -46,6 +46,7 @@ _BY_NAME = frozenset(
         "tests.rank_pool",
         "tests.rank_process",
         "tests.ranks",
+        "tests.scripting.exchanges",
         "tests.scripting.scorers",
         "tests.worker",
     }

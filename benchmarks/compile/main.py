@@ -1,4 +1,4 @@
-"""Training steps of DLRM and DCN-v2, eager and compiled in each mode, and TorchRec's, in one run.
+"""Training steps of DLRM and DCN-v2, eager, compiled in each mode and scripted, and TorchRec's, in one run.
 
 All sides live in the same two processes and take turns, step by step, so that what disturbs the machine disturbs all.
 """
@@ -23,6 +23,7 @@ import torchrec
 from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.nn.parallel import DistributedDataParallel
 from torchrec.models.dlrm import DLRM, DLRM_DCN
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -81,8 +82,8 @@ def training_step(model: nn.Module, dense_parameters: list[nn.Parameter]) -> Ste
     return step
 
 
-def ours(name: str, options: argparse.Namespace, mode: str | None) -> Step:
-    """shardrec, eager (``mode`` None) or compiled."""
+def ours(name: str, options: argparse.Namespace, mode: str | None, transport: str = "auto") -> Step:
+    """shardrec, eager (``mode`` None), compiled, or "scripted" with operators of torch alone, or "live"."""
     model = build(name, options)
     world_size = dist.get_world_size()
     path = "sparse_arch.embedding_bag_collection"
@@ -93,9 +94,11 @@ def ours(name: str, options: argparse.Namespace, mode: str | None) -> Step:
             for number in range(options.tables)
         ),
     )
-    sharded = shardrec.shard(model, plan)
+    sharded = shardrec.shard(model, plan, transport=transport)  # type: ignore[arg-type]
     run: Any = sharded
-    if mode is not None:
+    if mode in ("scripted", "live"):
+        run = DistributedDataParallel(shardrec.script(sharded, portable=mode == "scripted"))
+    elif mode is not None:
         shardrec.annotate_for_dynamo(sharded, mode=mode)  # type: ignore[arg-type]
         run = torch.compile(sharded, fullgraph=mode == "traced")
     dense = [parameter for key, parameter in sharded.named_parameters() if "embedding_bags" not in key]
@@ -155,6 +158,11 @@ SIDES: dict[str, Callable[[str, argparse.Namespace], Step]] = {
     "eager": lambda name, options: ours(name, options, None),
     "boundary": lambda name, options: ours(name, options, "boundary"),
     "traced": lambda name, options: ours(name, options, "traced"),
+    "scripted": lambda name, options: ours(name, options, "scripted"),
+    "scripted, not portable": lambda name, options: ours(name, options, "live"),
+    "eager, process group": lambda name, options: ours(name, options, None, "group"),
+    "traced, process group": lambda name, options: ours(name, options, "traced", "group"),
+    "scripted, process group": lambda name, options: ours(name, options, "scripted", "group"),
     "TorchRec eager": lambda name, options: theirs(name, options, None),
     "TorchRec compiled, with breaks": lambda name, options: theirs(name, options, "breaks"),
     # Last: it changes switches for the whole process, and may leave a rank in the middle of a step.
@@ -203,14 +211,17 @@ def measure(name: str, options: argparse.Namespace, rank: int) -> dict[str, Any]
                 "graphs": counters["stats"]["unique_graphs"],
                 "breaks": sum(counters["graph_break"].values()),
                 "ms": [],
+                "cpu_ms": [],
             }
     for number in range(options.steps):
         for side, step in steps.items():
             dist.barrier()
-            begin = time.perf_counter()
+            begin, cpu = time.perf_counter(), time.process_time()
             step(*data[number % len(data)])
+            cpu = time.process_time() - cpu
             dist.barrier()
             result[side]["ms"].append(1000 * (time.perf_counter() - begin))
+            result[side]["cpu_ms"].append(1000 * cpu)
     return result
 
 
@@ -241,17 +252,17 @@ def shown(result: dict[str, Any]) -> None:
         low, middle, high = statistics.quantiles(found["ms"], n=4)
         ratio = f"{middle / base:5.2f}" if base else ""
         spread = f"({low:.2f} to {high:.2f})"
+        cpu = f"CPU {min(found['cpu_ms']):.2f} ms"
         compiled = f"{found['graphs']} graphs, {found['breaks']} breaks met, first steps {found['first_steps_s']:.0f} s"
-        print(f"  {side:32} {middle:8.2f} ms {spread:20} {ratio}  {compiled}")
+        print(f"  {side:32} {middle:8.2f} ms {spread:20} {ratio}  {cpu}  {compiled}")
 
 
 def main() -> None:
     """Start the ranks and show what they measured."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=["dlrm", "dcn"], choices=["dlrm", "dcn"])
-    parser.add_argument(
-        "--sides", nargs="+", default=[side for side in SIDES if "breaks" not in side], choices=list(SIDES)
-    )
+    compared = ["eager", "boundary", "traced", "TorchRec eager", "TorchRec compiled, fullgraph"]
+    parser.add_argument("--sides", nargs="+", default=compared, choices=list(SIDES))
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--tables", type=int, default=8)

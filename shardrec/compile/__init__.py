@@ -7,6 +7,7 @@
     traced.py      the twin that torch.compile takes into its graph
     agreement.py   operator: the ranks exchange their headers, and fail together
     lookups.py     operators: look up tables, and update them in backward
+    columns.py     operators: exchange pooled rows, and their gradients
     fakes.py       shapes of fbgemm's operators, for tracers
     step.py        dynamo's settings while a traced model runs
 """

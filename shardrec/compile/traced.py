@@ -57,7 +57,7 @@ def compiled_twin(collection: Sharded) -> Traced:
     agree = Agreement(collection.context, collection._expect)
     lookups = _lookups(collection._shards, collection.device)
     if isinstance(collection, ShardedEmbeddingBagCollection):
-        return Traced(ScriptedBags(collection, lookups=lookups, agree=agree))
+        return Traced(ScriptedBags(collection, lookups=lookups, agree=agree, portable=False))
     return Traced(ScriptedSequences(collection, lookups=lookups, agree=agree))
 
 

@@ -84,10 +84,17 @@ class Collectives(abc.ABC):
     Attributes:
         rank: of this process.
         world_size: number of ranks W.
+        group_name: of the process group; "" where there is none.
+        operator_group: the name by which ``torch.ops._c10d_functional`` reaches these collectives in this process.
     """
 
     rank: int
     world_size: int
+    group_name: str = ""
+
+    @property
+    def operator_group(self) -> str:
+        return self.group_name
 
     @abc.abstractmethod
     def all_to_all(self, values: Tensor, receive: Sequence[int], send: Sequence[int], what: str) -> Tensor:
@@ -110,6 +117,18 @@ class Collectives(abc.ABC):
         Raises:
             PeerError: if another rank is gone or did not answer in time.
         """
+
+    def room(self, numel: int, device: torch.device) -> Tensor:
+        """Memory to write parts into that :meth:`send` will be given; it may spare a copy.
+
+        Args:
+            numel: elements.
+            device: of the parts.
+
+        Returns:
+            (numel,) float32, uninitialised. What was sent from it must not be written to any more.
+        """
+        return torch.empty(numel, dtype=torch.float32, device=device)
 
     def send(
         self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str, streams: Streams | None = None
@@ -156,12 +175,17 @@ class LocalCollectives(Collectives):
 
 
 class FunctionalCollectives(Collectives):
-    """The functional collectives over one process group."""
+    """The functional collectives over one process group.
+
+    Args:
+        group: of several ranks.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
-        self.group_name: str = group.group_name
+        self.group = group
+        self.group_name = group.group_name
 
     def all_to_all(self, values: Tensor, receive: Sequence[int], send: Sequence[int], what: str) -> Tensor:
         try:

@@ -29,6 +29,7 @@ from shardrec.exchange.collectives import Collectives
 from shardrec.exchange.input import group_edges
 from shardrec.exchange.route import Route
 from shardrec.exchange.scripted_batch import ScriptedBatch, list_of
+from shardrec.exchange.scripted_group import GroupName
 
 __all__ = ["Agree", "Received", "ScriptedInput"]
 
@@ -54,7 +55,7 @@ class ScriptedInput(ScriptedBatch):
         agree: exchanges the headers of a compiled model, with the eager model's words for a fault.
 
     Attributes:
-        group_name: of the process group; a program that loads the saved model may set another.
+        process_group: its name; a program that loads the saved model may set another.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class ScriptedInput(ScriptedBatch):
         rows = max((edges[-1] for edges in route.unit_boundaries), default=0)
         super().__init__(expect, wide_ids=rows > 2**31 - 1)
         self.agree = agree
-        self.group_name = str(getattr(collectives, "group_name", ""))
+        self.process_group = GroupName(collectives)
         self.rank = collectives.rank
         self.world_size = collectives.world_size
         self.groups = route.groups
@@ -221,7 +222,7 @@ class ScriptedInput(ScriptedBatch):
         received = header
         if self.world_size > 1:
             ones = [1] * self.world_size
-            pending = torch.ops._c10d_functional.all_to_all_single(header, ones, ones, self.group_name)
+            pending = torch.ops._c10d_functional.all_to_all_single(header, ones, ones, self.process_group.group_name)
             received = torch.ops._c10d_functional.wait_tensor(pending)
         if not torch.jit.is_scripting():
             return self.asserted(counts, received)
@@ -290,10 +291,14 @@ class ScriptedInput(ScriptedBatch):
         for rank in range(self.world_size):
             parts.append(lengths_of[rank].reshape(-1))
             parts.append(ids_of[rank])
-        pending = torch.ops._c10d_functional.all_to_all_single(torch.cat(parts), words_in, words_out, self.group_name)
+        pending = torch.ops._c10d_functional.all_to_all_single(
+            torch.cat(parts), words_in, words_out, self.process_group.group_name
+        )
         found_weights: Tensor | None = None
         if weights is not None:
-            pending_weights = torch.ops._c10d_functional.all_to_all_single(weights, arrived, departed, self.group_name)
+            pending_weights = torch.ops._c10d_functional.all_to_all_single(
+                weights, arrived, departed, self.process_group.group_name
+            )
             found_weights = torch.ops._c10d_functional.wait_tensor(pending_weights)
         received = torch.ops._c10d_functional.wait_tensor(pending).split(pieces)
         all_lengths: list[Tensor] = []

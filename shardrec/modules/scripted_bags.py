@@ -16,14 +16,16 @@ from torch.jit import Future
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from shardrec.errors import ConfigError
+from shardrec.exchange.output import OutputExchange
 from shardrec.exchange.route import Piece, Route, output_pieces
 from shardrec.exchange.scripted import Agree, ScriptedInput
 from shardrec.exchange.scripted_batch import list_of
 from shardrec.exchange.scripted_rows import arrived_rows, exchange_rows
 from shardrec.pending import Await, awaitable
-from shardrec.scripting.options import lookups_in_parallel
+from shardrec.scripting.options import is_portable, lookups_in_parallel
 
 if TYPE_CHECKING:
+    from shardrec.compile.columns import ColumnsExchange
     from shardrec.modules.bags import ShardedEmbeddingBagCollection
 
 __all__ = ["ScriptedBags", "parameters_of", "refuse_quantized", "slots_per_group"]
@@ -55,6 +57,7 @@ class ScriptedBags(nn.Module):
         collection: the eager module.
         lookups: of its groups; default: those that TorchScript takes.
         agree: exchanges the headers of a compiled model.
+        portable: made of operators that any process knows; default: what ``shardrec.script`` is asked for.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class ScriptedBags(nn.Module):
         *,
         lookups: nn.ModuleList | None = None,
         agree: Agree | None = None,
+        portable: bool | None = None,
     ) -> None:
         super().__init__()
         collectives, device = collection.context.collectives, collection.device
@@ -75,6 +79,9 @@ class ScriptedBags(nn.Module):
         if lookups is None:
             lookups, _ = collection._shards.scripted(training=collection.training)
         self.lookups = lookups
+        self.columns = None
+        if collectives.world_size > 1 and not (is_portable() if portable is None else portable):
+            self.columns = columns_of(collection)
         self.group_slots = list_of(int, slots_per_group(route, collectives.rank))
         # On threads of TorchScript's own, which pays where groups are large and threads idle.
         self.parallel = lookups_in_parallel()
@@ -104,6 +111,22 @@ class ScriptedBags(nn.Module):
 
     def forward(self, features: KeyedJaggedTensor) -> Await[KeyedTensor]:
         """Look up the local batch."""
+        if self.columns is not None:
+            pooled, order, ticket, batch, replicated, divisors = self.begin_columns(features)
+            return awaitable(
+                finish_columns,
+                pooled,
+                order,
+                ticket,
+                replicated,
+                batch,
+                self.columns.width,
+                self.columns.number,
+                divisors,
+                self.keys,
+                self.dims,
+                self.output_dtype,
+            )
         pending, batch, replicated, divisors = self.begin(features)
         return awaitable(
             finish_bags,
@@ -122,6 +145,21 @@ class ScriptedBags(nn.Module):
     @torch.jit.unused
     def traced(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """The same for a tracer: the value itself."""
+        if self.columns is not None:
+            pooled, order, ticket, batch, replicated, divisors = self.begin_columns(features)
+            return finish_columns(
+                pooled,
+                order,
+                ticket,
+                replicated,
+                batch,
+                self.columns.width,
+                self.columns.number,
+                divisors,
+                self.keys,
+                self.dims,
+                self.output_dtype,
+            )
         pending, batch, replicated, divisors = self.begin(features)
         return finish_bags(
             pending,
@@ -136,23 +174,55 @@ class ScriptedBags(nn.Module):
             self.output_dtype,
         )
 
+    def begin_columns(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor, Tensor, int, Tensor, Tensor]:
+        """As :meth:`begin`, with what :class:`ColumnsExchange` takes and gives in place of rows under way."""
+        keys, local, values, weights, fault = self.input.checked(features)
+        pooled, sizes = self.pooled(features, keys, local, values, weights, fault)
+        assert self.columns is not None
+        order, ticket = self.columns(pooled, sizes)
+        batch = sizes[self.rank]
+        replicated, divisors = self.own_columns(keys, local, values, weights, batch)
+        return pooled, order, ticket, batch, replicated, divisors
+
     def begin(self, features: KeyedJaggedTensor) -> tuple[Tensor, int, Tensor, Tensor]:
         """The pooled rows under way, B, the (B, D_r) columns of replicated tables, and the divisors of means."""
         keys, local, values, weights, fault = self.input.checked(features)
-        received = self.input.exchange(features, keys, local, values, weights, fault)
-        lengths, ids, id_weights, sizes, came, _, _, _ = received
-        found = self.look_up(lengths, ids, id_weights, came)
-        total = 0
-        for size in sizes:
-            total += size
-        pooled = torch.cat(found, dim=1) if len(found) > 0 else self.nothing.new_zeros([total, 0])
+        pooled, sizes = self.pooled(features, keys, local, values, weights, fault)
         batch = sizes[self.rank]
         into: list[int] = []
         out: list[int] = []
         for rank, size in enumerate(sizes):
             into.append(batch * self.widths[rank])
             out.append(size * self.widths[self.rank])
-        pending = exchange_rows(pooled.reshape(-1), into, out, self.input.group_name, self.anchor)
+        pending = exchange_rows(pooled.reshape(-1), into, out, self.input.process_group.group_name, self.anchor)
+        replicated, divisors = self.own_columns(keys, local, values, weights, batch)
+        return pending, batch, replicated, divisors
+
+    def pooled(
+        self,
+        features: KeyedJaggedTensor,
+        keys: list[str],
+        local: Tensor,
+        values: Tensor,
+        weights: Tensor | None,
+        fault: Tensor,
+    ) -> tuple[Tensor, list[int]]:
+        """(B_all, D_mine) pooled rows of this rank's shards, rank after rank, and the batch size of each rank."""
+        received = self.input.exchange(features, keys, local, values, weights, fault)
+        lengths, ids, id_weights, sizes, came, _, _, _ = received
+        found = self.look_up(lengths, ids, id_weights, came)
+        if len(found) == 1:
+            return found[0], sizes
+        total = 0
+        for size in sizes:
+            total += size
+        pooled = torch.cat(found, dim=1) if len(found) > 0 else self.nothing.new_zeros([total, 0])
+        return pooled, sizes
+
+    def own_columns(
+        self, keys: list[str], local: Tensor, values: Tensor, weights: Tensor | None, batch: int
+    ) -> tuple[Tensor, Tensor]:
+        """The (B, D_r) columns of replicated tables, and the divisors of means."""
         replicated = self.nothing.new_zeros([batch, 0])
         for replicas in self.replicas:
             order = self.positions(keys, self.replica_features)
@@ -169,7 +239,7 @@ class ScriptedBags(nn.Module):
         divisors = self.nothing
         if self.any_mean:
             divisors = self.divisors(local.index_select(0, self.positions(keys, self.features)))
-        return pending, batch, replicated, divisors
+        return replicated, divisors
 
     def look_up(self, lengths: Tensor, ids: Tensor, weights: Tensor | None, came: list[list[int]]) -> list[Tensor]:
         """Per group, the (B_all, D) pooled columns of this rank's shards."""
@@ -209,6 +279,17 @@ class ScriptedBags(nn.Module):
             row = lengths[number].to(torch.float32).clamp(min=1.0)
             found.append(row if mean else torch.ones_like(row))
         return torch.stack(found, dim=1)
+
+
+def columns_of(collection: ShardedEmbeddingBagCollection) -> ColumnsExchange:
+    """The eager model's output exchange behind operators; without the sums inside hosts, as this twin has none."""
+    from shardrec.compile.columns import ColumnsExchange  # whose operators a portable program does without
+
+    collectives = collection.context.collectives
+    output = OutputExchange(collection._route, collection._lookups, collectives.rank)
+    # Named after its first table, so that a rank whose compiler swapped two of these is told, and not misunderstood.
+    what = f"{collection._lookups[0].layout.name} output"
+    return ColumnsExchange(collectives, output.columns, output.widths, what, collection.device)
 
 
 def slots_per_group(route: Route, rank: int) -> list[int]:
@@ -254,9 +335,32 @@ def finish_bags(
             column = column + blocks[other][its_run]
         columns.append(column)
     values = torch.cat(columns, dim=1)
-    if divisors.dim() == 2:
-        scaled: list[Tensor] = []
-        for number, part in enumerate(values.split(dims, dim=1)):
-            scaled.append(part / divisors[:, number : number + 1])
-        values = torch.cat(scaled, dim=1)
-    return KeyedTensor(keys, dims, values.to(dtype=dtype))
+    return KeyedTensor(keys, dims, divided(values, divisors, dims).to(dtype=dtype))
+
+
+def finish_columns(
+    pooled: Tensor,
+    order: Tensor,
+    ticket: Tensor,
+    replicated: Tensor,
+    batch: int,
+    width: int,
+    number: int,
+    divisors: Tensor,
+    keys: list[str],
+    dims: list[int],
+    dtype: torch.dtype,
+) -> KeyedTensor:
+    """Wait for the columns, which come in the unsharded order."""
+    values: Tensor = torch.ops.shardrec.arrived_columns(pooled, order, ticket, replicated, batch, width, number)
+    return KeyedTensor(keys, dims, divided(values, divisors, dims).to(dtype=dtype))
+
+
+def divided(values: Tensor, divisors: Tensor, dims: list[int]) -> Tensor:
+    """(B, D) columns over the (B, lookups) number of ids behind each, if there is one."""
+    if divisors.dim() != 2:
+        return values
+    scaled: list[Tensor] = []
+    for number, part in enumerate(values.split(dims, dim=1)):
+        scaled.append(part / divisors[:, number : number + 1])
+    return torch.cat(scaled, dim=1)

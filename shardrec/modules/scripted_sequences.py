@@ -172,7 +172,7 @@ class ScriptedSequences(nn.Module):
             into.append(arriving)
             out.append(leaving)
         flat = self.look_up(lengths, found_ids, came)
-        pending = exchange_rows(flat, into, out, self.input.group_name, self.anchor)
+        pending = exchange_rows(flat, into, out, self.input.process_group.group_name, self.anchor)
         units = 0
         for counts in went:
             for group, width in enumerate(self.widths):

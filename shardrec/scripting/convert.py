@@ -11,6 +11,7 @@ from shardrec.pending import wait
 from shardrec.pending.waiting import WAIT_OPERATOR
 from shardrec.scripting.error import explain
 from shardrec.scripting.options import parallel_lookups as in_parallel
+from shardrec.scripting.options import portable_twins
 from shardrec.scripting.place import place_waits
 from shardrec.scripting.reducer import ignore_in_reducer
 from shardrec.scripting.twins import scriptable_copy
@@ -18,7 +19,7 @@ from shardrec.scripting.twins import scriptable_copy
 __all__ = ["script"]
 
 
-def script(model: nn.Module, *, parallel_lookups: bool = False) -> torch.jit.ScriptModule:
+def script(model: nn.Module, *, parallel_lookups: bool = False, portable: bool = True) -> torch.jit.ScriptModule:
     """Compile a model that holds sharded modules, or others that return pending values, with TorchScript.
 
     The result computes what the model does, and trains: its parameters and buffers are the model's own. A sharded
@@ -32,6 +33,8 @@ def script(model: nn.Module, *, parallel_lookups: bool = False) -> torch.jit.Scr
             ``KeyedTensor``, not ``LazyAwaitable``. It is not changed.
         parallel_lookups: sharded bags run the lookups of independent table groups as forks, on TorchScript's inter-op
             threads.
+        portable: the result runs in any process that loads it. With False it runs in this one only, where ``model``
+            lives, and on several ranks sharded bags exchange their output as the eager model does, which is faster.
 
     Returns:
         The compiled model. Its ``forward`` returns plain values; the method ``issue`` of a module that was replaced
@@ -46,7 +49,13 @@ def script(model: nn.Module, *, parallel_lookups: bool = False) -> torch.jit.Scr
             f"shardrec.script takes an nn.Module, not {type(model).__name__}: put what is to be scripted into the "
             "forward of a module"
         )
-    with in_parallel(parallel_lookups), scriptable_copy(model) as copy, generic_wait(wait, WAIT_OPERATOR), quiet():
+    with (
+        in_parallel(parallel_lookups),
+        portable_twins(portable),
+        scriptable_copy(model) as copy,
+        generic_wait(wait, WAIT_OPERATOR),
+        quiet(),
+    ):
         try:
             scripted: torch.jit.ScriptModule = torch.jit.script(copy)
         except Exception as error:  # of eight classes at least, by what TorchScript does not like

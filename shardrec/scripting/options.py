@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-__all__ = ["lookups_in_parallel", "parallel_lookups"]
+__all__ = ["is_portable", "lookups_in_parallel", "parallel_lookups", "portable_twins"]
 
 _PARALLEL = ContextVar("parallel_lookups", default=False)
+_PORTABLE = ContextVar("portable", default=True)
 
 
 @contextmanager
@@ -24,3 +25,18 @@ def parallel_lookups(parallel: bool) -> Iterator[None]:
 def lookups_in_parallel() -> bool:
     """What :func:`parallel_lookups` says."""
     return _PARALLEL.get()
+
+
+@contextmanager
+def portable_twins(portable: bool) -> Iterator[None]:
+    """Twins that are made inside run in any process, or in this one only."""
+    token = _PORTABLE.set(portable)
+    try:
+        yield
+    finally:
+        _PORTABLE.reset(token)
+
+
+def is_portable() -> bool:
+    """What :func:`portable_twins` says."""
+    return _PORTABLE.get()

@@ -31,6 +31,7 @@ from torch.utils import _pytree as pytree
 
 from shardrec.errors import ConfigError, ShardrecError
 from shardrec.exchange.scripted_batch import plain
+from shardrec.exchange.scripted_group import GroupName
 from shardrec.modules import ShardedModel
 from shardrec.scripting.twins import scriptable_copy
 from shardrec.serve.example import Example
@@ -74,6 +75,9 @@ def program_of(example: Example) -> ExportedProgram:
     with scriptable_copy(example.entry) as copy, torch.no_grad(), _SIZES.patch(backed_size_oblivious=True):
         # Twins hold some values for TorchScript, together with their types.
         plain(copy)
+        for module in copy.modules():
+            if isinstance(module, GroupName):
+                module.use_saved()
         try:
             program = torch.export.export(
                 copy, example.tensors(), dynamic_shapes=example.dynamic_shapes(), strict=False

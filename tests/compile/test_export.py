@@ -21,7 +21,7 @@ import shardrec
 from shardrec.errors import ConfigError
 from shardrec.layout import Topology
 from shardrec.modules import ShardedModel, shard
-from shardrec.serve import ExportError, WeightFormat, quantize
+from shardrec.serve import ExportError, WeightFormat, quantize, share_memory
 from tests.batches import random_bags
 from tests.models import ClickModel, collection, feature_rows, random_configs, table_sizes
 from tests.plans import random_plan
@@ -153,7 +153,14 @@ def test_saved_programs_are_run_by_processes_that_know_torch_and_fbgemm_only(tmp
         rows = feature_rows(configs)
         features = random_bags(Random(rank), rows, 3 + rank, shuffled=False).kjt()
         # Not quantized: float32 tables of the inference kernel.
-        torch.export.save(shardrec.export(model, (features,)), tmp_path / f"program{rank}.pt2")
+        program = shardrec.export(model, (features,))
+        torch.export.save(program, tmp_path / f"program{rank}.pt2")
+        assert names(program.graph) == {model.context.collectives.group_name}
+        near = share_memory(program.module())
+        assert names(near.graph).isdisjoint(names(program.graph))
+        assert torch.equal(near(*plain(features)), program.module()(*plain(features)))
+        with pytest.raises(ConfigError, match=r"give share_memory what its module\(\) returns"):
+            share_memory(program)  # type: ignore[type-var]
         bad = features.values() + (10**6 if rank == 1 else 0)
         torch.save({"good": plain(features), "bad": bad}, tmp_path / f"batch{rank}.pt")
         torch.save(model(features).detach(), tmp_path / f"expected{rank}.pt")
@@ -171,6 +178,12 @@ def test_saved_programs_are_run_by_processes_that_know_torch_and_fbgemm_only(tmp
     for rank in range(2):
         found, expected = (torch.load(tmp_path / f"{name}{rank}.pt") for name in ("output", "expected"))
         assert torch.allclose(found, expected, atol=1e-6, rtol=0)
+
+
+def names(graph: torch.fx.Graph) -> set[str]:
+    """The process groups that a program names."""
+    calls = [node for node in graph.nodes if getattr(node.target, "namespace", "") == "_c10d_functional"]
+    return {value for node in calls for value in node.args if isinstance(value, str)}
 
 
 def click_model(weights: str = "") -> tuple[ShardedModel, dict[str, int]]:

@@ -48,7 +48,7 @@ def compare(seed: int) -> None:
         return shard(Scorer(collection(configs, weighted=weighted, optimizers=optimizer), pooled), plan)
 
     eager, live = model(), model()
-    scripted = wrapped(shardrec.script(live, parallel_lookups=rng.random() < 0.4))
+    scripted = wrapped(shardrec.script(live, parallel_lookups=rng.random() < 0.4, portable=seed % 2 == 0))
     dense = [
         torch.optim.SGD([one for one in module.parameters() if not hasattr(one, "_in_backward_optimizers")], lr=0.1)
         for module in (eager, live)

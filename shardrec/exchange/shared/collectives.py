@@ -3,7 +3,8 @@
 ::
 
     send        each part is written once into a window of its sender, and read there by its receiver: no copy is
-                made on the way, and what a rank keeps for itself is not moved at all
+                made on the way, and what a rank keeps for itself is not moved at all. Parts that were written into a
+                room, which is memory of a window, are sent as they lie
     way back    each rank lends the memory for the gradient of what it sent; the others write their parts straight
                 into it, so that it lies in one piece when the last of them says that it is written
 
@@ -21,6 +22,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,6 +32,7 @@ from torch import Tensor
 from shardrec.errors import PeerError
 from shardrec.exchange.collectives import Collectives, FunctionalCollectives, Streams, WayBack, joined
 from shardrec.exchange.shared.channel import Channel, Message
+from shardrec.exchange.shared.group import SharedGroup
 from shardrec.exchange.shared.windows import Arena, Block, Bytes, as_tensor
 
 __all__ = ["SharedCollectives"]
@@ -53,6 +56,7 @@ class SharedCollectives(Collectives):
         self.rank = base.rank
         self.world_size = base.world_size
         self.group_name = base.group_name
+        self._group: SharedGroup | None = None
         self.base = base
         self.channel = channel
         self.arena = Arena(channel.announce)
@@ -62,8 +66,16 @@ class SharedCollectives(Collectives):
         self._number = 0
         self._token = 0
         self._lent: dict[int, list[Bytes]] = {}
+        self._rooms: dict[int, _Room] = {}  # by address
         self.dropped: deque[int] = deque()  # numbers of exchanges that nobody waited for; filled by finalizers
         self._waiting: dict[int, tuple[_SharedPending, tuple[int, ...]]] = {}
+
+    @property
+    def operator_group(self) -> str:
+        with self.channel.lock:
+            if self._group is None:
+                self._group = SharedGroup(self, self.base.group)
+        return self._group.registered_name
 
     def all_to_all(self, values: Tensor, receive: Sequence[int], send: Sequence[int], what: str) -> Tensor:
         row = values.shape[1:].numel()
@@ -94,18 +106,35 @@ class SharedCollectives(Collectives):
             far = self._send_far(parts, receive, what)
         return _SharedPending(self, number, joined(parts[self.rank]), list(receive), what, far, way_back)
 
+    def room(self, numel: int, device: torch.device) -> Tensor:
+        if not numel or device.type != "cpu":
+            return super().room(numel, device)
+        with self.channel.lock:
+            block = self._block(4 * numel)
+            address = block.bytes.ctypes.data
+            self._rooms[address] = _Room(window=block.window, offset=block.offset, memory=weakref.ref(block.bytes))
+            weakref.finalize(block.bytes, self._rooms.pop, address, None).atexit = False
+            return as_tensor(block.bytes, torch.float32)
+
     def lend(self, size: int, borrowers: int) -> tuple[int, Block]:
         """A block of the windows, kept until ``borrowers`` peers have released its token."""
+        block = self._block(size)
+        return self._token_of(block.bytes, borrowers), block
+
+    def _block(self, size: int) -> Block:
+        """A free one, once what the peers have released is taken back."""
         for peer in self.peers:
             for token in self.channel.returned(peer):
                 left = self._lent[token]
                 left.pop()
                 if not left:
                     del self._lent[token]
-        block = self.arena.lend(size)
+        return self.arena.lend(size)
+
+    def _token_of(self, memory: Bytes, borrowers: int) -> int:
         self._token += 1
-        self._lent[self._token] = [block.bytes] * borrowers
-        return self._token, block
+        self._lent[self._token] = [memory] * borrowers
+        return self._token
 
     def borrowed(self, peer: int, token: int, window: int, offset: int, size: int) -> Bytes:
         """Memory of a peer, released when no tensor refers to it any more."""
@@ -123,6 +152,13 @@ class SharedCollectives(Collectives):
         size = count * dtype.itemsize
         if size <= _INLINE_BYTES:
             return torch.cat(list(parts)).view(torch.uint8).numpy().tobytes() if count else b""
+        if len(parts) == 1:
+            address = parts[0].untyped_storage().data_ptr()
+            room = self._rooms.get(address)
+            memory = None if room is None else room.memory()
+            if room is not None and memory is not None:
+                start = room.offset + parts[0].data_ptr() - address
+                return self._token_of(memory, 1), room.window, start, size
         token, block = self.lend(size, 1)
         target = as_tensor(block.bytes, dtype)
         if len(parts) == 1:
@@ -141,6 +177,15 @@ class SharedCollectives(Collectives):
             out[rank] = sum(part.numel() for part in parts[rank])
             into[rank] = receive[rank]
         return self.base.all_to_all(torch.cat(pieces), into, out, what)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Room:
+    """Where a room lies: number of the window and first byte; the room itself, for as long as it is in use."""
+
+    window: int
+    offset: int
+    memory: weakref.ref[Bytes]
 
 
 class _SharedPending:
