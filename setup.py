@@ -17,7 +17,8 @@ def extensions() -> list[Extension]:
     return [
         Extension(
             f"shardrec.native.ops_for_torch_{version}",
-            ["shardrec/native/ops.cpp"],
+            [f"shardrec/native/{name}.cpp" for name in ("ops", "lookup", "update")],
+            depends=[f"shardrec/native/{name}.h" for name in ("vectors", "slots", "gradient")],
             include_dirs=cpp_extension.include_paths(),
             library_dirs=cpp_extension.library_paths(),
             libraries=["c10", "torch", "torch_cpu"],
@@ -25,6 +26,8 @@ def extensions() -> list[Extension]:
                 "-std=c++20",
                 "-O3",
                 "-g0",
+                "-fno-math-errno",
+                "-Wno-psabi",
                 f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
             ],
             language="c++",

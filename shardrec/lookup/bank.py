@@ -1,9 +1,11 @@
 """A bank: the shards of one lookup group that this rank holds, looked up by one kernel call.
 
+The kernel is :mod:`shardrec.lookup.own_kernel`'s where it can be, else fbgemm's.
+
 Shapes: T local tables (shards), S slots, B_all samples, N ids, D columns of all the slots, U distinct rows.
 
-The kernel keeps all the weights in one flat tensor. A bank that is used forward only has its tables laid out in it by
-width, so that the tables of one width are also one matrix, whose rows the row-by-row optimizers can address::
+fbgemm's module keeps all the weights in one flat tensor. A bank that is used forward only has its tables laid out in it
+by width, so that the tables of one width are also one matrix, whose rows the row-by-row optimizers can address::
 
     flat   | t1 (500 × 16) | t3 (90 × 16) | t2 (40 × 8) |
     class    width 16: matrix (590, 16)     width 8: matrix (40, 8)
@@ -24,6 +26,7 @@ from torch import Tensor
 from shardrec import native
 from shardrec.lookup.kernels import has_kernel, kernel_states, make_kernel, set_first_sums
 from shardrec.lookup.optimizers import FusedOptimizer
+from shardrec.lookup.own_kernel import own_kernel
 
 __all__ = ["RowGradient", "TableBank", "WidthClass"]
 
@@ -39,6 +42,7 @@ class WidthClass:
         weight: (rows, w), a view of the bank's memory, in its dtype.
         slots: numbers of the slots that look these tables up.
         slot_bases: (slots,) int64, the first matrix row of each slot's table.
+        bases_of_all: (S,) int64, the same for all the slots of the bank; -1 for those of another width.
     """
 
     width: int
@@ -47,6 +51,7 @@ class WidthClass:
     weight: Tensor
     slots: tuple[int, ...]
     slot_bases: Tensor
+    bases_of_all: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +138,9 @@ class TableBank:
             set_first_sums(self.kernel, optimizer)
         self.weights: list[Tensor] = [stored[place[table]] for table in range(len(shapes))]
         self.classes = self._classes(order, flat.detach()) if optimizer is None else ()
+        widths = [self.shapes[table][1] for table in self.slot_tables]
+        self._columns = torch.tensor([0, *accumulate(widths)][:-1], dtype=torch.int64)
+        self._own = own_kernel(self.shapes, self.slot_tables, self.weights, self.states(), optimizer, pooled=pooled)
 
     def states(self) -> list[dict[str, Tensor]]:
         """Per table, the kernel's optimizer states by name (views); empty dicts without fused optimizer."""
@@ -152,6 +160,8 @@ class TableBank:
         Returns:
             (B_all, D) float32, or (N, w) without pooling. With a fused optimizer, its backward updates the weights.
         """
+        if self._own is not None and native.has_kernels():
+            return self._own(ids, lengths, weights, self._lr)
         if self.kernel is None:
             return self._look_up_in_torch(ids, lengths, weights)
         offsets = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths.reshape(-1))
@@ -203,6 +213,8 @@ class TableBank:
 
     def weight_gradient(self, ids: Tensor, lengths: Tensor, gradient: Tensor) -> Tensor:
         """(N,) gradient of the ids' weights; arguments as :meth:`row_gradients` takes them."""
+        if self._own is not None and self.pooled and native.has_kernels():
+            return self._own.weight_gradient(ids.contiguous(), lengths.to(torch.int32).contiguous(), gradient)
         found = gradient.new_zeros(ids.numel())
         for cls, part in zip(self.classes, self._ids_by_class(ids, lengths, None), strict=True):
             values = self._bag_gradient(cls, part, lengths.size(1), gradient)
@@ -216,16 +228,13 @@ class TableBank:
         self, cls: WidthClass, ids: Tensor, lengths: Tensor, weights: Tensor | None, gradient: Tensor
     ) -> RowGradient:
         """:meth:`row_gradients` of one class, by one operator."""
-        bases = torch.full((len(self.slot_tables),), -1)
-        bases[list(cls.slots)] = cls.slot_bases
-        columns = [0, *accumulate(self.shapes[table][1] for table in self.slot_tables)][:-1]
         rows, values, squares = torch.ops.shardrec.sum_gradient(
             ids.contiguous(),
             lengths.to(torch.int32).contiguous(),
             weights,
-            gradient.contiguous(),
-            bases,
-            torch.tensor(columns, dtype=torch.int64),
+            gradient if gradient.stride(1) == 1 else gradient.contiguous(),
+            cls.bases_of_all,
+            self._columns,
             cls.width,
             self.pooled,
             cls.bases[-1],
@@ -289,6 +298,7 @@ class TableBank:
             base_of = dict(zip(tables, bases, strict=False))
             slots = tuple(slot for slot, table in enumerate(self.slot_tables) if table in base_of)
             numel = bases[-1] * width
+            all_bases = [base_of.get(table, -1) for table in self.slot_tables]
             classes.append(
                 WidthClass(
                     width=width,
@@ -299,6 +309,7 @@ class TableBank:
                     slot_bases=torch.tensor(
                         [base_of[self.slot_tables[slot]] for slot in slots], dtype=torch.int64, device=self.device
                     ),
+                    bases_of_all=torch.tensor(all_bases, dtype=torch.int64),
                 )
             )
             start += numel

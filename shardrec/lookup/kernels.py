@@ -29,6 +29,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torch import Tensor
 
 from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
+from shardrec.lookup.pages import renew_in_huge_pages
 
 __all__ = ["has_fused_kernel", "has_kernel", "kernel_states", "make_kernel", "set_first_sums"]
 
@@ -89,7 +90,7 @@ def make_kernel(
             "beta1": optimizer.betas[0],
             "beta2": optimizer.betas[1],
         }
-    return SplitTableBatchedEmbeddingBagsCodegen(
+    kernel = SplitTableBatchedEmbeddingBagsCodegen(
         embedding_specs=[(rows, cols, location, compute) for rows, cols in shapes],
         feature_table_map=list(feature_tables),
         pooling_mode=PoolingMode.SUM if pooled else PoolingMode.NONE,
@@ -101,6 +102,10 @@ def make_kernel(
         device=device,
         **settings,
     )
+    # fbgemm fills what it makes with zeros.
+    for memory in (kernel.weights_host, kernel.momentum1_host):
+        renew_in_huge_pages(memory.detach())
+    return kernel
 
 
 def kernel_states(kernel: SplitTableBatchedEmbeddingBagsCodegen, optimizer: FusedOptimizer) -> list[dict[str, Tensor]]:

@@ -8,12 +8,27 @@
     the transpose of it, in place
 ``are_sound(lengths, values, limits)``
     whether lengths and ids are valid, for :mod:`shardrec.exchange.check`
+``look_up(weights, slots, ids, lengths, id_weights, columns, pooled)``
+    sums of rows, or rows, of many tables, for :mod:`shardrec.lookup.own_kernel`
+``update(weights, states, slots, ids, lengths, id_weights, gradient, pooled, rule, lr, eps)``
+    an optimizer's step on the rows that were looked up, for the same
+``weight_gradient(weights, slots, ids, lengths, gradient)``
+    the gradient of the ids' weights, for the same
 ``sum_gradient(ids, lengths, weights, gradient, bases, columns, width, pooled, rows)``
     distinct rows, their gradients and the sums of their squares, for :mod:`shardrec.lookup.bank`
 ``rowwise_adagrad(weight, state, rows, values, mean_squares, lr, eps)``
     the update of some rows, for :mod:`shardrec.lookup.rows`
 
-Without them the same is done by torch's operators, with equal results and more passes over memory.
+Without them the same is done by torch's operators and fbgemm's kernels, with equal results and more passes over memory.
+
+Two settings of the environment, for comparisons:
+
+``SHARDREC_NATIVE=0``
+    leave all of these operators alone
+``SHARDREC_KERNELS=fbgemm``
+    look tables up, and update them in backward, with fbgemm's kernels although ``look_up``, ``update`` and
+    ``weight_gradient`` are there; ``own``, and no setting, use these where they can be used: float32 on the CPU, SGD,
+    Adagrad and rowwise Adagrad
 """
 
 from __future__ import annotations
@@ -25,7 +40,11 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["is_loaded", "library_path"]
+from shardrec.errors import ConfigError
+
+__all__ = ["has_kernels", "is_loaded", "library_path"]
+
+_NEWEST = "update"  # an operator that libraries built from older sources do not have
 
 
 def library_path() -> Path | None:
@@ -50,4 +69,26 @@ def is_loaded() -> bool:
             stacklevel=2,
         )
         return False
+    if not hasattr(torch.ops.shardrec, _NEWEST):
+        warnings.warn(
+            f"the C++ operators of shardrec in {path.name} are those of an older version; torch's are used instead, "
+            "which is slower: install shardrec again to build them anew",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return False
     return True
+
+
+def has_kernels() -> bool:
+    """Whether tables are looked up and updated by the operators here, where they can be.
+
+    Raises:
+        ConfigError: if ``SHARDREC_KERNELS`` is neither ``own`` nor ``fbgemm``.
+    """
+    chosen = os.environ.get("SHARDREC_KERNELS") or "own"
+    if chosen not in ("own", "fbgemm"):
+        raise ConfigError(
+            f"SHARDREC_KERNELS={chosen!r}: there are 'own' and 'fbgemm' kernels; leave it unset for 'own'"
+        )
+    return chosen == "own" and is_loaded()

@@ -6,21 +6,13 @@
 // and its columns are the sum of its sources' columns.
 //
 // are_sound: the checks of a batch in one pass over its ids.
-//
-// sum_gradient, rowwise_adagrad: the gradient of each distinct row that was looked up, and its update, for the tables that
-// fbgemm's fused kernels cannot train.
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 
-#include <algorithm>
-#include <array>
-#include <cmath>
 #include <cstring>
 #include <limits>
-#include <optional>
-#include <tuple>
 #include <vector>
 
 namespace {
@@ -164,155 +156,16 @@ at::Tensor are_sound(const at::Tensor& lengths, const at::Tensor& values, const 
   return at::scalar_tensor(answer, at::TensorOptions().dtype(at::kBool));
 }
 
-struct Looked {
-  int64_t row;
-  int64_t from;
-  float weight;
-};
-
-// Stable, by row: least significant digit first.
-void sort_by_row(std::vector<Looked>& list, int64_t rows) {
-  constexpr int kBits = 11;
-  std::vector<Looked> other(list.size());
-  for (int shift = 0; (rows - 1) >> shift > 0; shift += kBits) {
-    std::array<int64_t, (1 << kBits) + 1> starts{};
-    for (const Looked& one : list) ++starts[((one.row >> shift) & ((1 << kBits) - 1)) + 1];
-    for (int digit = 0; digit < 1 << kBits; ++digit) starts[digit + 1] += starts[digit];
-    for (const Looked& one : list) other[starts[(one.row >> shift) & ((1 << kBits) - 1)]++] = one;
-    list.swap(other);
-  }
-}
-
-template <typename Id>
-std::vector<Looked> looked_up(
-    const Id* ids, const at::Tensor& lengths, const float* weights, const int64_t* bases, const int64_t* columns,
-    int64_t stride, int64_t width, bool pooled, int64_t count) {
-  std::vector<Looked> list;
-  list.reserve(count);
-  const int32_t* length = lengths.const_data_ptr<int32_t>();
-  const int64_t slots = lengths.size(0), batch = lengths.size(1);
-  int64_t at = 0;
-  for (int64_t slot = 0; slot < slots; ++slot) {
-    for (int64_t sample = 0; sample < batch; ++sample) {
-      const int64_t end = at + length[slot * batch + sample];
-      TORCH_CHECK(end >= at && end <= count, "shardrec: lengths and ids do not fit");
-      for (; at < end; ++at) {
-        if (bases[slot] < 0) continue;
-        const int64_t from = pooled ? sample * stride + columns[slot] : at * width;
-        list.push_back({int64_t(ids[at]) + bases[slot], from, weights ? weights[at] : 1.0f});
-      }
-    }
-  }
-  return list;
-}
-
-std::tuple<at::Tensor, at::Tensor, at::Tensor> sum_gradient(
-    const at::Tensor& ids, const at::Tensor& lengths, const std::optional<at::Tensor>& weights,
-    const at::Tensor& gradient, const at::Tensor& bases, const at::Tensor& columns, int64_t width, bool pooled,
-    int64_t rows) {
-  check_flat(ids, "ids");
-  check_flat(lengths, "lengths");
-  check_flat(gradient, "gradient");
-  TORCH_CHECK(gradient.dim() == 2 && gradient.scalar_type() == at::kFloat, "shardrec: gradient is (rows, columns) float32");
-  TORCH_CHECK(lengths.scalar_type() == at::kInt, "shardrec: lengths are int32");
-  const int64_t count = ids.numel(), stride = gradient.size(1);
-  TORCH_CHECK(
-      gradient.size(0) >= (pooled ? lengths.size(1) : count) && (pooled || stride == width) &&
-          bases.numel() == lengths.size(0) && columns.numel() == lengths.size(0),
-      "shardrec: the gradient does not fit the ids");
-  const float* scale = weights ? weights->const_data_ptr<float>() : nullptr;
-  TORCH_CHECK(!weights || weights->numel() == count, "shardrec: one weight for each id");
-  const int64_t* base = bases.const_data_ptr<int64_t>();
-  const int64_t* column = columns.const_data_ptr<int64_t>();
-  for (int64_t slot = 0; slot < columns.numel(); ++slot) {
-    TORCH_CHECK(!pooled || base[slot] < 0 || column[slot] + width <= stride, "shardrec: a slot lies outside of the gradient");
-  }
-  std::vector<Looked> list = ids.scalar_type() == at::kInt
-      ? looked_up(ids.const_data_ptr<int32_t>(), lengths, scale, base, column, stride, width, pooled, count)
-      : looked_up(ids.const_data_ptr<int64_t>(), lengths, scale, base, column, stride, width, pooled, count);
-  for (const Looked& one : list) TORCH_CHECK(one.row >= 0 && one.row < rows, "shardrec: an id outside of its table");
-  sort_by_row(list, rows);
-  int64_t distinct = 0;
-  for (size_t i = 0; i < list.size(); ++i) distinct += i == 0 || list[i].row != list[i - 1].row;
-  auto found = at::empty({distinct}, at::kLong);
-  auto values = at::empty({distinct, width}, at::kFloat);
-  auto squares = at::empty({distinct}, at::kFloat);
-  int64_t* row = found.data_ptr<int64_t>();
-  float* value = values.data_ptr<float>();
-  float* square = squares.data_ptr<float>();
-  const float* from = gradient.const_data_ptr<float>();
-  size_t next = 0;
-  for (int64_t u = 0; u < distinct; ++u) {
-    float* __restrict__ to = value + u * width;
-    row[u] = list[next].row;
-    for (bool first = true; next < list.size() && list[next].row == row[u]; ++next, first = false) {
-      constexpr size_t kAhead = 16;
-      if (next + kAhead < list.size()) __builtin_prefetch(from + list[next + kAhead].from);
-      const float* __restrict__ part = from + list[next].from;
-      const float weight = list[next].weight;
-      if (first) {
-        for (int64_t i = 0; i < width; ++i) to[i] = part[i] * weight;
-      } else {
-        for (int64_t i = 0; i < width; ++i) to[i] += part[i] * weight;
-      }
-    }
-    float total = 0.0f;
-    for (int64_t i = 0; i < width; ++i) total += to[i] * to[i];
-    square[u] = total;
-  }
-  return {found, values, squares};
-}
-
-void rowwise_adagrad(
-    const at::Tensor& weight, const at::Tensor& state, const at::Tensor& rows, const at::Tensor& values,
-    const at::Tensor& mean_squares, double lr, double eps) {
-  for (const at::Tensor& one : {weight, state, rows, values, mean_squares}) check_flat(one, "every tensor");
-  const int64_t width = weight.size(1), count = rows.numel();
-  TORCH_CHECK(
-      state.numel() == weight.size(0) && values.numel() == count * width && mean_squares.numel() == count,
-      "shardrec: the update does not fit the table");
-  float* table = weight.data_ptr<float>();
-  float* sums = state.data_ptr<float>();
-  const int64_t* row = rows.const_data_ptr<int64_t>();
-  const float* value = values.const_data_ptr<float>();
-  const float* square = mean_squares.const_data_ptr<float>();
-  at::parallel_for(0, count, 4096, [&](int64_t begin, int64_t end) {
-    for (int64_t u = begin; u < end; ++u) {
-      constexpr int64_t kAhead = 8;
-      if (u + kAhead < end) {
-        const float* ahead = table + row[u + kAhead] * width;
-        for (int64_t i = 0; i < width; i += 16) __builtin_prefetch(ahead + i, 1);
-        __builtin_prefetch(sums + row[u + kAhead], 1);
-      }
-      TORCH_CHECK(row[u] >= 0 && row[u] < weight.size(0), "shardrec: a row outside of its table");
-      const float total = sums[row[u]] += square[u];
-      const float root = std::sqrt(total) + float(eps);
-      const float rate = float(-lr);
-      float* __restrict__ to = table + row[u] * width;
-      const float* __restrict__ from = value + u * width;
-      for (int64_t i = 0; i < width; ++i) to[i] += rate * (from[i] / root);
-    }
-  });
-}
-
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(shardrec, library) {
   library.def("assemble(Tensor[] blocks, int[] pieces, int rows, int cols) -> Tensor");
   library.def("distribute(Tensor gradient, Tensor(a!)[] blocks, int[] pieces, float[] scales) -> ()");
   library.def("are_sound(Tensor lengths, Tensor values, Tensor limits) -> Tensor");
-  library.def(
-      "sum_gradient(Tensor ids, Tensor lengths, Tensor? weights, Tensor gradient, Tensor bases, Tensor columns, "
-      "int width, bool pooled, int rows) -> (Tensor, Tensor, Tensor)");
-  library.def(
-      "rowwise_adagrad(Tensor(a!) weight, Tensor(b!) state, Tensor rows, Tensor values, Tensor mean_squares, "
-      "float lr, float eps) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(shardrec, CPU, library) {
   library.impl("assemble", assemble);
   library.impl("distribute", distribute);
   library.impl("are_sound", are_sound);
-  library.impl("sum_gradient", sum_gradient);
-  library.impl("rowwise_adagrad", rowwise_adagrad);
 }

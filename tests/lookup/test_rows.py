@@ -50,6 +50,7 @@ def one_class(weight: Tensor, rows_of_tables: list[int]) -> WidthClass:
         weight=weight,
         slots=(),
         slot_bases=torch.zeros(0, dtype=torch.int64),
+        bases_of_all=torch.zeros(0, dtype=torch.int64),
     )
 
 

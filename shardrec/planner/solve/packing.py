@@ -16,7 +16,7 @@ import numpy as np
 
 from shardrec.planner.solve.encode import Encoded, Floats, Ints
 
-__all__ = ["Packing"]
+__all__ = ["Packing", "spread"]
 
 _EPS = 1e-12
 _MOST_SPLITS = 4096
@@ -265,3 +265,20 @@ class _Singles:
             if count:
                 self._shift(int(kind), other, worst, int(count))
         return True
+
+
+def spread(encoded: Encoded) -> Ints:
+    """(O,) a choice of options: of each group, the one that takes the least memory of any rank.
+
+    That is to have all tables on all ranks, mostly: it fits if anything does, but for what cuts do not divide.
+    """
+    most = np.zeros_like(encoded.base_memory)
+    np.maximum.at(most, encoded.piece_option, encoded.piece_memory)
+    pieces = np.bincount(encoded.piece_option, encoded.piece_count, len(encoded.options))
+    memory = encoded.base_memory + most * np.ceil(pieces / encoded.ranks)[:, None]
+    share = (memory / np.maximum(encoded.capacity, 1.0)).max(axis=1)
+    load = encoded.base_load + encoded.total_load / encoded.ranks
+    counts = np.zeros(len(encoded.options), dtype=np.int64)
+    for size, span in zip(encoded.sizes, encoded.group_options, strict=True):
+        counts[min(span, key=lambda option: (share[option], load[option]))] = size
+    return counts

@@ -128,7 +128,7 @@ class PatternProgramme:
             objective = float(self._solver.getInfo().objective_function_value)
             sizes = np.array(sorted(self._size_rows), dtype=np.int64)
             worth = np.maximum(values[[self._size_rows[size] for size in sizes.tolist()]], 0.0)
-            best, find = knapsack(sizes, worth)
+            best, find = knapsack(sizes, worth, GRID)
             room_price = np.maximum(-values[self._class_rows.start : self._class_rows.stop], 0.0)
             lowest, choice = self._cheapest(self._prices(best))
             bound = max(bound, float(lowest @ self._tables[groups]) - float(best[self._widths] @ self._many))

@@ -31,6 +31,7 @@ from shardrec.planner.solve.encode import Encoded, Floats
 from shardrec.planner.solve.knapsack import GRID
 from shardrec.planner.solve.programme import Outcome, Programme
 from shardrec.planner.solve.room import RoomBound
+from shardrec.planner.solve.rows import Rows
 
 __all__ = ["Interval", "Relaxation"]
 
@@ -152,6 +153,13 @@ class Relaxation:
                 return found
             used = used | broken
             self._active |= broken
+
+    def limits(self) -> Rows:
+        """The rows of memory."""
+        self._rows(1.0, 1.0)
+        matrix, limits = self._memory_rows[1.0]
+        fits = self._fits(np.inf, self.encoded.capacity)
+        return Rows(matrix=matrix, limits=limits, slopes=np.zeros(len(limits)), fits=fits)
 
     def strengthened(self, interval: Interval, cutoff: float) -> Interval:
         """The interval priced by patterns, too; their function of sizes stays.

@@ -179,7 +179,7 @@ class _Programme:
     def _knapsack(self, rows: dict[int, int], duals: Floats) -> tuple[list[int], Floats, Any]:
         sizes = sorted(rows)
         values = np.maximum(duals[[rows[size] for size in sizes]], 0.0) if sizes else np.zeros(0)
-        return sizes, *knapsack(np.array(sizes, dtype=np.int64), values)
+        return sizes, *knapsack(np.array(sizes, dtype=np.int64), values, GRID)
 
     def _worth(self, duals: Floats) -> _Worth:
         """W, for each limit of e that makes a difference."""
@@ -187,7 +187,7 @@ class _Programme:
         edges = sorted({0, *(beyond for _, beyond in parts)})
         ends = np.searchsorted([beyond for _, beyond in parts], edges, side="right").tolist()
         prices = np.maximum(duals[[self._part_rows[part] for part in parts]], 0.0) if parts else np.zeros(0)
-        values, pieces = knapsacks(np.array([least for least, _ in parts], dtype=np.int64), prices, ends)
+        values, pieces = knapsacks(np.array([least for least, _ in parts], dtype=np.int64), prices, GRID, ends)
         return _Worth(edges=edges, values=values, parts=parts, pieces=pieces)
 
     def _cheapest(self, best: Floats, worth: _Worth) -> tuple[Floats, Ints]:

@@ -23,9 +23,10 @@ from time import process_time
 
 import numpy as np
 
+from shardrec.planner.solve.curve import Curve
 from shardrec.planner.solve.encode import Encoded, Floats, Ints, encode
 from shardrec.planner.solve.exact import solve_exactly
-from shardrec.planner.solve.packing import Packing
+from shardrec.planner.solve.packing import Packing, spread
 from shardrec.planner.solve.patterns import PatternProgramme
 from shardrec.planner.solve.problem import Place, Problem, Solution, SolveLimits
 from shardrec.planner.solve.rebuild import Rebuilder
@@ -105,13 +106,15 @@ class _Search:
             return None
         heapify(self.intervals)
         self._round()
+        if self.best is None:
+            self._try(spread(self.encoded))
         if self._exact():
             return None if self.best is None else self._solution(self.best)
         self._raise(0.1)
         self._fill()
         self._rebuild(0.35)
         self._refill()
-        self._raise(0.45)
+        self._lift(0.7)
         self._search()
         self._rebuild(1.0)
         return None if self.best is None else self._solution(self.best)
@@ -159,6 +162,15 @@ class _Search:
                 heappush(self.intervals, raised)
                 if raised.bound <= first.bound + 1e-5 * first.bound:
                     return
+
+    def _lift(self, share: float) -> None:
+        """Raise the curve of bounds by room, for a part of the time that is left."""
+        if self.best is None or self._closed() or self.best.cost <= 0:
+            return
+        until = self._time_left() * (1 - share) if np.isfinite(self._time_left()) else -np.inf
+        curve = Curve(self.encoded, self.best.cost, self.relaxation.limits())
+        target = self.best.cost / (1 + self.limits.gap) * (1 + 1e-6)
+        self.bound = max(self.bound, curve.lift(target, self.limits.effort, partial(self._only, until)))
 
     def _fill(self) -> None:
         """Choose options and ways to fill ranks together, near the deciding c."""

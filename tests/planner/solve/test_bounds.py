@@ -10,13 +10,16 @@ import pytest
 from hypothesis import given, settings
 
 from shardrec.planner.solve import Option, Part, Piece, Problem, SolveLimits, exact, solve
+from shardrec.planner.solve.curve import Curve
 from shardrec.planner.solve.encode import Encoded, encode
-from shardrec.planner.solve.knapsack import GRID, knapsack
+from shardrec.planner.solve.knapsack import GRID, knapsack, knapsacks
 from shardrec.planner.solve.packing import Packing
 from shardrec.planner.solve.patterns import PatternProgramme
 from shardrec.planner.solve.problem import host_places
 from shardrec.planner.solve.rebuild import Rebuilder
+from shardrec.planner.solve.relax import Relaxation
 from shardrec.planner.solve.room import RoomBound
+from shardrec.planner.solve.sizes import GRID as STEPS
 from tests.planner.problems import best_cost, check, random_problem
 from tests.plans import randoms
 
@@ -27,7 +30,7 @@ def test_knapsack_is_the_best_of_all_multisets(rng: Random) -> None:
     kinds = rng.randint(1, 3)
     weights = np.array(sorted(rng.sample(range(GRID // 6, GRID + 1), kinds)))
     values = np.array([rng.choice([0.0, 1.0, 2.5, 4.0]) for _ in range(kinds)])
-    best, pieces = knapsack(weights, values)
+    best, pieces = knapsack(weights, values, GRID)
     for size in (0, GRID // 2, rng.randint(0, GRID), GRID):
         multisets = product(*(range(size // int(weight) + 1) for weight in weights))
         wanted = max(float(values @ counts) for counts in map(np.array, multisets) if weights @ counts <= size)
@@ -76,6 +79,67 @@ def test_parts_of_a_host_share_its_room() -> None:
     encoded = encode(Problem(ranks=4, capacity=(np.inf,), tables=tables))
     bound, _ = RoomBound(encoded).solve(1.5, np.inf)
     assert bound == pytest.approx(5.0, rel=1e-2)
+
+
+@settings(max_examples=30, deadline=None)
+@given(rng=randoms())
+def test_knapsacks_use_no_more_pieces_than_there_are(rng: Random) -> None:
+    kinds, most = rng.randint(1, 3), 40
+    weights = np.array([rng.randint(4, most) for _ in range(kinds)])
+    values = np.array([rng.choice([0.0, 1.0, 2.5, 4.0]) for _ in range(kinds)])
+    there = np.array([rng.randint(0, 4) for _ in range(kinds)])
+    ends = sorted({rng.randint(0, kinds), kinds})
+    best, pieces = knapsacks(weights, values, most, ends, there)
+    for number, end in enumerate(ends):
+        for size in (0, rng.randint(0, most), most):
+            multisets = map(np.array, product(*(range(int(count) + 1) for count in there[:end])))
+            wanted = max(float(values[:end] @ each) for each in multisets if weights[:end] @ each <= size)
+            found = pieces(size, number)
+            assert best[number, size] == pytest.approx(wanted)
+            assert float(values @ found) == pytest.approx(wanted)
+            assert (found <= there).all()
+            assert weights @ found <= size
+
+
+@settings(max_examples=60, deadline=None)
+@given(rng=randoms())
+def test_no_packing_has_less_on_every_rank_than_the_curve_says(rng: Random) -> None:
+    """Whatever the options and places, and whichever room was priced: the bound for a packing's room holds for it."""
+    encoded = encode(random_problem(rng, most_tables=6))
+    found = [packing for packing in (random_packing(rng, encoded) for _ in range(6)) if packing is not None]
+    if not found or max(packing.cost for packing in found) <= 0:
+        return
+    curve = Curve(encoded, 1.01 * max(packing.cost for packing in found), Relaxation(encoded).limits())
+    for packing in found:
+        room = int((float(packing.loads.max()) - packing.base) / curve.step)
+        curve.price(min(room + rng.randint(0, 20), STEPS), np.inf)
+        for each in found:
+            room = int((float(each.loads.max()) - each.base) / curve.step)
+            assert curve.curve[room] <= each.base + 1e-9 * (1 + each.cost)
+            assert curve.lift(each.cost, 2, lambda: False) <= each.cost * (1 + 1e-9)
+    assert (np.diff(np.clip(curve.curve, 0.0, 1e9)) <= 1e-12).all(), "less room, more on every rank"
+
+
+def test_a_part_is_on_one_host_only() -> None:
+    """Two tables, each on a host of two with 3 besides on one rank: not half of one twice on half a host."""
+    places = tuple(place for host in host_places(2, 2) for place in (host, host[::-1]))
+    part = Part(pieces=(Piece(load=4.0), Piece(load=1.0)), places=places)
+    free = Part(pieces=(Piece(load=3.0),), places=tuple((rank,) for rank in range(4)))
+    tables = {
+        "bound": (Option(label="", everywhere=Piece(), parts=(part,)),),
+        **{
+            f"t{number}": (
+                Option(label="", everywhere=Piece(), parts=(free,)),
+                Option(label="all", everywhere=Piece(load=5.0)),
+            )
+            for number in range(4)
+        },
+    }
+    encoded = encode(Problem(ranks=4, capacity=(np.inf,), tables=tables))
+    rooms = Curve(encoded, 20.0, Relaxation(encoded).limits())
+    # Room for one piece of 3 on each rank but that with 4: one of the four tables is on all ranks.
+    rooms.price(int(5.0 / rooms.step), np.inf)
+    assert rooms.curve[int(5.0 / rooms.step)] == pytest.approx(5.0, rel=1e-2)
 
 
 @settings(max_examples=15, deadline=None)

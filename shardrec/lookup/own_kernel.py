@@ -1,0 +1,186 @@
+"""The lookup and fused update in C++ of this package: what they need to know of a bank, and their autograd function.
+
+They take the place of fbgemm's kernels on the CPU, for float32 weights, with and without SGD, Adagrad or rowwise
+Adagrad in backward. The memory stays fbgemm's, so that whatever addresses it (``state_dict``, checkpoints, scripted
+lookups) need not know. The rules and the order of a bag's sum are fbgemm's, too. A row's gradients are added up in an
+order that the sizes decide, whatever the number of threads.
+
+Shapes: S slots, B_all samples, N ids, D columns of all the slots, w columns of a row without pooling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
+
+__all__ = ["OwnKernel", "own_kernel"]
+
+# As native/update.cpp numbers them. None: the weights do not change.
+_RULES = {OptimizerKind.SGD: 0, OptimizerKind.ADAGRAD: 1, OptimizerKind.ROWWISE_ADAGRAD: 2}
+_MOST_ROWS = 2**31 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnKernel:
+    """What does not change from step to step.
+
+    Args:
+        weights: flat weights of all the tables.
+        states: flat states of the optimizer, if it has any.
+        slots: (S, 6) int64: table, first element in ``weights``, rows, columns, first output column, first element in
+            ``states``.
+        columns: D, or w without pooling.
+        pooled: sums of bags; else rows.
+        optimizer: fused into backward, if any.
+        placeholder: takes part in the autograd graph for the weights, which do not.
+    """
+
+    weights: Tensor
+    states: Tensor | None
+    slots: Tensor
+    columns: int
+    pooled: bool
+    optimizer: FusedOptimizer | None
+    placeholder: Tensor
+
+    def __call__(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, lr: float) -> Tensor:
+        """(B_all, D) or (N, w) float32, from ``ids`` (N,), ``lengths`` (S, B_all) and ``weights`` (N,) or None.
+
+        With an optimizer, the backward updates the tables with the learning rate ``lr``.
+        """
+        ids, lengths = ids.contiguous(), lengths.to(torch.int32).contiguous()
+        weights = None if weights is None or not self.pooled else weights.contiguous()
+        if self.optimizer is None or not torch.is_grad_enabled():
+            return self.look_up(ids, lengths, weights)
+        found: Tensor = _FusedFunction.apply(  # type: ignore[no-untyped-call]
+            self.placeholder, weights, self, ids, lengths, lr
+        )
+        return found
+
+    def look_up(self, ids: Tensor, lengths: Tensor, weights: Tensor | None) -> Tensor:
+        """The same without gradient; ``lengths`` are int32, and all are contiguous."""
+        found: Tensor = torch.ops.shardrec.look_up(
+            self.weights, self.slots, ids, lengths, weights, self.columns, self.pooled
+        )
+        return found
+
+    def update(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, gradient: Tensor, lr: float) -> None:
+        """One step of the optimizer, with the gradient of what :meth:`look_up` gave."""
+        assert self.optimizer is not None, "a bank without a fused optimizer is not updated here"
+        torch.ops.shardrec.update(
+            self.weights,
+            self.states,
+            self.slots,
+            ids,
+            lengths,
+            weights,
+            _with_neighbouring_columns(gradient),
+            self.pooled,
+            _RULES[self.optimizer.kind],
+            lr,
+            self.optimizer.eps,
+        )
+
+    def weight_gradient(self, ids: Tensor, lengths: Tensor, gradient: Tensor) -> Tensor:
+        """(N,) gradient of the ids' weights, of pooled sums."""
+        found: Tensor = torch.ops.shardrec.weight_gradient(
+            self.weights, self.slots, ids, lengths, _with_neighbouring_columns(gradient)
+        )
+        return found
+
+
+def own_kernel(
+    shapes: Sequence[tuple[int, int]],
+    slot_tables: Sequence[int],
+    weights: Sequence[Tensor],
+    states: Sequence[Mapping[str, Tensor]],
+    optimizer: FusedOptimizer | None,
+    *,
+    pooled: bool,
+) -> OwnKernel | None:
+    """The kernel of some tables, or None where they need fbgemm's: not float32 on the CPU, or another optimizer.
+
+    Args:
+        shapes: (rows, columns) of each table.
+        slot_tables: per slot, the number of its table.
+        weights: per table, a view of memory that all of them share.
+        states: per table, its states by name, likewise.
+        optimizer: fused into backward.
+        pooled: sums of bags; else rows.
+    """
+    if optimizer is not None and optimizer.kind not in _RULES:
+        return None
+    if any(one.dtype is not torch.float32 or one.device.type != "cpu" for one in weights):
+        return None
+    if max(rows for rows, _ in shapes) > _MOST_ROWS:
+        return None
+    kept = [state for by_name in states for state in by_name.values()]
+    whole = [_memory(part) for part in (weights, kept)]
+    if whole[0] is None or (kept and whole[1] is None):
+        return None
+    described, column = [], 0
+    for table in slot_tables:
+        rows, cols = shapes[table]
+        state = kept[table].storage_offset() if kept else 0
+        described.append([table, weights[table].storage_offset(), rows, cols, column, state])
+        column += cols if pooled else 0
+    return OwnKernel(
+        weights=whole[0],
+        states=whole[1],
+        slots=torch.tensor(described, dtype=torch.int64).view(len(slot_tables), 6),
+        columns=column if pooled else shapes[0][1],
+        pooled=pooled,
+        optimizer=optimizer,
+        placeholder=torch.zeros(0, requires_grad=optimizer is not None),
+    )
+
+
+class _FusedFunction(torch.autograd.Function):
+    """A lookup whose backward updates the tables."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        placeholder: Tensor,
+        weights: Tensor | None,
+        kernel: OwnKernel,
+        ids: Tensor,
+        lengths: Tensor,
+        lr: float,
+    ) -> Tensor:
+        ctx.save_for_backward(ids, lengths, weights)  # type: ignore[arg-type]
+        ctx.kernel, ctx.lr = kernel, lr  # type: ignore[attr-defined]
+        return kernel.look_up(ids, lengths, weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        ids, lengths, weights = ctx.saved_tensors
+        kernel: OwnKernel = ctx.kernel
+        of_weights = None
+        if ctx.needs_input_grad[1]:
+            # Of the rows as they were looked up, so before the step.
+            of_weights = kernel.weight_gradient(ids, lengths, gradient)
+        kernel.update(ids, lengths, weights, gradient, ctx.lr)
+        return None, of_weights, None, None, None, None
+
+
+def _memory(views: Sequence[Tensor]) -> Tensor | None:
+    """The whole storage of the views, flat; None if they have several, or are not dense."""
+    if not views or any(not one.is_contiguous() for one in views):
+        return None
+    storage = views[0].untyped_storage()
+    if any(one.untyped_storage().data_ptr() != storage.data_ptr() for one in views):
+        return None
+    return torch.empty(0, dtype=views[0].dtype).set_(storage)
+
+
+def _with_neighbouring_columns(gradient: Tensor) -> Tensor:
+    return gradient if gradient.stride(1) == 1 else gradient.contiguous()

@@ -1,0 +1,296 @@
+// update: the gradient of each distinct row and the optimizer's step on it, table by table.
+// sum_gradient: the same gradients, given out. rowwise_adagrad: the step alone, on rows that are given.
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include <cmath>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "gradient.h"
+#include "slots.h"
+#include "vectors.h"
+
+namespace shardrec {
+namespace {
+
+// As shardrec.lookup.own_kernel numbers them.
+enum Rule : int64_t { kSgd = 0, kAdagrad = 1, kRowwiseAdagrad = 2 };
+
+template <int Lanes, int Width>
+SHARDREC_INLINE float sum_of_squares(const Row<Lanes, Width>& row, int64_t width) {
+  constexpr int wide = Width ? std::min(Lanes, Width) : Lanes;
+  Vector<wide> squares = {};
+  float total = 0.0f;
+  for_vectors<Lanes, Width>(width, [&](int64_t i, auto tag) SHARDREC_BODY {
+    const Vector<tag.lanes> part = row.at(i, tag) * row.at(i, tag);
+    if constexpr (tag.lanes == wide) {
+      squares += part;
+    } else {
+      for (int j = 0; j < tag.lanes; ++j) total += part[j];
+    }
+  });
+  for (int j = 0; j < wide; ++j) total += squares[j];
+  return total;
+}
+
+struct Setting {
+  float* weights;
+  float* states;
+  float rate;  // minus the learning rate
+  float eps;
+};
+
+template <int64_t Kind>
+struct Update {
+  Setting setting;
+  float* table = nullptr;
+  float* state = nullptr;
+
+  SHARDREC_INLINE void begin(const Slot& slot) {
+    table = setting.weights + slot.base;
+    if (Kind != kSgd) state = setting.states + slot.state;
+  }
+
+  SHARDREC_INLINE void ahead(int64_t row, int64_t width) const {
+    prefetch_row_to_write(table + row * width, width);
+    if (Kind == kRowwiseAdagrad) __builtin_prefetch(state + row, 1);
+    if (Kind == kAdagrad) prefetch_row_to_write(state + row * width, width);
+  }
+
+  template <int Lanes, int Width>
+  SHARDREC_INLINE void row(int64_t row, const Row<Lanes, Width>& gradient, int64_t width) const {
+    float* const to = table + row * width;
+    if constexpr (Kind == kAdagrad) {
+      for_vectors<Lanes, Width>(width, [&](int64_t i, auto tag) SHARDREC_BODY {
+        float* const sums = state + row * width + i;
+        const Vector<tag.lanes> change = gradient.at(i, tag);
+        store<tag.lanes>(sums, load<tag.lanes>(sums) + change * change);
+        float roots[tag.lanes];
+        for (int j = 0; j < tag.lanes; ++j) roots[j] = __builtin_sqrtf(sums[j]);
+        const Vector<tag.lanes> step = setting.rate * change / (load<tag.lanes>(roots) + setting.eps);
+        store<tag.lanes>(to + i, load<tag.lanes>(to + i) + step);
+      });
+    } else {
+      float rate = setting.rate;
+      if constexpr (Kind == kRowwiseAdagrad) {
+        const float sum = state[row] += sum_of_squares<Lanes, Width>(gradient, width) / float(width);
+        rate /= std::sqrt(sum) + setting.eps;
+      }
+      for_vectors<Lanes, Width>(width, [&](int64_t i, auto tag) SHARDREC_BODY {
+        store<tag.lanes>(to + i, load<tag.lanes>(to + i) + gradient.at(i, tag) * rate);
+      });
+    }
+  }
+};
+
+struct Collect {
+  int64_t* rows;
+  float* values;
+  float* squares;
+  int64_t base = 0;
+
+  SHARDREC_INLINE void begin(const Slot& slot) { base = slot.base / slot.width; }
+  SHARDREC_INLINE void ahead(int64_t, int64_t) const {}
+
+  template <int Lanes, int Width>
+  SHARDREC_INLINE void row(int64_t row, const Row<Lanes, Width>& gradient, int64_t width) {
+    *rows++ = base + row;
+    *squares++ = sum_of_squares<Lanes, Width>(gradient, width);
+    for_vectors<Lanes, Width>(width, [&](int64_t i, auto tag) SHARDREC_BODY {
+      store<tag.lanes>(values + i, gradient.at(i, tag));
+    });
+    values += width;
+  }
+};
+
+void find(const Gradient& gradient, const at::Tensor& ids, const Task& task, Found& found) {
+  const bool sound = ids.scalar_type() == at::kInt
+      ? run(Find<int32_t>{gradient, ids.const_data_ptr<int32_t>(), task, found}, 0, 1)
+      : run(Find<int64_t>{gradient, ids.const_data_ptr<int64_t>(), task, found}, 0, 1);
+  TORCH_CHECK(sound, "shardrec: an id is not a row of its table");
+}
+
+template <int64_t Kind>
+void update_by(const Gradient& gradient, const at::Tensor& ids, const Setting& setting) {
+  const std::vector<Task> tasks = tasks_of(gradient, true);
+  run_tasks(tasks, [&](size_t number, Found& found) {
+    find(gradient, ids, tasks[number], found);
+    Update<Kind> use{setting};
+    run(Visit<Update<Kind>>{gradient, tasks[number], found, use}, 0, 1);
+  });
+}
+
+void update(
+    const at::Tensor& weights, const std::optional<at::Tensor>& states, const at::Tensor& slots, const at::Tensor& ids,
+    const at::Tensor& lengths, const std::optional<at::Tensor>& id_weights, const at::Tensor& gradient, bool pooled,
+    int64_t rule, double lr, double eps) {
+  check_dense(weights, "weights");
+  TORCH_CHECK(weights.scalar_type() == at::kFloat, "shardrec: weights are float32");
+  std::vector<Slot> list = slots_of(slots, weights.numel());
+  const Bags bags = bags_of(ids, lengths, id_weights, slots.size(0));
+  check_gradient(gradient, list, bags, pooled);
+  TORCH_CHECK(rule == kSgd || rule == kAdagrad || rule == kRowwiseAdagrad, "shardrec: there is no rule ", rule);
+  Setting setting{weights.data_ptr<float>(), nullptr, float(-lr), float(eps)};
+  if (rule != kSgd) {
+    TORCH_CHECK(states && states->scalar_type() == at::kFloat, "shardrec: the rule needs float32 states");
+    check_dense(*states, "states");
+    setting.states = states->data_ptr<float>();
+    for (const Slot& slot : list) {
+      const int64_t size = rule == kAdagrad ? slot.rows * slot.width : slot.rows;
+      TORCH_CHECK(size <= states->numel() - slot.state, "shardrec: a table lies outside of the states");
+    }
+  }
+  const Gradient found = gradient_of(std::move(list), bags, gradient, pooled);
+  switch (rule) {
+    case kSgd: return update_by<kSgd>(found, ids, setting);
+    case kAdagrad: return update_by<kAdagrad>(found, ids, setting);
+    default: return update_by<kRowwiseAdagrad>(found, ids, setting);
+  }
+}
+
+// Slots of one width, whose tables are one matrix of `rows` rows; a slot with base < 0 is not of it.
+std::vector<Slot> matrix_slots(const at::Tensor& bases, const at::Tensor& columns, int64_t width, int64_t rows) {
+  check_dense(bases, "bases");
+  check_dense(columns, "columns");
+  TORCH_CHECK(
+      bases.scalar_type() == at::kLong && columns.scalar_type() == at::kLong && bases.numel() == columns.numel() &&
+          width > 0,
+      "shardrec: bases and columns are (slots,) int64");
+  const int64_t* base = bases.const_data_ptr<int64_t>();
+  const int64_t* column = columns.const_data_ptr<int64_t>();
+  std::vector<int64_t> starts;
+  for (int64_t s = 0; s < bases.numel(); ++s) {
+    if (base[s] >= 0) starts.push_back(base[s]);
+  }
+  std::sort(starts.begin(), starts.end());
+  starts.push_back(rows);
+  std::vector<Slot> found;
+  for (int64_t s = 0; s < bases.numel(); ++s) {
+    Slot slot{-1, 0, 0, width, column[s], 0};
+    if (base[s] >= 0) {
+      const int64_t end = *std::upper_bound(starts.begin(), starts.end() - 1, base[s]);
+      TORCH_CHECK(base[s] <= end && end <= rows && end - base[s] <= std::numeric_limits<int32_t>::max() &&
+          column[s] >= 0, "shardrec: a slot lies outside of its matrix");
+      slot = {base[s], base[s] * width, end - base[s], width, column[s], 0};
+    }
+    found.push_back(slot);
+  }
+  return found;
+}
+
+int64_t distinct_rows(const Gradient& gradient, const Task& task, const Found& found) {
+  if (!task.summed) {
+    int64_t count = 0;
+    for (int64_t i = 0; i < found.count; ++i) {
+      count += i == 0 || found.sorted[i] >> 32 != found.sorted[i - 1] >> 32;
+    }
+    return count;
+  }
+  int64_t rows = 0, count = 0;
+  for (int64_t t = task.first; t < task.last; ++t) rows += gradient.tables[t].slot.rows;
+  for (int64_t row = 0; row < rows; ++row) count += found.touched.get()[row];
+  return count;
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> sum_gradient(
+    const at::Tensor& ids, const at::Tensor& lengths, const std::optional<at::Tensor>& weights,
+    const at::Tensor& gradient, const at::Tensor& bases, const at::Tensor& columns, int64_t width, bool pooled,
+    int64_t rows) {
+  std::vector<Slot> list = matrix_slots(bases, columns, width, rows);
+  const Bags bags = bags_of(ids, lengths, weights, bases.numel());
+  std::vector<Slot> used;
+  std::copy_if(list.begin(), list.end(), std::back_inserter(used), [](const Slot& slot) { return slot.table >= 0; });
+  check_gradient(gradient, used, bags, pooled);
+  const Gradient found = gradient_of(std::move(list), bags, gradient, pooled);
+  const std::vector<Task> tasks = tasks_of(found, false);
+  std::vector<Found> parts(tasks.size());
+  std::vector<int64_t> places(tasks.size() + 1);
+  run_tasks(tasks, [&](size_t number, Found&) {
+    find(found, ids, tasks[number], parts[number]);
+    places[number + 1] = distinct_rows(found, tasks[number], parts[number]);
+  });
+  for (size_t number = 0; number < tasks.size(); ++number) places[number + 1] += places[number];
+  auto distinct = at::empty({places.back()}, at::kLong);
+  auto values = at::empty({places.back(), width}, at::kFloat);
+  auto squares = at::empty({places.back()}, at::kFloat);
+  run_tasks(tasks, [&](size_t number, Found&) {
+    const int64_t place = places[number];
+    Collect use{
+        distinct.data_ptr<int64_t>() + place, values.data_ptr<float>() + place * width,
+        squares.data_ptr<float>() + place};
+    run(Visit<Collect>{found, tasks[number], parts[number], use}, 0, 1);
+  });
+  return {distinct, values, squares};
+}
+
+struct Step {
+  float* table;
+  int64_t rows;
+  int64_t width;
+  float* states;
+  const int64_t* row;
+  const float* values;
+  const float* mean_squares;
+  float rate;
+  float eps;
+
+  template <int Lanes>
+  SHARDREC_INLINE bool run(int64_t begin, int64_t end) const {
+    for (int64_t u = begin; u < end; ++u) {
+      if (u + kOccurrencesAhead < end) {
+        prefetch_row_to_write(table + row[u + kOccurrencesAhead] * width, width);
+        __builtin_prefetch(states + row[u + kOccurrencesAhead], 1);
+      }
+      if (uint64_t(row[u]) >= uint64_t(rows)) return false;
+      const float sum = states[row[u]] += mean_squares[u];
+      const float step = rate / (std::sqrt(sum) + eps);
+      float* const to = table + row[u] * width;
+      const float* const from = values + u * width;
+      for_vectors<Lanes, 0>(width, [&](int64_t i, auto tag) SHARDREC_BODY {
+        store<tag.lanes>(to + i, load<tag.lanes>(to + i) + load<tag.lanes>(from + i) * step);
+      });
+    }
+    return true;
+  }
+};
+
+void rowwise_adagrad(
+    const at::Tensor& weight, const at::Tensor& state, const at::Tensor& rows, const at::Tensor& values,
+    const at::Tensor& mean_squares, double lr, double eps) {
+  for (const at::Tensor& one : {weight, state, rows, values, mean_squares}) check_dense(one, "every tensor");
+  const int64_t width = weight.size(1), count = rows.numel();
+  TORCH_CHECK(
+      state.numel() == weight.size(0) && values.numel() == count * width && mean_squares.numel() == count,
+      "shardrec: the update does not fit the table");
+  const Step job{
+      weight.data_ptr<float>(), weight.size(0), width, state.data_ptr<float>(), rows.const_data_ptr<int64_t>(),
+      values.const_data_ptr<float>(), mean_squares.const_data_ptr<float>(), float(-lr), float(eps)};
+  at::parallel_for(0, count, 4096, [&](int64_t begin, int64_t end) {
+    TORCH_CHECK(run(job, begin, end), "shardrec: a row outside of its table");
+  });
+}
+
+}  // namespace
+}  // namespace shardrec
+
+TORCH_LIBRARY_FRAGMENT(shardrec, library) {
+  library.def(
+      "update(Tensor(a!) weights, Tensor(b!)? states, Tensor slots, Tensor ids, Tensor lengths, Tensor? id_weights, "
+      "Tensor gradient, bool pooled, int rule, float lr, float eps) -> ()");
+  library.def(
+      "sum_gradient(Tensor ids, Tensor lengths, Tensor? weights, Tensor gradient, Tensor bases, Tensor columns, "
+      "int width, bool pooled, int rows) -> (Tensor, Tensor, Tensor)");
+  library.def(
+      "rowwise_adagrad(Tensor(a!) weight, Tensor(b!) state, Tensor rows, Tensor values, Tensor mean_squares, "
+      "float lr, float eps) -> ()");
+}
+
+TORCH_LIBRARY_IMPL(shardrec, CPU, library) {
+  library.impl("update", shardrec::update);
+  library.impl("sum_gradient", shardrec::sum_gradient);
+  library.impl("rowwise_adagrad", shardrec::rowwise_adagrad);
+}
