@@ -26,7 +26,7 @@ from torch import Tensor
 from shardrec import native
 from shardrec.lookup.kernels import has_kernel, kernel_states, make_kernel, set_first_sums
 from shardrec.lookup.optimizers import FusedOptimizer
-from shardrec.lookup.own_kernel import own_kernel
+from shardrec.lookup.own_kernel import OwnKernel, own_kernel
 
 __all__ = ["RowGradient", "TableBank", "WidthClass"]
 
@@ -140,7 +140,9 @@ class TableBank:
         self.classes = self._classes(order, flat.detach()) if optimizer is None else ()
         widths = [self.shapes[table][1] for table in self.slot_tables]
         self._columns = torch.tensor([0, *accumulate(widths)][:-1], dtype=torch.int64)
-        self._own = own_kernel(self.shapes, self.slot_tables, self.weights, self.states(), optimizer, pooled=pooled)
+        self._own: OwnKernel | None = None
+        if native.has_kernels():
+            self._own = own_kernel(self.shapes, self.slot_tables, self.weights, self.states(), optimizer, pooled=pooled)
 
     def states(self) -> list[dict[str, Tensor]]:
         """Per table, the kernel's optimizer states by name (views); empty dicts without fused optimizer."""
@@ -149,19 +151,26 @@ class TableBank:
         states = kernel_states(self.kernel, self.optimizer)
         return [states[self._place[table]] for table in range(len(self.shapes))]
 
-    def look_up(self, ids: Tensor, lengths: Tensor, weights: Tensor | None) -> Tensor:
+    @property
+    def writes_in_place(self) -> bool:
+        """Whether :meth:`look_up` takes memory to write to."""
+        return self._own is not None and self.pooled
+
+    def look_up(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, out: Tensor | None = None) -> Tensor:
         """Sums of rows, or the rows.
 
         Args:
             ids: (N,) rows of each slot's table, slot after slot.
             lengths: (S, B_all) int32, ids of each bag.
             weights: (N,) float32 or None.
+            out: (B_all, D) float32 to write the sums to, where :attr:`writes_in_place`; its rows may lie apart.
 
         Returns:
-            (B_all, D) float32, or (N, w) without pooling. With a fused optimizer, its backward updates the weights.
+            (B_all, D) float32, or (N, w) without pooling; ``out`` if it is given. With a fused optimizer, its backward updates the weights.
         """
-        if self._own is not None and native.has_kernels():
-            return self._own(ids, lengths, weights, self._lr)
+        if self._own is not None:
+            return self._own(ids, lengths, weights, self._lr, out)
+        assert out is None, "only kernels of our own write in place"
         if self.kernel is None:
             return self._look_up_in_torch(ids, lengths, weights)
         offsets = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths.reshape(-1))
@@ -213,7 +222,7 @@ class TableBank:
 
     def weight_gradient(self, ids: Tensor, lengths: Tensor, gradient: Tensor) -> Tensor:
         """(N,) gradient of the ids' weights; arguments as :meth:`row_gradients` takes them."""
-        if self._own is not None and self.pooled and native.has_kernels():
+        if self._own is not None and self.pooled:
             return self._own.weight_gradient(ids.contiguous(), lengths.to(torch.int32).contiguous(), gradient)
         found = gradient.new_zeros(ids.numel())
         for cls, part in zip(self.classes, self._ids_by_class(ids, lengths, None), strict=True):

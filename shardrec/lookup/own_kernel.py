@@ -50,22 +50,30 @@ class OwnKernel:
     optimizer: FusedOptimizer | None
     placeholder: Tensor
 
-    def __call__(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, lr: float) -> Tensor:
+    def __call__(
+        self, ids: Tensor, lengths: Tensor, weights: Tensor | None, lr: float, out: Tensor | None = None
+    ) -> Tensor:
         """(B_all, D) or (N, w) float32, from ``ids`` (N,), ``lengths`` (S, B_all) and ``weights`` (N,) or None.
 
-        With an optimizer, the backward updates the tables with the learning rate ``lr``.
+        With an optimizer, the backward updates the tables with the learning rate ``lr``. ``out`` (B_all, D), of pooled
+        sums, is where they are written, if it is given; its rows may lie apart.
         """
         ids, lengths = ids.contiguous(), lengths.to(torch.int32).contiguous()
         weights = None if weights is None or not self.pooled else weights.contiguous()
         if self.optimizer is None or not torch.is_grad_enabled():
-            return self.look_up(ids, lengths, weights)
+            return self.look_up(ids, lengths, weights, out)
+        # In a list, for a result that were an argument, too, would count as a view of it.
+        place = [] if out is None else [out]
         found: Tensor = _FusedFunction.apply(  # type: ignore[no-untyped-call]
-            self.placeholder, weights, self, ids, lengths, lr
+            self.placeholder, weights, self, ids, lengths, lr, place
         )
         return found
 
-    def look_up(self, ids: Tensor, lengths: Tensor, weights: Tensor | None) -> Tensor:
+    def look_up(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, out: Tensor | None = None) -> Tensor:
         """The same without gradient; ``lengths`` are int32, and all are contiguous."""
+        if out is not None:
+            torch.ops.shardrec.look_up_into(out, self.weights, self.slots, ids, lengths, weights)
+            return out
         found: Tensor = torch.ops.shardrec.look_up(
             self.weights, self.slots, ids, lengths, weights, self.columns, self.pooled
         )
@@ -154,10 +162,11 @@ class _FusedFunction(torch.autograd.Function):
         ids: Tensor,
         lengths: Tensor,
         lr: float,
+        place: list[Tensor],
     ) -> Tensor:
         ctx.save_for_backward(ids, lengths, weights)  # type: ignore[arg-type]
         ctx.kernel, ctx.lr = kernel, lr  # type: ignore[attr-defined]
-        return kernel.look_up(ids, lengths, weights)
+        return kernel.look_up(ids, lengths, weights, *place)
 
     @staticmethod
     @once_differentiable
@@ -169,7 +178,7 @@ class _FusedFunction(torch.autograd.Function):
             # Of the rows as they were looked up, so before the step.
             of_weights = kernel.weight_gradient(ids, lengths, gradient)
         kernel.update(ids, lengths, weights, gradient, ctx.lr)
-        return None, of_weights, None, None, None, None
+        return None, of_weights, None, None, None, None, None
 
 
 def _memory(views: Sequence[Tensor]) -> Tensor | None:

@@ -5,9 +5,9 @@ Shapes: S slots of this rank, B_all the samples of all ranks, N ids, D pooled co
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -71,6 +71,7 @@ class ShardLookup:
         ]
         self.shards = tuple(shard for member in self._members for shard in member.shards)
         self._placeholder = torch.zeros(0, device=device, requires_grad=True)
+        self._width = sum(map(_width, self._members))
 
     def weight(self, shard: Shard) -> Tensor:
         """(rows, cols) weights of one of this rank's shards, a view of the kernel's memory."""
@@ -118,15 +119,36 @@ class ShardLookup:
             if member.group.mode is GroupMode.DENSE:
                 member.parameters = tuple(parameters[shard] for shard in member.shards)
 
-    def __call__(self, ids: ShardInput) -> Tensor:
-        """(B_all, D) float32 pooled columns, group after group."""
+    def __call__(self, ids: ShardInput, room: Callable[[int], Tensor] | None = None) -> Tensor:
+        """(B_all, D) float32 pooled columns, group after group.
+
+        Args:
+            ids: what to look up.
+            room: makes the (n,) memory of the result.
+        """
+        batch = sum(ids.batch_sizes)
+        if (
+            room is not None
+            and self._width
+            and all(one.bank is None or one.bank.writes_in_place for one in self._members)
+        ):
+            whole = room(batch * self._width).view(batch, self._width)
+            edges = [0, *accumulate(_width(member) for member in self._members)]
+            spans = list(pairwise(edges))
+            parts = self._rows(ids, [_columns(whole, *span) for span in spans])
+            joined: Tensor = _Joined.apply([whole], spans, *parts)  # type: ignore[no-untyped-call]
+            return joined
         pooled = self.rows(ids)
         if not pooled:
-            return self._placeholder.new_zeros((sum(ids.batch_sizes), 0))
+            return self._placeholder.new_zeros((batch, 0))
         return pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=1)
 
     def rows(self, ids: ShardInput) -> list[Tensor]:
         """Per group, (B_all, D_group) pooled columns, or (n, w) rows without pooling."""
+        return self._rows(ids, None)
+
+    def _rows(self, ids: ShardInput, places: Sequence[Tensor] | None) -> list[Tensor]:
+        """:meth:`rows`, with the place of each group's pooled columns, if all the banks write in place."""
         starts = [0, *accumulate(ids.group_ids)]
         slot = 0
         found = []
@@ -137,6 +159,7 @@ class ShardLookup:
                 ids=ids.ids[span],
                 lengths=ids.lengths[slot : slot + count],
                 weights=None if ids.weights is None else ids.weights[span],
+                out=None if places is None or not count else places[index],
             )
             slot += count
             found.append(self._look_up(member, part, sum(ids.batch_sizes)))
@@ -148,10 +171,10 @@ class ShardLookup:
             return empty.requires_grad_() if torch.is_grad_enabled() else empty
         if member.group.mode is GroupMode.FUSED:
             assert member.bank is not None, "only whole-row groups go on without a bank"
-            return member.bank.look_up(part.ids, part.lengths, part.weights)
+            return member.bank.look_up(part.ids, part.lengths, part.weights, part.out)
         if member.group.mode is GroupMode.DENSE:
             assert member.bank is not None, "only whole-row groups go on without a bank"
-            return dense_lookup(member.bank, part.ids, part.lengths, part.weights, member.parameters)
+            return dense_lookup(member.bank, part.ids, part.lengths, part.weights, member.parameters, part.out)
         pooled: Tensor = _RowsFunction.apply(  # type: ignore[no-untyped-call]
             self._placeholder, part.weights, member, part, batch
         )
@@ -190,11 +213,13 @@ class ShardLookup:
 
 @dataclass(frozen=True, kw_only=True)
 class _GroupInput:
-    """A group's part of the input: ``ids`` (N,), ``lengths`` (S, B_all), ``weights`` (N,) or None."""
+    """A group's part of the input: ``ids`` (N,), ``lengths`` (S, B_all), ``weights`` (N,) or None; ``out`` for what
+    is looked up, or None."""
 
     ids: Tensor
     lengths: Tensor
     weights: Tensor | None
+    out: Tensor | None = None
 
 
 def _member(
@@ -215,6 +240,33 @@ def _member(
         rows = RowOptimizer(bank.classes, len(shards), group.optimizer)
     whole = WholeRows(group.layouts, shards, collectives) if group.mode is GroupMode.WHOLE_ROWS else None
     return _Member(group=group, shards=shards, slots=slots, bank=bank, rows=rows, whole_rows=whole)
+
+
+def _width(member: _Member) -> int:
+    """Pooled columns of a group on this rank."""
+    return sum(slot.shard.cols for slot in member.slots)
+
+
+def _columns(whole: Tensor, start: int, end: int) -> Tensor:
+    """Some columns of a dense matrix, as a tensor of its own: autograd does not see that it is part of another."""
+    found = whole.new_empty(0)
+    return found.set_(
+        whole.untyped_storage(), whole.storage_offset() + start, (whole.size(0), end - start), whole.stride()
+    )
+
+
+class _Joined(torch.autograd.Function):
+    """Columns that lie side by side in one matrix already, as that matrix: ``cat`` without its copy."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, whole: list[Tensor], spans: list[tuple[int, int]], *parts: Tensor) -> Tensor:
+        ctx.spans = spans  # type: ignore[attr-defined]
+        return whole[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *(gradient[:, start:end] for start, end in ctx.spans)
 
 
 def _empty_shape(member: _Member, batch: int) -> tuple[int, int]:
@@ -240,10 +292,11 @@ class _RowsFunction(torch.autograd.Function):
         part: _GroupInput,
         batch: int,
     ) -> Tensor:
-        ctx.member, ctx.part = member, part  # type: ignore[attr-defined]
+        # Without the place of the result, which knows this function and would never go.
+        ctx.member, ctx.part = member, replace(part, out=None)  # type: ignore[attr-defined]
         if member.bank is None:
             return placeholder.new_zeros(_empty_shape(member, batch))
-        return member.bank.look_up(part.ids, part.lengths, part.weights)
+        return member.bank.look_up(part.ids, part.lengths, part.weights, part.out)
 
     @staticmethod
     @once_differentiable
@@ -266,7 +319,12 @@ class _RowsFunction(torch.autograd.Function):
 
 
 def dense_lookup(
-    bank: TableBank, ids: Tensor, lengths: Tensor, weights: Tensor | None, parameters: Sequence[nn.Parameter]
+    bank: TableBank,
+    ids: Tensor,
+    lengths: Tensor,
+    weights: Tensor | None,
+    parameters: Sequence[nn.Parameter],
+    out: Tensor | None = None,
 ) -> Tensor:
     """A lookup that gives each table's parameter a dense gradient, summed in float32, in the parameter's dtype.
 
@@ -276,21 +334,31 @@ def dense_lookup(
         lengths: (S, B).
         weights: (N,) or None.
         parameters: one (rows, cols) parameter per table of the bank.
+        out: as :meth:`TableBank.look_up` takes it.
 
     Returns:
         (B, D) float32.
     """
-    pooled: Tensor = _DenseFunction.apply(bank, ids, lengths, weights, *parameters)  # type: ignore[no-untyped-call]
+    place = [] if out is None else [out]
+    pooled: Tensor = _DenseFunction.apply(  # type: ignore[no-untyped-call]
+        bank, ids, lengths, weights, place, *parameters
+    )
     return pooled
 
 
 class _DenseFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: FunctionCtx, bank: TableBank, ids: Tensor, lengths: Tensor, weights: Tensor | None, *parameters: Tensor
+        ctx: FunctionCtx,
+        bank: TableBank,
+        ids: Tensor,
+        lengths: Tensor,
+        weights: Tensor | None,
+        place: list[Tensor],
+        *parameters: Tensor,
     ) -> Tensor:
         ctx.bank, ctx.input = bank, (ids, lengths, weights)  # type: ignore[attr-defined]
-        return bank.look_up(ids, lengths, weights)
+        return bank.look_up(ids, lengths, weights, *place)
 
     @staticmethod
     @once_differentiable
@@ -303,4 +371,4 @@ class _DenseFunction(torch.autograd.Function):
             for position, table in enumerate(cls.tables):
                 per_table[table] = dense[cls.bases[position] : cls.bases[position + 1]]
         of_weights = bank.weight_gradient(ids, lengths, gradient) if ctx.needs_input_grad[3] else None
-        return None, None, None, of_weights, *per_table
+        return None, None, None, of_weights, None, *per_table

@@ -219,15 +219,20 @@ class _BagCall:
         collection = self._collection
         self._served = served
         if not self.prepared.differentiable:
-            self._pooled = collection._shards(served)
+            self._pooled = collection._shards(served, self._room)
         else:
             weights = received_weights(addressed, served, collection.context.collectives)
-            self._pooled = tied(collection._shards(replace(served, weights=weights)), weights)
+            self._pooled = tied(collection._shards(replace(served, weights=weights), self._room), weights)
         hosts = collection._output.hosts
         if hosts is None:
             return None
         self._pooled, stream = hosts.divide(self._pooled, served.batch_sizes)
         return stream
+
+    def _room(self, numel: int) -> Tensor:
+        """Memory for pooled rows, which most of the time are sent as they lie."""
+        collection = self._collection
+        return collection.context.collectives.room(numel, collection.device)
 
     def outgoing(self, inside: BlocksInFlight | None, stream: int) -> Stream:
         """The pooled rows for the ranks that asked."""

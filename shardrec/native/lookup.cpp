@@ -349,7 +349,7 @@ void pool_into(const at::Tensor& output, const Call& call, const at::Tensor& wei
   job.bags = call.bags;
   job.ids = ids.const_data_ptr<Id>();
   job.output = output.data_ptr<float>();
-  job.columns = output.size(1);
+  job.columns = output.stride(0);
   job.streamed = is_streamed(output) && job.columns % 16 == 0;
   std::vector<int64_t> places(job.slot_count * at::get_num_threads());
   job.places = places.data();
@@ -369,15 +369,19 @@ void rows_into(const at::Tensor& output, const Call& call, const at::Tensor& wei
   run_parallel(job, output.size(0), 1024);
 }
 
-at::Tensor look_up(
-    const at::Tensor& weights, const at::Tensor& slots, const at::Tensor& ids, const at::Tensor& lengths,
-    const std::optional<at::Tensor>& id_weights, int64_t columns, bool pooled) {
-  const Call call = call_of(weights, slots, ids, lengths, id_weights);
+void check_columns(const Call& call, int64_t columns, bool pooled) {
   for (const Slot& slot : call.slots) {
     TORCH_CHECK(
         pooled ? slot.width <= columns - slot.column : slot.width == columns,
         "shardrec: a slot lies outside of the output");
   }
+}
+
+at::Tensor look_up(
+    const at::Tensor& weights, const at::Tensor& slots, const at::Tensor& ids, const at::Tensor& lengths,
+    const std::optional<at::Tensor>& id_weights, int64_t columns, bool pooled) {
+  const Call call = call_of(weights, slots, ids, lengths, id_weights);
+  check_columns(call, columns, pooled);
   const bool narrow = ids.scalar_type() == at::kInt;
   auto output = at::empty({pooled ? call.bags.samples : call.bags.count, columns}, at::kFloat);
   ask_for_huge_pages(output);
@@ -387,6 +391,20 @@ at::Tensor look_up(
     narrow ? rows_into<int32_t>(output, call, weights, ids) : rows_into<int64_t>(output, call, weights, ids);
   }
   return output;
+}
+
+void look_up_into(
+    const at::Tensor& output, const at::Tensor& weights, const at::Tensor& slots, const at::Tensor& ids,
+    const at::Tensor& lengths, const std::optional<at::Tensor>& id_weights) {
+  const Call call = call_of(weights, slots, ids, lengths, id_weights);
+  TORCH_CHECK(
+      output.dim() == 2 && output.size(0) == call.bags.samples && output.scalar_type() == at::kFloat &&
+          output.device().is_cpu() && (output.stride(1) == 1 || output.size(1) <= 1 || output.size(0) == 0) &&
+          (output.stride(0) >= output.size(1) || output.size(0) <= 1),
+      "shardrec: the output is (samples, columns) float32 on the CPU with neighbouring columns");
+  check_columns(call, output.size(1), true);
+  ids.scalar_type() == at::kInt ? pool_into<int32_t>(output, call, weights, ids)
+                                : pool_into<int64_t>(output, call, weights, ids);
 }
 
 template <class Id>
@@ -426,10 +444,14 @@ TORCH_LIBRARY_FRAGMENT(shardrec, library) {
       "look_up(Tensor weights, Tensor slots, Tensor ids, Tensor lengths, Tensor? id_weights, int columns, bool pooled) "
       "-> Tensor");
   library.def(
+      "look_up_into(Tensor(a!) output, Tensor weights, Tensor slots, Tensor ids, Tensor lengths, Tensor? id_weights) "
+      "-> ()");
+  library.def(
       "weight_gradient(Tensor weights, Tensor slots, Tensor ids, Tensor lengths, Tensor gradient) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(shardrec, CPU, library) {
   library.impl("look_up", shardrec::look_up);
+  library.impl("look_up_into", shardrec::look_up_into);
   library.impl("weight_gradient", shardrec::weight_gradient);
 }
