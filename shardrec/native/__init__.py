@@ -8,6 +8,8 @@
     the transpose of it, in place
 ``are_sound(lengths, values, limits)``
     whether lengths and ids are valid, for :mod:`shardrec.exchange.check`
+``cut_ids(ids, lengths, weights, units, slots, positions)``
+    a batch cut by rows, slot by slot, for :mod:`shardrec.exchange.cut`
 ``look_up(weights, slots, ids, lengths, id_weights, columns, pooled)``
     sums of rows, or rows, of many tables, for :mod:`shardrec.lookup.own_kernel`
 ``update(weights, states, slots, ids, lengths, id_weights, gradient, pooled, rule, lr, eps)``
@@ -44,7 +46,7 @@ from shardrec.errors import ConfigError
 
 __all__ = ["has_kernels", "is_loaded", "library_path"]
 
-_NEWEST = "update"  # an operator that libraries built from older sources do not have
+_NEWEST = "cut_ids"  # an operator that libraries built from older sources do not have
 
 
 def library_path() -> Path | None:

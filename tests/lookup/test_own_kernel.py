@@ -109,16 +109,29 @@ class Drawn:
 @given(rng=randoms())
 def test_gives_what_torch_and_fbgemm_give(rng: Random) -> None:
     drawn = Drawn(rng, pooled=rng.random() < 0.7)
-    bank = drawn.bank(rng.choice([None, *OPTIMIZERS]))
+    optimizer = rng.choice([None, *OPTIMIZERS])
+    bank = drawn.bank(optimizer)
+    with fbgemm():
+        other = drawn.bank(optimizer)
+    assert (bank.writes_in_place, other.writes_in_place) == (drawn.pooled, False)
+    for mine, same in zip(bank.weights, other.weights, strict=True):
+        same.copy_(mine)
     ids, lengths, weights = drawn.batch()
     found = bank.look_up(ids, lengths, weights).detach()
-    with fbgemm():
-        theirs = bank.look_up(ids, lengths, weights).detach()
+    theirs = other.look_up(ids, lengths, weights).detach()
     expected = drawn.reference([one.double() for one in bank.weights], ids, lengths, weights)
     torch.testing.assert_close(found, theirs, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-5)
     with torch.inference_mode():
         assert torch.equal(bank.look_up(ids, lengths, weights), found)
+    if drawn.pooled:
+        columns = found.size(1)
+        whole = torch.full((found.size(0), columns + 7), 3.0)
+        place = whole[:, 5 : 5 + columns]
+        with torch.no_grad():
+            assert bank.look_up(ids, lengths, weights, place) is place
+        assert torch.equal(place, found)
+        assert bool((whole[:, :5] == 3.0).all() & (whole[:, 5 + columns :] == 3.0).all()), "and nothing beside it"
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda one: f"{one.kind.value}-{one.lr:.2f}")
@@ -127,17 +140,16 @@ def test_gives_what_torch_and_fbgemm_give(rng: Random) -> None:
 def test_learns_as_fbgemm_does(optimizer: FusedOptimizer, rng: Random) -> None:
     """Over several steps with a changing rate."""
     drawn = Drawn(rng, pooled=rng.random() < 0.7)
-    own, other = drawn.bank(optimizer), drawn.bank(optimizer)
+    own = drawn.bank(optimizer)
+    with fbgemm():
+        other = drawn.bank(optimizer)
     for step in range(3):
         ids, lengths, weights = drawn.batch()
         gradient = None
         for bank in (own, other):
             bank.set_learning_rate(optimizer.lr / (step + 1))
             learned = None if weights is None else weights.clone().requires_grad_()
-            with pytest.MonkeyPatch.context() as patch:
-                if bank is other:
-                    patch.setenv("SHARDREC_KERNELS", "fbgemm")
-                output = bank.look_up(ids, lengths, learned)
+            output = bank.look_up(ids, lengths, learned)
             gradient = drawn.gradient(output) if gradient is None else gradient
             output.backward(gradient)
             if bank is own:
@@ -236,11 +248,10 @@ def test_gradients_whose_rows_lie_apart() -> None:
 
 
 def test_other_kernels_are_an_error() -> None:
-    bank, ids, lengths = small_bank()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SHARDREC_KERNELS", "mine")
         with pytest.raises(ConfigError, match="'mine'"):
-            bank.look_up(ids, lengths, None)
+            small_bank()
 
 
 def test_calls_that_do_not_fit_are_refused() -> None:

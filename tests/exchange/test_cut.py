@@ -1,0 +1,79 @@
+"""Batches are cut by the C++ operator as by fbgemm's, id by id."""
+
+from __future__ import annotations
+
+from random import Random
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from shardrec import native
+from shardrec.exchange.batch import Batch
+from shardrec.exchange.cut import Cutter
+from tests.batches import random_bags
+from tests.exchange.lookups import random_case
+from tests.plans import randoms
+
+needs_native = pytest.mark.skipif(not native.is_loaded(), reason="the C++ operators were not compiled")
+
+
+@needs_native
+@settings(max_examples=150, deadline=None)
+@given(rng=randoms())
+def test_at_once_as_in_steps(rng: Random) -> None:
+    case = random_case(rng, huge=rng.random() < 0.2, most_ranks=rng.choice([2, 5, 20]))
+    cutter = Cutter(case.route, torch.device("cpu"))
+    weighted, keep = rng.random() < 0.4, rng.random() < 0.5
+    given = random_bags(rng, case.rows, rng.choice([0, 1, 3, 40]), weighted=weighted).kjt(cutter.id_dtype, torch.int32)
+    batch = Batch(
+        keys=tuple(given.keys()),
+        lengths=given.lengths().view(len(given.keys()), -1),
+        values=given.values(),
+        weights=given.weights() if weighted else None,
+    )
+
+    def cut() -> list[Tensor | None]:
+        found = cutter.cut(batch, keep_positions=keep, given=batch)
+        slots = cutter.in_slots(found, int(found.lengths.sum()))
+        return [found.lengths, slots.ids, slots.weights, slots.positions]
+
+    at_once = cut()
+    with patch.object(native, "is_loaded", lambda: False):
+        in_steps = cut()
+    for name, one, other in zip(("lengths", "ids", "weights", "positions"), at_once, in_steps, strict=True):
+        assert (one is None) == (other is None), name
+        if one is not None and other is not None:
+            assert one.dtype == other.dtype, name
+            assert torch.equal(one, other), name
+
+
+@needs_native
+def test_what_does_not_fit_is_refused() -> None:
+    ids, lengths = torch.tensor([0, 5, 9]), torch.tensor([[1, 2]], dtype=torch.int32)
+    halves = [0, 2, 0, 5, 10, 1, 0, 1, 1]  # key 0 in two blocks, a slot each
+
+    def cut(
+        ids: Tensor = ids, lengths: Tensor = lengths, units: list[int] = halves, slots: int = 2
+    ) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = torch.ops.shardrec.cut_ids(ids, lengths, None, units, slots, False)
+        return found
+
+    assert [one.tolist() for one in cut()[:2]] == [[[1, 0], [0, 2]], [0, 0, 4]]
+    for words, wrong in (
+        ("not a row", {"ids": torch.tensor([0, 5, 10])}),
+        ("not a row", {"ids": torch.tensor([0, -1, 9])}),
+        ("not a row", {"ids": torch.tensor([0, 10, 9]), "units": [0, 1, 0, 10, 2, 0, 1]}),
+        ("not a row", {"ids": torch.tensor([0, 10, 9]), "units": [0, 3, 0, 2, 5, 10, 1, 0, 0, 1, 1]}),
+        ("do not fit", {"ids": torch.tensor([0, 5])}),
+        ("negative length", {"lengths": torch.tensor([[4, -1]], dtype=torch.int32)}),
+        ("malformed", {"units": [1, *halves[1:]]}),
+        ("end inside", {"units": halves[:-1]}),
+        ("there twice", {"units": [*halves[:-1], 0]}),
+        ("in no unit", {"slots": 3}),
+        ("int32", {"lengths": lengths.long()}),
+    ):
+        with pytest.raises(RuntimeError, match=words):
+            cut(**wrong)  # type: ignore[arg-type]
