@@ -2,7 +2,31 @@
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+
+class ParallelBuild(build_ext):
+    """Compiles the sources of an extension side by side; each takes half a minute."""
+
+    def build_extension(self, ext: Extension) -> None:
+        """Compile and link."""
+        compile_all = self.compiler.compile
+
+        def compile_each(sources: list[str], *args: Any, **kwargs: Any) -> list[str]:
+            with ThreadPoolExecutor(min(len(sources), os.cpu_count() or 1)) as pool:
+                objects = pool.map(lambda source: compile_all([source], *args, **kwargs), sources)
+                return [one for found in objects for one in found]
+
+        self.compiler.compile = compile_each
+        try:
+            super().build_extension(ext)
+        finally:
+            self.compiler.compile = compile_all
 
 
 def extensions() -> list[Extension]:
@@ -36,4 +60,4 @@ def extensions() -> list[Extension]:
     ]
 
 
-setup(ext_modules=extensions())
+setup(ext_modules=extensions(), cmdclass={"build_ext": ParallelBuild})
