@@ -50,6 +50,8 @@ _FITTED = (
     "shard_us",
     "step_us",
 )
+_BY_CACHE = ("lookup_byte_ns", "cached_byte_ns", "update_byte_ns")
+"""What these add to a time depends on ``cache_bytes``."""
 _CACHES = tuple(2.0**power for power in range(18, 28))
 _USUAL_ERROR = 0.1
 """Relative errors beyond this count less than by their square."""
@@ -86,9 +88,10 @@ def fit(base: Profile, runs: Sequence[tuple[Sequence[Workload], Measured]], *, n
         raise ConfigError(f"{len(times)} times do not determine {len(_FITTED)} coefficients; measure more workloads")
     linked = _with_links(base, [measured for _, measured in runs])
     best: tuple[float, Profile] | None = None
+    known: dict[str, Floats] = {}
     for cache in _CACHES:
         start = replace(linked, cache_bytes=cache, name=name, source=source)
-        found = _solved(start, runs, times)
+        found = _solved(start, runs, times, known)
         errors = [abs(e) for workloads, measured in runs for e in relative_errors(found, workloads, measured)]
         score = float(np.mean(np.square(np.minimum(errors, 1.0))))
         if best is None or score < best[0]:
@@ -105,13 +108,21 @@ def _summary(errors: Sequence[float]) -> dict[str, float]:
     }
 
 
-def _solved(start: Profile, runs: Sequence[tuple[Sequence[Workload], Measured]], times: Floats) -> Profile:
+def _solved(
+    start: Profile, runs: Sequence[tuple[Sequence[Workload], Measured]], times: Floats, known: dict[str, Floats]
+) -> Profile:
+    """The best coefficients for a ``cache_bytes``; ``known`` keeps the columns that do not depend on it."""
+
     def all_predicted(profile: Profile) -> Floats:
         return np.array([predicted_ms(profile, each, run.world) for workloads, run in runs for each in workloads])
 
     nothing = _with(start, dict.fromkeys(_FITTED, 0.0))
     fixed = all_predicted(nothing) / times
-    columns = {name: (all_predicted(_with(nothing, {name: 1.0})) / times) - fixed for name in _FITTED}
+    columns = dict(known)
+    for name in _FITTED:
+        if name not in columns:
+            columns[name] = all_predicted(_with(nothing, {name: 1.0})) / times - fixed
+    known.update({name: column for name, column in columns.items() if name not in _BY_CACHE})
     # What no workload used (the exchange, on one rank) stays as it was.
     used = {name: column for name, column in columns.items() if column.max() > 0}
     matrix = np.array(list(used.values())).T

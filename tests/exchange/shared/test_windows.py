@@ -14,13 +14,13 @@ from shardrec.exchange.shared.windows import Arena, PeerWindows, as_tensor
 from tests.plans import randoms
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(rng=randoms())
 def test_what_is_held_is_not_lent_again(rng: Random) -> None:
     peer = PeerWindows()
     arena = Arena(lambda number, size, descriptor: peer.add(number, size, os.dup(descriptor)))
     held: list[tuple[int, torch.Tensor, torch.Tensor]] = []
-    for step in range(60):
+    for step in range(50):
         if held and rng.random() < 0.45:
             held.pop(rng.randrange(len(held)))
         else:
