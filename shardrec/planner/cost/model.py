@@ -41,6 +41,8 @@ MEMORY = ("weights", "optimizer", "buffers")
 _FLOAT = 4
 _ID = 4
 _WIDE_ID = 8
+_SUMMED_BYTES = 256 << 10
+"""Gradients that our kernels on the CPU add up in an array; those of larger shards are sorted by row."""
 _NS = 1e-6  # ms
 _US = 1e-3  # ms
 
@@ -233,6 +235,8 @@ class CostModel:
         distinct = min(table.distinct(ids / share) * share if share else 0.0, ids)
         beyond = max(0.0, 1 - profile.cache_bytes / max(rows * row_bytes, 1.0))
         from_memory = distinct * beyond * row_bytes
-        decoded = distinct * cols if table.weight_bytes < _FLOAT else 0.0
-        updated = ids * profile.update_id_ns + distinct * profile.update_row_ns + decoded * profile.decode_ns
+        small = rows * cols * _FLOAT <= _SUMMED_BYTES
+        updated = ids * (profile.summed_id_ns if small else profile.update_id_ns) + distinct * profile.update_row_ns
+        if table.weight_bytes < _FLOAT:
+            updated += distinct * cols * profile.decode_ns + ids * profile.decode_id_ns
         return from_memory, ids * row_bytes - from_memory, updated

@@ -33,9 +33,11 @@ class Profile:
         cached_byte_ns: per byte of a row that is still in a cache.
         cache_bytes: rows of tables that fit into this much are always in a cache.
         update_id_ns: per id in backward, besides its bytes.
+        summed_id_ns: the same for ids of a shard so small that the gradients of all its rows stay in a core's cache.
         update_row_ns: per distinct row updated, besides its bytes.
         update_byte_ns: per byte of a row updated in memory.
         decode_ns: per weight of a distinct row that is not float32, for its way to float32 and back.
+        decode_id_ns: per id of such a table, besides; on the CPU it is looked up by other kernels.
         bag_ns: per bag of a shard, in forward and backward together.
         pooled_byte_ns: per byte of pooled columns that a shard writes, or sums inside a host.
         assemble_byte_ns: per byte of pooled columns added up or put in order by the rank that asked for them.
@@ -59,9 +61,11 @@ class Profile:
     cached_byte_ns: float
     cache_bytes: float
     update_id_ns: float
+    summed_id_ns: float
     update_row_ns: float
     update_byte_ns: float
     decode_ns: float
+    decode_id_ns: float
     bag_ns: float
     pooled_byte_ns: float
     assemble_byte_ns: float
@@ -98,9 +102,11 @@ class Profile:
             cached_byte_ns=memory / 3,
             cache_bytes=machine.cache,
             update_id_ns=0.3 if gpu else 60.0,
+            summed_id_ns=0.3 if gpu else 60.0,
             update_row_ns=0.0,
             update_byte_ns=2 * memory,
             decode_ns=0.0,
+            decode_id_ns=0.0,
             bag_ns=0.02 if gpu else 10.0,
             pooled_byte_ns=memory,
             assemble_byte_ns=memory,
