@@ -91,7 +91,8 @@ class SolveLimits:
 
     Args:
         gap: stop when the plan is proven to be within this fraction of the best.
-        effort: rounds of each part of the search, in proportion; 40 takes seconds for most problems.
+        effort: rounds of each part of the search, in proportion. 40 takes a second where the gap closes and a minute
+            where it does not; 10 takes some seconds.
         seconds: of processor time of this process (on an idle machine, those of the clock); stop then with the best so
             far. A run that ends earlier is a function of the problem alone.
     """
