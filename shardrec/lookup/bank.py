@@ -166,7 +166,8 @@ class TableBank:
             out: (B_all, D) float32 to write the sums to, where :attr:`writes_in_place`; its rows may lie apart.
 
         Returns:
-            (B_all, D) float32, or (N, w) without pooling; ``out`` if it is given. With a fused optimizer, its backward updates the weights.
+            (B_all, D) float32, or (N, w) without pooling; ``out`` if it is given. With a fused optimizer,
+            its backward updates the weights.
         """
         if self._own is not None:
             return self._own(ids, lengths, weights, self._lr, out)
