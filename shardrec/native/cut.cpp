@@ -17,6 +17,8 @@
 #include <tuple>
 #include <vector>
 
+#include "slots.h"
+
 namespace shardrec {
 namespace {
 
@@ -183,17 +185,6 @@ struct Cutting {
   }
 };
 
-int64_t total_of(const int32_t* lengths, int64_t count) {
-  int64_t total = 0;
-  int32_t least = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    total += lengths[i];
-    least = std::min(least, lengths[i]);
-  }
-  TORCH_CHECK(least >= 0, "shardrec: a bag of negative length");
-  return total;
-}
-
 template <class Id>
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> cut_typed(
     const at::Tensor& ids, const at::Tensor& lengths, const std::optional<at::Tensor>& weights,
@@ -206,7 +197,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> cut_typed(
   job.batch = batch;
   job.slot_lengths = slot_lengths.data_ptr<int32_t>();
   for (int64_t key = 0; key < keys; ++key) {
-    job.firsts.push_back(job.firsts.back() + total_of(job.lengths + key * batch, batch));
+    job.firsts.push_back(job.firsts.back() + sum_of_lengths(job.lengths + key * batch, batch));
   }
   TORCH_CHECK(job.firsts.back() == ids.numel(), "shardrec: lengths and ids do not fit");
   std::atomic<bool> sound{true};
@@ -221,7 +212,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> cut_typed(
   each([&](const Unit& unit) { return job.count(unit); });
   job.starts = {0};
   for (int64_t slot = 0; slot < slots; ++slot) {
-    job.starts.push_back(job.starts.back() + total_of(job.row(slot), batch));
+    job.starts.push_back(job.starts.back() + sum_of_lengths(job.row(slot), batch));
   }
   const int64_t total = job.starts.back();
   auto slot_ids = at::empty({total}, ids.options());

@@ -1,4 +1,4 @@
-"""The loads of pieces in whole steps, and which parts are bound to hosts (:mod:`room` says how they count)."""
+"""The loads of pieces in whole steps, and which parts are bound to hosts (:mod:`curve` says how they count)."""
 
 from __future__ import annotations
 
