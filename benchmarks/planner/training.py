@@ -3,7 +3,9 @@
     shardrec calibrate profile.json --ranks 2
     python benchmarks/planner/training.py --profile profile.json
 
-All three are carried out by shardrec, in the same processes, so that the plan is all that differs. See README.md.
+All three are carried out by shardrec, in the same processes, so that the plan is all that differs. With ``--ids
+skewed`` some ids come much more often than others, in some tables more than in others; shardrec's planner gets sample
+batches that tell it so, other than those that are timed. See README.md.
 """
 
 from __future__ import annotations
@@ -14,16 +16,28 @@ import logging
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from random import Random
 from statistics import median, quantiles
 
+import torch
 from rich.console import Console
 from rich.table import Table
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import EmbeddingShardingPlanner
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.planner.types import Topology as TheirTopology
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.optim import RowWiseAdagrad
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.layout.presets import detect_machine
 from shardrec.planner import Profile, TableLoad, calibrate, from_torchrec, plan_tables
 from shardrec.planner.cost import CostModel
 from shardrec.planner.price import predicted_ms
+from shardrec.planner.tables import sampled_features, table_loads
 
 
 def skewed_tables() -> dict[str, TableLoad]:
@@ -41,16 +55,8 @@ def skewed_tables() -> dict[str, TableLoad]:
     return found
 
 
-def torchrec_plan(tables: Mapping[str, TableLoad], topology: Topology, batch_size: int, device: str) -> ShardingPlan:
-    """What TorchRec's planner chooses for the same tables, ranks and batch, as it comes."""
-    import torch
-    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-    from torchrec.distributed.planner import EmbeddingShardingPlanner
-    from torchrec.distributed.planner.types import ParameterConstraints
-    from torchrec.distributed.planner.types import Topology as TheirTopology
-    from torchrec.modules.embedding_configs import EmbeddingBagConfig
-    from torchrec.modules.embedding_modules import EmbeddingBagCollection
-
+def collection_of(tables: Mapping[str, TableLoad]) -> EmbeddingBagCollection:
+    """The tables as a collection, without memory; rowwise Adagrad updates it in backward."""
     collection = EmbeddingBagCollection(
         tables=[
             EmbeddingBagConfig(
@@ -63,6 +69,35 @@ def torchrec_plan(tables: Mapping[str, TableLoad], topology: Topology, batch_siz
         ],
         device=torch.device("meta"),
     )
+    apply_optimizer_in_backward(RowWiseAdagrad, collection.parameters(), {"lr": 0.01})
+    return collection
+
+
+def batches_of(tables: Mapping[str, TableLoad], batch_size: int, count: int, seed: int) -> list[KeyedJaggedTensor]:
+    """Batches whose ids follow a power law in each table, with exponents from 0 to 1.4, on rows in no order."""
+    rng = Random(1)
+    draws = torch.Generator().manual_seed(seed)
+    shares = {}
+    for number, (name, load) in enumerate(tables.items()):
+        weights = torch.arange(1, load.num_embeddings + 1, dtype=torch.float64) ** -rng.uniform(0.0, 1.4)
+        order = torch.randperm(load.num_embeddings, generator=torch.Generator().manual_seed(number))
+        shares[name] = (weights.cumsum(0) / weights.sum(), order)
+    keys = [f"{name}.{index}" for name, load in tables.items() for index in range(load.features)]
+    found = []
+    for _ in range(count):
+        ids, lengths = [], []
+        for name, load in tables.items():
+            below, order = shares[name]
+            for pooling in load.poolings:
+                drawn = torch.rand(batch_size * round(pooling), dtype=torch.float64, generator=draws)
+                ids.append(order[torch.searchsorted(below, drawn).clamp(max=load.num_embeddings - 1)])
+                lengths.append(torch.full((batch_size,), round(pooling), dtype=torch.int32))
+        found.append(KeyedJaggedTensor(keys=keys, values=torch.cat(ids), lengths=torch.cat(lengths)))
+    return found
+
+
+def torchrec_plan(tables: Mapping[str, TableLoad], topology: Topology, batch_size: int, device: str) -> ShardingPlan:
+    """What TorchRec's planner chooses for the same tables, ranks and batch, as it comes."""
     planner = EmbeddingShardingPlanner(
         topology=TheirTopology(
             world_size=topology.world_size,
@@ -74,7 +109,7 @@ def torchrec_plan(tables: Mapping[str, TableLoad], topology: Topology, batch_siz
         stats=[],
         debug=False,
     )
-    plan = planner.plan(collection, [EmbeddingBagCollectionSharder()])
+    plan = planner.plan(collection_of(tables), [EmbeddingBagCollectionSharder()])
     shapes = {name: (load.num_embeddings, load.embedding_dim) for name, load in tables.items()}
     return from_torchrec(plan, topology, shapes)
 
@@ -84,6 +119,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--ids", default="skewed", choices=["even", "skewed"])
     parser.add_argument("--batch-size", type=int, default=2048, help="samples per rank")
     parser.add_argument("--profile", type=Path, help="of shardrec calibrate; default: the machine's preset")
     parser.add_argument("--rounds", type=int, default=20, help="in which the plans take turns")
@@ -95,7 +131,11 @@ def main() -> None:
     machine = detect_machine(options.ranks, device=options.device)
     profile = Profile.of_machine(machine) if options.profile is None else Profile.load(options.profile)
     topology = Topology(ranks_per_host=options.ranks, machine=machine)
-    tables = skewed_tables()
+    tables, batches = skewed_tables(), []
+    if options.ids == "skewed":
+        sampled = sampled_features(batches_of(tables, options.batch_size, 4, seed=0))
+        tables = table_loads(collection_of(tables), sampled=sampled)
+        batches = batches_of(tables, options.batch_size, 4 * options.ranks, seed=1)
     plans = {
         "shardrec": plan_tables(tables, topology, batch_size=options.batch_size, profile=profile),
         "round-robin table-wise": ShardingPlan(
@@ -111,6 +151,7 @@ def main() -> None:
         tables,
         list(plans.values()),
         batch_size=options.batch_size,
+        batches=batches,
         device=options.device,
         rounds=options.rounds,
         steps=options.steps,

@@ -158,7 +158,7 @@ def predict(
         ranks=ranks,
         replicas=replicas,
         batch_size=batch_size,
-        work=local[slowest].ms + profile.step_us * 1e-3,
+        work=local[slowest].ms + (profile.forward_us + profile.backward_us) * 1e-3,
         links=costs[slowest].ms - local[slowest].ms,
         dense=1e3 * dense.flops * batch_size / assumed.dense_flops,
         reduce=_reduce_ms(dense.bytes, ranks, _dense_link(topology, replicas, machine), assumed),

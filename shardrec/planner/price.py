@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from shardrec.layout import ShardingPlan, TableLayout
 from shardrec.planner.cost import Cost, CostModel, TableLoad
 
-__all__ = ["overhead_ms", "predicted_ms", "priced_layout", "priced_plan"]
+__all__ = ["overhead_ms", "predicted_ms", "predicted_phases", "priced_layout", "priced_plan"]
 
-_EXCHANGES = 4
-"""All-to-alls of a step, with or without bytes: header, payload, output, gradient."""
+_FORWARD, _BACKWARD = 3, 1
+"""All-to-alls of a step, with or without bytes: header, payload, output; gradient."""
 
 
 def priced_plan(
@@ -39,15 +39,26 @@ def priced_plan(
 
 def overhead_ms(model: CostModel, tables: Mapping[str, TableLoad], plan: ShardingPlan) -> float:
     """What a step of the plan takes besides the work of its shards: see :meth:`CostModel.overhead_ms`."""
-    cut = [each for each in plan.tables if not each.replicated]
-    norms = any(tables[each.name].whole_row_state and len(each.stripes()) > 1 for each in cut)
-    return model.overhead_ms(exchanges=_EXCHANGES + norms, reduces=len(cut) < len(plan.tables))
+    return sum(_overheads(model, tables, plan))
 
 
 def predicted_ms(model: CostModel, tables: Mapping[str, TableLoad], plan: ShardingPlan) -> float:
     """Time of a step: the slowest rank's, and the overhead."""
+    return sum(predicted_phases(model, tables, plan))
+
+
+def predicted_phases(model: CostModel, tables: Mapping[str, TableLoad], plan: ShardingPlan) -> tuple[float, float]:
+    """Time of a step until all ranks have their outputs, and from there on; replicas are in the latter."""
     ranks, _ = priced_plan(model, tables, plan)
-    return max(rank.ms for rank in ranks) + overhead_ms(model, tables, plan)
+    forward, backward = _overheads(model, tables, plan)
+    first = max(rank.forward_ms for rank in ranks)
+    return forward + first, backward + max(rank.ms for rank in ranks) - first
+
+
+def _overheads(model: CostModel, tables: Mapping[str, TableLoad], plan: ShardingPlan) -> tuple[float, float]:
+    cut = [each for each in plan.tables if not each.replicated]
+    norms = any(tables[each.name].whole_row_state and len(each.stripes()) > 1 for each in cut)
+    return model.overhead_ms(forward=_FORWARD, backward=_BACKWARD + norms, reduces=len(cut) < len(plan.tables))
 
 
 def priced_layout(model: CostModel, table: TableLoad, layout: TableLayout) -> tuple[Cost, list[tuple[int, Cost]]]:

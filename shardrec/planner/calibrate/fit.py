@@ -5,6 +5,9 @@ to each time. The coefficients are those that explain the logarithms of the time
 loss keeps times that something else disturbed from bending the rest. ``cache_bytes`` is the candidate with which that
 fits best.
 
+Of a step, all of it, its forward and its backward are fitted: what is read in one and updated in the other, and how
+often, differs too little between workloads to tell them apart by their sum. Replicas' steps count as a whole.
+
 A step tells more of an all-to-all than the bare collective: ranks of a host do not use it on the CPU, and between the
 steps' work it takes other times. So the exchange inside a host is fitted to steps, too. Bare collectives give the bytes
 of the all-reduce, and how far the links to other hosts are scaled.
@@ -25,7 +28,7 @@ from shardrec.layout import Topology
 from shardrec.planner.calibrate.measure import Measured
 from shardrec.planner.calibrate.workload import Workload, step_plan, table_loads
 from shardrec.planner.cost import CostModel, Profile
-from shardrec.planner.price import predicted_ms as price
+from shardrec.planner.price import predicted_phases
 from shardrec.planner.solve.encode import Floats
 
 __all__ = ["fit", "predicted_ms", "relative_errors"]
@@ -38,21 +41,24 @@ _FITTED = (
     "summed_id_ns",
     "update_row_ns",
     "update_byte_ns",
+    "update_cached_byte_ns",
     "decode_ns",
     "decode_id_ns",
     "bag_ns",
     "pooled_byte_ns",
     "assemble_byte_ns",
     "route_id_ns",
+    "cut_id_ns",
     "exchange_byte_ns",
     "exchange_us",
     "reduce_us",
     "replica_us",
     "replica_byte_ns",
     "shard_us",
-    "step_us",
+    "forward_us",
+    "backward_us",
 )
-_BY_CACHE = ("lookup_byte_ns", "cached_byte_ns", "update_byte_ns")
+_BY_CACHE = ("lookup_byte_ns", "cached_byte_ns", "update_byte_ns", "update_cached_byte_ns")
 """What these add to a time depends on ``cache_bytes``."""
 _CACHES = tuple(2.0**power for power in range(18, 28))
 _USUAL_ERROR = 0.1
@@ -61,8 +67,26 @@ _USUAL_ERROR = 0.1
 
 def predicted_ms(profile: Profile, workload: Workload, world: int) -> float:
     """Time of a step: the slowest rank's, and what no plan changes."""
+    return sum(_phases(profile, workload, world))
+
+
+def _phases(profile: Profile, workload: Workload, world: int) -> tuple[float, float]:
     model = CostModel(profile=profile, topology=Topology(ranks_per_host=world), batch_size=workload.batch)
-    return price(model, table_loads(workload), step_plan(workload, world))
+    return predicted_phases(model, table_loads(workload), step_plan(workload, world))
+
+
+def _times(step: float, forward: float | None) -> list[float]:
+    """What is fitted of a step: all of it, and if known its forward and backward."""
+    return [step] if forward is None else [step, forward, step - forward]
+
+
+def _forwards(workloads: Sequence[Workload], measured: Measured) -> list[float | None]:
+    """Of each workload whose forward was measured and is predicted: that of replicas is not."""
+    if not measured.forward:
+        return [None] * len(workloads)
+    return [
+        None if each.cut == "data_parallel" else time for each, time in zip(workloads, measured.forward, strict=True)
+    ]
 
 
 def relative_errors(profile: Profile, workloads: Sequence[Workload], measured: Measured) -> list[float]:
@@ -85,7 +109,14 @@ def fit(base: Profile, runs: Sequence[tuple[Sequence[Workload], Measured]], *, n
     Raises:
         ConfigError: if there are fewer times than coefficients.
     """
-    times = np.array([time for _, measured in runs for time in measured.steps])
+    times = np.array(
+        [
+            time
+            for workloads, measured in runs
+            for step, forward in zip(measured.steps, _forwards(workloads, measured), strict=True)
+            for time in _times(step, forward)
+        ]
+    )
     if len(times) < len(_FITTED):
         raise ConfigError(f"{len(times)} times do not determine {len(_FITTED)} coefficients; measure more workloads")
     linked = _with_links(base, [measured for _, measured in runs])
@@ -116,7 +147,12 @@ def _solved(
     """The best coefficients for a ``cache_bytes``; ``known`` keeps the columns that do not depend on it."""
 
     def all_predicted(profile: Profile) -> Floats:
-        return np.array([predicted_ms(profile, each, run.world) for workloads, run in runs for each in workloads])
+        found: list[float] = []
+        for workloads, run in runs:
+            for each, known in zip(workloads, _forwards(workloads, run), strict=True):
+                forward, backward = _phases(profile, each, run.world)
+                found += _times(forward + backward, None if known is None else forward)
+        return np.array(found)
 
     nothing = _with(start, dict.fromkeys(_FITTED, 0.0))
     fixed = all_predicted(nothing) / times

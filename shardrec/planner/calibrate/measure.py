@@ -10,14 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from shardrec.errors import ConfigError
 from shardrec.layout import ShardingPlan
 from shardrec.planner.calibrate.workload import Workload, step_plan, table_loads
 from shardrec.planner.cost import TableLoad
 
 if TYPE_CHECKING:
     import torch
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 __all__ = ["Measured", "measure", "measure_plans"]
 
@@ -34,12 +36,14 @@ class Measured:
     Args:
         world: ranks.
         steps: milliseconds of each workload's step.
+        forward: the part of it until the outputs are there; nothing where it was not measured.
         all_to_all: (bytes that leave a rank, milliseconds).
         all_reduce: (bytes of the tensor, milliseconds).
     """
 
     world: int
     steps: tuple[float, ...]
+    forward: tuple[float, ...] = ()
     all_to_all: tuple[tuple[float, float], ...] = ()
     all_reduce: tuple[tuple[float, float], ...] = ()
 
@@ -57,6 +61,7 @@ def measure(workloads: Sequence[Workload], world: int, *, device: str = "cpu", r
     return Measured(
         world=world,
         steps=tuple(times["steps"]),
+        forward=tuple(times["forward"]),
         all_to_all=tuple(map(tuple, times["all_to_all"])),  # type: ignore[arg-type]
         all_reduce=tuple(map(tuple, times["all_reduce"])),  # type: ignore[arg-type]
     )
@@ -67,6 +72,7 @@ def measure_plans(
     plans: Sequence[ShardingPlan],
     *,
     batch_size: int,
+    batches: Sequence[KeyedJaggedTensor] = (),
     device: str = "cpu",
     rounds: int = 15,
     steps: int = 5,
@@ -76,19 +82,45 @@ def measure_plans(
     Whatever else the machine does falls on all of the plans alike.
 
     Args:
-        tables: pooled, by name; ids are drawn evenly from all rows, the update is rowwise Adagrad's.
+        tables: pooled, by name; the update is rowwise Adagrad's.
         plans: of these tables, for ranks of this machine.
         batch_size: samples per rank.
+        batches: of so many samples, dealt out to the ranks, at least one for each; the features of a table are called
+            ``"<table>.0"``, ``"<table>.1"`` and so on, tables in order. Default: ids drawn evenly from all rows.
         device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL).
         rounds: in each, every plan makes its steps, and begins where another did in the round before.
         steps: of a plan in a round; their median counts.
 
     Returns:
         Per plan, the milliseconds of a step on the slowest rank, one for each round.
+
+    Raises:
+        ConfigError: for batches that are too few, or of other features or sizes.
     """
     world = plans[0].world_size
-    found = _on_ranks(_time_plans, world, device, dict(tables), tuple(plans), batch_size, rounds, steps)
+    _check_batches(tables, batches, batch_size, world)
+    given = tuple(batches)
+    found = _on_ranks(_time_plans, world, device, dict(tables), tuple(plans), batch_size, given, rounds, steps)
     return [tuple(times) for times in found["plans"]]  # type: ignore[arg-type]
+
+
+def _check_batches(
+    tables: Mapping[str, TableLoad], batches: Sequence[KeyedJaggedTensor], batch_size: int, world: int
+) -> None:
+    if not batches:
+        return
+    if len(batches) < world:
+        raise ConfigError(f"{len(batches)} batches are too few for {world} ranks; give at least one for each")
+    keys = [key for each in _features(tables).values() for key in each]
+    for number, batch in enumerate(batches):
+        if batch.keys() != keys or batch.stride() != batch_size:
+            raise ConfigError(
+                f"batch {number} has {batch.stride()} samples of {batch.keys()}; expected {batch_size} of {keys}"
+            )
+
+
+def _features(tables: Mapping[str, TableLoad]) -> dict[str, list[str]]:
+    return {name: [f"{name}.{index}" for index in range(load.features)] for name, load in tables.items()}
 
 
 def _on_ranks(
@@ -132,10 +164,12 @@ def _time_workloads(
 ) -> dict[str, list[float]]:
     import torch
 
-    found: dict[str, list[object]] = {"steps": [], "all_to_all": [], "all_reduce": []}
+    found: dict[str, list[object]] = {"steps": [], "forward": [], "all_to_all": [], "all_reduce": []}
     for workload in workloads:
-        step = _stepper(table_loads(workload), step_plan(workload, world), workload.batch, where)
-        found["steps"].append(_time(step, repeats, where))
+        forward = _forward(table_loads(workload), step_plan(workload, world), workload.batch, where)
+        first, step = _time_step(forward, repeats, where)
+        found["steps"].append(step)
+        found["forward"].append(first)
     if world > 1:
         for size in _SIZES:
             each = size // world
@@ -153,34 +187,40 @@ def _time_plans(
     tables: Mapping[str, TableLoad],
     plans: Sequence[ShardingPlan],
     batch_size: int,
+    batches: Sequence[KeyedJaggedTensor],
     rounds: int,
     steps: int,
 ) -> dict[str, list[float]]:
-    del world
-    running = [_stepper(tables, plan, batch_size, where) for plan in plans]
+    import torch.distributed as dist
+
+    here = [batch.to(where) for batch in batches[dist.get_rank() :: world]]
+    running = [_forward(tables, plan, batch_size, where, here) for plan in plans]
     found: list[list[float]] = [[] for _ in plans]
     for number in range(rounds):
         for turn in range(len(plans)):
             plan = (number + turn) % len(plans)
-            found[plan].append(_time(running[plan], steps, where))
+            found[plan].append(_time_step(running[plan], steps, where)[1])
     return {"plans": found}  # type: ignore[dict-item]
 
 
-def _stepper(
-    tables: Mapping[str, TableLoad], plan: ShardingPlan, batch_size: int, device: torch.device
-) -> Callable[[], None]:
-    """Forward and backward of one sharded collection of these tables."""
+def _forward(
+    tables: Mapping[str, TableLoad],
+    plan: ShardingPlan,
+    batch_size: int,
+    device: torch.device,
+    batches: Sequence[KeyedJaggedTensor] = (),
+) -> Callable[[], Callable[[], None]]:
+    """Forward of one sharded collection of these tables; it returns the backward."""
     import torch
     from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
     from torchrec.modules.embedding_modules import EmbeddingBagCollection
     from torchrec.optim import RowWiseAdagrad
     from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
-    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     import shardrec
 
     torch.manual_seed(torch.distributed.get_rank())
-    features = {name: [f"{name}.{index}" for index in range(load.features)] for name, load in tables.items()}
+    features = _features(tables)
     collection = EmbeddingBagCollection(
         tables=[
             EmbeddingBagConfig(
@@ -196,26 +236,33 @@ def _stepper(
     )
     apply_optimizer_in_backward(RowWiseAdagrad, collection.parameters(), {"lr": 0.01})
     model = shardrec.shard(collection, plan, device=device)
-    keys, values, lengths = [key for each in features.values() for key in each], [], []
+    used = batches or _drawn(tables, batch_size, device)
+    columns = sum(load.embedding_dim * load.features for load in tables.values())
+    gradient = torch.randn(batch_size, columns, device=device)
+    calls = iter(range(10**9))
+
+    def forward() -> Callable[[], None]:
+        values = model(used[next(calls) % len(used)]).values()
+        return lambda: values.backward(gradient)
+
+    return forward
+
+
+def _drawn(tables: Mapping[str, TableLoad], batch_size: int, device: torch.device) -> list[KeyedJaggedTensor]:
+    """Batches whose ids are drawn evenly from all rows."""
+    import torch
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    keys = [key for each in _features(tables).values() for key in each]
+    found = []
     for _ in range(_BATCHES):
         ids, sizes = [], []
         for load in tables.values():
             for pooling in load.poolings:
                 ids.append(torch.randint(load.num_embeddings, (batch_size * round(pooling),), device=device))
                 sizes.append(torch.full((batch_size,), round(pooling), dtype=torch.int32, device=device))
-        values.append(torch.cat(ids))
-        lengths.append(torch.cat(sizes))
-    batches = [
-        KeyedJaggedTensor(keys=keys, values=ids, lengths=sizes) for ids, sizes in zip(values, lengths, strict=True)
-    ]
-    columns = sum(load.embedding_dim * load.features for load in tables.values())
-    gradient = torch.randn(batch_size, columns, device=device)
-    calls = iter(range(10**9))
-
-    def step() -> None:
-        model(batches[next(calls) % len(batches)]).values().backward(gradient)
-
-    return step
+        found.append(KeyedJaggedTensor(keys=keys, values=torch.cat(ids), lengths=torch.cat(sizes)))
+    return found
 
 
 def _all_to_all(send: torch.Tensor, receive: torch.Tensor) -> Callable[[], None]:
@@ -232,18 +279,64 @@ def _all_reduce(tensor: torch.Tensor) -> Callable[[], None]:
 
 def _time(run: Callable[[], None], repeats: int, device: torch.device) -> float:
     """Milliseconds of the median run, on the slowest rank."""
+
+    def forward() -> Callable[[], None]:
+        run()
+        return lambda: None
+
+    return _time_step(forward, repeats, device)[1]
+
+
+def _time_step(forward: Callable[[], Callable[[], None]], repeats: int, device: torch.device) -> tuple[float, float]:
+    """Milliseconds of the median forward, and of the median step, each on the slowest rank."""
     import torch
     import torch.distributed as dist
 
     times = []
     for number in range(repeats + 2):
         dist.barrier()
-        begin = perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        clock = _Clock(device)
+        backward = forward()
+        first = clock.mark()
+        backward()
+        step = clock.mark()
+        clock.wait()
         if number >= 2:
-            times.append((perf_counter() - begin) * 1e3)
-    slowest = torch.tensor(median(times), dtype=torch.float32, device=device)
+            times.append((first(), step()))
+    slowest = torch.tensor([median(each) for each in zip(*times, strict=True)], dtype=torch.float32, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return float(slowest)
+    forward_ms, step_ms = slowest.tolist()
+    return forward_ms, step_ms
+
+
+class _Clock:
+    """Milliseconds since it was made: by the host's clock on the CPU, by the stream's on CUDA, where nothing waits."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._begin = perf_counter()
+        self._start = self._event()
+
+    def mark(self) -> Callable[[], float]:
+        """The time of this moment, to be asked for after :meth:`wait`."""
+        if self._device.type != "cuda":
+            passed = (perf_counter() - self._begin) * 1e3
+            return lambda: passed
+        event, start = self._event(), self._start
+        return lambda: float(start.elapsed_time(event))
+
+    def wait(self) -> None:
+        """Until all marks have been passed."""
+        if self._device.type == "cuda":
+            import torch
+
+            torch.cuda.synchronize(self._device)
+
+    def _event(self) -> Any:
+        if self._device.type != "cuda":
+            return None
+        import torch
+
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event

@@ -51,7 +51,7 @@ def workloads(count: int, world: int, seed: int) -> list[Workload]:
     while len(found) < count:
         cut = CUTS[len(found) % len(CUTS)] if world > 1 else "table_wise"
         # Copies are for small tables: the gradient of a large one is dense.
-        rows = rng.choice([1000, 5000] if cut == "data_parallel" else [1000, 20_000, 200_000, 1_000_000])
+        rows = rng.choice([1000, 5000, 20_000] if cut == "data_parallel" else [1000, 20_000, 200_000, 1_000_000])
         each = Workload(
             cut=cut,
             tables=rng.choice([1, 2, 4]) * world,

@@ -60,6 +60,11 @@ class Cost:
         return sum(self.times)
 
     @property
+    def forward_ms(self) -> float:
+        """The time until the outputs are there; of replicas, whose time is not divided, nothing."""
+        return sum(self.times[: COMPONENTS.index("backward")])
+
+    @property
     def bytes(self) -> float:
         """All the memory."""
         return sum(self.memory)
@@ -98,17 +103,21 @@ class CostModel:
         object.__setattr__(self, "_off_rank", inside + outside)
         object.__setattr__(self, "_wire_ns", wire)
 
-    def overhead_ms(self, *, exchanges: int, reduces: bool) -> float:
-        """What a step takes whatever its shards: the host's work, and its collectives without bytes.
+    def overhead_ms(self, *, forward: int, backward: int, reduces: bool) -> tuple[float, float]:
+        """What forward and backward take whatever the shards: the host's work, and the collectives without bytes.
 
         Args:
-            exchanges: all-to-alls, forward and backward.
+            forward: all-to-alls in forward.
+            backward: all-to-alls in backward.
             reduces: there are replicated tables. (A model with a dense part all-reduces in any case.)
         """
         profile = self.profile
         if self.topology.world_size == 1:
-            return profile.step_us * _US
-        return (profile.step_us + exchanges * profile.exchange_us + reduces * profile.reduce_us) * _US
+            return profile.forward_us * _US, profile.backward_us * _US
+        return (
+            (profile.forward_us + forward * profile.exchange_us) * _US,
+            (profile.backward_us + backward * profile.exchange_us + reduces * profile.reduce_us) * _US,
+        )
 
     def shard(
         self, table: TableLoad, *, rows: int, cols: int, share: float, stripes: int = 1, summed: bool = False
@@ -130,7 +139,7 @@ class CostModel:
         from_memory, cached, updated = self._rows(table, rows, cols, ids, share)
         received = ids * (_ID if rows < 2**31 else _WIDE_ID) + bags * _ID
         read = ids * profile.lookup_id_ns + from_memory * profile.lookup_byte_ns + cached * profile.cached_byte_ns
-        written = updated + from_memory * profile.update_byte_ns + cached * profile.cached_byte_ns
+        written = updated + from_memory * profile.update_byte_ns + cached * profile.update_cached_byte_ns
         copies = out * profile.pooled_byte_ns
         sent = out * self._wire_ns
         if summed:
@@ -150,12 +159,13 @@ class CostModel:
             written + bags * profile.bag_ns / 2,
             0.0,
         )
-        first, *others = (time * _NS for time in times)
+        each = profile.shard_us * _US / 2
+        received_ms, read_ms, sent_ms, returned_ms, written_ms, copied_ms = (time * _NS for time in times)
         state = rows * cols * table.state_bytes + rows * table.row_state_bytes
         if not table.fused:
             state += rows * cols * table.weight_bytes
         return Cost(
-            times=(first, others[0] + profile.shard_us * _US, *others[1:]),
+            times=(received_ms, read_ms + each, sent_ms, returned_ms, written_ms + each, copied_ms),
             memory=(rows * cols * table.weight_bytes, state, 2 * out + ids * (_ID + _WIDE_ID) + bags * _ID),
         )
 
@@ -197,7 +207,7 @@ class CostModel:
         out = rows_out * table.embedding_dim * _FLOAT * (sources if table.pooled else 1)
         sent = ids * stripes * profile.route_id_ns + bags * shards * profile.bag_ns / 4
         if shards > stripes:
-            sent += ids * profile.route_id_ns
+            sent += ids * profile.cut_id_ns
         copies = out * profile.assemble_byte_ns * _NS
         return Cost(
             times=(sent * _NS, 0.0, copies, copies, 0.0, 0.0),
@@ -214,7 +224,9 @@ class CostModel:
         out = (bags if table.pooled else ids) * cols * _FLOAT
         size = rows * cols * _FLOAT
         time = ids * profile.lookup_id_ns + updated + bags * profile.bag_ns
-        time += from_memory * (profile.lookup_byte_ns + profile.update_byte_ns) + 2 * cached * profile.cached_byte_ns
+        time += from_memory * (profile.lookup_byte_ns + profile.update_byte_ns) + cached * (
+            profile.cached_byte_ns + profile.update_cached_byte_ns
+        )
         time += 2 * out * profile.pooled_byte_ns + size * profile.replica_byte_ns
         if self.topology.world_size > 1:
             time += size * profile.reduce_byte_ns

@@ -13,7 +13,7 @@ from shardrec.layout.machine import Machine
 
 __all__ = ["Profile"]
 
-_FORMAT = 1
+_FORMAT = 2
 
 # What random rows and small messages reach of a data sheet's peak. Assumptions, not measurements: calibrate replaces
 # them.
@@ -30,18 +30,20 @@ class Profile:
         source: where the figures are from.
         lookup_id_ns: per id looked up, besides its bytes.
         lookup_byte_ns: per byte of a row read from memory.
-        cached_byte_ns: per byte of a row that is still in a cache.
+        cached_byte_ns: per byte of a row that is read and still in a cache.
         cache_bytes: rows of tables that fit into this much are always in a cache.
         update_id_ns: per id in backward, besides its bytes.
         summed_id_ns: the same for ids of a shard so small that the gradients of all its rows stay in a core's cache.
         update_row_ns: per distinct row updated, besides its bytes.
         update_byte_ns: per byte of a row updated in memory.
+        update_cached_byte_ns: per byte of a gradient that goes to a row that is still in a cache.
         decode_ns: per weight of a distinct row that is not float32, for its way to float32 and back.
         decode_id_ns: per id of such a table, besides; on the CPU it is looked up by other kernels.
         bag_ns: per bag of a shard, in forward and backward together.
         pooled_byte_ns: per byte of pooled columns that a shard writes, or sums inside a host.
         assemble_byte_ns: per byte of pooled columns added up or put in order by the rank that asked for them.
         route_id_ns: per id sent or received.
+        cut_id_ns: per id that is sorted by row block.
         exchange_byte_ns: all-to-all, per byte that leaves a rank for another of its host.
         host_exchange_byte_ns: the same for another host.
         exchange_us: one all-to-all without bytes, and the work around it.
@@ -50,7 +52,8 @@ class Profile:
         replica_us: per replicated table and step.
         replica_byte_ns: per byte of a replica's dense gradient, besides the all-reduce.
         shard_us: per shard and step.
-        step_us: per step, whatever the plan, besides the collectives.
+        forward_us: per forward, whatever the plan, besides the collectives.
+        backward_us: the same of a backward.
         errors: fit errors of a calibration: relative error by name, in percent.
     """
 
@@ -64,12 +67,14 @@ class Profile:
     summed_id_ns: float
     update_row_ns: float
     update_byte_ns: float
+    update_cached_byte_ns: float
     decode_ns: float
     decode_id_ns: float
     bag_ns: float
     pooled_byte_ns: float
     assemble_byte_ns: float
     route_id_ns: float
+    cut_id_ns: float
     exchange_byte_ns: float
     host_exchange_byte_ns: float
     exchange_us: float
@@ -78,7 +83,8 @@ class Profile:
     replica_us: float
     replica_byte_ns: float
     shard_us: float
-    step_us: float
+    forward_us: float
+    backward_us: float
     errors: Mapping[str, float] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
@@ -105,12 +111,14 @@ class Profile:
             summed_id_ns=0.3 if gpu else 60.0,
             update_row_ns=0.0,
             update_byte_ns=2 * memory,
+            update_cached_byte_ns=memory / 3,
             decode_ns=0.0,
             decode_id_ns=0.0,
             bag_ns=0.02 if gpu else 10.0,
             pooled_byte_ns=memory,
             assemble_byte_ns=memory,
             route_id_ns=0.1 if gpu else 10.0,
+            cut_id_ns=0.1 if gpu else 10.0,
             exchange_byte_ns=link,
             host_exchange_byte_ns=network,
             exchange_us=machine.latency * 1e6,
@@ -120,7 +128,8 @@ class Profile:
             # Zeroed, filled, averaged and applied.
             replica_byte_ns=4 * memory,
             shard_us=1.0 if gpu else 5.0,
-            step_us=200.0,
+            forward_us=100.0,
+            backward_us=100.0,
         )
 
     def to_json(self) -> dict[str, Any]:

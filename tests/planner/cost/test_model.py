@@ -120,7 +120,7 @@ def test_every_candidate_costs_what_its_layout_does(rng: Random) -> None:
 
 
 def test_a_step_pays_for_the_collectives_it_makes() -> None:
-    profile = replace(links_only(0.0, 0.0), step_us=1000.0, exchange_us=100.0, reduce_us=30.0)
+    profile = replace(links_only(0.0, 0.0), forward_us=600.0, backward_us=400.0, exchange_us=100.0, reduce_us=30.0)
     topology = Topology(ranks_per_host=2)
     model = CostModel(profile=profile, topology=topology, batch_size=BATCH)
     loads = {"t": TableLoad(num_embeddings=10, embedding_dim=8, row_state_bytes=4, whole_row_state=True)}
