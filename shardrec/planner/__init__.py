@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardrec.planner.constraint import Constraint
-    from shardrec.planner.cost import CostModel, Growth, Profile, TableLoad
+    from shardrec.planner.cost import CostModel, Growth, Histogram, Profile, TableLoad
     from shardrec.planner.make import plan, plan_tables, replan
     from shardrec.planner.solve import SolveLimits
     from shardrec.planner.torchrec_plan import constraints_from_torchrec, from_torchrec, to_torchrec
@@ -19,6 +19,7 @@ __all__ = [
     "Constraint",
     "CostModel",
     "Growth",
+    "Histogram",
     "Profile",
     "SolveLimits",
     "TableLoad",
@@ -34,6 +35,7 @@ _HOMES = {
     "Constraint": "constraint",
     "CostModel": "cost",
     "Growth": "cost",
+    "Histogram": "cost",
     "Profile": "cost",
     "SolveLimits": "solve",
     "TableLoad": "cost",

@@ -20,7 +20,7 @@ class Candidate:
     Args:
         cut: name of the cut.
         widths: columns of each stripe.
-        blocks: row blocks of each.
+        edges: first row of each row block, and the rows of the table.
         option: the same for the solver.
         on_all: its blocks are one on each rank, and part of what the option puts everywhere.
         holders: so many ranks of a place hold a shard, the first ones; 0: all of them.
@@ -29,7 +29,7 @@ class Candidate:
 
     cut: str
     widths: tuple[int, ...]
-    blocks: int
+    edges: tuple[int, ...]
     option: Option
     on_all: bool = False
     holders: int = 0
@@ -65,8 +65,7 @@ def lay_out(name: str, table: TableLoad, candidate: Candidate, places: Sequence[
     held = candidate.holders or world
     ranks = list(range(world)) if candidate.on_all else [rank for place in places for rank in place[:held]]
     columns = [0, *accumulate(candidate.widths)]
-    edges = [rows * block // candidate.blocks for block in range(candidate.blocks + 1)]
-    rectangles = [(*block, *stripe) for stripe in pairwise(columns) for block in pairwise(edges)]
+    rectangles = [(*block, *stripe) for stripe in pairwise(columns) for block in pairwise(candidate.edges)]
     return TableLayout(
         name=name,
         num_embeddings=rows,

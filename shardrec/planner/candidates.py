@@ -12,8 +12,9 @@ which is an option too; so the proven bound holds for them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from itertools import groupby, product
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby, pairwise, product
 
 from shardrec.errors import ConfigError
 from shardrec.layout import COLUMN_UNIT, TableLayout, Topology, cuts
@@ -78,13 +79,13 @@ class CandidateMaker:
         per_host = topology.ranks_per_host
         whole, stripes = (table.embedding_dim,), tuple(_stripes(table, limit.min_columns))
         if "table_wise" in allowed:
-            yield self._free(table, "table_wise", whole, 1, ranks)
+            yield self._free(table, "table_wise", whole, (0, table.num_embeddings), ranks)
         if "data_parallel" in allowed and (world > 1 or allowed == ("data_parallel",)):
             yield self._replicas(table)
         if "column_wise" in allowed:
             for widths in stripes:
                 if len(widths) <= len(ranks) and (len(widths) > 1 or "table_wise" not in allowed):
-                    yield self._free(table, "column_wise", widths, 1, ranks)
+                    yield self._free(table, "column_wise", widths, (0, table.num_embeddings), ranks)
         even = {len(widths): widths for widths in stripes if len(set(widths)) == 1}
         if self._model.sums_in_hosts(table):
             yield from self._host_blocks(table, allowed, even, ranks, hosts)
@@ -93,7 +94,8 @@ class CandidateMaker:
         if not limit.cuts:
             yield from self._mixed(table, even, ranks)
         if hosts and "table_column_wise" in allowed and "column_wise" not in allowed and even:
-            yield self._by_host(table, "table_column_wise", even[max(n for n in even if n <= per_host)], 1, hosts)
+            widths = even[max(n for n in even if n <= per_host)]
+            yield self._by_host(table, "table_column_wise", widths, (0, table.num_embeddings), hosts)
 
     def _free_blocks(
         self,
@@ -108,13 +110,16 @@ class CandidateMaker:
         if "row_wise" in allowed:
             for blocks in sorted({min(rows, count) for count in (*_BLOCKS, len(ranks)) if count <= len(ranks)}):
                 if blocks > 1 or "table_wise" not in allowed:
-                    yield self._free(table, "row_wise", whole, blocks, ranks)
+                    for edges in _row_edges(table, blocks):
+                        yield self._free(table, "row_wise", whole, edges, ranks)
         if hosts and "table_row_wise" in allowed and "row_wise" not in allowed:
-            yield self._by_host(table, "table_row_wise", whole, min(per_host, rows), hosts)
+            for edges in _row_edges(table, min(per_host, rows)):
+                yield self._by_host(table, "table_row_wise", whole, edges, hosts)
         if "grid" in allowed and (self._topology.hosts > 1 or "row_wise" not in allowed):
             for count in sorted(count for count in even if count <= len(hosts)):
                 if count > 1 or allowed == ("grid",):
-                    yield self._by_host(table, "grid", even[count], min(per_host, rows), hosts)
+                    for edges in _row_edges(table, min(per_host, rows)):
+                        yield self._by_host(table, "grid", even[count], edges, hosts)
 
     def _host_blocks(
         self,
@@ -129,27 +134,30 @@ class CandidateMaker:
         full = min(per_host, rows)
         if "row_wise" in allowed:
             if min(rows, len(ranks)) > 1:
-                yield self._fixed(table, ranks[: min(rows, len(ranks))])
+                for edges in _row_edges(table, min(rows, len(ranks))):
+                    yield self._fixed(table, edges, ranks)
             elif "table_wise" not in allowed:
-                yield self._free(table, "row_wise", whole, 1, ranks)
+                yield self._free(table, "row_wise", whole, (0, rows), ranks)
             for holders in _HOLDERS:
                 if holders < full and self._runs_of(holders, ranks):
-                    yield self._summed(table, "row_wise", whole, holders, 1, ranks)
+                    yield from self._summed(table, "row_wise", whole, holders, 1, ranks)
             for count in _HOSTS:
                 if count <= len(hosts) and count < self._topology.hosts and count * per_host <= rows:
                     one = count == 1 and "table_row_wise" in allowed
-                    yield self._summed(table, "table_row_wise" if one else "row_wise", whole, per_host, count, ranks)
+                    yield from self._summed(
+                        table, "table_row_wise" if one else "row_wise", whole, per_host, count, ranks
+                    )
         elif "table_row_wise" in allowed and hosts and full > 1:
-            yield self._summed(table, "table_row_wise", whole, full, 1, ranks)
+            yield from self._summed(table, "table_row_wise", whole, full, 1, ranks)
         elif "table_row_wise" in allowed and hosts:
-            yield self._free(table, "table_row_wise", whole, 1, ranks)
+            yield self._free(table, "table_row_wise", whole, (0, rows), ranks)
         if "grid" in allowed and full > 1:
             for count in sorted(count for count in even if count <= len(hosts)):
                 if count > 1 or allowed == ("grid",):
-                    yield self._summed(table, "grid", even[count], full, 1, ranks)
+                    yield from self._summed(table, "grid", even[count], full, 1, ranks)
         elif allowed == ("grid",):
             for count in sorted(count for count in even if count <= len(hosts)):
-                yield self._by_host(table, "grid", even[count], full, hosts)
+                yield self._by_host(table, "grid", even[count], _row_edges(table, full)[0], hosts)
 
     def _mixed(
         self, table: TableLoad, even: Mapping[int, tuple[int, ...]], ranks: tuple[int, ...]
@@ -159,66 +167,62 @@ class CandidateMaker:
         if not self._model.sums_in_hosts(table):
             for count, blocks in product(_MIXED_STRIPES, _MIXED_BLOCKS):
                 if count in even and count * blocks <= len(ranks) and blocks <= rows:
-                    yield self._free(table, "mixed", even[count], blocks, ranks)
+                    for edges in _row_edges(table, blocks):
+                        yield self._free(table, "mixed", even[count], edges, ranks)
             return
         for count, holders in product(_MIXED_STRIPES, _HOLDERS):
             if count in even and holders < min(rows, self._topology.ranks_per_host) and self._runs_of(holders, ranks):
-                yield self._summed(table, "mixed", even[count], holders, 1, ranks)
+                yield from self._summed(table, "mixed", even[count], holders, 1, ranks)
 
     def _free(
-        self, table: TableLoad, cut: str, widths: tuple[int, ...], blocks: int, ranks: tuple[int, ...]
+        self, table: TableLoad, cut: str, widths: tuple[int, ...], edges: tuple[int, ...], ranks: tuple[int, ...]
     ) -> Candidate:
+        blocks = len(edges) - 1
         everywhere = self._model.everywhere(
             table, stripes=len(widths), shards=len(widths) * blocks, sources=float(blocks)
         )
-        label = _label(cut, widths, blocks)
+        label = _label(table, cut, widths, edges)
         if len(widths) == 1 and blocks == self._topology.world_size == len(ranks) and blocks > 1:
-            piece = self._block(table, widths[0], len(widths), blocks)
-            option = Option(label=label, everywhere=_piece(everywhere + piece))
-            return Candidate(cut=cut, widths=widths, blocks=blocks, option=option, on_all=True)
+            largest = _largest(self._blocks(table, widths[0], len(widths), edges))
+            option = Option(label=label, everywhere=_piece(everywhere + largest))
+            return Candidate(cut=cut, widths=widths, edges=edges, option=option, on_all=True)
         places = self._anywhere.setdefault(ranks, tuple((rank,) for rank in ranks))
-        parts = tuple(
-            Part(
-                pieces=(_piece(self._block(table, width, len(widths), blocks)),),
-                places=places,
-                count=len(list(same)) * blocks,
-            )
-            for width, same in groupby(widths)
-        )
+        pieces = [_piece(cost) for width in widths for cost in self._blocks(table, width, len(widths), edges)]
+        parts = tuple(Part(pieces=(piece,), places=places, count=len(list(same))) for piece, same in groupby(pieces))
         option = Option(label=label, everywhere=_piece(everywhere), parts=parts)
-        return Candidate(cut=cut, widths=widths, blocks=blocks, option=option)
+        return Candidate(cut=cut, widths=widths, edges=edges, option=option)
 
     def _by_host(
-        self, table: TableLoad, cut: str, widths: tuple[int, ...], blocks: int, hosts: tuple[int, ...]
+        self, table: TableLoad, cut: str, widths: tuple[int, ...], edges: tuple[int, ...], hosts: tuple[int, ...]
     ) -> Candidate:
-        used = len(widths) if cut == "table_column_wise" else blocks
-        ranks = [self._topology.host_ranks(host)[:used] for host in hosts]
-        places = self._hosts.setdefault((used, *hosts), tuple(ranks))
-        piece = _piece(self._block(table, widths[0], len(widths), blocks))
-        count = 1 if cut == "table_column_wise" else len(widths)
-        part = Part(pieces=(piece,) * used, places=places, count=count)
+        pieces = tuple(_piece(cost) for cost in self._blocks(table, widths[0], len(widths), edges))
+        count = len(widths)
+        if cut == "table_column_wise":
+            pieces, count = pieces * count, 1
+        ranks = [self._topology.host_ranks(host)[: len(pieces)] for host in hosts]
+        places = self._hosts.setdefault((len(pieces), *hosts), tuple(ranks))
+        part = Part(pieces=pieces, places=places, count=count)
+        blocks = len(edges) - 1
         shards = len(widths) * blocks
         everywhere = self._model.everywhere(table, stripes=len(widths), shards=shards, sources=float(blocks))
-        option = Option(label=_label(cut, widths, blocks), everywhere=_piece(everywhere), parts=(part,))
-        return Candidate(cut=cut, widths=widths, blocks=blocks, option=option)
+        option = Option(label=_label(table, cut, widths, edges), everywhere=_piece(everywhere), parts=(part,))
+        return Candidate(cut=cut, widths=widths, edges=edges, option=option)
 
-    def _fixed(self, table: TableLoad, ranks: tuple[int, ...]) -> Candidate:
-        """A row block on each of these ranks, summed where they share a host."""
-        rows, cols, world = table.num_embeddings, table.embedding_dim, self._topology.world_size
-        layout = cuts.row_wise("", rows, cols, ranks=ranks)
+    def _fixed(self, table: TableLoad, edges: tuple[int, ...], ranks: tuple[int, ...]) -> Candidate:
+        """A row block on each of the first of these ranks, summed where they share a host."""
+        rows, cols, world, blocks = table.num_embeddings, table.embedding_dim, self._topology.world_size, len(edges) - 1
+        layout = cuts.row_wise("", rows, cols, ranks=ranks[:blocks], boundaries=edges)
         everywhere, parts = priced_layout(self._model, table, layout)
-        whole, label = (cols,), _label("row_wise", (cols,), len(ranks))
-        if len(ranks) == world:
+        whole, label = (cols,), _label(table, "row_wise", (cols,), edges)
+        if blocks == world:
             per_rank = [Cost()] * world
             for rank, cost in parts:
                 per_rank[rank] += cost
-            # Rows may not divide evenly: priced for the largest block.
-            largest = max(per_rank, key=lambda cost: cost.bytes)
-            option = Option(label=label, everywhere=_piece(everywhere + largest))
-            return Candidate(cut="row_wise", widths=whole, blocks=world, option=option, on_all=True)
+            option = Option(label=label, everywhere=_piece(everywhere + _largest(per_rank)))
+            return Candidate(cut="row_wise", widths=whole, edges=edges, option=option, on_all=True)
         part = Part(pieces=tuple(_piece(cost) for _, cost in parts), places=(tuple(rank for rank, _ in parts),))
         option = Option(label=label, everywhere=_piece(everywhere), parts=(part,))
-        return Candidate(cut="row_wise", widths=whole, blocks=len(ranks), option=option, holders=len(ranks))
+        return Candidate(cut="row_wise", widths=whole, edges=edges, option=option, holders=blocks)
 
     def _summed(
         self,
@@ -228,20 +232,22 @@ class CandidateMaker:
         holders: int,
         hosts: int,
         ranks: tuple[int, ...],
-    ) -> Candidate:
+    ) -> Iterator[Candidate]:
         """Row blocks on so many ranks of each of so many hosts, a pattern for each stripe and host."""
         per_host, blocks = self._topology.ranks_per_host, holders * hosts
-        shards = len(widths) * blocks
+        shards, places = len(widths) * blocks, self._runs_of(holders, ranks)
         everywhere = self._model.everywhere(table, stripes=len(widths), shards=shards, sources=float(hosts))
         others = self._model.host_sum(table, cols=widths[0], blocks=holders)
-        piece = _piece(self._block(table, widths[0], len(widths), blocks, summed=True) + others)
-        part = Part(
-            pieces=(piece,) * holders + (_piece(others),) * (per_host - holders),
-            places=self._runs_of(holders, ranks),
-            count=len(widths) * hosts,
-        )
-        option = Option(label=_label(cut, widths, blocks), everywhere=_piece(everywhere), parts=(part,))
-        return Candidate(cut=cut, widths=widths, blocks=blocks, option=option, holders=holders)
+        rest = (_piece(others),) * (per_host - holders)
+        for edges in _row_edges(table, blocks):
+            costs = self._blocks(table, widths[0], len(widths), edges, summed=True)
+            held = [_piece(cost + others) for cost in costs]
+            patterns = [tuple(held[first : first + holders]) for first in range(0, blocks, holders)] * len(widths)
+            parts = tuple(
+                Part(pieces=pieces + rest, places=places, count=len(list(same))) for pieces, same in groupby(patterns)
+            )
+            option = Option(label=_label(table, cut, widths, edges), everywhere=_piece(everywhere), parts=parts)
+            yield Candidate(cut=cut, widths=widths, edges=edges, option=option, holders=holders)
 
     def _runs_of(self, holders: int, ranks: tuple[int, ...]) -> tuple[Place, ...]:
         """All of a host's ranks, once for each run of neighbouring ones that may hold shards, those first."""
@@ -259,7 +265,9 @@ class CandidateMaker:
 
     def _replicas(self, table: TableLoad) -> Candidate:
         option = Option(label="data_parallel", everywhere=_piece(self._model.replicated(table)))
-        return Candidate(cut="data_parallel", widths=(table.embedding_dim,), blocks=1, option=option)
+        return Candidate(
+            cut="data_parallel", widths=(table.embedding_dim,), edges=(0, table.num_embeddings), option=option
+        )
 
     def _pinned(self, name: str, table: TableLoad, layout: TableLayout) -> Candidate:
         shape = (layout.num_embeddings, layout.embedding_dim)
@@ -272,8 +280,7 @@ class CandidateMaker:
         if faults:
             raise ConfigError(f"table {name!r} is pinned to a layout that cannot be: {'; '.join(faults)}")
         if layout.replicated:
-            candidate = self._replicas(table)
-            return Candidate(cut=layout.cut, widths=candidate.widths, blocks=1, option=candidate.option, pinned=layout)
+            return replace(self._replicas(table), cut=layout.cut, pinned=layout)
         everywhere, parts = priced_layout(self._model, table, layout)
         pieces = tuple(_piece(cost) for _, cost in parts)
         widths = tuple(stripe.col_end - stripe.col_start for stripe in layout.stripes())
@@ -283,24 +290,52 @@ class CandidateMaker:
             everywhere=_piece(everywhere),
             parts=(Part(pieces=pieces, places=(place,)),),
         )
-        return Candidate(cut=layout.cut, widths=widths, blocks=1, option=option, pinned=layout)
+        return Candidate(cut=layout.cut, widths=widths, edges=(0, shape[0]), option=option, pinned=layout)
 
-    def _block(self, table: TableLoad, width: int, stripes: int, blocks: int, *, summed: bool = False) -> Cost:
-        rows = -(-table.num_embeddings // blocks)
-        return self._model.shard(table, rows=rows, cols=width, share=1 / blocks, stripes=stripes, summed=summed)
+    def _blocks(
+        self, table: TableLoad, width: int, stripes: int, edges: tuple[int, ...], *, summed: bool = False
+    ) -> list[Cost]:
+        """The cost of each row block of a stripe; without a histogram all are priced as the largest."""
+        sizes = [bottom - top for top, bottom in pairwise(edges)]
+        if table.histogram is None:
+            share = 1 / len(sizes)
+            cost = self._model.shard(table, rows=max(sizes), cols=width, share=share, stripes=stripes, summed=summed)
+            return [cost] * len(sizes)
+        return [
+            self._model.shard(
+                table, rows=rows, cols=width, share=table.share(top, top + rows), stripes=stripes, summed=summed
+            )
+            for top, rows in zip(edges, sizes, strict=False)
+        ]
+
+
+def _row_edges(table: TableLoad, blocks: int) -> list[tuple[int, ...]]:
+    """Where rows are cut: into equal blocks, and if ids hit some more than others, into blocks of equal work."""
+    even = tuple(table.num_embeddings * block // blocks for block in range(blocks + 1))
+    if table.histogram is None or blocks == 1:
+        return [even]
+    return list(dict.fromkeys([even, table.histogram.cut(blocks)]))
+
+
+def _largest(costs: Sequence[Cost]) -> Cost:
+    """The time of the slowest and the memory of the largest: blocks on all ranks count on each as much."""
+    slowest, biggest = max(costs, key=lambda cost: cost.ms), max(costs, key=lambda cost: cost.bytes)
+    return Cost(times=slowest.times, memory=biggest.memory)
 
 
 def _piece(cost: Cost) -> Piece:
     return Piece(load=cost.ms, memory=(cost.bytes,))
 
 
-def _label(cut: str, widths: tuple[int, ...], blocks: int) -> str:
+def _label(table: TableLoad, cut: str, widths: tuple[int, ...], edges: tuple[int, ...]) -> str:
+    blocks = len(edges) - 1
     if cut in ("table_wise", "data_parallel"):
         return cut
     stripes = str(len(widths)) if len(set(widths)) == 1 else "|".join(map(str, widths))
+    by_ids = " by ids" if edges != _row_edges(table, blocks)[0] else ""
     if len(widths) > 1 and blocks > 1:
-        return f"{cut} {stripes}×{blocks}"
-    return f"{cut} ×{blocks}" if len(widths) == 1 else f"{cut} {'×' * stripes.isdigit()}{stripes}"
+        return f"{cut} {stripes}×{blocks}{by_ids}"
+    return f"{cut} ×{blocks}{by_ids}" if len(widths) == 1 else f"{cut} {'×' * stripes.isdigit()}{stripes}"
 
 
 def _stripes(table: TableLoad, least: int) -> Iterator[tuple[int, ...]]:

@@ -47,7 +47,8 @@ def plan(
         constraints: limits by table name (``"path.to.collection.table"``) or pattern with ``*`` and ``?``.
         profile: time coefficients (``shardrec calibrate``); default: those of the topology's machine.
         poolings: ids of a sample, by feature or table; default: 1, or as in ``sample_batches``.
-        sample_batches: batches as one rank gets them: how many ids a sample has, and how often they come again.
+        sample_batches: batches as one rank gets them: how many ids a sample has, how often they come again, and which
+            rows they hit. Some thousand samples will do.
         limits: when to stop searching.
 
     Returns:

@@ -84,7 +84,7 @@ def priced_layout(model: CostModel, table: TableLoad, layout: TableLayout) -> tu
                 table,
                 rows=shard.rows,
                 cols=shard.cols,
-                share=shard.rows / table.num_embeddings,
+                share=table.share(shard.row_start, shard.row_end),
                 stripes=len(stripes),
                 summed=shard.rank // topology.ranks_per_host in summed,
             )

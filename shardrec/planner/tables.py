@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from math import log
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from shardrec.errors import ConfigError
-from shardrec.planner.cost import Growth, TableLoad
+from shardrec.planner.cost import Growth, Histogram, TableLoad
 
 if TYPE_CHECKING:
     from torch import nn
@@ -15,22 +19,34 @@ if TYPE_CHECKING:
 
 __all__ = ["Sampled", "sampled_features", "table_loads"]
 
-Sampled = Mapping[str, tuple[float, Growth | None]]
-"""By feature: ids of a sample, and how the distinct ones grow."""
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Sampled:
+    """What sample batches say of a feature.
+
+    Args:
+        pooling: ids of a sample.
+        growth: how the distinct ids grow; None if there was no id.
+        ids: (N,) all of them.
+    """
+
+    pooling: float
+    growth: Growth | None
+    ids: NDArray[np.int64]
 
 
 def table_loads(
     model: nn.Module,
     *,
     poolings: Mapping[str, float] | None = None,
-    sampled: Sampled | None = None,
+    sampled: Mapping[str, Sampled] | None = None,
 ) -> dict[str, TableLoad]:
     """What the planner knows of each table of a model's collections.
 
     Args:
         model: holds unsharded collections.
         poolings: ids of a sample, by feature or by table name; default: 1.
-        sampled: what sample batches said; ``poolings`` goes over it.
+        sampled: what sample batches said, by feature; ``poolings`` goes over it.
 
     Raises:
         ConfigError: for a pooling of no feature and no table.
@@ -51,20 +67,23 @@ def table_loads(
             parameter = _weight(collection, config.name, pooled)
             optimizer = None if parameter is None else fused_optimizer_of(parameter, name)
             growth = None
-            ids = []
+            poolings_here, ids = [], []
             for feature in config.feature_names:
                 value = given.get(feature, given.get(name))
                 used |= {feature, name} & given.keys()
                 seen = (sampled or {}).get(feature)
-                ids.append(value if value is not None else seen[0] if seen else 1.0)
-                growth = growth or (seen[1] if seen else None)
+                poolings_here.append(value if value is not None else seen.pooling if seen else 1.0)
+                if seen is not None:
+                    growth = growth or seen.growth
+                    ids.append(seen.ids)
             rowwise = optimizer is not None and optimizer.rowwise
             states = 0 if optimizer is None else len(optimizer.states)
             loads[name] = TableLoad(
                 num_embeddings=config.num_embeddings,
                 embedding_dim=config.embedding_dim,
-                poolings=tuple(map(float, ids)),
+                poolings=tuple(map(float, poolings_here)),
                 growth=growth,
+                histogram=Histogram.of_ids(np.concatenate(ids), config.num_embeddings) if ids else None,
                 pooled=pooled,
                 weight_bytes=_weight_bytes(config),
                 state_bytes=0 if rowwise else 4 * states,
@@ -78,8 +97,8 @@ def table_loads(
     return loads
 
 
-def sampled_features(batches: Iterable[KeyedJaggedTensor]) -> Sampled:
-    """Ids per sample and growth of the distinct ids, by feature, from batches as one rank gets them.
+def sampled_features(batches: Iterable[KeyedJaggedTensor]) -> dict[str, Sampled]:
+    """Ids per sample, growth of the distinct ids and the ids, by feature, from batches as one rank gets them.
 
     The growth is Heaps' law through two points: the first batch, and all of them.
     """
@@ -106,7 +125,8 @@ def sampled_features(batches: Iterable[KeyedJaggedTensor]) -> Sampled:
             elif distinct < total:
                 power = log(max(distinct, 2)) / log(max(total, 3))
             growth = Growth(scale=distinct / total**power, power=power)
-        found[key] = (len(everything) / samples, growth)
+        numbers = everything.to(device="cpu", dtype=torch.int64).numpy()
+        found[key] = Sampled(pooling=len(everything) / samples, growth=growth, ids=numbers)
     return found
 
 

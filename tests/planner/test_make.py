@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.errors import ConfigError
 from shardrec.layout import Topology
 from shardrec.modules import shard
 from shardrec.planner import Constraint, plan
+from shardrec.planner.tables import sampled_features, table_loads
 from tests.batches import random_bags
 from tests.models import click_model, collection, feature_rows
 from tests.ranks import ranks
@@ -46,6 +48,28 @@ def test_nothing_to_plan() -> None:
         plan(nn.Linear(2, 2))
     with pytest.raises(ConfigError, match="was it sharded already"):
         plan(shard(click_model(CONFIGS)))
+
+
+def test_sample_batches_say_what_ids_do() -> None:
+    """How many a sample has, how often they come again, which rows they hit; a given pooling goes first."""
+    draws = torch.Generator().manual_seed(0)
+    model = click_model([EmbeddingBagConfig(name="t", num_embeddings=9000, embedding_dim=8, feature_names=["f", "g"])])
+    batches = []
+    for _ in range(3):
+        frequent = (9000 * torch.rand(600, generator=draws) ** 4).long()
+        even = torch.randint(9000, (200,), generator=draws)
+        lengths = torch.tensor([3] * 200 + [1] * 200, dtype=torch.int32)
+        batches.append(KeyedJaggedTensor(keys=["f", "g"], values=torch.cat([frequent, even]), lengths=lengths))
+    (load,) = table_loads(model, poolings={"g": 2.0}, sampled=sampled_features(batches)).values()
+    assert load.poolings == (3.0, 2.0)
+    assert load.growth is not None
+    seen = torch.cat([batch["f"].values() for batch in batches])
+    assert load.growth.distinct(1800) == pytest.approx(len(seen.unique()))
+    assert load.growth.distinct(600) == pytest.approx(len(seen[:600].unique()))
+    assert load.histogram is not None
+    share = 0.75 * 0.5 + 0.25 / 16  # three quarters of the ids are f's; half of those are below 9000 / 2**4
+    assert load.histogram.share(0, 9000 // 16) == pytest.approx(share, abs=0.03)
+    assert plan(model, Topology(ranks_per_host=2), sample_batches=batches).world_size == 2
 
 
 def test_shard_plans_for_itself() -> None:

@@ -14,7 +14,7 @@ from shardrec.layout import COLUMN_UNIT, Machine, Shard, TableLayout, Topology, 
 from shardrec.layout.presets import preset
 from shardrec.planner import Constraint, SolveLimits, TableLoad, plan_tables
 from shardrec.planner.constraint import CUTS
-from shardrec.planner.cost import CostModel, Profile
+from shardrec.planner.cost import CostModel, Histogram, Profile
 from shardrec.planner.price import priced_plan
 from tests.plans import random_plan, random_topology, randoms
 
@@ -30,15 +30,22 @@ def machine(memory: float = inf) -> Machine:
 def random_loads(rng: Random, most: int = 5) -> dict[str, TableLoad]:
     return {
         f"t{number}": TableLoad(
-            num_embeddings=rng.choice([1, 3, 50, 1000, 10**6]),
+            num_embeddings=rows,
             embedding_dim=COLUMN_UNIT * rng.choice([1, 2, 8, 32]),
             poolings=tuple(rng.choice([1.0, 5.0]) for _ in range(rng.randint(1, 3))),
+            histogram=random_histogram(rng, rows),
             pooled=rng.random() < 0.8,
             row_state_bytes=4,
             whole_row_state=rng.random() < 0.5,
         )
-        for number in range(rng.randint(1, most))
+        for number, rows in enumerate(rng.choices([1, 3, 50, 1000, 10**6], k=rng.randint(1, most)))
     }
+
+
+def random_histogram(rng: Random, rows: int) -> Histogram | None:
+    if rng.random() < 0.7 or rows < 3:
+        return None
+    return Histogram(rows=(0, rng.randint(1, rows - 1), rows), below=(0.0, rng.random(), 1.0))
 
 
 def random_constraints(rng: Random, names: list[str], topology: Topology) -> dict[str, Constraint]:
@@ -207,6 +214,31 @@ def test_pinned_shards_stay() -> None:
         plan_tables(loads, Topology(), batch_size=64, constraints={"a": Constraint(pinned=wrong)})
     with pytest.raises(ConfigError, match="a pinned table is laid out already"):
         Constraint(pinned=pinned, ranks=(1,))
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_frequent_rows_make_shorter_blocks(hosts: int) -> None:
+    """Nine tenths of the ids are in the first hundredth of the rows: blocks of equal rows would be unequal work."""
+    topology = Topology(hosts=hosts, ranks_per_host=4)
+    hot = Histogram(rows=(0, 10_000, 10**6), below=(0.0, 0.9, 1.0))
+    limit = {"t": Constraint(cuts=("row_wise",))}
+
+    def planned(histogram: Histogram | None) -> tuple[TableLayout, float]:
+        loads = {
+            "t": TableLoad(num_embeddings=10**6, embedding_dim=64, poolings=(50.0,), histogram=histogram),
+            "u": TableLoad(num_embeddings=1000, embedding_dim=16),
+        }
+        found = plan_tables(loads, topology, batch_size=4096, constraints=limit)
+        assert found.report is not None
+        return found.by_name["t"], found.report.cost_ms
+
+    even, even_ms = planned(None)
+    skewed, skewed_ms = planned(hot)
+    assert {shard.rows for shard in even.shards} == {10**6 // len(even.shards)}
+    shares = [hot.share(shard.row_start, shard.row_end) for shard in skewed.shards]
+    assert len(shares) > 1
+    assert shares == pytest.approx([1 / len(shares)] * len(shares), abs=0.01)
+    assert skewed_ms == pytest.approx(even_ms, rel=0.2)
 
 
 def test_a_host_cut_needs_all_of_a_host() -> None:

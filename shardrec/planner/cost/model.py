@@ -20,7 +20,7 @@ On several hosts, columns of which several ranks of a host hold row blocks are s
 holder or not, adds up and sends the sums of the samples that are its to send: :meth:`CostModel.host_sum`.
 
 A piece of a table is looked up by ``share`` of its ids: all of them for a column stripe, those in its rows for a row
-block. Without a histogram, ids are spread evenly over rows.
+block. Without a :class:`~shardrec.planner.cost.histogram.Histogram`, ids are spread evenly over rows.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ class CostModel:
     def _rows(self, table: TableLoad, rows: int, cols: int, ids: float, share: float) -> tuple[float, float, float]:
         """Bytes of rows that come from memory, and from a cache; and ns of the update, besides its bytes."""
         profile, row_bytes = self.profile, cols * table.weight_bytes
-        distinct = min(table.distinct(ids / share) * share if share else 0.0, ids)
+        distinct = min(table.distinct(ids / share) * share if share else 0.0, ids, float(rows))
         beyond = max(0.0, 1 - profile.cache_bytes / max(rows * row_bytes, 1.0))
         from_memory = distinct * beyond * row_bytes
         small = rows * cols * _FLOAT <= _SUMMED_BYTES

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import exp, expm1
 
 from shardrec.errors import ConfigError
+from shardrec.planner.cost.histogram import Histogram
 
 __all__ = ["Growth", "TableLoad"]
 
@@ -36,6 +37,7 @@ class TableLoad:
         embedding_dim: columns.
         poolings: per feature that looks the table up, the mean number of ids of a sample.
         growth: distinct ids by number of ids; default: ids drawn evenly from all rows.
+        histogram: which rows the ids hit; default: all alike.
         pooled: a sum per bag; else a row per id.
         weight_bytes: bytes of a weight.
         state_bytes: bytes of optimizer state per weight.
@@ -48,6 +50,7 @@ class TableLoad:
     embedding_dim: int
     poolings: tuple[float, ...] = (1.0,)
     growth: Growth | None = None
+    histogram: Histogram | None = None
     pooled: bool = True
     weight_bytes: int = 4
     state_bytes: int = 0
@@ -60,6 +63,11 @@ class TableLoad:
             raise ConfigError(f"a table has rows and columns, got {self.num_embeddings} by {self.embedding_dim}")
         if not self.poolings or min(self.poolings) < 0:
             raise ConfigError(f"a table has a feature, and ids of a sample are not negative; got {self.poolings}")
+        if self.histogram is not None and self.histogram.rows[-1] != self.num_embeddings:
+            raise ConfigError(
+                f"the histogram of a table of {self.num_embeddings} rows ends at row {self.histogram.rows[-1]}; "
+                "give one of this table"
+            )
 
     @property
     def bytes(self) -> int:
@@ -75,6 +83,12 @@ class TableLoad:
     def ids_per_sample(self) -> float:
         """Ids of a sample over all features."""
         return sum(self.poolings)
+
+    def share(self, start: int, end: int) -> float:
+        """The part of the table's ids that are in rows ``[start, end)``."""
+        if self.histogram is None:
+            return (end - start) / self.num_embeddings
+        return self.histogram.share(start, end)
 
     def distinct(self, ids: float) -> float:
         """Expected distinct rows among so many ids of the whole table."""

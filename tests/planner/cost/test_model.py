@@ -15,7 +15,7 @@ from shardrec.layout.presets import preset
 from shardrec.planner import Constraint, TableLoad
 from shardrec.planner.candidate import lay_out
 from shardrec.planner.candidates import CandidateMaker
-from shardrec.planner.cost import CostModel, Profile
+from shardrec.planner.cost import CostModel, Histogram, Profile
 from shardrec.planner.price import predicted_ms, priced_plan
 from shardrec.planner.solve.problem import Place
 from tests.plans import random_plan, random_topology, randoms
@@ -87,9 +87,11 @@ def test_every_candidate_costs_what_its_layout_does(rng: Random) -> None:
     topology = rng.choice(
         [Topology(ranks_per_host=4), Topology(hosts=3, ranks_per_host=2), Topology(hosts=3, ranks_per_host=6)]
     )
+    rows = rng.choice([720, 7200])
     load = TableLoad(
-        num_embeddings=rng.choice([720, 7200]),
+        num_embeddings=rows,
         embedding_dim=rng.choice([16, 64]),
+        histogram=rng.choice([None, Histogram(rows=(0, 31, 90, rows), below=(0.0, 0.3, 0.8, 1.0))]),
         poolings=(rng.choice([1.0, 7.0]),),
         pooled=rng.random() < 0.8,
         row_state_bytes=4,
@@ -103,7 +105,7 @@ def test_every_candidate_costs_what_its_layout_does(rng: Random) -> None:
             spots = list({place[0] // topology.ranks_per_host: place for place in part.places}.values())
             if len(part.pieces) == 1 or part.count > len(spots):
                 spots = list(part.places)
-            places += [spots[number % len(spots)] for number in range(part.count)]
+            places += [spots[number % len(spots)] for number in range(len(places), len(places) + part.count)]
         loads = [candidate.option.everywhere.load] * topology.world_size
         memory = [candidate.option.everywhere.memory[0]] * topology.world_size
         spot = iter(places)
@@ -115,6 +117,10 @@ def test_every_candidate_costs_what_its_layout_does(rng: Random) -> None:
         layout = lay_out("t", load, candidate, places, topology.world_size)
         plan = ShardingPlan(topology=topology, tables=(layout,))
         ranks, _ = priced_plan(model, {"t": load}, plan)
+        if candidate.on_all and load.histogram is not None:
+            assert max(rank.ms for rank in ranks) == pytest.approx(loads[0]), candidate.option.label
+            assert max(rank.bytes for rank in ranks) == pytest.approx(memory[0]), candidate.option.label
+            continue
         assert [rank.ms for rank in ranks] == pytest.approx(loads), candidate.option.label
         assert [rank.bytes for rank in ranks] == pytest.approx(memory), candidate.option.label
 
