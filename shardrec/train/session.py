@@ -40,6 +40,10 @@ _CURVE_ROWS = 100_000
 """Most held-out rows behind a point of the curve; all of the generated ones by default, few of a large file's."""
 
 
+_SAMPLED = 4
+"""Batches that tell the planner how many ids there are and how they are spread."""
+
+
 def run_rank(config: TrainConfig) -> RunReport | None:
     """Train as this process's rank, in the process group that the environment describes or alone.
 
@@ -85,7 +89,12 @@ def _sharded_model(config: TrainConfig, source: Source, place: Place) -> tuple[S
         except OSError as error:
             raise ConfigError(f"plan (--plan) is {config.plan!r}: {error.strerror}; give a plan.json") from error
     else:
-        plan = make_plan(model, batch_size=config.batch_size, constraints=planner_constraints(config))
+        plan = make_plan(
+            model,
+            batch_size=config.batch_size,
+            constraints=planner_constraints(config),
+            sample_batches=source.sampled(_SAMPLED),
+        )
     sharded = shard(model, plan, device=place.device)
     _compile(sharded, config)
     return sharded, plan

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import islice
 
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
 from shardrec.data import (
     ClickBatch,
     ClickMetrics,
@@ -71,6 +73,11 @@ class Source:
         """This rank's batches of an epoch, as many as every other rank has."""
         batches = self._data.train_batches(self._place.rank, self._place.world_size, self._batch_size)
         return self._first_rows(batches, self._samples)
+
+    def sampled(self, count: int) -> list[KeyedJaggedTensor]:
+        """The ids of rank 0's first training batches, which are the same for every rank that asks."""
+        batches = self._data.train_batches(0, self._place.world_size, self._batch_size)
+        return [batch.sparse for batch in islice(batches, count)]
 
     def holdout_batches(self, limit: int | None = None) -> Iterator[ClickBatch]:
         """This rank's batches of the held-out rows, or of the first ``limit`` of them, to whole batches."""

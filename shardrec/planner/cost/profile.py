@@ -95,7 +95,10 @@ class Profile:
 
     @classmethod
     def of_machine(cls, machine: Machine) -> Profile:
-        """Coefficients from a data sheet: bandwidths at half (memory) and seven tenths (links) of their peak."""
+        """Coefficients from a data sheet: bandwidths at half (memory) and seven tenths (links) of their peak.
+
+        What a CPU's ids, shards and steps take is rounded from calibrations of one machine; what a GPU's take is assumed.
+        """
         memory = 1e9 / (machine.memory_bandwidth * _OF_MEMORY_PEAK)
         link = 1e9 / (machine.host_link * _OF_LINK_PEAK)
         network = 1e9 / (machine.network * _OF_LINK_PEAK)
@@ -103,12 +106,12 @@ class Profile:
         return cls(
             name=machine.name,
             source=machine.source,
-            lookup_id_ns=0.05 if gpu else 15.0,
+            lookup_id_ns=0.05 if gpu else 5.0,
             lookup_byte_ns=memory,
             cached_byte_ns=memory / 3,
             cache_bytes=machine.cache,
-            update_id_ns=0.3 if gpu else 60.0,
-            summed_id_ns=0.3 if gpu else 60.0,
+            update_id_ns=0.3 if gpu else 20.0,
+            summed_id_ns=0.3 if gpu else 5.0,
             update_row_ns=0.0,
             update_byte_ns=2 * memory,
             update_cached_byte_ns=memory / 3,
@@ -117,7 +120,7 @@ class Profile:
             bag_ns=0.02 if gpu else 10.0,
             pooled_byte_ns=memory,
             assemble_byte_ns=memory,
-            route_id_ns=0.1 if gpu else 10.0,
+            route_id_ns=0.1 if gpu else 2.0,
             cut_id_ns=0.1 if gpu else 10.0,
             exchange_byte_ns=link,
             host_exchange_byte_ns=network,
@@ -127,9 +130,9 @@ class Profile:
             replica_us=0.0,
             # Zeroed, filled, averaged and applied.
             replica_byte_ns=4 * memory,
-            shard_us=1.0 if gpu else 5.0,
-            forward_us=100.0,
-            backward_us=100.0,
+            shard_us=1.0 if gpu else 20.0,
+            forward_us=100.0 if gpu else 900.0,
+            backward_us=100.0 if gpu else 150.0,
         )
 
     def to_json(self) -> dict[str, Any]:
