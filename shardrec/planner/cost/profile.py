@@ -97,7 +97,7 @@ class Profile:
     def of_machine(cls, machine: Machine) -> Profile:
         """Coefficients from a data sheet: bandwidths at half (memory) and seven tenths (links) of their peak.
 
-        What a CPU's ids, shards and steps take is rounded from calibrations of one machine; what a GPU's take is assumed.
+        What ids, shards and steps take on a CPU is rounded from calibrations of one machine; on a GPU it is assumed.
         """
         memory = 1e9 / (machine.memory_bandwidth * _OF_MEMORY_PEAK)
         link = 1e9 / (machine.host_link * _OF_LINK_PEAK)
