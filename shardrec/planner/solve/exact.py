@@ -14,6 +14,8 @@ from shardrec.planner.solve.packing import Packing
 __all__ = ["Exact", "solve_exactly"]
 
 _MOST_VARIABLES = 400
+_SMALL = 1e-3
+"""Of the largest load: below it a bound is no scale for loads."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -49,7 +51,9 @@ def solve_exactly(
         return None
     ranks, tiers = encoded.ranks, [tier for tier, size in enumerate(encoded.capacity) if np.isfinite(size)]
     groups = len(encoded.groups)
-    load_scale = 1.0 / max(bound, 1e-300)
+    # A bound may be next to nothing, where only memory keeps tables from their cheapest options.
+    largest = float(encoded.total_load.max(initial=0.0))
+    load_scale = 1.0 / (bound if bound > _SMALL * largest else largest or 1.0)
     # Rows: one per group, one per kind of part, then load and memory of each rank. The last column is the cost.
     matrix = lil_matrix((groups + len(used) + ranks * (1 + len(tiers)), count + 1))
     for option, group in enumerate(encoded.option_group):
@@ -81,7 +85,7 @@ def solve_exactly(
     most = np.full(count + 1, np.inf)
     most[count] = np.inf if best is None else best.cost * load_scale
     least = np.zeros(count + 1)
-    least[count] = 1.0
+    least[count] = bound * load_scale
     cost = np.zeros(count + 1)
     cost[count] = 1.0
     integral = np.ones(count + 1)

@@ -31,6 +31,23 @@ def test_small_problems_are_solved_as_by_trying_everything(rng: Random) -> None:
     assert solution.cost == pytest.approx(best)
 
 
+def test_memory_alone_forbids_the_options_without_load() -> None:
+    """Two tables whose options without any load fit one at a time: the bound is 0 and the least cost is not."""
+    spots = anywhere(3)
+    cheap = Option(
+        label="cheap",
+        everywhere=Piece(memory=(1.0,)),
+        parts=(Part(pieces=(Piece(memory=(4.0,)),), places=spots, count=2),),
+    )
+    pieces = (Piece(memory=(3.0,)), Piece(load=1.0, memory=(6.0,)), Piece(load=5.0))
+    fixed = Option(label="fixed", everywhere=Piece(load=0.5), parts=(Part(pieces=pieces, places=((0, 1, 2),)),))
+    problem = Problem(ranks=3, capacity=(8.0,), tables={"a": (fixed, cheap), "b": (fixed, cheap)})
+    solution = solve(problem, EXACT)
+    assert solution is not None
+    check(problem, solution)
+    assert solution.cost == pytest.approx(5.5) == best_cost(problem)
+
+
 @settings(max_examples=12, deadline=None)
 @given(rng=randoms())
 def test_larger_problems(rng: Random) -> None:
