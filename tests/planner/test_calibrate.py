@@ -13,7 +13,9 @@ from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.layout.presets import preset
 from shardrec.planner import calibrate
 from shardrec.planner.calibrate import Measured
-from shardrec.planner.cost import Profile, TableLoad
+from shardrec.planner.calibrate.workload import step_plan, table_loads
+from shardrec.planner.cost import CostModel, Profile, TableLoad
+from shardrec.planner.price import predicted_phases
 
 BASE = Profile.of_machine(preset("cpu"))
 TRUE = replace(
@@ -39,22 +41,34 @@ def made(world: int, seed: int, count: int = 30) -> tuple[list[calibrate.Workloa
         "all_to_all": tuple((size, 0.15 + size * 0.9e-6) for size in (0.0, 1e5, 1e7)),
         "all_reduce": tuple((size, 0.12 + size * 1.5e-6) for size in (0.0, 1e5, 1e7)),
     }
-    steps = tuple(calibrate.predicted_ms(TRUE, each, world) for each in drawn)
-    return drawn, Measured(world=world, steps=steps, **(links if world > 1 else {}))
+    phases = []
+    for each in drawn:
+        model = CostModel(profile=TRUE, topology=Topology(ranks_per_host=world), batch_size=each.batch)
+        phases.append(predicted_phases(model, table_loads(each), step_plan(each, world)))
+    steps, forward = tuple(map(sum, phases)), tuple(first for first, _ in phases)
+    return drawn, Measured(world=world, steps=steps, forward=forward, **(links if world > 1 else {}))
 
 
 def test_a_known_profile_comes_back() -> None:
     found = calibrate.fit(BASE, [made(1, 0), made(2, 0)], name="found", source="made")
     assert found.errors["median_percent"] < 0.5
     assert found.exchange_us == pytest.approx(150.0, rel=0.05)
+    assert found.forward_us == pytest.approx(300.0, rel=0.05)
+    assert found.backward_us == pytest.approx(100.0, rel=0.05)
+    assert found.lookup_byte_ns == pytest.approx(0.5, rel=0.1)
+    assert found.update_byte_ns == pytest.approx(TRUE.update_byte_ns, rel=0.1)
     assert found.reduce_byte_ns == pytest.approx(1.5, rel=1e-3)
     others, measured = made(2, 7, count=12)
     assert max(map(abs, calibrate.relative_errors(found, others, measured))) < 0.05
 
 
 def test_disturbed_times_do_not_bend_the_rest() -> None:
-    drawn, measured = made(2, 0, count=60)
-    disturbed = replace(measured, steps=tuple(t * 4 if i % 10 == 0 else t for i, t in enumerate(measured.steps)))
+    drawn, measured = made(2, 0, count=40)
+    disturbed = replace(
+        measured,
+        steps=tuple(time * 4 if number % 10 == 0 else time for number, time in enumerate(measured.steps)),
+        forward=tuple(time * 4 if number % 10 == 0 else time for number, time in enumerate(measured.forward)),
+    )
     found = calibrate.fit(BASE, [made(1, 0), (drawn, disturbed)], name="found", source="made")
     others, quiet = made(2, 7, count=12)
     assert max(map(abs, calibrate.relative_errors(found, others, quiet))) < 0.1
@@ -62,7 +76,7 @@ def test_disturbed_times_do_not_bend_the_rest() -> None:
 
 def test_too_few_times() -> None:
     drawn, measured = made(1, 0, count=8)
-    with pytest.raises(ConfigError, match="8 times do not determine"):
+    with pytest.raises(ConfigError, match="8 steps do not determine"):
         calibrate.fit(BASE, [(drawn, measured)], name="", source="")
 
 

@@ -107,7 +107,7 @@ def fit(base: Profile, runs: Sequence[tuple[Sequence[Workload], Measured]], *, n
         source: what was measured, for people.
 
     Raises:
-        ConfigError: if there are fewer times than coefficients.
+        ConfigError: if there are fewer steps than coefficients.
     """
     times = np.array(
         [
@@ -117,8 +117,9 @@ def fit(base: Profile, runs: Sequence[tuple[Sequence[Workload], Measured]], *, n
             for time in _times(step, forward)
         ]
     )
-    if len(times) < len(_FITTED):
-        raise ConfigError(f"{len(times)} times do not determine {len(_FITTED)} coefficients; measure more workloads")
+    steps = sum(len(measured.steps) for _, measured in runs)
+    if steps < len(_FITTED):
+        raise ConfigError(f"{steps} steps do not determine {len(_FITTED)} coefficients; measure more workloads")
     linked = _with_links(base, [measured for _, measured in runs])
     best: tuple[float, Profile] | None = None
     known: dict[str, Floats] = {}
