@@ -15,8 +15,9 @@ from math import prod
 import numpy as np
 
 from shardrec.planner.solve.encode import Encoded, Floats, Ints
+from shardrec.planner.solve.problem import Place, Solution
 
-__all__ = ["Packing", "spread"]
+__all__ = ["Packing", "demand", "rounded", "spread"]
 
 _EPS = 1e-12
 _MOST_SPLITS = 4096
@@ -77,6 +78,30 @@ class Packing:
             for place in np.flatnonzero(self.at[block]).tolist():
                 left.put(block, place, int(self.at[block][place]))
         return left
+
+    def solution(self, bound: float, timed_out: bool) -> Solution:
+        """Table by table: the first tables of a group take the first options in use, and parts as they come."""
+        encoded = self.encoded
+        left = {block: [p for p, n in enumerate(at) for _ in range(int(n))] for block, at in self.at.items()}
+        choice: dict[str, int] = {}
+        places: dict[str, tuple[Place, ...]] = {}
+        for names, span in zip(encoded.groups, encoded.group_options, strict=True):
+            options = [option for option in span for _ in range(int(self.counts[option]))]
+            for name, option in zip(names, options, strict=True):
+                choice[name] = option - span.start
+                places[name] = tuple(
+                    encoded.blocks[block].names[left[block].pop()]
+                    for block, count in encoded.option_blocks[option]
+                    for _ in range(count)
+                )
+        return Solution(
+            choice=choice,
+            places=places,
+            loads=tuple(self.loads.tolist()),
+            memory=tuple(map(tuple, self.memory.tolist())),
+            bound=min(bound, self.cost),
+            timed_out=timed_out,
+        )
 
     def fits(self) -> bool:
         """Whether every rank is within its memory."""
@@ -265,6 +290,25 @@ class _Singles:
             if count:
                 self._shift(int(kind), other, worst, int(count))
         return True
+
+
+def demand(encoded: Encoded, counts: Ints) -> dict[int, int]:
+    """How many parts of each kind a choice of options, (O,), asks for."""
+    found: dict[int, int] = {}
+    for option in np.flatnonzero(counts).tolist():
+        for block, count in encoded.option_blocks[option]:
+            found[block] = found.get(block, 0) + count * int(counts[option])
+    return found
+
+
+def rounded(encoded: Encoded, values: Floats) -> Ints:
+    """(O,) whole counts: in each group, the largest remainders are rounded up."""
+    counts = np.floor(values + 1e-9).astype(np.int64)
+    for size, span in zip(encoded.sizes, encoded.group_options, strict=True):
+        part = slice(span.start, span.stop)
+        order = np.argsort(counts[part] - values[part], kind="stable")
+        counts[part][order[: int(size - counts[part].sum())]] += 1
+    return counts
 
 
 def spread(encoded: Encoded) -> Ints:

@@ -43,7 +43,8 @@ class Programme:
     """
 
     def __init__(self, group_of: Ints, sizes: Ints) -> None:
-        self._group_of = group_of
+        self._by_group = np.argsort(group_of, kind="stable")
+        self._starts = np.searchsorted(group_of[self._by_group], np.arange(len(sizes)))
         self._sizes = sizes.astype(np.float64)
         self._basis: dict[tuple[int, ...], Any] = {}
         self._solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
@@ -77,10 +78,9 @@ class Programme:
         """
         solver, columns, groups = self._solver, len(objective), len(self._sizes)
         top = float(np.abs(objective).max(initial=0.0)) or 1.0
-        matrix = np.vstack([np.zeros((groups, columns)), rows])
-        matrix[self._group_of, np.arange(columns)] = 1.0
-        row_of, column_of = np.nonzero(matrix)
-        starts = np.searchsorted(row_of, np.arange(len(matrix)))
+        # A column is in the row of its group, which comes first, and in few others: never as a full matrix.
+        row_of, column_of = np.nonzero(rows)
+        starts = np.concatenate([self._starts, columns + np.searchsorted(row_of, np.arange(len(rows)))])
         solver.clearModel()
         solver.setOptionValue("presolve", "on" if whole else "off")
         solver.setOptionValue("time_limit", float(seconds) if whole else 1e9)
@@ -88,8 +88,8 @@ class Programme:
         solver.setOptionValue("mip_rel_gap", _GAP)
         solver.passModel(
             columns,
-            len(matrix),
-            len(row_of),
+            groups + len(rows),
+            columns + len(row_of),
             highspy.MatrixFormat.kRowwise.value,
             highspy.ObjSense.kMinimize.value,
             0.0,
@@ -99,8 +99,8 @@ class Programme:
             np.concatenate([self._sizes, np.full(len(limits), -highspy.kHighsInf)]),
             np.concatenate([self._sizes, limits]),
             starts.astype(np.int32),
-            column_of.astype(np.int32),
-            matrix[row_of, column_of],
+            np.concatenate([self._by_group, column_of]).astype(np.int32),
+            np.concatenate([np.ones(columns), rows[row_of, column_of]]),
             np.full(columns, int(whole), dtype=np.int32),
         )
         if not whole and key in self._basis:

@@ -8,7 +8,7 @@ import numpy as np
 
 from shardrec.planner.solve.encode import Block, Encoded, Floats, Ints
 
-__all__ = ["GRID", "Sizes"]
+__all__ = ["GRID", "Sizes", "host_blocks"]
 
 GRID = 400
 """G, steps of the most load. More steps prove more in the end, and take longer to."""
@@ -33,7 +33,7 @@ class Sizes:
 
     def __init__(self, encoded: Encoded, step: float) -> None:
         self._step = step
-        self.local, host_blocks = _host_blocks(encoded)
+        self.local, on_hosts = host_blocks(encoded)
         free: list[tuple[int, float, float]] = []
         bound: list[tuple[int, float, float]] = []
         beyond: list[float] = []
@@ -41,7 +41,7 @@ class Sizes:
             for block, count in blocks:
                 loads = encoded.blocks[block].loads
                 least = 0.0
-                if block in host_blocks:
+                if block in on_hosts:
                     least = float(loads.min())
                     bound.append((option, least, float(count)))
                     beyond.append(float(loads.max()) - least)
@@ -84,7 +84,7 @@ class Sizes:
         return found
 
 
-def _host_blocks(encoded: Encoded) -> tuple[int, set[int]]:
+def host_blocks(encoded: Encoded) -> tuple[int, set[int]]:
     """Ranks of a host, and the kinds of parts that have a piece on each of a host's ranks, on any host."""
     found: dict[tuple[frozenset[int], ...], set[int]] = {}
     for number, kind in enumerate(encoded.blocks):

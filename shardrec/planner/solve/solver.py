@@ -2,12 +2,13 @@
 
 With E the load on every rank and c the most that the pieces of one come to, the cost is E + c; all of it goes by c.
 
-1. :mod:`relax` proves a bound, and finds which values of c are promising.
-2. For those, :mod:`patterns` raises the bound, and chooses options and ways to fill a rank together, in whole numbers.
-3. :mod:`rebuild` improves the best plans by taking a few tables off and putting them back.
-4. Where that leaves a gap, integer programmes over "how many tables take which option" raise the bound further, and
-   their choices are packed (:mod:`packing`).
-5. What is small goes to HiGHS as a whole (:mod:`exact`) before all that, which may also raise the bound.
+1. :mod:`relax` proves a bound, and finds which values of c are promising. What is small goes to HiGHS as a whole
+   (:mod:`exact`); where few tables fill the ranks, all combinations of their options are gone through (:mod:`combine`).
+2. On many hosts, sets of parts that fit a host give the bound and the plan (:mod:`hostsearch`).
+3. :mod:`patterns` raises the bound, and chooses options and ways to fill a rank together, in whole numbers.
+4. :mod:`rebuild` improves the best plans by taking a few tables off and putting them back.
+5. On one or two hosts, all that a better plan could have is listed (:mod:`enumerate`): a plan of it, or a proof.
+6. Where that leaves a gap, :mod:`curve` and integer programmes raise the bound further, and what they choose is packed.
 
 The search ends when the gap is closed or its rounds are used up, or, as the only thing that depends on the machine,
 when the clock runs out; the solution says so. The clock counts processor time, so that a busy machine makes a search
@@ -23,12 +24,15 @@ from time import process_time
 
 import numpy as np
 
+from shardrec.planner.solve.combine import combined
 from shardrec.planner.solve.curve import Curve
 from shardrec.planner.solve.encode import Encoded, Floats, Ints, encode
+from shardrec.planner.solve.enumerate import enumerated
 from shardrec.planner.solve.exact import solve_exactly
-from shardrec.planner.solve.packing import Packing, spread
+from shardrec.planner.solve.hostsearch import HostSearch
+from shardrec.planner.solve.packing import Packing, demand, rounded, spread
 from shardrec.planner.solve.patterns import PatternProgramme
-from shardrec.planner.solve.problem import Place, Problem, Solution, SolveLimits
+from shardrec.planner.solve.problem import Problem, Solution, SolveLimits
 from shardrec.planner.solve.rebuild import Rebuilder
 from shardrec.planner.solve.relax import Interval, Relaxation
 
@@ -44,7 +48,7 @@ _STUCK = 3e-4
 """Width at which an interval is not cut further."""
 _STEP = 1e-3
 """Least distance of two values of c for which options are chosen."""
-_WEIGHTS = (0.1,)
+_WEIGHT = 0.1
 """Of the pieces' load, where choices are to leave room."""
 _ROUNDED = ((1.0, 0.1), (1.0, 1.0), (0.5, 1.0))
 """Limits on the size of a piece, against c, and weights of the pieces' load, for the first plans."""
@@ -62,6 +66,9 @@ _EFFORT_PER_RAISE = 4
 _EFFORT_PER_ROOM = 10
 _REBUILDS_PER_EFFORT = 25
 _NODES_PER_EFFORT = 10
+_COMBINATIONS_PER_EFFORT = 300
+_ENUMERATED = 100
+"""Most tables whose options are listed."""
 _MEMORY_SHARES = (1.0, 0.99, 0.97)
 """Parts of the capacity that the choice of options may use: what fits on the whole may not fit rank by rank."""
 _FILLS = ((0.0, 0.0), (0.0, 0.5), (0.3, 0.5), (1.0, 0.9))
@@ -108,16 +115,40 @@ class _Search:
         self._round()
         if self.best is None:
             self._try(spread(self.encoded))
-        if self._exact():
-            return None if self.best is None else self._solution(self.best)
-        self._raise(0.1)
-        self._fill()
-        self._rebuild(0.35)
-        self._refill()
-        self._lift(0.7)
-        self._search()
-        self._rebuild(1.0)
-        return None if self.best is None else self._solution(self.best)
+        if not self._exact():
+            self._combine()
+            if hosts := HostSearch.applies(self.encoded, self.best):
+                self._rebuild(0.15)
+                self._by_hosts(0.7)
+            self._raise(0.1)
+            self._fill()
+            self._rebuild(0.35 if hosts else 0.25)
+            self._enumerate(0.95)
+            self._refill()
+            if not hosts:
+                self._lift(0.7)
+            self._search()
+            self._rebuild(1.0)
+        return None if self.best is None else self.best.solution(self.bound, self.timed_out)
+
+    def _enumerate(self, share: float) -> None:
+        """List all that a better plan could have, for a part of the time that is left."""
+        if self.best and not self._closed() and not self._out_of_time() and self.encoded.sizes.sum() <= _ENUMERATED:
+            stop = partial(self._only, self._time_left() * (1 - share) if np.isfinite(self._time_left()) else -np.inf)
+            rows = self.relaxation.limits()
+            self.bound = enumerated(self.encoded, rows, self.bound, self.limits, self._cost, self._try, stop)
+
+    def _combine(self) -> None:
+        """Go through all the combinations of options, where few tables fill the ranks."""
+        if self._closed() or self._out_of_time():
+            return
+        until = self._time_left() * 0.05 if np.isfinite(self._time_left()) else -np.inf
+        stop, most = partial(self._only, until), _COMBINATIONS_PER_EFFORT * self.limits.effort
+        found = combined(self.encoded, self.best, self.limits.gap, most, stop)
+        self.bound = max(self.bound, found.bound)
+        if found.packing is not None:
+            self._keep(found.packing)
+            self.pool.append(found.packing)
 
     def _exact(self) -> bool:
         """Solve the problem as a whole, if it is small; whether that leaves nothing to do."""
@@ -139,6 +170,17 @@ class _Search:
             self._keep(exact.packing)
             self.pool.append(exact.packing)
         return exact.finished
+
+    def _by_hosts(self, share: float) -> None:
+        """Bound and plans by sets of parts that fit a host, for a part of the time that is left."""
+        if self.best is None or self._closed() or self._out_of_time():
+            return
+        until = self._time_left() * (1 - share) if np.isfinite(self._time_left()) else -np.inf
+        search = HostSearch(self.encoded, self.best, self.intervals, self.relaxation.limits(), self.limits.gap)
+        for packing in search.run(self.limits.effort, partial(self._only, until), self._time_left):
+            self._keep(packing)
+            self.pool.append(packing)
+        self.bound = max(self.bound, min(search.bound, self.best.cost))
 
     def _raise(self, share: float) -> None:
         """Price the deciding intervals by patterns, for a part of the time that is left."""
@@ -197,11 +239,9 @@ class _Search:
             # Few kinds of rooms make few patterns.
             step = float(rooms.max()) / _KINDS_OF_ROOMS
             if step > 0:
-                self._filled(np.floor(rooms / step) * step, self._tables_but(kept), kept)
-
-    def _tables_but(self, kept: Packing) -> Ints:
-        placed = np.bincount(self.encoded.option_group, kept.counts, len(self.encoded.groups))
-        return self.encoded.sizes - placed.astype(np.int64)
+                placed = np.bincount(self.encoded.option_group, kept.counts, len(self.encoded.groups))
+                tables = self.encoded.sizes - placed.astype(np.int64)
+                self._filled(np.floor(rooms / step) * step, tables, kept)
 
     def _filled(self, rooms: Floats, tables: Ints, kept: Packing | None) -> None:
         if rooms.max() <= 0 or not tables.any():
@@ -259,17 +299,8 @@ class _Search:
                 found = self.relaxation.least_base(
                     room, weight=weight, memory_share=memory_share, piece_share=piece_share
                 )
-                if found is None or found.values is None or self._try(self._rounded(found.values)):
+                if found is None or found.values is None or self._try(rounded(self.encoded, found.values)):
                     break
-
-    def _rounded(self, values: Floats) -> Ints:
-        """Whole counts: in each group, the largest remainders are rounded up."""
-        counts = np.floor(values + 1e-9).astype(np.int64)
-        for size, span in zip(self.encoded.sizes, self.encoded.group_options, strict=True):
-            part = slice(span.start, span.stop)
-            order = np.argsort(counts[part] - values[part], kind="stable")
-            counts[part][order[: int(size - counts[part].sum())]] += 1
-        return counts
 
     def _search(self) -> None:
         """Price the deciding interval for whole tables, pack what was chosen, cut it; until the gap is closed."""
@@ -314,12 +345,10 @@ class _Search:
     def _choose_with_slack(self, room: float, memory_shares: Sequence[float]) -> None:
         """Choices that put a little more on every rank where that leaves the pieces room."""
         for share in memory_shares:
-            for weight in _WEIGHTS:
-                found = self.relaxation.least_base(
-                    room, whole=True, weight=weight, memory_share=share, seconds=self._share_of_time()
-                )
-                if found is not None and found.values is not None:
-                    self._try(found.values.astype(np.int64))
+            seconds = self._share_of_time()
+            found = self.relaxation.least_base(room, whole=True, weight=_WEIGHT, memory_share=share, seconds=seconds)
+            if found is not None and found.values is not None:
+                self._try(found.values.astype(np.int64))
             if self.best is not None:
                 return
 
@@ -330,14 +359,11 @@ class _Search:
             return True
         self.tried.add(key)
         encoded = self.encoded
-        demand: dict[int, int] = {}
-        for option in np.flatnonzero(counts):
-            for block, count in encoded.option_blocks[option]:
-                demand[block] = demand.get(block, 0) + count * int(counts[option])
+        wanted = demand(encoded, counts)
         best: Packing | None = None
         for memory_weight, memory_order in _FILLS:
             packing = Packing(encoded, counts)
-            if packing.fits() and packing.fill(demand.items(), memory_weight, memory_order):
+            if packing.fits() and packing.fill(wanted.items(), memory_weight, memory_order):
                 packing.improve(_ROUNDS, self.bound)
                 if best is None or packing.cost < best.cost:
                     best = packing
@@ -351,6 +377,9 @@ class _Search:
     def _keep(self, packing: Packing) -> None:
         if self.best is None or packing.cost < self.best.cost:
             self.best = packing
+
+    def _cost(self) -> float:
+        return np.inf if self.best is None else self.best.cost
 
     def _closed(self) -> bool:
         return self.best is not None and self.best.cost <= self.bound * (1 + self.limits.gap)
@@ -369,26 +398,3 @@ class _Search:
         if self._time_left() <= 0:
             self.timed_out = True
         return self.timed_out
-
-    def _solution(self, packing: Packing) -> Solution:
-        encoded = self.encoded
-        left = {block: [p for p, n in enumerate(at) for _ in range(int(n))] for block, at in packing.at.items()}
-        choice: dict[str, int] = {}
-        places: dict[str, tuple[Place, ...]] = {}
-        for names, span in zip(encoded.groups, encoded.group_options, strict=True):
-            options = [option for option in span for _ in range(int(packing.counts[option]))]
-            for name, option in zip(names, options, strict=True):
-                choice[name] = option - span.start
-                places[name] = tuple(
-                    encoded.blocks[block].names[left[block].pop()]
-                    for block, count in encoded.option_blocks[option]
-                    for _ in range(count)
-                )
-        return Solution(
-            choice=choice,
-            places=places,
-            loads=tuple(packing.loads.tolist()),
-            memory=tuple(map(tuple, packing.memory.tolist())),
-            bound=min(self.bound, packing.cost),
-            timed_out=self.timed_out,
-        )

@@ -1,0 +1,150 @@
+"""Bounds for the smaller problem (:mod:`alike`), for all rooms at once, from prices (:mod:`pricing`).
+
+On two hosts of L ranks with rooms r1 >= r2, every choice of options that fits has, for V the value function of a
+knapsack, any m >= 0 and any p,
+
+    E + c  >=  sum over tables of the least (load on every rank + half of its shares + V of its pieces
+                                             - m of its shares - p if it has shares)
+               - L (V(r1) + V(r2)) + (r1 + r2) / 2 + m (r1 - r2) + p (tables with shares)
+
+since c is the mean of the rooms and half of all shares, and the shares of the hosts differ by what the rooms do
+(Lagrange). So one solution's prices bound the cost for all rooms and all numbers of tables with shares. With one class
+of ranks there is one room, and no share. Prices are the dual values of a programme for some rooms, with a column for
+each option and each way to fill a rank; columns are generated.
+
+How many tables have shares makes a great difference: they are what allows different rooms, and cost more. So bounds are
+kept for each such number apart (:class:`Cells`).
+
+Loads are counted in steps, G of them to the most load; pieces are rounded down. A rank with less than r + 1 steps of
+pieces has room r. A *cell* is a pair of rooms.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardrec.planner.solve.encode import Floats
+from shardrec.planner.solve.sizes import GRID
+
+__all__ = ["Box", "Cells", "Prices"]
+
+_MUCH = 1e9
+"""More than any bound; not infinite, as the bound of a room that some table does not fit is."""
+
+
+@dataclass(frozen=True, eq=False)
+class Box:
+    """Cells, and a range of the number of tables with shares.
+
+    Args:
+        low: the least room of each class of ranks, descending.
+        high: the largest.
+        least: tables with shares, at least.
+        most: at most; may be infinite.
+    """
+
+    low: tuple[int, ...]
+    high: tuple[int, ...]
+    least: int
+    most: float
+
+    @property
+    def mean(self) -> float:
+        """The mean room, at least; of the most load."""
+        return sum(self.low) / len(self.low) / GRID
+
+    @property
+    def apart(self) -> float:
+        """What the rooms differ by, at least; of the most load."""
+        return max(self.low[0] - self.high[-1] - 1, 0) / GRID if len(self.low) > 1 else 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Prices:
+    """Dual values, and what follows from them.
+
+    Args:
+        value: (G + 1,) V.
+        fixed: (G + 1,) by the largest room, the sum over tables less what the other limits come to.
+        option: (O,) price of each option.
+        apart: m.
+        shared: p.
+    """
+
+    value: Floats
+    fixed: Floats
+    option: Floats
+    apart: float
+    shared: float
+
+    def of_tables(self, least: int, most: float) -> float:
+        """What the number of tables with shares comes to, at least."""
+        if self.shared >= 0:
+            return self.shared * least
+        return self.shared * most if np.isfinite(most) else -_MUCH
+
+    def bound(self, box: Box, ranks: tuple[int, ...]) -> float:
+        """A bound of the load on every rank and half of the shares, in a box."""
+        rooms = sum(count * float(self.value[room]) for count, room in zip(ranks, box.high, strict=True))
+        return float(self.fixed[box.high[0]]) - rooms + self.apart * box.apart + self.of_tables(box.least, box.most)
+
+
+class Cells:
+    """The cells in which there may be a plan below a target, for a number of tables with shares.
+
+    Args:
+        ranks: of each class.
+        least: tables with shares, at least.
+        most: at most.
+
+    Attributes:
+        high: the larger room of each cell.
+        low: the smaller.
+        bound: of the cost, of the most load.
+        width: of the next box to price.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], least: int, most: float) -> None:
+        self.ranks, self.least, self.most = ranks, least, most
+        room = np.arange(GRID + 1)
+        self.high, self.low = (room, room) if not most else (each.ravel() for each in np.indices((GRID + 1, GRID + 1)))
+        self.bound: Floats = np.full(len(self.high), -np.inf)
+        self.width = GRID // 40
+        self._only(self.low <= self.high)
+
+    def _only(self, some: NDArray[np.bool_]) -> None:
+        self.high, self.low, self.bound = self.high[some], self.low[some], self.bound[some]
+
+    @property
+    def deciding(self) -> float:
+        """The least bound; infinite if no cell is left."""
+        return float(self.bound.min(initial=np.inf))
+
+    def learn(self, prices: Prices, target: float) -> None:
+        """Raise the bounds, and leave out what reaches the target."""
+        rooms = self.ranks[0] * prices.value[self.high]
+        if len(self.ranks) > 1:
+            rooms = rooms + self.ranks[1] * prices.value[self.low]
+        found = prices.fixed[self.high] - rooms + prices.of_tables(self.least, self.most)
+        found += (self.high + self.low) / (2 * GRID) + prices.apart / GRID * np.maximum(self.high - self.low - 1, 0)
+        self.bound = np.maximum(self.bound, found)
+        self._only(self.bound < target)
+
+    def keep(self, target: float) -> None:
+        """Leave out what reaches the target."""
+        self._only(self.bound < target)
+
+    def box(self) -> Box:
+        """The cells from that of the least bound on."""
+        at = int(self.bound.argmin())
+        low = (int(self.high[at]), int(self.low[at]))[: len(self.ranks)]
+        return Box(low, tuple(min(room + self.width, GRID) for room in low), self.least, self.most)
+
+    def raised(self, box: Box, bound: float) -> None:
+        """Raise the bounds of the cells of a box."""
+        inside = (self.high >= box.low[0]) & (self.high <= box.high[0])
+        inside &= (self.low >= box.low[-1]) & (self.low <= box.high[-1])
+        self.bound = np.where(inside, np.maximum(self.bound, bound), self.bound)

@@ -1,0 +1,203 @@
+"""Enumeration: its bound holds whatever the problem, closes what fractions cannot, and lists all the ways there are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations_with_replacement
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+
+from shardrec.planner.solve import Option, Part, Piece, Problem, SolveLimits
+from shardrec.planner.solve.alike import Alike
+from shardrec.planner.solve.cells import Box
+from shardrec.planner.solve.encode import Encoded, Ints, encode
+from shardrec.planner.solve.enumerate import choose, enumerated, fillings
+from shardrec.planner.solve.packing import Packing
+from shardrec.planner.solve.pricing import Pricing
+from shardrec.planner.solve.problem import anywhere, host_places
+from shardrec.planner.solve.relax import Relaxation
+from shardrec.planner.solve.sizes import GRID
+from tests.planner.problems import best_cost, random_problem
+from tests.plans import randoms
+
+
+def nearly(rng: Random, problem: Problem) -> Problem:
+    """The same with other loads for each table, by a part in a thousand."""
+    tables = {}
+    for name, options in problem.tables.items():
+        factor = 1 + rng.choice([0.0, 1e-5, 1e-3])
+        tables[name] = tuple(scaled(option, factor) for option in options)
+    return replace(problem, tables=tables)
+
+
+def scaled(option: Option, factor: float) -> Option:
+    def piece(old: Piece) -> Piece:
+        return replace(old, load=old.load * factor)
+
+    parts = tuple(replace(part, pieces=tuple(map(piece, part.pieces))) for part in option.parts)
+    return replace(option, everywhere=piece(option.everywhere), parts=parts)
+
+
+def whole(size: float, ranks: int, **more: float) -> Option:
+    """One piece on any rank."""
+    part = Part(pieces=(Piece(load=size),), places=anywhere(ranks))
+    return Option(label="whole", everywhere=Piece(**more), parts=(part,))
+
+
+def proven(problem: Problem, cost: float, gap: float, start: float = 0.0) -> tuple[float, float]:
+    """The bound, and the least cost after packing what was chosen on the way."""
+    encoded, best = encode(problem), [cost]
+
+    def attempt(counts: Ints) -> None:
+        packing, demand = Packing(encoded, counts), demand_of(encoded, counts)
+        if packing.fits() and packing.fill(demand.items()):
+            best.append(packing.cost)
+
+    limits = SolveLimits(gap=gap, effort=15)
+    rows = Relaxation(encoded).limits()
+    bound = enumerated(encoded, rows, start, limits, lambda: min(best), attempt, lambda: False)
+    return bound, min(best)
+
+
+def demand_of(encoded: Encoded, counts: Ints) -> dict[int, int]:
+    demand: dict[int, int] = {}
+    for option in np.flatnonzero(counts).tolist():
+        for block, count in encoded.option_blocks[option]:
+            demand[block] = demand.get(block, 0) + count * int(counts[option])
+    return demand
+
+
+@settings(max_examples=40, deadline=None)
+@given(rng=randoms())
+def test_the_bound_holds(rng: Random) -> None:
+    problem = nearly(rng, random_problem(rng))
+    best = best_cost(problem)
+    assume(0 < best < np.inf)
+    cost = best * rng.choice([1.0, 1.004, 1.2])
+    bound, found = proven(problem, cost, rng.choice([0.0, 1e-3, 0.1]), rng.choice([0.0, best * 0.8]))
+    assert bound <= best * (1 + 1e-5)
+    assert found >= best * (1 - 1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rng=randoms())
+def test_no_box_with_a_plan_is_closed(rng: Random) -> None:
+    """For the rooms that a packing has, a target just above its cost."""
+    encoded = encode(nearly(rng, random_problem(rng)))
+    counts = np.zeros(len(encoded.options), dtype=np.int64)
+    for size, span in zip(encoded.sizes.tolist(), encoded.group_options, strict=True):
+        for _ in range(size):
+            counts[rng.choice(span)] += 1
+    packing, shares = Packing(encoded, counts), np.zeros(encoded.ranks)
+    for block, count in demand_of(encoded, counts).items():
+        kind = encoded.blocks[block]
+        for _ in range(count):
+            place = rng.randrange(len(kind.names))
+            packing.put(block, place)
+            if len(kind.names) == 2 and len(kind.loads) == 2 == encoded.ranks // 2:
+                shares[kind.places[place]] += kind.loads.min()
+    assume(packing.fits() and packing.cost > 0)
+    alike = Alike.of(encoded, packing.cost * 1.01, Relaxation(encoded).limits())
+    assert alike is not None
+    of_hosts = shares[:: encoded.ranks // len(alike.ranks)]
+    rooms = sorted(((packing.cost - packing.base - of_hosts) / (packing.cost * 1.01) * GRID).astype(int), reverse=True)
+    tables = float(sum(counts[encoded.option_group == g] @ shared(encoded, g) for g in range(len(encoded.groups))))
+    box = Box(tuple(rooms), tuple(int(room) + 1 for room in rooms), int(tables), tables)
+    pricing = Pricing(alike)
+    target = 1.001 / 1.01
+    pricing.price(box, target - box.mean, closely=True)
+    assert choose(pricing, box, target, 10.0).bound <= target + 1e-9
+    assert pricing.bound(box)[0] + box.mean <= 1 / 1.01 + 1e-6
+
+
+def shared(encoded: Encoded, group: int) -> Ints:
+    """(options of the group,) whether some part has a least piece above 0 on each rank of one of two hosts."""
+    found = []
+    for option in encoded.group_options[group]:
+        kinds = [encoded.blocks[block] for block, _ in encoded.option_blocks[option]]
+        found.append(
+            any(len(k.names) == 2 and len(k.loads) == 2 == encoded.ranks // 2 and k.loads.min() > 0 for k in kinds)
+        )
+    return np.array(found, dtype=np.int64)
+
+
+@settings(max_examples=100, deadline=None)
+@given(rng=randoms())
+def test_all_ways_that_may_be_of_use_are_listed(rng: Random) -> None:
+    sizes = sorted(rng.sample(range(GRID // 8, GRID), rng.randint(1, 4)))
+    room = rng.randint(GRID // 8, GRID)
+    worth = dict(zip(sizes, (rng.random() * size for size in sizes), strict=True))
+    value = np.zeros(GRID + 1)
+    for size in range(1, GRID + 1):
+        value[size] = max([value[size - 1], *(worth[s] + value[size - s] for s in sizes if s <= size)])
+    budget = rng.choice([0.0, 0.1, 0.5, 1.0]) * value[room]
+    every = [
+        way
+        for many in range(room // sizes[0] + 1)
+        for way in combinations_with_replacement(sizes[::-1], many)
+        if sum(way) <= room
+    ]
+    wanted = [
+        way
+        for way in every
+        if value[room] - sum(value[size] for size in way) <= budget + 1e-9
+        and not any(other != way and covers(other, way) for other in every)
+    ]
+    assert sorted(fillings(sizes, value, room, budget + 1e-9, 10_000) or []) == sorted(wanted)
+    assert len(wanted) < 2 or fillings(sizes, value, room, budget + 1e-9, len(wanted) - 1) is None
+
+
+def covers(way: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Whether each piece of the other has one of its own that is as large; both descending."""
+    return len(way) >= len(other) and all(mine >= its for mine, its in zip(way, other, strict=False))
+
+
+def test_closes_what_fractions_leave_open() -> None:
+    """Five pieces on four ranks: two are together, and 1.25 to a rank are not."""
+    problem = Problem(ranks=4, capacity=(np.inf,), tables={f"t{n}": (whole(1.0 + n * 1e-4, 4),) for n in range(5)})
+    bound, _ = proven(problem, 2.0002, 0.005)
+    assert bound == pytest.approx(2.0002 / 1.005, rel=1e-4)
+
+
+def test_finds_a_plan_where_it_cannot_close() -> None:
+    cut = Option(
+        label="cut",
+        everywhere=Piece(load=0.1),
+        parts=(Part(pieces=(Piece(load=0.5),), places=anywhere(2), count=2),),
+    )
+    problem = Problem(ranks=2, capacity=(np.inf,), tables={f"t{n}": (whole(1.0, 2), cut) for n in range(3)})
+    bound, found = proven(problem, 2.0, 0.01)
+    assert found == pytest.approx(1.6)
+    assert bound == pytest.approx(1.6 / 1.01, rel=1e-5)
+
+
+def test_shares_of_hosts_count() -> None:
+    """Two parts are on one host: 1 each on its ranks, and 2 more on one."""
+    part = Part(pieces=tuple(Piece(load=load) for load in (3.0, 1.0)), places=((0, 1), (1, 0), (2, 3), (3, 2)))
+    on_host = Option(label="host", everywhere=Piece(), parts=(part,))
+    problem = Problem(
+        ranks=4, capacity=(np.inf,), tables={"a": (on_host,), "b": (on_host,), "c": (on_host,), "d": (whole(3.0, 4),)}
+    )
+    best = best_cost(problem)
+    assert best == 4.0
+    bound, _ = proven(problem, best, 0.005)
+    assert bound == pytest.approx(4.0 / 1.005, rel=1e-5)
+
+
+def test_nearly_equal_tables_are_one_group_of_the_least_loads() -> None:
+    tables = {f"t{n}": (whole(load, 2, load=0.1),) for n, load in enumerate((1.0, 1.001, 1.2, 1.0005))}
+    encoded = encode(Problem(ranks=2, capacity=(np.inf,), tables=tables))
+    alike = Alike.of(encoded, 2.0, Relaxation(encoded).limits())
+    assert alike is not None
+    assert alike.sizes.tolist() == [3, 1]
+    assert alike.load.tolist() == [0.5, 0.6]
+    assert alike.original({0: 3, 1: 1}).tolist() == [1, 1, 1, 1]
+
+
+def test_three_hosts_are_left_alone() -> None:
+    part = Part(pieces=(Piece(load=1.0), Piece(load=1.0)), places=host_places(3, 2))
+    problem = Problem(ranks=6, capacity=(np.inf,), tables={"a": (Option(label="", everywhere=Piece(), parts=(part,)),)})
+    assert proven(problem, 1.0, 0.01) == (0.0, 1.0)
