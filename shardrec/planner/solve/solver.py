@@ -120,7 +120,7 @@ class _Search:
             if hosts := HostSearch.applies(self.encoded, self.best):
                 self._rebuild(0.15)
                 self._by_hosts(0.7)
-            self._raise(0.1)
+            self._raise(0.2)
             self._fill()
             self._rebuild(0.35 if hosts else 0.25)
             self._enumerate(0.95)
