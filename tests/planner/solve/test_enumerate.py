@@ -82,6 +82,23 @@ def test_the_bound_holds(rng: Random) -> None:
     assert found >= best * (1 - 1e-9)
 
 
+@pytest.mark.parametrize("seed", [3, 4, 26, 28])
+def test_a_bound_from_a_plan_that_is_far_off(seed: int) -> None:
+    """Few pieces to a rank: fractions are far below the least cost, and what is between them has to be listed."""
+    rng, tables = Random(seed), {}
+    ranks = rng.choice([2, 3])
+    for number in range(rng.randint(ranks + 1, 5)):
+        size = rng.uniform(0.3, 1.0)
+        half = Part(pieces=(Piece(load=size / 2 + 0.02),), places=anywhere(ranks), count=2)
+        halves = Option(label="halves", everywhere=Piece(load=rng.uniform(0.01, 0.15)), parts=(half,))
+        tables[f"t{number}"] = (whole(size, ranks), halves)
+    problem = Problem(ranks=ranks, capacity=(np.inf,), tables=tables)
+    best, gap = best_cost(problem), rng.choice([0.001, 0.01])
+    bound, found = proven(problem, best * rng.choice([1.05, 1.15, 1.3]), gap)
+    assert bound <= best * (1 + 1e-5)
+    assert found >= best * (1 - 1e-9)
+
+
 @settings(max_examples=60, deadline=None)
 @given(rng=randoms())
 def test_no_box_with_a_plan_is_closed(rng: Random) -> None:
