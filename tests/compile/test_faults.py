@@ -75,7 +75,7 @@ def fails_together(mode: str, name: str, guilty: int, *faults: str) -> None:
         compiled(*batch(Random(rank), 4)).sum().backward()
 
 
-@pytest.mark.parametrize("mode", ["boundary", "traced"])
+@pytest.mark.parametrize("mode", ["boundary", pytest.param("traced", marks=pytest.mark.slow)])
 def test_one_rank(mode: str) -> None:
     fails_together(mode, "dlrm", 0)
 

@@ -77,10 +77,12 @@ def compare(seed: int) -> None:
                 assert two.grad is not None and torch.allclose(one.grad, two.grad, atol=1e-4), f"{name}, {where}"
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2, 4])
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 4]
+)
 def test_training_steps_equal_the_eager_models(world_size: int) -> None:
     def rank_main() -> None:
-        for seed in range({1: 6, 2: 3, 4: 3}[world_size]):
+        for seed in range({1: 6, 2: 6, 4: 3}[world_size]):
             compare(seed)
 
     ranks(world_size, rank_main)

@@ -89,7 +89,7 @@ def answers(seed: int, weights: str) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_many_ranks_answer_exactly_what_one_does(world_size: int) -> None:
     for seed, weights in enumerate(FORMATS):
         alone = ranks(1, answers, seed, weights)[0]

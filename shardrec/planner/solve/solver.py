@@ -35,6 +35,7 @@ from shardrec.planner.solve.patterns import PatternProgramme
 from shardrec.planner.solve.problem import Problem, Solution, SolveLimits
 from shardrec.planner.solve.rebuild import Rebuilder
 from shardrec.planner.solve.relax import Interval, Relaxation
+from shardrec.planner.solve.sizes import host_blocks
 
 __all__ = ["solve"]
 
@@ -105,6 +106,8 @@ class _Search:
         self.best: Packing | None = None
         self.timed_out = False
         self.tried: set[bytes] = set()
+        local = host_blocks(encoded)[0]
+        self.listed = encoded.sizes.sum() <= _ENUMERATED and (local == 1 or encoded.ranks <= 2 * local)
 
     def run(self) -> Solution | None:
         self.intervals = self.relaxation.intervals(self.accuracy)
@@ -120,9 +123,9 @@ class _Search:
             if hosts := HostSearch.applies(self.encoded, self.best):
                 self._rebuild(0.15)
                 self._by_hosts(0.7)
-            self._raise(0.2)
+            self._raise(0.2 if self.listed else 0.1)
             self._fill()
-            self._rebuild(0.35 if hosts else 0.25)
+            self._rebuild(0.25 if self.listed else 0.35)
             self._enumerate(0.95)
             self._refill()
             if not hosts:
@@ -133,7 +136,7 @@ class _Search:
 
     def _enumerate(self, share: float) -> None:
         """List all that a better plan could have, for a part of the time that is left."""
-        if self.best and not self._closed() and not self._out_of_time() and self.encoded.sizes.sum() <= _ENUMERATED:
+        if self.listed and self.best and not self._closed() and not self._out_of_time():
             stop = partial(self._only, self._time_left() * (1 - share) if np.isfinite(self._time_left()) else -np.inf)
             rows = self.relaxation.limits()
             self.bound = enumerated(self.encoded, rows, self.bound, self.limits, self._cost, self._try, stop)
@@ -143,8 +146,8 @@ class _Search:
         if self._closed() or self._out_of_time():
             return
         until = self._time_left() * 0.05 if np.isfinite(self._time_left()) else -np.inf
-        stop, most = partial(self._only, until), _COMBINATIONS_PER_EFFORT * self.limits.effort
-        found = combined(self.encoded, self.best, self.limits.gap, most, stop)
+        most = _COMBINATIONS_PER_EFFORT * self.limits.effort
+        found = combined(self.encoded, self.best, self.limits.gap, most, partial(self._only, until))
         self.bound = max(self.bound, found.bound)
         if found.packing is not None:
             self._keep(found.packing)
@@ -154,14 +157,8 @@ class _Search:
         """Solve the problem as a whole, if it is small; whether that leaves nothing to do."""
         if self._closed() or self._out_of_time():
             return False
-        exact = solve_exactly(
-            self.encoded,
-            self.best,
-            self.bound,
-            gap=self.limits.gap,
-            nodes=_NODES_PER_EFFORT * self.limits.effort,
-            seconds=self._time_left(),
-        )
+        nodes, left = _NODES_PER_EFFORT * self.limits.effort, self._time_left()
+        exact = solve_exactly(self.encoded, self.best, self.bound, gap=self.limits.gap, nodes=nodes, seconds=left)
         if exact is None:
             return False
         self.bound = max(self.bound, exact.bound)
