@@ -1,4 +1,4 @@
-"""The C++ operators, which are left out where they cannot be compiled; all else is in setup.cfg."""
+"""The C++ libraries, which are left out where they cannot be compiled; all else is in setup.cfg."""
 
 from __future__ import annotations
 
@@ -29,7 +29,19 @@ class ParallelBuild(build_ext):
             self.compiler.compile = compile_all
 
 
-def extensions() -> list[Extension]:
+def solver() -> Extension:
+    """The planner's inner loops, called by address: they need neither torch nor Python's headers."""
+    return Extension(
+        "shardrec.planner.native.solve",
+        [f"shardrec/planner/native/{name}.cpp" for name in ("version", "knapsack", "rebuild")],
+        # Python does the same with the same results, so nothing may be rounded once where it is rounded twice.
+        extra_compile_args=["-std=c++20", "-O3", "-g0", "-ffp-contract=off"],
+        language="c++",
+        optional=True,
+    )
+
+
+def operators() -> list[Extension]:
     """The operators, built for the torch that is installed; none without torch."""
     try:
         import torch
@@ -60,4 +72,4 @@ def extensions() -> list[Extension]:
     ]
 
 
-setup(ext_modules=extensions(), cmdclass={"build_ext": ParallelBuild})
+setup(ext_modules=[solver(), *operators()], cmdclass={"build_ext": ParallelBuild})

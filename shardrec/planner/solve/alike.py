@@ -8,7 +8,7 @@ have beyond that as single pieces that may be on any rank. A host's share is the
 hosts, let r be c less the share of a rank's host: the room for single pieces. The mean of r1 and r2 is c less half of
 the shares of both, and they differ by no more than both shares come to.
 
-Shapes: G groups, O options, K kinds of pieces, N rows.
+Shapes: G groups, O options, K kinds of pieces, P kinds of parts on hosts, N rows.
 """
 
 from __future__ import annotations
@@ -23,10 +23,15 @@ from shardrec.planner.solve.encode import Encoded, Floats, Ints
 from shardrec.planner.solve.rows import Rows
 from shardrec.planner.solve.sizes import host_blocks
 
-__all__ = ["Alike"]
+__all__ = ["MEMORY", "Alike", "short_tier"]
+
+MEMORY = 160
+"""Steps of a rank's memory."""
 
 _EVERYWHERE, _PIECE = 3e-5, 1.5e-3
 """Of the most load, how much loads on every rank and of pieces may differ."""
+_BYTES = 0.01
+"""Of a rank's memory, how much that of pieces may differ."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +51,12 @@ class Alike:
         option: (K,) which option a piece is of.
         load: (K,)
         count: (K,)
+        heavy: (K,) memory of a piece, in whole parts of that of a rank, in the tier that is short.
+        used: part of that memory, of all ranks, that is in use at least.
+        part: (K,) number of the part on a host that a piece is of, -1 if it may be on any rank.
+        part_option: (P,) which option a part on a host is of.
+        part_share: (P,)
+        part_count: (P,)
         rows: (N, O) other limits.
         limits: (N,)
         fits: (O,)
@@ -63,6 +74,12 @@ class Alike:
     option: Ints
     load: Floats
     count: Floats
+    heavy: Ints
+    used: float
+    part: Ints
+    part_option: Ints
+    part_share: Floats
+    part_count: Floats
     rows: Floats
     limits: Floats
     fits: NDArray[np.bool_]
@@ -74,7 +91,8 @@ class Alike:
         hosts = encoded.ranks // local
         if blocks and hosts != 2:
             return None
-        kinds = [_Kinds(encoded, span, blocks, most) for span in encoded.group_options]
+        tier = short_tier(encoded)
+        kinds = [_Kinds(encoded, span, blocks, most, tier) for span in encoded.group_options]
         found: list[tuple[list[int], Floats, Floats]] = []
         by_shape: dict[object, list[int]] = {}
         for number, kind in enumerate(kinds):
@@ -90,14 +108,21 @@ class Alike:
         options = [len(encoded.group_options[members[0]]) for members, _, _ in found]
         starts = np.cumsum([0, *options[:-1]])
         base, share, matrix, fits = [], [], [], []
-        option, load, count = [], [], []
+        option, load, count, heavy = [], [], [], []
+        part, part_option, part_share, part_count, parts = [], [], [], [], 0
         for start, (members, low, _) in zip(starts.tolist(), found, strict=True):
             kind, spans = kinds[members[0]], [encoded.group_options[number] for number in members]
             base.append(low[: len(spans[0])])
-            share.append(kind.shares(low, hosts))
+            part.append(np.where(kind.part < 0, -1, kind.part + parts))
+            parts += len(kind.part_option)
+            part_option.append(kind.part_option + start)
+            part_share.append(kind.least(low))
+            part_count.append(kind.part_count)
+            share.append(np.bincount(kind.part_option, part_share[-1] * kind.part_count, len(spans[0])))
             option.append(kind.option + start)
             load.append(kind.free(low))
             count.append(kind.count)
+            heavy.append(kind.heavy(low))
             matrix.append(np.min([rows.matrix[:, span.start : span.stop] for span in spans], axis=0))
             fits.append(np.any([rows.fits[span.start : span.stop] for span in spans], axis=0))
         return cls(
@@ -113,6 +138,12 @@ class Alike:
             option=np.concatenate(option),
             load=np.concatenate(load),
             count=np.concatenate(count),
+            heavy=np.concatenate(heavy),
+            used=0.0 if tier is None else float(_least(encoded)[tier]),
+            part=np.concatenate(part),
+            part_option=np.concatenate(part_option),
+            part_share=np.concatenate(part_share),
+            part_count=np.concatenate(part_count),
             rows=np.concatenate(matrix, axis=1),
             limits=rows.limits,
             fits=np.concatenate(fits),
@@ -131,15 +162,33 @@ class Alike:
         return found
 
 
+def short_tier(encoded: Encoded) -> int | None:
+    """The tier of memory of which most is in use at least; None if none has a limit."""
+    used = _least(encoded)
+    return int(used.argmax()) if used.max(initial=0.0) > 0 else None
+
+
+def _least(encoded: Encoded) -> Floats:
+    """(M,) the part of each tier, of all ranks, that is in use at least; 0 if it has no limit."""
+    limited = np.isfinite(encoded.capacity) & (encoded.capacity > 0)
+    starts = [span.start for span in encoded.group_options]
+    least = encoded.sizes @ np.minimum.reduceat(encoded.total_memory, starts, axis=0)
+    found: Floats = np.where(limited, least / np.where(limited, encoded.capacity * encoded.ranks, 1.0), 0.0)
+    return found
+
+
 class _Kinds:
     """The options of a group as numbers that can be compared with those of another.
 
-    ``loads`` has the load of each option on every rank, then those of the pieces, in the order of ``option``.
+    ``loads`` has the load of each option on every rank, then those of the pieces, in the order of ``option``, then the
+    part of a rank's memory that each of these takes.
     """
 
-    def __init__(self, encoded: Encoded, span: range, blocks: set[int], most: float) -> None:
-        options, loads, counts, shared, shape = [], [], [], [], []
-        part = 0
+    def __init__(self, encoded: Encoded, span: range, blocks: set[int], most: float, tier: int | None) -> None:
+        options, loads, counts, parts, shape = [], [], [], [], []
+        memory: list[float] = []
+        part_option: list[int] = []
+        part_count: list[float] = []
         for number, at in enumerate(span):
             for block, count in encoded.option_blocks[at]:
                 pieces = encoded.blocks[block].loads
@@ -147,39 +196,43 @@ class _Kinds:
                 shape.append((number, len(pieces), count, on_host))
                 options += [number] * len(pieces)
                 loads += pieces.tolist()
+                bytes_ = (
+                    0.0 * pieces if tier is None else encoded.blocks[block].memory[:, tier] / encoded.capacity[tier]
+                )
+                memory += bytes_.tolist()
                 counts += [float(count)] * len(pieces)
-                shared += [part if on_host else -1] * len(pieces)
-                part += on_host
+                parts += [len(part_option) if on_host else -1] * len(pieces)
+                if on_host:
+                    part_option.append(number)
+                    part_count.append(float(count))
         base = encoded.base_load[span.start : span.stop]
         self.shape = (len(span), tuple(shape))
         self.option = np.array(options, dtype=np.int64)
         self.count = np.array(counts)
-        self._shared = np.array(shared, dtype=np.int64)
-        self._parts = part
+        self.part = np.array(parts, dtype=np.int64)
+        self.part_option = np.array(part_option, dtype=np.int64)
+        self.part_count = np.array(part_count)
         # What no useful plan has need not be alike.
-        self.loads = np.minimum(np.concatenate([base, np.array(loads)]) / most, 1.01)
-        self.slack = np.concatenate([np.full(len(span), _EVERYWHERE), np.full(len(loads), _PIECE)])
-        self._options = len(span)
+        useful = np.minimum(np.concatenate([base, np.array(loads)]) / most, 1.01)
+        self.loads = np.concatenate([useful, np.array(memory)])
+        slacks = ((len(span), _EVERYWHERE), (len(loads), _PIECE), (len(loads), _BYTES))
+        self.slack = np.concatenate([np.full(many, slack) for many, slack in slacks])
+        self._pieces = slice(len(span), len(span) + len(loads))
 
-    def _least(self, loads: Floats) -> Floats:
+    def least(self, loads: Floats) -> Floats:
         """(parts,) the share of each part on a host."""
-        least = np.full(self._parts, np.inf)
-        on_host = self._shared >= 0
-        np.minimum.at(least, self._shared[on_host], loads[self._options :][on_host])
+        least = np.full(len(self.part_option), np.inf)
+        on_host = self.part >= 0
+        np.minimum.at(least, self.part[on_host], loads[self._pieces][on_host])
         return least
-
-    def shares(self, loads: Floats, hosts: int) -> Floats:
-        """(options,) of all parts on hosts."""
-        least, found = self._least(loads), np.zeros(self._options)
-        seen = np.unique(self._shared, return_index=True)
-        for part, at in zip(*(each.tolist() for each in seen), strict=True):
-            if part >= 0:
-                found[self.option[at]] += least[part] * self.count[at]
-        return found
 
     def free(self, loads: Floats) -> Floats:
         """(pieces,) load of the pieces, less their shares."""
-        pieces = loads[self._options :].copy()
-        on_host = self._shared >= 0
-        pieces[on_host] -= self._least(loads)[self._shared[on_host]]
+        pieces = loads[self._pieces].copy()
+        on_host = self.part >= 0
+        pieces[on_host] -= self.least(loads)[self.part[on_host]]
         return pieces
+
+    def heavy(self, loads: Floats) -> Ints:
+        """(pieces,) steps of memory, rounded down."""
+        return np.floor(loads[self._pieces.stop :] * MEMORY * (1 - 1e-9)).astype(np.int64)

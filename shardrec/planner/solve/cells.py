@@ -21,6 +21,7 @@ pieces has room r. A *cell* is a pair of rooms.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,6 +58,11 @@ class Box:
         return sum(self.low) / len(self.low) / GRID
 
     @property
+    def width(self) -> int:
+        """Steps from the least room to the largest."""
+        return self.high[0] - self.low[0]
+
+    @property
     def apart(self) -> float:
         """What the rooms differ by, at least; of the most load."""
         return max(self.low[0] - self.high[-1] - 1, 0) / GRID if len(self.low) > 1 else 0.0
@@ -67,7 +73,7 @@ class Prices:
     """Dual values, and what follows from them.
 
     Args:
-        value: (G + 1,) V.
+        value: (G + 1, M + 1) V by load and memory; that of a room is for all the memory of a rank.
         fixed: (G + 1,) by the largest room, the sum over tables less what the other limits come to.
         option: (O,) price of each option.
         apart: m.
@@ -88,7 +94,7 @@ class Prices:
 
     def bound(self, box: Box, ranks: tuple[int, ...]) -> float:
         """A bound of the load on every rank and half of the shares, in a box."""
-        rooms = sum(count * float(self.value[room]) for count, room in zip(ranks, box.high, strict=True))
+        rooms = sum(count * float(self.value[room, -1]) for count, room in zip(ranks, box.high, strict=True))
         return float(self.fixed[box.high[0]]) - rooms + self.apart * box.apart + self.of_tables(box.least, box.most)
 
 
@@ -125,9 +131,9 @@ class Cells:
 
     def learn(self, prices: Prices, target: float) -> None:
         """Raise the bounds, and leave out what reaches the target."""
-        rooms = self.ranks[0] * prices.value[self.high]
+        rooms = self.ranks[0] * prices.value[self.high, -1]
         if len(self.ranks) > 1:
-            rooms = rooms + self.ranks[1] * prices.value[self.low]
+            rooms = rooms + self.ranks[1] * prices.value[self.low, -1]
         found = prices.fixed[self.high] - rooms + prices.of_tables(self.least, self.most)
         found += (self.high + self.low) / (2 * GRID) + prices.apart / GRID * np.maximum(self.high - self.low - 1, 0)
         self.bound = np.maximum(self.bound, found)
@@ -137,14 +143,30 @@ class Cells:
         """Leave out what reaches the target."""
         self._only(self.bound < target)
 
-    def box(self) -> Box:
-        """The cells from that of the least bound on."""
-        at = int(self.bound.argmin())
+    def deciding_outside(self, boxes: Sequence[Box]) -> float:
+        """The least bound of the cells that are in none of some boxes."""
+        return float(self._bounds_outside(boxes).min(initial=np.inf))
+
+    def box(self, boxes: Sequence[Box] = ()) -> Box:
+        """The cells from that of the least bound on, of those that are in none of some boxes."""
+        at = int(self._bounds_outside(boxes).argmin())
         low = (int(self.high[at]), int(self.low[at]))[: len(self.ranks)]
         return Box(low, tuple(min(room + self.width, GRID) for room in low), self.least, self.most)
 
     def raised(self, box: Box, bound: float) -> None:
         """Raise the bounds of the cells of a box."""
-        inside = (self.high >= box.low[0]) & (self.high <= box.high[0])
-        inside &= (self.low >= box.low[-1]) & (self.low <= box.high[-1])
-        self.bound = np.where(inside, np.maximum(self.bound, bound), self.bound)
+        self.bound = np.where(self._inside(box), np.maximum(self.bound, bound), self.bound)
+
+    def least_in(self, box: Box) -> float:
+        """The least bound of the cells of a box; infinite if none is left."""
+        return float(self.bound[self._inside(box)].min(initial=np.inf))
+
+    def _inside(self, box: Box) -> NDArray[np.bool_]:
+        inside: NDArray[np.bool_] = (self.high >= box.low[0]) & (self.high <= box.high[0])
+        return inside & (self.low >= box.low[-1]) & (self.low <= box.high[-1])
+
+    def _bounds_outside(self, boxes: Sequence[Box]) -> Floats:
+        bounds = self.bound
+        for box in boxes:
+            bounds = np.where(self._inside(box), np.inf, bounds)
+        return bounds

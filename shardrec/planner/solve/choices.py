@@ -1,7 +1,8 @@
-"""The options of equal tables as matrices, so that all of them can be compared at once.
+"""A problem in flat arrays, for the local search: what lies where does not depend on which language reads it.
 
-Shapes: R ranks, M memory tiers, O options of a group, N most free pieces of one of them, P places of a kind of part, L
-pieces of it.
+Shapes: R ranks, D dimensions of a size (load, then bytes of each memory tier), N tables, S sets of places, K kinds of
+parts, J pieces of all kinds, O options, G groups, C options of a group that are looked at, L different loads of their
+pieces, P places of a set, W ranks of a place, B sets of places that parts of a group are bound to.
 """
 
 from __future__ import annotations
@@ -13,114 +14,189 @@ import numpy as np
 
 from shardrec.planner.solve.encode import Encoded, Floats, Ints
 
-__all__ = ["Bound", "Choices", "choices_of"]
+__all__ = ["Choices", "choices_of"]
 
 _WASTE = 0.02
 """What an option may do more in all than the best, per rank and against the cost, to be looked at."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Choices:
-    """The options of a group, for comparison.
+    """The arrays; those named ``first`` say where a row of a flat one begins, and the last of them where it ends.
 
     Args:
-        numbers: (O,) of the options.
-        base: (O,) load on every rank.
-        base_memory: (O, M).
-        loads: (O, N) of free pieces, the largest first, then zeros.
-        memory: (M, O, N).
-        sizes: (K,) the different loads of free pieces, and 0.
-        which: (O, N) number of each free piece's load among them.
-        turn: (O, N) how many pieces of that load are before it.
-        bound: the parts that are bound to some places, by their set of places.
+        limit: (D,) of a rank; infinite for loads.
+        table_group: (N,).
+        set_first: (S + 1,) of ``set_ranks``; likewise ``set_width``, W of each.
+        set_ranks: (P, W) of each set.
+        kind_set: (K,) the places of each kind of part.
+        kind_first: (K + 1,) of ``size``.
+        size: (J, D) of the pieces.
+        option_first: (O + 1,) of the parts.
+        part_kind: of an option's parts, those of the largest load first; likewise ``part_count``.
+        base: (O, D) of the options, on every rank.
+        work: (O,) load on all ranks together.
+        choice_first: (G + 1,) of ``choice``.
+        choice: (C,) of each group, options that do not do much more work than the one that does least.
+        level_first: (G + 1,) of ``level``.
+        level: (L,) of each group, the different loads of its pieces.
+        turns: (L,) most free pieces of that load in one option.
+        free_first: (G + 1,) of the next two.
+        free_level: (n, C) of each group, the level of each option's free pieces, the largest first; then -1.
+        free_turn: (n, C) how many pieces of that level are before it.
+        bound_first: (G + 1,) of ``bound_set``.
+        bound_set: (B,) of each group, the sets of places that parts are bound to.
+        column_first: (all B + 1,) of the next two.
+        column_choice: of each set, the options (numbers within ``choice``) with parts there.
+        column_count: how many parts; 0 if there are more than places.
+        cell_first: (all B + 1,) of ``column_level``.
+        column_level: (W, columns) of each set, the levels of the part's pieces.
+        slots: most parts of an option.
     """
 
-    numbers: tuple[int, ...]
+    limit: Floats
+    table_group: Ints
+    set_first: Ints
+    set_width: Ints
+    set_ranks: Ints
+    kind_set: Ints
+    kind_first: Ints
+    size: Floats
+    option_first: Ints
+    part_kind: Ints
+    part_count: Ints
     base: Floats
-    base_memory: Floats
-    loads: Floats
-    memory: Floats
-    sizes: Floats
-    which: Ints
-    turn: Ints
-    bound: tuple[Bound, ...]
+    work: Floats
+    choice_first: Ints
+    choice: Ints
+    level_first: Ints
+    level: Floats
+    turns: Ints
+    free_first: Ints
+    free_level: Ints
+    free_turn: Ints
+    bound_first: Ints
+    bound_set: Ints
+    column_first: Ints
+    column_choice: Ints
+    column_count: Ints
+    cell_first: Ints
+    column_level: Ints
+    ranks: int
+    slots: int
 
 
-@dataclass(frozen=True, eq=False)
-class Bound:
-    """Parts of C options that have their places in common.
-
-    Args:
-        places: (P, L) ranks.
-        options: (C,) numbers within the group.
-        loads: (L, C) of the pieces of a part.
-        memory: (M, L, C).
-        counts: (C,) parts, at most P, and as many rounds of all the places as that leaves.
-        rounds: (C,).
-    """
-
-    places: Ints
-    options: Ints
-    loads: Floats
-    memory: Floats
-    counts: Ints
-    rounds: Ints
-
-
-def choices_of(encoded: Encoded, group: range, cost: float) -> Choices:
-    """The options of a group that do not do much more work in all than the one that does least.
+def choices_of(encoded: Encoded, cost: float) -> Choices:
+    """The arrays of a problem.
 
     Args:
         encoded: the problem.
-        group: the range of its options.
-        cost: of a plan.
+        cost: of a plan, against which work is compared.
     """
-    work = encoded.total_load[group.start : group.stop] / encoded.ranks
-    span = [option for option in group if work[option - group.start] <= work.min() + _WASTE * cost]
-    options = len(span)
-    tiers, everywhere = len(encoded.capacity), np.arange(encoded.ranks)
-    free: list[list[tuple[float, tuple[float, ...]]]] = [[] for _ in span]
-    bound: dict[int, list[tuple[int, int, int]]] = {}
-    for number, option in enumerate(span):
-        for block, count in encoded.option_blocks[option]:
-            kind = encoded.blocks[block]
-            if kind.single and np.array_equal(kind.places[:, 0], everywhere):
-                free[number] += [(float(kind.loads[0]), tuple(kind.memory[0].tolist()))] * count
-            else:
-                bound.setdefault(id(kind.names), []).append((number, block, count))
-    most = max((len(pieces) for pieces in free), default=0)
-    loads, memory = np.zeros((options, most)), np.zeros((tiers, options, most))
-    for number, pieces in enumerate(free):
-        pieces.sort(reverse=True)
-        for index, (load, sizes) in enumerate(pieces):
-            loads[number, index] = load
-            memory[:, number, index] = sizes
-    levels: Floats = np.append(np.unique(loads[loads > 0]), 0.0)
-    which = np.where(loads > 0, np.searchsorted(levels[:-1], loads), len(levels) - 1)
-    turn = np.array([[row[:index].count(kind) for index, kind in enumerate(row)] for row in which.tolist()])
+    number: dict[int, int] = {}
+    sets: list[Ints] = []
+    kind_set: list[int] = []
+    for kind in encoded.blocks:
+        kind_set.append(number.setdefault(id(kind.names), len(sets)))
+        if kind_set[-1] == len(sets):
+            sets.append(kind.places)
+    parts = [
+        sorted(blocks, key=lambda item: -float(encoded.blocks[item[0]].loads.max())) for blocks in encoded.option_blocks
+    ]
+    groups = [_Group(encoded, span, parts, sets, kind_set, cost) for span in encoded.group_options]
+    columns = [each for group in groups for each in group.columns]
     return Choices(
-        numbers=tuple(span),
-        base=encoded.base_load[span],
-        base_memory=encoded.base_memory[span],
-        loads=loads[:, : encoded.ranks],
-        memory=memory[:, :, : encoded.ranks],
-        sizes=levels,
-        which=which[:, : encoded.ranks],
-        turn=turn.reshape(options, most).astype(np.int64)[:, : encoded.ranks],
-        bound=tuple(_bound_to(encoded, parts) for parts in bound.values()),
+        ranks=encoded.ranks,
+        slots=max(1, max((sum(count for _, count in each) for each in parts), default=1)),
+        limit=np.append(np.inf, encoded.capacity * (1 + 1e-12)),
+        table_group=np.repeat(np.arange(len(groups)), encoded.sizes),
+        set_first=_firsts([places.size for places in sets]),
+        set_width=np.array([places.shape[1] for places in sets], dtype=np.int64),
+        set_ranks=_joined(sets),
+        kind_set=np.array(kind_set, dtype=np.int64),
+        kind_first=_firsts([len(kind.loads) for kind in encoded.blocks]),
+        size=np.concatenate(
+            [np.zeros((0, 1 + len(encoded.capacity)))]
+            + [np.column_stack([kind.loads, kind.memory]) for kind in encoded.blocks]
+        ),
+        option_first=_firsts([len(each) for each in parts]),
+        part_kind=np.array([block for each in parts for block, _ in each], dtype=np.int64),
+        part_count=np.array([count for each in parts for _, count in each], dtype=np.int64),
+        base=np.column_stack([encoded.base_load, encoded.base_memory]),
+        work=encoded.total_load,
+        choice_first=_firsts([len(group.choice) for group in groups]),
+        choice=_joined([group.choice for group in groups]),
+        level_first=_firsts([len(group.level) for group in groups]),
+        level=np.concatenate([group.level for group in groups]),
+        turns=_joined([group.turns for group in groups]),
+        free_first=_firsts([group.free_level.size for group in groups]),
+        free_level=_joined([group.free_level for group in groups]),
+        free_turn=_joined([group.free_turn for group in groups]),
+        bound_first=_firsts([len(group.columns) for group in groups]),
+        bound_set=np.array([each[0] for each in columns], dtype=np.int64),
+        column_first=_firsts([len(each[1]) for each in columns]),
+        column_choice=_joined([each[1] for each in columns]),
+        column_count=_joined([each[2] for each in columns]),
+        cell_first=_firsts([each[3].size for each in columns]),
+        column_level=_joined([each[3] for each in columns]),
     )
 
 
-def _bound_to(encoded: Encoded, parts: Sequence[tuple[int, int, int]]) -> Bound:
-    """(option, block, count) of parts with the same places."""
-    kinds = [encoded.blocks[block] for _, block, _ in parts]
-    counts, places = np.array([count for _, _, count in parts]), kinds[0].places
-    rounds = (counts - 1) // len(places)
-    return Bound(
-        places=places,
-        options=np.array([number for number, _, _ in parts]),
-        loads=np.stack([kind.loads for kind in kinds], axis=1),
-        memory=np.stack([kind.memory for kind in kinds], axis=2).transpose(1, 0, 2),
-        counts=counts - rounds * len(places),
-        rounds=rounds,
-    )
+class _Group:
+    """The arrays of equal tables; names as above."""
+
+    def __init__(
+        self,
+        encoded: Encoded,
+        span: range,
+        parts: Sequence[Sequence[tuple[int, int]]],
+        sets: Sequence[Ints],
+        kind_set: Sequence[int],
+        cost: float,
+    ) -> None:
+        work = encoded.total_load[span.start : span.stop] / encoded.ranks
+        self.choice = span.start + np.flatnonzero(work <= work.min() + _WASTE * cost)
+        everywhere = np.arange(encoded.ranks)
+        free: list[list[float]] = [[] for _ in self.choice]
+        bound: dict[int, list[tuple[int, int, int]]] = {}
+        for number, option in enumerate(self.choice.tolist()):
+            for block, count in parts[option]:
+                kind = encoded.blocks[block]
+                if kind.single and np.array_equal(kind.places[:, 0], everywhere):
+                    free[number] += [float(kind.loads[0])] * count
+                else:
+                    bound.setdefault(kind_set[block], []).append((number, block, count))
+        # Pieces beyond one for each rank are not seen in the comparison.
+        free = [sorted(loads, reverse=True)[: encoded.ranks] for loads in free]
+        used = [load for loads in free for load in loads]
+        used += [
+            float(load) for items in bound.values() for _, block, _ in items for load in encoded.blocks[block].loads
+        ]
+        self.level: Floats = np.unique(np.array(used, dtype=np.float64))
+        most = max(map(len, free))
+        self.free_level = np.full((most, len(free)), -1, dtype=np.int64)
+        self.free_turn = np.zeros((most, len(free)), dtype=np.int64)
+        self.turns = np.zeros(len(self.level), dtype=np.int64)
+        for number, loads in enumerate(free):
+            levels = np.searchsorted(self.level, np.array(loads, dtype=np.float64)).tolist()
+            for index, level in enumerate(levels):
+                turn = levels[:index].count(level)
+                self.free_level[index, number], self.free_turn[index, number] = level, turn
+                self.turns[level] = max(int(self.turns[level]), turn + 1)
+        self.columns: list[tuple[int, Ints, Ints, Ints]] = []
+        """Set, options, counts and levels of the parts that are bound to it."""
+        for which, items in bound.items():
+            counts = np.array([count for _, _, count in items], dtype=np.int64)
+            levels = np.stack(
+                [np.searchsorted(self.level, encoded.blocks[block].loads) for _, block, _ in items], axis=1
+            )
+            options = np.array([number for number, _, _ in items], dtype=np.int64)
+            self.columns.append((which, options, np.where(counts <= len(sets[which]), counts, 0), levels))
+
+
+def _firsts(counts: Sequence[int]) -> Ints:
+    return np.concatenate([[0], np.cumsum(np.array(counts, dtype=np.int64))]).astype(np.int64)
+
+
+def _joined(arrays: Sequence[Ints]) -> Ints:
+    return np.concatenate([np.zeros(0, dtype=np.int64), *(array.ravel() for array in arrays)]).astype(np.int64)

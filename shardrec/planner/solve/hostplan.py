@@ -46,18 +46,20 @@ def whole_numbers(solver: Any, barred: Ints, *, cutoff: float, nodes: int, secon
     every = np.arange(count, dtype=np.int32)
     upper = np.array(solver.getLp().col_upper_)
     options = {
-        name: solver.getOptionValue(name)[1] for name in ("presolve", "objective_bound", "time_limit", "mip_max_nodes")
+        name: solver.getOptionValue(name)[1]
+        for name in ("presolve", "simplex_strategy", "objective_bound", "time_limit", "mip_max_nodes")
     }
     solver.changeColsBounds(len(barred), barred.astype(np.int32), np.zeros(len(barred)), np.zeros(len(barred)))
     solver.changeColsIntegrality(count, every, np.full(count, highspy.HighsVarType.kInteger.value, dtype=np.uint8))
     for name, value in (
         ("presolve", "on"),
+        ("simplex_strategy", 1),
         ("mip_rel_gap", 0.0),
         ("mip_abs_gap", _GAP),
         ("mip_max_nodes", nodes),
         ("mip_heuristic_effort", 0.3),
         ("objective_bound", cutoff),
-        ("time_limit", solver.getRunTime() + min(seconds, 1e9)),
+        ("time_limit", min(seconds, 1e9)),
     ):
         solver.setOptionValue(name, value)
     solver.run()

@@ -5,7 +5,7 @@ to; loads are counted in steps, rounded down. For one *room*, the programme
 
     minimise    E
     where       each table takes one option,
-                the sets of parts on the hosts hold the parts of the options used (:mod:`inside`: a set fits),
+                the sets of parts on the hosts hold the parts of the options used (:mod:`sets`: a set fits),
                 no more sets are used than there are hosts,
                 the ways to fill ranks hold the free pieces of the options used,
                 no more ways are used than ranks are left by the sets, for each load of the parts on a rank
@@ -19,6 +19,10 @@ and columns are generated. What differs is that there, a host's parts had only t
 other pieces could be anywhere. Columns stay when another room is looked at: sets and ways know what room they need.
 A slot for a part holds any part that is nowhere larger, a rank with less on it is as good as one with more.
 
+Prices that come of one solution are far from those of the next, and bound little. So columns are made, and the bound
+is taken, for prices between them and the best so far (Wentges, "Weighted Dantzig-Wolfe decomposition for linear
+mixed-integer programming", 1997); the best for one room are where the next begins.
+
 Solved for whole numbers, the programme says what is on each host and each rank: a plan, but for the rounding.
 
 Shapes: G steps, O options, H hosts of L ranks, K kinds of parts.
@@ -26,18 +30,19 @@ Shapes: G steps, O options, H hosts of L ranks, K kinds of parts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-import highspy
 import numpy as np
 
 from shardrec.planner.solve.encode import Encoded, Floats, Ints
+from shardrec.planner.solve.hostcolumns import HostColumns
 from shardrec.planner.solve.hostplan import unpacked, whole_numbers
-from shardrec.planner.solve.inside import Found, Inside, best_sets
+from shardrec.planner.solve.inside import Inside
 from shardrec.planner.solve.knapsack import knapsack
 from shardrec.planner.solve.packing import Packing
 from shardrec.planner.solve.rows import Rows
+from shardrec.planner.solve.sets import Found, best_sets
 
 __all__ = ["Hosts"]
 
@@ -47,12 +52,38 @@ _CLOSE = 1e-4
 _SLACK = 1e-9
 _TIE = 5e-4
 """What all hosts' best sets may be worth more than is known, against the cost, to be as good as known."""
-_WAYS, _SETS, _OPTIONS = 12, 8, 3
+_BRIEF = 1e-3
+"""By how much no bound is enough, against the cost, when a room is left."""
+_PULL = 0.7
+"""Share of the best prices so far in those that are looked at."""
+_WAYS, _SETS, _OPTIONS = 30, 8, 3
 """Columns of a kind that are added at a time: per programme, per programme, and per group."""
-_BEAMS = (30,)
+_LESS, _SPREAD = 0.1, 0.02
+"""What sets may be worth less than a host and still say how good its best one is; and less than that, to be added."""
+_BEAM = 30
 _NEAR, _NEAR_SETS, _NEAR_OPTIONS = 0.1, 100, 150
 """Sets that are worth nearly as much as the best, when whole numbers are wanted."""
-_NOTHING = np.zeros(0, dtype=np.int32)
+
+
+@dataclass(frozen=True, eq=False)
+class _Prices:
+    """Prices of rows, and what they make of everything.
+
+    Args:
+        rows: (rows,) at the time.
+        free: (G + 1,) V.
+        part: (K,) of each kind of part.
+        bound: of the load on every rank, in the room they were made for.
+        added: whether they led to columns.
+        open: whether the best sets may be worth more than is known.
+    """
+
+    rows: Floats
+    free: Floats
+    part: Floats
+    bound: float
+    added: bool
+    open: bool
 
 
 class Hosts:
@@ -63,82 +94,112 @@ class Hosts:
         most: load of room G.
         rows: other limits.
         small: part of G up to which parts count as free pieces.
+
+    Attributes:
+        step: load of a step.
+        reached: if the last room was left as no bound was enough, what none is above; else infinite.
     """
 
     def __init__(self, encoded: Encoded, most: float, rows: Rows, small: float) -> None:
         self.encoded, self._rows, self.most = encoded, rows, most
         self.step = most / GRID
         self.inside = Inside(encoded, self.step, GRID, int(small * GRID))
-        self._count_hosts = len(self.inside.hosts)
+        self._hosts = len(self.inside.hosts)
         self._need: Ints = np.where(rows.fits, self.inside.need, GRID + 1)
         self._starts = np.array([span.start for span in encoded.group_options], dtype=np.int64)
         self._base: Floats = encoded.base_load / most
-        self._begin()
+        kinds = self.inside.kinds
+        none: Ints = np.zeros((0, self.inside.local), dtype=np.int64)
+        self._ways: Ints = np.minimum(np.concatenate([none, *kinds]), GRID)
+        self._first_ways = np.cumsum([0, *(len(ways) for ways in kinds[:-1])]) if kinds else none[:, 0]
+        self.columns = HostColumns(encoded, self.inside, self._need, rows, most, self.step)
+        self._best: _Prices | None = None
+        self._best_of: dict[object, _Prices] = {}
+        self.reached = np.inf
 
-    def _begin(self) -> None:
-        self._solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
-        for name, value in (("output_flag", False), ("threads", 1), ("random_seed", 0), ("presolve", "off")):
-            self._solver.setOptionValue(name, value)
-        self._rows_made = 0
-        self._columns: list[tuple[Any, ...]] = []
-        self._needs: list[int] = []
-        self._made: set[object] = set()
-        for size in self.encoded.sizes.tolist():
-            self._row(float(size), float(size))
-        self._host_row = self._row(-highspy.kHighsInf, float(self._count_hosts))
-        self._part_rows: dict[int, int] = {}
-        self._size_rows: dict[int, int] = {}
-        self._filled_rows: dict[int, int] = {}
-        self._limit_rows: dict[int, int] = {}
-        self._option_columns: dict[int, int] = {}
-        self._count_rows: dict[float, tuple[int, Floats]] = {}
-        self._counts: dict[float, tuple[float, float]] = {}
-        for group in range(len(self.encoded.groups)):
-            self._column(4.0, {group: 1.0}, 0, ("out", group))  # a table may stay out, at a price that no plan pays
-        self._add_set((), np.zeros(self.inside.local, dtype=np.int64))
-
-    def price(self, room: int, enough: float, stop: Callable[[], bool]) -> float:
+    def price(self, room: int, enough: float, stop: Callable[[], bool], *, brief: bool = False) -> float:
         """A bound of E for a room, and so for all below it.
 
         Args:
             room: in steps.
             enough: a bound that is as good as any.
             stop: asked between rounds.
+            brief: whether to leave it as soon as it is known that no bound is enough.
         """
+        self.reached = np.inf
         if not self._possible(room):
             return np.inf
-        self._open(room)
-        best = -np.inf
+        columns, best, case = self.columns, -np.inf, tuple(sorted(self.columns.counts.items()))
+        columns.open(room)
+        self._best = self._best_of.get(case, self._best)
+
+        def learn(prices: _Prices) -> _Prices:
+            nonlocal best
+            if prices.bound > best:
+                best, self._best = prices.bound, prices
+                self._best_of[case] = prices
+            return prices
+
+        if self._best is not None:
+            learn(self._look(self._pulled(None, room), room, pulled=True))
         for _ in range(_ROUNDS):
-            if stop():
+            if best * self.most > enough or stop():
                 break
-            duals, objective = self._run()
-            free, ways, part = self._values(duals, room)
-            price, paid = self._prices(duals, free, part)
-            price = np.where(self._need <= room, price, np.inf)
-            lowest = np.minimum.reduceat(price, self._starts)
-            rent = max(-float(duals[self._host_row]), 0.0)
-            total = float(lowest @ self.encoded.sizes) - paid
-            for beam in _BEAMS:
-                found = best_sets(self.inside, room, self._own(part), free, least=rent, beam=beam)
-                added = self._add_sets(found, rent)
-                if added:
-                    break
-            best_loads = found.loads[0].tolist() if added else []
-            added |= self._add_ways(free, ways, duals, room, best_loads)
-            added |= self._add_options(price, duals)
-            if found.most > rent * (1 + 1e-7) + 1e-12 and not added:
-                # Nothing better was found in haste: now look at all of them.
-                found = best_sets(self.inside, room, self._own(part), free, least=rent + _TIE / self._count_hosts)
-                added |= self._add_sets(found, rent)
-            best = max(best, total - self._count_hosts * max(found.most, rent))
-            if best * self.most > enough or objective - best <= _CLOSE + _TIE:
-                if best * self.most <= enough and self._add_limits():
+            rows, objective = columns.run()
+            if brief and objective * self.most < enough - _BRIEF * self.most and best > -np.inf:
+                self.reached = objective * self.most
+                break
+            found = learn(self._look(self._pulled(rows, room), room, pulled=self._best is not None))
+            if best * self.most <= enough and objective - best > _CLOSE + _TIE:
+                if not found.added and self._best is not None:
+                    found = learn(self._look(rows, room, pulled=False))
+                if not found.added and found.open:
+                    # Nothing better was found in haste: now look at all of them.
+                    found = learn(self._look(rows, room, pulled=False, beam=0))
+                if found.added:
                     continue
-                break
-            if not added and not self._add_limits():
+            if best * self.most > enough or not columns.add_limits():
                 break
         return (best - _SLACK) * self.most
+
+    def _look(self, rows: Floats, room: int, *, pulled: bool, beam: int = _BEAM) -> _Prices:
+        """Take a bound from some prices, and add the columns that pay at them."""
+        free, ways, part = self._values(rows)
+        price, paid = self._prices(rows, free, part)
+        price = np.where(self._need <= room, price, np.inf)
+        lowest = np.minimum.reduceat(price, self._starts)
+        rent = max(-float(rows[self.columns.host_row]), 0.0)
+        least = rent * (1 - _LESS) if pulled else rent if beam else rent + _TIE / self._hosts
+        found = best_sets(self.inside, room, self._own(part), free, least=least, beam=beam, near=_SPREAD * rent)
+        added = self._add_sets(found, rent, _SETS)
+        added |= self._add_ways(free, ways, rows, room, found.loads[0].tolist() if len(found.loads) else [])
+        added |= self._add_options(price, lowest, rows)
+        rows = rows.copy()
+        rows[self.columns.host_row] = -found.most
+        bound = float(lowest @ self.encoded.sizes) - paid - self._hosts * found.most
+        return _Prices(rows, free, part, bound, added, bool(beam) and found.most > rent * (1 + 1e-7) + 1e-12)
+
+    def _pulled(self, rows: Floats | None, room: int) -> Floats:
+        """Prices between those of a solution and the best so far; without a solution, the best."""
+        best, columns = self._best, self.columns
+        if best is None:
+            assert rows is not None, "there are best prices before a room is looked at without a solution"
+            return rows
+        known = len(best.rows)
+        pulled: Floats = np.append(best.rows, np.zeros(columns.rows - known))
+        # Rows that were not there have the prices that stood for theirs.
+        for size, row in columns.size_rows.items():
+            if row >= known:
+                pulled[row] = best.free[size]
+        for kind, row in columns.part_rows.items():
+            if row >= known:
+                pulled[row] = best.part[kind]
+        filled = np.array(list(columns.filled_rows), dtype=np.int64)
+        pulled[list(columns.filled_rows.values())] = best.free[np.maximum(room - filled, 0)]
+        if rows is None:
+            return pulled
+        pulled[: len(rows)] = _PULL * pulled[: len(rows)] + (1 - _PULL) * rows
+        return pulled
 
     def plan(self, room: int, cutoff: float, *, nodes: int, seconds: float) -> Packing | None:
         """A packing whose rooms are about so many steps; None if none was found.
@@ -151,161 +212,87 @@ class Hosts:
         """
         if not self._possible(room):
             return None
-        self._open(room)
-        duals, objective = self._run()
+        columns = self.columns
+        columns.open(room)
+        rows, objective = columns.run()
         if objective * self.most >= cutoff:
             return None
-        free, _, part = self._values(duals, room)
-        rent = max(-float(duals[self._host_row]), 0.0)
-        near = best_sets(
-            self.inside, room, self._own(part), free, least=rent * (1 - _NEAR), beam=_BEAMS[-1], near=rent * _NEAR
-        )
+        free, _, part = self._values(rows)
+        rent = max(-float(rows[columns.host_row]), 0.0)
+        own, least = self._own(part), rent * (1 - _NEAR)
+        near = best_sets(self.inside, room, own, free, least=least, beam=_BEAM, near=rent * _NEAR, every=True)
         self._add_sets(near, -1.0, _NEAR_SETS)
-        price, _ = self._prices(duals, free, part)
-        extra = np.where(self._need <= room, price - duals[self.encoded.option_group], np.inf)
+        price, _ = self._prices(rows, free, part)
+        extra = np.where(self._need <= room, price - rows[self.encoded.option_group], np.inf)
         for option in np.argsort(extra, kind="stable")[:_NEAR_OPTIONS].tolist():
             if extra[option] < cutoff / self.most - objective:
-                self._add_option(option)
-        self._open(room)
-        self._run()
-        extra = np.array(self._solver.getSolution().col_dual)
-        room_left = cutoff / self.most - float(self._solver.getInfo().objective_function_value)
+                columns.add_option(option)
+        columns.open(room)
+        _, objective = columns.run()
+        extra = np.array(columns.solver.getSolution().col_dual)
         barred = [
             number
-            for number, tag in enumerate(self._columns)
-            if tag[0] == "out" or (tag[0] == "option" and not self.inside.exact[tag[1]]) or extra[number] > room_left
+            for number, tag in enumerate(columns.tags)
+            if tag[0] == "out"
+            or (tag[0] == "option" and not self.inside.exact[tag[1]])
+            or extra[number] > cutoff / self.most - objective
         ]
         values = whole_numbers(
-            self._solver, np.array(barred, dtype=np.int64), cutoff=cutoff / self.most, nodes=nodes, seconds=seconds
+            columns.solver, np.array(barred, dtype=np.int64), cutoff=cutoff / self.most, nodes=nodes, seconds=seconds
         )
-        return None if values is None else unpacked(self.encoded, self.inside, self._columns, values)
+        return None if values is None else unpacked(self.encoded, self.inside, columns.tags, values)
 
     def _possible(self, room: int) -> bool:
         fits = self._need <= room
         return all(fits[span.start : span.stop].any() for span in self.encoded.group_options)
 
-    def _open(self, room: int) -> None:
-        """Allow the columns that the room has room for."""
-        upper = np.where(np.array(self._needs) <= room, highspy.kHighsInf, 0.0)
-        columns = len(upper)
-        self._solver.changeColsBounds(columns, np.arange(columns, dtype=np.int32), np.zeros(columns), upper)
-        for number, row in self._limit_rows.items():
-            self._solver.changeRowBounds(row, -highspy.kHighsInf, self._limit(number))
-        for load, (row, _) in self._count_rows.items():
-            self._solver.changeRowBounds(row, *self._counts.get(load, (-highspy.kHighsInf, highspy.kHighsInf)))
-        self._room = room
-
-    def restrict(self, counts: dict[float, tuple[float, float]]) -> None:
-        """Set how many tables may take an option with at least so much load on every rank: (least, most) by load."""
-        for load in counts:
-            if load not in self._count_rows:
-                there = (self.encoded.base_load >= load).astype(np.float64)
-                self._count_rows[load] = self._row(-highspy.kHighsInf, highspy.kHighsInf, there), there
-        self._counts = dict(counts)
-
-    def chosen(self) -> Floats:
-        """(O,) how many tables take each option in the last solution."""
-        found = np.zeros(len(self.encoded.options))
-        values = np.array(self._solver.getSolution().col_value)
-        there = {option: column for option, column in self._option_columns.items() if column < len(values)}
-        found[list(there)] = values[list(there.values())]
-        return found
-
-    def _run(self) -> tuple[Floats, float]:
-        self._solver.run()
-        return np.array(self._solver.getSolution().row_dual), float(self._solver.getInfo().objective_function_value)
-
-    def _values(self, duals: Floats, room: int) -> tuple[Floats, Callable[[int], Ints], Floats]:
+    def _values(self, rows: Floats) -> tuple[Floats, Callable[[int], dict[int, int]], Floats]:
         """V, the ways that have it, and the price of each kind of part."""
-        sizes = sorted(self._size_rows)
-        worth = np.maximum(duals[[self._size_rows[size] for size in sizes]], 0.0) if sizes else np.zeros(0)
-        free, pieces = knapsack(np.array(sizes, dtype=np.int64), worth, GRID)
-        price = np.zeros(len(self.inside.kinds))
-        for kind, row in self._part_rows.items():
-            price[kind] = max(float(duals[row]), 0.0)
-        for kind, ways in enumerate(self.inside.kinds):
-            if kind not in self._part_rows:
-                # A set with such a part could have smaller ones, or free pieces, in its place.
-                alike = float(free[np.minimum(ways, GRID)].sum(axis=1).min())
-                smaller = [float(price[other]) for other in self.inside.below[kind] if other in self._part_rows]
-                price[kind] = max([alike, *smaller])
-        self._sizes = sizes
-        return free, pieces, price
+        sizes, prices = self._priced(self.columns.size_rows, rows)
+        free, pieces = knapsack(sizes, prices, GRID)
+        # A set with another part could have smaller ones, or free pieces, in its place.
+        part: Floats = np.zeros(len(self.inside.kinds))
+        if len(part):
+            part = np.minimum.reduceat(free[self._ways].sum(axis=1), self._first_ways)
+            kinds, prices = self._priced(self.columns.part_rows, rows)
+            if len(kinds):
+                part = np.maximum(part, (self.inside.under[:, kinds] * prices).max(axis=1))
+                part[kinds] = prices
+        return free, lambda size: {s: n for s, n in zip(sizes.tolist(), pieces(size).tolist(), strict=True) if n}, part
+
+    @staticmethod
+    def _priced(row_of: dict[int, int], rows: Floats) -> tuple[Ints, Floats]:
+        """What has a row, and its price."""
+        names = np.array(sorted(name for name, row in row_of.items() if row < len(rows)), dtype=np.int64)
+        return names, np.maximum(rows[[row_of[name] for name in names.tolist()]], 0.0)
 
     def _own(self, part: Floats) -> Floats:
         """Prices without those of kinds that have none of their own."""
         own = np.zeros(len(part))
-        kinds = list(self._part_rows)
+        kinds = list(self.columns.part_rows)
         own[kinds] = part[kinds]
         return own
 
-    def _prices(self, duals: Floats, free: Floats, part: Floats) -> tuple[Floats, float]:
+    def _prices(self, rows: Floats, free: Floats, part: Floats) -> tuple[Floats, float]:
         """(O,) load on every rank, value and use of other limits of each option; and what all of those limits cost."""
         options = len(self.encoded.options)
         price, paid = self._base.copy(), 0.0
         pieces, parts = self.inside.free, self.inside.parts
         price += np.bincount(pieces[:, 0], free[np.minimum(pieces[:, 1], GRID)] * pieces[:, 2], options)
         price += np.bincount(parts[:, 0], part[parts[:, 1]] * parts[:, 2], options)
-        for number, row in self._limit_rows.items():
-            dual = max(-float(duals[row]), 0.0)
+        for number, row in self.columns.limit_rows.items():
+            dual = max(-float(rows[row]), 0.0)
             price += dual * self._rows.matrix[number]
-            paid += dual * self._limit(number)
-        for load, (lower, upper) in self._counts.items():
-            row, there = self._count_rows[load]
-            limit = lower if duals[row] > 0 else upper
+            paid += dual * self.columns.limit(number)
+        for load, (lower, upper) in self.columns.counts.items():
+            row, there = self.columns.count_rows[load]
+            limit = lower if rows[row] > 0 else upper
             if np.isfinite(limit):
-                price -= duals[row] * there
-                paid -= float(duals[row]) * limit
+                price -= rows[row] * there
+                paid -= float(rows[row]) * limit
         return price, paid
 
-    def _limit(self, number: int) -> float:
-        return float(self._rows.limits[number] + self._rows.slopes[number] * (self._room + 1) * self.step)
-
-    def _add_limits(self) -> bool:
-        """Take in the limits that the solution breaks; whether there are any."""
-        used = self._rows.matrix @ self.chosen()
-        limits = self._rows.limits + self._rows.slopes * ((self._room + 1) * self.step)
-        broken = [int(n) for n in np.flatnonzero(used > limits * (1 + 1e-7) + 1e-9) if int(n) not in self._limit_rows]
-        for number in broken:
-            self._limit_rows[number] = self._row(-highspy.kHighsInf, self._limit(number), self._rows.matrix[number])
-        return bool(broken)
-
-    def _row(self, lower: float, upper: float, of_options: Floats | None = None) -> int:
-        columns, entries = _NOTHING, np.zeros(0)
-        if of_options is not None:
-            columns, entries = (
-                np.array(list(self._option_columns.values()), dtype=np.int32),
-                of_options[list(self._option_columns)],
-            )
-        self._solver.addRow(lower, upper, len(columns), columns, entries)
-        self._rows_made += 1
-        return self._rows_made - 1
-
-    def _column(self, cost: float, entries: dict[int, float], need: int, tag: tuple[Any, ...]) -> None:
-        rows = np.array(list(entries), dtype=np.int32)
-        self._solver.addCol(cost, 0.0, highspy.kHighsInf, len(rows), rows, np.array(list(entries.values())))
-        self._columns.append(tag)
-        self._needs.append(need)
-
-    def _new(self, key: object) -> bool:
-        if key in self._made:
-            return False
-        self._made.add(key)
-        return True
-
-    def _filled_row(self, filled: int) -> int:
-        """Ranks with so much of parts on them: those of the sets, less the ways to fill them up, at least 0."""
-        if filled not in self._filled_rows:
-            self._filled_rows[filled] = self._row(0.0, highspy.kHighsInf)
-            order = sorted(self._filled_rows)
-            at = order.index(filled)
-            for less, more in zip(order[max(at - 1, 0) : at + 1], order[max(at, 1) : at + 2], strict=False):
-                self._column(
-                    0.0, {self._filled_rows[less]: -1.0, self._filled_rows[more]: 1.0}, 0, ("less", less, more)
-                )
-        return self._filled_rows[filled]
-
-    def _add_sets(self, found: Found, rent: float, most: int = _SETS) -> bool:
+    def _add_sets(self, found: Found, rent: float, most: int) -> bool:
         added, seen = 0, set()
         for value, kinds, loads in zip(found.values.tolist(), found.sets.tolist(), found.loads, strict=True):
             if value <= rent * (1 + 1e-7) + 1e-12 or added >= most:
@@ -313,83 +300,31 @@ class Hosts:
             parts = tuple(kind for kind in kinds if kind >= 0)
             if parts not in seen:
                 seen.add(parts)
-                added += self._add_set(parts, loads)
+                added += self.columns.add_set(parts, loads)
         return bool(added)
 
-    def _add_set(self, parts: tuple[int, ...], loads: Ints) -> bool:
-        if not self._new(("set", tuple(sorted(parts)), tuple(sorted(loads.tolist())))):
-            return False
-        entries = {self._host_row: 1.0}
-        for kind in parts:
-            entries[self._part_rows[kind]] = entries.get(self._part_rows[kind], 0.0) + 1.0
-        for filled in loads.tolist():
-            row = self._filled_row(filled)
-            entries[row] = entries.get(row, 0.0) + 1.0
-        self._column(0.0, entries, int(loads.max()), ("set", parts, tuple(loads.tolist())))
-        return True
-
-    def _add_ways(self, free: Floats, ways: Callable[[int], Ints], duals: Floats, room: int, also: list[int]) -> bool:
-        over = {
-            filled: float(free[room - filled] - duals[row] * (1 + 1e-7) - 1e-12)
-            for filled, row in self._filled_rows.items()
-            if filled <= room and row < len(duals)
-        }
+    def _add_ways(
+        self, free: Floats, ways: Callable[[int], dict[int, int]], rows: Floats, room: int, also: Sequence[int]
+    ) -> bool:
+        """Ways to fill up ranks that pay, and for ranks of a set."""
+        there = [
+            (filled, row) for filled, row in self.columns.filled_rows.items() if filled <= room and row < len(rows)
+        ]
+        filled, at = (np.array(each, dtype=np.int64) for each in zip(*there, strict=True))
+        over = free[room - filled] - rows[at] * (1 + 1e-7) - 1e-12
+        some = [number for number in np.argsort(-over, kind="stable")[:_WAYS].tolist() if over[number] > 0]
+        new = [load for load in also if self.columns.filled_rows.get(load, len(rows)) >= len(rows)]
         added = False
-        some = sorted(over, key=lambda filled: -over[filled])[:_WAYS]
-        for filled in dict.fromkeys([*some, *also]):
-            if over.get(filled, 1.0) > 0:
-                way = zip(self._sizes, ways(room - filled).tolist(), strict=True)
-                added |= self._add_way({size: count for size, count in way if count}, filled)
+        for load in dict.fromkeys([*filled[some].tolist(), *new]):
+            added |= self.columns.add_way(ways(room - load), load)
         return added
 
-    def _add_way(self, way: dict[int, int], filled: int) -> bool:
-        if not self._new(("way", filled, tuple(sorted(way.items())))):
-            return False
-        entries = {self._filled_row(filled): -1.0} | {self._size_rows[size]: float(n) for size, n in way.items()}
-        self._column(0.0, entries, filled + sum(size * n for size, n in way.items()), ("way", filled, way))
-        return True
-
-    def _add_options(self, price: Floats, duals: Floats) -> bool:
+    def _add_options(self, price: Floats, lowest: Floats, rows: Floats) -> bool:
         added = False
-        for group, span in enumerate(self.encoded.group_options):
+        for group in np.flatnonzero(lowest < rows[: len(lowest)] - 1e-9).tolist():
+            span = self.encoded.group_options[group]
             part = price[span.start : span.stop]
             for option in np.argsort(part, kind="stable")[:_OPTIONS].tolist():
-                if part[option] < duals[group] - 1e-9:
-                    added |= self._add_option(span.start + option)
+                if part[option] < rows[group] - 1e-9:
+                    added |= self.columns.add_option(span.start + option)
         return added
-
-    def _add_option(self, option: int) -> bool:
-        if option in self._option_columns:
-            return False
-        entries = {int(self.encoded.option_group[option]): 1.0}
-        for _, size, count in self.inside.free[self.inside.free[:, 0] == option].tolist():
-            if size not in self._size_rows:
-                self._size_rows[size] = self._row(0.0, highspy.kHighsInf)
-                for many in {1, max(1, self._room // size)}:
-                    self._add_way({size: many}, 0)
-            entries[self._size_rows[size]] = -float(count)
-        for _, kind, count in self.inside.parts[self.inside.parts[:, 0] == option].tolist():
-            entries[self._part_row(kind)] = -float(count)
-        for number, row in self._limit_rows.items():
-            if self._rows.matrix[number, option]:
-                entries[row] = float(self._rows.matrix[number, option])
-        for row, there in self._count_rows.values():
-            if there[option]:
-                entries[row] = 1.0
-        self._option_columns[option] = len(self._columns)
-        self._column(float(self._base[option]), entries, int(self._need[option]), ("option", option))
-        return True
-
-    def _part_row(self, kind: int) -> int:
-        """Parts of a kind: those that sets have slots for, less those of options, at least 0."""
-        if kind not in self._part_rows:
-            self._part_rows[kind] = self._row(0.0, highspy.kHighsInf)
-            self._add_set((kind,), self.inside.kinds[kind][0])
-            below, there = self.inside.below, self._part_rows
-            smaller = [other for other in there if other in below[kind]]
-            larger = [other for other in there if kind in below[other]]
-            links = [(kind, other) for other in smaller if not any(other in below[between] for between in smaller)]
-            links += [(other, kind) for other in larger if not any(between in below[other] for between in larger)]
-            for large, small in links:
-                self._column(0.0, {there[large]: -1.0, there[small]: 1.0}, 0, ("slot", large, small))
-        return self._part_rows[kind]

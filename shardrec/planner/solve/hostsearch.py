@@ -31,10 +31,10 @@ _HOSTS = 4
 """Least number of hosts: on fewer, the other ways are better."""
 _NEAR = 3
 """Steps between rooms for which plans are looked for."""
-_AIMS = (0.97, 1.0)
-"""Of the best cost: what plans are hoped for. The less, the sooner is the bound where they would be."""
-_CASES, _FEW_CASES = 16, 5
-"""Most cases that one room is cut into."""
+_CASES = (8, 24, 48, 96)
+"""Most cases that one room is cut into, at first and later."""
+_PROBES = 12
+"""Rooms that are looked at to find the one that decides."""
 _WHOLE = 0.01
 _NODES = 200
 """Most branches when whole numbers are looked for."""
@@ -58,7 +58,7 @@ class HostSearch:
         self.hosts = Hosts(encoded, best.cost, rows, _SMALL)
         self.curve: Floats = np.full(GRID + 1, -np.inf)
         """(G + 1,) by room, a bound of E."""
-        self._done, self._stuck, self._planned = (np.zeros(GRID + 1, dtype=bool) for _ in range(3))
+        self._planned = np.zeros(GRID + 1, dtype=bool)
         for interval in intervals:
             if np.isfinite(interval.high):
                 self._learn(int(interval.high / self.hosts.step * (1 - 1e-9)) - 1, interval.base)
@@ -88,61 +88,100 @@ class HostSearch:
         """Price and plan by turns, until the gap is closed; the plans.
 
         Args:
-            rounds: most rooms to price, and most to plan for.
+            rounds: most rooms to price each time.
             stop: asked between them.
             seconds: what is left of the time.
         """
         self._found: list[Packing] = []
-        for aim in _AIMS:
-            self._search(aim, rounds, stop, seconds)
-            room = min(int(self._costs().argmin()) + 2 * _NEAR, GRID)
-            if stop() or self._closed():
+        for cases in _CASES:
+            self._sweep(rounds, stop)
+            rooms = [int(self._costs().argmin())]
+            self._split(cases, stop)
+            rooms.append(int(self._costs().argmin()))
+            if stop() or self._closed() or not any(self._plan(room + 2 * _NEAR, stop, seconds) for room in rooms):
                 break
-            if not self._planned[room]:
-                self._planned[max(room - _NEAR, 0) : room + _NEAR + 1] = True
-                self._plan(room, seconds)
         return self._found
 
     def _closed(self) -> bool:
         return self.best.cost <= self.bound * (1 + self.gap)
 
-    def _search(self, aim: float, rounds: int, stop: Callable[[], bool], seconds: Callable[[], float]) -> None:
-        """Raise the bound to what a plan of so much of the best one's cost would need."""
-        hosts, near = self.hosts, _NEAR
-        done, stuck, planned = self._done, self._stuck, self._planned
-        shrink, tried, reach = 1, -1, near
-        for _ in range(rounds):
-            target = aim * self.best.cost / (1 + self.gap) * (1 + 1e-6)
-            costs = np.where(done, np.inf, self._costs())
-            room = int(costs.argmin())
-            least = float(costs[room])
-            if least >= target or stop():
-                return
-            enough = target - room * hosts.step
-            if not stuck[room]:
-                shrink, tried = (shrink * 4, room) if room == tried else (1, room)
-                wide = int((target - least) / hosts.step) // shrink // 2
-                above = min(room + wide, GRID)
-                self._learn(above, hosts.price(above, enough, stop))
-                if wide == 0:
-                    # Rooms with the same bound need no programme of their own.
-                    alike = (np.arange(GRID + 1) >= room) & (self.curve >= self.curve[room] - 1e-6 * hosts.most)
-                    stuck |= alike & (self._costs() < target)
-                continue
-            above = min(room + reach, GRID)
-            self._learn(above, self._cases(above, enough, _CASES if reach == 0 else _FEW_CASES, stop))
-            if self._costs()[room] >= least + (target - least) / 2:
-                reach = min(reach * 2 + 1, GRID // 20)
-            elif not planned[room]:
-                planned[max(room - 2 * near, 0) : room + 2 * near + 1] = True
-                self._plan(min(room + 2 * near, GRID), seconds)
-            elif reach:
-                reach //= 3
-            else:
-                done[room : room + near], reach = True, near
+    @property
+    def _target(self) -> float:
+        """What no plan is to cost less than."""
+        return self.best.cost / (1 + self.gap) * (1 + 1e-6)
 
-    def _cases(self, room: int, enough: float, most: int, stop: Callable[[], bool]) -> float:
-        """A bound of E for a room by cases: how many tables take options with much load on every rank.
+    def _probe(self, stop: Callable[[], bool]) -> float:
+        """Look for the room that decides, from the least bound on; a bound that no room needs to be above."""
+        target = self._target
+        for _ in range(_PROBES):
+            costs = self._costs()
+            room = int(costs.argmin())
+            # Rooms with the same bound of E: one of them in the middle tells most.
+            alike = np.flatnonzero(self.curve >= self.curve[room] - 1e-9 * self.hosts.most)
+            room = (room + int(alike[-1]) + 1) // 2
+            if costs.min() >= target or stop():
+                break
+            target = self._lowered(target, room, stop)
+        return target
+
+    def _lowered(self, target: float, room: int, stop: Callable[[], bool]) -> float:
+        """Price a room; where it stays below the target, it is of no use to raise others any further."""
+        step = self.hosts.step
+        self._learn(room, self.hosts.price(room, target - room * step, stop, brief=True))
+        left = room * step + self.hosts.reached
+        return min(target, left if np.isfinite(left) else float(self._costs()[room]))
+
+    def _sweep(self, rounds: int, stop: Callable[[], bool]) -> None:
+        """Raise the bound of all rooms to the target, or as far as the programme goes.
+
+        From the largest room down: what is proven for one holds for those below it, as far as they are not much less.
+        """
+        target, reach = self._probe(stop), 0
+        for _ in range(rounds):
+            low = np.flatnonzero(self._costs() < target)
+            if not len(low) or stop():
+                return
+            before = target
+            target = self._lowered(target, int(low[max(len(low) - 1 - reach, 0)]), stop)
+            reach = 0 if target == before else 2 * reach + 1
+
+    def _split(self, most: int, stop: Callable[[], bool]) -> None:
+        """Raise the bound of the deciding rooms to the target by cases, as far as that goes."""
+        cover: list[Counts] = []
+        target, reach, step = self._target, _NEAR, self.hosts.step
+        while self._costs().min() < target and not stop():
+            room = int(self._costs().argmin())
+            above = min(room + reach, GRID)
+            enough = target - room * step
+            # What was cut to prove it for one room often does for the next.
+            again = bool(cover)
+            if again:
+                found = self._covered(cover, above, enough, stop)
+            else:
+                found, cover = self._cases(above, enough, most, stop)
+            self._learn(above, found)
+            if found >= enough:
+                reach = 2 * reach + 1 if again else _NEAR
+                continue
+            cover = []
+            if not again:
+                # As in a sweep: if one room stays below, no others need to be above it.
+                target = min(target, max(above * step + found, float(self._costs()[room])))
+            reach = _NEAR if again else reach // 3
+
+    def _covered(self, cover: Sequence[Counts], room: int, enough: float, stop: Callable[[], bool]) -> float:
+        """A bound of E for a room by cases that cover all plans, as far as it is enough."""
+        hosts, bound = self.hosts, np.inf
+        for counts in cover:
+            hosts.columns.restrict(counts)
+            bound = min(bound, hosts.price(room, enough, stop, brief=True))
+            if bound < enough:
+                break
+        hosts.columns.restrict({})
+        return bound if bound >= enough else -np.inf
+
+    def _cases(self, room: int, enough: float, most: int, stop: Callable[[], bool]) -> tuple[float, list[Counts]]:
+        """A bound of E for a room by cases: how many tables take options with much load on every rank; and the cases.
 
         Such numbers are whole in every plan, and not in the programme's solutions.
         """
@@ -150,24 +189,24 @@ class HostSearch:
         cases: list[tuple[float, int, Counts, tuple[float, int]]] = []
 
         def look(counts: Counts, least: float) -> None:
-            hosts.restrict(counts)
+            hosts.columns.restrict(counts)
             bound = max(hosts.price(room, enough, stop), least)
-            heappush(cases, (bound, next(numbers), counts, self._cut(hosts.chosen())))
+            heappush(cases, (bound, next(numbers), counts, self._cut(hosts.columns.chosen())))
 
         look({}, -np.inf)
         first = cases[0][0]
         for looked in range(most):
             least, _, counts, (load, number) = cases[0]
             # Cases that gain little end up no higher.
-            hopeless = looked > 2 and least - first < (enough - first) * looked / (4 * most)
+            hopeless = looked > 2 and least - first < (enough - first) * looked / most
             if least >= enough or load <= 0 or hopeless or stop():
                 break
             heappop(cases)
             lower, upper = counts.get(load, (-np.inf, np.inf))
             look(counts | {load: (number + 1.0, upper)}, least)
             look(counts | {load: (lower, float(number))}, least)
-        hosts.restrict({})
-        return cases[0][0]
+        hosts.columns.restrict({})
+        return cases[0][0], [counts for _, _, counts, _ in cases]
 
     def _cut(self, chosen: Floats) -> tuple[float, int]:
         """The load from which on the number of tables is not whole, and that number rounded down."""
@@ -183,9 +222,14 @@ class HostSearch:
         best = int(gain.argmax())
         return float(base[order][best]), int(np.floor(sums[best]))
 
-    def _plan(self, room: int, seconds: Callable[[], float]) -> bool:
-        """Look for a better plan; whether there is one."""
+    def _plan(self, room: int, stop: Callable[[], bool], seconds: Callable[[], float]) -> bool:
+        """Look for a better plan with about a room; whether there is one."""
         hosts = self.hosts
+        if room > GRID or self._planned[room]:
+            return False
+        self._planned[max(room - _NEAR, 0) : room + _NEAR + 1] = True
+        # Columns that are best for this very room.
+        self._learn(room, hosts.price(room, np.inf, stop))
         cutoff = self.best.cost * (1 - 1e-4) - room * hosts.step
         # Without a time limit, the nodes alone decide when it ends.
         limit = min(max(seconds() / 4, 0.1), _SECONDS) if np.isfinite(seconds()) else np.inf

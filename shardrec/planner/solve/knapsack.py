@@ -8,11 +8,13 @@ and Gomory, "A linear programming approach to the cutting-stock problem" (1961).
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shardrec.planner.native import address, library
 from shardrec.planner.solve.encode import Floats, Ints
 
 __all__ = ["GRID", "knapsack", "knapsacks"]
@@ -37,7 +39,12 @@ def knapsack(weights: Ints, values: Floats, most: int) -> tuple[Floats, Callable
 
 
 def knapsacks(
-    weights: Ints, values: Floats, most: int, ends: Sequence[int], counts: Ints | None = None
+    weights: Ints,
+    values: Floats,
+    most: int,
+    ends: Sequence[int],
+    counts: Ints | None = None,
+    start: Floats | None = None,
 ) -> tuple[Floats, Callable[[int, int], Ints]]:
     """The best multisets of the first so many kinds, for several numbers of kinds.
 
@@ -47,12 +54,72 @@ def knapsacks(
         most: G, the largest size.
         ends: (n,) numbers of kinds, ascending.
         counts: (K,) how many pieces of each kind there are; default: as many as fit.
+        start: (G + 1,) what each size is worth without any, which is itself the best of some pieces; default: 0.
 
     Returns:
         (n, G + 1) the most value within each size, and a function that gives for a size and an index of ``ends`` the
         (K,) numbers of pieces that have it.
     """
-    best, found = np.zeros(most + 1), np.zeros((len(ends), most + 1))
+    compiled = library()
+    if compiled is None:
+        return _in_python(weights, values, most, ends, counts, start)
+    return _compiled(compiled, weights, values, most, ends, counts, start)
+
+
+def _compiled(
+    compiled: ctypes.CDLL,
+    weights: Ints,
+    values: Floats,
+    most: int,
+    ends: Sequence[int],
+    counts: Ints | None,
+    start: Floats | None,
+) -> tuple[Floats, Callable[[int, int], Ints]]:
+    weights, values = np.ascontiguousarray(weights, dtype=np.int64), np.ascontiguousarray(values, dtype=np.float64)
+    there = most // weights
+    if counts is not None:
+        counts = np.ascontiguousarray(counts, dtype=np.int64)
+        there = np.minimum(there, counts)
+    if start is not None:
+        start = np.ascontiguousarray(start, dtype=np.float64)
+    # A number takes as many doublings as it has binary digits. Each step has a bit for every size.
+    steps = int(np.frexp(there.astype(np.float64))[1].sum())
+    made, better = np.empty((steps, 3), dtype=np.int64), np.empty((steps, most // 8 + 1), dtype=np.uint8)
+    until, found = np.array(ends, dtype=np.int64), np.empty((len(ends), most + 1))
+    count = compiled.shardrec_solve_knapsacks(
+        address(weights),
+        address(values),
+        None if counts is None else address(counts),
+        None if start is None else address(start),
+        ctypes.c_int64(most),
+        address(until),
+        ctypes.c_int64(len(until)),
+        address(found),
+        address(made),
+        address(better),
+    )
+
+    def pieces(size: int, number: int) -> Ints:
+        counts: Ints = np.zeros(len(weights), dtype=np.int64)
+        compiled.shardrec_solve_knapsack_pieces(
+            address(made),
+            address(better),
+            ctypes.c_int64(count),
+            ctypes.c_int64(most),
+            ctypes.c_int64(ends[number]),
+            ctypes.c_int64(size),
+            address(counts),
+        )
+        return counts
+
+    return found, pieces
+
+
+def _in_python(
+    weights: Ints, values: Floats, most: int, ends: Sequence[int], counts: Ints | None, start: Floats | None
+) -> tuple[Floats, Callable[[int, int], Ints]]:
+    best = np.zeros(most + 1) if start is None else start.copy()
+    found = np.zeros((len(ends), most + 1))
     steps: list[tuple[int, int, int, NDArray[np.bool_]]] = []
     begin = 0
     for number, end in enumerate(ends):

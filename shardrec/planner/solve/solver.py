@@ -20,10 +20,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from heapq import heapify, heappop, heappush
-from time import process_time
 
 import numpy as np
 
+from shardrec.planner.solve.clock import Clock
 from shardrec.planner.solve.combine import combined
 from shardrec.planner.solve.curve import Curve
 from shardrec.planner.solve.encode import Encoded, Floats, Ints, encode
@@ -36,6 +36,7 @@ from shardrec.planner.solve.problem import Problem, Solution, SolveLimits
 from shardrec.planner.solve.rebuild import Rebuilder
 from shardrec.planner.solve.relax import Interval, Relaxation
 from shardrec.planner.solve.sizes import host_blocks
+from shardrec.planner.solve.tight import many_tables, tight_plans
 
 __all__ = ["solve"]
 
@@ -65,6 +66,8 @@ _REBUILT = 3
 """Plans that are improved."""
 _EFFORT_PER_RAISE = 4
 _EFFORT_PER_ROOM = 10
+_FINER, _AIM, _EFFORT_PER_TRY = 20, 0.85, 10
+"""For ways in time and memory: how much finer the intervals are, and the part of the gap that is aimed at."""
 _REBUILDS_PER_EFFORT = 25
 _NODES_PER_EFFORT = 10
 _COMBINATIONS_PER_EFFORT = 300
@@ -96,7 +99,7 @@ class _Search:
     def __init__(self, encoded: Encoded, limits: SolveLimits) -> None:
         self.encoded = encoded
         self.limits = limits
-        self.begin = process_time()
+        self.clock = Clock()
         self.relaxation = Relaxation(encoded)
         self.bound = 0.0
         self.accuracy = max(2e-5, limits.gap / 2)
@@ -119,14 +122,17 @@ class _Search:
         if self.best is None:
             self._try(spread(self.encoded))
         if not self._exact():
+            self._fill_jointly(0.6)
             self._combine()
             if hosts := HostSearch.applies(self.encoded, self.best):
                 self._rebuild(0.15)
                 self._by_hosts(0.7)
-            self._raise(0.2 if self.listed else 0.1)
+            elif self.listed:
+                self._rebuild(0.1)
+                self._enumerate(0.93)
+            self._raise(0.1)
             self._fill()
-            self._rebuild(0.25 if self.listed else 0.35)
-            self._enumerate(0.95)
+            self._rebuild(0.35)
             self._refill()
             if not hosts:
                 self._lift(0.7)
@@ -134,12 +140,30 @@ class _Search:
             self._rebuild(1.0)
         return None if self.best is None else self.best.solution(self.bound, self.timed_out)
 
+    def _fill_jointly(self, share: float) -> None:
+        """Fill ranks in time and memory at once, where there are many tables, for a part of the time that is left."""
+        if self._closed() or self._out_of_time() or not many_tables(self.encoded):
+            return
+        until = self._time_left() * (1 - share) if np.isfinite(self._time_left()) else -np.inf
+        self.intervals = self.relaxation.intervals(self.accuracy / _FINER)
+        self.bound = max(self.bound, self.intervals[0].bound)
+        aim, tries = self.bound * (1 + _AIM * self.limits.gap), max(1, self.limits.effort // _EFFORT_PER_TRY)
+        room = self.intervals[0].high
+        for packing in tight_plans(self.encoded, self.relaxation, room, aim, tries, partial(self._only, until)):
+            packing.improve(_ROUNDS, self.bound)
+            self.pool.append(packing)
+            self._keep(packing)
+            if self._closed():
+                return
+
     def _enumerate(self, share: float) -> None:
         """List all that a better plan could have, for a part of the time that is left."""
         if self.listed and self.best and not self._closed() and not self._out_of_time():
             stop = partial(self._only, self._time_left() * (1 - share) if np.isfinite(self._time_left()) else -np.inf)
             rows = self.relaxation.limits()
-            self.bound = enumerated(self.encoded, rows, self.bound, self.limits, self._cost, self._try, stop)
+            self.bound = enumerated(
+                self.encoded, rows, self.bound, self.limits, self._cost, self._try_both, self.clock, stop
+            )
 
     def _combine(self) -> None:
         """Go through all the combinations of options, where few tables fill the ranks."""
@@ -371,6 +395,14 @@ class _Search:
             self.pool.append(best)
         return best is not None
 
+    def _try_both(self, counts: Ints, packing: Packing | None) -> None:
+        """Pack a choice of options, and improve a packing of it."""
+        self._try(counts)
+        if packing is not None:
+            packing.improve(_ROUNDS, self.bound)
+            self.pool.append(packing)
+            self._keep(packing)
+
     def _keep(self, packing: Packing) -> None:
         if self.best is None or packing.cost < self.best.cost:
             self.best = packing
@@ -385,7 +417,7 @@ class _Search:
         return max(0.1, self._time_left() / 4)
 
     def _time_left(self) -> float:
-        return self.limits.seconds - (process_time() - self.begin)
+        return self.limits.seconds - self.clock.passed()
 
     def _only(self, seconds: float) -> bool:
         """Whether no more than so many seconds are left."""

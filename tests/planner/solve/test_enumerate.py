@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import combinations_with_replacement
 from random import Random
 
 import numpy as np
@@ -13,8 +12,9 @@ from hypothesis import assume, given, settings
 from shardrec.planner.solve import Option, Part, Piece, Problem, SolveLimits
 from shardrec.planner.solve.alike import Alike
 from shardrec.planner.solve.cells import Box
+from shardrec.planner.solve.clock import Clock
 from shardrec.planner.solve.encode import Encoded, Ints, encode
-from shardrec.planner.solve.enumerate import choose, enumerated, fillings
+from shardrec.planner.solve.enumerate import choose, enumerated
 from shardrec.planner.solve.packing import Packing
 from shardrec.planner.solve.pricing import Pricing
 from shardrec.planner.solve.problem import anywhere, host_places
@@ -51,14 +51,17 @@ def proven(problem: Problem, cost: float, gap: float, start: float = 0.0) -> tup
     """The bound, and the least cost after packing what was chosen on the way."""
     encoded, best = encode(problem), [cost]
 
-    def attempt(counts: Ints) -> None:
+    def attempt(counts: Ints, placed: Packing | None) -> None:
         packing, demand = Packing(encoded, counts), demand_of(encoded, counts)
         if packing.fits() and packing.fill(demand.items()):
             best.append(packing.cost)
+        if placed is not None:
+            assert {block: int(at.sum()) for block, at in placed.at.items() if at.any()} == demand
+            best.append(placed.cost)
 
     limits = SolveLimits(gap=gap, effort=15)
     rows = Relaxation(encoded).limits()
-    bound = enumerated(encoded, rows, start, limits, lambda: min(best), attempt, lambda: False)
+    bound = enumerated(encoded, rows, start, limits, lambda: min(best), attempt, Clock(), lambda: False)
     return bound, min(best)
 
 
@@ -141,37 +144,6 @@ def shared(encoded: Encoded, group: int) -> Ints:
     return np.array(found, dtype=np.int64)
 
 
-@settings(max_examples=100, deadline=None)
-@given(rng=randoms())
-def test_all_ways_that_may_be_of_use_are_listed(rng: Random) -> None:
-    sizes = sorted(rng.sample(range(GRID // 8, GRID), rng.randint(1, 4)))
-    room = rng.randint(GRID // 8, GRID)
-    worth = dict(zip(sizes, (rng.random() * size for size in sizes), strict=True))
-    value = np.zeros(GRID + 1)
-    for size in range(1, GRID + 1):
-        value[size] = max([value[size - 1], *(worth[s] + value[size - s] for s in sizes if s <= size)])
-    budget = rng.choice([0.0, 0.1, 0.5, 1.0]) * value[room]
-    every = [
-        way
-        for many in range(room // sizes[0] + 1)
-        for way in combinations_with_replacement(sizes[::-1], many)
-        if sum(way) <= room
-    ]
-    wanted = [
-        way
-        for way in every
-        if value[room] - sum(value[size] for size in way) <= budget + 1e-9
-        and not any(other != way and covers(other, way) for other in every)
-    ]
-    assert sorted(fillings(sizes, value, room, budget + 1e-9, 10_000) or []) == sorted(wanted)
-    assert len(wanted) < 2 or fillings(sizes, value, room, budget + 1e-9, len(wanted) - 1) is None
-
-
-def covers(way: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Whether each piece of the other has one of its own that is as large; both descending."""
-    return len(way) >= len(other) and all(mine >= its for mine, its in zip(way, other, strict=False))
-
-
 def test_closes_what_fractions_leave_open() -> None:
     """Five pieces on four ranks: two are together, and 1.25 to a rank are not."""
     problem = Problem(ranks=4, capacity=(np.inf,), tables={f"t{n}": (whole(1.0 + n * 1e-4, 4),) for n in range(5)})
@@ -218,3 +190,52 @@ def test_three_hosts_are_left_alone() -> None:
     part = Part(pieces=(Piece(load=1.0), Piece(load=1.0)), places=host_places(3, 2))
     problem = Problem(ranks=6, capacity=(np.inf,), tables={"a": (Option(label="", everywhere=Piece(), parts=(part,)),)})
     assert proven(problem, 1.0, 0.01) == (0.0, 1.0)
+
+
+def test_ways_fit_memory() -> None:
+    """Loads alone would have the heavy pieces together, as they are of equal load: one of each on a rank fits."""
+    sizes = {"a": (3.0, 0.9), "b": (3.0, 0.9), "c": (3.01, 0.05), "d": (3.01, 0.05)}
+    tables = {name: (heavy(load, memory, 2),) for name, (load, memory) in sizes.items()}
+    encoded = encode(Problem(ranks=2, capacity=(1.0,), tables=tables))
+    placed: list[Packing] = []
+
+    def attempt(counts: Ints, packing: Packing | None) -> None:
+        if packing is not None:
+            placed.append(packing)
+
+    def cost() -> float:
+        return min([6.5, *(packing.cost for packing in placed)])
+
+    rows = Relaxation(encoded).limits()
+    bound = enumerated(encoded, rows, 0.0, SolveLimits(gap=0.01), cost, attempt, Clock(), lambda: False)
+    assert placed
+    assert all(packing.fits() for packing in placed)
+    assert cost() == pytest.approx(6.01)
+    assert bound == pytest.approx(6.01 / 1.01, rel=1e-4)
+
+
+def heavy(size: float, memory: float, ranks: int) -> Option:
+    """One piece on any rank, in one tier of memory."""
+    part = Part(pieces=(Piece(load=size, memory=(memory,)),), places=anywhere(ranks))
+    return Option(label="whole", everywhere=Piece(memory=(0.0,)), parts=(part,))
+
+
+def test_pieces_are_on_the_host_of_their_part() -> None:
+    """On average there is room; but host by host, the second part's pieces have to be with its share, and are too much.
+
+    The part puts 1 on both ranks of a host and 3 more on one. Two of 4 and one of 2 have to be beside it: 4 is the
+    least room that the other host has, and the rank beside the 4 of the part has 3 left for the 2.
+    """
+    places = ((0, 1), (1, 0), (2, 3), (3, 2))
+    part = Part(pieces=(Piece(load=4.0), Piece(load=1.0)), places=places)
+    on_host = Option(label="host", everywhere=Piece(), parts=(part,))
+    problem = Problem(
+        ranks=4,
+        capacity=(np.inf,),
+        tables={"a": (on_host,), "b": (whole(4.0, 4),), "c": (whole(4.0, 4),), "d": (whole(2.0, 4),)},
+    )
+    best = best_cost(problem)
+    assert best == 4.0
+    bound, found = proven(problem, 5.0, 0.005)
+    assert found == pytest.approx(best)
+    assert bound == pytest.approx(best / 1.005, rel=1e-4)

@@ -14,11 +14,12 @@ from shardrec.planner.solve import hosts as programme
 from shardrec.planner.solve.encode import Encoded, Floats, encode
 from shardrec.planner.solve.hosts import GRID, Hosts
 from shardrec.planner.solve.hostsearch import HostSearch
-from shardrec.planner.solve.inside import Inside, best_sets
+from shardrec.planner.solve.inside import Inside
 from shardrec.planner.solve.knapsack import knapsack
 from shardrec.planner.solve.packing import Packing, demand
 from shardrec.planner.solve.problem import anywhere, host_places
 from shardrec.planner.solve.relax import Relaxation
+from shardrec.planner.solve.sets import best_sets
 from tests.planner.problems import check
 from tests.plans import randoms
 
@@ -104,9 +105,9 @@ def test_no_packing_has_less_on_every_rank_than_the_bound_of_its_room(rng: Rando
         # Also in the case that holds for it.
         load = float(rng.choice(encoded.base_load.tolist()))
         number = float(packing.counts[encoded.base_load >= load].sum())
-        hosts.restrict({load: rng.choice([(number, number), (-np.inf, number), (number, np.inf)])})
+        hosts.columns.restrict({load: rng.choice([(number, number), (-np.inf, number), (number, np.inf)])})
         assert hosts.price(min(room, GRID), np.inf, lambda: False) <= packing.base + 1e-9 * packing.cost
-        hosts.restrict({})
+        hosts.columns.restrict({})
 
 
 @settings(max_examples=12, deadline=None)
@@ -211,7 +212,7 @@ def test_cases_close_what_fractions_leave_open() -> None:
 def test_solutions_by_hosts_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = Random(3)
     problem = random_problem(rng, 14, capacity=8.0)
-    monkeypatch.setattr(programme, "_BEAMS", (5,))
+    monkeypatch.setattr(programme, "_BEAM", 5)
     found = solve(problem, SolveLimits(gap=0.0, effort=10))
     assert found is not None
     check(problem, found)

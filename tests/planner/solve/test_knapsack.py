@@ -1,0 +1,35 @@
+"""The knapsacks in C++ are those in Python, to the last bit."""
+
+from __future__ import annotations
+
+from random import Random
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from shardrec.planner.native import library
+from shardrec.planner.solve import knapsack as module
+from shardrec.planner.solve.knapsack import knapsacks
+from tests.plans import randoms
+
+
+@pytest.mark.skipif(library() is None, reason="no compiled functions")
+@settings(max_examples=100, deadline=None)
+@given(rng=randoms())
+def test_compiled_knapsacks_are_those_of_python(rng: Random) -> None:
+    kinds, most = rng.choice([0, 1, 3, 12]), rng.choice([7, 40, 111, 256])
+    weights = np.array(sorted(rng.randint(1, most + 2) for _ in range(kinds)), dtype=np.int64)
+    # Some by weight, so that sums are alike but for their rounding.
+    values = np.array([rng.choice([0.0, 0.1 * weight, rng.random()]) for weight in weights.tolist()])
+    counts = rng.choice([None, np.array([rng.randint(0, 5) for _ in range(kinds)], dtype=np.int64)])
+    ends = sorted(rng.randint(0, kinds) for _ in range(rng.randint(1, 3)))
+    start = rng.choice([None, 0.3 * (np.arange(most + 1) // 5)])
+    best, pieces = knapsacks(weights, values, most, ends, counts, start)
+    with patch.object(module, "library", return_value=None):
+        wanted, others = knapsacks(weights, values, most, ends, counts, start)
+    np.testing.assert_array_equal(best, wanted)
+    for number in range(len(ends)):
+        for size in {0, most, rng.randint(0, most), rng.randint(0, most)}:
+            assert pieces(size, number).tolist() == others(size, number).tolist()

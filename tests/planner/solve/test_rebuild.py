@@ -1,0 +1,164 @@
+"""The local search: better packings, the same ones in C++ and in Python."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from shardrec.planner.native import library
+from shardrec.planner.solve import Option, Part, Piece, Problem
+from shardrec.planner.solve.choices import choices_of
+from shardrec.planner.solve.encode import Encoded, encode
+from shardrec.planner.solve.packing import Packing
+from shardrec.planner.solve.problem import anywhere, host_places
+from shardrec.planner.solve.rebuild import Rebuilder
+from tests.planner.problems import random_problem
+from tests.plans import randoms
+
+
+def random_packing(rng: Random, encoded: Encoded) -> Packing | None:
+    """Any options, any places; None where they do not fit."""
+    counts = np.zeros(len(encoded.options), dtype=np.int64)
+    for size, span in zip(encoded.sizes.tolist(), encoded.group_options, strict=True):
+        for _ in range(size):
+            counts[rng.choice(span)] += 1
+    packing = Packing(encoded, counts)
+    for option in np.flatnonzero(counts).tolist():
+        for block, count in encoded.option_blocks[option]:
+            for _ in range(count * int(counts[option])):
+                packing.put(block, rng.randrange(len(encoded.blocks[block].names)))
+    return packing if packing.fits() else None
+
+
+def many_pieces(rng: Random, hosts: int = 3, local: int = 4) -> Problem:
+    """Tables cut in several ways, on hosts and on any rank, with little memory to spare."""
+    free, by_host = anywhere(hosts * local), host_places(hosts, local)
+
+    def options(work: float, bytes_: float) -> tuple[Option, ...]:
+        found: list[Option] = []
+        for count in (1, 2, 3, 4):
+            piece = Piece(load=work / count + 0.05, memory=(float(int(bytes_ / count)),))
+            everywhere = Piece(load=0.02 * count * rng.random(), memory=(1.0,))
+            found.append(
+                Option(
+                    label=f"{count}", everywhere=everywhere, parts=(Part(pieces=(piece,), places=free, count=count),)
+                )
+            )
+            pieces = tuple(
+                Piece(load=work / local / count * rng.uniform(0.8, 1.2), memory=(float(int(bytes_ / local / count)),))
+                for _ in range(local)
+            )
+            found.append(
+                Option(
+                    label=f"host {count}",
+                    everywhere=everywhere,
+                    parts=(Part(pieces=pieces, places=by_host, count=count), Part(pieces=(piece,), places=free[:3])),
+                )
+            )
+        return tuple(found)
+
+    tables: dict[str, tuple[Option, ...]] = {}
+    for kind in range(4):
+        shared = options(rng.uniform(0.5, 3.0), rng.uniform(100.0, 400.0))
+        for number in range(rng.randint(1, 6)):
+            tables[f"{kind} {number}"] = shared
+    return Problem(ranks=hosts * local, capacity=(rng.choice([float("inf"), 600.0]),), tables=tables)
+
+
+def start_of(rng: Random, encoded: Encoded) -> Packing | None:
+    return next((found for _ in range(20) if (found := random_packing(rng, encoded)) is not None), None)
+
+
+@settings(max_examples=40, deadline=None)
+@given(rng=randoms())
+def test_what_is_found_is_better_and_fits(rng: Random) -> None:
+    encoded = encode(random_problem(rng, most_tables=6))
+    start = start_of(rng, encoded)
+    if start is None:
+        return
+    found = Rebuilder(encoded, np.linspace(0, 1, 101)).run(start, 200, lambda: False)
+    if found is None:
+        return
+    assert found.cost < start.cost
+    assert found.fits()
+    counts = [int(found.counts[span.start : span.stop].sum()) for span in encoded.group_options]
+    assert counts == encoded.sizes.tolist()
+    for option in np.flatnonzero(found.counts).tolist():
+        assert all(block in found.at for block, _ in encoded.option_blocks[option])
+    parts = sum(
+        int(found.counts[option]) * sum(count for _, count in blocks)
+        for option, blocks in enumerate(encoded.option_blocks)
+    )
+    assert sum(int(at.sum()) for at in found.at.values()) == parts
+
+
+@pytest.mark.skipif(library() is None, reason="the C++ functions are not compiled")
+@settings(max_examples=12, deadline=None)
+@given(rng=randoms())
+def test_both_languages_find_the_same(rng: Random) -> None:
+    problem = many_pieces(rng) if rng.random() < 0.7 else random_problem(rng, most_tables=6)
+    encoded = encode(problem)
+    start = start_of(rng, encoded)
+    if start is None:
+        return
+    value, seed, rounds = np.sort(np.array([rng.random() for _ in range(50)])), rng.randrange(1000), 150
+    found = [Rebuilder(encoded, value, seed, native).run(start, rounds, lambda: False) for native in (True, False)]
+    if found[0] is None or found[1] is None:
+        assert found[0] is found[1]
+        return
+    assert np.array_equal(found[0].loads, found[1].loads)
+    assert np.array_equal(found[0].counts, found[1].counts)
+    assert found[0].at.keys() == found[1].at.keys()
+    assert all(np.array_equal(found[0].at[block], found[1].at[block]) for block in found[0].at)
+
+
+def test_it_mends_a_bad_packing() -> None:
+    rng = Random(3)
+    encoded = encode(many_pieces(rng))
+    start = start_of(rng, encoded)
+    assert start is not None
+    found = Rebuilder(encoded, np.linspace(0, 1, 101)).run(start, 1000, lambda: False)
+    assert found is not None
+    # Within 15% of the work that there is at the least, shared out evenly.
+    least = np.minimum.reduceat(encoded.total_load, [span.start for span in encoded.group_options])
+    assert found.cost < 1.15 * float(least @ encoded.sizes) / encoded.ranks
+    assert found.cost < 0.7 * start.cost
+
+
+def test_it_ends_when_it_is_told() -> None:
+    rng = Random(5)
+    encoded = encode(many_pieces(rng))
+    start = start_of(rng, encoded)
+    assert start is not None
+    rebuilder = Rebuilder(encoded, np.linspace(0, 1, 101))
+    assert rebuilder.run(start, 10**9, lambda: True) is None
+    assert rebuilder.run(start, 10**9, lambda: False, floor=start.cost) is None
+
+
+def test_flat_arrays_say_what_the_options_are() -> None:
+    encoded = encode(many_pieces(Random(7)))
+    choices = choices_of(encoded, np.inf)
+    assert choices.choice.tolist() == list(range(len(encoded.options)))
+    for group, span in enumerate(encoded.group_options):
+        levels = choices.level[choices.level_first[group] : choices.level_first[group + 1]]
+        cells = slice(*choices.free_first[group : group + 2].tolist())
+        free = choices.free_level[cells].reshape(-1, len(span))
+        turns = choices.free_turn[cells].reshape(-1, len(span))
+        for number, option in enumerate(span):
+            wanted = sorted(
+                (
+                    float(encoded.blocks[block].loads[0])
+                    for block, count in encoded.option_blocks[option]
+                    for _ in range(count)
+                    if len(encoded.blocks[block].names) == encoded.ranks
+                ),
+                reverse=True,
+            )
+            used = free[free[:, number] >= 0, number]
+            assert levels[used].tolist() == wanted
+            assert turns[: len(used), number].tolist() == [
+                used[:index].tolist().count(u) for index, u in enumerate(used)
+            ]
