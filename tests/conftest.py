@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import sys
@@ -13,7 +14,7 @@ import hypothesis
 import pytest
 
 from tests.rank_process import quiet_environment
-from tests.ranks import POOL
+from tests.ranks import BARE, POOL
 from tests.ranks import ranks as run_ranks
 from tests.worker import SEED
 
@@ -52,6 +53,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Start the rank processes early, while the tests that do not need them run."""
+    # What has been imported stays: a full collection need not look at half a million objects again.
+    gc.collect()
+    gc.freeze()
     if not session.config.option.collectonly and any(map(_uses_ranks, session.items)):
         POOL.prepare()
 
@@ -64,6 +68,7 @@ def _uses_ranks(item: pytest.Item) -> bool:
 def pytest_unconfigure() -> None:
     """End the rank processes."""
     POOL.close()
+    BARE.close()
 
 
 @pytest.fixture(autouse=True)

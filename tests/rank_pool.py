@@ -66,9 +66,13 @@ class Pool:
     """At most `MAX_RANKS` rank processes, forked when first needed and kept until `close`.
 
     Not thread-safe: one call at a time.
+
+    Args:
+        preloaded: modules that the ranks have from the start; None for what most tests need.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, preloaded: Sequence[str] | None = None) -> None:
+        self._preloaded = preloaded
         self._zygote: Zygote | None = None
         self._store: TCPStore | None = None
         self._workers: dict[int, RankProcess] = {}
@@ -79,7 +83,7 @@ class Pool:
     def prepare(self) -> None:
         """Start importing in the background, for a call that is to come."""
         if self._zygote is None:
-            self._zygote = Zygote()
+            self._zygote = Zygote(self._preloaded)
 
     def pids(self) -> list[int]:
         """Process ids of the ranks, in order of rank."""

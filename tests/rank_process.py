@@ -22,6 +22,8 @@ __all__ = ["RankProcess", "Zygote", "content", "quiet_environment"]
 
 _ROOT = Path(__file__).resolve().parents[1]
 _PRELOADED = ("torch.distributed", "torch.profiler", "fbgemm_gpu", "torchrec", "numpy", "_pytest.assertion.rewrite")
+# Seconds of importing, which a rank's first torch.compile or torch.export would do.
+_PRELOADED_IF_IMPORTED = ("torch._inductor.compile_fx",)
 _START_S = 120.0
 _STOP_S = 10.0
 _STACK_S = 1.0
@@ -93,6 +95,16 @@ def content(file: IO[bytes]) -> str:
     return os.pread(file.fileno(), size, 0).decode(errors="replace")
 
 
+def _preloaded() -> list[str]:
+    """The modules that the ranks have from the start.
+
+    Of shardrec, those which the tests collected so far have imported; only these, so that a module which cannot be
+    imported fails the tests of that module and no others.
+    """
+    own = sorted(name for name in sys.modules if name.partition(".")[0] == "shardrec")
+    return [*_PRELOADED, *(name for name in _PRELOADED_IF_IMPORTED if name in sys.modules), *own]
+
+
 def _scratch_file() -> IO[bytes]:
     """A nameless file that a rank appends to, wherever this process truncates it."""
     file = tempfile.TemporaryFile()  # noqa: SIM115  # the worker closes it
@@ -102,18 +114,19 @@ def _scratch_file() -> IO[bytes]:
 
 
 class Zygote:
-    """The process that ranks are forked from, and that reaps them."""
+    """The process that ranks are forked from, and that reaps them.
 
-    def __init__(self) -> None:
+    Args:
+        preloaded: modules that the ranks have from the start; None for what most tests need.
+    """
+
+    def __init__(self, preloaded: Sequence[str] | None = None) -> None:
         mine, theirs = socket.socketpair()
         self._control = mine
         self._ready = False
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # close() does
-        # Whatever the tests collected so far have imported; only this, so that a module which cannot be imported
-        # fails the tests of that module and no others.
-        own = sorted(name for name in sys.modules if name.partition(".")[0] == "shardrec")
+        modules = _preloaded() if preloaded is None else list(preloaded)
         # _exit because nothing of what it imported has to be torn down, which would take half a second.
-        modules = [*_PRELOADED, *own]
         command = f"import os, tests.worker; tests.worker.serve({theirs.fileno()}, {modules}); os._exit(0)"
         path = [str(_ROOT), *(entry or os.getcwd() for entry in sys.path)]
         with theirs:

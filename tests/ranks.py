@@ -31,12 +31,25 @@ from tests.parcel import pack
 from tests.rank_pool import MAX_RANKS, Died, Hung, Outcome, Pool
 from tests.worker import Reply
 
-__all__ = ["POOL", "RankDied", "RankErrors", "RankHung", "UnpicklableError", "raises_on_all", "ranks"]
+__all__ = [
+    "BARE",
+    "POOL",
+    "RankDied",
+    "RankErrors",
+    "RankHung",
+    "UnpicklableError",
+    "raises_on_all",
+    "ranks",
+    "run_without_shardrec",
+]
 
 T = TypeVar("T")
 
 POOL = Pool()
 """The processes of this test session."""
+
+BARE = Pool(["torch.distributed", "fbgemm_gpu"])
+"""Others, which have imported neither shardrec nor torchrec."""
 
 # Sent by name: these run in the ranks or hold the pool; or TorchScript evaluates their annotations in all their names.
 _BY_NAME = frozenset(
@@ -171,7 +184,32 @@ def ranks(
     _check(n, hosts, expect_death)
     _send_tests_by_value()
     payload = pack((fn, args, kwargs, list(warnings.filters)))
-    outcomes, texts = POOL.run(n, payload, hosts=hosts, timeout=timeout, grace=grace, mortal=frozenset(expect_death))
+    return _run(POOL, n, payload, hosts=hosts, timeout=timeout, grace=grace, expect_death=expect_death)
+
+
+def run_without_shardrec(n: int, program: str, **names: Any) -> None:
+    """Run a program's text on each rank of a fresh gloo process group, in processes that know torch and fbgemm only.
+
+    Args:
+        n: world size, 1 to `MAX_RANKS`.
+        program: Python. It may import whatever it can do without, as a user's would.
+        names: what it has as globals, beside ``rank`` and ``size``.
+
+    Raises:
+        ValueError: `n` is impossible.
+        RankErrors: it raised, died or hung on a rank.
+    """
+    _check(n, 1, ())
+    whole = f"import os\nrank, size = int(os.environ['RANK']), int(os.environ['WORLD_SIZE'])\n{program}"
+    # Without the filters of warnings, which name classes of other packages.
+    payload = pack((exec, (whole, names), {}, []))
+    _run(BARE, n, payload, hosts=1, timeout=100.0, grace=10.0, expect_death=())
+
+
+def _run(
+    pool: Pool, n: int, payload: bytes, *, hosts: int, timeout: float, grace: float, expect_death: Collection[int]
+) -> list[Any]:
+    outcomes, texts = pool.run(n, payload, hosts=hosts, timeout=timeout, grace=grace, mortal=frozenset(expect_death))
     results: dict[int, Any] = {}
     errors: dict[int, BaseException] = {}
     for rank, outcome in enumerate(outcomes):

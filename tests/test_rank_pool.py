@@ -38,7 +38,7 @@ def test_impossible_worlds_are_refused(n: int, options: dict[str, Any], remedy: 
 
 
 def test_close_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_process, "_PRELOADED", ())
+    monkeypatch.setattr(rank_process, "_preloaded", list)
     pool = Pool()
     _, workers = pool._workers_for(3)
     pids = [worker.pid for worker in workers]
@@ -54,7 +54,7 @@ def test_close_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_interrupt_ends_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_process, "_PRELOADED", ())
+    monkeypatch.setattr(rank_process, "_preloaded", list)
     pool = Pool()
     pids = [worker.pid for worker in pool._workers_for(2)[1]]
     # A shell without job control starts what runs in the background with interrupts ignored.
@@ -70,7 +70,7 @@ def test_an_interrupt_ends_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_zygote_that_cannot_import_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_process, "_PRELOADED", ("shardrec_no_such_module",))
+    monkeypatch.setattr(rank_process, "_preloaded", lambda: ["shardrec_no_such_module"])
     pool = Pool()
     with pytest.raises(RuntimeError, match=r"(?s)exit code 1.*shardrec_no_such_module"):
         pool.run(1, b"", hosts=1, timeout=5, grace=5, mortal=frozenset())

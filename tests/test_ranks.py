@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.rank_process import quiet_environment
-from tests.ranks import raises_on_all
+from tests.ranks import RankErrors, raises_on_all, run_without_shardrec
 from tests.ranks import ranks as run_ranks
 
 SCALE = 3.0
@@ -279,3 +279,17 @@ def test_warning_filters_of_the_test_hold_in_the_ranks() -> None:
         raises_on_all(2, UserWarning, "ripe", warn)
         warnings.simplefilter("ignore", UserWarning)
         assert run_ranks(2, warn) == [None, None]
+
+
+def test_programs_without_shardrec_have_torch_fbgemm_and_a_group() -> None:
+    program = """
+import sys
+import torch.distributed as dist
+assert (dist.get_rank(), dist.get_world_size()) == (rank, size)
+assert {"torch", "fbgemm_gpu"} <= set(sys.modules)
+assert not {"shardrec", "torchrec"} & set(sys.modules)
+raise LookupError(word)
+"""
+    with pytest.raises(RankErrors, match="rank 1: LookupError: told") as caught:
+        run_without_shardrec(2, program, word="told")
+    assert set(caught.value.errors) == {0, 1}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from random import Random
 from typing import Any
 
 import torch
+import torch._inductor.compile_fx  # for the ranks, too: tests.rank_process
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward
@@ -23,6 +25,7 @@ from shardrec.modules import ShardedModel, shard
 __all__ = [
     "MODELS",
     "TwoTowers",
+    "all_to_alls",
     "assert_models_equal",
     "assert_trains_alike",
     "batch",
@@ -63,6 +66,20 @@ class Clicks(nn.Module):
 
     def forward(self, dense: Tensor, features: KeyedJaggedTensor) -> Tensor:
         logits: Tensor = self.model(dense, features).squeeze(1)
+        return logits
+
+
+class Least(nn.Module):
+    """One embedding module and two layers: what compiles soonest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(DENSE, 1)
+        self.bags = _bags(ROWS)
+        self.after = nn.Linear(len(ROWS) * DIM, 1)
+
+    def forward(self, dense: Tensor, features: KeyedJaggedTensor) -> Tensor:
+        logits: Tensor = (self.before(dense) + self.after(self.bags(features).values())).squeeze(1)
         return logits
 
 
@@ -110,6 +127,7 @@ class Sequences(nn.Module):
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "dlrm": lambda: Clicks(DLRM(_bags(ROWS), DENSE, [8, DIM], [8, 1])),
     "dcn": lambda: Clicks(DLRM_DCN(_bags(ROWS), DENSE, [8, DIM], [8, 1], 2, 4)),
+    "least": Least,
     "towers": TwoTowers,
     "sequences": Sequences,
 }
@@ -193,6 +211,12 @@ def breaks() -> int:
     return sum(torch._dynamo.utils.counters["graph_break"].values())
 
 
+def all_to_alls(profile: torch.profiler.profile) -> Counter[str]:
+    """How often each operator was called that is one."""
+    names = ("shardrec::all_to_all", "c10d::alltoall_base_")
+    return Counter(event.name for event in profile.events() if event.name in names)
+
+
 def assert_models_equal(model: ShardedModel, other: ShardedModel, atol: float = 1e-5) -> None:
     """Parameters and their gradients."""
     for (name, one), (other_name, two) in zip(model.named_parameters(), other.named_parameters(), strict=True):
@@ -217,27 +241,40 @@ def assert_trains_alike(
     steps: int = 10,
     backend: str = "aot_eager",
     fullgraph: bool = False,
+    dynamic: bool | None = None,
+    regions: int | None = None,
+    exchanges: Mapping[str, int] | None = None,
     device: str = "cpu",
     **options: Any,
 ) -> None:
-    """Compiled and eager: outputs and gradients of each step, and weights after all of them."""
+    """Compiled and eager: outputs and gradients of each step, and weights after all of them.
+
+    ``dynamic`` compiles for all sizes at once, else for the first size and then for all; ``regions`` are the most that
+    either compiles; ``exchanges`` are the all-to-alls of the last step, by operator.
+    """
     rank = dist.get_rank() if dist.is_initialized() else 0
     with fresh():
         model, reference = (
             make(name, mode, optimizer, device=device, **options),
             make(name, None, optimizer, device=device),
         )
-        compiled = torch.compile(model, backend=backend, fullgraph=fullgraph)
+        compiled = torch.compile(model, backend=backend, fullgraph=fullgraph, dynamic=dynamic)
         optimizers = [torch.optim.SGD(one.parameters(), lr=0.05) for one in (model, reference)]
         for step in range(steps):
-            dense, features = batch(Random(100 * step + rank), 2 + (step * 5 + rank) % 7)
+            # The first size is no other size of the model, which a tracer would take for the same.
+            size = 2 + (step * 5 + rank) % 7 if step else 5 + rank
+            dense, features = batch(Random(100 * step + rank), size)
             dense, features = dense.to(device), features.to(torch.device(device))
             losses = []
+            watched = exchanges is not None and step == steps - 1
             for run, opt in zip((compiled, reference), optimizers, strict=True):
                 opt.zero_grad()
-                out = run(dense, features)
-                losses.append(out)
-                out.square().sum().backward()
+                with torch.profiler.profile() if watched and run is compiled else nullcontext() as profile:
+                    out = run(dense, features)
+                    losses.append(out)
+                    out.square().sum().backward()
+                if profile is not None:
+                    assert all_to_alls(profile) == exchanges
             torch.testing.assert_close(
                 losses[0], losses[1], atol=1e-5, rtol=1e-4, msg=lambda t, s=step: f"step {s}: {t}"
             )
@@ -255,3 +292,6 @@ def assert_trains_alike(
                 opt.step()
         assert_models_equal(model, reference)
         assert graphs() > 0, "nothing was compiled"
+        if regions is not None:
+            assert breaks() == 0 or mode == "boundary"
+            assert graphs() <= (1 if dynamic else 2) * regions

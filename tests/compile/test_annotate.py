@@ -141,6 +141,7 @@ def count_on_ranks(mode: str, expected: int) -> None:
         assert graphs() <= 2 * expected
 
 
+@pytest.mark.slow  # test_parity.py counts regions and breaks on two ranks as well
 @pytest.mark.parametrize(("mode", "expected"), [("boundary", 3), ("traced", 1)])
 def test_on_two_ranks_the_reducer_adds_no_break(mode: str, expected: int) -> None:
     ranks(2, count_on_ranks, mode, expected)

@@ -15,7 +15,7 @@ from shardrec.compile.columns import ColumnsExchange
 from shardrec.exchange.assemble import Columns
 from shardrec.exchange.collectives import LocalCollectives
 from shardrec.exchange.route import Piece, Source
-from tests.compile.compiled import batch, fresh, make
+from tests.compile.compiled import all_to_alls, batch, fresh, make
 from tests.ranks import ranks
 
 CPU = torch.device("cpu")
@@ -83,20 +83,16 @@ def test_a_forward_without_an_end_leaves_nothing_behind() -> None:
 def all_to_alls_of_a_step(transport: str) -> Counter[str]:
     with fresh():
         model = make("dlrm", "traced", transport=transport)
-        run = torch.compile(model, backend="aot_eager", fullgraph=True)
-        run(*batch(Random(0), 4)).sum().backward()
+        run = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
+        run(*batch(Random(0), 5)).sum().backward()
         with torch.profiler.profile() as profile:
-            run(*batch(Random(1), 4)).sum().backward()
-        names = ("shardrec::all_to_all", "c10d::alltoall_base_")
-        return Counter(event.name for event in profile.events() if event.name in names)
+            run(*batch(Random(1), 5)).sum().backward()
+        return all_to_alls(profile)
 
 
+@pytest.mark.slow  # test_parity.py has the first, beside all else that it checks of the same program
 @pytest.mark.parametrize(
-    ("transport", "operator"),
-    [
-        ("auto", "shardrec::all_to_all"),
-        pytest.param("group", "c10d::alltoall_base_", marks=pytest.mark.slow),
-    ],
+    ("transport", "operator"), [("auto", "shardrec::all_to_all"), ("group", "c10d::alltoall_base_")]
 )
 def test_a_traced_step_makes_four_exchanges_by_the_models_transport(transport: str, operator: str) -> None:
     """Header, payload, output, gradient."""

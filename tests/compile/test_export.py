@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -25,7 +23,7 @@ from shardrec.serve import ExportError, WeightFormat, quantize, share_memory
 from tests.batches import random_bags
 from tests.models import ClickModel, collection, feature_rows, random_configs, table_sizes
 from tests.plans import random_plan
-from tests.ranks import ranks
+from tests.ranks import ranks, run_without_shardrec
 from tests.scripting.scorers import Reader
 from tests.serve.served import click_scorer, pooled_columns
 
@@ -74,7 +72,7 @@ def compare(seed: int, *, extra: bool = False) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_program_is_the_model_exactly(world_size: int) -> None:
     def rank_main() -> None:
-        for seed in range(3 if world_size == 1 else 2):
+        for seed in range(world_size - 1, 2):
             compare(seed, extra=seed == 1)
 
     ranks(world_size, rank_main, timeout=200)
@@ -85,7 +83,7 @@ def test_a_program_is_the_model_exactly(world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_more_programs_are_their_models_exactly(world_size: int) -> None:
     def rank_main() -> None:
-        for seed in range(10, 10 + 12 // world_size):
+        for seed in [0, 2, *range(10, 10 + 12 // world_size)]:
             compare(seed, extra=seed % 3 == 0)
 
     ranks(world_size, rank_main, timeout=500)
@@ -118,21 +116,22 @@ def compare_sequences(seed: int, *, dedup: bool) -> None:
         assert all(torch.equal(found[key], expected[key]) for key in expected), f"{counts}, seed {seed}: {plan}"
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_program_of_sequences_is_the_model_exactly(world_size: int) -> None:
-    def rank_main() -> None:
-        compare_sequences(0, dedup=True)
-        compare_sequences(1, dedup=False)
-
-    ranks(world_size, rank_main, timeout=200)
+@pytest.mark.parametrize(
+    ("world_size", "dedup"),
+    [
+        pytest.param(1, True, marks=pytest.mark.slow),
+        (1, False),
+        (2, True),
+        pytest.param(2, False, marks=pytest.mark.slow),
+    ],
+)
+def test_a_program_of_sequences_is_the_model_exactly(world_size: int, dedup: bool) -> None:
+    ranks(world_size, compare_sequences, 0 if dedup else 1, dedup=dedup, timeout=200)
 
 
 LOADED = """
 import sys
 import torch, fbgemm_gpu
-import torch.distributed as dist
-rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
 program = torch.export.load(f"{folder}/program{rank}.pt2").module()
 assert "shardrec" not in sys.modules and "torchrec" not in sys.modules
 given = torch.load(f"{folder}/batch{rank}.pt")
@@ -142,7 +141,6 @@ try:
 except RuntimeError as error:
     assert "bad input: rank 1: an id is outside its table" in str(error), error
 torch.save(program(*given["good"]), f"{folder}/output{rank}.pt")
-dist.destroy_process_group()
 """
 
 
@@ -166,15 +164,7 @@ def test_saved_programs_are_run_by_processes_that_know_torch_and_fbgemm_only(tmp
         torch.save(model(features).detach(), tmp_path / f"expected{rank}.pt")
 
     ranks(2, rank_main)
-    script = tmp_path / "loaded.py"
-    script.write_text(LOADED)
-    started = [
-        subprocess.Popen([sys.executable, script, str(rank), "2", str(tmp_path)], stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    for one in started:
-        _, errors = one.communicate(timeout=100)
-        assert one.returncode == 0, errors
+    run_without_shardrec(2, LOADED, folder=str(tmp_path))
     for rank in range(2):
         found, expected = (torch.load(tmp_path / f"{name}{rank}.pt") for name in ("output", "expected"))
         assert torch.allclose(found, expected, atol=1e-6, rtol=0)

@@ -17,6 +17,9 @@ FAST = {("dlrm", "traced"), ("towers", "boundary")}
 ONE = {("dlrm", "boundary"), ("towers", "traced"), ("sequences", "boundary"), ("sequences", "traced")}
 """On one rank."""
 
+REGIONS = {("dlrm", "traced"): 1, ("towers", "boundary"): 3}
+"""What lies between breaks; DistributedDataParallel adds none."""
+
 PAIRS = [(name, mode) for name in sorted(MODELS) for mode in ("boundary", "traced")]
 
 
@@ -26,12 +29,25 @@ def slow_unless(fast: bool, *values: str) -> Any:
 
 @pytest.mark.parametrize(("name", "mode"), [slow_unless((name, mode) in ONE, name, mode) for name, mode in PAIRS])
 def test_one_rank(name: str, mode: str) -> None:
-    assert_trains_alike(name, mode, fullgraph=mode == "traced")
+    # Traced models are compiled for one size and then for all, towers and the others for all at once, in half the time.
+    dynamic = True if mode == "boundary" or name == "towers" else None
+    assert_trains_alike(name, mode, fullgraph=mode == "traced", dynamic=dynamic)
 
 
 @pytest.mark.parametrize(("name", "mode"), [slow_unless(pair in FAST, *pair) for pair in PAIRS])
 def test_two_ranks(name: str, mode: str) -> None:
-    ranks(2, assert_trains_alike, name, mode, fullgraph=mode == "traced", timeout=200)
+    # Compiled for all sizes at once, which takes half the time.
+    ranks(
+        2,
+        assert_trains_alike,
+        name,
+        mode,
+        fullgraph=mode == "traced",
+        dynamic=True,
+        regions=REGIONS.get((name, mode)),
+        exchanges={"shardrec::all_to_all": 4} if (name, mode) == ("dlrm", "traced") else None,
+        timeout=200,
+    )
 
 
 @pytest.mark.slow

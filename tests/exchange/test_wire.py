@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import fbgemm_gpu  # noqa: F401  # defines the operators
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -38,38 +39,62 @@ class Loopback(Collectives):
 
 
 def bound(wire: str, rows: Tensor) -> Tensor:
-    """The largest error that the documentation allows, per element."""
+    """The largest error that the documentation allows, per element, in float64 as `rows` are."""
     size = rows.abs()
     if wire == "fp16":
-        return size * 2.0**-11 + 2.0**-25
+        return size * 2.0**-11 + 2.0**-25  # below 2⁻¹⁴ steps are 2⁻²⁴
     if wire == "bf16":
-        return size * 2.0**-8 + 1e-30
+        return size * 2.0**-8
     spread = rows.amax(1, keepdim=True) - rows.amin(1, keepdim=True)
-    return (spread / 510 + size.amax(1, keepdim=True) * 2.0**-20).expand_as(rows)
+    return spread * (1 / 510 + 2.0**-21) + size * 2.0**-24 + 2.0**-66
+
+
+def sent(wire: WireType, parts: Sequence[Tensor]) -> tuple[list[Tensor], int]:
+    """What arrives, and how many bytes travelled; each part is all that a rank sends."""
+    loop = Loopback()
+    layout = [[(part.shape[0], part.shape[1])] for part in parts]
+    arrived = Wire(wire, loop).send(torch.cat([part.reshape(-1) for part in parts]), layout, layout, "test").wait()
+    assert all(one.dtype is torch.float32 for one in arrived)
+    return [one.view_as(part) for one, part in zip(arrived, parts, strict=True)], loop.bytes
 
 
 @given(
     wire=st.sampled_from(QUANTIZED),
     shapes=st.lists(st.tuples(st.integers(0, 5), st.sampled_from([0, 4, 8, 64])), min_size=2, max_size=2),
     seed=st.integers(0, 1000),
-    scale=st.sampled_from([1e-3, 1.0, 100.0]),
+    scale=st.sampled_from([1e-18, 1e-9, 1e-6, 1e-3, 1.0, 100.0]),
+    centre=st.sampled_from([0.0, 1.0, -30.0]),
 )
+@example(wire="int8", shapes=[(0, 0), (5, 4)], seed=161, scale=1e-3, centre=0.0)  # fbgemm's epsilon is felt
+@example(wire="int8", shapes=[(5, 64), (5, 64)], seed=0, scale=1e24, centre=1.0)
 def test_what_arrives_is_within_the_bound(
-    wire: WireType, shapes: list[tuple[int, int]], seed: int, scale: float
+    wire: WireType, shapes: list[tuple[int, int]], seed: int, scale: float, centre: float
 ) -> None:
     torch.manual_seed(seed)
-    parts = [torch.randn(rows, cols) * scale for rows, cols in shapes]
-    flat = torch.cat([part.reshape(-1) for part in parts])
-    loop = Loopback()
-    codec = Wire(wire, loop)
-    layout = [[shape] for shape in shapes]
-    arrived = torch.cat(codec.send(flat, layout, layout, "test").wait())
-    assert arrived.dtype is torch.float32
-    for part, got in zip(parts, arrived.split([part.numel() for part in parts]), strict=True):
+    parts = [(torch.randn(rows, cols) + centre) * scale for rows, cols in shapes]
+    arrived, bytes_sent = sent(wire, parts)
+    for part, got in zip(parts, arrived, strict=True):
         if part.numel():
-            assert ((got.view_as(part) - part).abs() <= bound(wire, part)).all()
+            assert ((got.double() - part.double()).abs() <= bound(wire, part.double())).all()
     rows = sum(r for r, c in shapes if c)
-    assert loop.bytes == (flat.numel() + 8 * rows if wire == "int8" else flat.numel() * 2)
+    numbers = sum(part.numel() for part in parts)
+    assert bytes_sent == (numbers + 8 * rows if wire == "int8" else numbers * 2)
+
+
+@pytest.mark.parametrize("wire", QUANTIZED)
+def test_the_bound_is_not_too_wide(wire: WireType) -> None:
+    """Numbers between two that the format has are as far off as the documentation says, or hardly less."""
+    between = {"fp16": 1 + 2.0**-11, "bf16": 1 + 2.0**-8, "int8": 127.5}[wire]
+    rows = torch.tensor([[0.0, between, 1.0, 255.0]])
+    (got, _), _ = sent(wire, [rows, rows])
+    assert abs(got[0, 1].double() - between) > 0.99 * bound(wire, rows.double())[0, 1]
+
+
+def test_int8_does_not_lean_to_the_smallest_of_a_row_of_small_gradients() -> None:
+    """As it would with fbgemm's epsilon of 10⁻⁸: nearly all of a row that spans 10⁻⁹ would be lost."""
+    rows = torch.linspace(0, 1e-9, 256).view(1, 256)
+    (got, _), _ = sent("int8", [rows, rows])
+    torch.testing.assert_close(got, rows, rtol=1e-5, atol=0)
 
 
 def test_an_unknown_format_is_refused() -> None:

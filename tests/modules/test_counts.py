@@ -96,7 +96,7 @@ def test_every_cut(cut: str, world_size: int) -> None:
         rng = Random(cut)
         configs = random_configs(rng)
         plan = cut_plan(cut, rng, table_sizes(configs, "sparse"), rng.choice(topologies_of(world_size)))
-        for optimizer in ("adagrad", "rowwise_adagrad"):
+        for optimizer in ("adagrad", "rowwise_adagrad") if world_size == 2 else ("rowwise_adagrad",):
             count_click_steps(configs, plan, optimizer, rng)
 
     ranks(world_size, rank_main)

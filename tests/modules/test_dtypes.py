@@ -243,7 +243,7 @@ def compare_states(setting: Setting, model: ShardedModel, name: str, whole: Tens
 
 
 @pytest.mark.parametrize("pooled", [True, False], ids=["bags", "sequences"])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4))])
 def test_trained_as_float32_tables_that_are_rounded(world_size: int, pooled: bool) -> None:
     def rank_main() -> None:
         for cut in sorted(CUTS):

@@ -123,7 +123,8 @@ def train_both(model: ShardedModel, reference: Three, rng: Random, steps: int = 
 def test_three_collections_share_one_exchange(world_size: int) -> None:
     def rank_main() -> None:
         for number, order in enumerate(["lrw", "wrl", "rwl"]):
-            for optimizer in ("sgd", "adagrad"):
+            # Two ranks take every pair, the others each order and each optimizer.
+            for optimizer in ("sgd", "adagrad") if world_size == 2 else [("sgd", "adagrad")[number % 2]]:
                 rng = Random(number)
                 plan = plan_for(rng, world_size)
                 model = shard(Three(order, optimizer), plan)

@@ -66,8 +66,14 @@ def train_beside(model: ShardedModel, reference: nn.Module, configs: list[Embedd
     assert_dense_equal(model, reference, where)
 
 
-@pytest.mark.parametrize("dense_first", [False, True])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("world_size", "dense_first"),
+    [
+        pytest.param(size, first, marks=() if first == (size == 2) else pytest.mark.slow)
+        for size in (1, 2, 4)
+        for first in (False, True)
+    ],
+)
 def test_trains_as_the_unsharded_model_does_on_the_global_batch(world_size: int, dense_first: bool) -> None:
     def rank_main() -> None:
         for seed, cut in enumerate(["mixed", *sorted(CUTS)]):

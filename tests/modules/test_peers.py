@@ -131,7 +131,7 @@ def test_a_rank_that_does_not_come_in_time(transport: str) -> None:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), group)
         dist.barrier()
         if dist.get_rank() == 1:
-            time.sleep(3)
+            time.sleep(2)
             return "late"
         start = time.monotonic()
         with pytest.raises(PeerError, match="the header exchange failed") as caught:

@@ -7,11 +7,13 @@ collection: a *case*. A table that goes wrong names its cell; the tables around 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from random import Random
+from typing import Any
 
+import pytest
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 
 from shardrec.exchange.wire import WireType
@@ -21,6 +23,8 @@ from tests.plans import CUTS, random_layout
 
 __all__ = [
     "DTYPES",
+    "FEW_FORMATS",
+    "FORMATS",
     "MIXTURE",
     "WEIGHTS",
     "WORLDS",
@@ -30,6 +34,7 @@ __all__ = [
     "bag_cases",
     "one_by_one",
     "sequence_cases",
+    "some_of",
     "topology_of",
     "wire_cases",
 ]
@@ -41,6 +46,9 @@ POOLINGS = {"sum": PoolingType.SUM, "mean": PoolingType.MEAN}
 DTYPES = {"fp32": DataType.FP32, "fp16": DataType.FP16, "bf16": DataType.BF16}
 WEIGHTS = ("none", "given", "learned")
 WORLDS = (1, 2, 4)
+FORMATS: tuple[WireType, ...] = ("fp16", "bf16", "int8")
+FEW_FORMATS: list[tuple[int, WireType]] = [(1, "fp16"), (2, "fp16"), (2, "bf16"), (2, "int8"), (4, "int8")]
+"""Numbers of ranks and formats that have each of both: for tests that are to be fast."""
 SEQUENCE_DIM = 16
 """Columns of every table of an EmbeddingCollection: four stripes of four ranks."""
 
@@ -177,6 +185,14 @@ class Case:
             )
             for cell in self.cells
         ]
+
+
+def some_of(cells: Iterable[tuple[object, ...]], fast: Sequence[tuple[object, ...]]) -> list[Any]:
+    """Parameters of a test, of which all but a few that have each value in them are slow."""
+    found = list(cells)
+    assert set(fast) < set(found)
+    assert all({one[at] for one in fast} == {one[at] for one in found} for at in range(len(found[0])))
+    return [pytest.param(*one, marks=() if one in fast else pytest.mark.slow) for one in found]
 
 
 def topology_of(world_size: int) -> Topology:

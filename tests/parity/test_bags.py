@@ -5,16 +5,21 @@ The product is cut x pooling x dtype x optimizer (270 tables) x weights of the i
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from shardrec.exchange.wire import WireType
 from tests.parity.cases import (
+    FEW_FORMATS,
+    FORMATS,
     MIXTURE,
     WEIGHTS,
     WORLDS,
     all_cells,
     bag_cases,
     one_by_one,
+    some_of,
     topology_of,
     wire_cases,
 )
@@ -32,8 +37,10 @@ def test_the_product_is_whole() -> None:
         assert len(set(names)) == len(names) == CELLS
 
 
-@pytest.mark.parametrize("weights", WEIGHTS)
-@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize(
+    ("world_size", "weights"),
+    some_of(product(WORLDS, WEIGHTS), [(1, "given"), (2, "none"), (2, "learned"), (4, "learned")]),
+)
 def test_every_cell(world_size: int, weights: str) -> None:
     """With one batch size, and with one per feature and inverse indices."""
     cases = list(bag_cases(world_size, weights))
@@ -43,8 +50,7 @@ def test_every_cell(world_size: int, weights: str) -> None:
     )
 
 
-@pytest.mark.parametrize("comms", ["fp16", "bf16", "int8"])
-@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize(("world_size", "comms"), some_of(product(WORLDS, FORMATS), FEW_FORMATS))
 def test_every_cut_in_every_format_on_the_wire(world_size: int, comms: WireType) -> None:
     """Within the bounds that the format has; on one rank nothing travels, and nothing differs."""
     ranks(world_size, check_all, list(wire_cases(world_size, comms, pooled=True)), 2, timeout=110)
@@ -59,7 +65,7 @@ def test_every_cell_with_more_seeds(world_size: int, weights: str, seed: int) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("comms", ["fp16", "bf16", "int8"])
+@pytest.mark.parametrize("comms", FORMATS)
 @pytest.mark.parametrize("seed", range(1, 6))
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_every_format_on_the_wire_with_more_seeds(world_size: int, seed: int, comms: WireType) -> None:

@@ -5,10 +5,23 @@ The product is cut x dtype x optimizer (135 tables) x dedup x kind of batch x nu
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from shardrec.exchange.wire import WireType
-from tests.parity.cases import MIXTURE, WORLDS, all_cells, one_by_one, sequence_cases, topology_of, wire_cases
+from tests.parity.cases import (
+    FEW_FORMATS,
+    FORMATS,
+    MIXTURE,
+    WORLDS,
+    all_cells,
+    one_by_one,
+    sequence_cases,
+    some_of,
+    topology_of,
+    wire_cases,
+)
 from tests.parity.check import check_all
 from tests.plans import CUTS, topologies_of
 from tests.ranks import ranks
@@ -23,8 +36,9 @@ def test_the_product_is_whole() -> None:
         assert len(set(names)) == len(names) == CELLS
 
 
-@pytest.mark.parametrize("dedup", [True, False])
-@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize(
+    ("world_size", "dedup"), some_of(product(WORLDS, [True, False]), [(1, True), (2, False), (4, True)])
+)
 def test_every_cell(world_size: int, dedup: bool) -> None:
     """With one batch size, and with one per feature."""
     cases = list(sequence_cases(world_size, dedup))
@@ -34,8 +48,7 @@ def test_every_cell(world_size: int, dedup: bool) -> None:
     )
 
 
-@pytest.mark.parametrize("comms", ["fp16", "bf16", "int8"])
-@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize(("world_size", "comms"), some_of(product(WORLDS, FORMATS), FEW_FORMATS))
 def test_every_cut_in_every_format_on_the_wire(world_size: int, comms: WireType) -> None:
     """Within the bounds that the format has; on one rank nothing travels, and nothing differs."""
     ranks(world_size, check_all, list(wire_cases(world_size, comms, pooled=False)), 2, timeout=110)
@@ -50,7 +63,7 @@ def test_every_cell_with_more_seeds(world_size: int, dedup: bool, seed: int) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("comms", ["fp16", "bf16", "int8"])
+@pytest.mark.parametrize("comms", FORMATS)
 @pytest.mark.parametrize("seed", range(1, 6))
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_every_format_on_the_wire_with_more_seeds(world_size: int, seed: int, comms: WireType) -> None:

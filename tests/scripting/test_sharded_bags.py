@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import io
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from random import Random
@@ -24,7 +22,7 @@ from shardrec.modules import ShardedModel, shard
 from tests.batches import Bags, random_bags
 from tests.models import OPTIMIZERS, collection, feature_rows, random_configs, table_sizes
 from tests.plans import random_plan, topologies_of
-from tests.ranks import ranks
+from tests.ranks import ranks, run_without_shardrec
 from tests.scripting.scorers import FromTensors, Scorer
 
 STEPS = 3
@@ -75,11 +73,11 @@ def compare(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "world_size", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 4]
+    ("world_size", "seeds"), [(4, 2), *(pytest.param(size, 8, marks=pytest.mark.slow) for size in (1, 2, 4))]
 )
-def test_training_steps_equal_the_eager_models(world_size: int) -> None:
+def test_training_steps_equal_the_eager_models(world_size: int, seeds: int) -> None:
     def rank_main() -> None:
-        for seed in range({1: 8, 2: 8, 4: 4}[world_size]):
+        for seed in range(seeds):
             compare(seed)
 
     ranks(world_size, rank_main)
@@ -165,8 +163,6 @@ LOADED = """
 import sys
 import torch, fbgemm_gpu
 import torch.distributed as dist
-rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
 assert "shardrec" not in sys.modules and "torchrec" not in sys.modules
 model = torch.jit.load(f"{folder}/model{rank}.pt")
 keys, values, lengths = torch.load(f"{folder}/batch{rank}.pt")
@@ -181,7 +177,6 @@ for module in model.modules():
 assert given == 1
 assert torch.equal(model.from_tensors(keys, values, lengths), output)
 torch.save(output, f"{folder}/output{rank}.pt")
-dist.destroy_process_group()
 """
 
 
@@ -204,15 +199,7 @@ def test_saved_and_loaded_by_processes_that_know_torch_and_fbgemm_only(tmp_path:
         torch.save(expected, tmp_path / f"expected{rank}.pt")
 
     ranks(2, rank_main)
-    script = tmp_path / "loaded.py"
-    script.write_text(LOADED)
-    started = [
-        subprocess.Popen([sys.executable, script, str(rank), "2", str(tmp_path)], stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    for one in started:
-        _, errors = one.communicate(timeout=100)
-        assert one.returncode == 0, errors
+    run_without_shardrec(2, LOADED, folder=str(tmp_path))
     for rank in range(2):
         found, expected = (torch.load(tmp_path / f"{name}{rank}.pt") for name in ("output", "expected"))
         assert torch.allclose(found, expected, atol=1e-6)

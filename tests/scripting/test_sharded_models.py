@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from random import Random
 from typing import Any
 
@@ -26,6 +27,8 @@ from tests.scripting.scorers import Towers
 DIM = 8
 ROWS = {"a": 11, "b": 7, "c": 30, "d": 5}
 STEPS = 10
+FAST = {("dlrm", 1), ("dcn", 2), ("towers", 4)}
+"""Each model and each number of ranks; scripting takes a second per rank."""
 
 
 def bags(features: str) -> nn.Module:
@@ -56,8 +59,13 @@ def sharded(name: str, seed: int) -> ShardedModel:
     return shard(model, plan)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("name", ["dlrm", "dcn", "towers"])
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [
+        pytest.param(*pair, marks=() if pair in FAST else pytest.mark.slow)
+        for pair in product(["dlrm", "dcn", "towers"], [1, 2, 4])
+    ],
+)
 def test_ten_steps(name: str, world_size: int) -> None:
     def rank_main() -> None:
         rank = dist.get_rank()

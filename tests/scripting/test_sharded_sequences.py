@@ -78,11 +78,11 @@ def compare(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "world_size", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 4]
+    ("world_size", "seeds"), [(4, 2), *(pytest.param(size, 6, marks=pytest.mark.slow) for size in (1, 2, 4))]
 )
-def test_training_steps_equal_the_eager_models(world_size: int) -> None:
+def test_training_steps_equal_the_eager_models(world_size: int, seeds: int) -> None:
     def rank_main() -> None:
-        for seed in range({1: 6, 2: 6, 4: 3}[world_size]):
+        for seed in range(seeds):
             compare(seed)
 
     ranks(world_size, rank_main)
@@ -111,7 +111,7 @@ def three(world_size: int, optimizer: str) -> ShardedModel:
     return shard(made, random_plan(Random(3), shapes, Topology(ranks_per_host=world_size)))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4))])
 def test_ten_steps_of_a_model_with_three_collections(world_size: int) -> None:
     def rank_main() -> None:
         rank = dist.get_rank()

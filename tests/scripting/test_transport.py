@@ -68,7 +68,7 @@ def through_shared_memory(run: Any, *args: Any) -> tuple[int, int]:
     return shared, counts["all_to_all"]
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_transports_are_alike_to_the_last_bit(world_size: int) -> None:
     def rank_main() -> None:
         found: dict[str, list[Tensor]] = {}
@@ -192,7 +192,7 @@ def test_a_rank_that_dies_ends_the_others_steps(portable: bool) -> None:
 
 @pytest.mark.parametrize(
     ("world_size", "transport"),
-    [(2, "auto"), (4, "auto"), (2, "group"), pytest.param(4, "group", marks=pytest.mark.slow)],
+    [(2, "auto"), (2, "group"), *(pytest.param(4, one, marks=pytest.mark.slow) for one in ("auto", "group"))],
 )
 def test_what_is_not_portable_is_alike_to_the_last_bit(world_size: int, transport: Transport) -> None:
     def rank_main() -> None:

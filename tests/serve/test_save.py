@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from random import Random
 
@@ -22,15 +20,12 @@ from shardrec.serve import from_tensors, quantize, save
 from tests.batches import random_bags
 from tests.models import ClickModel, collection, feature_rows, random_configs, table_sizes
 from tests.plans import random_plan
-from tests.ranks import ranks
+from tests.ranks import ranks, run_without_shardrec
 from tests.serve.served import click_scorer, pooled_columns
 
 LOADED = """
 import json, sys
 import torch, fbgemm_gpu
-import torch.distributed as dist
-rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
 notes = {"shardrec.json": ""}
 model = torch.jit.load(f"{folder}/model{rank}.pt", _extra_files=notes)
 notes = json.loads(notes["shardrec.json"])
@@ -38,7 +33,6 @@ assert "shardrec" not in sys.modules and "torchrec" not in sys.modules
 assert (notes["rank"], notes["world_size"]) == (rank, size)
 given = torch.load(f"{folder}/batch{rank}.pt")
 torch.save(model(*[given[name] for name in notes["inputs"]]), f"{folder}/output{rank}.pt")
-dist.destroy_process_group()
 """
 
 
@@ -56,15 +50,7 @@ def test_every_ranks_file_is_run_by_a_process_that_knows_torch_and_fbgemm_only(t
         torch.save(served(features), tmp_path / f"expected{rank}.pt")
 
     ranks(2, rank_main)
-    script = tmp_path / "loaded.py"
-    script.write_text(LOADED)
-    started = [
-        subprocess.Popen([sys.executable, script, str(rank), "2", str(tmp_path)], stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    for one in started:
-        _, errors = one.communicate(timeout=100)
-        assert one.returncode == 0, errors
+    run_without_shardrec(2, LOADED, folder=str(tmp_path))
     for rank in range(2):
         found, expected = (torch.load(tmp_path / f"{name}{rank}.pt") for name in ("output", "expected"))
         assert torch.equal(found, expected)

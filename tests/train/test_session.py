@@ -43,6 +43,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunReport]:
     return folder, run(TINY, out=str(folder))
 
 
+@pytest.fixture(autouse=True)
+def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes as long as training; `trained`, which is made before, has the picture."""
+    monkeypatch.setattr("shardrec.train.session.write_curve", lambda report, path: None)
+
+
 def test_learns(trained: tuple[Path, RunReport]) -> None:
     _, report = trained
     assert report.samples == 24_000
@@ -135,7 +141,8 @@ def test_two_ranks_learn_what_one_does(trained: tuple[Path, RunReport], tmp_path
     ids=lambda changes: "-".join(map(str, changes.values())),
 )
 def test_other_models_and_optimizers(tmp_path: Path, changes: dict[str, Any]) -> None:
-    report = run(TINY, **{"samples": 3_000, "evaluations": 1, **changes}, out=str(tmp_path), checkpoint="none")
+    small = {"samples": 3_000, "holdout_samples": 2_000, "evaluations": 1}
+    report = run(TINY, **{**small, **changes}, out=str(tmp_path), checkpoint="none")
     assert report.samples == 3_000
     assert 0.4 < report.final.auc < 0.9
 

@@ -1,6 +1,7 @@
 // Rounds of the local search; what rounds.py does, in the same order of operations. Names and shapes are those of it.
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <utility>
@@ -11,6 +12,8 @@ namespace {
 constexpr double kMost = 1e100;
 constexpr std::int64_t kOptions = 24;
 constexpr double kAim = 0.02;
+constexpr double kMended = 0.5;
+constexpr std::size_t kEvicted = 16;
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 // The arrays of a problem, in the order in which choices.py has them.
@@ -83,6 +86,7 @@ class Rounds {
       : choices_(choices), state_(state), steep_(steep), lift_(*steep.lift) {
     left_.resize(choices.ranks);
     now_.resize(choices.ranks);
+    by_room_.resize(choices.ranks);
   }
 
   // Goes through rounds with the numbers drawn for each.
@@ -100,47 +104,56 @@ class Rounds {
     const bool random = next() < 0.5;
     random ? varied() : ruined();
     save();
-    for (const Wanted& each : wanted_) take(each.table);
+    take_from(0);
     bool done = true;
-    std::size_t put_back = 0;
-    double room = 0.0;
-    if (!random) {
+    std::size_t back = 0;
+    if (random) {
+      for (; done && back < wanted_.size(); back += done) done = put(wanted_[back].table, wanted_[back].option, 0.0);
+    }
+    if (!random || (done && next() < kMended)) {
       const double drawn = next();
       const double aim = std::min(state_.cost[0], state_.cost[1]) * (1.0 - kAim * (drawn * drawn));
-      room = aim - state_.base[0];
+      const double room = aim - state_.base[0];
       done = room > 0;
-    }
-    for (; done && put_back < wanted_.size(); put_back += done) {
-      const Wanted& each = wanted_[put_back];
-      done = random ? put(each.table, each.option, 0.0) : fill(each.table, room);
+      if (random && done) {
+        overloaded(room);
+        take_from(back);
+      }
+      for (; done && back < wanted_.size(); back += done) done = fill(wanted_[back].table, room);
     }
     const double after = height();
     if (done && after <= before * factor) {
       keep();
       return after;
     }
-    restore(put_back);
+    restore(back);
     return before;
   }
 
+  // Keeps what a round changes, but for its tables.
   void save() {
-    const std::int64_t slots = choices_.slots;
     sums_.assign(state_.sums, state_.sums + choices_.dims * choices_.ranks);
     base_.assign(state_.base, state_.base + choices_.dims);
     terms_.assign(steep_.terms, steep_.terms + choices_.ranks);
     saved_lift_ = lift_;
     option_.clear();
     spot_.clear();
-    for (const Wanted& each : wanted_) {
-      option_.push_back(state_.option[each.table]);
-      const std::int32_t* const spot = state_.spot + each.table * slots;
-      spot_.insert(spot_.end(), spot, spot + slots);
+  }
+
+  // Takes the tables that are wanted off their ranks, from the first that is still there.
+  void take_from(std::size_t first) {
+    for (std::size_t index = first; index < wanted_.size(); ++index) {
+      const std::int64_t table = wanted_[index].table;
+      option_.push_back(state_.option[table]);
+      const std::int32_t* const spot = state_.spot + table * choices_.slots;
+      spot_.insert(spot_.end(), spot, spot + choices_.slots);
+      take(table);
     }
   }
 
-  // Undoes a round; so many of its tables are on ranks.
-  void restore(std::size_t put_back) {
-    for (std::size_t index = 0; index < put_back; ++index) count(wanted_[index].table, -1);
+  // Undoes a round; so many of its tables are back on ranks.
+  void restore(std::size_t back) {
+    for (std::size_t index = 0; index < back; ++index) count(wanted_[index].table, -1);
     for (std::size_t index = 0; index < wanted_.size(); ++index) {
       const std::int64_t table = wanted_[index].table;
       state_.option[table] = option_[index];
@@ -200,7 +213,7 @@ class Rounds {
       const std::int64_t* const first = choices_.choice_first + choices_.table_group[each.table];
       if (next() < 0.5) each.option = choices_.choice[first[0] + below(first[1] - first[0])];
     }
-    largest_first();
+    largest_first(0);
   }
 
   void want(std::int64_t table) { wanted_.push_back({table, state_.option[table]}); }
@@ -225,15 +238,31 @@ class Rounds {
       const std::int64_t table = below(choices_.tables);
       if (!is_wanted(table)) want(table);
     }
-    largest_first();
+    largest_first(0);
   }
 
-  void largest_first() {
+  // The tables of the ranks that have more than there is room for.
+  void overloaded(double room) {
+    const std::size_t first = wanted_.size();
+    for (std::int64_t rank = 0; rank < choices_.ranks; ++rank) {
+      if (!(state_.sums[rank] > room)) continue;
+      find_here(rank);
+      for (std::int64_t table : here_)
+        if (wanted_.size() < first + kEvicted) want(table);
+    }
+    largest_first(first);
+  }
+
+  void largest_first(std::size_t first) {
     by_work_.clear();
-    for (const Wanted& each : wanted_) by_work_.push_back({-(choices_.work[each.option] * (0.8 + 0.4 * next())), each});
+    for (std::size_t index = first; index < wanted_.size(); ++index) {
+      const Wanted& each = wanted_[index];
+      by_work_.push_back({-(choices_.work[each.option] * (0.8 + 0.4 * next())), each});
+    }
     std::stable_sort(by_work_.begin(), by_work_.end(),
                      [](const auto& one, const auto& other) { return one.first < other.first; });
-    std::transform(by_work_.begin(), by_work_.end(), wanted_.begin(), [](const auto& each) { return each.second; });
+    std::transform(by_work_.begin(), by_work_.end(), wanted_.begin() + static_cast<std::ptrdiff_t>(first),
+                   [](const auto& each) { return each.second; });
   }
 
   // Calls with the kind of each of an option's parts and its number; ends, and returns false, where that does.
@@ -325,21 +354,27 @@ class Rounds {
     for (std::int64_t rank = 0; rank < ranks; ++rank) {
       left_[rank] = room - state_.sums[rank];
       now_[rank] = worth(left_[rank], scale);
+      by_room_[rank] = rank;
     }
+    // Most ranks are nearly full: only the first of these have room for a piece, the fewer the larger it is.
+    std::sort(by_room_.begin(), by_room_.end(),
+              [&](std::int64_t one, std::int64_t other) { return left_[one] > left_[other]; });
     const std::int64_t first_level = choices_.level_first[group];
     const std::int64_t levels = choices_.level_first[group + 1] - first_level;
-    lost_.resize(levels * ranks);
+    lost_.assign(levels * ranks, kInfinity);
     least_.resize(levels * ranks);
+    std::int64_t roomy = ranks;
     for (std::int64_t level = 0; level < levels; ++level) {
       const double size = choices_.level[first_level + level];
-      double* const lost = lost_.data() + level * ranks;
-      for (std::int64_t rank = 0; rank < ranks; ++rank)
-        lost[rank] = size <= left_[rank] ? now_[rank] - worth(left_[rank] - size, scale) : kInfinity;
-      if (const std::int64_t turns = choices_.turns[first_level + level]) {
-        double* const least = least_.data() + level * ranks;
-        std::copy_n(lost, ranks, least);
-        std::partial_sort(least, least + turns, least + ranks);
+      while (roomy && !(size <= left_[by_room_[roomy - 1]])) --roomy;
+      double* const least = least_.data() + level * ranks;
+      for (std::int64_t index = 0; index < roomy; ++index) {
+        const std::int64_t rank = by_room_[index];
+        least[index] = lost_[level * ranks + rank] = now_[rank] - worth(left_[rank] - size, scale);
       }
+      const std::int64_t turns = choices_.turns[first_level + level];
+      std::partial_sort(least, least + std::min(turns, roomy), least + roomy);
+      for (std::int64_t turn = roomy; turn < turns; ++turn) least[turn] = kInfinity;
     }
     price_.assign(options, 0.0);
     const std::int64_t end = choices_.free_first[group + 1];
@@ -369,7 +404,7 @@ class Rounds {
       for (std::int64_t place = 0; place < places; ++place) {
         const std::int64_t* const at = place_of(set, place);
         double sum = 0.0;
-        for (std::int64_t index = 0; index < width; ++index)
+        for (std::int64_t index = 0; index < width && sum < kInfinity; ++index)
           sum += lost_[level[index * columns + column] * choices_.ranks + at[index]];
         at_places_[place] = sum;
       }
@@ -451,9 +486,9 @@ class Rounds {
     return found;
   }
 
-  const Choices& choices_;
-  const State& state_;
-  const Steep& steep_;
+  const Choices choices_;
+  const State state_;
+  const Steep steep_;
   double lift_;
   double saved_lift_ = 0.0;
   const double* draws_ = nullptr;
@@ -467,6 +502,7 @@ class Rounds {
   std::vector<double> terms_;
   std::vector<double> left_;
   std::vector<double> now_;
+  std::vector<std::int64_t> by_room_;
   std::vector<double> lost_;
   std::vector<double> least_;
   std::vector<double> at_places_;

@@ -1,7 +1,8 @@
 """A bound of the load on every rank for each room for pieces, and plans: hosts hold sets of parts that really fit them.
 
-As :mod:`curve` has it, E is what the chosen options put on every rank, and c the most that the pieces of a rank come
-to; loads are counted in steps, rounded down. For one *room*, the programme
+Let E be what the chosen options put on every rank, and c the most that the pieces of a rank come to; the cost is E + c.
+Loads are counted in steps, rounded down; a rank whose pieces come to less than r + 1 steps has *room* r. For one room,
+the programme
 
     minimise    E
     where       each table takes one option,
@@ -10,14 +11,13 @@ to; loads are counted in steps, rounded down. For one *room*, the programme
                 the ways to fill ranks hold the free pieces of the options used,
                 no more ways are used than ranks are left by the sets, for each load of the parts on a rank
 
-has an answer wherever the room suffices. Its fractional optimum bounds E by the same reasoning as in :mod:`curve`: with
-prices for parts, V for free pieces and top for the best set on a host with its ranks filled up,
+has an answer wherever the room suffices. Its fractional optimum bounds E: for any prices for parts, with V the value
+function of a knapsack for free pieces (:mod:`knapsack`) and top for the best set on a host with its ranks filled up,
 
     E  >=  sum over tables of the least (load on every rank + V of its free pieces + prices of its parts)  -  H top
 
-and columns are generated. What differs is that there, a host's parts had only to fit by their least pieces, and their
-other pieces could be anywhere. Columns stay when another room is looked at: sets and ways know what room they need.
-A slot for a part holds any part that is nowhere larger, a rank with less on it is as good as one with more.
+and columns are generated. Columns stay when another room is looked at: sets and ways know what room they need. A slot
+for a part holds any part that is nowhere larger, a rank with less on it is as good as one with more.
 
 Prices that come of one solution are far from those of the next, and bound little. So columns are made, and the bound
 is taken, for prices between them and the best so far (Wentges, "Weighted Dantzig-Wolfe decomposition for linear

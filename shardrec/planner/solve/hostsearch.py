@@ -1,12 +1,16 @@
-"""Bound and plans by hosts: the room that decides is priced; where that is of no use, cases and whole numbers follow.
+"""Bound and plans by hosts: rooms are priced from the largest down; where that is of no use, cases and plans follow.
 
-See :mod:`hosts` for the programme. A bound for a room holds for all below it: so one that is a little above the room
-that decides is priced first, the more the further there is to go.
+See :mod:`hosts` for the programme. A bound for a room holds for all below it, so the next to price is the largest for
+which it is not enough. Where the programme stays below what is asked for, no other room needs to be above it.
+
+Its solutions choose nearly whole numbers of options. Rounded, packed and mended by local search (:mod:`rebuild`), they
+are plans; of many tables, whole numbers of options, sets and ways are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from heapq import heappop, heappush
 from itertools import count
 
@@ -15,7 +19,8 @@ import numpy as np
 from shardrec.planner.solve.encode import Encoded, Floats
 from shardrec.planner.solve.hosts import GRID, Hosts
 from shardrec.planner.solve.inside import Inside
-from shardrec.planner.solve.packing import Packing
+from shardrec.planner.solve.packing import Packing, demand, rounded
+from shardrec.planner.solve.rebuild import Rebuilder
 from shardrec.planner.solve.relax import Interval
 from shardrec.planner.solve.rows import Rows
 from shardrec.planner.solve.sizes import host_blocks
@@ -26,7 +31,7 @@ Counts = dict[float, tuple[float, float]]
 
 _SMALL = 0.1
 """Part of the cost up to which a part of a host counts as free pieces."""
-_KINDS = 300
+_KINDS = 1000
 _HOSTS = 4
 """Least number of hosts: on fewer, the other ways are better."""
 _NEAR = 3
@@ -38,8 +43,17 @@ _PROBES = 12
 _WHOLE = 0.01
 _NODES = 200
 """Most branches when whole numbers are looked for."""
-_SECONDS = 1.5
+_SECONDS = 2.0
 _IMPROVED = 400
+_OFFSETS = (6, 9, 12)
+"""Steps above the room that decides: where whole numbers are looked for, if the gap is no more than so many times what
+is good enough."""
+_HOPEFUL = 3.0
+_FEW_TABLES = 50
+_STRETCH, _VALLEYS = 40, 2
+"""Rooms that are taken together, and of how many such stretches plans are repaired."""
+_REBUILDS_PER_ROUND, _REBUILDS = 25, 8000
+"""Rounds of local search for a plan."""
 
 
 class HostSearch:
@@ -51,10 +65,13 @@ class HostSearch:
         intervals: bounds that are known.
         rows: other limits.
         gap: between plan and bound that is good enough.
+        value: of pieces by size, for :class:`Rebuilder`.
     """
 
-    def __init__(self, encoded: Encoded, best: Packing, intervals: Sequence[Interval], rows: Rows, gap: float) -> None:
-        self.encoded, self.best, self.gap = encoded, best, gap
+    def __init__(
+        self, encoded: Encoded, best: Packing, intervals: Sequence[Interval], rows: Rows, gap: float, value: Floats
+    ) -> None:
+        self.encoded, self.best, self.gap, self._value = encoded, best, gap, value
         self.hosts = Hosts(encoded, best.cost, rows, _SMALL)
         self.curve: Floats = np.full(GRID + 1, -np.inf)
         """(G + 1,) by room, a bound of E."""
@@ -88,19 +105,43 @@ class HostSearch:
         """Price and plan by turns, until the gap is closed; the plans.
 
         Args:
-            rounds: most rooms to price each time.
+            rounds: most rooms to price each time; plans are repaired for some times as long.
             stop: asked between them.
             seconds: what is left of the time.
         """
         self._found: list[Packing] = []
         for cases in _CASES:
-            self._sweep(rounds, stop)
-            rooms = [int(self._costs().argmin())]
-            self._split(cases, stop)
-            rooms.append(int(self._costs().argmin()))
-            if stop() or self._closed() or not any(self._plan(room + 2 * _NEAR, stop, seconds) for room in rooms):
+            before = self.best.cost
+            for prove in (self._sweep, partial(self._split, cases)):
+                prove(rounds, stop)
+                self._improve(rounds, stop, seconds)
+                if stop() or self._closed():
+                    return self._found
+            if self.best.cost == before:
                 break
         return self._found
+
+    def _improve(self, rounds: int, stop: Callable[[], bool], seconds: Callable[[], float]) -> None:
+        """Look for better plans near the rooms that decide."""
+        rooms = self._valleys()
+        # With few tables, nearly all choices are whole, and local search does the rest; with many, it is lost.
+        if self.encoded.sizes.sum() > _FEW_TABLES:
+            for near in _OFFSETS:
+                if not self._hopeful() or stop() or self._plan(rooms[0] + near, stop, seconds):
+                    return
+        for room in rooms[:_VALLEYS]:
+            if not (stop() or self._closed()):
+                self._repaired(room + _NEAR, rounds, stop)
+
+    def _hopeful(self) -> bool:
+        """Whether the bound is near enough for the programme to have plans like the best."""
+        return self.bound * (1 + self.gap) < self.best.cost <= self.bound * (1 + _HOPEFUL * self.gap)
+
+    def _valleys(self) -> list[int]:
+        """Of each stretch of rooms, that with the least bound; the least first."""
+        costs = self._costs()
+        least = [begin + int(costs[begin : begin + _STRETCH].argmin()) for begin in range(0, GRID + 1, _STRETCH)]
+        return sorted(least, key=lambda room: costs[room])
 
     def _closed(self) -> bool:
         return self.best.cost <= self.bound * (1 + self.gap)
@@ -145,11 +186,13 @@ class HostSearch:
             target = self._lowered(target, int(low[max(len(low) - 1 - reach, 0)]), stop)
             reach = 0 if target == before else 2 * reach + 1
 
-    def _split(self, most: int, stop: Callable[[], bool]) -> None:
+    def _split(self, most: int, rounds: int, stop: Callable[[], bool]) -> None:
         """Raise the bound of the deciding rooms to the target by cases, as far as that goes."""
         cover: list[Counts] = []
         target, reach, step = self._target, _NEAR, self.hosts.step
-        while self._costs().min() < target and not stop():
+        for _ in range(rounds):
+            if self._costs().min() >= target or stop():
+                return
             room = int(self._costs().argmin())
             above = min(room + reach, GRID)
             enough = target - room * step
@@ -222,12 +265,31 @@ class HostSearch:
         best = int(gain.argmax())
         return float(base[order][best]), int(np.floor(sums[best]))
 
+    def _repaired(self, room: int, rounds: int, stop: Callable[[], bool]) -> None:
+        """Look for a better plan from the options that are chosen for about a room, which are nearly whole."""
+        room = min(room, GRID)
+        self._learn(room, self.hosts.price(room, np.inf, stop))
+        counts = rounded(self.encoded, self.hosts.columns.chosen())
+        packing = Packing(self.encoded, counts)
+        if stop() or self._closed() or not packing.fill(demand(self.encoded, counts).items()):
+            return
+        search = Rebuilder(self.encoded, self._value, seed=len(self._found))
+        most = min(_REBUILDS_PER_ROUND * rounds, _REBUILDS)
+        self._keep(search.run(packing, most, stop, self.bound * (1 + self.gap)) or packing)
+
+    def _keep(self, packing: Packing) -> bool:
+        self._found.append(packing)
+        if packing.cost >= self.best.cost:
+            return False
+        self.best = packing
+        return True
+
     def _plan(self, room: int, stop: Callable[[], bool], seconds: Callable[[], float]) -> bool:
         """Look for a better plan with about a room; whether there is one."""
         hosts = self.hosts
         if room > GRID or self._planned[room]:
             return False
-        self._planned[max(room - _NEAR, 0) : room + _NEAR + 1] = True
+        self._planned[max(room - 1, 0) : room + 2] = True
         # Columns that are best for this very room.
         self._learn(room, hosts.price(room, np.inf, stop))
         cutoff = self.best.cost * (1 - 1e-4) - room * hosts.step
@@ -237,8 +299,4 @@ class HostSearch:
         if packing is None:
             return False
         packing.improve(_IMPROVED, self.bound)
-        self._found.append(packing)
-        if packing.cost >= self.best.cost:
-            return False
-        self.best = packing
-        return True
+        return self._keep(packing)

@@ -39,6 +39,7 @@ class Inside:
         kinds: per kind of part, (P, L) steps.
         below: per kind, those that are nowhere larger: where it fits, they do.
         under: (K, K) the same; likewise ``replaced``, but that of two alike only one is below the other.
+        pieces: per kind, the sizes of its pieces, and the part of its load that one of them is.
         largest: (K,) steps of each kind's largest piece.
         kind_of: kind of each block that is bound to a host and is not small.
         parts: (_, 3) option, kind and how many.
@@ -68,6 +69,7 @@ class Inside:
         under: NDArray[np.bool_] = np.zeros((len(self.kinds), len(self.kinds)), dtype=bool)
         for kind, others in enumerate(self.below):
             under[kind, list(others)] = True
+        self.pieces = [_pieces(ways[0]) for ways in self.kinds]
         self.largest: Ints = np.array([ways.max() for ways in self.kinds], dtype=np.int64)
         self.under = under
         self.replaced = under & ~(under.T & np.triu(np.ones_like(under)))
@@ -125,6 +127,11 @@ class Inside:
         self.parts: Ints = np.array([(*key, n) for key, n in parts.items()], dtype=np.int64).reshape(-1, 3)
         self.free: Ints = np.array([(*key, n) for key, n in free.items()], dtype=np.int64).reshape(-1, 3)
         self.need: Ints = need
+
+
+def _pieces(way: Ints) -> tuple[Ints, Floats]:
+    sizes = np.unique(way[way > 0])
+    return sizes, sizes / max(int(way.sum()), 1)
 
 
 def _below(kinds: Sequence[Ints]) -> list[set[int]]:

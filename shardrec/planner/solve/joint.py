@@ -16,17 +16,15 @@ The programme has a row for each group of tables, each class of equal ranks, eac
 quantity that small pieces take of what the ways leave. Columns are generated (:mod:`vectors`), options as well as ways.
 A slot for a piece may hold a smaller one. Of the smaller pieces, some may do without a slot, at a price.
 
-Whole numbers are found by diving: what is whole in the solution stays, what is nearest to it is rounded up, and columns
-are generated for what is left. Sizes are in coarse steps when ways are looked for, and true when they are made. So
-this finds plans and proves nothing.
+Sizes are in coarse steps when ways are looked for, and true when they are made: not all ways are found that are of use.
+So this leads to plans (:mod:`dive`) and proves nothing.
 
 Shapes: Q quantities, K kinds of pieces, C classes of ranks.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import highspy
@@ -34,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardrec.planner.solve.encode import Encoded, Floats, Ints
-from shardrec.planner.solve.packing import Packing, rounded
+from shardrec.planner.solve.packing import Packing
 from shardrec.planner.solve.vectors import VectorKnapsack
 
 __all__ = ["JointProgramme", "quantities", "unbound"]
@@ -55,16 +53,14 @@ _CLASSES = 12
 _ROUNDINGS = (0.0, 1e-3, 4e-3, 2e-2, 0.1)
 _STALLED, _CLOSE = 6, 2e-4
 """Rounds of generating columns that gain less than so much of the room: then it is enough."""
-_ROUNDS, _DIVE_ROUNDS = 120, 4
-_UP = 0.75
-"""Fractions that are rounded up at once in a dive."""
+_ROUNDS = 120
 _EASE, _UNEVEN = 2e-3, 0.3
 """Reserve of time, of the room; and part of the reserves that may be used."""
 _TOTAL = 20.0
 """Weight of what an option takes of all ranks against its largest piece, where a table was left out."""
 _NODES = 50
 """Most branches when the options are chosen."""
-_EPS = 1e-9
+_EPS, _FEASIBLE = 1e-9, 2
 _NOTHING = np.zeros(0, dtype=np.int32)
 
 
@@ -89,6 +85,15 @@ class JointProgramme:
         reserve: (M,) bytes of each rank that are not to be used, but for what does not come out even.
         kept: tables that have their places.
         allowed: (O,) options that may be used. Their pieces may be on any rank, or are taken as if they could.
+
+    Attributes:
+        scale: (Q,) what sizes are parts of: the room, and the capacity of each tier.
+        sizes: (K, Q) of the kinds of pieces.
+        small: (K,) whether a kind's pieces are not counted one by one.
+        class_of: (R,) class of each rank.
+        many: (C,) ranks of each class.
+        awkward: (O,) how hard it is to find room for an option's pieces when the others are placed; infinite if it is
+            not allowed.
     """
 
     def __init__(
@@ -100,34 +105,36 @@ class JointProgramme:
         kept: Packing,
         allowed: NDArray[np.bool_],
     ) -> None:
-        self.encoded, self._kept = encoded, kept
-        self._scale = quantities(encoded, np.array([room]), encoded.capacity[None])[0]
-        shared = quantities(encoded, np.zeros(1), everywhere[None])[0] / self._scale
-        spare = quantities(encoded, np.array([_EASE * room]), reserve[None])[0] / self._scale
+        self.encoded, self.kept = encoded, kept
+        self.scale = quantities(encoded, np.array([room]), encoded.capacity[None])[0]
+        shared = quantities(encoded, np.zeros(1), everywhere[None])[0] / self.scale
+        spare = quantities(encoded, np.array([_EASE * room]), reserve[None])[0] / self.scale
         base = kept.counts.astype(np.float64) @ encoded.base_memory
-        used = quantities(encoded, kept.loads - kept.base, kept.memory - base) / self._scale
-        self._rooms, self._class_of, self._many = _classes(
-            np.maximum(1 - shared - used - np.append(0.0, spare[1:]), 0.0)
-        )
+        used = quantities(encoded, kept.loads - kept.base, kept.memory - base) / self.scale
+        self._rooms, self.class_of, self.many = _classes(np.maximum(1 - shared - used - np.append(0.0, spare[1:]), 0.0))
         self._tables = encoded.sizes - np.bincount(encoded.option_group, kept.counts, len(encoded.groups)).astype(int)
-        sizes = quantities(encoded, encoded.piece_load, encoded.piece_memory) / self._scale
-        self._sizes, kinds = np.unique(sizes, axis=0, return_inverse=True)
+        sizes = quantities(encoded, encoded.piece_load, encoded.piece_memory) / self.scale
+        self.sizes, kinds = np.unique(sizes, axis=0, return_inverse=True)
         self._kind_of: Ints = kinds.ravel()
-        self._small = _within(self._sizes, _SMALL)
+        self.small = _within(self.sizes, _SMALL)
         top = self._rooms.max(axis=0)
         steps = np.array([_TIME, *(_MEMORY[min(len(top) - 2, 2)],) * (len(top) - 1)], dtype=np.int64)
         self._step, self._steps = np.maximum(top, _EPS) / steps, steps
-        unfit = (self._sizes > top + _EPS).any(axis=1)
+        unfit = (self.sizes > top + _EPS).any(axis=1)
         there = np.bincount(encoded.piece_option[unfit[self._kind_of]], minlength=len(encoded.options)) == 0
         self._allowed = allowed & there & (self._tables[encoded.option_group] > 0)
-        self._on_every = quantities(encoded, encoded.base_load, encoded.base_memory) / self._scale
+        self._on_every = quantities(encoded, encoded.base_load, encoded.base_memory) / self.scale
         self._uneven = _UNEVEN * spare
-        # For tables that are left out: what options take in all, and the largest piece, which must fit somewhere.
-        largest = np.zeros(len(allowed))
-        np.maximum.at(largest, encoded.piece_option, self._sizes.max(axis=1)[self._kind_of])
-        total = (quantities(encoded, encoded.total_load, encoded.total_memory) / self._scale).sum(axis=1)
-        self._awkward: Floats = np.where(self._allowed, _TOTAL * total / encoded.ranks + largest, np.inf)
-        self._begin(shared - quantities(encoded, np.zeros(1), base[None])[0] / self._scale)
+        self.awkward = self._hardness()
+        self._begin(shared - quantities(encoded, np.zeros(1), base[None])[0] / self.scale)
+
+    def _hardness(self) -> Floats:
+        """(O,) what options take in all, and their largest piece, which must fit somewhere."""
+        encoded = self.encoded
+        largest = np.zeros(len(encoded.options))
+        np.maximum.at(largest, encoded.piece_option, self.sizes.max(axis=1)[self._kind_of])
+        total = (quantities(encoded, encoded.total_load, encoded.total_memory) / self.scale).sum(axis=1)
+        return np.where(self._allowed, _TOTAL * total / encoded.ranks + largest, np.inf)
 
     def _begin(self, shared: Floats) -> None:
         self._solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
@@ -139,16 +146,16 @@ class JointProgramme:
         self._group_rows = {
             group: self._row(float(self._tables[group]), float(self._tables[group])) for group in groups
         }
-        self._class_rows = [self._row(float(many), float(many)) for many in self._many]
+        self._class_rows = [self._row(float(many), float(many)) for many in self.many]
         # What options put on every rank, beyond what is taken off the rooms, is taken from what the ways leave.
         self._least_left: Floats = -self.encoded.ranks * shared
         self._left_rows = [self._row(float(least), highspy.kHighsInf) for least in self._least_left]
         self._shared_rows = [self._row(-highspy.kHighsInf, float(most)) for most in (shared + self._uneven)[1:]]
         for group, row in self._group_rows.items():
             self._column(_OUT, {row: 1.0}, ("out", group))
-        for number in range(len(self._many)):
+        for number in range(len(self.many)):
             self._add_way({}, number)
-        price = self._prices(np.zeros(self._rows), self._sizes.sum(axis=1) / self.encoded.ranks)
+        price = self._prices(np.zeros(self._rows), self.sizes.sum(axis=1) / self.encoded.ranks)
         for group in self._group_rows:
             span = self.encoded.group_options[group]
             self._add_option(span.start + int(price[span.start : span.stop].argmin()))
@@ -168,7 +175,7 @@ class JointProgramme:
             complete = self.left_out() < _EPS
             if (complete and (stalled or len(history) >= enough)) or stop() or not self._improved(duals):
                 break
-        return self._run()[1] * float(self._scale[0])
+        return self._run()[1] * float(self.scale[0])
 
     def left_out(self) -> float:
         """How many tables have no place in the solution."""
@@ -182,100 +189,32 @@ class JointProgramme:
                 found[tag[1]] = value
         return found
 
-    def dive(self, stop: Callable[[], bool]) -> tuple[Packing, Counter[int]]:
-        """Round the solution step by step; where pieces are then, and the parts that are left over.
+    def values(self) -> Floats:
+        """How many there are of each column in the solution."""
+        return np.array(self._solver.getSolution().col_value)
 
-        Args:
-            stop: asked between steps; what is not whole then is left over.
-        """
-        solver = self._solver
-        least: dict[int, int] = {}
-        while True:
-            ways = {number: tag[1] for number, tag in enumerate(self._columns) if tag[0] == "way"}
-            values = np.array(solver.getSolution().col_value)
-            left = self._many.copy()
-            np.subtract.at(left, [ways[number] for number in least], list(least.values()))
-            parts = sorted(ways, key=lambda number: least.get(number, 0) - values[number])
-            fixed = False
-            for place, number in enumerate(parts):
-                more = values[number] - least.get(number, 0)
-                # What is whole stays, what is nearly whole and the first in any case go up.
-                many = int(np.floor(more + (1 - _UP if more < 1 else 1e-6))) or int(place == 0 and more > 1e-6)
-                many = min(many, int(left[ways[number]]))
-                if many > 0:
-                    least[number] = least.get(number, 0) + many
-                    left[ways[number]] -= many
-                    solver.changeColBounds(number, float(least[number]), highspy.kHighsInf)
-                    fixed = True
-            if not fixed or stop() or not left.any():
-                break
-            self.generate(stop, _DIVE_ROUNDS)
-        self._choose(least)
-        return self._packed(least)
+    def ways(self) -> dict[int, tuple[int, dict[int, int]]]:
+        """The columns that are ways: class of ranks, and how many pieces of each kind."""
+        return {number: (tag[1], tag[2]) for number, tag in enumerate(self._columns) if tag[0] == "way"}
 
-    def _choose(self, least: dict[int, int]) -> None:
-        """Options in whole numbers for the ways at hand."""
-        solver, columns = self._solver, np.arange(len(self._columns), dtype=np.int32)
-        kinds = np.full(len(columns), highspy.HighsVarType.kInteger.value, dtype=np.uint8)
-        for number, tag in enumerate(self._columns):
-            if tag[0] == "way":
-                many = float(least.get(number, 0))
-                solver.changeColBounds(number, many, many if tag[2] else highspy.kHighsInf)
+    def fix(self, number: int, least: int) -> None:
+        """Use a way so many times at least."""
+        self._solver.changeColBounds(number, float(least), highspy.kHighsInf)
+
+    def choose(self, ways: Mapping[int, int]) -> Floats:
+        """(O,) how many tables take each option, about whole numbers, where the ways are used so many times."""
+        solver, columns, before = self._solver, np.arange(len(self._columns), dtype=np.int32), self.chosen()
+        for number, (_, way) in self.ways().items():
+            many = float(ways.get(number, 0))
+            solver.changeColBounds(number, many, many if way else highspy.kHighsInf)
         for row, least in zip(self._left_rows, self._least_left - self.encoded.ranks * self._uneven, strict=True):
             solver.changeRowBounds(row, float(least), highspy.kHighsInf)
+        kinds = np.full(len(columns), highspy.HighsVarType.kInteger.value, dtype=np.uint8)
         solver.changeColsIntegrality(len(columns), columns, kinds)
         for name, value in (("presolve", "on"), ("mip_max_nodes", _NODES), ("mip_rel_gap", 1e-3)):
             solver.setOptionValue(name, value)
         solver.run()
-
-    def _packed(self, least: dict[int, int]) -> tuple[Packing, Counter[int]]:
-        """The packing of so many ways, and the parts without a slot."""
-        encoded, kept = self.encoded, self._kept
-        chosen = self.chosen() + kept.counts
-        short = encoded.sizes - np.bincount(encoded.option_group, chosen, len(encoded.groups))
-        for group in np.flatnonzero(short > 1e-6):
-            span = encoded.group_options[group]
-            chosen[span.start + int(self._awkward[span.start : span.stop].argmin())] += short[group]
-        counts = rounded(encoded, chosen)
-        packing = Packing(encoded, counts)
-        for block, at in kept.at.items():
-            for place in np.flatnonzero(at).tolist():
-                packing.put(block, place, int(at[place]))
-        slots = self._slots(least)
-        rest: Counter[int] = Counter()
-        number_of = {tuple(size): number for number, size in enumerate(self._sizes.tolist())}
-        new = counts - kept.counts
-        for option in np.flatnonzero(new > 0).tolist():
-            for block, count in encoded.option_blocks[option]:
-                rest[block] += count * int(new[option])
-        kind_of: dict[int, int] = {}
-        for block in rest:
-            kind = encoded.blocks[block]
-            kind_of[block] = number_of[tuple((quantities(encoded, kind.loads[:1], kind.memory[:1]) / self._scale)[0])]
-        # The largest first, each into the slots of its own kind, then of the next larger ones.
-        for block in sorted(rest, key=lambda block: -float(self._sizes[kind_of[block]].max())):
-            part, size = encoded.blocks[block], self._sizes[kind_of[block]]
-            if not part.single or len(part.names) != encoded.ranks or self._small[kind_of[block]]:
-                continue
-            places = {int(rank): place for place, rank in enumerate(part.places[:, 0])}
-            fit = [slot for slot in slots if (self._sizes[slot] >= size).all()]
-            for slot in sorted(fit, key=lambda slot: float((self._sizes[slot] - size).sum())):
-                while rest[block] and slots[slot]:
-                    packing.put(block, places[slots[slot].pop()])
-                    rest[block] -= 1
-        return packing, +rest
-
-    def _slots(self, least: dict[int, int]) -> dict[int, list[int]]:
-        """Per kind of piece, the ranks that have a slot for it."""
-        ranks = [np.flatnonzero(self._class_of == number).tolist() for number in range(len(self._many))]
-        slots: dict[int, list[int]] = {}
-        for number, many in least.items():
-            _, kind_of_rank, way = self._columns[number]
-            for _ in range(many):
-                rank = ranks[kind_of_rank].pop()
-                for kind, count in way.items():
-                    slots.setdefault(kind, []).extend([rank] * count)
-        return slots
+        return self.chosen() if solver.getInfo().primal_solution_status == _FEASIBLE else before
 
     def _run(self) -> tuple[Floats, float]:
         self._solver.run()
@@ -286,7 +225,7 @@ class JointProgramme:
         left = np.maximum(duals[self._left_rows], 0.0)
         kinds = np.array(sorted(self._kind_rows), dtype=np.int64)
         worth = np.maximum(duals[[self._kind_rows[kind] for kind in kinds.tolist()]], 0.0)
-        knapsack = VectorKnapsack(self._sizes[kinds], worth, left, self._step, self._steps)
+        knapsack = VectorKnapsack(self.sizes[kinds], worth, left, self._step, self._steps)
         added = False
         for number, row in enumerate(self._class_rows):
             for states in _STATES:
@@ -296,7 +235,7 @@ class JointProgramme:
                     added |= self._add_way({int(kinds[at]): int(way[at]) for at in np.flatnonzero(way)}, number)
                 if added:
                     break
-        value = np.where(self._small, self._sizes @ left, knapsack.value(self._sizes))
+        value = np.where(self.small, self.sizes @ left, knapsack.value(self.sizes))
         value[kinds[worth > 0]] = worth[worth > 0]
         price = self._prices(duals, value)
         for group, row in self._group_rows.items():
@@ -336,7 +275,7 @@ class JointProgramme:
     def _add_way(self, way: dict[int, int], number: int) -> bool:
         if not self._new((number, tuple(sorted(way.items())))):
             return False
-        left = self._rooms[number] - sum(count * self._sizes[kind] for kind, count in way.items())
+        left = self._rooms[number] - sum(count * self.sizes[kind] for kind, count in way.items())
         entries = {self._class_rows[number]: 1.0} | dict(
             zip(self._left_rows, np.maximum(left, 0.0).tolist(), strict=True)
         )
@@ -351,8 +290,8 @@ class JointProgramme:
         entries: dict[int, float] = {}
         for piece in np.flatnonzero(encoded.piece_option == option).tolist():
             kind, count = int(self._kind_of[piece]), float(encoded.piece_count[piece])
-            if self._small[kind]:
-                for row, size in zip(self._left_rows, self._sizes[kind].tolist(), strict=True):
+            if self.small[kind]:
+                for row, size in zip(self._left_rows, self.sizes[kind].tolist(), strict=True):
                     entries[row] = entries.get(row, 0.0) - count * size
             else:
                 row = self._kind_row(kind)
@@ -371,7 +310,7 @@ class JointProgramme:
         if kind in self._kind_rows:
             return self._kind_rows[kind]
         row = self._kind_rows[kind] = self._row(0.0, highspy.kHighsInf)
-        size = self._sizes[kind]
+        size = self.sizes[kind]
         for number, room in enumerate(self._rooms):
             if (size <= room).all():
                 self._add_way({kind: int((room[size > 0] / size[size > 0] + _EPS).min())}, number)
@@ -379,12 +318,12 @@ class JointProgramme:
             entries = dict(zip(self._left_rows, (-size).tolist(), strict=True)) | {row: 1.0}
             self._column(_LOOSE * float(size.max()) / self.encoded.ranks, entries, ("loose", kind))
         others = [other for other in self._kind_rows if other != kind]
-        larger = [other for other in others if (self._sizes[other] >= size).all()]
-        smaller = [other for other in others if (self._sizes[other] <= size).all()]
-        links = [(big, kind) for big in _extreme(self._sizes, larger, -1)]
-        links += [(kind, less) for less in _extreme(self._sizes, smaller, 1)]
+        larger = [other for other in others if (self.sizes[other] >= size).all()]
+        smaller = [other for other in others if (self.sizes[other] <= size).all()]
+        links = [(big, kind) for big in _extreme(self.sizes, larger, -1)]
+        links += [(kind, less) for less in _extreme(self.sizes, smaller, 1)]
         for big, less in links:
-            spare = dict(zip(self._left_rows, (self._sizes[big] - self._sizes[less]).tolist(), strict=True))
+            spare = dict(zip(self._left_rows, (self.sizes[big] - self.sizes[less]).tolist(), strict=True))
             self._column(0.0, spare | {self._kind_rows[big]: -1.0, self._kind_rows[less]: 1.0}, ("slot", big, less))
         return row
 

@@ -2,7 +2,7 @@
 
 Sizes are whole numbers of steps. The value function V of a knapsack in which pieces may be used any number of times
 satisfies V(a) + V(b) <= V(a + b): what fits a and what fits b together fit a + b. So whatever fits a room, its pieces'
-values add up to at most V(room), for every room (:mod:`curve`), for the sizes that were priced and all others. Gilmore
+values add up to at most V(room), for every room, for the sizes that were priced and all others. Gilmore
 and Gomory, "A linear programming approach to the cutting-stock problem" (1961).
 """
 

@@ -93,8 +93,8 @@ class SolveLimits:
         gap: stop when the plan is proven to be within this fraction of the best.
         effort: rounds of each part of the search, in proportion. 40 takes a second where the gap closes and a minute
             where it does not; 10 takes some seconds.
-        seconds: of processor time of this process (on an idle machine, those of the clock); stop then with the best so
-            far. A run that ends earlier is a function of the problem alone.
+        seconds: of processor time; of what is done at once, that of the longest. On an idle machine with two cores that
+            is the clock's. Stop then with the best so far. A run that ends earlier is a function of the problem alone.
     """
 
     gap: float = 5e-3

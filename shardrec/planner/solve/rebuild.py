@@ -33,7 +33,7 @@ __all__ = ["Rebuilder"]
 
 _SHARPNESS = (60.0, 120.0)
 """p at the beginning of a cycle and at its end."""
-_PATIENCE = 1e-3
+_PATIENCE = 5e-4
 """A state that is so much worse, at most, is gone on from; less towards the end of a cycle."""
 _CYCLE = 1024
 """Rounds of the first cycle; each is twice as long as the one before."""
@@ -74,6 +74,7 @@ class Rebuilder:
         """
         choices = choices_of(self.encoded, start.cost)
         state = self._unpacked(choices, start)
+        flat = _structure(choices, 1 + len(self.encoded.capacity), len(state.option)), _structure(state)
         done, first, length = 0, 0, _CYCLE
         while done < rounds and state.cost[1] > floor and not stop():
             if done == first + length:
@@ -82,25 +83,18 @@ class Rebuilder:
             part = (done - first) / length
             sharpness = _SHARPNESS[0] * (_SHARPNESS[1] / _SHARPNESS[0]) ** part
             patience = sharpness * _PATIENCE * (1 - part) * self._rng.random(batch) ** 2
-            self._go(choices, state, self._steep(choices, state, sharpness), np.exp(patience))
+            drawn, allowed = self._rng.random((batch, DRAWS)), np.exp(patience)
+            steep = self._steep(choices, state, sharpness)
+            if self._library is None:
+                Rounds(choices, state, steep).run(drawn, allowed)
+            else:
+                self._library.shardrec_solve_rebuild(
+                    *map(ctypes.byref, (*flat, _structure(steep, len(steep.value) - 1))),
+                    *map(ctypes.c_int64, drawn.shape),
+                    *map(address, (drawn, allowed)),
+                )
             done += batch
         return self._packed(choices, state) if state.cost[1] < start.cost * (1 - 1e-9) else None
-
-    def _go(self, choices: Choices, state: State, steep: Steep, allowed: Floats) -> None:
-        """Some rounds."""
-        drawn = self._rng.random((len(allowed), DRAWS))
-        if self._library is None:
-            Rounds(choices, state, steep).run(drawn, allowed)
-            return
-        dims, tables = state.base.size, state.option.size
-        self._library.shardrec_solve_rebuild(
-            ctypes.byref(_structure(choices, dims, tables)),
-            ctypes.byref(_structure(state)),
-            ctypes.byref(_structure(steep, len(steep.value) - 1)),
-            *map(ctypes.c_int64, drawn.shape),
-            address(drawn),
-            address(allowed),
-        )
 
     def _steep(self, choices: Choices, state: State, sharpness: float) -> Steep:
         factor = sharpness / float(state.cost.min())

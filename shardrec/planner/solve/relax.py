@@ -30,7 +30,6 @@ from numpy.typing import NDArray
 from shardrec.planner.solve.encode import Encoded, Floats
 from shardrec.planner.solve.knapsack import GRID
 from shardrec.planner.solve.programme import Outcome, Programme
-from shardrec.planner.solve.room import RoomBound
 from shardrec.planner.solve.rows import Rows
 
 __all__ = ["Interval", "Relaxation"]
@@ -39,8 +38,6 @@ _ROUNDING = tuple(range(1, 13))
 _CUTOFFS = 8
 _TIE = 1e-4
 """Weight of the pieces' load among choices that put the same on every rank."""
-_LEARNED = 8
-"""Functions of patterns that are kept."""
 _FUNCTIONS = len(_ROUNDING) + _CUTOFFS
 _SLACK = 1e-9
 """Sizes are taken this much smaller, so that rounding errors cannot prove what is not so."""
@@ -92,11 +89,9 @@ class Relaxation:
                 self._inside.append((len(ranks), inside[order].astype(np.float64)))
         self._memory_rows: dict[float, tuple[Floats, Floats]] = {}
         self._active: set[int] = set()
-        self._learned: list[Floats] = []
         # By identity of the array, which is kept so that no other takes its place.
         self._distinct: dict[int, tuple[Floats, Floats, NDArray[np.int64]]] = {}
         self.value: Floats = np.arange(GRID + 1, dtype=np.float64) / GRID
-        self.rooms = RoomBound(encoded)
 
     def least_base(
         self,
@@ -160,21 +155,6 @@ class Relaxation:
         matrix, limits = self._memory_rows[1.0]
         fits = self._fits(np.inf, self.encoded.capacity)
         return Rows(matrix=matrix, limits=limits, slopes=np.zeros(len(limits)), fits=fits)
-
-    def strengthened(self, interval: Interval, cutoff: float) -> Interval:
-        """The interval priced by patterns, too; their function of sizes stays.
-
-        Args:
-            interval: with a finite high end.
-            cutoff: a cost beyond which it makes no difference.
-        """
-        found, self.value = self.rooms.solve(interval.high, cutoff - interval.low)
-        base = max(interval.base, found * (1 - 1e-7))
-        self._learned = [*self._learned[1 - _LEARNED :], self.value]
-        if interval.low + base < cutoff:
-            # The function, together with the rows of memory.
-            base = max(base, self._base_at(interval.high))
-        return Interval(interval.low + base, interval.low, interval.high, base)
 
     def intervals(self, accuracy: float, most: int = 200) -> list[Interval]:
         """Intervals that together hold every c, the deciding one first: its bound is the bound.
@@ -277,19 +257,7 @@ class Relaxation:
             )
         rows, limits = self._sums(encoded.piece_load, np.zeros(len(encoded.options)), room, room)
         memory_rows, memory_limits = self._memory_rows[memory_share]
-        learned_rows, learned_limits = self._learned_rows(room)
-        return (
-            np.concatenate([rows, memory_rows, learned_rows]),
-            np.concatenate([limits, memory_limits, learned_limits]),
-        )
-
-    def _learned_rows(self, room: float) -> tuple[Floats, Floats]:
-        """The rows of the functions that were learned, which are the last ones: more may come."""
-        if not self._learned or not np.isfinite(room):
-            return np.zeros((len(self._learned), len(self.encoded.options))), np.ones(len(self._learned))
-        sizes = np.minimum(self.encoded.piece_load[self._order] / room * (1 - _SLACK), 1.0)
-        values = np.stack(self._learned)[:, np.floor(sizes * GRID).astype(np.int64)]
-        return _scaled(self._per_option(values * self._count), np.full(len(self._learned), float(self.encoded.ranks)))
+        return np.concatenate([rows, memory_rows]), np.concatenate([limits, memory_limits])
 
     def _sums(self, sizes: Floats, everywhere: Floats, most: float, room: float) -> tuple[Floats, Floats]:
         """The rows of one quantity, scaled to coefficients of at most 1."""

@@ -2,7 +2,8 @@
 
 A round takes some tables off their ranks, puts them back, and keeps that or undoes it. There are two kinds:
 
-- One to three tables take options at random, or keep theirs, and go where the soft maximum grows least.
+- One to three tables take options at random, or keep theirs, and go where the soft maximum grows least. In half of
+  these rounds, the tables that they share overloaded ranks with go elsewhere then, in the way of the second kind.
 - Tables of a highly loaded rank and of one or two others go, one after the other, where they take least of the *value*
   of the room that is left below an aim: all the options of a table are compared, and packed to the brim.
 
@@ -33,6 +34,10 @@ _OPTIONS = 24
 """Most options of a table that are tried."""
 _AIM = 0.02
 """How far below the cost, at most, the aim is."""
+_MENDED = 0.5
+"""Part of the rounds of the first kind after which overloaded ranks are relieved."""
+_EVICTED = 16
+"""Most tables that are taken off them."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -112,23 +117,25 @@ class Rounds:
         state = self.state
         random = next(self._draws) < 0.5
         wanted = self._varied() if random else self._ruined()
-        tables = [table for table, _ in wanted]
-        kept = (state.sums.copy(), state.base.copy(), self._terms.copy(), state.option[tables], state.spot[tables])
-        on, lift = state.on[:, tables], self._lift
-        for table in tables:
-            self._take(table)
-        if random:
-            done = all(self._put(table, option, 0.0) for table, option in wanted)
-        else:
+        kept, lift = (state.sums.copy(), state.base.copy(), self._terms.copy()), self._lift
+        undo = [self._take(table) for table, _ in wanted]
+        done = not random or all(self._put(table, option, 0.0) for table, option in wanted)
+        if not random or (done and next(self._draws) < _MENDED):
             aim = min(float(state.cost[0]), float(state.cost[1])) * (1.0 - _AIM * self._square())
             room = aim - float(state.base[0])
-            done = room > 0 and all(self._fill(table, room) for table in tables)
+            done = room > 0
+            if random and done:
+                wanted = self._overloaded(room, wanted)
+                undo += [self._take(table) for table, _ in wanted]
+            done = done and all(self._fill(table, room) for table, _ in wanted)
         after = self._height()
         if done and after <= before * factor:
             self._keep()
             return after
-        state.sums[:], state.base[:], self._terms[:], state.option[tables], state.spot[tables] = kept
-        state.on[:, tables], self._lift = on, lift
+        state.sums[:], state.base[:], self._terms[:] = kept
+        self._lift = lift
+        for table, option, spot, on in undo:
+            state.option[table], state.spot[table], state.on[:, table] = option, spot, on
         return before
 
     def _keep(self) -> None:
@@ -190,20 +197,32 @@ class Rounds:
             tables += [table] * (table not in tables)
         return self._largest_first([(table, int(state.option[table])) for table in tables])
 
+    def _overloaded(self, room: float, but: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """The tables of the ranks that have more than there is room for, some left out."""
+        state = self.state
+        left_out = {table for table, _ in but}
+        tables: list[int] = []
+        for rank in np.flatnonzero(state.sums[0] > room).tolist():
+            here = np.flatnonzero(state.on[rank]).tolist()
+            tables += [table for table in here if table not in left_out and table not in tables]
+        return self._largest_first([(table, int(state.option[table])) for table in tables[:_EVICTED]])
+
     def _largest_first(self, wanted: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """By work, about."""
         work = [float(self.choices.work[option]) * (0.8 + 0.4 * next(self._draws)) for _, option in wanted]
         return [wanted[number] for number in sorted(range(len(wanted)), key=lambda number: -work[number])]
 
-    def _take(self, table: int) -> None:
+    def _take(self, table: int) -> tuple[int, int, NDArray[np.int32], NDArray[np.int32]]:
+        """Take a table off its ranks; returns it, and its option, places and ranks."""
         choices, state = self.choices, self.state
-        option = int(state.option[table])
-        spots = iter(state.spot[table].tolist())
+        option, spot, on = int(state.option[table]), state.spot[table].copy(), state.on[:, table].copy()
+        spots = iter(spot.tolist())
         for part in range(*choices.option_first[option : option + 2].tolist()):
             for _ in range(int(choices.part_count[part])):
                 self._shift(table, int(choices.part_kind[part]), next(spots), -1)
         state.base[:] -= choices.base[option]
         self._lift = min(self._lift * float(self.steep.fall[option]), _MOST)
+        return table, option, spot, on
 
     def _shift(self, table: int, kind: int, place: int, sign: int) -> None:
         """Add a part at a place, or take it off."""

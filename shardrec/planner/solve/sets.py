@@ -116,7 +116,7 @@ class _Search:
     """The search among some kinds, which are numbered in their order here."""
 
     def __init__(self, inside: Inside, kinds: Sequence[int], price: Floats, free: Floats, room: int) -> None:
-        self._kinds, self._local, self._room = kinds, inside.local, room
+        self._kinds, self._local, self._room, self._pieces = kinds, inside.local, room, inside.pieces
         none: Ints = np.zeros((0, inside.local), dtype=np.int64)
         self._ways: Ints = np.concatenate([none, *(inside.kinds[kind] for kind in kinds)])
         many = [len(inside.kinds[kind]) for kind in kinds]
@@ -135,15 +135,12 @@ class _Search:
 
         The pieces are free ones, or of parts, that share their price by load.
         """
-        weights, values, ends = [np.zeros(0, dtype=np.int64)], [np.zeros(0)], [0]
-        for number in reversed(range(len(self._kinds))):
-            way = self._ways[self._first[number]]
-            sizes = np.unique(way)
-            sizes = sizes[sizes > 0]
-            weights.append(sizes)
-            values.append(self._price[number] * sizes / way.sum())
-            ends.append(ends[-1] + len(sizes))
-        best, _ = knapsacks(np.concatenate(weights), np.concatenate(values), self._room, ends, start=self._free)
+        pieces = [self._pieces[kind] for kind in reversed(self._kinds)]
+        many = [len(sizes) for sizes, _ in pieces]
+        sizes: Ints = np.concatenate([np.zeros(0, dtype=np.int64), *(sizes for sizes, _ in pieces)])
+        parts: Floats = np.concatenate([np.zeros(0), *(part for _, part in pieces)])
+        ends = np.cumsum([0, *many]).tolist()
+        best, _ = knapsacks(sizes, np.repeat(self._price[::-1], many) * parts, self._room, ends, start=self._free)
         found: Floats = np.ascontiguousarray(best[::-1]) + 1e-12
         return found
 

@@ -4,11 +4,13 @@ With E the load on every rank and c the most that the pieces of one come to, the
 
 1. :mod:`relax` proves a bound, and finds which values of c are promising. What is small goes to HiGHS as a whole
    (:mod:`exact`); where few tables fill the ranks, all combinations of their options are gone through (:mod:`combine`).
-2. On many hosts, sets of parts that fit a host give the bound and the plan (:mod:`hostsearch`).
-3. :mod:`patterns` raises the bound, and chooses options and ways to fill a rank together, in whole numbers.
-4. :mod:`rebuild` improves the best plans by taking a few tables off and putting them back.
-5. On one or two hosts, all that a better plan could have is listed (:mod:`enumerate`): a plan of it, or a proof.
-6. Where that leaves a gap, :mod:`curve` and integer programmes raise the bound further, and what they choose is packed.
+2. Where many tables share many ranks, or nearly all of the memory, ranks are filled in time and memory at once
+   (:mod:`tight`).
+3. :mod:`rebuild` improves the best plans by taking a few tables off and putting them back.
+4. On many hosts, sets of parts that fit a host give the bound and the plan (:mod:`hostsearch`). On one or two, all that
+   a better plan could have is listed (:mod:`enumerate`): a plan of it, or a proof.
+5. Where that leaves a gap, options and ways to fill a rank are chosen together (:mod:`patterns`); integer programmes
+   raise the bound further, and what they choose is packed.
 
 The search ends when the gap is closed or its rounds are used up, or, as the only thing that depends on the machine,
 when the clock runs out; the solution says so. The clock counts processor time, so that a busy machine makes a search
@@ -23,14 +25,13 @@ from heapq import heapify, heappop, heappush
 
 import numpy as np
 
-from shardrec.planner.solve.clock import Clock
 from shardrec.planner.solve.combine import combined
-from shardrec.planner.solve.curve import Curve
 from shardrec.planner.solve.encode import Encoded, Floats, Ints, encode
 from shardrec.planner.solve.enumerate import enumerated
 from shardrec.planner.solve.exact import solve_exactly
 from shardrec.planner.solve.hostsearch import HostSearch
-from shardrec.planner.solve.packing import Packing, demand, rounded, spread
+from shardrec.planner.solve.incumbent import Incumbent
+from shardrec.planner.solve.packing import Packing, rounded, spread
 from shardrec.planner.solve.patterns import PatternProgramme
 from shardrec.planner.solve.problem import Problem, Solution, SolveLimits
 from shardrec.planner.solve.rebuild import Rebuilder
@@ -40,12 +41,8 @@ from shardrec.planner.solve.tight import many_tables, tight_plans
 
 __all__ = ["solve"]
 
-_ROUNDS = 400
-"""Most steps of improving one packing."""
 _MERGED = 4e-3
 """Width of the intervals that are priced for whole tables, against their bounds."""
-_COARSE = 0.01
-"""Width of the intervals that are priced by ways to fill hosts and ranks."""
 _STUCK = 3e-4
 """Width at which an interval is not cut further."""
 _STEP = 1e-3
@@ -63,20 +60,17 @@ _PATTERN_NODES = 60
 _DIVES_PER_EFFORT = 1
 _EFFORT_PER_PROGRAMME = 5
 _REBUILT = 3
-"""Plans that are improved."""
-_EFFORT_PER_RAISE = 4
+"""Times that one of the best plans is improved."""
 _EFFORT_PER_ROOM = 10
-_FINER, _AIM, _EFFORT_PER_TRY = 20, 0.85, 10
-"""For ways in time and memory: how much finer the intervals are, and the part of the gap that is aimed at."""
-_REBUILDS_PER_EFFORT = 25
+_FINER = 20
+"""How much finer the intervals are where ranks are filled in time and memory at once."""
+_REBUILDS_PER_EFFORT = 100
 _NODES_PER_EFFORT = 10
 _COMBINATIONS_PER_EFFORT = 300
 _ENUMERATED = 100
 """Most tables whose options are listed."""
 _MEMORY_SHARES = (1.0, 0.99, 0.97)
 """Parts of the capacity that the choice of options may use: what fits on the whole may not fit rank by rank."""
-_FILLS = ((0.0, 0.0), (0.0, 0.5), (0.3, 0.5), (1.0, 0.9))
-"""Ways to pack: how much bytes count in the choice of the rank, and in the order."""
 
 
 def solve(problem: Problem, limits: SolveLimits | None = None) -> Solution | None:
@@ -95,20 +89,14 @@ def solve(problem: Problem, limits: SolveLimits | None = None) -> Solution | Non
     return _Search(encode(problem), limits or SolveLimits()).run()
 
 
-class _Search:
+class _Search(Incumbent):
     def __init__(self, encoded: Encoded, limits: SolveLimits) -> None:
-        self.encoded = encoded
-        self.limits = limits
-        self.clock = Clock()
+        super().__init__(encoded, limits)
         self.relaxation = Relaxation(encoded)
-        self.bound = 0.0
         self.accuracy = max(2e-5, limits.gap / 2)
         self.intervals: list[Interval] = []
         self.rooms: list[float] = []
-        self.pool: list[Packing] = []
-        self.best: Packing | None = None
-        self.timed_out = False
-        self.tried: set[bytes] = set()
+        self.rebuilt = 0
         local = host_blocks(encoded)[0]
         self.listed = encoded.sizes.sum() <= _ENUMERATED and (local == 1 or encoded.ranks <= 2 * local)
 
@@ -124,18 +112,15 @@ class _Search:
         if not self._exact():
             self._fill_jointly(0.6)
             self._combine()
-            if hosts := HostSearch.applies(self.encoded, self.best):
+            if HostSearch.applies(self.encoded, self.best):
                 self._rebuild(0.15)
                 self._by_hosts(0.7)
             elif self.listed:
                 self._rebuild(0.1)
                 self._enumerate(0.93)
-            self._raise(0.1)
             self._fill()
             self._rebuild(0.35)
             self._refill()
-            if not hosts:
-                self._lift(0.7)
             self._search()
             self._rebuild(1.0)
         return None if self.best is None else self.best.solution(self.bound, self.timed_out)
@@ -144,38 +129,34 @@ class _Search:
         """Fill ranks in time and memory at once, where there are many tables, for a part of the time that is left."""
         if self._closed() or self._out_of_time() or not many_tables(self.encoded):
             return
-        until = self._time_left() * (1 - share) if np.isfinite(self._time_left()) else -np.inf
+        until = self._after(share)
         self.intervals = self.relaxation.intervals(self.accuracy / _FINER)
         self.bound = max(self.bound, self.intervals[0].bound)
-        aim, tries = self.bound * (1 + _AIM * self.limits.gap), max(1, self.limits.effort // _EFFORT_PER_TRY)
-        room = self.intervals[0].high
-        for packing in tight_plans(self.encoded, self.relaxation, room, aim, tries, partial(self._only, until)):
-            packing.improve(_ROUNDS, self.bound)
-            self.pool.append(packing)
-            self._keep(packing)
+        first, stop = self.intervals[0], partial(self._only, until)
+        for packing in tight_plans(self.encoded, self.relaxation, first, self.limits, stop):
+            self._improve(packing)
             if self._closed():
                 return
 
     def _enumerate(self, share: float) -> None:
         """List all that a better plan could have, for a part of the time that is left."""
         if self.listed and self.best and not self._closed() and not self._out_of_time():
-            stop = partial(self._only, self._time_left() * (1 - share) if np.isfinite(self._time_left()) else -np.inf)
+            stop = partial(self._only, self._after(share))
             rows = self.relaxation.limits()
             self.bound = enumerated(
-                self.encoded, rows, self.bound, self.limits, self._cost, self._try_both, self.clock, stop
+                self.encoded, rows, self.bound, self.limits, self._cost, self._try_placed, self.clock, stop
             )
 
     def _combine(self) -> None:
         """Go through all the combinations of options, where few tables fill the ranks."""
         if self._closed() or self._out_of_time():
             return
-        until = self._time_left() * 0.05 if np.isfinite(self._time_left()) else -np.inf
+        until = self._after(0.95)
         most = _COMBINATIONS_PER_EFFORT * self.limits.effort
         found = combined(self.encoded, self.best, self.limits.gap, most, partial(self._only, until))
         self.bound = max(self.bound, found.bound)
         if found.packing is not None:
-            self._keep(found.packing)
-            self.pool.append(found.packing)
+            self._add(found.packing)
 
     def _exact(self) -> bool:
         """Solve the problem as a whole, if it is small; whether that leaves nothing to do."""
@@ -188,52 +169,19 @@ class _Search:
         self.bound = max(self.bound, exact.bound)
         self.timed_out |= exact.timed_out
         if exact.packing is not None:
-            self._keep(exact.packing)
-            self.pool.append(exact.packing)
+            self._add(exact.packing)
         return exact.finished
 
     def _by_hosts(self, share: float) -> None:
         """Bound and plans by sets of parts that fit a host, for a part of the time that is left."""
         if self.best is None or self._closed() or self._out_of_time():
             return
-        until = self._time_left() * (1 - share) if np.isfinite(self._time_left()) else -np.inf
-        search = HostSearch(self.encoded, self.best, self.intervals, self.relaxation.limits(), self.limits.gap)
+        until = self._after(share)
+        limits, value = self.relaxation.limits(), self.relaxation.value
+        search = HostSearch(self.encoded, self.best, self.intervals, limits, self.limits.gap, value)
         for packing in search.run(self.limits.effort, partial(self._only, until), self._time_left):
-            self._keep(packing)
-            self.pool.append(packing)
+            self._add(packing)
         self.bound = max(self.bound, min(search.bound, self.best.cost))
-
-    def _raise(self, share: float) -> None:
-        """Price the deciding intervals by patterns, for a part of the time that is left."""
-        until = self._time_left() * (1 - share)
-        # Coarse at first: pricing an interval takes long, and holds for all of it.
-        self.intervals = self.relaxation.merged(self.intervals, _COARSE)
-        heapify(self.intervals)
-        for _ in range(max(2, self.limits.effort // _EFFORT_PER_RAISE)):
-            first = self.intervals[0]
-            self.bound = max(self.bound, min(first.bound, self.best.cost if self.best else np.inf))
-            if self._closed() or self._out_of_time() or self._time_left() < until or np.isinf(first.high):
-                return
-            if self.best is not None and first.bound >= self.best.cost:
-                return
-            heappop(self.intervals)
-            raised = self.relaxation.strengthened(first, np.inf if self.best is None else self.best.cost)
-            if raised.base <= first.base + _STUCK * first.bound and first.high - first.low > 2 * _STUCK * first.bound:
-                for part in self.relaxation.halves(raised):
-                    heappush(self.intervals, part)
-            else:
-                heappush(self.intervals, raised)
-                if raised.bound <= first.bound + 1e-5 * first.bound:
-                    return
-
-    def _lift(self, share: float) -> None:
-        """Raise the curve of bounds by room, for a part of the time that is left."""
-        if self.best is None or self._closed() or self.best.cost <= 0:
-            return
-        until = self._time_left() * (1 - share) if np.isfinite(self._time_left()) else -np.inf
-        curve = Curve(self.encoded, self.best.cost, self.relaxation.limits())
-        target = self.best.cost / (1 + self.limits.gap) * (1 + 1e-6)
-        self.bound = max(self.bound, curve.lift(target, self.limits.effort, partial(self._only, until)))
 
     def _fill(self) -> None:
         """Choose options and ways to fill ranks together, near the deciding c."""
@@ -283,29 +231,27 @@ class _Search:
             return
         packing = programme.packed(filled, kept)
         if packing is not None:
-            packing.improve(_ROUNDS, self.bound)
-            self.pool.append(packing)
-            self._keep(packing)
+            self._improve(packing)
 
     def _rebuild(self, share: float) -> None:
         """Take tables off and put them back, in the best plans."""
         self.pool.sort(key=lambda packing: packing.cost)
-        until = self._time_left() * (1 - share) if np.isfinite(self._time_left()) else 0.0
+        until = self._after(share)
         starts = [packing for packing in self.pool[:_REBUILT] if packing.cost <= 1.1 * self.pool[0].cost]
-        for number, start in enumerate(starts):
+        for number in range(_REBUILT if starts else 0):
             if self._closed() or self._out_of_time():
                 return
-            left = self._time_left()
-            stop_at = left - (left - until) / (len(starts) - number) if np.isfinite(left) else 0.0
-            found = Rebuilder(self.encoded, self.relaxation.value, seed=number).run(
-                start,
-                _REBUILDS_PER_EFFORT * self.limits.effort // len(starts),
-                partial(self._only, stop_at),
+            stop_at = until + (self._time_left() - until) * (_REBUILT - 1 - number) / (_REBUILT - number)
+            # Which plan a search ends at is much a matter of chance: several, one after the other, find more than one.
+            self.rebuilt += 1
+            found = Rebuilder(self.encoded, self.relaxation.value, seed=self.rebuilt).run(
+                starts[number % len(starts)],
+                _REBUILDS_PER_EFFORT * self.limits.effort // _REBUILT,
+                partial(self._only, stop_at if np.isfinite(stop_at) else -np.inf),
                 self.bound * (1 + self.limits.gap),
             )
             if found is not None:
-                self.pool.append(found)
-                self._keep(found)
+                self._add(found)
 
     def _round(self) -> None:
         """Quick first plans: fractional choices for the deciding c, rounded table by table.
@@ -372,58 +318,3 @@ class _Search:
                 self._try(found.values.astype(np.int64))
             if self.best is not None:
                 return
-
-    def _try(self, counts: Ints) -> bool:
-        """Pack a choice of options; whether it fits memory."""
-        key = counts.tobytes()
-        if key in self.tried:
-            return True
-        self.tried.add(key)
-        encoded = self.encoded
-        wanted = demand(encoded, counts)
-        best: Packing | None = None
-        for memory_weight, memory_order in _FILLS:
-            packing = Packing(encoded, counts)
-            if packing.fits() and packing.fill(wanted.items(), memory_weight, memory_order):
-                packing.improve(_ROUNDS, self.bound)
-                if best is None or packing.cost < best.cost:
-                    best = packing
-                    self._keep(packing)
-                if self._closed():
-                    break
-        if best is not None:
-            self.pool.append(best)
-        return best is not None
-
-    def _try_both(self, counts: Ints, packing: Packing | None) -> None:
-        """Pack a choice of options, and improve a packing of it."""
-        self._try(counts)
-        if packing is not None:
-            packing.improve(_ROUNDS, self.bound)
-            self.pool.append(packing)
-            self._keep(packing)
-
-    def _keep(self, packing: Packing) -> None:
-        if self.best is None or packing.cost < self.best.cost:
-            self.best = packing
-
-    def _cost(self) -> float:
-        return np.inf if self.best is None else self.best.cost
-
-    def _closed(self) -> bool:
-        return self.best is not None and self.best.cost <= self.bound * (1 + self.limits.gap)
-
-    def _share_of_time(self) -> float:
-        return max(0.1, self._time_left() / 4)
-
-    def _time_left(self) -> float:
-        return self.limits.seconds - self.clock.passed()
-
-    def _only(self, seconds: float) -> bool:
-        """Whether no more than so many seconds are left."""
-        return self._time_left() <= seconds
-
-    def _out_of_time(self) -> bool:
-        if self._time_left() <= 0:
-            self.timed_out = True
-        return self.timed_out

@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from shardrec.planner.solve.dive import dive
 from shardrec.planner.solve.encode import Encoded, Floats, Ints
 from shardrec.planner.solve.joint import JointProgramme, unbound
 from shardrec.planner.solve.packing import Packing, demand
-from shardrec.planner.solve.relax import Relaxation
+from shardrec.planner.solve.problem import SolveLimits
+from shardrec.planner.solve.relax import Interval, Relaxation
 from shardrec.planner.solve.settle import settled
 
 __all__ = ["many_tables", "tight_plans"]
@@ -33,6 +35,8 @@ _BOUND = 0.25
 """Most of the load that options whose parts are bound to sets of ranks may have: they are rounded with little care."""
 _TRIES = ((1.004, 0.65), (1.008, 0.65), (1.002, 0.4), (1.006, 0.4), (1.012, 0.8), (1.006, 0.2))
 """Rooms, against the one that decides; and parts of the spare memory that are kept from the programme."""
+_EFFORT_PER_TRY, _AIM = 10, 0.85
+"""The latter of the gap that is good enough: the cost that pieces are moved and swapped for."""
 _SHARES, _LEFT_OUT = (1.0, 0.4, 0.15, 0.0), 1e-3
 """Parts of the reserve, the next where with one there is no choice of options, or so many tables have no place."""
 _MOST_KEPT = 0.02
@@ -58,22 +62,22 @@ def many_tables(encoded: Encoded) -> bool:
 
 
 def tight_plans(
-    encoded: Encoded, relaxation: Relaxation, room: float, aim: float, tries: int, stop: Callable[[], bool]
+    encoded: Encoded, relaxation: Relaxation, first: Interval, limits: SolveLimits, stop: Callable[[], bool]
 ) -> Iterator[Packing]:
     """Packings that fit memory, one for each try that comes to one.
 
     Args:
         encoded: the problem.
         relaxation: its rows.
-        room: load of a rank's pieces where the bound is.
-        aim: a cost that is good enough.
-        tries: most rooms to try.
+        first: the interval that decides.
+        limits: what gap is good enough, and how many tries are made.
         stop: asked between steps.
     """
+    room, aim = first.high, first.bound * (1 + _AIM * limits.gap)
     spare = np.clip(_spare(encoded), 0.0, 1.0)
     if not np.isfinite(room):
         return
-    for factor, kept in _TRIES[:tries]:
+    for factor, kept in _TRIES[: max(1, limits.effort // _EFFORT_PER_TRY)]:
         if stop():
             return
         for share in _SHARES:
@@ -110,7 +114,7 @@ def _planned(
         programme.generate(stop)
         if programme.left_out() < _LEFT_OUT or stop():
             break
-    packing, rest = programme.dive(stop)
+    packing, rest = dive(programme, stop)
     if not settled(packing, rest, max(aim, room + packing.base), _MOVES):
         return None
     return packing

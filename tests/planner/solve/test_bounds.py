@@ -9,17 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from shardrec.planner.solve import Option, Part, Piece, Problem, SolveLimits, exact, solve
-from shardrec.planner.solve.curve import Curve
+from shardrec.planner.solve import SolveLimits, exact, solve
 from shardrec.planner.solve.encode import Encoded, encode
 from shardrec.planner.solve.knapsack import GRID, knapsack, knapsacks
 from shardrec.planner.solve.packing import Packing
 from shardrec.planner.solve.patterns import PatternProgramme
-from shardrec.planner.solve.problem import host_places
 from shardrec.planner.solve.rebuild import Rebuilder
-from shardrec.planner.solve.relax import Relaxation
-from shardrec.planner.solve.room import RoomBound
-from shardrec.planner.solve.sizes import GRID as STEPS
 from tests.planner.problems import best_cost, check, random_problem
 from tests.plans import randoms
 
@@ -54,33 +49,6 @@ def random_packing(rng: Random, encoded: Encoded) -> Packing | None:
     return packing if packing.fits() else None
 
 
-@settings(max_examples=60, deadline=None)
-@given(rng=randoms())
-def test_no_packing_has_less_on_every_rank_than_the_bound_of_its_room(rng: Random) -> None:
-    """Whatever the options and places: a room that holds the pieces has a bound that the packing keeps."""
-    encoded = encode(random_problem(rng, most_tables=6))
-    rooms = RoomBound(encoded)
-    for _ in range(5):
-        packing = random_packing(rng, encoded)
-        room = 0.0 if packing is None else float(packing.loads.max()) - packing.base
-        if packing is not None and room > 0:
-            bound, value = rooms.solve(room, np.inf)
-            assert bound <= packing.base + 1e-9 * (1 + packing.cost)
-            assert value[-1] == pytest.approx(1.0)
-            assert (np.diff(value) >= -1e-12).all()
-
-
-def test_parts_of_a_host_share_its_room() -> None:
-    """Two tables that put 1 on each rank of a host, two hosts, room for 1.5: a third table does not fit that way."""
-    places = host_places(2, 2)
-    by_host = Option(label="host", everywhere=Piece(), parts=(Part(pieces=(Piece(load=1.0),) * 2, places=places),))
-    everywhere = Option(label="all", everywhere=Piece(load=5.0))
-    tables = {f"t{number}": (by_host, everywhere) for number in range(3)}
-    encoded = encode(Problem(ranks=4, capacity=(np.inf,), tables=tables))
-    bound, _ = RoomBound(encoded).solve(1.5, np.inf)
-    assert bound == pytest.approx(5.0, rel=1e-2)
-
-
 @settings(max_examples=30, deadline=None)
 @given(rng=randoms())
 def test_knapsacks_use_no_more_pieces_than_there_are(rng: Random) -> None:
@@ -99,47 +67,6 @@ def test_knapsacks_use_no_more_pieces_than_there_are(rng: Random) -> None:
             assert float(values @ found) == pytest.approx(wanted)
             assert (found <= there).all()
             assert weights @ found <= size
-
-
-@settings(max_examples=60, deadline=None)
-@given(rng=randoms())
-def test_no_packing_has_less_on_every_rank_than_the_curve_says(rng: Random) -> None:
-    """Whatever the options and places, and whichever room was priced: the bound for a packing's room holds for it."""
-    encoded = encode(random_problem(rng, most_tables=6))
-    found = [packing for packing in (random_packing(rng, encoded) for _ in range(6)) if packing is not None]
-    if not found or max(packing.cost for packing in found) <= 0:
-        return
-    curve = Curve(encoded, 1.01 * max(packing.cost for packing in found), Relaxation(encoded).limits())
-    for packing in found:
-        room = int((float(packing.loads.max()) - packing.base) / curve.step)
-        curve.price(min(room + rng.randint(0, 20), STEPS), np.inf)
-        for each in found:
-            room = int((float(each.loads.max()) - each.base) / curve.step)
-            assert curve.curve[room] <= each.base + 1e-9 * (1 + each.cost)
-            assert curve.lift(each.cost, 2, lambda: False) <= each.cost * (1 + 1e-9)
-    assert (np.diff(np.clip(curve.curve, 0.0, 1e9)) <= 1e-12).all(), "less room, more on every rank"
-
-
-def test_a_part_is_on_one_host_only() -> None:
-    """Two tables, each on a host of two with 3 besides on one rank: not half of one twice on half a host."""
-    places = tuple(place for host in host_places(2, 2) for place in (host, host[::-1]))
-    part = Part(pieces=(Piece(load=4.0), Piece(load=1.0)), places=places)
-    free = Part(pieces=(Piece(load=3.0),), places=tuple((rank,) for rank in range(4)))
-    tables = {
-        "bound": (Option(label="", everywhere=Piece(), parts=(part,)),),
-        **{
-            f"t{number}": (
-                Option(label="", everywhere=Piece(), parts=(free,)),
-                Option(label="all", everywhere=Piece(load=5.0)),
-            )
-            for number in range(4)
-        },
-    }
-    encoded = encode(Problem(ranks=4, capacity=(np.inf,), tables=tables))
-    rooms = Curve(encoded, 20.0, Relaxation(encoded).limits())
-    # Room for one piece of 3 on each rank but that with 4: one of the four tables is on all ranks.
-    rooms.price(int(5.0 / rooms.step), np.inf)
-    assert rooms.curve[int(5.0 / rooms.step)] == pytest.approx(5.0, rel=1e-2)
 
 
 @settings(max_examples=15, deadline=None)

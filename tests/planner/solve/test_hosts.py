@@ -176,8 +176,8 @@ def test_the_search_proves_no_more_than_there_is(rng: Random) -> None:
     encoded = encode(random_problem(rng, 10))
     start = packed(encoded)
     relaxation = Relaxation(encoded)
-    search = HostSearch(encoded, start, relaxation.intervals(0.01), relaxation.limits(), 0.0)
-    found = search.run(20, lambda: False, lambda: np.inf)
+    search = HostSearch(encoded, start, relaxation.intervals(0.01), relaxation.limits(), 0.0, relaxation.value)
+    found = search.run(10, lambda: False, lambda: np.inf)
     best = min([start, *found], key=lambda packing: packing.cost)
     for packing in [*found, *(random_packing(rng, encoded) for _ in range(3))]:
         assert search.bound <= packing.cost * (1 + 1e-9)
