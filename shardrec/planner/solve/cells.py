@@ -119,6 +119,7 @@ class Cells:
         self.high, self.low = (room, room) if not most else (each.ravel() for each in np.indices((GRID + 1, GRID + 1)))
         self.bound: Floats = np.full(len(self.high), -np.inf)
         self.width = GRID // 40
+        self._most_width: dict[tuple[int, ...], int] = {}
         self._only(self.low <= self.high)
 
     def _only(self, some: NDArray[np.bool_]) -> None:
@@ -151,7 +152,12 @@ class Cells:
         """The cells from that of the least bound on, of those that are in none of some boxes."""
         at = int(self._bounds_outside(boxes).argmin())
         low = (int(self.high[at]), int(self.low[at]))[: len(self.ranks)]
-        return Box(low, tuple(min(room + self.width, GRID) for room in low), self.least, self.most)
+        width = min(self.width, self._most_width.get(low, GRID))
+        return Box(low, tuple(min(room + width, GRID) for room in low), self.least, self.most)
+
+    def failed(self, box: Box) -> None:
+        """Make boxes narrower after one that was not closed, and from its least rooms on for good: levels rise."""
+        self.width = self._most_width[box.low] = box.width // 2
 
     def raised(self, box: Box, bound: float) -> None:
         """Raise the bounds of the cells of a box."""

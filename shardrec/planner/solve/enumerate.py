@@ -41,7 +41,7 @@ Stop = Callable[[], bool]
 
 _AT_ONCE = 2
 """Boxes that are looked at, each in a thread of its own."""
-_MOST_WAYS = 30_000
+_MOST_WAYS = 12_000
 _SHARED = 4
 """Numbers of tables with shares that are looked at apart; so many or more are together."""
 _WIDTH = 2
@@ -172,13 +172,15 @@ class _Enumeration:
                 pricing.know(prices)
             for each in self.cells:
                 each.learn(prices, self.target)
-        if found.chosen is None:
-            cells.width = min(2 * box.width + 1, _WIDEST) if found.closed else box.width // 2
+        if found.closed:
+            cells.width = min(2 * box.width + 1, _WIDEST)
+        elif found.chosen is None:
+            cells.failed(box)
         elif found.chosen.bound >= found.level:
             cells.raised(box, found.level)
             cells.width = _WIDTH
         elif box.width > 0:
-            cells.width = box.width // 2
+            cells.failed(box)
         else:
             self._give_way(cells, box, found.chosen.bound)
 

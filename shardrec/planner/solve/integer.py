@@ -215,7 +215,8 @@ class Whole:
             ("random_seed", 0),
             # It takes far longer than the rest, and cuts and reduced costs do as well.
             ("presolve", "off"),
-            ("mip_rel_gap", 1e-3),
+            # One below the target is enough.
+            ("mip_max_improving_sols", 1),
             ("mip_max_nodes", _NODES),
             ("time_limit", min(seconds, 1e9)),
         ):
