@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from time import thread_time
@@ -19,11 +20,12 @@ class Clock:
     """
 
     def __init__(self) -> None:
-        self._begin, self._others = thread_time(), 0.0
+        self._here = threading.local()
+        self._here.offset = -thread_time()
 
     def passed(self) -> float:
-        """Seconds since the clock was made; to be asked in the thread in which it was."""
-        return thread_time() - self._begin + self._others
+        """Seconds since the clock was made; asked in the thread in which it was, or in one of :meth:`together`."""
+        return thread_time() + float(self._here.offset)
 
     def together(self, tasks: Sequence[Callable[[], T]]) -> list[T]:
         """What tasks return, each called in a thread of its own, the first in this one.
@@ -33,14 +35,15 @@ class Clock:
         """
         if len(tasks) < 2:
             return [task() for task in tasks]
+        begin = self.passed()
+
+        def timed(task: Callable[[], T]) -> tuple[T, float]:
+            self._here.offset = begin - thread_time()
+            return task(), self.passed()
+
         with ThreadPoolExecutor(len(tasks) - 1) as pool:
-            others = [pool.submit(_timed, task) for task in tasks[1:]]
-            first, mine = _timed(tasks[0])
+            others = [pool.submit(timed, task) for task in tasks[1:]]
+            first = tasks[0]()
             results = [other.result() for other in others]
-        self._others += max(0.0, max(seconds for _, seconds in results) - mine)
+        self._here.offset += max(0.0, max(passed for _, passed in results) - self.passed())
         return [first, *(result for result, _ in results)]
-
-
-def _timed(task: Callable[[], T]) -> tuple[T, float]:
-    begin = thread_time()
-    return task(), thread_time() - begin

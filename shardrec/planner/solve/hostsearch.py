@@ -294,7 +294,7 @@ class HostSearch:
         self._learn(room, hosts.price(room, np.inf, stop))
         cutoff = self.best.cost * (1 - 1e-4) - room * hosts.step
         # Without a time limit, the nodes alone decide when it ends.
-        limit = min(max(seconds() / 4, 0.1), _SECONDS) if np.isfinite(seconds()) else np.inf
+        limit = min(max(seconds() / 2, 0.1), _SECONDS) if np.isfinite(seconds()) else np.inf
         packing = hosts.plan(room, cutoff, nodes=_NODES, seconds=limit)
         if packing is None:
             return False

@@ -244,7 +244,7 @@ class PatternProgramme:
             ("mip_rel_gap", 1e-3),
             ("mip_abs_gap", _CLOSE * self._room),
             ("objective_bound", cutoff),
-            ("time_limit", solver.getRunTime() + min(seconds, 1e9)),
+            ("time_limit", min(seconds, 1e9)),
         ):
             solver.setOptionValue(name, value)
         solver.run()

@@ -19,7 +19,7 @@ longer, not worse.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from heapq import heapify, heappop, heappush
 
@@ -60,10 +60,10 @@ _PATTERN_NODES = 60
 _DIVES_PER_EFFORT = 1
 _EFFORT_PER_PROGRAMME = 5
 _REBUILT = 3
-"""Times that one of the best plans is improved."""
+"""Of the best plans, or times that the best is, improved."""
+_AT_ONCE = 2
+"""Searches from one plan, each in a thread of its own."""
 _EFFORT_PER_ROOM = 10
-_FINER = 20
-"""How much finer the intervals are where ranks are filled in time and memory at once."""
 _REBUILDS_PER_EFFORT = 100
 _NODES_PER_EFFORT = 10
 _COMBINATIONS_PER_EFFORT = 300
@@ -93,12 +93,14 @@ class _Search(Incumbent):
     def __init__(self, encoded: Encoded, limits: SolveLimits) -> None:
         super().__init__(encoded, limits)
         self.relaxation = Relaxation(encoded)
-        self.accuracy = max(2e-5, limits.gap / 2)
+        few = encoded.sizes.sum() <= _ENUMERATED
+        # With few tables, programmes that prove more come later, and these take their time.
+        self.accuracy = max(2e-5, limits.gap / (2 if few else 40))
         self.intervals: list[Interval] = []
         self.rooms: list[float] = []
-        self.rebuilt = 0
+        self.seed = 0
         local = host_blocks(encoded)[0]
-        self.listed = encoded.sizes.sum() <= _ENUMERATED and (local == 1 or encoded.ranks <= 2 * local)
+        self.listed = few and (local == 1 or encoded.ranks <= 2 * local)
 
     def run(self) -> Solution | None:
         self.intervals = self.relaxation.intervals(self.accuracy)
@@ -114,7 +116,7 @@ class _Search(Incumbent):
             self._combine()
             if HostSearch.applies(self.encoded, self.best):
                 self._rebuild(0.15)
-                self._by_hosts(0.7)
+                self._by_hosts(0.85)
             elif self.listed:
                 self._rebuild(0.1)
                 self._enumerate(0.93)
@@ -130,8 +132,6 @@ class _Search(Incumbent):
         if self._closed() or self._out_of_time() or not many_tables(self.encoded):
             return
         until = self._after(share)
-        self.intervals = self.relaxation.intervals(self.accuracy / _FINER)
-        self.bound = max(self.bound, self.intervals[0].bound)
         first, stop = self.intervals[0], partial(self._only, until)
         for packing in tight_plans(self.encoded, self.relaxation, first, self.limits, stop):
             self._improve(packing)
@@ -242,16 +242,18 @@ class _Search(Incumbent):
             if self._closed() or self._out_of_time():
                 return
             stop_at = until + (self._time_left() - until) * (_REBUILT - 1 - number) / (_REBUILT - number)
-            # Which plan a search ends at is much a matter of chance: several, one after the other, find more than one.
-            self.rebuilt += 1
-            found = Rebuilder(self.encoded, self.relaxation.value, seed=self.rebuilt).run(
-                starts[number % len(starts)],
-                _REBUILDS_PER_EFFORT * self.limits.effort // _REBUILT,
-                partial(self._only, stop_at if np.isfinite(stop_at) else -np.inf),
-                self.bound * (1 + self.limits.gap),
-            )
-            if found is not None:
-                self._add(found)
+            stop = partial(self._only, stop_at if np.isfinite(stop_at) else -np.inf)
+            # Which plan a search ends at is much a matter of chance: several find more than one.
+            searches = [partial(self._rebuilt, starts[number % len(starts)], stop) for _ in range(_AT_ONCE)]
+            for found in self.clock.together([partial(one, seed) for seed, one in enumerate(searches, self.seed)]):
+                if found is not None:
+                    self._add(found)
+            self.seed += _AT_ONCE
+
+    def _rebuilt(self, start: Packing, stop: Callable[[], bool], seed: int) -> Packing | None:
+        rounds = _REBUILDS_PER_EFFORT * self.limits.effort // _REBUILT
+        search = Rebuilder(self.encoded, self.relaxation.value, seed=seed)
+        return search.run(start, rounds, stop, self.bound * (1 + self.limits.gap))
 
     def _round(self) -> None:
         """Quick first plans: fractional choices for the deciding c, rounded table by table.
