@@ -123,7 +123,9 @@ class _Search(Incumbent):
             self._fill()
             self._rebuild(0.35)
             self._refill()
-            self._search()
+            if not self.listed or self.best is None:
+                # Lists prove more, in less time.
+                self._search()
             self._rebuild(1.0)
         return None if self.best is None else self.best.solution(self.bound, self.timed_out)
 
