@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 
 from shardrec.planner.solve import SolveLimits, exact, solve
-from shardrec.planner.solve.encode import Encoded, encode
+from shardrec.planner.solve.encode import encode
 from shardrec.planner.solve.knapsack import GRID, knapsack, knapsacks
-from shardrec.planner.solve.packing import Packing
 from shardrec.planner.solve.patterns import PatternProgramme
 from shardrec.planner.solve.rebuild import Rebuilder
 from tests.planner.problems import best_cost, check, random_problem
@@ -33,20 +32,6 @@ def test_knapsack_is_the_best_of_all_multisets(rng: Random) -> None:
         found = pieces(size)
         assert weights @ found <= size
         assert float(values @ found) == pytest.approx(wanted)
-
-
-def random_packing(rng: Random, encoded: Encoded) -> Packing | None:
-    """Any options, any places; None where they do not fit."""
-    counts = np.zeros(len(encoded.options), dtype=np.int64)
-    for size, span in zip(encoded.sizes.tolist(), encoded.group_options, strict=True):
-        for _ in range(size):
-            counts[rng.choice(span)] += 1
-    packing = Packing(encoded, counts)
-    for option in np.flatnonzero(counts).tolist():
-        for block, count in encoded.option_blocks[option]:
-            for _ in range(count * int(counts[option])):
-                packing.put(block, rng.randrange(len(encoded.blocks[block].names)))
-    return packing if packing.fits() else None
 
 
 @settings(max_examples=30, deadline=None)
