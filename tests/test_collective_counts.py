@@ -12,7 +12,7 @@ import torch.distributed._functional_collectives  # registers the autograd kerne
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.collective_counts import CountCollectives
+from tests.collective_counts import CollectiveOperators, CountCollectives
 from tests.ranks import ranks
 
 functional = torch.ops._c10d_functional
@@ -232,6 +232,24 @@ def test_errors_pass_through_and_the_counts_stay() -> None:
         return dict(counts)
 
     assert ranks(1, step) == [{"barrier": 1}]
+
+
+def test_ranges_are_not_recorded() -> None:
+    """What gloo's threads end after the block would be written into freed memory."""
+    with CollectiveOperators() as called, torch.profiler.record_function("c10d::range"):
+        torch.ones(3).sum()
+    assert called == {}
+
+
+def test_all_to_alls_of_the_operators() -> None:
+    def step() -> tuple[dict[str, int], dict[str, int]]:
+        with CollectiveOperators() as called:
+            dist.barrier()
+            _train_step()
+        return dict(called), called.all_to_alls()
+
+    exchanges = {"c10d::alltoall_base_": 2}
+    assert ranks(2, step) == [({"c10d::barrier": 1, **exchanges}, exchanges)] * 2
 
 
 def test_nested_blocks_are_refused() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from random import Random
@@ -21,11 +20,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 import shardrec
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.modules import ShardedModel, shard
+from tests.collective_counts import CollectiveOperators
 
 __all__ = [
     "MODELS",
     "TwoTowers",
-    "all_to_alls",
     "assert_models_equal",
     "assert_trains_alike",
     "batch",
@@ -211,12 +210,6 @@ def breaks() -> int:
     return sum(torch._dynamo.utils.counters["graph_break"].values())
 
 
-def all_to_alls(profile: torch.profiler.profile) -> Counter[str]:
-    """How often each operator was called that is one."""
-    names = ("shardrec::all_to_all", "c10d::alltoall_base_")
-    return Counter(event.name for event in profile.events() if event.name in names)
-
-
 def assert_models_equal(model: ShardedModel, other: ShardedModel, atol: float = 1e-5) -> None:
     """Parameters and their gradients."""
     for (name, one), (other_name, two) in zip(model.named_parameters(), other.named_parameters(), strict=True):
@@ -269,12 +262,12 @@ def assert_trains_alike(
             watched = exchanges is not None and step == steps - 1
             for run, opt in zip((compiled, reference), optimizers, strict=True):
                 opt.zero_grad()
-                with torch.profiler.profile() if watched and run is compiled else nullcontext() as profile:
+                with CollectiveOperators() if watched and run is compiled else nullcontext() as called:
                     out = run(dense, features)
                     losses.append(out)
                     out.square().sum().backward()
-                if profile is not None:
-                    assert all_to_alls(profile) == exchanges
+                if called is not None:
+                    assert called.all_to_alls() == exchanges
             torch.testing.assert_close(
                 losses[0], losses[1], atol=1e-5, rtol=1e-4, msg=lambda t, s=step: f"step {s}: {t}"
             )

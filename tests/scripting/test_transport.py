@@ -22,7 +22,7 @@ from shardrec.layout import Topology
 from shardrec.modules import ShardedModel, shard
 from shardrec.serve import share_memory
 from tests.batches import Bags, random_bags
-from tests.collective_counts import CountCollectives
+from tests.collective_counts import CollectiveOperators, CountCollectives
 from tests.models import collection, feature_rows, random_configs, table_sizes
 from tests.plans import random_plan
 from tests.ranks import RankDied, ranks
@@ -59,13 +59,10 @@ def trained(run: Any, model: ShardedModel, bags: Bags) -> list[Tensor]:
 
 def through_shared_memory(run: Any, *args: Any) -> tuple[int, int]:
     """All-to-alls of a call: through shared memory, and of any kind."""
-    with torch.profiler.profile() as profile:
+    with CollectiveOperators() as called:
         run(*args)
-    shared = sum(event.name == SHARED for event in profile.events())
-    with CountCollectives() as counts:
-        run(*args)
-    assert set(counts) <= {"all_to_all"}
-    return shared, counts["all_to_all"]
+    assert called == called.all_to_alls()
+    return called[SHARED], called.total()
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
