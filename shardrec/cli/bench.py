@@ -15,18 +15,16 @@ from shardrec.bench import BenchConfig, bench
 from shardrec.bench.timing import TimingConfig, time_steps
 from shardrec.cli.ending import ended_by_user
 from shardrec.cli.flags import flag_parameters, parameter
+from shardrec.console import console
 from shardrec.errors import ConfigError
 from shardrec.train.options import flag, together
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from shardrec.bench.report import ByteReport
     from shardrec.bench.timing.report import TimingReport
 
 __all__ = ["bench_command"]
 
-_LOG_WIDTH = 120
 _TABLE_WIDTH = 200
 _HELP = (
     "Time sharded steps beside TorchRec's, or count the bytes that they send.\n\n"
@@ -109,10 +107,10 @@ def _time(flags: Mapping[str, Any], switches: Mapping[str, bool]) -> bool:
     _refuse_others(flags, TimingConfig, "it is about counting bytes: give --bytes, too, or leave it out")
     values = {**({"preset": "quick", "rounds": 1} if switches["quick"] else {}), **flags}
     config = TimingConfig(**values)
-    console = _console(_TABLE_WIDTH, stderr=True)
+    out = console(_TABLE_WIDTH, stderr=True)
 
     def tell(line: str) -> None:
-        console.print(line, highlight=False, soft_wrap=True)
+        out.print(line, highlight=False, soft_wrap=True)
 
     report = time_steps(config, resume=switches["resume"], debug=switches["debug"], tell=tell)
     if report is None:
@@ -121,20 +119,13 @@ def _time(flags: Mapping[str, Any], switches: Mapping[str, bool]) -> bool:
     return bool(report.failed)
 
 
-def _console(width: int, *, stderr: bool = False) -> Console:
-    from rich.console import Console
-
-    console = Console(stderr=stderr)
-    return console if console.is_terminal else Console(width=width, stderr=stderr)
-
-
 def _show_bytes(report: ByteReport, *, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(report.to_json(), indent=1))
         return
-    console = _console(_LOG_WIDTH)
-    console.print(report.by_exchange())
-    console.print(report.by_rank())
+    out = console()
+    out.print(report.by_exchange())
+    out.print(report.by_rank())
 
 
 def _show_timings(report: TimingReport, *, as_json: bool) -> None:
@@ -143,7 +134,7 @@ def _show_timings(report: TimingReport, *, as_json: bool) -> None:
         return
     from shardrec.bench.timing.tables import report_tables
 
-    console = _console(_TABLE_WIDTH)
+    out = console(_TABLE_WIDTH)
     for table in report_tables(report):
-        console.print(table)
+        out.print(table)
     typer.echo(f"wrote {report.options['out']}/timings.json and timings.png")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shardrec.console import console
 from shardrec.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ PLAN_HELP = (
     "'tables'."
 )
 
+_TABLE_WIDTH = 140
 _COLUMNS = ("num_embeddings", "embedding_dim")
 _OPTIMIZERS = {"none": (0, 0), "sgd": (0, 0), "rowwise_adagrad": (0, 4), "adagrad": (4, 0), "adam": (8, 0)}
 
@@ -88,9 +90,7 @@ def plan_command(
         cuts = {each.name: each.cut for each in report.tables}
         typer.echo(json.dumps({**numbers, "timed_out": report.timed_out, "cuts": cuts, "shards": shards}, indent=1))
         return
-    from rich.console import Console
-
-    Console().print(found.explain())
+    console(_TABLE_WIDTH).print(found.explain())
 
 
 def read_tables(path: Path, *, instance: str | None = None, optimizer: str = "rowwise_adagrad") -> dict[str, TableLoad]:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
 from rich.text import Text
 
+from shardrec.console import console
 from shardrec.train.config import TrainConfig
 from shardrec.train.report import CurvePoint, RunReport, metrics_table, summary_line
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 __all__ = ["Announcer", "Display", "LogDisplay", "SilentDisplay", "TerminalDisplay", "duration"]
 
 _LOG_PERIOD_S = 5.0
-_LOG_WIDTH = 120
 
 
 class Display(Protocol):
@@ -126,9 +126,7 @@ class Announcer:
     """What rank 0 says on stdout: the plan, the run, its progress and its results."""
 
     def __init__(self) -> None:
-        console = Console()
-        # A log is not 80 columns wide, which is what rich takes it for.
-        self._console = console if console.is_terminal else Console(width=_LOG_WIDTH)
+        self._console = console()
 
     def plan(self, plan: ShardingPlan) -> None:
         """The plan as a table."""
@@ -148,8 +146,8 @@ class Announcer:
         if announcer is None:
             yield SilentDisplay()
             return
-        console = announcer._console
-        display: Display = TerminalDisplay(console, total) if console.is_terminal else LogDisplay(console, total)
+        out = announcer._console
+        display: Display = TerminalDisplay(out, total) if out.is_terminal else LogDisplay(out, total)
         try:
             yield display
         finally:

@@ -60,13 +60,13 @@ def _compare(
         cost, missing = _with(candidate.option, rest_loads, rest_memory, capacity)
         work = _total(candidate.option, len(loads))
         if missing > 0:
-            reason = f"does not fit: {missing / _GIB:,.2f} GiB over a rank's limit"
+            reason = f"{missing / _GIB:,.2f} GiB over a rank's limit"
             rank = (np.inf, missing)
         elif cost > now * (1 + 1e-6):
-            reason = f"the slowest rank would take {cost - now:,.3f} ms more ({(cost / now - 1) * 100:+.1f}%)"
+            reason = f"slowest rank {cost - now:+,.3f} ms ({(cost / now - 1) * 100:+.1f}%)"
             rank = (cost, work)
         else:
-            reason = f"the slowest rank would be no faster, and all ranks together {work - total:+,.3f} ms"
+            reason = f"no faster, all ranks together {work - total:+,.3f} ms"
             rank = (cost, work)
         if best is None or rank < best[:2]:
             best = *rank, candidate.option.label, reason

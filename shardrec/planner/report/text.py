@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import inf
 from typing import TYPE_CHECKING
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from shardrec.layout.table import ranks_text
@@ -35,16 +36,18 @@ def explained(plan: ShardingPlan, report: PlanReport, *, reasons: bool = True) -
         f"{report.batch_size:,} samples a rank",
         caption="\n".join(_caption(report)),
         caption_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
     )
     table.add_column("table")
     for heading in ("rows", "dim", "MiB"):
-        table.add_column(heading, justify="right")
-    table.add_column("cut")
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("cut", overflow="fold")
     table.add_column("ranks")
-    table.add_column("ms", justify="right")
+    table.add_column("ms", justify="right", no_wrap=True)
     if reasons:
-        table.add_column("next-best cut")
-        table.add_column("why it lost")
+        table.add_column("next-best cut", overflow="fold", min_width=9)
+        table.add_column("why it lost", overflow="fold", min_width=9)
     by_name = {each.name: each for each in report.tables}
     for layout in plan.tables:
         about = by_name[layout.name]
