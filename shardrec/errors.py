@@ -48,22 +48,28 @@ class PlanError(ShardrecError, ValueError):
 
     Args:
         faults: one sentence per fault; all of them are in the message.
+        remedies: changes, of which each would do by itself; likewise.
 
     Attributes:
         faults: the same sentences, in order.
+        remedies: likewise.
     """
 
-    def __init__(self, faults: Sequence[str] | str) -> None:
+    def __init__(self, faults: Sequence[str] | str, remedies: Sequence[str] = ()) -> None:
         self.faults: tuple[str, ...] = (faults,) if isinstance(faults, str) else tuple(faults)
+        self.remedies = tuple(remedies)
         if len(self.faults) == 1:
             text = self.faults[0]
         else:
             lines = "\n".join(f"  {i}. {fault}" for i, fault in enumerate(self.faults, 1))
             text = f"the sharding plan has {len(self.faults)} faults:\n{lines}"
+        if self.remedies:
+            which = "Each of these" if len(self.remedies) > 1 else "This"
+            text += "\n".join([f"\n{which} would do:", *(f"  - {remedy}" for remedy in self.remedies)])
         super().__init__(text)
 
-    def __reduce__(self) -> tuple[type[PlanError], tuple[tuple[str, ...]]]:
-        return type(self), (self.faults,)
+    def __reduce__(self) -> tuple[type[PlanError], tuple[tuple[str, ...], tuple[str, ...]]]:
+        return type(self), (self.faults, self.remedies)
 
 
 class InputError(ShardrecError, ValueError):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from shardrec.errors import ConfigError, PlanError
 from shardrec.layout import Topology
+from shardrec.planner.constraint import constraints_by_table
 from shardrec.planner.solve import SolveLimits, solve
 
 if TYPE_CHECKING:
@@ -53,12 +54,13 @@ def refuse(planner: Planner) -> NoReturn:
                 f"table {name!r}: its smallest shard takes {_size(least)} by the cuts allowed ({cuts}); "
                 f"{_relax(planner, name)}"
             )
+    remedies = []
     memory = least_capacity(planner)
     if memory is not None:
-        faults.append(f"{_size(memory)} on each rank would do")
+        remedies.append(f"{_size(memory, up=True)} on each rank")
     more = _fewest_ranks(planner)
     if more is not None:
-        faults.append(f"{more} ranks of {_size(capacity)} would do")
+        remedies.append(f"{more} ranks of {_size(capacity)}")
     if planner.constraints and (memory is None or memory > capacity):
         free = type(planner)(
             planner.tables,
@@ -67,8 +69,9 @@ def refuse(planner: Planner) -> NoReturn:
             profile=planner.profile,
         )
         if solve(free.problem(), _QUICK) is not None:
-            faults.append(f"without constraints the tables fit: relax {', '.join(map(repr, _binding(planner)))}")
-    raise PlanError(faults)
+            single = _binding(planner)
+            remedies += [f"no constraint on {name!r}" for name in single] or ["no constraints at all"]
+    raise PlanError(faults, remedies)
 
 
 def least_capacity(planner: Planner, accuracy: float = 0.005) -> float | None:
@@ -123,7 +126,7 @@ def _fewest_ranks(planner: Planner) -> int | None:
 
 
 def _binding(planner: Planner) -> list[str]:
-    """The constraints without any one of which a plan was found; all of them if there is no such one."""
+    """The constraints without any one of which a plan was found."""
     constraints = dict(planner.constraints or {})
     single = []
     for name in constraints:
@@ -137,15 +140,20 @@ def _binding(planner: Planner) -> list[str]:
         )
         if solve(relaxed.problem(), _QUICK) is not None:
             single.append(name)
-    return single or list(constraints)
+    return single
 
 
 def _relax(planner: Planner, name: str) -> str:
     cuts = {candidate.cut for candidate in planner.candidates[name]}
     if "row_wise" not in cuts:
         return "allow row_wise"
-    return "allow more ranks, or use more ranks"
+    limit = constraints_by_table(planner.tables, planner.constraints, planner.topology.world_size).get(name)
+    fewer = limit is not None and 0 < len(limit.ranks) < planner.topology.world_size
+    return "allow it more ranks" if fewer else "use more ranks"
 
 
-def _size(size: float) -> str:
-    return f"{size / _GIB:,.2f} GiB" if size >= _GIB / 100 else f"{size / 2**20:,.3f} MiB"
+def _size(size: float, *, up: bool = False) -> str:
+    """For people; ``up``: rounded upwards."""
+    unit, name, digits = (_GIB, "GiB", 2) if size >= _GIB / 100 else (2**20, "MiB", 3)
+    number = ceil(size / unit * 10**digits) / 10**digits if up else size / unit
+    return f"{number:,.{digits}f} {name}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from math import inf
 from random import Random
@@ -134,8 +135,7 @@ def test_fits_memory_or_says_what_would_do(rng: Random) -> None:
         plan = plan_tables(loads, held, batch_size=16, limits=QUICK)
     except PlanError as error:
         assert "do not fit" in error.faults[0]
-        would = next((fault for fault in error.faults if "on each rank would do" in fault), None)
-        assert would is not None
+        assert any("on each rank" in remedy for remedy in error.remedies)
         return
     assert plan.report is not None
     assert max(plan.report.rank_bytes) <= limit * (1 + 1e-6)
@@ -174,12 +174,14 @@ def test_what_does_not_fit_is_named_with_what_would_do() -> None:
     with pytest.raises(PlanError) as caught:
         plan_tables(loads, topology, batch_size=1)
     text = str(caught.value)
+    copied = pickle.loads(pickle.dumps(caught.value))
+    assert (str(copied), copied.remedies) == (text, caught.value.remedies)
     assert "'big' (0.24 GiB)" in text
-    needed = re.search(r"([\d.]+) GiB on each rank would do", text)
+    needed = re.search(r"- ([\d.]+) GiB on each rank", text)
     assert needed is not None
-    enough = Topology(ranks_per_host=2, machine=machine((float(needed.group(1)) + 0.006) * 2**30))
+    enough = Topology(ranks_per_host=2, machine=machine(float(needed.group(1)) * 2**30))
     assert plan_tables(loads, enough, batch_size=1).by_name["big"].cut != "table_wise"
-    ranks = re.search(r"(\d+) ranks of .* would do", text)
+    ranks = re.search(r"- (\d+) ranks of ", text)
     assert ranks is not None
     plan_tables(loads, Topology(ranks_per_host=int(ranks.group(1)), machine=machine(100e6)), batch_size=1)
 
@@ -191,7 +193,7 @@ def test_the_constraint_to_relax_is_named() -> None:
         plan_tables(loads, Topology(ranks_per_host=2, machine=machine(50e6)), batch_size=1, constraints=limits)
     assert "table 'a': its smallest shard takes" in str(caught.value)
     assert "allow row_wise" in str(caught.value)
-    with pytest.raises(PlanError, match="without constraints the tables fit: relax 'a'"):
+    with pytest.raises(PlanError, match="- no constraint on 'a'"):
         plan_tables(
             loads,
             Topology(ranks_per_host=2, machine=machine(73e6)),
