@@ -6,13 +6,14 @@ Shapes: G groups, O options of all groups, K distinct pieces of all options, M m
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardrec.planner.solve.problem import Option, Part, Place, Problem
+from shardrec.planner.solve.problem import Option, Part, Piece, Place, Problem
 
 __all__ = ["Block", "Encoded", "Floats", "encode"]
 
@@ -135,8 +136,9 @@ class _Encoder:
         for part in option.parts:
             reach = self.reach(part)
             for piece in part.pieces:
-                key = (piece.load, piece.memory, reach)
-                counts[key] = counts.get(key, 0) + part.count
+                if piece.load or any(piece.memory):
+                    key = (piece.load, piece.memory, reach)
+                    counts[key] = counts.get(key, 0) + part.count
         self.pieces += [(number, load, memory, count, reach) for (load, memory, reach), count in counts.items()]
 
 
@@ -155,7 +157,7 @@ def encode(problem: Problem) -> Encoded:
     option_group: list[int] = []
     for group, key in enumerate(grouped):
         ranges.append(range(len(options_all), len(options_all) + len(first[key])))
-        for option in first[key]:
+        for option in map(partial(_lifted, problem.ranks), first[key]):
             coder.add_pieces(len(options_all), option)
             options_all.append(option)
             option_group.append(group)
@@ -192,6 +194,27 @@ def encode(problem: Problem) -> Encoded:
         blocks=tuple(coder.blocks),
         option_blocks=option_blocks,
     )
+
+
+def _lifted(ranks: int, option: Option) -> Option:
+    """The same option, where what a part puts on every rank, wherever it goes, is no piece.
+
+    A bound that knows pieces only by their ranks would put two of them on one.
+    """
+    everywhere, parts = option.everywhere, []
+    for part in option.parts:
+        if all(sorted(place) == list(range(ranks)) for place in part.places):
+            load = min(piece.load for piece in part.pieces)
+            memory = tuple(map(min, zip(*(piece.memory for piece in part.pieces), strict=True)))
+            everywhere = _plus(everywhere, load, memory, part.count)
+            part = replace(part, pieces=tuple(_plus(piece, load, memory, -1) for piece in part.pieces))
+        parts.append(part)
+    return replace(option, everywhere=everywhere, parts=tuple(parts))
+
+
+def _plus(piece: Piece, load: float, memory: tuple[float, ...], times: int) -> Piece:
+    held = tuple(mine + times * more for mine, more in zip(piece.memory, memory, strict=True))
+    return Piece(load=piece.load + times * load, memory=held)
 
 
 def _key(option: Option) -> Any:
