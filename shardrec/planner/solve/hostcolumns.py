@@ -121,6 +121,16 @@ class HostColumns:
         found[list(there)] = values[list(there.values())]
         return found
 
+    def most_of_each(self) -> Floats:
+        """(columns,) how often a plan may use each at most: not those that are not what they count as."""
+        hosts, ranks = len(self._inside.hosts), self._encoded.ranks
+        slots = hosts * max((len(tag[1]) for tag in self.tags if tag[0] == "set"), default=0)
+        most = {"out": 0, "set": hosts, "slot": slots, "way": ranks, "less": ranks}
+        found = np.array([most.get(tag[0], 0) for tag in self.tags], dtype=np.float64)
+        for option, column in self._options.items():
+            found[column] = self._encoded.sizes[self._encoded.option_group[option]] * self._inside.exact[option]
+        return found
+
     def limit(self, number: int) -> float:
         """What a limit is in the room that is open."""
         return float(self._rows.limits[number] + self._rows.slopes[number] * (self._room + 1) * self._step)

@@ -19,22 +19,22 @@ from typing import Any
 import highspy
 import numpy as np
 
-from shardrec.planner.solve.encode import Encoded, Ints
+from shardrec.planner.solve.encode import Encoded, Floats, Ints
 from shardrec.planner.solve.inside import Inside
 from shardrec.planner.solve.packing import Packing, demand
 
 __all__ = ["unpacked", "whole_numbers"]
 
 _FEASIBLE = 2
-_GAP = 5e-4
+_GAP = 1e-3
 
 
-def whole_numbers(solver: Any, barred: Ints, *, cutoff: float, nodes: int, seconds: float) -> Ints | None:
+def whole_numbers(solver: Any, most: Floats, *, cutoff: float, nodes: int, seconds: float) -> Ints | None:
     """Solve a programme for whole numbers; it is left as it was.
 
     Args:
         solver: with a linear programme.
-        barred: columns that are not to be used.
+        most: of each column. HiGHS goes through all the values that one could have, so there should be a limit.
         cutoff: an objective that is of no use.
         nodes: most branches.
         seconds: time limit.
@@ -49,7 +49,7 @@ def whole_numbers(solver: Any, barred: Ints, *, cutoff: float, nodes: int, secon
         name: solver.getOptionValue(name)[1]
         for name in ("presolve", "simplex_strategy", "objective_bound", "time_limit", "mip_max_nodes")
     }
-    solver.changeColsBounds(len(barred), barred.astype(np.int32), np.zeros(len(barred)), np.zeros(len(barred)))
+    solver.changeColsBounds(count, every, np.zeros(count), np.minimum(most, upper))
     solver.changeColsIntegrality(count, every, np.full(count, highspy.HighsVarType.kInteger.value, dtype=np.uint8))
     for name, value in (
         ("presolve", "on"),

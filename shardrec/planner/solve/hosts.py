@@ -230,16 +230,8 @@ class Hosts:
         columns.open(room)
         _, objective = columns.run()
         extra = np.array(columns.solver.getSolution().col_dual)
-        barred = [
-            number
-            for number, tag in enumerate(columns.tags)
-            if tag[0] == "out"
-            or (tag[0] == "option" and not self.inside.exact[tag[1]])
-            or extra[number] > cutoff / self.most - objective
-        ]
-        values = whole_numbers(
-            columns.solver, np.array(barred, dtype=np.int64), cutoff=cutoff / self.most, nodes=nodes, seconds=seconds
-        )
+        most = np.where(extra > cutoff / self.most - objective, 0.0, columns.most_of_each())
+        values = whole_numbers(columns.solver, most, cutoff=cutoff / self.most, nodes=nodes, seconds=seconds)
         return None if values is None else unpacked(self.encoded, self.inside, columns.tags, values)
 
     def _possible(self, room: int) -> bool:

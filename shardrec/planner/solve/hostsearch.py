@@ -43,12 +43,11 @@ _PROBES = 12
 _WHOLE = 0.01
 _NODES = 200
 """Most branches when whole numbers are looked for."""
-_SECONDS = 2.0
+_PART = 0.7
+"""Of the time that is left, the most that one search for whole numbers may take."""
 _IMPROVED = 400
-_OFFSETS = (6, 9, 12)
-"""Steps above the room that decides: where whole numbers are looked for, if the gap is no more than so many times what
-is good enough."""
-_HOPEFUL = 3.0
+_OFFSETS = (2, 4, 6, 8, 10, 12)
+"""Steps above the room that decides: where whole numbers are looked for."""
 _FEW_TABLES = 50
 _STRETCH, _VALLEYS = 40, 2
 """Rooms that are taken together, and of how many such stretches plans are repaired."""
@@ -126,16 +125,15 @@ class HostSearch:
         rooms = self._valleys()
         # With few tables, nearly all choices are whole, and local search does the rest; with many, it is lost.
         if self.encoded.sizes.sum() > _FEW_TABLES:
+            found = False
             for near in _OFFSETS:
-                if not self._hopeful() or stop() or self._plan(rooms[0] + near, stop, seconds):
-                    return
+                if not (stop() or self._closed()):
+                    found |= self._plan(rooms[0] + near, stop, seconds)
+            if found:
+                return
         for room in rooms[:_VALLEYS]:
             if not (stop() or self._closed()):
                 self._repaired(room + _NEAR, rounds, stop)
-
-    def _hopeful(self) -> bool:
-        """Whether the bound is near enough for the programme to have plans like the best."""
-        return self.bound * (1 + self.gap) < self.best.cost <= self.bound * (1 + _HOPEFUL * self.gap)
 
     def _valleys(self) -> list[int]:
         """Of each stretch of rooms, that with the least bound; the least first."""
@@ -294,8 +292,7 @@ class HostSearch:
         self._learn(room, hosts.price(room, np.inf, stop))
         cutoff = self.best.cost * (1 - 1e-4) - room * hosts.step
         # Without a time limit, the nodes alone decide when it ends.
-        limit = min(max(seconds() / 2, 0.1), _SECONDS) if np.isfinite(seconds()) else np.inf
-        packing = hosts.plan(room, cutoff, nodes=_NODES, seconds=limit)
+        packing = hosts.plan(room, cutoff, nodes=_NODES, seconds=max(_PART * seconds(), 0.1))
         if packing is None:
             return False
         packing.improve(_IMPROVED, self.bound)

@@ -4,6 +4,9 @@ A plan that is as good as the programme of :mod:`joint` says has each rank full 
 in time, and a part of what memory is to spare is kept from the programme, for the last pieces to be put in
 (:mod:`settle`). Parts that are bound to sets of ranks are chosen and placed first: the programme takes their pieces as
 if they could be anywhere.
+
+Where ranks have a great many pieces, small ones fill any gap, in time and memory: what the rows alone choose is
+rounded, and all of its pieces are put where they go over the limits least, and settled.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import numpy as np
 from shardrec.planner.solve.dive import dive
 from shardrec.planner.solve.encode import Encoded, Floats, Ints
 from shardrec.planner.solve.joint import JointProgramme, unbound
-from shardrec.planner.solve.packing import Packing, demand
+from shardrec.planner.solve.packing import Packing, demand, rounded
 from shardrec.planner.solve.problem import SolveLimits
 from shardrec.planner.solve.relax import Interval, Relaxation
 from shardrec.planner.solve.settle import settled
@@ -23,8 +26,8 @@ from shardrec.planner.solve.settle import settled
 __all__ = ["many_tables", "tight_plans"]
 
 _MANY, _SOME, _MOST = 6, 2, 40
-"""Tables, against ranks, from which on this is tried, in any case and where memory binds; and up to which: with more of
-them on a rank, nearly any choice can be packed."""
+"""Tables, against ranks, from which on this is tried, in any case and where memory binds; and up to which the programme
+is: with more of them on a rank, nearly any choice can be packed, so those of the rows are."""
 _GROUPS = 50
 """Most kinds of tables: the programme has a row for each kind of piece."""
 _RANKS = 32
@@ -54,11 +57,11 @@ def _spare(encoded: Encoded) -> Floats:
 
 
 def many_tables(encoded: Encoded) -> bool:
-    """Whether there are many tables for the ranks, or some and hardly any memory to spare; and not too many."""
+    """Whether there are many tables for the ranks, but not too many, or some and hardly any memory to spare."""
     tables, binds = int(encoded.sizes.sum()), bool((_spare(encoded) < 1 - _BINDING).any())
     if len(encoded.groups) > _GROUPS or (encoded.capacity <= 0).any() or (not binds and encoded.ranks < _RANKS):
         return False
-    return (_SOME if binds else _MANY) * encoded.ranks <= tables <= _MOST * encoded.ranks
+    return (_SOME * encoded.ranks <= tables) if binds else _MANY * encoded.ranks <= tables <= _MOST * encoded.ranks
 
 
 def tight_plans(
@@ -88,9 +91,19 @@ def tight_plans(
         else:
             continue
         reserve = reserve * np.where(np.isfinite(encoded.capacity), encoded.capacity, 0.0)
-        packing = _planned(encoded, room * factor, found.values @ encoded.base_memory, reserve, aim, stop)
+        if encoded.sizes.sum() > _MOST * encoded.ranks:
+            packing = _packed(encoded, found.values, room * factor, aim)
+        else:
+            packing = _planned(encoded, room * factor, found.values @ encoded.base_memory, reserve, aim, stop)
         if packing is not None:
             yield packing
+
+
+def _packed(encoded: Encoded, chosen: Floats, room: float, aim: float) -> Packing | None:
+    """A packing of options as they were chosen, but for the rounding; None if none was found that fits memory."""
+    counts = rounded(encoded, chosen)
+    packing = Packing(encoded, counts)
+    return packing if settled(packing, demand(encoded, counts), max(aim, room + packing.base), _MOVES) else None
 
 
 def _planned(

@@ -129,6 +129,23 @@ def test_bounds_and_whole_numbers_are_near_what_trying_everything_finds(rng: Ran
         assert counts.tolist() == encoded.sizes.tolist()
 
 
+@settings(max_examples=12, deadline=None)
+@given(rng=randoms())
+def test_limits_of_columns_cut_off_no_plan(rng: Random) -> None:
+    encoded = encode(random_problem(rng, 6))
+    room = int(rng.choice([3.0, 4.1, 6.0]) / 12.0 * GRID)
+    found = []
+    for limited in (True, False):
+        hosts = made(encoded, 12.0)
+        hosts.price(room, np.inf, lambda: False)
+        if not limited:
+            hosts.columns.most_of_each = lambda most=hosts.columns.most_of_each: 1e3 * most()  # type: ignore[method-assign]
+        packing = hosts.plan(room, np.inf, nodes=1000, seconds=np.inf)
+        found.append(np.inf if packing is None else packing.base)
+    # As near as whole numbers are looked for.
+    assert found[0] == pytest.approx(found[1], abs=1e-3 * 12.0)
+
+
 @settings(max_examples=25, deadline=None)
 @given(rng=randoms())
 def test_the_best_set_is_that_of_trying_all(rng: Random) -> None:

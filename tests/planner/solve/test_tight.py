@@ -61,6 +61,21 @@ def planted(rng: Random, ranks: int, hosts: int = 0) -> Problem:
     return Problem(ranks=ranks, capacity=(FULL * 1.01,), tables=tables)
 
 
+def crowded(rng: Random, ranks: int) -> Problem:
+    """Some hundred small tables for a rank, and large ones of much memory or much time, that nearly fill the memory."""
+    spots = anywhere(ranks)
+    kinds = [((12.0, 1.0), 2), ((2.0, 24.0), 2), ((0.6, 0.3), 40), ((0.5, 0.4), 40), ((1.1, 0.2), 20)]
+    tables: dict[str, tuple[Option, ...]] = {}
+    used = 0.0
+    for (load, memory), count in kinds:
+        for _ in range(ranks * count + (rng.randint(-3, 3) if count > 2 else 0)):
+            options = [_option("one", load, memory, spots, 1), _option("two", load * 0.6, memory * 0.502, spots, 2)]
+            options.append(Option(label="all", everywhere=Piece(load=load / (ranks + 1), memory=(memory,))))
+            tables[f"t{len(tables)}"] = tuple(options)
+            used += memory
+    return Problem(ranks=ranks, capacity=(1.02 * used / ranks,), tables=tables)
+
+
 def _option(label: str, load: float, memory: float, spots: tuple[tuple[int, ...], ...], count: int) -> Option:
     part = Part(pieces=(Piece(load=load, memory=(memory,)),), places=spots, count=count)
     return Option(label=label, everywhere=Piece(load=1e-3 * count, memory=(1e-5 * count,)), parts=(part,))
@@ -187,6 +202,20 @@ def test_plans_are_near_what_was_planted() -> None:
     assert packing.counts[[option.label == "host" for option in encoded.options]].tolist() == [1]
     (again,) = tight_plans(encoded, relaxation, first, SolveLimits(effort=10), lambda: False)
     assert again.counts.tolist() == packing.counts.tolist() and again.loads.tolist() == packing.loads.tolist()
+
+
+@settings(max_examples=10, deadline=None)
+@given(rng=randoms())
+def test_plans_of_crowded_ranks_are_near_the_bound(rng: Random) -> None:
+    encoded = encode(crowded(rng, 4))
+    assert many_tables(encoded) and encoded.sizes.sum() > 40 * encoded.ranks
+    relaxation = Relaxation(encoded)
+    first = relaxation.intervals(1e-3)[0]
+    found = list(tight_plans(encoded, relaxation, first, SolveLimits(), lambda: False))
+    for packing in found:
+        check_packing(encoded, packing)
+        assert packing.fits()
+    assert min(packing.cost for packing in found) <= 1.02 * first.bound
 
 
 def test_nothing_is_tried_when_there_is_no_time() -> None:
