@@ -52,6 +52,7 @@ class Alike:
         load: (K,)
         count: (K,)
         heavy: (K,) memory of a piece, in whole parts of that of a rank, in the tier that is short.
+        everywhere: (O,) part of that memory that an option takes on every rank, at least.
         used: part of that memory, of all ranks, that is in use at least.
         part: (K,) number of the part on a host that a piece is of, -1 if it may be on any rank.
         part_option: (P,) which option a part on a host is of.
@@ -75,6 +76,7 @@ class Alike:
     load: Floats
     count: Floats
     heavy: Ints
+    everywhere: Floats
     used: float
     part: Ints
     part_option: Ints
@@ -93,6 +95,7 @@ class Alike:
             return None
         tier = short_tier(encoded)
         kinds = [_Kinds(encoded, span, blocks, most, tier) for span in encoded.group_options]
+        held = 0.0 * encoded.base_load if tier is None else encoded.base_memory[:, tier] / encoded.capacity[tier]
         found: list[tuple[list[int], Floats, Floats]] = []
         by_shape: dict[object, list[int]] = {}
         for number, kind in enumerate(kinds):
@@ -108,7 +111,7 @@ class Alike:
         options = [len(encoded.group_options[members[0]]) for members, _, _ in found]
         starts = np.cumsum([0, *options[:-1]])
         base, share, matrix, fits = [], [], [], []
-        option, load, count, heavy = [], [], [], []
+        option, load, count, heavy, everywhere = [], [], [], [], []
         part, part_option, part_share, part_count, parts = [], [], [], [], 0
         for start, (members, low, _) in zip(starts.tolist(), found, strict=True):
             kind, spans = kinds[members[0]], [encoded.group_options[number] for number in members]
@@ -123,6 +126,7 @@ class Alike:
             load.append(kind.free(low))
             count.append(kind.count)
             heavy.append(kind.heavy(low))
+            everywhere.append(np.min([held[span.start : span.stop] for span in spans], axis=0))
             matrix.append(np.min([rows.matrix[:, span.start : span.stop] for span in spans], axis=0))
             fits.append(np.any([rows.fits[span.start : span.stop] for span in spans], axis=0))
         return cls(
@@ -139,6 +143,7 @@ class Alike:
             load=np.concatenate(load),
             count=np.concatenate(count),
             heavy=np.concatenate(heavy),
+            everywhere=np.concatenate(everywhere),
             used=0.0 if tier is None else float(_least(encoded)[tier]),
             part=np.concatenate(part),
             part_option=np.concatenate(part_option),
@@ -148,6 +153,30 @@ class Alike:
             limits=rows.limits,
             fits=np.concatenate(fits),
         )
+
+    def beside(self, options: Ints) -> tuple[Ints, int]:
+        """What fits memory beside the least that all other tables put on every rank.
+
+        Args:
+            options: that tables may take.
+
+        Returns:
+            Those of them whose pieces fit, and steps of memory that are left on a rank for pieces; none if some table
+            has no option left.
+        """
+        heaviest: Ints = np.zeros(len(self.base), dtype=np.int64)
+        np.maximum.at(heaviest, self.option, self.heavy)
+        while True:
+            least = np.full(len(self.sizes), np.inf)
+            np.minimum.at(least, self.group[options], self.everywhere[options])
+            total = float(least @ self.sizes)
+            if not np.isfinite(total):
+                return options[:0], 0
+            own = total - least[self.group[options]] + self.everywhere[options]
+            fits = heaviest[options] <= (1.0 - own) * MEMORY + 1e-6
+            if fits.all():
+                return options, int(np.floor((1.0 - total) * MEMORY + 1e-6))
+            options = options[fits]
 
     def original(self, counts: Mapping[int, int]) -> Ints:
         """The number of tables that take each option of the problem, from that of each option."""

@@ -21,7 +21,7 @@ from functools import partial
 
 import numpy as np
 
-from shardrec.planner.solve.alike import MEMORY, Alike
+from shardrec.planner.solve.alike import Alike
 from shardrec.planner.solve.cells import Box, Cells, Prices
 from shardrec.planner.solve.clock import Clock
 from shardrec.planner.solve.encode import Encoded, Ints
@@ -219,7 +219,10 @@ def choose(pricing: Pricing, box: Box, target: float, seconds: float) -> Chosen:
     over = pricing.over(prices, box.high[0])
     if not box.most:
         over = np.where(pricing.alike.share > 0, np.inf, over)
-    options = undominated(pricing, np.flatnonzero(over <= budget + 1e-9).tolist())
+    able, memory = pricing.alike.beside(np.flatnonzero(over <= budget + 1e-9))
+    if not len(able):
+        return Chosen(target)
+    options = undominated(pricing, able.tolist())
     there = set(options)
     kinds = sorted({kind for option, _, kind, _ in pricing.items() if option in there})
     worth = pricing.worth(prices, kinds)
@@ -227,7 +230,7 @@ def choose(pricing: Pricing, box: Box, target: float, seconds: float) -> Chosen:
     same = len(set(box.high)) == 1
     listed = []
     for room in box.high[:1] if same else box.high:
-        found = fillings(kinds, worth, prices.value[:, -1], room, MEMORY, budget + 1e-9, _MOST_WAYS)
+        found = fillings(kinds, worth, prices.value[:, -1], room, memory, budget + 1e-9, _MOST_WAYS)
         if found is None:
             return Chosen(bound + box.mean)
         listed.append(found)

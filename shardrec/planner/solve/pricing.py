@@ -13,7 +13,7 @@ from typing import Any
 import highspy
 import numpy as np
 
-from shardrec.planner.solve.alike import MEMORY, Alike
+from shardrec.planner.solve.alike import Alike
 from shardrec.planner.solve.cells import Box, Prices
 from shardrec.planner.solve.encode import Floats, Ints
 from shardrec.planner.solve.fillings import Kind
@@ -68,7 +68,8 @@ class Pricing:
         self.base: Floats = alike.base + alike.share / len(alike.ranks)
         # In fractions, memory makes a difference only where there is little.
         self.heavy: Ints = alike.heavy // _COARSE if alike.used > _SHORT else np.zeros_like(alike.heavy)
-        self.memory = MEMORY // _COARSE if self.heavy.any() else 0
+        able = np.flatnonzero((self.need <= GRID) & (alike.base < 1))
+        self.memory = alike.beside(able)[1] // _COARSE if self.heavy.any() else 0
         self.pieces: list[dict[Kind, float]] = [{} for _ in alike.base]
         for option, _, (size, heavy), count in self.items():
             kind = size, heavy // _COARSE if self.memory else 0

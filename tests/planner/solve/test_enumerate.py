@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 
 from shardrec.planner.solve import Option, Part, Piece, Problem, SolveLimits
-from shardrec.planner.solve.alike import Alike
+from shardrec.planner.solve.alike import MEMORY, Alike
 from shardrec.planner.solve.cells import Box
 from shardrec.planner.solve.clock import Clock
 from shardrec.planner.solve.encode import Encoded, Ints, encode
@@ -131,6 +131,49 @@ def test_no_box_with_a_plan_is_closed(rng: Random) -> None:
     pricing.price(box, target - box.mean, closely=True)
     assert choose(pricing, box, target, 10.0).bound <= target + 1e-9
     assert pricing.bound(box)[0] + box.mean <= 1 / 1.01 + 1e-6
+
+
+@settings(max_examples=60, deadline=None)
+@given(rng=randoms())
+def test_what_fits_beside_the_least_of_all_others_is_left(rng: Random) -> None:
+    encoded = encode(nearly(rng, random_problem(rng)))
+    counts = np.zeros(len(encoded.options), dtype=np.int64)
+    for size, span in zip(encoded.sizes.tolist(), encoded.group_options, strict=True):
+        for _ in range(size):
+            counts[rng.choice(span)] += 1
+    packing, steps = Packing(encoded, counts), np.zeros(encoded.ranks, dtype=np.int64)
+    for block, count in demand_of(encoded, counts).items():
+        kind = encoded.blocks[block]
+        for _ in range(count):
+            place = rng.randrange(len(kind.names))
+            packing.put(block, place)
+            of_pieces = np.floor(kind.memory[:, 0] / encoded.capacity[0] * MEMORY * (1 - 1e-9))
+            np.add.at(steps, kind.places[place], of_pieces.astype(np.int64))
+    assume(packing.fits())
+    alike = Alike.of(encoded, 10.0, Relaxation(encoded).limits())
+    assert alike is not None
+    able, memory = alike.beside(np.arange(len(alike.base)))
+    used = {
+        start + option - first
+        for start, firsts in zip(alike.starts.tolist(), alike.first, strict=True)
+        for first in firsts
+        for option in encoded.group_options[encoded.option_group[first]]
+        if counts[option]
+    }
+    assert used <= set(able.tolist())
+    assert steps.max() <= memory
+
+
+def test_rows_on_every_rank_leave_no_memory_for_a_large_table() -> None:
+    """Without either, fractions and ways would have both: half of each rank for rows, and the large table whole."""
+    large = (heavy(1.0, 0.7, 2), Option(label="rows", everywhere=Piece(load=0.9, memory=(0.35,))))
+    rows = (Option(label="rows", everywhere=Piece(load=0.1, memory=(0.5,))),)
+    encoded = encode(Problem(ranks=2, capacity=(1.0,), tables={"large": large, "rows": rows}))
+    alike = Alike.of(encoded, 2.0, Relaxation(encoded).limits())
+    assert alike is not None
+    able, memory = alike.beside(np.arange(3))
+    assert (able.tolist(), memory) == ([1, 2], int(0.15 * MEMORY))
+    assert alike.beside(np.array([0, 2])) == (pytest.approx([]), 0)
 
 
 def shared(encoded: Encoded, group: int) -> Ints:
