@@ -53,8 +53,8 @@ _STEP = 1.004
 """From one level to the next, at first."""
 _LEAST_STEP = 1.0005
 _BOXES_PER_EFFORT = 3
-_SECONDS = 2.0
-"""Time limit of a programme, if there is one at all."""
+_LEAST_SECONDS = 0.1
+"""For a programme. It has a limit on nodes besides: its clock is not processor time."""
 
 
 def enumerated(
@@ -86,7 +86,10 @@ def enumerated(
     alike = Alike.of(encoded, most, rows) if most > 0 else None
     if alike is None:
         return bound
-    seconds = _SECONDS if np.isfinite(limits.seconds) else np.inf
+
+    def seconds() -> float:
+        return max(_LEAST_SECONDS, limits.seconds - clock.passed())
+
     found = _Enumeration(encoded, alike, most, limits.gap, bound, seconds)
     return max(bound, found.run(_BOXES_PER_EFFORT * limits.effort, cost, attempt, clock, stop))
 
@@ -115,7 +118,9 @@ class _Enumeration:
     plans found there make it unnecessary to go far above it.
     """
 
-    def __init__(self, encoded: Encoded, alike: Alike, cost: float, gap: float, bound: float, seconds: float) -> None:
+    def __init__(
+        self, encoded: Encoded, alike: Alike, cost: float, gap: float, bound: float, seconds: Callable[[], float]
+    ) -> None:
         self.encoded, self.alike, self.most, self.seconds = encoded, alike, cost, seconds
         self.pricings = [Pricing(alike) for _ in range(_AT_ONCE)]
         shared = [(number, float(number)) for number in range(1, _SHARED)] + [(_SHARED, np.inf)]
@@ -163,7 +168,7 @@ class _Enumeration:
         if closed or box.width > _WIDTH:
             return _Found(level, prices, closed)
         prices.append(pricing.price(box, level - box.mean, closely=True))
-        return _Found(level, prices, closed, choose(pricing, box, level, self.seconds))
+        return _Found(level, prices, closed, choose(pricing, box, level, self.seconds()))
 
     def _learn(self, cells: Cells, box: Box, found: _Found) -> None:
         """Raise the bounds, and say how wide the next boxes are."""
@@ -230,7 +235,7 @@ def choose(pricing: Pricing, box: Box, target: float, seconds: float) -> Chosen:
     same = len(set(box.high)) == 1
     listed = []
     for room in box.high[:1] if same else box.high:
-        found = fillings(kinds, worth, prices.value[:, -1], room, memory, budget + 1e-9, _MOST_WAYS)
+        found = fillings(kinds, worth, float(prices.value[room, -1]), room, memory, budget + 1e-9, _MOST_WAYS)
         if found is None:
             return Chosen(bound + box.mean)
         listed.append(found)

@@ -15,21 +15,23 @@ __all__ = ["Kind", "fillings"]
 Kind = tuple[int, int]
 """Steps of a piece's load, and of its memory."""
 
-_TRIES_PER_WAY = 30
+_TRIES_PER_WAY = 100
+_COLUMNS = 20
+"""Large steps of memory, of which there is to be enough for a way to be gone on with."""
 _NUMBERS = 1 << 14
 """For which there is room at first."""
 
 
 def fillings(
-    kinds: Sequence[Kind], worth: Sequence[float], value: Floats, room: int, memory: int, budget: float, most: int
+    kinds: Sequence[Kind], worth: Sequence[float], price: float, room: int, memory: int, budget: float, most: int
 ) -> list[tuple[Kind, ...]] | None:
     """The ways to fill a room that cannot have another or a larger piece, and are worth nearly as much as it.
 
     Args:
         kinds: of pieces, each once; a piece may take the place of one that is no smaller in load and memory.
         worth: of a piece of each kind.
-        value: (G + 1,) the most that pieces within each load are worth, if memory is as large as the rank's.
-        room: of the rank, at most G.
+        price: of the room.
+        room: of the rank.
         memory: of the rank.
         budget: what a way may be worth less than the room.
         most: ways to list.
@@ -39,11 +41,12 @@ def fillings(
     """
     order = sorted(range(len(kinds)), key=lambda number: kinds[number], reverse=True)
     falling, each = [kinds[number] for number in order], [float(worth[number]) for number in order]
+    coarse = max(1, memory // _COLUMNS) if any(heavy for _, heavy in kinds) else memory + 1
     compiled = library()
     if compiled is None:
-        return _in_python(falling, each, value, room, memory, budget, most)
+        return _in_python(falling, each, price - budget, coarse, room, memory, most)
     sizes, heavy = (np.array([kind[which] for kind in falling], dtype=np.int64) for which in range(2))
-    worths, values = np.array(each), np.ascontiguousarray(value, dtype=np.float64)
+    worths = np.array(each)
     call, count = compiled.shardrec_solve_fillings, _NUMBERS
     call.restype = ctypes.c_int64
     while True:
@@ -53,10 +56,10 @@ def fillings(
             address(heavy),
             address(worths),
             ctypes.c_int64(len(falling)),
-            address(values),
+            ctypes.c_double(price - budget),
+            ctypes.c_int64(coarse),
             ctypes.c_int64(room),
             ctypes.c_int64(memory),
-            ctypes.c_double(budget),
             ctypes.c_int64(most),
             ctypes.c_int64(_TRIES_PER_WAY * most),
             address(found),
@@ -80,39 +83,54 @@ def _ways(numbers: Sequence[int], kinds: Sequence[Kind]) -> list[tuple[Kind, ...
 def _in_python(
     kinds: Sequence[Kind],
     worth: Sequence[float],
-    value: Floats,
+    least: float,
+    coarse: int,
     room: int,
     memory: int,
-    budget: float,
     most: int,
 ) -> list[tuple[Kind, ...]] | None:
-    values = value.tolist()
+    rest = _rest(kinds, worth, room, memory, coarse)
+    smallest = kinds[-1][0] if kinds else 0
     found: list[tuple[Kind, ...]] = []
     tries = 0
 
     def extend(at: int, left: int, bytes_: int, spent: float, way: tuple[Kind, ...]) -> None:
         nonlocal tries
         tries += 1
-        if values[room] - spent - values[left] > budget or tries > _TRIES_PER_WAY * most:
+        if spent + rest[at][left, bytes_ // coarse] < least or tries > _TRIES_PER_WAY * most:
             return
-        last = True
-        for number in range(at, len(kinds)):
-            size, heavy = kinds[number]
+        last, heaviest = True, -1
+        for number, (size, heavy) in enumerate(kinds):
             if size <= left and heavy <= bytes_:
                 last = False
-                extend(number, left - size, bytes_ - heavy, spent + worth[number], (*way, kinds[number]))
-        # What is left may have been too little memory for what its load is worth.
-        if last and values[room] - spent <= budget and not _has_room(kinds, way, left, bytes_):
+                # Where nothing fits beside it, one that fits and is no smaller would do instead.
+                if left - size >= smallest or heavy > heaviest:
+                    heaviest = max(heaviest, heavy)
+                    if number >= at:
+                        extend(number, left - size, bytes_ - heavy, spent + worth[number], (*way, kinds[number]))
+        if last and spent >= least and not _has_larger(kinds, way, left, bytes_):
             found.append(way)
 
     extend(0, room, memory, 0.0, ())
     return None if tries > _TRIES_PER_WAY * most or len(found) > most else found
 
 
-def _has_room(kinds: Sequence[Kind], way: tuple[Kind, ...], left: int, bytes_: int) -> bool:
-    """Whether it could have another piece, or a larger one in the place of some."""
+def _rest(kinds: Sequence[Kind], worth: Sequence[float], room: int, memory: int, coarse: int) -> list[Floats]:
+    """Per kind, the most that it and smaller ones are worth within a load and so many large steps of memory."""
+    found = [np.zeros((room + 1, memory // coarse + 1))]
+    for (size, heavy), value in zip(reversed(kinds), reversed(worth), strict=True):
+        here, up = found[-1].copy(), heavy // coarse
+        for load in range(size, room + 1):
+            some = here[load, up:]
+            np.maximum(some, here[load - size, : len(some)] + value, out=some)
+        found.append(here)
+    return found[::-1]
+
+
+def _has_larger(kinds: Sequence[Kind], way: tuple[Kind, ...], left: int, bytes_: int) -> bool:
+    """Whether it could have a larger piece in the place of some."""
     return any(
         (size, heavy) != piece and piece[0] <= size <= left + piece[0] and piece[1] <= heavy <= bytes_ + piece[1]
-        for piece in {(0, 0), *way}
+        for piece in set(way)
         for size, heavy in kinds
     )

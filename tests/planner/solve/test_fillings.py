@@ -23,7 +23,7 @@ from tests.plans import randoms
 @settings(max_examples=100, deadline=None)
 @given(rng=randoms())
 def test_all_ways_that_may_be_of_use_are_listed(rng: Random) -> None:
-    memory = rng.choice([0, 3])
+    memory = rng.choice([0, 3, 60])
     kinds = sorted({(rng.randint(GRID // 8, GRID), rng.randint(0, memory)) for _ in range(rng.randint(1, 4))})
     room, sizes = rng.randint(GRID // 8, GRID), [size for size, _ in kinds]
     value = np.zeros(GRID + 1)
@@ -43,10 +43,12 @@ def test_all_ways_that_may_be_of_use_are_listed(rng: Random) -> None:
         if value[room] - sum(value[size] for size, _ in way) <= budget + 1e-9
         and not any(other != way and covers(other, way) for other in every)
     ]
-    assert sorted(fillings(kinds, of(kinds, value), value, room, memory, budget + 1e-9, 10_000) or []) == sorted(wanted)
+    assert sorted(
+        fillings(kinds, of(kinds, value), float(value[room]), room, memory, budget + 1e-9, 10_000) or []
+    ) == sorted(wanted)
     assert (
         len(wanted) < 2
-        or fillings(kinds, of(kinds, value), value, room, memory, budget + 1e-9, len(wanted) - 1) is None
+        or fillings(kinds, of(kinds, value), float(value[room]), room, memory, budget + 1e-9, len(wanted) - 1) is None
     )
 
 
@@ -66,7 +68,7 @@ def covers(way: tuple[Kind, ...], other: tuple[Kind, ...]) -> bool:
 @settings(max_examples=100, deadline=None)
 @given(rng=randoms())
 def test_compiled_fillings_are_those_of_python(rng: Random) -> None:
-    room, memory = rng.choice([0, 20, 60]), rng.choice([0, 2])
+    room, memory = rng.choice([0, 20, 60]), rng.choice([0, 2, 60])
     sizes = sorted(rng.sample(range(2, 40), rng.choice([0, 1, 4, 8])))
     kinds = sorted({(rng.choice(sizes), rng.randint(0, memory)) for _ in sizes})
     # Some by weight, so that sums are alike but for their rounding.
@@ -74,9 +76,9 @@ def test_compiled_fillings_are_those_of_python(rng: Random) -> None:
     value, _ = knapsack(np.array(sizes, dtype=np.int64), worth, 60)
     budget, many = rng.choice([0.0, 0.1, 0.5]) * float(value[room]), 1000
     with patch.object(module, "library", return_value=None):
-        every = fillings(kinds, of(kinds, value), value, room, memory, budget, many)
+        every = fillings(kinds, of(kinds, value), float(value[room]), room, memory, budget, many)
         most = rng.choice([many, 3, max(1, len(every or ())), max(1, len(every or ()) - 1)])
-        wanted = fillings(kinds, of(kinds, value), value, room, memory, budget, most)
+        wanted = fillings(kinds, of(kinds, value), float(value[room]), room, memory, budget, most)
     # Whether there is room at first for all of them or not.
     with patch.object(module, "_NUMBERS", rng.choice([1, 1000])):
-        assert fillings(kinds, of(kinds, value), value, room, memory, budget, most) == wanted
+        assert fillings(kinds, of(kinds, value), float(value[room]), room, memory, budget, most) == wanted
