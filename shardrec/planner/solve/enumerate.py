@@ -52,6 +52,8 @@ _AIM = 1.0
 _STEP = 1.004
 """From one level to the next, at first."""
 _LEAST_STEP = 1.0005
+_LEAST_LEVEL = 0.1
+"""Of what is to be proven; bounds of small problems may be below 0."""
 _BOXES_PER_EFFORT = 3
 _LEAST_SECONDS = 0.1
 """For a programme. It has a limit on nodes besides: its clock is not processor time."""
@@ -192,9 +194,10 @@ class _Enumeration:
     def _give_way(self, cells: Cells, box: Box, bound: float) -> None:
         """Where a single cell is not closed: aim lower, or leave it at that."""
         bound = max(bound, cells.least_in(box))
-        if self.level > bound * _LEAST_STEP:
-            self.level = float(np.sqrt(bound * self.level))
-            self.step = self.level / bound
+        low = max(bound, self.target * _LEAST_LEVEL)
+        if self.level > low * _LEAST_STEP:
+            self.level = float(np.sqrt(low * self.level))
+            self.step = self.level / low
             return
         # There is no use in raising others above it.
         self._lower(bound)

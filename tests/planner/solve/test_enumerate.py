@@ -73,6 +73,20 @@ def demand_of(encoded: Encoded, counts: Ints) -> dict[int, int]:
     return demand
 
 
+def packed_at_random(rng: Random, encoded: Encoded) -> tuple[Packing, list[tuple[int, int]]]:
+    """Options and places at random, whether they fit or not; and each part's kind and place."""
+    counts = np.zeros(len(encoded.options), dtype=np.int64)
+    for size, span in zip(encoded.sizes.tolist(), encoded.group_options, strict=True):
+        for _ in range(size):
+            counts[rng.choice(span)] += 1
+    packing, put = Packing(encoded, counts), []
+    for block, count in demand_of(encoded, counts).items():
+        for _ in range(count):
+            put.append((block, rng.randrange(len(encoded.blocks[block].names))))
+            packing.put(*put[-1])
+    return packing, put
+
+
 @settings(max_examples=40, deadline=None)
 @given(rng=randoms())
 def test_the_bound_holds(rng: Random) -> None:
@@ -107,18 +121,12 @@ def test_a_bound_from_a_plan_that_is_far_off(seed: int) -> None:
 def test_no_box_with_a_plan_is_closed(rng: Random) -> None:
     """For the rooms that a packing has, a target just above its cost."""
     encoded = encode(nearly(rng, random_problem(rng)))
-    counts = np.zeros(len(encoded.options), dtype=np.int64)
-    for size, span in zip(encoded.sizes.tolist(), encoded.group_options, strict=True):
-        for _ in range(size):
-            counts[rng.choice(span)] += 1
-    packing, shares = Packing(encoded, counts), np.zeros(encoded.ranks)
-    for block, count in demand_of(encoded, counts).items():
+    packing, put = packed_at_random(rng, encoded)
+    counts, shares = packing.counts, np.zeros(encoded.ranks)
+    for block, place in put:
         kind = encoded.blocks[block]
-        for _ in range(count):
-            place = rng.randrange(len(kind.names))
-            packing.put(block, place)
-            if len(kind.names) == 2 and len(kind.loads) == 2 == encoded.ranks // 2:
-                shares[kind.places[place]] += kind.loads.min()
+        if len(kind.names) == 2 and len(kind.loads) == 2 == encoded.ranks // 2:
+            shares[kind.places[place]] += kind.loads.min()
     assume(packing.fits() and packing.cost > 0)
     alike = Alike.of(encoded, packing.cost * 1.01, Relaxation(encoded).limits())
     assert alike is not None
@@ -137,18 +145,12 @@ def test_no_box_with_a_plan_is_closed(rng: Random) -> None:
 @given(rng=randoms())
 def test_what_fits_beside_the_least_of_all_others_is_left(rng: Random) -> None:
     encoded = encode(nearly(rng, random_problem(rng)))
-    counts = np.zeros(len(encoded.options), dtype=np.int64)
-    for size, span in zip(encoded.sizes.tolist(), encoded.group_options, strict=True):
-        for _ in range(size):
-            counts[rng.choice(span)] += 1
-    packing, steps = Packing(encoded, counts), np.zeros(encoded.ranks, dtype=np.int64)
-    for block, count in demand_of(encoded, counts).items():
+    packing, put = packed_at_random(rng, encoded)
+    steps = np.zeros(encoded.ranks, dtype=np.int64)
+    for block, place in put:
         kind = encoded.blocks[block]
-        for _ in range(count):
-            place = rng.randrange(len(kind.names))
-            packing.put(block, place)
-            of_pieces = np.floor(kind.memory[:, 0] / encoded.capacity[0] * MEMORY * (1 - 1e-9))
-            np.add.at(steps, kind.places[place], of_pieces.astype(np.int64))
+        of_pieces = np.floor(kind.memory[:, 0] / encoded.capacity[0] * MEMORY * (1 - 1e-9))
+        np.add.at(steps, kind.places[place], of_pieces.astype(np.int64))
     assume(packing.fits())
     alike = Alike.of(encoded, 10.0, Relaxation(encoded).limits())
     assert alike is not None
@@ -158,7 +160,7 @@ def test_what_fits_beside_the_least_of_all_others_is_left(rng: Random) -> None:
         for start, firsts in zip(alike.starts.tolist(), alike.first, strict=True)
         for first in firsts
         for option in encoded.group_options[encoded.option_group[first]]
-        if counts[option]
+        if packing.counts[option]
     }
     assert used <= set(able.tolist())
     assert steps.max() <= memory
