@@ -91,9 +91,7 @@ class CollectiveOperators(Counter[str]):
 
     def all_to_alls(self) -> dict[str, int]:
         """The counts of those of them that are all-to-alls."""
-        return {
-            name: count for name, count in self.items() if _NAMES.get(name.removeprefix(_NAMESPACE)) == "all_to_all"
-        }
+        return {name: count for name, count in self.items() if _kind(name) == "all_to_all"}
 
     def _count_shared(self) -> AbstractContextManager[None]:
         self[_SHARED] += 1

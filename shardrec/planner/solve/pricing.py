@@ -53,7 +53,7 @@ class Pricing:
         need: (O,) the least room that an option's pieces fit one by one; G + 1 if there is none.
         size: (K,) steps of each piece's load.
         heavy: (K,) steps of each piece's memory, rounded down to fewer.
-        memory: steps of a rank's; 0 if no piece takes a step of it.
+        memory: steps that options leave of a rank's, at most; 0 if no piece takes a step of it.
         pieces: per option, how many pieces it has of each kind.
         prices: of all boxes priced so far.
         limits: the other limits that were broken by some solution.
