@@ -33,7 +33,10 @@ def solver() -> Extension:
     """The planner's inner loops, called by address: they need neither torch nor Python's headers."""
     return Extension(
         "shardrec.planner.native.solve",
-        [f"shardrec/planner/native/{name}.cpp" for name in ("version", "knapsack", "rebuild", "sets", "ways")],
+        [
+            f"shardrec/planner/native/{name}.cpp"
+            for name in ("version", "differences", "knapsack", "plane", "rebuild", "sets", "ways")
+        ],
         depends=["shardrec/planner/native/knapsack.h"],
         # Python does the same with the same results, so nothing may be rounded once where it is rounded twice.
         extra_compile_args=["-std=c++20", "-O3", "-g0", "-ffp-contract=off"],

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 __all__ = ["address", "library"]
 
-_VERSION = 2  # that of the functions' arguments, in version.cpp
+_VERSION = 4  # that of the functions' arguments, in version.cpp
 
 
 @cache

@@ -6,8 +6,7 @@
 namespace shardrec::solve {
 namespace {
 
-constexpr double kMore = 1e-12;  // by which a value must be more to count as better
-constexpr std::int64_t kByte = 8;     // bits
+constexpr std::int64_t kByte = 8;  // bits
 
 template <int Lanes>
 struct VectorOf {
@@ -15,18 +14,23 @@ struct VectorOf {
   typedef std::int64_t masks __attribute__((vector_size(Lanes * sizeof(std::int64_t))));
 };
 
-// So many pieces more, wherever that is better: later[at] against before[at] + value. Whether it was anywhere.
-//
-// better: a bit for each size.
+// As improve(), by so many values at once. The largest first, and values are read before what is as large is written.
 template <int Lanes>
 __attribute__((always_inline)) inline bool improve_by(const double* before, double* later, std::uint8_t* better,
                                                       std::int64_t count, double value) {
   typename VectorOf<Lanes>::masks bits{}, any{};
   for (int lane = 0; lane < Lanes; ++lane) bits[lane] = std::int64_t(1) << lane;
-  std::int64_t at = 0;
-  for (; at + kByte <= count; at += kByte) {
+  std::int64_t at = count / kByte * kByte, last = 0;
+  for (std::int64_t lane = count - at; lane-- > 0;) {
+    const double now = before[at + lane] + value;
+    const bool is = now > later[at + lane] + kMore;
+    if (is) later[at + lane] = now;
+    last |= std::int64_t(is) << lane;
+  }
+  better[at / kByte] = std::uint8_t(last);
+  while ((at -= kByte) >= 0) {
     typename VectorOf<Lanes>::masks here{};
-    for (int part = 0; part < kByte; part += Lanes) {
+    for (int part = kByte - Lanes; part >= 0; part -= Lanes) {
       typename VectorOf<Lanes>::values now, was;
       std::memcpy(&now, before + at + part, sizeof(now));
       std::memcpy(&was, later + at + part, sizeof(was));
@@ -41,14 +45,6 @@ __attribute__((always_inline)) inline bool improve_by(const double* before, doub
     for (int lane = 0; lane < Lanes; ++lane) byte |= here[lane];
     better[at / kByte] = std::uint8_t(byte);
   }
-  std::int64_t last = 0;
-  for (std::int64_t lane = 0; at + lane < count; ++lane) {
-    const double now = before[at + lane] + value;
-    const bool is = now > later[at + lane] + kMore;
-    if (is) later[at + lane] = now;
-    last |= std::int64_t(is) << lane;
-  }
-  better[at / kByte] = std::uint8_t(last);
   for (int lane = 0; lane < Lanes; ++lane) last |= any[lane];
   return last != 0;
 }
@@ -75,13 +71,17 @@ Improve fastest() {
 
 }  // namespace
 
+bool improve(const double* before, double* later, std::uint8_t* better, std::int64_t count, double value) {
+  static const Improve fast = fastest();
+  return fast(before, later, better, count, value);
+}
+
 void knapsacks(const std::int64_t* weights, const double* values, const std::int64_t* counts, const double* start,
                std::int64_t most, const std::int64_t* ends, std::int64_t n, double* found, Steps* steps) {
   const std::int64_t sizes = most + 1;
-  std::vector<double> best(sizes, 0.0), before(sizes);
+  std::vector<double> best(sizes, 0.0);
   if (start) std::copy(start, start + sizes, best.begin());
   std::vector<std::uint8_t> unused(steps ? 0 : bytes_of(most));
-  const Improve improve = fastest();
   std::int64_t kind = 0;
   for (std::int64_t number = 0; number < n; ++number) {
     for (; kind < ends[number]; ++kind) {
@@ -94,10 +94,8 @@ void knapsacks(const std::int64_t* weights, const double* values, const std::int
         const std::int64_t times = std::min(doubled, left);
         left -= times;
         const std::int64_t shift = times * weight, count = sizes - shift;
-        // From the values before the step: a piece is not used again by what it has just made better.
-        std::memcpy(before.data(), best.data(), std::size_t(count) * sizeof(double));
         std::uint8_t* const better = steps ? steps->better + steps->count * bytes_of(most) : unused.data();
-        if (!improve(before.data(), best.data() + shift, better, count, double(times) * values[kind])) break;
+        if (!improve(best.data(), best.data() + shift, better, count, double(times) * values[kind])) break;
         if (steps) steps->made[steps->count++] = {kind, times, shift};
       }
     }

@@ -7,6 +7,8 @@
 
 namespace shardrec::solve {
 
+constexpr double kMore = 1e-12;  // by which a value must be more to count as better
+
 // One step of the dynamic programme: so many pieces of a kind, which are better than what there was for some sizes.
 struct Step {
   std::int64_t kind;
@@ -23,6 +25,13 @@ struct Steps {
 
 // Bytes that hold the bits of a step.
 constexpr std::int64_t bytes_of(std::int64_t most) { return most / 8 + 1; }
+
+// So many pieces more, wherever that is better: later[at] against before[at] + value. Whether it was anywhere.
+//
+// before, later: (count,), which may overlap if `later` begins after `before`. A piece is not used again by what it has
+// just made better: the largest size is the first.
+// better: (bytes_of(count),) a bit for each size.
+bool improve(const double* before, double* later, std::uint8_t* better, std::int64_t count, double value);
 
 // The best multisets of the first so many kinds, for several numbers of kinds.
 //

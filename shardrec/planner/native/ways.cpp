@@ -10,6 +10,7 @@ namespace {
 struct Fillings {
   const std::int64_t* sizes;  // of each kind, the largest first
   const std::int64_t* heavy;
+  const std::int64_t* table;  // that a rank has no more than one piece of; -1: any number
   const double* worth;
   std::int64_t kinds;
   double least;  // worth of a way
@@ -31,6 +32,12 @@ struct Fillings {
     return sizes[kind] <= left && heavy[kind] <= bytes;
   }
 
+  // Whether there is a piece already with which one of a kind is on no rank.
+  bool barred(std::int64_t kind) const {
+    return table[kind] >= 0 &&
+           std::any_of(way.begin(), way.end(), [=, this](std::int64_t piece) { return table[piece] == table[kind]; });
+  }
+
   // Whether there may be more.
   bool extend(std::int64_t at, std::int64_t left, std::int64_t bytes, double spent) {
     if (++tries > most_tries) return false;
@@ -38,10 +45,10 @@ struct Fillings {
     bool last = true;
     std::int64_t heaviest = -1;
     for (std::int64_t kind = first[left]; kind < kinds; ++kind) {
-      if (heavy[kind] > bytes) continue;
+      if (heavy[kind] > bytes || barred(kind)) continue;
       last = false;
       // Where nothing fits beside it, one that fits and is no smaller would do instead.
-      if (left - sizes[kind] < sizes[kinds - 1] && heavy[kind] <= heaviest) continue;
+      if (left - sizes[kind] < sizes[kinds - 1] && table[kind] < 0 && heavy[kind] <= heaviest) continue;
       heaviest = std::max(heaviest, heavy[kind]);
       if (kind < at) continue;
       way.push_back(kind);
@@ -58,7 +65,8 @@ struct Fillings {
       const std::int64_t piece = way[number];
       if (number && piece == way[number - 1]) continue;
       for (std::int64_t kind = 0; kind < piece; ++kind) {
-        if (heavy[kind] >= heavy[piece] && fits(kind, left + sizes[piece], bytes + heavy[piece])) return true;
+        const bool alike = table[kind] == table[piece] || (table[piece] < 0 && !barred(kind));
+        if (alike && heavy[kind] >= heavy[piece] && fits(kind, left + sizes[piece], bytes + heavy[piece])) return true;
       }
     }
     return false;
@@ -78,11 +86,13 @@ struct Fillings {
 
 }  // namespace
 
-// sizes, heavy, worth: (K,) of each kind; no kind is after one that is as large in both.
+// sizes, heavy, table, worth: (K,) of each kind; none is after one that is as large in the first two and may have its
+// place.
 // found: room for `capacity` numbers; per way, how many pieces it has, then their kinds, ascending.
 // Returns how many numbers there are, of which those are written that there was room for; -1 if there are too many ways.
 extern "C" std::int64_t shardrec_solve_fillings(const std::int64_t* sizes, const std::int64_t* heavy,
-                                                const double* worth, std::int64_t kinds, double least,
+                                                const std::int64_t* table, const double* worth,
+                                                std::int64_t kinds, double least,
                                                 std::int64_t coarse, std::int64_t room, std::int64_t bytes,
                                                 std::int64_t most, std::int64_t most_tries, std::int64_t* found,
                                                 std::int64_t capacity) {
@@ -105,7 +115,7 @@ extern "C" std::int64_t shardrec_solve_fillings(const std::int64_t* sizes, const
       }
     }
   }
-  Fillings fillings{sizes,      heavy, worth,    kinds,           least,            coarse, columns, room, most,
+  Fillings fillings{sizes,      heavy, table, worth,    kinds,           least,            coarse, columns, room, most,
                     most_tries, found, capacity, std::move(rest), std::move(first), {}};
   return fillings.extend(0, room, bytes, 0.0) ? fillings.numbers : -1;
 }

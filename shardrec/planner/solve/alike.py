@@ -4,9 +4,9 @@ Tables whose options correspond one by one, with nearly the same loads, are take
 So a plan for the tables at hand is one for these, of no greater cost, and there are far fewer ways to exchange tables.
 
 A part with something on each rank of a host is taken as its *share*, the least of its pieces, and what its other pieces
-have beyond that as single pieces that may be on any rank. A host's share is the sum of those of its parts. On two
-hosts, let r be c less the share of a rank's host: the room for single pieces. The mean of r1 and r2 is c less half of
-the shares of both, and they differ by no more than both shares come to.
+have beyond that as single pieces that may be on any rank, but no two of a table on the same. A host's share is the sum
+of those of its parts. On two hosts, let r be c less the share of a rank's host: the room for single pieces. The mean of
+r1 and r2 is c less half of the shares of both, and they differ by no more than both shares come to.
 
 Shapes: G groups, O options, K kinds of pieces, P kinds of parts on hosts, N rows.
 """
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from shardrec.planner.solve.encode import Encoded, Floats, Ints
+from shardrec.planner.solve.encode import Block, Encoded, Floats, Ints
 from shardrec.planner.solve.rows import Rows
 from shardrec.planner.solve.sizes import host_blocks
 
@@ -53,6 +53,7 @@ class Alike:
         count: (K,)
         heavy: (K,) memory of a piece, in whole parts of that of a rank, in the tier that is short.
         everywhere: (O,) part of that memory that an option takes on every rank, at least.
+        alone: (K,) whether a rank has no more than one such piece of the table.
         used: part of that memory, of all ranks, that is in use at least.
         part: (K,) number of the part on a host that a piece is of, -1 if it may be on any rank.
         part_option: (P,) which option a part on a host is of.
@@ -77,6 +78,7 @@ class Alike:
     count: Floats
     heavy: Ints
     everywhere: Floats
+    alone: NDArray[np.bool_]
     used: float
     part: Ints
     part_option: Ints
@@ -111,7 +113,7 @@ class Alike:
         options = [len(encoded.group_options[members[0]]) for members, _, _ in found]
         starts = np.cumsum([0, *options[:-1]])
         base, share, matrix, fits = [], [], [], []
-        option, load, count, heavy, everywhere = [], [], [], [], []
+        option, load, count, heavy, everywhere, alone = [], [], [], [], [], []
         part, part_option, part_share, part_count, parts = [], [], [], [], 0
         for start, (members, low, _) in zip(starts.tolist(), found, strict=True):
             kind, spans = kinds[members[0]], [encoded.group_options[number] for number in members]
@@ -127,6 +129,7 @@ class Alike:
             count.append(kind.count)
             heavy.append(kind.heavy(low))
             everywhere.append(np.min([held[span.start : span.stop] for span in spans], axis=0))
+            alone.append(kind.alone & (encoded.sizes[members].sum() == 1))
             matrix.append(np.min([rows.matrix[:, span.start : span.stop] for span in spans], axis=0))
             fits.append(np.any([rows.fits[span.start : span.stop] for span in spans], axis=0))
         return cls(
@@ -144,6 +147,7 @@ class Alike:
             count=np.concatenate(count),
             heavy=np.concatenate(heavy),
             everywhere=np.concatenate(everywhere),
+            alone=np.concatenate(alone),
             used=0.0 if tier is None else float(_least(encoded)[tier]),
             part=np.concatenate(part),
             part_option=np.concatenate(part_option),
@@ -206,6 +210,12 @@ def _least(encoded: Encoded) -> Floats:
     return found
 
 
+def _apart(kind: Block) -> bool:
+    """Whether it is pieces that are on different ranks."""
+    ranks = np.sort(kind.places, axis=1)
+    return not kind.single and bool((ranks[:, 1:] > ranks[:, :-1]).all())
+
+
 class _Kinds:
     """The options of a group as numbers that can be compared with those of another.
 
@@ -216,12 +226,15 @@ class _Kinds:
     def __init__(self, encoded: Encoded, span: range, blocks: set[int], most: float, tier: int | None) -> None:
         options, loads, counts, parts, shape = [], [], [], [], []
         memory: list[float] = []
+        alone: list[bool] = []
         part_option: list[int] = []
         part_count: list[float] = []
         for number, at in enumerate(span):
+            several = sum(count for block, count in encoded.option_blocks[at] if not encoded.blocks[block].single)
             for block, count in encoded.option_blocks[at]:
                 pieces = encoded.blocks[block].loads
                 on_host = block in blocks
+                alone += [several == 1 and _apart(encoded.blocks[block])] * len(pieces)
                 shape.append((number, len(pieces), count, on_host))
                 options += [number] * len(pieces)
                 loads += pieces.tolist()
@@ -239,6 +252,7 @@ class _Kinds:
         self.option = np.array(options, dtype=np.int64)
         self.count = np.array(counts)
         self.part = np.array(parts, dtype=np.int64)
+        self.alone = np.array(alone, dtype=bool)
         self.part_option = np.array(part_option, dtype=np.int64)
         self.part_count = np.array(part_count)
         # What no useful plan has need not be alike.

@@ -21,7 +21,7 @@ pieces has room r. A *cell* is a pair of rooms.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,8 +30,10 @@ from numpy.typing import NDArray
 from shardrec.planner.solve.encode import Floats
 from shardrec.planner.solve.sizes import GRID
 
-__all__ = ["Box", "Cells", "Prices"]
+__all__ = ["SHARED", "Box", "Cells", "Prices"]
 
+SHARED = 4
+"""Numbers of tables with shares that are looked at apart; so many or more are together."""
 _MUCH = 1e9
 """More than any bound; not infinite, as the bound of a room that some table does not fit is."""
 
@@ -74,17 +76,26 @@ class Prices:
 
     Args:
         value: (G + 1, M + 1) V by load and memory; that of a room is for all the memory of a rank.
+        free: (G + 1, M + 1) the same without the pieces of which a rank has only one of a table.
+        alone: by table, (G + 1, M + 1) price of a piece of those, by load and memory; where there is none, ``free``.
         fixed: (G + 1,) by the largest room, the sum over tables less what the other limits come to.
         option: (O,) price of each option.
         apart: m.
         shared: p.
+        room: the largest for which ``least`` holds.
+        least: by number of tables with shares and steps between the rooms, what whole options come to, less what the
+            other limits do; if there are two hosts.
     """
 
     value: Floats
+    free: Floats
+    alone: Mapping[int, Floats]
     fixed: Floats
     option: Floats
     apart: float
     shared: float
+    room: int
+    least: Floats | None
 
     def of_tables(self, least: int, most: float) -> float:
         """What the number of tables with shares comes to, at least."""
@@ -95,7 +106,12 @@ class Prices:
     def bound(self, box: Box, ranks: tuple[int, ...]) -> float:
         """A bound of the load on every rank and half of the shares, in a box."""
         rooms = sum(count * float(self.value[room, -1]) for count, room in zip(ranks, box.high, strict=True))
-        return float(self.fixed[box.high[0]]) - rooms + self.apart * box.apart + self.of_tables(box.least, box.most)
+        fixed = float(self.fixed[box.high[0]]) + self.apart * box.apart + self.of_tables(box.least, box.most)
+        number = min(box.least, SHARED)
+        if self.least is not None and box.high[0] <= self.room and (number == SHARED or box.most == number):
+            between = slice(max(box.low[0] - box.high[-1], 0), box.high[0] - box.low[-1] + 1)
+            fixed = max(fixed, float(self.least[number, between].min()))
+        return fixed - rooms
 
 
 class Cells:
@@ -135,8 +151,12 @@ class Cells:
         rooms = self.ranks[0] * prices.value[self.high, -1]
         if len(self.ranks) > 1:
             rooms = rooms + self.ranks[1] * prices.value[self.low, -1]
-        found = prices.fixed[self.high] - rooms + prices.of_tables(self.least, self.most)
-        found += (self.high + self.low) / (2 * GRID) + prices.apart / GRID * np.maximum(self.high - self.low - 1, 0)
+        fixed = prices.fixed[self.high] + prices.of_tables(self.least, self.most)
+        fixed += prices.apart / GRID * np.maximum(self.high - self.low - 1, 0)
+        if prices.least is not None:
+            apart = prices.least[self.least, self.high - self.low]
+            fixed = np.where(self.high <= prices.room, np.maximum(fixed, apart), fixed)
+        found = fixed - rooms + (self.high + self.low) / (2 * GRID)
         self.bound = np.maximum(self.bound, found)
         self._only(self.bound < target)
 

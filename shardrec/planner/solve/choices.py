@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardrec.planner.solve.encode import Encoded, Floats, Ints
 
@@ -37,7 +38,8 @@ class Choices:
         base: (O, D) of the options, on every rank.
         work: (O,) load on all ranks together.
         choice_first: (G + 1,) of ``choice``.
-        choice: (C,) of each group, options that do not do much more work than the one that does least.
+        choice: (C,) of each group, the options that are looked at: if not said otherwise, those that do not do much
+            more work than the one that does least.
         level_first: (G + 1,) of ``level``.
         level: (L,) of each group, the different loads of its pieces.
         turns: (L,) most free pieces of that load in one option.
@@ -86,13 +88,18 @@ class Choices:
     slots: int
 
 
-def choices_of(encoded: Encoded, cost: float) -> Choices:
+def choices_of(encoded: Encoded, cost: float, only: NDArray[np.bool_] | None = None) -> Choices:
     """The arrays of a problem.
 
     Args:
         encoded: the problem.
         cost: of a plan, against which work is compared.
+        only: (O,) the options that are looked at instead, some of each group.
     """
+    if only is None:
+        work = encoded.total_load / encoded.ranks
+        least = np.minimum.reduceat(work, [span.start for span in encoded.group_options])
+        only = work <= least[encoded.option_group] + _WASTE * cost
     number: dict[int, int] = {}
     sets: list[Ints] = []
     kind_set: list[int] = []
@@ -103,7 +110,7 @@ def choices_of(encoded: Encoded, cost: float) -> Choices:
     parts = [
         sorted(blocks, key=lambda item: -float(encoded.blocks[item[0]].loads.max())) for blocks in encoded.option_blocks
     ]
-    groups = [_Group(encoded, span, parts, sets, kind_set, cost) for span in encoded.group_options]
+    groups = [_Group(encoded, span, parts, sets, kind_set, only) for span in encoded.group_options]
     columns = [each for group in groups for each in group.columns]
     return Choices(
         ranks=encoded.ranks,
@@ -152,10 +159,9 @@ class _Group:
         parts: Sequence[Sequence[tuple[int, int]]],
         sets: Sequence[Ints],
         kind_set: Sequence[int],
-        cost: float,
+        only: NDArray[np.bool_],
     ) -> None:
-        work = encoded.total_load[span.start : span.stop] / encoded.ranks
-        self.choice = span.start + np.flatnonzero(work <= work.min() + _WASTE * cost)
+        self.choice = span.start + np.flatnonzero(only[span.start : span.stop])
         everywhere = np.arange(encoded.ranks)
         free: list[list[float]] = [[] for _ in self.choice]
         bound: dict[int, list[tuple[int, int, int]]] = {}

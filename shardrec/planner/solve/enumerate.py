@@ -18,11 +18,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, zip_longest
 
 import numpy as np
 
 from shardrec.planner.solve.alike import Alike
-from shardrec.planner.solve.cells import Box, Cells, Prices
+from shardrec.planner.solve.cells import SHARED, Box, Cells, Prices
 from shardrec.planner.solve.clock import Clock
 from shardrec.planner.solve.encode import Encoded, Ints
 from shardrec.planner.solve.fillings import Kind, fillings
@@ -40,10 +41,8 @@ Attempt = Callable[[Ints, Packing | None], object]
 Stop = Callable[[], bool]
 
 _AT_ONCE = 2
-"""Boxes that are looked at, each in a thread of its own."""
+"""Threads in which boxes are looked at."""
 _MOST_WAYS = 12_000
-_SHARED = 4
-"""Numbers of tables with shares that are looked at apart; so many or more are together."""
 _WIDTH = 2
 """Width of the boxes for which options and ways are listed."""
 _WIDEST = GRID // 20
@@ -125,7 +124,7 @@ class _Enumeration:
     ) -> None:
         self.encoded, self.alike, self.most, self.seconds = encoded, alike, cost, seconds
         self.pricings = [Pricing(alike) for _ in range(_AT_ONCE)]
-        shared = [(number, float(number)) for number in range(1, _SHARED)] + [(_SHARED, np.inf)]
+        shared = [(number, float(number)) for number in range(1, SHARED)] + [(SHARED, np.inf)]
         numbers = [(0, 0.0), *(shared if alike.share.any() else ())]
         self.cells = [Cells(alike.ranks, least, most) for least, most in numbers]
         self.step = _STEP
@@ -141,8 +140,9 @@ class _Enumeration:
             while least >= self.level:
                 self.level = min(self.level * self.step, self.target)
             chosen = self._boxes()
-            tasks = [partial(self._look, *each) for each in zip(self.pricings, chosen, strict=False)]
-            for (cells, box), found in zip(chosen, clock.together(tasks), strict=True):
+            shares = [chosen[number::_AT_ONCE] for number in range(_AT_ONCE)]
+            tasks = [partial(self._looks, *each) for each in zip(self.pricings, shares, strict=True) if each[1]]
+            for (cells, box), found in zip(chain(*shares), chain(*clock.together(tasks)), strict=True):
                 self._learn(cells, box, found)
                 if found.chosen is not None and found.chosen.counts is not None:
                     counts = self.alike.original(found.chosen.counts)
@@ -154,7 +154,9 @@ class _Enumeration:
     def _boxes(self) -> list[tuple[Cells, Box]]:
         """Those to be looked at next: that of the least bound, and of the others what is below the level, too."""
         found: list[tuple[Cells, Box]] = []
-        for _ in self.pricings:
+        # In the plane of two rooms, boxes have less to do with each other than on a line. With more of them for each
+        # thread, none waits long for the others.
+        for _ in range(_AT_ONCE * len(self.alike.ranks)):
             least = [cells.deciding_outside([box for its, box in found if its is cells]) for cells in self.cells]
             at = int(np.argmin(least))
             if found and least[at] >= self.level:
@@ -162,9 +164,14 @@ class _Enumeration:
             found.append((self.cells[at], self.cells[at].box([box for its, box in found if its is self.cells[at]])))
         return found
 
-    def _look(self, pricing: Pricing, of: tuple[Cells, Box]) -> _Found:
+    def _looks(self, pricing: Pricing, some: Sequence[tuple[Cells, Box]]) -> list[_Found]:
+        return [self._look(pricing, box) for _, box in some]
+
+    def _look(self, pricing: Pricing, box: Box) -> _Found:
         """Price a box, or list what is left in it; without any effect but on the pricing."""
-        box, level = of[1], self.level
+        level = self.level
+        if pricing.prices and pricing.bound(box)[0] + box.mean >= level:
+            return _Found(level, [], True)
         prices = [pricing.price(box, level - box.mean)]
         closed = pricing.bound(box)[0] + box.mean >= level
         if closed or box.width > _WIDTH:
@@ -269,27 +276,26 @@ def undominated(pricing: Pricing, options: Sequence[int]) -> list[int]:
         option: [(alike.part_share[part], alike.part_count[part]) for part in parts if part >= 0]
         for option, parts in pieces.items()
     }
-    kept: dict[int, list[int]] = {}
-
-    def better(one: int, other: int) -> bool:
-        return (
-            pricing.base[one] <= pricing.base[other]
-            and shares[one] == shares[other]
-            and all(len(mine) <= len(its) for mine, its in zip(held[one], held[other], strict=True))
-            and all(
-                mine[0] <= its[0] and mine[1] <= its[1]
-                for ours, theirs in zip(held[one], held[other], strict=True)
-                for mine, its in zip(ours, theirs, strict=False)
-            )
-            and bool((limits[:, one] <= limits[:, other]).all())
-        )
 
     def order(option: int) -> tuple[float, int, int, int]:
-        sizes = [size for part in held[option] for size, _ in part]
+        sizes = [size for part in held[option] for size, _, _ in part]
         return float(pricing.base[option]), len(sizes), sum(sizes), option
 
+    # What is earlier has no more load on every rank.
+    comparable: dict[object, list[int]] = {}
+    found: dict[int, list[int]] = {}
     for option in sorted(options, key=order):
-        among = kept.setdefault(int(alike.group[option]), [])
-        if not any(better(one, option) for one in among):
-            among.append(option)
-    return [option for among in kept.values() for option in among]
+        group = int(alike.group[option])
+        comparable.setdefault((group, *shares[option]), []).append(option)
+        found.setdefault(group, []).append(option)
+    kept: set[int] = set()
+    for those in comparable.values():
+        # The largest piece of each, the second, and so on, part by part. One that is not there is smaller than any.
+        by_part = zip(*(held[option] for option in those), strict=True)
+        pieces_at = [pieces_of for part in by_part for pieces_of in zip_longest(*part, fillvalue=(0, 0, -1))]
+        columns = np.array(pieces_at, dtype=np.int64).reshape(-1, len(those), 3)
+        better = np.triu(np.ones((len(those), len(those)), dtype=bool), 1)
+        for column in (*columns.transpose(2, 0, 1).reshape(-1, len(those)), *limits[:, those]):
+            better &= column[:, None] <= column
+        kept.update(np.array(those)[~better.any(axis=0)].tolist())
+    return [option for those in found.values() for option in those if option in kept]

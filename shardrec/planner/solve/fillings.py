@@ -12,8 +12,8 @@ from shardrec.planner.solve.encode import Floats
 
 __all__ = ["Kind", "fillings"]
 
-Kind = tuple[int, int]
-"""Steps of a piece's load, and of its memory."""
+Kind = tuple[int, int, int]
+"""Steps of a piece's load, and of its memory, and the table of which a rank has no more than one piece; -1: none."""
 
 _TRIES_PER_WAY = 100
 _COLUMNS = 20
@@ -28,7 +28,8 @@ def fillings(
     """The ways to fill a room that cannot have another or a larger piece, and are worth nearly as much as it.
 
     Args:
-        kinds: of pieces, each once; a piece may take the place of one that is no smaller in load and memory.
+        kinds: of pieces, each once; a piece may take the place of one that is no smaller in load and memory, and is of
+            the same table or takes the place of any.
         worth: of a piece of each kind.
         price: of the room.
         room: of the rank.
@@ -41,11 +42,11 @@ def fillings(
     """
     order = sorted(range(len(kinds)), key=lambda number: kinds[number], reverse=True)
     falling, each = [kinds[number] for number in order], [float(worth[number]) for number in order]
-    coarse = max(1, memory // _COLUMNS) if any(heavy for _, heavy in kinds) else memory + 1
+    coarse = max(1, memory // _COLUMNS) if any(heavy for _, heavy, _ in kinds) else memory + 1
     compiled = library()
     if compiled is None:
         return _in_python(falling, each, price - budget, coarse, room, memory, most)
-    sizes, heavy = (np.array([kind[which] for kind in falling], dtype=np.int64) for which in range(2))
+    sizes, heavy, table = (np.array([kind[which] for kind in falling], dtype=np.int64) for which in range(3))
     worths = np.array(each)
     call, count = compiled.shardrec_solve_fillings, _NUMBERS
     call.restype = ctypes.c_int64
@@ -54,6 +55,7 @@ def fillings(
         count = call(
             address(sizes),
             address(heavy),
+            address(table),
             address(worths),
             ctypes.c_int64(len(falling)),
             ctypes.c_double(price - budget),
@@ -100,11 +102,11 @@ def _in_python(
         if spent + rest[at][left, bytes_ // coarse] < least or tries > _TRIES_PER_WAY * most:
             return
         last, heaviest = True, -1
-        for number, (size, heavy) in enumerate(kinds):
-            if size <= left and heavy <= bytes_:
+        for number, (size, heavy, table) in enumerate(kinds):
+            if size <= left and heavy <= bytes_ and not _barred(kinds[number], way):
                 last = False
                 # Where nothing fits beside it, one that fits and is no smaller would do instead.
-                if left - size >= smallest or heavy > heaviest:
+                if left - size >= smallest or table >= 0 or heavy > heaviest:
                     heaviest = max(heaviest, heavy)
                     if number >= at:
                         extend(number, left - size, bytes_ - heavy, spent + worth[number], (*way, kinds[number]))
@@ -118,7 +120,7 @@ def _in_python(
 def _rest(kinds: Sequence[Kind], worth: Sequence[float], room: int, memory: int, coarse: int) -> list[Floats]:
     """Per kind, the most that it and smaller ones are worth within a load and so many large steps of memory."""
     found = [np.zeros((room + 1, memory // coarse + 1))]
-    for (size, heavy), value in zip(reversed(kinds), reversed(worth), strict=True):
+    for (size, heavy, _), value in zip(reversed(kinds), reversed(worth), strict=True):
         here, up = found[-1].copy(), heavy // coarse
         for load in range(size, room + 1):
             some = here[load, up:]
@@ -130,7 +132,15 @@ def _rest(kinds: Sequence[Kind], worth: Sequence[float], room: int, memory: int,
 def _has_larger(kinds: Sequence[Kind], way: tuple[Kind, ...], left: int, bytes_: int) -> bool:
     """Whether it could have a larger piece in the place of some."""
     return any(
-        (size, heavy) != piece and piece[0] <= size <= left + piece[0] and piece[1] <= heavy <= bytes_ + piece[1]
+        kind != piece
+        and piece[0] <= kind[0] <= left + piece[0]
+        and piece[1] <= kind[1] <= bytes_ + piece[1]
+        and (kind[2] == piece[2] or (piece[2] < 0 and not _barred(kind, way)))
         for piece in set(way)
-        for size, heavy in kinds
+        for kind in kinds
     )
+
+
+def _barred(kind: Kind, way: tuple[Kind, ...]) -> bool:
+    """Whether a way has a piece already with which one of a kind is on no rank."""
+    return kind[2] >= 0 and any(piece[2] == kind[2] for piece in way)

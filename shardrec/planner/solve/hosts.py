@@ -234,6 +234,14 @@ class Hosts:
         values = whole_numbers(columns.solver, most, cutoff=cutoff / self.most, nodes=nodes, seconds=seconds)
         return None if values is None else unpacked(self.encoded, self.inside, columns.tags, values)
 
+    def extra(self, room: int) -> Floats:
+        """(O,) by how much an option's price is above the least of its group, at the best prices for a room."""
+        assert self._best is not None, "a room was priced before"
+        rows = self._pulled(None, room)
+        free, _, part = self._values(rows)
+        price = np.where(self._need <= room, self._prices(rows, free, part)[0], np.inf)
+        return (price - np.minimum.reduceat(price, self._starts)[self.encoded.option_group]) * self.most
+
     def _possible(self, room: int) -> bool:
         fits = self._need <= room
         return all(fits[span.start : span.stop].any() for span in self.encoded.group_options)

@@ -3,8 +3,9 @@
 See :mod:`hosts` for the programme. A bound for a room holds for all below it, so the next to price is the largest for
 which it is not enough. Where the programme stays below what is asked for, no other room needs to be above it.
 
-Its solutions choose nearly whole numbers of options. Rounded, packed and mended by local search (:mod:`rebuild`), they
-are plans; of many tables, whole numbers of options, sets and ways are.
+Its solutions choose nearly whole numbers of options. Rounded, packed and mended by local search (:mod:`rebuild`) among
+options that cost little more at the programme's prices, they are plans; of many tables, whole numbers of options, sets
+and ways are.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from itertools import count
 
 import numpy as np
 
+from shardrec.planner.solve.clock import Clock
 from shardrec.planner.solve.encode import Encoded, Floats
 from shardrec.planner.solve.hosts import GRID, Hosts
 from shardrec.planner.solve.inside import Inside
@@ -53,6 +55,8 @@ _STRETCH, _VALLEYS = 40, 2
 """Rooms that are taken together, and of how many such stretches plans are repaired."""
 _REBUILDS_PER_ROUND, _REBUILDS = 25, 8000
 """Rounds of local search for a plan."""
+_AT_ONCE = 2
+"""Local searches for a plan, each in a thread of its own."""
 
 
 class HostSearch:
@@ -65,12 +69,20 @@ class HostSearch:
         rows: other limits.
         gap: between plan and bound that is good enough.
         value: of pieces by size, for :class:`Rebuilder`.
+        clock: of the search.
     """
 
     def __init__(
-        self, encoded: Encoded, best: Packing, intervals: Sequence[Interval], rows: Rows, gap: float, value: Floats
+        self,
+        encoded: Encoded,
+        best: Packing,
+        intervals: Sequence[Interval],
+        rows: Rows,
+        gap: float,
+        value: Floats,
+        clock: Clock,
     ) -> None:
-        self.encoded, self.best, self.gap, self._value = encoded, best, gap, value
+        self.encoded, self.best, self.gap, self._value, self._clock = encoded, best, gap, value, clock
         self.hosts = Hosts(encoded, best.cost, rows, _SMALL)
         self.curve: Floats = np.full(GRID + 1, -np.inf)
         """(G + 1,) by room, a bound of E."""
@@ -265,15 +277,31 @@ class HostSearch:
 
     def _repaired(self, room: int, rounds: int, stop: Callable[[], bool]) -> None:
         """Look for a better plan from the options that are chosen for about a room, which are nearly whole."""
-        room = min(room, GRID)
-        self._learn(room, self.hosts.price(room, np.inf, stop))
-        counts = rounded(self.encoded, self.hosts.columns.chosen())
-        packing = Packing(self.encoded, counts)
-        if stop() or self._closed() or not packing.fill(demand(self.encoded, counts).items()):
+        encoded, room = self.encoded, min(room, GRID)
+        bound = self.hosts.price(room, np.inf, stop)
+        self._learn(room, bound)
+        left = self.best.cost - room * self.hosts.step - bound
+        if stop() or self._closed() or left <= 0:
             return
-        search = Rebuilder(self.encoded, self._value, seed=len(self._found))
+        counts = rounded(encoded, self.hosts.columns.chosen())
+        packing = Packing(encoded, counts)
+        if not packing.fill(demand(encoded, counts).items()):
+            return
+        self._keep(packing)
+        # The options of a better plan are, all together, no further above the least prices than what is left. With
+        # those alone that are within a table's part of it, local search goes where the programme points; with all,
+        # it ends with one that is easily placed, and costs more.
+        only = (self.hosts.extra(room) <= left / encoded.sizes.sum()) | (counts > 0)
         most = min(_REBUILDS_PER_ROUND * rounds, _REBUILDS)
-        self._keep(search.run(packing, most, stop, self.bound * (1 + self.gap)) or packing)
+
+        def searched(seed: int) -> Packing | None:
+            search = Rebuilder(encoded, self._value, seed=seed, only=only)
+            return search.run(packing, most, stop, self.bound * (1 + self.gap))
+
+        seeds = range(len(self._found), len(self._found) + _AT_ONCE)
+        for found in self._clock.together([partial(searched, seed) for seed in seeds]):
+            if found is not None:
+                self._keep(found)
 
     def _keep(self, packing: Packing) -> bool:
         self._found.append(packing)

@@ -21,7 +21,7 @@ from shardrec.planner.solve.fillings import Kind
 from shardrec.planner.solve.pricing import Pricing
 from shardrec.planner.solve.sizes import GRID
 
-__all__ = ["Chosen", "Way", "Whole"]
+__all__ = ["Chosen", "Slot", "Way", "Whole"]
 
 _NODES = 200
 _SLACK = 1e-6
@@ -29,8 +29,10 @@ _FEASIBLE = 2
 _HEURISTICS = ("feasibility_jump", "rens", "rins", "root_reduced_cost", "shifting", "zi_round")
 """That are not run: they take nine tenths of the time, and branching comes to a solution as well, if there is one."""
 
-Way = tuple[Kind, ...]
-"""Kinds of the pieces on a rank, descending."""
+Slot = tuple[int, int]
+"""Steps of a piece's load, and of its memory."""
+Way = tuple[Slot, ...]
+"""Of the pieces on a rank, descending."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +64,12 @@ class Whole:
     """
 
     def __init__(
-        self, pricing: Pricing, box: Box, options: Sequence[int], listed: Sequence[Sequence[Way]], ranks: Sequence[int]
+        self,
+        pricing: Pricing,
+        box: Box,
+        options: Sequence[int],
+        listed: Sequence[Sequence[tuple[Kind, ...]]],
+        ranks: Sequence[int],
     ) -> None:
         alike = pricing.alike
         self._pricing, self._box, self._options, self._ranks = pricing, box, list(options), ranks
@@ -200,7 +207,7 @@ class Whole:
         values = np.rint(solver.getSolution().col_value).astype(np.int64).tolist()
         ways: list[list[Way]] = [[] for _ in self._ranks]
         for column, (kind, way) in self._ways.items():
-            ways[kind] += [way] * values[column]
+            ways[kind] += [tuple((size, heavy) for size, heavy, _ in way)] * values[column]
         return Chosen(
             bound,
             counts={option: values[column] for option, column in self._option.items() if values[column]},
@@ -253,11 +260,13 @@ class Whole:
 def _steps_down(kinds: Sequence[Kind]) -> list[tuple[Kind, Kind]]:
     """Pairs of kinds, of which the first can take the place of the second; others follow from these.
 
-    To the next smaller load of the same memory, and to the largest load of each lesser memory.
+    To the next smaller load of the same memory, and to the largest load of each lesser memory: of the same table, and
+    of any.
     """
     found: list[tuple[Kind, Kind]] = []
-    for size, heavy in kinds:
-        below = [(s, h) for s, h in kinds if s <= size and h <= heavy and (s, h) != (size, heavy)]
-        best = {h: (s, h) for s, h in below}  # ascending, so that the largest stays
-        found += [(less, (size, heavy)) for less in best.values()]
+    for kind in kinds:
+        below = [less for less in kinds if less != kind and less[0] <= kind[0] and less[1] <= kind[1]]
+        # Ascending, so that the largest stays.
+        best = {less[1:]: less for less in below if less[2] in (-1, kind[2])}
+        found += [(less, kind) for less in best.values()]
     return found

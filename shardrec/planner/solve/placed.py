@@ -13,8 +13,7 @@ import numpy as np
 
 from shardrec.planner.solve.alike import MEMORY, Alike, short_tier
 from shardrec.planner.solve.encode import Encoded, Ints
-from shardrec.planner.solve.fillings import Kind
-from shardrec.planner.solve.integer import Chosen, Way
+from shardrec.planner.solve.integer import Chosen, Slot, Way
 from shardrec.planner.solve.packing import Packing, demand
 from shardrec.planner.solve.sizes import GRID, host_blocks
 
@@ -84,7 +83,7 @@ class _Sketch:
             some = encoded.blocks[min(host_blocks(encoded)[1])]
             self._class = [int(rank not in some.names[0]) for rank in range(encoded.ranks)]
         self._left = [[list(way) for way in found] for found in ways]
-        self._slots: dict[int, list[Kind]] = {}
+        self._slots: dict[int, list[Slot]] = {}
 
     def place(self, block: int, host: int | None) -> bool:
         """Put a part, its pieces beyond the least if it is bound to a host, where its slots are least too large.
@@ -114,7 +113,7 @@ class _Sketch:
         self._packing.put(block, best[0])
         return True
 
-    def _tried(self, kinds: Sequence[Kind], ranks: Sequence[int]) -> _Trial | None:
+    def _tried(self, kinds: Sequence[Slot], ranks: Sequence[int]) -> _Trial | None:
         trial = _Trial()
         for kind, rank in zip(kinds, ranks, strict=True):
             if not kind[0]:
@@ -148,19 +147,19 @@ class _Trial:
     def __init__(self) -> None:
         self.misfit: tuple[int, ...] = (0, 0, 0)
         self.begun: set[tuple[int, int]] = set()
-        self.slots: dict[int, list[Kind]] = {}
+        self.slots: dict[int, list[Slot]] = {}
 
     @property
     def price(self) -> tuple[tuple[int, ...], int]:
         return self.misfit, len(self.begun)
 
 
-def _slot(slots: Sequence[Kind], kind: Kind) -> Kind | None:
+def _slot(slots: Sequence[Slot], kind: Slot) -> Slot | None:
     """The slot that fits a piece best; one that is a step too small will do."""
     fitting = [slot for slot in slots if slot[0] >= kind[0] - 1 and slot[1] >= kind[1] - 1]
     return min(fitting, key=lambda slot: _misfit(slot, kind), default=None)
 
 
-def _misfit(slot: Kind, kind: Kind) -> tuple[int, int, int]:
+def _misfit(slot: Slot, kind: Slot) -> tuple[int, int, int]:
     """Whether it is too small, then what is too large, memory first: that of others may not fit elsewhere."""
     return slot[0] < kind[0] or slot[1] < kind[1], abs(slot[1] - kind[1]), abs(slot[0] - kind[0])

@@ -22,6 +22,7 @@ from dataclasses import fields
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardrec.planner.native import address, library
 from shardrec.planner.solve.choices import Choices, choices_of
@@ -51,10 +52,18 @@ class Rebuilder:
         value: (n,) of room on a rank, in even steps.
         seed: of the random numbers.
         native: whether C++ does the rounds, if it is there.
+        only: (O,) the options that tables may change to, some of each group; else all but those that do much more work.
     """
 
-    def __init__(self, encoded: Encoded, value: Floats, seed: int = 0, native: bool = True) -> None:
-        self.encoded = encoded
+    def __init__(
+        self,
+        encoded: Encoded,
+        value: Floats,
+        seed: int = 0,
+        native: bool = True,
+        only: NDArray[np.bool_] | None = None,
+    ) -> None:
+        self.encoded, self._only = encoded, only
         # Values of sizes that no plan used so far come from knapsacks of others and are low; a part is their share.
         self._value = np.ascontiguousarray(0.6 * value + 0.4 * np.linspace(0, 1, len(value)))
         self._rng = np.random.default_rng(seed)
@@ -72,7 +81,7 @@ class Rebuilder:
         Returns:
             The best found; None if nothing is better than ``start``.
         """
-        choices = choices_of(self.encoded, start.cost)
+        choices = choices_of(self.encoded, start.cost, self._only)
         state = self._unpacked(choices, start)
         flat = _structure(choices, 1 + len(self.encoded.capacity), len(state.option)), _structure(state)
         done, first, length = 0, 0, _CYCLE

@@ -180,7 +180,7 @@ class _Search(Incumbent):
             return
         until = self._after(share)
         limits, value = self.relaxation.limits(), self.relaxation.value
-        search = HostSearch(self.encoded, self.best, self.intervals, limits, self.limits.gap, value)
+        search = HostSearch(self.encoded, self.best, self.intervals, limits, self.limits.gap, value, self.clock)
         for packing in search.run(self.limits.effort, partial(self._only, until), self._time_left):
             self._add(packing)
         self.bound = max(self.bound, min(search.bound, self.best.cost))

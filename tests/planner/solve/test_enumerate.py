@@ -14,7 +14,7 @@ from shardrec.planner.solve.alike import MEMORY, Alike
 from shardrec.planner.solve.cells import Box
 from shardrec.planner.solve.clock import Clock
 from shardrec.planner.solve.encode import Encoded, Ints, encode
-from shardrec.planner.solve.enumerate import choose, enumerated
+from shardrec.planner.solve.enumerate import choose, enumerated, undominated
 from shardrec.planner.solve.packing import Packing
 from shardrec.planner.solve.pricing import Pricing
 from shardrec.planner.solve.problem import anywhere, host_places
@@ -164,6 +164,47 @@ def test_what_fits_beside_the_least_of_all_others_is_left(rng: Random) -> None:
     }
     assert used <= set(able.tolist())
     assert steps.max() <= memory
+
+
+@settings(max_examples=60, deadline=None)
+@given(rng=randoms())
+def test_an_option_is_left_out_if_another_of_the_table_is_no_worse_in_anything(rng: Random) -> None:
+    encoded = encode(nearly(rng, random_problem(rng)))
+    alike = Alike.of(encoded, 10.0, Relaxation(encoded).limits())
+    assert alike is not None
+    pricing = Pricing(alike)
+    pricing.limits = {row: row for row in range(len(alike.limits)) if rng.random() < 0.5}
+    some = sorted(rng.sample(range(len(alike.base)), rng.randint(1, len(alike.base))))
+
+    def pieces(option: int) -> list[list[tuple[int, int]]]:
+        parts = [-1, *np.flatnonzero(alike.part_option == option).tolist()]
+        own = [item for item in pricing.items() if item[0] == option]
+        return [sorted((k for _, p, k, n in own if p == part for _ in range(int(n))), reverse=True) for part in parts]
+
+    def no_worse(one: int, other: int) -> bool:
+        mine, its = pieces(one), pieces(other)
+        shares = [
+            [(alike.part_share[p], alike.part_count[p]) for p in np.flatnonzero(alike.part_option == o)]
+            for o in (one, other)
+        ]
+        return (
+            alike.group[one] == alike.group[other]
+            and pricing.base[one] <= pricing.base[other]
+            and shares[0] == shares[1]
+            and all(
+                len(a) <= len(b)
+                and all(x <= y and v <= w and t <= u for (x, v, t), (y, w, u) in zip(a, b, strict=False))
+                for a, b in zip(mine, its, strict=True)
+            )
+            and all(alike.rows[row, one] <= alike.rows[row, other] for row in pricing.limits)
+        )
+
+    kept = undominated(pricing, some)
+    assert set(kept) <= set(some)
+    for option in some:
+        by = [other for other in kept if other != option and no_worse(other, option)]
+        # Of those with equal loads on every rank, the order decides.
+        assert all(pricing.base[other] == pricing.base[option] for other in by) if option in kept else by
 
 
 def test_rows_on_every_rank_leave_no_memory_for_a_large_table() -> None:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 
 from shardrec.planner.solve import Option, Part, Piece, Problem, SolveLimits, solve
 from shardrec.planner.solve import hosts as programme
+from shardrec.planner.solve.clock import Clock
 from shardrec.planner.solve.encode import Encoded, Floats, encode
 from shardrec.planner.solve.hosts import GRID, Hosts
 from shardrec.planner.solve.hostsearch import HostSearch
@@ -110,6 +111,20 @@ def test_no_packing_has_less_on_every_rank_than_the_bound_of_its_room(rng: Rando
         hosts.columns.restrict({})
 
 
+@settings(max_examples=20, deadline=None)
+@given(rng=randoms())
+def test_options_of_a_plan_are_no_further_above_the_least_prices_than_it_is_above_the_bound(rng: Random) -> None:
+    encoded = encode(random_problem(rng, 5))
+    packings = [random_packing(rng, encoded) for _ in range(6)]
+    hosts = made(encoded, 1.01 * max(packing.cost for packing in packings))
+    for packing in packings:
+        room = min(int((float(packing.loads.max()) - packing.base) / hosts.step) + rng.randint(0, 20), GRID)
+        bound, extra = hosts.price(room, np.inf, lambda: False), hosts.extra(room)
+        assert np.all(np.minimum.reduceat(extra, [span.start for span in encoded.group_options]) == 0)
+        used = packing.counts > 0
+        assert packing.counts[used] @ extra[used] <= packing.base - bound + 1e-3 * hosts.most
+
+
 @settings(max_examples=12, deadline=None)
 @given(rng=randoms())
 def test_bounds_and_whole_numbers_are_near_what_trying_everything_finds(rng: Random) -> None:
@@ -193,7 +208,7 @@ def test_the_search_proves_no_more_than_there_is(rng: Random) -> None:
     encoded = encode(random_problem(rng, 10))
     start = packed(encoded)
     relaxation = Relaxation(encoded)
-    search = HostSearch(encoded, start, relaxation.intervals(0.01), relaxation.limits(), 0.0, relaxation.value)
+    search = HostSearch(encoded, start, relaxation.intervals(0.01), relaxation.limits(), 0.0, relaxation.value, Clock())
     found = search.run(10, lambda: False, lambda: np.inf)
     best = min([start, *found], key=lambda packing: packing.cost)
     for packing in [*found, *(random_packing(rng, encoded) for _ in range(3))]:

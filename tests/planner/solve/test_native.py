@@ -10,7 +10,7 @@ import pytest
 
 from shardrec.planner import native
 from shardrec.planner.native import library
-from shardrec.planner.solve import SolveLimits, fillings, knapsack, rebuild, sets, solve, solver
+from shardrec.planner.solve import SolveLimits, differences, fillings, knapsack, plane, rebuild, sets, solve, solver
 from tests.planner.problems import random_problem
 
 
@@ -23,7 +23,9 @@ def test_a_plan_is_the_same_without_compiled_functions(seed: int) -> None:
     with patch.object(solver, "solve_exactly", return_value=None):
         wanted = solve(problem, limits)
         with (
+            patch.object(differences, "library", return_value=None),
             patch.object(knapsack, "library", return_value=None),
+            patch.object(plane, "library", return_value=None),
             patch.object(fillings, "library", return_value=None),
             patch.object(sets, "library", return_value=None),
             patch.object(rebuild, "library", return_value=None),

@@ -95,6 +95,21 @@ def test_what_is_found_is_better_and_fits(rng: Random) -> None:
     assert sum(int(at.sum()) for at in found.at.values()) == parts
 
 
+@settings(max_examples=20, deadline=None)
+@given(rng=randoms())
+def test_tables_change_to_the_options_that_are_allowed_only(rng: Random) -> None:
+    encoded = encode(many_pieces(rng))
+    start = start_of(rng, encoded)
+    if start is None:
+        return
+    only = np.array([rng.random() < 0.5 for _ in encoded.options])
+    only[[rng.choice(span) for span in encoded.group_options]] = True
+    found = Rebuilder(encoded, np.linspace(0, 1, 101), only=only).run(start, 200, lambda: False)
+    if found is not None:
+        assert found.cost < start.cost
+        assert np.all(found.counts[~only] <= start.counts[~only])
+
+
 @pytest.mark.skipif(library() is None, reason="the C++ functions are not compiled")
 @settings(max_examples=12, deadline=None)
 @given(rng=randoms())
