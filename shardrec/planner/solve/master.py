@@ -24,6 +24,9 @@ _FIRST = 4
 """Columns with which a programme begins, for each row."""
 _DUAL, _PRIMAL = 1, 4
 """How the simplex method goes on: from prices that are right, or from a solution that is."""
+_ITERATIONS = 20
+"""Of the simplex method, for each row and column: far more than it needs."""
+_ANY = 2**31 - 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +74,7 @@ class Master:
         self._waiting: list[tuple[float, Sequence[int], Sequence[float]]] = []
         self._about: Mapping[object, float] = {}
         self._bases: list[_Basis] = []
+        self._values: Floats = np.zeros(0)
 
     @property
     def rows(self) -> int:
@@ -161,10 +165,19 @@ class Master:
     def run(self) -> tuple[Floats, float]:
         """Solve it; (rows,) prices, and the value."""
         self._flush()
+        self.solver.setOptionValue("simplex_iteration_limit", _ITERATIONS * (self.rows + len(self.here)))
         self.solver.run()
+        if self.solver.getModelStatus() == highspy.HighsModelStatus.kIterationLimit:
+            # It may go in circles from where it began. From the beginning, it does not.
+            self.solver.clearSolver()
+            self.solver.setOptionValue("simplex_iteration_limit", _ANY)
+            self.solver.setOptionValue("simplex_strategy", _DUAL)
+            self.solver.run()
         # What follows adds columns, and leaves the solution one.
         self.solver.setOptionValue("simplex_strategy", _PRIMAL)
-        return np.array(self.solver.getSolution().row_dual), float(self.solver.getInfo().objective_function_value)
+        solution = self.solver.getSolution()
+        self._values = np.array(solution.col_value)
+        return np.array(solution.row_dual), float(self.solver.getInfo().objective_function_value)
 
     def keep(self) -> None:
         """Keep the basis for programmes to come."""
@@ -175,8 +188,7 @@ class Master:
     def values(self) -> Floats:
         """(columns,) the last solution."""
         found = np.zeros(self.columns)
-        values = np.array(self.solver.getSolution().col_value)
-        found[self.here[: len(values)]] = values
+        found[self.here[: len(self._values)]] = self._values
         return found
 
     def _reduced(self, prices: Floats) -> Floats:
