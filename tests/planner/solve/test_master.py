@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from random import Random
+from unittest.mock import patch
 
 import numpy as np
 from hypothesis import given, settings
 from scipy.optimize import linprog
 
+from shardrec.planner.solve import master as module
 from shardrec.planner.solve.encode import Floats
 from shardrec.planner.solve.master import Master
 from tests.plans import randoms
@@ -47,6 +49,18 @@ def test_programmes_with_what_pays_of_a_pool_have_the_value_of_the_whole(rng: Ra
         assert not used[np.array(needs) > room].any()
         if rng.random() < 0.7:
             master.keep()
+
+
+def test_a_run_that_goes_on_too_long_begins_anew() -> None:
+    master = Master()
+    rows = [master.row(float(row), np.inf) for row in range(1, 20)]
+    for row in rows:
+        master.column(1.0 + row, {row: 1.0, (row + 1) % len(rows): 0.5}, always=True)
+    value = master.run()[1]
+    master.begin([0], {})
+    with patch.object(module, "_ITERATIONS", 0):
+        assert master.run()[1] == value
+    assert master.solver.getOptionValue("simplex_iteration_limit")[1] == module._ANY
 
 
 def solved(
