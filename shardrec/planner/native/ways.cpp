@@ -115,7 +115,7 @@ extern "C" std::int64_t shardrec_solve_fillings(const std::int64_t* sizes, const
       }
     }
   }
-  Fillings fillings{sizes,      heavy, table, worth,    kinds,           least,            coarse, columns, room, most,
-                    most_tries, found, capacity, std::move(rest), std::move(first), {}};
+  Fillings fillings{sizes, heavy,      table, worth,    kinds,           least,            coarse, columns,
+                    room,  most, most_tries, found, capacity, std::move(rest), std::move(first), {}};
   return fillings.extend(0, room, bytes, 0.0) ? fillings.numbers : -1;
 }

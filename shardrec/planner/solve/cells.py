@@ -83,8 +83,8 @@ class Prices:
         apart: m.
         shared: p.
         room: the largest for which ``least`` holds.
-        least: by number of tables with shares and steps between the rooms, what whole options come to, less what the
-            other limits do; if there are two hosts.
+        least: (SHARED + 1, G + 1) by number of tables with shares and steps between the rooms, what whole options come
+            to, less what the other limits do; None if there are not two hosts.
     """
 
     value: Floats

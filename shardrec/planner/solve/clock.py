@@ -8,7 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from time import thread_time
 from typing import TypeVar
 
-__all__ = ["Clock"]
+__all__ = ["AT_ONCE", "Clock"]
+
+AT_ONCE = 2
+"""Things that a search does at once, each in a thread of its own."""
 
 T = TypeVar("T")
 

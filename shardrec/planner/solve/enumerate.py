@@ -24,7 +24,7 @@ import numpy as np
 
 from shardrec.planner.solve.alike import Alike
 from shardrec.planner.solve.cells import SHARED, Box, Cells, Prices
-from shardrec.planner.solve.clock import Clock
+from shardrec.planner.solve.clock import AT_ONCE, Clock
 from shardrec.planner.solve.encode import Encoded, Ints
 from shardrec.planner.solve.fillings import Kind, fillings
 from shardrec.planner.solve.integer import Chosen, Whole
@@ -40,8 +40,6 @@ __all__ = ["choose", "enumerated"]
 Attempt = Callable[[Ints, Packing | None], object]
 Stop = Callable[[], bool]
 
-_AT_ONCE = 2
-"""Threads in which boxes are looked at."""
 _MOST_WAYS = 12_000
 _WIDTH = 2
 """Width of the boxes for which options and ways are listed."""
@@ -123,7 +121,7 @@ class _Enumeration:
         self, encoded: Encoded, alike: Alike, cost: float, gap: float, bound: float, seconds: Callable[[], float]
     ) -> None:
         self.encoded, self.alike, self.most, self.seconds = encoded, alike, cost, seconds
-        self.pricings = [Pricing(alike) for _ in range(_AT_ONCE)]
+        self.pricings = [Pricing(alike) for _ in range(AT_ONCE)]
         shared = [(number, float(number)) for number in range(1, SHARED)] + [(SHARED, np.inf)]
         numbers = [(0, 0.0), *(shared if alike.share.any() else ())]
         self.cells = [Cells(alike.ranks, least, most) for least, most in numbers]
@@ -140,7 +138,7 @@ class _Enumeration:
             while least >= self.level:
                 self.level = min(self.level * self.step, self.target)
             chosen = self._boxes()
-            shares = [chosen[number::_AT_ONCE] for number in range(_AT_ONCE)]
+            shares = [chosen[number::AT_ONCE] for number in range(AT_ONCE)]
             tasks = [partial(self._looks, *each) for each in zip(self.pricings, shares, strict=True) if each[1]]
             for (cells, box), found in zip(chain(*shares), chain(*clock.together(tasks)), strict=True):
                 self._learn(cells, box, found)
@@ -156,7 +154,7 @@ class _Enumeration:
         found: list[tuple[Cells, Box]] = []
         # In the plane of two rooms, boxes have less to do with each other than on a line. With more of them for each
         # thread, none waits long for the others.
-        for _ in range(_AT_ONCE * len(self.alike.ranks)):
+        for _ in range(AT_ONCE * len(self.alike.ranks)):
             least = [cells.deciding_outside([box for its, box in found if its is cells]) for cells in self.cells]
             at = int(np.argmin(least))
             if found and least[at] >= self.level:

@@ -17,7 +17,7 @@ from itertools import count
 
 import numpy as np
 
-from shardrec.planner.solve.clock import Clock
+from shardrec.planner.solve.clock import AT_ONCE, Clock
 from shardrec.planner.solve.encode import Encoded, Floats
 from shardrec.planner.solve.hosts import GRID, Hosts
 from shardrec.planner.solve.inside import Inside
@@ -55,8 +55,6 @@ _STRETCH, _VALLEYS = 40, 2
 """Rooms that are taken together, and of how many such stretches plans are repaired."""
 _REBUILDS_PER_ROUND, _REBUILDS = 25, 8000
 """Rounds of local search for a plan."""
-_AT_ONCE = 2
-"""Local searches for a plan, each in a thread of its own."""
 
 
 class HostSearch:
@@ -298,7 +296,7 @@ class HostSearch:
             search = Rebuilder(encoded, self._value, seed=seed, only=only)
             return search.run(packing, most, stop, self.bound * (1 + self.gap))
 
-        seeds = range(len(self._found), len(self._found) + _AT_ONCE)
+        seeds = range(len(self._found), len(self._found) + AT_ONCE)
         for found in self._clock.together([partial(searched, seed) for seed in seeds]):
             if found is not None:
                 self._keep(found)

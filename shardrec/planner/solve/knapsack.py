@@ -99,14 +99,13 @@ def _compiled(
         address(better),
     )
 
-    # Of many ways to fill a rank the pieces are asked for: what is the same for all is made once, and kept.
-    held = made, better
-    steps_made = held, (address(made), address(better), ctypes.c_int64(count), ctypes.c_int64(most))
-
     def pieces(size: int, number: int) -> Ints:
         counts: Ints = np.zeros(len(weights), dtype=np.int64)
         compiled.shardrec_solve_knapsack_pieces(
-            *steps_made[1],
+            address(made),
+            address(better),
+            ctypes.c_int64(count),
+            ctypes.c_int64(most),
             ctypes.c_int64(ends[number]),
             ctypes.c_int64(size),
             address(counts),

@@ -46,10 +46,9 @@ class Master:
     """The programme, in which no column is used less than 0 times.
 
     Attributes:
-        solver: what solves it.
-        here: number of each column that is in the programme.
-        lower: limits of the rows.
-        upper: likewise.
+        solver: HiGHS, with the programme.
+        here: number of each column that is in the programme, in its order there.
+        lower: (rows,) limits; likewise ``upper``.
     """
 
     def __init__(self) -> None:

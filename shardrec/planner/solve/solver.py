@@ -25,6 +25,7 @@ from heapq import heapify, heappop, heappush
 
 import numpy as np
 
+from shardrec.planner.solve.clock import AT_ONCE
 from shardrec.planner.solve.combine import combined
 from shardrec.planner.solve.encode import Encoded, Floats, Ints, encode
 from shardrec.planner.solve.enumerate import enumerated
@@ -61,8 +62,6 @@ _DIVES_PER_EFFORT = 1
 _EFFORT_PER_PROGRAMME = 5
 _REBUILT = 3
 """Of the best plans, or times that the best is, improved."""
-_AT_ONCE = 2
-"""Searches from one plan, each in a thread of its own."""
 _EFFORT_PER_ROOM = 10
 _REBUILDS_PER_EFFORT = 100
 _NODES_PER_EFFORT = 10
@@ -246,11 +245,11 @@ class _Search(Incumbent):
             stop_at = until + (self._time_left() - until) * (_REBUILT - 1 - number) / (_REBUILT - number)
             stop = partial(self._only, stop_at if np.isfinite(stop_at) else -np.inf)
             # Which plan a search ends at is much a matter of chance: several find more than one.
-            searches = [partial(self._rebuilt, starts[number % len(starts)], stop) for _ in range(_AT_ONCE)]
+            searches = [partial(self._rebuilt, starts[number % len(starts)], stop) for _ in range(AT_ONCE)]
             for found in self.clock.together([partial(one, seed) for seed, one in enumerate(searches, self.seed)]):
                 if found is not None:
                     self._add(found)
-            self.seed += _AT_ONCE
+            self.seed += AT_ONCE
 
     def _rebuilt(self, start: Packing, stop: Callable[[], bool], seed: int) -> Packing | None:
         rounds = _REBUILDS_PER_EFFORT * self.limits.effort // _REBUILT
