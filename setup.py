@@ -9,6 +9,11 @@ from typing import Any
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
+# Sanitizers to compile with, as -fsanitize takes them: see `make sanitize`. The last -O and -g given count.
+_SANITIZERS = os.environ.get("SHARDREC_SANITIZE")
+_SANITIZE = [f"-fsanitize={_SANITIZERS}", "-fno-sanitize-recover=all"] if _SANITIZERS else []
+_LAST_FLAGS = [*_SANITIZE, "-O1", "-g", "-fno-omit-frame-pointer"] if _SANITIZERS else []
+
 
 class ParallelBuild(build_ext):
     """Compiles the sources of an extension side by side; each takes half a minute."""
@@ -39,9 +44,10 @@ def solver() -> Extension:
         ],
         depends=["shardrec/planner/native/knapsack.h"],
         # Python does the same with the same results, so nothing may be rounded once where it is rounded twice.
-        extra_compile_args=["-std=c++20", "-O3", "-g0", "-ffp-contract=off"],
+        extra_compile_args=["-std=c++20", "-O3", "-g0", "-ffp-contract=off", *_LAST_FLAGS],
+        extra_link_args=_SANITIZE,
         language="c++",
-        optional=True,
+        optional=not _SANITIZE,
     )
 
 
@@ -69,9 +75,11 @@ def operators() -> list[Extension]:
                 "-fno-math-errno",
                 "-Wno-psabi",
                 f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+                *_LAST_FLAGS,
             ],
+            extra_link_args=_SANITIZE,
             language="c++",
-            optional=True,
+            optional=not _SANITIZE,
         )
     ]
 
