@@ -6,6 +6,7 @@ NPROC       ?= 2
 TRAIN_ARGS  ?=
 PYTEST_ARGS ?=
 BENCH_ARGS  ?=
+SANITIZERS  ?= address,undefined
 
 # The first of these that runs and is in the supported range (a name on PATH may be a launcher with nothing behind it).
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
@@ -32,7 +33,7 @@ ifeq ($(filter cpu gpu,$(DEVICE)),)
 $(error DEVICE is "$(DEVICE)"; it can be cpu or gpu)
 endif
 
-.PHONY: help train test check bench cpp-example docs clean
+.PHONY: help train test check sanitize bench cpp-example docs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 18
@@ -48,6 +49,14 @@ check: $(DEV) ## lint, format, types, then the tests
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict shardrec benchmarks/harness
 	@$(MAKE) --no-print-directory test
+
+# Apart from the libraries in use. The sanitizer comes first in every process, and libstdc++ with it, whose exceptions it looks
+# for at the start. Python's own leaks are not looked for, and memory that is not there is an error, as without it.
+sanitize: $(DEV) ## run the tests of what C++ does under the address and undefined-behaviour sanitizers (PYTEST_ARGS)
+	SHARDREC_SANITIZE=$(SANITIZERS) $(BIN)/python setup.py -q build_ext --build-lib build/sanitize --build-temp build/sanitize-objects
+	SHARDREC_NATIVE=$(CURDIR)/build/sanitize LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
+	  ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 \
+	  $(BIN)/python -m pytest -o timeout=1200 tests/native tests/lookup tests/exchange tests/planner $(PYTEST_ARGS)
 
 bench: $(RUNTIME) ## run every benchmark under benchmarks/ (BENCH_ARGS)
 	@for main in benchmarks/*/main.py; do \

@@ -9,6 +9,13 @@ from typing import Any
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
+# Sanitizers to compile with, as -fsanitize takes them: see `make sanitize`. The last -O and -g given count.
+_SANITIZERS = os.environ.get("SHARDREC_SANITIZE")
+_SANITIZE = [f"-fsanitize={_SANITIZERS}", "-fno-sanitize-recover=all"] if _SANITIZERS else []
+# Checks as calls, and none that only say earlier what the address sanitizer says: lookup.cpp took minutes otherwise.
+_CHEAPER = ["-fno-sanitize=null,alignment,object-size,vptr", "--param=asan-instrumentation-with-call-threshold=0"]
+_LAST_FLAGS = [*_SANITIZE, *_CHEAPER, "-O1", "-g1", "-fno-omit-frame-pointer"] if _SANITIZERS else []
+
 
 class ParallelBuild(build_ext):
     """Compiles the sources of an extension side by side; each takes half a minute."""
@@ -39,9 +46,10 @@ def solver() -> Extension:
         ],
         depends=["shardrec/planner/native/knapsack.h"],
         # Python does the same with the same results, so nothing may be rounded once where it is rounded twice.
-        extra_compile_args=["-std=c++20", "-O3", "-g0", "-ffp-contract=off"],
+        extra_compile_args=["-std=c++20", "-O3", "-g0", "-ffp-contract=off", *_LAST_FLAGS],
+        extra_link_args=_SANITIZE,
         language="c++",
-        optional=True,
+        optional=not _SANITIZE,
     )
 
 
@@ -69,9 +77,11 @@ def operators() -> list[Extension]:
                 "-fno-math-errno",
                 "-Wno-psabi",
                 f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+                *_LAST_FLAGS,
             ],
+            extra_link_args=_SANITIZE,
             language="c++",
-            optional=True,
+            optional=not _SANITIZE,
         )
     ]
 

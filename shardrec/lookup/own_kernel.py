@@ -3,7 +3,7 @@
 They take the place of fbgemm's kernels on the CPU, for float32 weights, with and without SGD, Adagrad or rowwise
 Adagrad in backward. The memory stays fbgemm's, so that whatever addresses it (``state_dict``, checkpoints, scripted
 lookups) need not know. The rules and the order of a bag's sum are fbgemm's, too. A row's gradients are added up in an
-order that the sizes decide, whatever the number of threads.
+order that the sizes decide.
 
 Shapes: S slots, B_all samples, N ids, D columns of all the slots, w columns of a row without pooling.
 """

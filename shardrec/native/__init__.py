@@ -23,10 +23,14 @@
 
 Without them the same is done by torch's operators and fbgemm's kernels, with equal results and more passes over memory.
 
+An operator runs on the thread that calls it, whatever torch's number of threads. It refuses what does not fit with a
+``RuntimeError``, and reads and writes nothing out of bounds; ``make sanitize`` holds it to that.
+
 Two settings of the environment, for comparisons:
 
 ``SHARDREC_NATIVE=0``
-    leave all of these operators alone
+    leave all of these operators alone; a folder instead of 0: use those that
+    ``python setup.py build_ext --build-lib FOLDER`` compiled
 ``SHARDREC_KERNELS=fbgemm``
     look tables up, and update them in backward, with fbgemm's kernels although ``look_up``, ``update`` and
     ``weight_gradient`` are there; ``own``, and no setting, use these where they can be used: float32 on the CPU, SGD,
@@ -42,6 +46,7 @@ from pathlib import Path
 
 import torch
 
+from shardrec._built import built
 from shardrec.errors import ConfigError
 
 __all__ = ["has_kernels", "is_loaded", "library_path"]
@@ -52,12 +57,16 @@ _NEWEST = "cut_ids"  # an operator that libraries built from older sources do no
 def library_path() -> Path | None:
     """The library built for the torch that is installed, if there is one."""
     version = "".join(letter if letter.isalnum() else "_" for letter in torch.__version__)
-    return next(iter(sorted(Path(__file__).parent.glob(f"ops_for_torch_{version}.*so"))), None)
+    return built("native", f"ops_for_torch_{version}.*so")
 
 
 @cache
 def is_loaded() -> bool:
-    """Load the operators, once; whether they can be used. ``SHARDREC_NATIVE=0`` leaves them alone."""
+    """Load the operators, once; whether they can be used. ``SHARDREC_NATIVE=0`` leaves them alone.
+
+    Raises:
+        ConfigError: if ``SHARDREC_NATIVE`` is a folder without them.
+    """
     path = library_path()
     if path is None or os.environ.get("SHARDREC_NATIVE") == "0":
         return False

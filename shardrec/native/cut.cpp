@@ -6,12 +6,9 @@
 // over a unit's ids: the first counts, bag by bag, the second writes to where the counts of the slots before it end.
 
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 #include <torch/library.h>
 
 #include <algorithm>
-#include <atomic>
-#include <cstring>
 #include <limits>
 #include <optional>
 #include <tuple>
@@ -43,7 +40,9 @@ struct Unit {
   }
 };
 
-std::vector<Unit> units_of(at::IntArrayRef list, int64_t keys, int64_t slots) {
+// `most`: the largest id that there can be.
+std::vector<Unit> units_of(at::IntArrayRef list, int64_t keys, int64_t slots, int64_t most) {
+  TORCH_CHECK(slots >= 0 && slots <= int64_t(list.size()), "shardrec: a slot is in no unit");
   std::vector<Unit> units;
   std::vector<char> seen(slots, 0);
   size_t at = 0;
@@ -59,7 +58,10 @@ std::vector<Unit> units_of(at::IntArrayRef list, int64_t keys, int64_t slots) {
         "shardrec: a unit is malformed");
     for (int64_t i = 0; i <= blocks; ++i) {
       unit.edges.push_back(next());
-      TORCH_CHECK(i == 0 || unit.edges[i - 1] <= unit.edges[i], "shardrec: edges of blocks ascend");
+      const int64_t edge = unit.edges.back();
+      TORCH_CHECK(
+          edge >= (i == 0 ? 0 : unit.edges[i - 1]) && edge <= most,
+          "shardrec: edges of blocks ascend from 0 and are ids: an edge at ", edge, ", and ids up to ", most);
     }
     unit.slots.resize(blocks);
     for (auto& of_block : unit.slots) {
@@ -96,7 +98,7 @@ struct Cutting {
   bool count(const Unit& unit) const {
     const int32_t* const bags = lengths + unit.key * batch;
     if (unit.blocks() == 1) {
-      for (const int64_t slot : unit.slots[0]) std::memcpy(row(slot), bags, sizeof(int32_t) * batch);
+      for (const int64_t slot : unit.slots[0]) std::copy_n(bags, batch, row(slot));
       return true;
     }
     // Blocks without a slot are counted, too, in a row that nobody reads.
@@ -121,7 +123,7 @@ struct Cutting {
       share_counts(unit);
       return true;
     }
-    for (int32_t* const counts : to) std::memset(counts, 0, sizeof(int32_t) * batch);
+    for (int32_t* const counts : to) std::fill_n(counts, batch, 0);
     for (int64_t bag = 0; bag < batch; ++bag) {
       for (int32_t left = bags[bag]; left > 0; --left) {
         const int64_t block = unit.block_of(*id++);
@@ -136,7 +138,7 @@ struct Cutting {
   void share_counts(const Unit& unit) const {
     for (const auto& of_block : unit.slots) {
       for (size_t i = 1; i < of_block.size(); ++i) {
-        std::memcpy(row(of_block[i]), row(of_block[0]), sizeof(int32_t) * batch);
+        std::copy_n(row(of_block[0]), batch, row(of_block[i]));
       }
     }
   }
@@ -151,7 +153,7 @@ struct Cutting {
     for (const int64_t slot : unit.slots[0]) {
       const int64_t place = starts[slot];
       for (int64_t i = 0; i < total; ++i) slot_ids[place + i] = ids[first + i] - least;
-      if (weights) std::memcpy(slot_weights + place, weights + first, sizeof(float) * total);
+      if (weights) std::copy_n(weights + first, total, slot_weights + place);
       if (positions) {
         for (int64_t i = 0; i < total; ++i) positions[place + i] = first + i;
       }
@@ -176,9 +178,9 @@ struct Cutting {
     for (const auto& of_block : unit.slots) {
       for (size_t i = 1; i < of_block.size(); ++i) {
         const int64_t from = starts[of_block[0]], total = starts[of_block[0] + 1] - from, place = starts[of_block[i]];
-        std::memcpy(slot_ids + place, slot_ids + from, sizeof(Id) * total);
-        if (weights) std::memcpy(slot_weights + place, slot_weights + from, sizeof(float) * total);
-        if (positions) std::memcpy(positions + place, positions + from, sizeof(int64_t) * total);
+        std::copy_n(slot_ids + from, total, slot_ids + place);
+        if (weights) std::copy_n(slot_weights + from, total, slot_weights + place);
+        if (positions) std::copy_n(positions + from, total, positions + place);
       }
     }
     return true;
@@ -200,16 +202,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> cut_typed(
     job.firsts.push_back(job.firsts.back() + sum_of_lengths(job.lengths + key * batch, batch));
   }
   TORCH_CHECK(job.firsts.back() == ids.numel(), "shardrec: lengths and ids do not fit");
-  std::atomic<bool> sound{true};
-  const auto each = [&](auto&& work) {
-    at::parallel_for(0, int64_t(units.size()), 1, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        if (!work(units[i])) sound = false;
-      }
-    });
-    TORCH_CHECK(sound, "shardrec: an id is not a row of its table");
-  };
-  each([&](const Unit& unit) { return job.count(unit); });
+  for (const Unit& unit : units) TORCH_CHECK(job.count(unit), "shardrec: an id is not a row of its table");
   job.starts = {0};
   for (int64_t slot = 0; slot < slots; ++slot) {
     job.starts.push_back(job.starts.back() + sum_of_lengths(job.row(slot), batch));
@@ -221,7 +214,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> cut_typed(
   job.slot_ids = slot_ids.template data_ptr<Id>();
   job.slot_weights = slot_weights.template data_ptr<float>();
   job.positions = positions ? places.template data_ptr<int64_t>() : nullptr;
-  each([&](const Unit& unit) { return job.write(unit); });
+  for (const Unit& unit : units) TORCH_CHECK(job.write(unit), "shardrec: an id is not a row of its table");
   return {slot_lengths, slot_ids, slot_weights, places};
 }
 
@@ -239,10 +232,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> cut_ids(
   TORCH_CHECK(
       !weights || (weights->scalar_type() == at::kFloat && weights->numel() == ids.numel()),
       "shardrec: weights of ids are (N,) float32");
-  TORCH_CHECK(slots >= 0, "shardrec: a number of slots");
-  const auto described = units_of(units, lengths.size(0), slots);
-  return ids.scalar_type() == at::kInt ? cut_typed<int32_t>(ids, lengths, weights, described, slots, positions)
-                                       : cut_typed<int64_t>(ids, lengths, weights, described, slots, positions);
+  const bool narrow = ids.scalar_type() == at::kInt;
+  const int64_t most = narrow ? std::numeric_limits<int32_t>::max() : std::numeric_limits<int64_t>::max();
+  const auto described = units_of(units, lengths.size(0), slots, most);
+  return narrow ? cut_typed<int32_t>(ids, lengths, weights, described, slots, positions)
+                : cut_typed<int64_t>(ids, lengths, weights, described, slots, positions);
 }
 
 }  // namespace

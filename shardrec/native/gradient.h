@@ -1,19 +1,15 @@
 // The gradient of each distinct row that was looked up, handed row by row to whoever uses it.
 //
 // A row's gradient is the sum over its occurrences of weight x gradient of the bag. Tasks are
-//   - one table, or of a large one the rows of one remainder: its (row, occurrence) pairs are sorted by row, and the
-//     occurrences are read from the gradient of the output, which for a row that occurs once is all there is to do;
+//   - one table: its (row, occurrence) pairs are sorted by row, and the occurrences are read from the gradient of the
+//     output, which for a row that occurs once is all there is to do;
 //   - or neighbouring tables with few rows for their ids: an array of sums of all their rows, which stays in the cache
 //     while the gradient of the output goes by once, tile after tile of samples.
-// Which of the two, and so the order of a row's sum, depends on the sizes alone; the number of threads decides only who
-// makes it.
+// Which of the two, and so the order of a row's sum, depends on the sizes alone.
 
 #pragma once
 
-#include <ATen/Parallel.h>
-
 #include <array>
-#include <atomic>
 #include <memory>
 #include <vector>
 
@@ -30,7 +26,7 @@ template <class Element>
 class Buffer {
  public:
   Element* of(int64_t count) {
-    if (count > count_) {
+    if (!data_ || count > count_) {
       data_ = std::make_unique_for_overwrite<Element[]>(count);
       count_ = count;
     }
@@ -54,9 +50,7 @@ struct Table {
 struct Task {
   int64_t first;  // tables [first, last)
   int64_t last;
-  bool summed;    // by an array of sums; else by sorting one table
-  uint32_t part;  // rows of remainder `part` of `parts`
-  uint32_t parts;
+  bool summed;  // by an array of sums; else by sorting one table
 };
 
 // What a task has found; reused from task to task.
@@ -100,8 +94,6 @@ struct Gradient {
   std::vector<Slot> slots;  // those of a table next to each other
   std::vector<Table> tables;
   std::vector<int64_t> numbers;  // per slot, its number in the lengths
-  std::vector<int64_t> starts;   // (slots, tiles): the first id of each
-  int64_t tiles = 0;
   Bags bags{};
   const float* data = nullptr;
   int64_t stride = 0;
@@ -115,9 +107,7 @@ inline Gradient gradient_of(std::vector<Slot> slots, const Bags& bags, const at:
   made.data = gradient.const_data_ptr<float>();
   made.stride = gradient.stride(0);
   made.pooled = pooled;
-  made.tiles = (bags.samples + kGradientTile - 1) / kGradientTile;
-  std::vector<int64_t> starts;
-  find_ids(slots, bags, kGradientTile, &starts);
+  find_ids(slots, bags);
   for (int64_t s = 0; s < int64_t(slots.size()); ++s) {
     if (slots[s].table >= 0) made.numbers.push_back(s);
   }
@@ -130,54 +120,40 @@ inline Gradient gradient_of(std::vector<Slot> slots, const Bags& bags, const at:
     if (made.tables.empty() || made.tables.back().slot.table != slot.table) {
       made.tables.push_back({slot, place, place, 0});
     }
+    const Slot& first = made.tables.back().slot;
+    TORCH_CHECK(
+        slot.base == first.base && slot.rows == first.rows && slot.width == first.width && slot.state == first.state,
+        "shardrec: slots of table ", slot.table, " disagree on where it is, or on its size: ", first.rows, " rows of ",
+        first.width, " columns from element ", first.base, ", and ", slot.rows, " of ", slot.width, " from ", slot.base);
     made.tables.back().last = place + 1;
     made.tables.back().count += slot.end - slot.first;
     made.slots.push_back(slot);
-    const auto from = starts.begin() + number * made.tiles;
-    made.starts.insert(made.starts.end(), from, from + made.tiles);
   }
   return made;
 }
 
-// Tasks in the order of the tables. `split`: a table of which a thread has too much may be cut by rows.
-inline std::vector<Task> tasks_of(const Gradient& gradient, bool split) {
-  const int64_t threads = at::get_num_threads();
+// Tasks in the order of the tables.
+inline std::vector<Task> tasks_of(const Gradient& gradient) {
   std::vector<Task> tasks;
   int64_t held = 0;
   for (int64_t t = 0; t < int64_t(gradient.tables.size()); ++t) {
     const Table& table = gradient.tables[t];
-    const int64_t bytes = table.slot.rows * (table.slot.width * int64_t(sizeof(float)) + 1);
     if (table.count == 0) continue;
-    if (bytes <= kSumsBytes && table.slot.rows <= 2 * table.count) {
+    const int64_t row_bytes = table.slot.width * int64_t(sizeof(float)) + 1;
+    if (table.slot.rows <= kSumsBytes / row_bytes && table.slot.rows <= 2 * table.count) {
+      const int64_t bytes = table.slot.rows * row_bytes;
       if (!tasks.empty() && tasks.back().summed && tasks.back().last == t && held + bytes <= kSumsBytes) {
         tasks.back().last = t + 1;
         held += bytes;
       } else {
-        tasks.push_back({t, t + 1, true, 0, 1});
+        tasks.push_back({t, t + 1, true});
         held = bytes;
       }
-      continue;
-    }
-    const double share = double(table.count) * double(threads) / double(std::max<int64_t>(gradient.bags.count, 1));
-    const int64_t parts = split ? std::clamp<int64_t>(int64_t(share + 0.5), 1, threads) : 1;
-    for (int64_t part = 0; part < parts; ++part) {
-      tasks.push_back({t, t + 1, false, uint32_t(part), uint32_t(parts)});
+    } else {
+      tasks.push_back({t, t + 1, false});
     }
   }
   return tasks;
-}
-
-// Threads take the next task when they are done with one.
-template <class Body>
-void run_tasks(const std::vector<Task>& tasks, const Body& body) {
-  std::atomic<size_t> next{0};
-  const int64_t workers = std::min<int64_t>(at::get_num_threads(), int64_t(tasks.size()));
-  at::parallel_for(0, workers, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t worker = begin; worker < end; ++worker) {
-      Found found;
-      for (size_t number = next++; number < tasks.size(); number = next++) body(number, found);
-    }
-  });
 }
 
 // Stable, by row: least significant digits first.
@@ -208,7 +184,7 @@ struct Find {
   Found& found;
 
   template <int Lanes>
-  SHARDREC_INLINE bool run(int64_t, int64_t) const {
+  SHARDREC_INLINE bool run() const {
     return task.summed ? sum<Lanes>() : sort();
   }
 
@@ -230,7 +206,6 @@ struct Find {
         for (; at < stop; ++at) {
           const uint64_t row = uint64_t(int64_t(ids[at]));
           if (row >= uint64_t(slot.rows)) return false;
-          if (task.parts > 1 && (uint32_t(row) * 2654435761u >> 8) % task.parts != task.part) continue;
           pairs[count] = row << 32 | uint64_t(count);
           from[count] = gradient.pooled ? bag : at * gradient.stride;
           if (scales) scales[count] = bags.weights[at];
@@ -252,13 +227,16 @@ struct Find {
     }
     std::memset(found.sums.of(elements), 0, elements * sizeof(float));
     std::memset(found.touched.of(rows), 0, rows);
-    for (int64_t tile = 0; tile < gradient.tiles; ++tile) {
+    const int64_t first = gradient.tables[task.first].first, last = gradient.tables[task.last - 1].last;
+    std::vector<int64_t> places;
+    for (int64_t s = first; s < last; ++s) places.push_back(gradient.slots[s].first);
+    for (int64_t sample = 0; sample < gradient.bags.samples; sample += kGradientTile) {
       float* sums = found.sums.of(elements);
       uint8_t* touched = found.touched.of(rows);
       for (int64_t t = task.first; t < task.last; ++t) {
         const Table& table = gradient.tables[t];
         for (int64_t s = table.first; s < table.last; ++s) {
-          if (!by_width<Lanes>(s, tile, sums, touched)) return false;
+          if (!by_width<Lanes>(s, places[s - first], sample, sums, touched)) return false;
         }
         sums += table.slot.rows * table.slot.width;
         touched += table.slot.rows;
@@ -268,30 +246,30 @@ struct Find {
   }
 
   template <int Lanes>
-  SHARDREC_INLINE bool by_width(int64_t s, int64_t tile, float* sums, uint8_t* touched) const {
+  SHARDREC_INLINE bool by_width(int64_t s, int64_t& at, int64_t sample, float* sums, uint8_t* touched) const {
     switch (gradient.slots[s].width) {
-      case 4: return sum_tile<Lanes, 4>(s, tile, sums, touched);
-      case 8: return sum_tile<Lanes, 8>(s, tile, sums, touched);
-      case 16: return sum_tile<Lanes, 16>(s, tile, sums, touched);
-      case 32: return sum_tile<Lanes, 32>(s, tile, sums, touched);
-      case 64: return sum_tile<Lanes, 64>(s, tile, sums, touched);
-      case 128: return sum_tile<Lanes, 128>(s, tile, sums, touched);
-      default: return sum_tile<Lanes, 0>(s, tile, sums, touched);
+      case 4: return sum_tile<Lanes, 4>(s, at, sample, sums, touched);
+      case 8: return sum_tile<Lanes, 8>(s, at, sample, sums, touched);
+      case 16: return sum_tile<Lanes, 16>(s, at, sample, sums, touched);
+      case 32: return sum_tile<Lanes, 32>(s, at, sample, sums, touched);
+      case 64: return sum_tile<Lanes, 64>(s, at, sample, sums, touched);
+      case 128: return sum_tile<Lanes, 128>(s, at, sample, sums, touched);
+      default: return sum_tile<Lanes, 0>(s, at, sample, sums, touched);
     }
   }
 
   template <int Lanes, int Width>
-  SHARDREC_INLINE bool sum_tile(int64_t s, int64_t tile, float* sums, uint8_t* touched) const {
+  SHARDREC_INLINE bool sum_tile(int64_t s, int64_t& place, int64_t sample, float* sums, uint8_t* touched) const {
     const Slot slot = gradient.slots[s];
     const Bags& bags = gradient.bags;
     const int64_t width = Width ? Width : slot.width, stride = gradient.stride;
-    const int64_t last = std::min((tile + 1) * kGradientTile, bags.samples);
+    const int64_t last = std::min(sample + kGradientTile, bags.samples);
     const int32_t* const lengths = bags.lengths + gradient.numbers[s] * bags.samples;
-    int64_t at = gradient.starts[s * gradient.tiles + tile];
-    for (int64_t sample = tile * kGradientTile; sample < last; ++sample) {
+    int64_t at = place;
+    for (; sample < last; ++sample) {
       const int64_t stop = at + lengths[sample];
       const float* const bag = gradient.data + sample * stride + slot.column;
-      if (gradient.pooled) prefetch_row(bag + kOccurrencesAhead * stride, width);
+      if (gradient.pooled) prefetch_row(unchecked_row(bag, kOccurrencesAhead, stride), width);
       for (; at < stop; ++at) {
         const uint64_t row = uint64_t(int64_t(ids[at]));
         if (row >= uint64_t(slot.rows)) return false;
@@ -304,6 +282,7 @@ struct Find {
         });
       }
     }
+    place = at;
     return true;
   }
 };
@@ -319,7 +298,7 @@ struct Visit {
   Use& use;
 
   template <int Lanes>
-  SHARDREC_INLINE bool run(int64_t, int64_t) const {
+  SHARDREC_INLINE bool run() const {
     const float* sums = found.sums.get();
     const uint8_t* touched = found.touched.get();
     for (int64_t t = task.first; t < task.last; ++t) {

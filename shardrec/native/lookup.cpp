@@ -14,7 +14,6 @@
 // past it, whole lines at a time, for at a stride of a whole row each line would be read first to no use.
 
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 #include <torch/library.h>
 
 #if defined(__linux__)
@@ -30,7 +29,7 @@
 namespace shardrec {
 namespace {
 
-constexpr int64_t kTile = 64;                 // samples of a task
+constexpr int64_t kTile = 64;                 // samples
 constexpr int64_t kBlockBytes = 64 << 10;     // of output, and about as much of rows
 constexpr int64_t kCachedTables = 256 << 10;  // of a group of small tables
 constexpr int64_t kLinesAhead = 32;           // cache lines asked for in advance
@@ -54,32 +53,26 @@ template <class Id>
 struct Pool {
   const float* weights;
   const Slot* slots;
-  int64_t slot_count;
-  const int64_t* starts;  // (slots, tiles)
-  int64_t tiles;
   Bags bags;
   const Id* ids;
   float* output;  // (samples, columns)
   int64_t columns;
   bool streamed;
   const std::vector<Group>& groups;
-  int64_t* places;  // (threads, slots)
+  int64_t* at;  // (slots,) the next id of each
 
-  // Of the tiles [begin, end); whether all the ids were rows.
+  // Whether all the ids were rows.
   template <int Lanes>
-  SHARDREC_INLINE bool run(int64_t begin, int64_t end) const {
-    int64_t* const at = places + at::get_thread_num() * slot_count;
-    for (int64_t s = 0; s < slot_count; ++s) at[s] = starts[s * tiles + begin];
-    const int64_t last = std::min(end * kTile, bags.samples);
+  SHARDREC_INLINE bool run() const {
     for (const Group& group : groups) {
       const bool past = streamed && group.cached;
-      for (int64_t sample = begin * kTile; sample < last; sample += group.block) {
-        const int64_t count = std::min(group.block, last - sample);
-        if (group.asked) ask_for_rows(group, at, sample, count);
+      for (int64_t sample = 0; sample < bags.samples; sample += group.block) {
+        const int64_t count = std::min(group.block, bags.samples - sample);
+        if (group.asked) ask_for_rows(group, sample, count);
         for (int64_t s = group.first; s < group.last; ++s) {
           const int64_t ahead = group.asked || group.cached ? 0 : ids_ahead(slots[s].width);
-          const bool sound = bags.weights ? by_width<Lanes, true>(s, at, sample, count, ahead, past)
-                                          : by_width<Lanes, false>(s, at, sample, count, ahead, past);
+          const bool sound = bags.weights ? by_width<Lanes, true>(s, sample, count, ahead, past)
+                                          : by_width<Lanes, false>(s, sample, count, ahead, past);
           if (!sound) return false;
         }
       }
@@ -88,57 +81,57 @@ struct Pool {
     return true;
   }
 
-  SHARDREC_INLINE void ask_for_rows(const Group& group, const int64_t* at, int64_t sample, int64_t count) const {
+  SHARDREC_INLINE void ask_for_rows(const Group& group, int64_t sample, int64_t count) const {
     for (int64_t s = group.first; s < group.last; ++s) {
       const Slot& slot = slots[s];
       const int32_t* const lengths = bags.lengths + s * bags.samples + sample;
       int64_t total = 0;
       for (int64_t i = 0; i < count; ++i) total += lengths[i];
       for (int64_t i = at[s]; i < at[s] + total; ++i) {
-        prefetch_row(weights + slot.base + int64_t(ids[i]) * slot.width, slot.width);
+        prefetch_row(unchecked_row(weights + slot.base, int64_t(ids[i]), slot.width), slot.width);
       }
     }
   }
 
   template <int Lanes, bool Weighted>
-  SHARDREC_INLINE bool by_width(int64_t s, int64_t* at, int64_t sample, int64_t count, int64_t ahead, bool past) const {
+  SHARDREC_INLINE bool by_width(int64_t s, int64_t sample, int64_t count, int64_t ahead, bool past) const {
     switch (slots[s].width) {
-      case 4: return pool<Lanes, 4, Weighted>(s, at, sample, count, ahead, past);
-      case 8: return pool<Lanes, 8, Weighted>(s, at, sample, count, ahead, past);
-      case 16: return pool<Lanes, 16, Weighted>(s, at, sample, count, ahead, past);
-      case 32: return pool<Lanes, 32, Weighted>(s, at, sample, count, ahead, past);
-      case 64: return pool<Lanes, 64, Weighted>(s, at, sample, count, ahead, past);
-      case 128: return pool<Lanes, 128, Weighted>(s, at, sample, count, ahead, past);
-      default: return pool<Lanes, 0, Weighted>(s, at, sample, count, ahead, past);
+      case 4: return pool<Lanes, 4, Weighted>(s, sample, count, ahead, past);
+      case 8: return pool<Lanes, 8, Weighted>(s, sample, count, ahead, past);
+      case 16: return pool<Lanes, 16, Weighted>(s, sample, count, ahead, past);
+      case 32: return pool<Lanes, 32, Weighted>(s, sample, count, ahead, past);
+      case 64: return pool<Lanes, 64, Weighted>(s, sample, count, ahead, past);
+      case 128: return pool<Lanes, 128, Weighted>(s, sample, count, ahead, past);
+      default: return pool<Lanes, 0, Weighted>(s, sample, count, ahead, past);
     }
   }
 
   template <int Lanes, int Width, bool Weighted>
-  SHARDREC_INLINE bool pool(int64_t s, int64_t* places, int64_t sample, int64_t count, int64_t ahead, bool past) const {
+  SHARDREC_INLINE bool pool(int64_t s, int64_t sample, int64_t count, int64_t ahead, bool past) const {
     const Slot& slot = slots[s];
     const int64_t width = Width ? Width : slot.width, rows = slot.rows, end = slot.end;
     const float* const table = weights + slot.base;
     const int32_t* const lengths = bags.lengths + s * bags.samples + sample;
     float* to = output + sample * columns + slot.column;
     const bool whole_lines = past && Width % 16 == 0 && Width > 0 && slot.column % 16 == 0;
-    int64_t at = places[s];
+    int64_t next = at[s];
     const auto next_row = [&]() SHARDREC_BODY -> const float* {
-      if (ahead && at + ahead < end) prefetch_row(table + int64_t(ids[at + ahead]) * width, width);
-      const uint64_t row = uint64_t(int64_t(ids[at]));
+      if (ahead && next + ahead < end) prefetch_row(unchecked_row(table, int64_t(ids[next + ahead]), width), width);
+      const uint64_t row = uint64_t(int64_t(ids[next]));
       return row < uint64_t(rows) ? table + row * width : nullptr;
     };
     for (int64_t i = 0; i < count; ++i, to += columns) {
-      const int64_t stop = at + lengths[i];
+      const int64_t stop = next + lengths[i];
       if constexpr (Width > 0) {
         constexpr int lanes = std::min(Lanes, Width);
         Vector<lanes> sum[Width / lanes] = {};
-        for (; at < stop; ++at) {
+        for (; next < stop; ++next) {
           const float* const row = next_row();
           if (!row) return false;
           for_vectors<Lanes, Width>(width, [&](int64_t j, auto) SHARDREC_BODY {
             const Vector<lanes> part = load<lanes>(row + j);
             if constexpr (Weighted) {
-              sum[j / lanes] += part * bags.weights[at];
+              sum[j / lanes] += part * bags.weights[next];
             } else {
               sum[j / lanes] += part;
             }
@@ -153,17 +146,17 @@ struct Pool {
         });
       } else {
         std::memset(to, 0, sizeof(float) * width);
-        for (; at < stop; ++at) {
+        for (; next < stop; ++next) {
           const float* const row = next_row();
           if (!row) return false;
-          const float scale = Weighted ? bags.weights[at] : 1.0f;
+          const float scale = Weighted ? bags.weights[next] : 1.0f;
           for_vectors<Lanes, 0>(width, [&](int64_t j, auto tag) SHARDREC_BODY {
             store<tag.lanes>(to + j, load<tag.lanes>(to + j) + load<tag.lanes>(row + j) * scale);
           });
         }
       }
     }
-    places[s] = at;
+    at[s] = next;
     return true;
   }
 };
@@ -178,17 +171,16 @@ struct Rows {
   int64_t width;
   bool streamed;
 
-  // Of the ids [begin, end); whether all of them were rows.
+  // Whether all the ids were rows.
   template <int Lanes>
-  SHARDREC_INLINE bool run(int64_t begin, int64_t end) const {
+  SHARDREC_INLINE bool run() const {
     const int64_t ahead = ids_ahead(width);
     const bool whole_lines = streamed && width % 16 == 0;
     for (int64_t s = 0; s < slot_count; ++s) {
       const Slot slot = slots[s];
       const float* const table = weights + slot.base;
-      const int64_t stop = std::min(end, slot.end);
-      for (int64_t at = std::max(begin, slot.first); at < stop; ++at) {
-        if (at + ahead < stop) prefetch_row(table + int64_t(ids[at + ahead]) * width, width);
+      for (int64_t at = slot.first; at < slot.end; ++at) {
+        if (at + ahead < slot.end) prefetch_row(unchecked_row(table, int64_t(ids[at + ahead]), width), width);
         const uint64_t number = uint64_t(int64_t(ids[at]));
         if (number >= uint64_t(slot.rows)) return false;
         const float* const row = table + number * width;
@@ -217,33 +209,33 @@ struct Products {
   const float* weights;
   const Slot* slots;
   int64_t slot_count;
-  const int64_t* starts;
-  int64_t tiles;
   Bags bags;
   const Id* ids;
   const float* gradient;
   int64_t stride;
   float* output;
+  int64_t* next;  // (slots,) the next id of each
 
   template <int Lanes>
-  SHARDREC_INLINE bool run(int64_t begin, int64_t end) const {
-    for (int64_t tile = begin; tile < end; ++tile) {
+  SHARDREC_INLINE bool run() const {
+    for (int64_t first = 0; first < bags.samples; first += kTile) {
       for (int64_t s = 0; s < slot_count; ++s) {
         const Slot slot = slots[s];
         const float* const table = weights + slot.base;
         const int64_t width = slot.width, ahead = ids_ahead(width);
-        const int64_t last = std::min((tile + 1) * kTile, bags.samples);
-        int64_t at = starts[s * tiles + tile];
-        for (int64_t sample = tile * kTile; sample < last; ++sample) {
+        const int64_t last = std::min(first + kTile, bags.samples);
+        int64_t at = next[s];
+        for (int64_t sample = first; sample < last; ++sample) {
           const int64_t stop = at + bags.lengths[s * bags.samples + sample];
           const float* const one = gradient + sample * stride + slot.column;
           for (; at < stop; ++at) {
-            if (at + ahead < slot.end) prefetch_row(table + int64_t(ids[at + ahead]) * width, width);
+            if (at + ahead < slot.end) prefetch_row(unchecked_row(table, int64_t(ids[at + ahead]), width), width);
             const uint64_t number = uint64_t(int64_t(ids[at]));
             if (number >= uint64_t(slot.rows)) return false;
             output[at] = product<Lanes>(table + number * width, one, width);
           }
         }
+        next[s] = at;
       }
     }
     return true;
@@ -272,9 +264,13 @@ struct Products {
 
 struct Call {
   std::vector<Slot> slots;
-  std::vector<int64_t> starts;
   Bags bags;
-  int64_t tiles;
+
+  std::vector<int64_t> first_ids() const {
+    std::vector<int64_t> found;
+    for (const Slot& slot : slots) found.push_back(slot.first);
+    return found;
+  }
 };
 
 Call call_of(
@@ -282,18 +278,15 @@ Call call_of(
     const std::optional<at::Tensor>& id_weights) {
   check_dense(weights, "weights");
   TORCH_CHECK(weights.scalar_type() == at::kFloat, "shardrec: weights are float32");
-  Call call{slots_of(slots, weights.numel()), {}, {}, 0};
+  Call call{slots_of(slots, weights.numel()), {}};
   call.bags = bags_of(ids, lengths, id_weights, slots.size(0));
-  call.tiles = (call.bags.samples + kTile - 1) / kTile;
-  find_ids(call.slots, call.bags, kTile, &call.starts);
+  find_ids(call.slots, call.bags);
   return call;
 }
 
 template <class Job>
-void run_parallel(const Job& job, int64_t count, int64_t grain) {
-  at::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
-    TORCH_CHECK(run(job, begin, end), "shardrec: an id is not a row of its table");
-  });
+void run_checked(const Job& job) {
+  TORCH_CHECK(run(job), "shardrec: an id is not a row of its table");
 }
 
 bool is_streamed(const at::Tensor& output) {
@@ -343,17 +336,14 @@ void pool_into(const at::Tensor& output, const Call& call, const at::Tensor& wei
   Pool<Id> job{.groups = groups};
   job.weights = weights.const_data_ptr<float>();
   job.slots = call.slots.data();
-  job.slot_count = int64_t(call.slots.size());
-  job.starts = call.starts.data();
-  job.tiles = call.tiles;
   job.bags = call.bags;
   job.ids = ids.const_data_ptr<Id>();
   job.output = output.data_ptr<float>();
   job.columns = output.stride(0);
   job.streamed = is_streamed(output) && job.columns % 16 == 0;
-  std::vector<int64_t> places(job.slot_count * at::get_num_threads());
-  job.places = places.data();
-  run_parallel(job, call.tiles, 1);
+  std::vector<int64_t> next = call.first_ids();
+  job.at = next.data();
+  run_checked(job);
 }
 
 template <class Id>
@@ -366,15 +356,19 @@ void rows_into(const at::Tensor& output, const Call& call, const at::Tensor& wei
   job.output = output.data_ptr<float>();
   job.width = output.size(1);
   job.streamed = is_streamed(output);
-  run_parallel(job, output.size(0), 1024);
+  run_checked(job);
 }
 
 void check_columns(const Call& call, int64_t columns, bool pooled) {
+  int64_t place = 0;
   for (const Slot& slot : call.slots) {
     TORCH_CHECK(
-        pooled ? slot.width <= columns - slot.column : slot.width == columns,
-        "shardrec: a slot lies outside of the output");
+        pooled ? slot.column == place && slot.width <= columns - place : slot.width == columns,
+        "shardrec: a slot lies outside of the output, or not beside the one before: ", slot.width,
+        " columns from column ", slot.column, " of ", columns);
+    place += slot.width;
   }
+  TORCH_CHECK(place == columns || !pooled, "shardrec: slots cover ", place, " of ", columns, " columns");
 }
 
 at::Tensor look_up(
@@ -382,6 +376,7 @@ at::Tensor look_up(
     const std::optional<at::Tensor>& id_weights, int64_t columns, bool pooled) {
   const Call call = call_of(weights, slots, ids, lengths, id_weights);
   check_columns(call, columns, pooled);
+  TORCH_CHECK(pooled || !id_weights, "shardrec: rows that are not pooled take no weights");
   const bool narrow = ids.scalar_type() == at::kInt;
   auto output = at::empty({pooled ? call.bags.samples : call.bags.count, columns}, at::kFloat);
   ask_for_huge_pages(output);
@@ -415,14 +410,14 @@ void products_into(
   job.weights = weights.const_data_ptr<float>();
   job.slots = call.slots.data();
   job.slot_count = int64_t(call.slots.size());
-  job.starts = call.starts.data();
-  job.tiles = call.tiles;
   job.bags = call.bags;
   job.ids = ids.const_data_ptr<Id>();
   job.gradient = gradient.const_data_ptr<float>();
   job.stride = gradient.stride(0);
   job.output = output.data_ptr<float>();
-  run_parallel(job, call.tiles, 1);
+  std::vector<int64_t> next = call.first_ids();
+  job.next = next.data();
+  run_checked(job);
 }
 
 at::Tensor weight_gradient(

@@ -8,10 +8,10 @@
 // are_sound: the checks of a batch in one pass over its ids.
 
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 #include <torch/library.h>
 
-#include <cstring>
+#include <algorithm>
+#include <bit>
 #include <limits>
 #include <vector>
 
@@ -25,8 +25,6 @@ struct Copy {
   float scale;
   bool first;
 };
-
-constexpr int64_t kRowsPerTask = 64;
 
 float* rows_of(const at::Tensor& block, int64_t rows, int64_t* stride) {
   TORCH_CHECK(
@@ -49,12 +47,12 @@ std::vector<Copy> copies(
     const int64_t width = pieces[at], sources = pieces[at + 1];
     at += 2;
     TORCH_CHECK(
-        width >= 0 && sources >= 1 && sources <= int64_t(pieces.size() - at) / 2 && place + width <= cols,
+        width >= 0 && sources >= 1 && sources <= int64_t(pieces.size() - at) / 2 && width <= cols - place,
         "shardrec: pieces are malformed");
     for (int64_t source = 0; source < sources; ++source, at += 2) {
       const int64_t block = pieces[at], start = pieces[at + 1];
       TORCH_CHECK(
-          block >= 0 && block < int64_t(blocks.size()) && start >= 0 && start + width <= blocks[block].size(1),
+          block >= 0 && block < int64_t(blocks.size()) && start >= 0 && width <= blocks[block].size(1) - start,
           "shardrec: a piece lies outside of its block");
       const float scale = scales.empty() ? 1.0f : float(scales[block]);
       found.push_back({base[block] + start, stride[block], place, width, scale, source == 0});
@@ -69,44 +67,41 @@ at::Tensor assemble(at::TensorList blocks, at::IntArrayRef pieces, int64_t rows,
   const auto list = copies(blocks, pieces, {}, rows, cols);
   auto output = at::empty({rows, cols}, at::kFloat);
   float* out = output.data_ptr<float>();
-  at::parallel_for(0, rows, kRowsPerTask, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) {
-      float* line = out + row * cols;
-      for (const Copy& one : list) {
-        const float* __restrict__ from = one.block + row * one.stride;
-        float* __restrict__ to = line + one.place;
-        if (one.first) {
-          std::memcpy(to, from, sizeof(float) * one.width);
-        } else {
-          for (int64_t i = 0; i < one.width; ++i) to[i] += from[i];
-        }
+  for (int64_t row = 0; row < rows; ++row) {
+    float* line = out + row * cols;
+    for (const Copy& one : list) {
+      const float* __restrict__ from = one.block + row * one.stride;
+      float* __restrict__ to = line + one.place;
+      if (one.first) {
+        std::copy_n(from, one.width, to);
+      } else {
+        for (int64_t i = 0; i < one.width; ++i) to[i] += from[i];
       }
     }
-  });
+  }
   return output;
 }
 
 void distribute(const at::Tensor& gradient, at::TensorList blocks, at::IntArrayRef pieces, at::ArrayRef<double> scales) {
   TORCH_CHECK(scales.size() == blocks.size(), "shardrec: one scale for each block");
+  TORCH_CHECK(gradient.dim() == 2, "shardrec: the gradient is (rows, columns)");
   const int64_t rows = gradient.size(0), cols = gradient.size(1);
   int64_t stride = 0;
   const float* in = rows_of(gradient, rows, &stride);
   const auto list = copies(blocks, pieces, scales, rows, cols);
-  at::parallel_for(0, rows, kRowsPerTask, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) {
-      const float* line = in + row * stride;
-      for (const Copy& one : list) {
-        const float* __restrict__ from = line + one.place;
-        float* __restrict__ to = one.block + row * one.stride;
-        if (one.scale == 1.0f) {
-          std::memcpy(to, from, sizeof(float) * one.width);
-        } else {
-          const float scale = one.scale;
-          for (int64_t i = 0; i < one.width; ++i) to[i] = from[i] * scale;
-        }
+  for (int64_t row = 0; row < rows; ++row) {
+    const float* line = in + row * stride;
+    for (const Copy& one : list) {
+      const float* __restrict__ from = line + one.place;
+      float* __restrict__ to = one.block + row * one.stride;
+      if (one.scale == 1.0f) {
+        std::copy_n(from, one.width, to);
+      } else {
+        const float scale = one.scale;
+        for (int64_t i = 0; i < one.width; ++i) to[i] = from[i] * scale;
       }
     }
-  });
+  }
 }
 
 void check_flat(const at::Tensor& values, const char* name) {
@@ -115,17 +110,23 @@ void check_flat(const at::Tensor& values, const char* name) {
 
 template <typename Length, typename Id>
 bool sound(const Length* lengths, int64_t features, int64_t batch, const Id* ids, int64_t count, const int64_t* limits) {
+  // Bits that a length of at most `count` may have. Lengths without other bits are below twice that, and not negative, so
+  // that the sum of a feature's cannot overflow.
+  const uint64_t allowed = std::bit_ceil(uint64_t(count) + 1) - 1;
+  TORCH_CHECK(
+      batch <= int64_t(uint64_t(std::numeric_limits<int64_t>::max()) / (allowed + 1)),
+      "shardrec: ", count, " ids and ", batch, " samples are too many for one call");
   int64_t at = 0;
   bool inside = true;
   for (int64_t feature = 0; feature < features; ++feature) {
+    uint64_t bits = 0;
     int64_t total = 0;
-    bool negative = false;
     for (int64_t sample = 0; sample < batch; ++sample) {
       const int64_t length = lengths[feature * batch + sample];
-      negative |= length < 0;
-      total += length;
+      bits |= uint64_t(length);
+      total += int64_t(uint64_t(length) & allowed);
     }
-    if (negative || total > count - at) return false;
+    if ((bits & ~allowed) != 0 || total > count - at) return false;
     const int64_t limit = limits[feature];
     if (limit != std::numeric_limits<int64_t>::max()) {
       for (int64_t i = at; i < at + total; ++i) inside &= ids[i] >= 0 && int64_t(ids[i]) < limit;

@@ -28,6 +28,7 @@ struct Slot {
 };
 
 constexpr int64_t kSlotFields = 6;
+constexpr int64_t kMost = std::numeric_limits<int32_t>::max();  // rows, or columns, of a table
 
 inline void check_dense(const at::Tensor& one, const char* name) {
   TORCH_CHECK(one.device().is_cpu() && one.is_contiguous(), "shardrec: ", name, " is contiguous and on the CPU");
@@ -44,10 +45,11 @@ inline std::vector<Slot> slots_of(const at::Tensor& slots, int64_t elements) {
     slot = {one[0], one[1], one[2], one[3], one[4], one[5]};
     one += kSlotFields;
     TORCH_CHECK(
-        slot.table >= 0 && slot.base >= 0 && slot.rows >= 0 && slot.rows <= std::numeric_limits<int32_t>::max() &&
-            slot.width > 0 && slot.column >= 0 && slot.state >= 0 && slot.base <= elements &&
+        slot.table >= 0 && slot.base >= 0 && slot.rows >= 0 && slot.rows <= kMost && slot.width > 0 &&
+            slot.width <= kMost && slot.column >= 0 && slot.state >= 0 && slot.base <= elements &&
             slot.rows <= (elements - slot.base) / slot.width,
-        "shardrec: a table lies outside of the weights");
+        "shardrec: a table lies outside of the weights: table ", slot.table, " has ", slot.rows, " rows of ",
+        slot.width, " columns from element ", slot.base, " of ", elements);
   }
   return found;
 }
@@ -70,7 +72,7 @@ inline Bags bags_of(
   TORCH_CHECK(
       lengths.dim() == 2 && lengths.size(0) == slots && lengths.scalar_type() == at::kInt,
       "shardrec: lengths are (slots, samples) int32");
-  TORCH_CHECK(ids.numel() < std::numeric_limits<int32_t>::max(), "shardrec: too many ids for one call");
+  TORCH_CHECK(ids.numel() < kMost, "shardrec: ", ids.numel(), " ids are too many for one call");
   const float* scale = nullptr;
   if (weights) {
     check_dense(*weights, "weights of ids");
@@ -107,19 +109,13 @@ inline int64_t sum_of_lengths(const int32_t* lengths, int64_t count) {
   return total;
 }
 
-// The number of the first id of each slot, and, in `starts` (S, tiles), of each tile of samples in it.
-inline void find_ids(std::vector<Slot>& slots, const Bags& bags, int64_t tile, std::vector<int64_t>* starts) {
+// The first id of each slot, and where they end.
+inline void find_ids(std::vector<Slot>& slots, const Bags& bags) {
   int64_t at = 0;
-  const int32_t* length = bags.lengths;
-  for (Slot& slot : slots) {
-    slot.first = at;
-    for (int64_t sample = 0; sample < bags.samples; sample += tile) {
-      if (starts) starts->push_back(at);
-      const int64_t samples = std::min(tile, bags.samples - sample);
-      at += sum_of_lengths(length, samples);
-      length += samples;
-    }
-    slot.end = at;
+  for (size_t s = 0; s < slots.size(); ++s) {
+    slots[s].first = at;
+    at += sum_of_lengths(bags.lengths + int64_t(s) * bags.samples, bags.samples);
+    slots[s].end = at;
   }
   TORCH_CHECK(at == bags.count, "shardrec: lengths and ids do not fit");
 }

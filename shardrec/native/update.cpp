@@ -2,7 +2,6 @@
 // sum_gradient: the same gradients, given out. rowwise_adagrad: the step alone, on rows that are given.
 
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 #include <torch/library.h>
 
 #include <cmath>
@@ -56,9 +55,9 @@ struct Update {
   }
 
   SHARDREC_INLINE void ahead(int64_t row, int64_t width) const {
-    prefetch_row_to_write(table + row * width, width);
+    prefetch_row<1>(table + row * width, width);
     if (Kind == kRowwiseAdagrad) __builtin_prefetch(state + row, 1);
-    if (Kind == kAdagrad) prefetch_row_to_write(state + row * width, width);
+    if (Kind == kAdagrad) prefetch_row<1>(state + row * width, width);
   }
 
   template <int Lanes, int Width>
@@ -109,19 +108,19 @@ struct Collect {
 
 void find(const Gradient& gradient, const at::Tensor& ids, const Task& task, Found& found) {
   const bool sound = ids.scalar_type() == at::kInt
-      ? run(Find<int32_t>{gradient, ids.const_data_ptr<int32_t>(), task, found}, 0, 1)
-      : run(Find<int64_t>{gradient, ids.const_data_ptr<int64_t>(), task, found}, 0, 1);
+      ? run(Find<int32_t>{gradient, ids.const_data_ptr<int32_t>(), task, found})
+      : run(Find<int64_t>{gradient, ids.const_data_ptr<int64_t>(), task, found});
   TORCH_CHECK(sound, "shardrec: an id is not a row of its table");
 }
 
 template <int64_t Kind>
 void update_by(const Gradient& gradient, const at::Tensor& ids, const Setting& setting) {
-  const std::vector<Task> tasks = tasks_of(gradient, true);
-  run_tasks(tasks, [&](size_t number, Found& found) {
-    find(gradient, ids, tasks[number], found);
+  Found found;
+  for (const Task& task : tasks_of(gradient)) {
+    find(gradient, ids, task, found);
     Update<Kind> use{setting};
-    run(Visit<Update<Kind>>{gradient, tasks[number], found, use}, 0, 1);
-  });
+    run(Visit<Update<Kind>>{gradient, task, found, use});
+  }
 }
 
 void update(
@@ -158,8 +157,11 @@ std::vector<Slot> matrix_slots(const at::Tensor& bases, const at::Tensor& column
   check_dense(columns, "columns");
   TORCH_CHECK(
       bases.scalar_type() == at::kLong && columns.scalar_type() == at::kLong && bases.numel() == columns.numel() &&
-          width > 0,
-      "shardrec: bases and columns are (slots,) int64");
+          width > 0 && width <= kMost,
+      "shardrec: bases and columns are (slots,) int64, and tables have at least one column");
+  TORCH_CHECK(
+      rows >= 0 && rows <= std::numeric_limits<int64_t>::max() / width, "shardrec: a matrix of ", rows, " rows of ",
+      width, " columns is too large");
   const int64_t* base = bases.const_data_ptr<int64_t>();
   const int64_t* column = columns.const_data_ptr<int64_t>();
   std::vector<int64_t> starts;
@@ -173,8 +175,9 @@ std::vector<Slot> matrix_slots(const at::Tensor& bases, const at::Tensor& column
     Slot slot{-1, 0, 0, width, column[s], 0};
     if (base[s] >= 0) {
       const int64_t end = *std::upper_bound(starts.begin(), starts.end() - 1, base[s]);
-      TORCH_CHECK(base[s] <= end && end <= rows && end - base[s] <= std::numeric_limits<int32_t>::max() &&
-          column[s] >= 0, "shardrec: a slot lies outside of its matrix");
+      TORCH_CHECK(
+          base[s] <= end && end <= rows && end - base[s] <= kMost && column[s] >= 0,
+          "shardrec: a slot lies outside of its matrix");
       slot = {base[s], base[s] * width, end - base[s], width, column[s], 0};
     }
     found.push_back(slot);
@@ -206,24 +209,20 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> sum_gradient(
   std::copy_if(list.begin(), list.end(), std::back_inserter(used), [](const Slot& slot) { return slot.table >= 0; });
   check_gradient(gradient, used, bags, pooled);
   const Gradient found = gradient_of(std::move(list), bags, gradient, pooled);
-  const std::vector<Task> tasks = tasks_of(found, false);
+  const std::vector<Task> tasks = tasks_of(found);
   std::vector<Found> parts(tasks.size());
-  std::vector<int64_t> places(tasks.size() + 1);
-  run_tasks(tasks, [&](size_t number, Found&) {
+  int64_t count = 0;
+  for (size_t number = 0; number < tasks.size(); ++number) {
     find(found, ids, tasks[number], parts[number]);
-    places[number + 1] = distinct_rows(found, tasks[number], parts[number]);
-  });
-  for (size_t number = 0; number < tasks.size(); ++number) places[number + 1] += places[number];
-  auto distinct = at::empty({places.back()}, at::kLong);
-  auto values = at::empty({places.back(), width}, at::kFloat);
-  auto squares = at::empty({places.back()}, at::kFloat);
-  run_tasks(tasks, [&](size_t number, Found&) {
-    const int64_t place = places[number];
-    Collect use{
-        distinct.data_ptr<int64_t>() + place, values.data_ptr<float>() + place * width,
-        squares.data_ptr<float>() + place};
-    run(Visit<Collect>{found, tasks[number], parts[number], use}, 0, 1);
-  });
+    count += distinct_rows(found, tasks[number], parts[number]);
+  }
+  auto distinct = at::empty({count}, at::kLong);
+  auto values = at::empty({count, width}, at::kFloat);
+  auto squares = at::empty({count}, at::kFloat);
+  Collect use{distinct.data_ptr<int64_t>(), values.data_ptr<float>(), squares.data_ptr<float>()};
+  for (size_t number = 0; number < tasks.size(); ++number) {
+    run(Visit<Collect>{found, tasks[number], parts[number], use});
+  }
   return {distinct, values, squares};
 }
 
@@ -231,6 +230,7 @@ struct Step {
   float* table;
   int64_t rows;
   int64_t width;
+  int64_t count;
   float* states;
   const int64_t* row;
   const float* values;
@@ -239,11 +239,11 @@ struct Step {
   float eps;
 
   template <int Lanes>
-  SHARDREC_INLINE bool run(int64_t begin, int64_t end) const {
-    for (int64_t u = begin; u < end; ++u) {
-      if (u + kOccurrencesAhead < end) {
-        prefetch_row_to_write(table + row[u + kOccurrencesAhead] * width, width);
-        __builtin_prefetch(states + row[u + kOccurrencesAhead], 1);
+  SHARDREC_INLINE bool run() const {
+    for (int64_t u = 0; u < count; ++u) {
+      if (u + kOccurrencesAhead < count) {
+        prefetch_row<1>(unchecked_row(table, row[u + kOccurrencesAhead], width), width);
+        prefetch_row<1>(unchecked_row(states, row[u + kOccurrencesAhead], 1), 1);
       }
       if (uint64_t(row[u]) >= uint64_t(rows)) return false;
       const float sum = states[row[u]] += mean_squares[u];
@@ -262,16 +262,16 @@ void rowwise_adagrad(
     const at::Tensor& weight, const at::Tensor& state, const at::Tensor& rows, const at::Tensor& values,
     const at::Tensor& mean_squares, double lr, double eps) {
   for (const at::Tensor& one : {weight, state, rows, values, mean_squares}) check_dense(one, "every tensor");
+  TORCH_CHECK(weight.dim() == 2, "shardrec: the weight is (rows, columns)");
   const int64_t width = weight.size(1), count = rows.numel();
   TORCH_CHECK(
-      state.numel() == weight.size(0) && values.numel() == count * width && mean_squares.numel() == count,
+      state.numel() == weight.size(0) && values.dim() == 2 && values.size(0) == count && values.size(1) == width &&
+          mean_squares.numel() == count,
       "shardrec: the update does not fit the table");
   const Step job{
-      weight.data_ptr<float>(), weight.size(0), width, state.data_ptr<float>(), rows.const_data_ptr<int64_t>(),
+      weight.data_ptr<float>(), weight.size(0), width, count, state.data_ptr<float>(), rows.const_data_ptr<int64_t>(),
       values.const_data_ptr<float>(), mean_squares.const_data_ptr<float>(), float(-lr), float(eps)};
-  at::parallel_for(0, count, 4096, [&](int64_t begin, int64_t end) {
-    TORCH_CHECK(run(job, begin, end), "shardrec: a row outside of its table");
-  });
+  TORCH_CHECK(run(job), "shardrec: a row outside of its table");
 }
 
 }  // namespace

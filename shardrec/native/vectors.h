@@ -1,7 +1,7 @@
 // Loops over rows of float32, compiled once for each width of vector registers that a processor may have.
 //
-// A job is a struct with a member template `bool run<Lanes>(begin, end) const`. `run(job, begin, end)` calls it with the
-// lanes of this processor. Everything that a job calls is inlined into it (SHARDREC_INLINE), for a function takes the
+// A job is a struct with a member template `bool run<Lanes>() const`. `run(job)` calls it with the lanes of this processor.
+// One thread does all of it: ranks, of which there are as many as cores, are what runs side by side. Everything that a job calls is inlined into it (SHARDREC_INLINE), for a function takes the
 // instructions of the one that it is inlined into, and only of that.
 
 #pragma once
@@ -70,12 +70,16 @@ SHARDREC_INLINE void for_vectors(int64_t width, Body&& body) {
   }
 }
 
-SHARDREC_INLINE void prefetch_row(const float* row, int64_t width) {
-  for (int64_t i = 0; i < width; i += kLine / int64_t(sizeof(float))) __builtin_prefetch(row + i);
+// Where a row would be that is asked for before its number is checked: arithmetic of pointers is undefined for some.
+SHARDREC_INLINE const float* unchecked_row(const float* table, int64_t row, int64_t stride) {
+  return reinterpret_cast<const float*>(uintptr_t(table) + uintptr_t(row) * uintptr_t(stride) * sizeof(float));
 }
 
-SHARDREC_INLINE void prefetch_row_to_write(const float* row, int64_t width) {
-  for (int64_t i = 0; i < width; i += kLine / int64_t(sizeof(float))) __builtin_prefetch(row + i, 1);
+template <int Write = 0>
+SHARDREC_INLINE void prefetch_row(const float* row, int64_t width) {
+  for (int64_t i = 0; i < width; i += kLine / int64_t(sizeof(float))) {
+    __builtin_prefetch(unchecked_row(row, i, 1), Write);
+  }
 }
 
 // Past the caches, where the processor can: the line is not read first. `to` is aligned to 16 bytes.
@@ -103,20 +107,19 @@ inline void end_of_streams() {
 
 #if defined(__x86_64__)
 template <class Job>
-__attribute__((target("avx512f,avx512vl,avx512bw,avx512dq,avx2,fma"))) bool run_avx512(
-    const Job& job, int64_t begin, int64_t end) {
-  return job.template run<16>(begin, end);
+__attribute__((target("avx512f,avx512vl,avx512bw,avx512dq,avx2,fma"))) bool run_avx512(const Job& job) {
+  return job.template run<16>();
 }
 
 template <class Job>
-__attribute__((target("avx2,fma"))) bool run_avx2(const Job& job, int64_t begin, int64_t end) {
-  return job.template run<8>(begin, end);
+__attribute__((target("avx2,fma"))) bool run_avx2(const Job& job) {
+  return job.template run<8>();
 }
 #endif
 
 template <class Job>
-bool run_anywhere(const Job& job, int64_t begin, int64_t end) {
-  return job.template run<4>(begin, end);
+bool run_anywhere(const Job& job) {
+  return job.template run<4>();
 }
 
 // The lanes to use on this processor.
@@ -136,12 +139,12 @@ inline int lanes() {
 }
 
 template <class Job>
-bool run(const Job& job, int64_t begin, int64_t end) {
+bool run(const Job& job) {
 #if defined(__x86_64__)
-  if (lanes() == 16) return run_avx512(job, begin, end);
-  if (lanes() == 8) return run_avx2(job, begin, end);
+  if (lanes() == 16) return run_avx512(job);
+  if (lanes() == 8) return run_avx2(job);
 #endif
-  return run_anywhere(job, begin, end);
+  return run_anywhere(job);
 }
 
 }  // namespace shardrec

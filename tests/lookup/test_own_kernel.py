@@ -39,16 +39,6 @@ def fbgemm() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 class Drawn:
     """Random tables and slots, and batches of Zipf-like ids for them."""
 
@@ -162,28 +152,6 @@ def test_learns_as_fbgemm_does(optimizer: FusedOptimizer, rng: Random) -> None:
         for ours, theirs in zip(own.states(), other.states(), strict=True):
             for name, state in ours.items():
                 torch.testing.assert_close(state, theirs[name], rtol=1e-5, atol=1e-5)
-
-
-@settings(max_examples=20)
-@given(rng=randoms())
-def test_results_do_not_depend_on_the_number_of_threads(rng: Random) -> None:
-    """To the last bit, though one thread takes tables whole and two cut them by rows."""
-    seed, optimizer, pooled = rng.randrange(2**31), rng.choice(OPTIMIZERS), rng.random() < 0.7
-    results = []
-    for count in (1, 2, 3):
-        drawn = Drawn(Random(seed), pooled=pooled)
-        bank = drawn.bank(optimizer)
-        ids, lengths, weights = drawn.batch()
-        with threads(count):
-            output = bank.look_up(ids, lengths, weights)
-            output.backward(torch.randn(output.shape, generator=drawn.generator))
-            plain = drawn.bank(None)
-            gradients = plain.row_gradients(ids, lengths, weights, output.detach())
-        states = [state for by_name in bank.states() for state in by_name.values()]
-        summed = [part for one in gradients for part in (one.rows, one.values, one.square_sums())]
-        results.append([output.detach(), *bank.weights, *states, *summed])
-    for other in results[1:]:
-        assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))
 
 
 def small_bank() -> tuple[TableBank, Tensor, Tensor]:
@@ -302,3 +270,9 @@ def test_calls_that_do_not_fit_are_refused() -> None:
     refused("as the output", gradient=torch.zeros(8, 2).t())
     refused("one, float32|weights of ids", id_weights=torch.ones(2))
     refused("weights of ids", id_weights=torch.ones(3, dtype=torch.float64))
+    refused("slots cover 8 of 9", columns=9)
+    for column, other in [(1, 4), (2, 2), (3, 2), (5, 1)]:
+        disagree = torch.tensor([[0, 0, 3, 4, 0, 0], [0, 0, 3, 4, 4, 0]])
+        disagree[1, column] = other
+        with pytest.raises(RuntimeError, match="slots of table 0 disagree"):
+            torch.ops.shardrec.update(weights, states, disagree, ids, lengths, None, gradient, True, 2, 0.1, 0.0)

@@ -75,6 +75,8 @@ def test_pieces_that_do_not_fit_are_refused() -> None:
         ([3, 1, 0, 0], "cover 3 of 4"),
         ([4, 2, 0, 0], "malformed"),
         ([4, 1, 0, 0, 1], "end inside"),
+        ([1, 1, 0, 0, 2**63 - 1, 1, 0, 0], "malformed"),
+        ([4, 1, 0, 2**63 - 1], "outside of its block"),
     ]:
         with pytest.raises(RuntimeError, match=words):
             torch.ops.shardrec.assemble([block], pieces, 2, 4)
@@ -106,6 +108,41 @@ def test_a_batch_is_sound_or_not(rng: Random) -> None:
     )
     expected = bool(are_sound(*arguments, NO_LIMIT in limits))
     assert bool(torch.ops.shardrec.are_sound(*arguments)) == expected
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [2**62] * 4 + [3],
+        [2**63 - 1, 2**63 - 1, 2, 3, 0],
+        [2**63 - 1, -(2**63), 1, 3, 0],
+        [4, -1, 0, 0, 0],
+        [4, 0, 0, 0, 0],
+        [0, 0, 0, 0, 2**31],
+    ],
+)
+def test_lengths_whose_sum_overflows_are_not_sound(lengths: list[int]) -> None:
+    """However they are spread over features; the first three add up to 3 modulo 2^64."""
+    limits = torch.full((5,), NO_LIMIT)
+    for shape in [(1, 5), (5, 1)]:
+        for dtype in (torch.int32, torch.int64):
+            given = torch.tensor(lengths).view(shape), torch.zeros(3, dtype=dtype), limits[: shape[0]]
+            assert not torch.ops.shardrec.are_sound(*given)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_edges_that_are_no_ids_are_refused(dtype: torch.dtype) -> None:
+    ids, lengths = torch.tensor([0, 5], dtype=dtype), torch.tensor([[1, 1]], dtype=torch.int32)
+    most = torch.iinfo(dtype).max
+    for last, words in [(most, None), (2**31, "ids up to" if dtype is torch.int32 else None), (-(2**63), "ascend")]:
+        for edges in ([0, last], [0, min(3, last), last]):
+            blocks = len(edges) - 1
+            units = [0, blocks, *edges, *(number for slot in range(blocks) for number in (1, slot))]
+            if words is None:
+                torch.ops.shardrec.cut_ids(ids, lengths, None, units, blocks, False)
+                continue
+            with pytest.raises(RuntimeError, match=words):
+                torch.ops.shardrec.cut_ids(ids, lengths, None, units, blocks, False)
 
 
 @settings(max_examples=60)

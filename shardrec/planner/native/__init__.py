@@ -1,8 +1,8 @@
 """The solver's inner loops in C++, where they were compiled when the package was installed.
 
 They do what the Python beside them does, operation by operation, so that a plan is the same with them and without: no
-fused multiply-adds, sums in the same order. A call does not hold the interpreter's lock. ``SHARDREC_NATIVE=0`` leaves
-them alone, as it does the operators of :mod:`shardrec.native`; unlike those, they do not need torch.
+fused multiply-adds, sums in the same order. A call does not hold the interpreter's lock. ``SHARDREC_NATIVE`` says which
+to use, if any, as it does for the operators of :mod:`shardrec.native`; unlike those, they do not need torch.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import ctypes
 import os
 import warnings
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
+
+from shardrec._built import built
 
 __all__ = ["address", "library"]
 
@@ -24,7 +25,7 @@ _VERSION = 4  # that of the functions' arguments, in version.cpp
 @cache
 def library() -> ctypes.CDLL | None:
     """The compiled functions; None if there are none that can be used."""
-    path = next(iter(sorted(Path(__file__).parent.glob("solve.*so"))), None)
+    path = built("planner/native", "solve.*so")
     if path is None or os.environ.get("SHARDREC_NATIVE") == "0":
         return None
     try:

@@ -59,7 +59,12 @@ def knapsacks(
     Returns:
         (n, G + 1) the most value within each size, and a function that gives for a size and an index of ``ends`` the
         (K,) numbers of pieces that have it.
+
+    Raises:
+        ValueError: if a weight is not positive.
     """
+    if (weights < 1).any():
+        raise ValueError(f"a piece of {int(weights.min())} steps: any number of them fits; give it at least one")
     compiled = library()
     if compiled is None:
         return _in_python(weights, values, most, ends, counts, start)

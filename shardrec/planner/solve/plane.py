@@ -155,7 +155,12 @@ def plane(
 
     Returns:
         (G + 1, M + 1) the most value within each, and a function that gives the pieces that have it.
+
+    Raises:
+        ValueError: if a load is not positive.
     """
+    if least := [size for size, _, _ in kinds if size < 1]:
+        raise ValueError(f"a piece of load {least[0]}: any number of them fits; give it at least 1")
     if not memory:
         best, pieces = knapsack(np.array([size for size, _, _ in kinds], dtype=np.int64), values, most)
 

@@ -37,6 +37,15 @@ def test_compiled_knapsacks_are_those_of_python(rng: Random) -> None:
             assert pieces(size, number).tolist() == others(size, number).tolist()
 
 
+@pytest.mark.parametrize("size", [0, -1])
+def test_pieces_of_no_size_are_refused(size: int) -> None:
+    """There is no number of them that fits; in C++ it was a division by zero."""
+    with pytest.raises(ValueError, match=f"{size} steps"):
+        knapsacks(np.array([2, size]), np.array([1.0, 1.0]), 10, [2])
+    with pytest.raises(ValueError, match=f"load {size}"):
+        plane([(2, 1, -1), (size, 1, -1)], np.array([1.0, 1.0]), 10, 3)
+
+
 @pytest.mark.skipif(library() is None, reason="no compiled functions")
 @settings(max_examples=100, deadline=None)
 @given(rng=randoms())
