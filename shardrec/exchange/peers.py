@@ -274,7 +274,7 @@ class _Look:
     def _ask_around(self, store: dist.Store, over: threading.Event) -> None:
         # A connection of its own: nobody else is to wait behind a question without an answer.
         with suppress(Exception):
-            store = store.clone()
+            store = store.clone()  # type: ignore[attr-defined]  # unknown to the stubs
             told: dict[str, str] | None = None
             while True:
                 last = over.is_set()

@@ -79,8 +79,9 @@ class DenseReducer(DistributedDataParallel):
             super().__init__(module, process_group=process_group)
 
     def _ddp_init_helper(self, *args: Any, **kwargs: Any) -> None:
-        # The reducer is made here, and takes the group from this attribute.
-        group, self.process_group = self.process_group, _ReducedGroup(self.process_group)
+        # The reducer, made here, takes the group from this attribute, and does not keep its Python object alive.
+        group, self._reduced = self.process_group, _ReducedGroup(self.process_group)
+        self.process_group = self._reduced
         super()._ddp_init_helper(*args, **kwargs)  # type: ignore[no-untyped-call]
         self.process_group = group
 
