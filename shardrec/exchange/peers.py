@@ -101,7 +101,9 @@ def peer_error(
     me = dist.get_rank()
     look = _Look(group.group_name, what, me, [rank for rank in global_ranks if rank != me])
     look.run()
-    named = tuple(look.culprits() or [global_ranks[rank] for rank in suspects] or look.silent())
+    silent = look.silent()
+    suspected = [rank for rank in map(global_ranks.__getitem__, suspects) if rank in silent]
+    named = tuple(look.culprits() or suspected or silent)
     return PeerError(
         f"rank {me} of {dist.get_world_size()}: the {what} failed, because {_reason(look, named)} "
         f"({_first_line(cause)}). Look for the first error among the other ranks' messages, and start all the ranks "
@@ -312,7 +314,7 @@ def _reason(look: _Look, named: Sequence[int]) -> str:
         if state in (_ENDED, _STOPPED):
             told.append(f"rank {rank}'s {process} {state}")
         else:
-            told.append(f"rank {rank} did not come" + (f", whose {process} runs" if state else ""))
+            told.append(f"rank {rank} did not come" + (f", though its {process} runs" if state else ""))
     return "; ".join(told) + (f"; and {len(named) - _MOST_SHOWN} more" if len(named) > _MOST_SHOWN else "")
 
 

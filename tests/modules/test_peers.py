@@ -234,7 +234,7 @@ def test_a_rank_that_does_not_come_in_time(transport: str) -> None:
         with pytest.raises(PeerError, match="the header exchange failed") as caught:
             model(features)
         assert_prompt_peer_error(start, caught.value)
-        assert re.search(r"rank 1 did not come, whose process \d+ runs", str(caught.value))
+        assert re.search(r"rank 1 did not come, though its process \d+ runs", str(caught.value))
         return "told"
 
     assert ranks(2, rank_main, timeout=30.0) == ["told", "late"]

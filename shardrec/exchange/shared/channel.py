@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import marshal
+import os
 import socket
 from collections import deque
 from collections.abc import Callable, Mapping
 from threading import RLock
 from typing import Any, NoReturn
+from weakref import WeakSet
 
 import torch.distributed as dist
 
@@ -32,6 +34,19 @@ Message = tuple[Any, ...]
 _WINDOW = -1  # in place of an exchange's number: a new window, with its descriptor
 _MOST_BYTES = 1 << 16
 _MOST_RELEASED = 4096
+
+
+_OPEN: WeakSet[Channel] = WeakSet()
+
+
+def _close_in_child() -> None:
+    """A forked child (a worker of a data loader) has copies of the sockets, which would hide this rank's end."""
+    for channel in list(_OPEN):
+        channel.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)
 
 
 class Channel:
@@ -61,6 +76,7 @@ class Channel:
         self._windows = {peer: PeerWindows() for peer in sockets}
         self._released: dict[int, deque[int]] = {peer: deque() for peer in sockets}  # filled by finalizers
         self._returned: dict[int, list[int]] = {peer: [] for peer in sockets}
+        _OPEN.add(self)
 
     def windows(self, peer: int) -> PeerWindows:
         """The windows that ``peer`` has announced."""

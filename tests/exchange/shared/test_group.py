@@ -194,7 +194,9 @@ def test_a_rank_that_dies_is_named_at_once() -> None:
         dist.barrier()
         if collectives.rank == 1:
             os._exit(3)
-        words = r"rank \d of 3: the all-to-all exchange failed, because (rank \d has stopped|an exchange has failed)"
+        words = (
+            r"the all-to-all exchange (failed, because rank 1's process \d+ has ended|cannot be made after a failure)"
+        )
         with pytest.raises(PeerError, match=words):
             arrived.sum().backward()
         with pytest.raises(RuntimeError, match=words):
@@ -212,7 +214,7 @@ def test_a_rank_that_does_not_come_in_time() -> None:
         pending = None
         if collectives.rank == 0:
             pending = functional.all_to_all_single(torch.zeros(4), [2, 2], [2, 2], collectives.operator_group)
-            with pytest.raises(PeerError, match=r"rank 1 did not come within the process group's timeout of 0\.2 s"):
+            with pytest.raises(PeerError, match=r"rank 1 did not come, .*timeout of 0\.2 s is over"):
                 functional.wait_tensor(pending)
         dist.barrier()
 
