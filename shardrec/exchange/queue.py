@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from threading import RLock
 from typing import Protocol
 
 import torch
@@ -122,6 +123,7 @@ class ExchangeQueue:
         self._habit: list[int] = []  # calls before each first use, as the last forward made them
         self._seen: list[int] = []  # the same of this forward
         self._run = 0  # calls since the last first use
+        self._one_thread = RLock()
 
     def submit(self, call: Call) -> QueuedCall:
         """Queue a call, and begin the exchange if it is the last one to wait for.
@@ -129,20 +131,22 @@ class ExchangeQueue:
         Raises:
             InputError: on every rank, if a batch of any is faulty.
             PeerError: if another rank is gone.
-            ConfigError: inside ``torch.jit.trace``.
+            ConfigError: inside ``torch.jit.trace``; if another thread is in the model's forward, or calls another of
+                its modules.
         """
         if torch._C._is_tracing():  # type: ignore[no-untyped-call,unused-ignore]
             raise ConfigError(
                 "torch.jit.trace records the sizes of one batch, and no collective: script the model with "
                 "shardrec.script(model), or export it with shardrec.export"
             )
-        queued = QueuedCall(call, self)
-        if self._calls and not self._fits(queued):
-            self.flush()
-        self._calls.append(queued)
-        self._run += 1
-        if not self._in_forward or self._run >= self._awaited():
-            self.flush()
+        with self._alone():
+            queued = QueuedCall(call, self)
+            if self._calls and not self._fits(queued):
+                self.flush()
+            self._calls.append(queued)
+            self._run += 1
+            if not self._in_forward or self._run >= self._awaited():
+                self.flush()
         return queued
 
     def used(self, queued: QueuedCall) -> None:
@@ -152,12 +156,34 @@ class ExchangeQueue:
         self._end_run()
 
     @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """No other thread: the ranks' exchanges match by their order, and threads take turns differently on each."""
+        if not self._one_thread.acquire(blocking=False):
+            raise ConfigError(
+                f"rank {self._context.collectives.rank}: two threads call sharded modules of one model at once, and "
+                "the ranks' exchanges would not match; call them from one thread: an exchange is under way when the "
+                "call returns, and is waited for at the first use of its value"
+            )
+        try:
+            yield
+        finally:
+            self._one_thread.release()
+
+    @contextmanager
     def forward(self, modules: int) -> Iterator[None]:
         """A model's forward; calls made inside may wait for each other.
 
         Args:
             modules: number of sharded modules in the model.
+
+        Raises:
+            ConfigError: if another thread is in it, or calls one of its sharded modules.
         """
+        with self._alone(), self._forward(modules):
+            yield
+
+    @contextmanager
+    def _forward(self, modules: int) -> Iterator[None]:
         if self._in_forward:
             yield
             return

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +59,9 @@ class ScriptedBags(nn.Module):
         agree: exchanges the headers of a compiled model.
         portable: made of operators that any process knows; default: what ``shardrec.script`` is asked for.
     """
+
+    # A graph has only the branch that is taken.
+    __constants__: ClassVar = ["parallel"]
 
     def __init__(
         self,

@@ -10,6 +10,7 @@ from shardrec.errors import ConfigError
 from shardrec.pending import wait
 from shardrec.pending.waiting import WAIT_OPERATOR
 from shardrec.scripting.error import explain
+from shardrec.scripting.forks import refuse_forked_exchanges
 from shardrec.scripting.options import parallel_lookups as in_parallel
 from shardrec.scripting.options import portable_twins
 from shardrec.scripting.place import place_waits
@@ -41,7 +42,8 @@ def script(model: nn.Module, *, parallel_lookups: bool = False, portable: bool =
         by its twin returns the ``Await``.
 
     Raises:
-        ScriptError: if TorchScript refuses the code; names the file, the line and a remedy.
+        ScriptError: if TorchScript refuses the code, or a sharded module is called in a fork on several ranks; names
+            the file, the line and a remedy.
         ConfigError: if ``model`` is no module.
     """
     if not isinstance(model, nn.Module):
@@ -60,6 +62,7 @@ def script(model: nn.Module, *, parallel_lookups: bool = False, portable: bool =
             scripted: torch.jit.ScriptModule = torch.jit.script(copy)
         except Exception as error:  # of eight classes at least, by what TorchScript does not like
             raise explain(type(model).__name__, error) from error
+    refuse_forked_exchanges(scripted)
     # All are inlined before any is changed, since what is inlined is the called method as it is then.
     graphs = [method.graph for method in methods_of(scripted) if deferred_waits(inlined(method.graph))]
     for graph in graphs:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from random import Random
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.errors import PeerError
-from shardrec.layout import ShardingPlan, Topology
-from shardrec.modules import shard
+from shardrec.exchange import peers as peers_module
+from shardrec.layout import ShardingPlan, Topology, cuts
+from shardrec.modules import ReplicatedModel, ShardedModel, shard
 from tests.batches import random_bags
-from tests.models import click_model, collection, feature_rows, random_configs, table_sizes
+from tests.models import ClickModel, click_model, collection, feature_rows, random_configs, table_sizes
 from tests.plans import random_plan
 from tests.ranks import RankDied, RankErrors, ranks
 
@@ -30,16 +35,14 @@ def plan_of(world_size: int, path: str = "") -> ShardingPlan:
     return random_plan(Random(12), table_sizes(CONFIGS, path), Topology(ranks_per_host=world_size))
 
 
-def assert_prompt_peer_error(start: float, error: PeerError) -> None:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+def assert_prompt_peer_error(start: float, error: PeerError, lost: int = 1) -> None:
+    """It came soon, and names this rank, the one that is gone and what it waited for, with the flight record."""
     assert time.monotonic() - start < PROMPT_S
-    assert f"rank {rank} of {world_size}: the " in str(error)
-    assert re.search(
-        r"rank \d has stopped|did not come within the process group's timeout of 1 s|an exchange has failed before|"
-        "another rank stopped or did not come within the process group's timeout",
-        str(error),
-    )
+    assert error.ranks == (lost,)
+    assert str(error).startswith(f"rank {dist.get_rank()} of {dist.get_world_size()}: the {error.waited_for} failed")
+    assert re.search(rf"because rank {lost}('s process \d+ (has ended|is stopped)| did not come)", str(error))
     assert "start all the ranks again" in str(error)
+    assert re.search(rf"Last collectives:\n  rank {dist.get_rank()}: #\d+ .*under way for", str(error))
 
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["auto", "group"])
@@ -87,7 +90,7 @@ def test_death_between_forward_and_backward(transport: str) -> None:
         start = time.monotonic()
         with pytest.raises(PeerError, match="the gradient exchange failed") as caught:
             output.sum().backward()
-        assert_prompt_peer_error(start, caught.value)
+        assert_prompt_peer_error(start, caught.value, lost=0)
         return "told"
 
     assert ranks(2, rank_main, expect_death={0}, timeout=30.0)[1] == "told"
@@ -109,15 +112,109 @@ def test_a_rank_that_fails_after_its_lookup() -> None:
     assert "the gradient exchange failed" in str(caught.value.errors[0])
 
 
-def test_death_before_sharding() -> None:
-    def rank_main() -> str:
-        if dist.get_rank() == 1:
-            os._exit(0)
-        with pytest.raises(PeerError, match="the header exchange failed"):
-            shard(collection(CONFIGS), plan_of(2))
-        return "told"
+# --- A rank that dies or is stopped, anywhere
 
-    assert ranks(2, rank_main, expect_death={1}, timeout=30.0)[0] == "told"
+
+def quick(seconds: float = 3.0) -> None:
+    """A shorter time limit, once all is set up: a stopped rank is noticed by nothing else."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def lose(how: str) -> None:
+    """This rank dies, or is stopped until a survivor ends it."""
+    if how == "dies":
+        os._exit(3)
+    dist.distributed_c10d._get_default_store().set("stopped", str(os.getpid()))
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def survive(run: Callable[[], object], how: str, start: float) -> str:
+    """Run into the gap that the lost rank left; returns what was waited for."""
+    with pytest.raises(PeerError) as caught:
+        run()
+    assert_prompt_peer_error(start, caught.value, lost=dist.get_world_size() - 1)
+    assert ("is stopped by a signal" in str(caught.value)) == (how == "is stopped")
+    store = dist.distributed_c10d._get_default_store()
+    if store.add("survivors", 1) == dist.get_world_size() - 1 and how == "is stopped":
+        os.kill(int(store.get("stopped")), signal.SIGKILL)
+    return caught.value.waited_for
+
+
+class Detached(ClickModel):
+    """Only its dense part has gradients, so that backward makes no exchange but the reducer's."""
+
+    def forward(self, dense: Tensor, features: KeyedJaggedTensor) -> Tensor:
+        pooled = self.sparse(features).values().detach()
+        logits: Tensor = self.top(torch.cat([self._hidden(dense), pooled], dim=1))
+        return logits
+
+
+def lose_one(where: str, how: str, transport: str) -> str:
+    """Rank W - 1 is lost at one place of a step; returns what the others waited for."""
+    os.environ["SHARDREC_TRANSPORT"] = transport
+    world_size = dist.get_world_size()
+    lost = dist.get_rank() == world_size - 1
+    inputs = (torch.randn(2, 3), random_bags(Random(0), ROWS, 2).kjt())
+
+    def make() -> ShardedModel:
+        model = click_model(CONFIGS)
+        if where == "reducer":
+            model.__class__ = Detached
+            sizes = table_sizes(CONFIGS, "sparse").items()
+            tables = tuple(cuts.table_wise(name, *size, rank=world_size - 1) for name, size in sizes)
+            return shard(model, ShardingPlan(topology=Topology(ranks_per_host=world_size), tables=tables))
+        if where == "sync":
+            return shard(model, plan_of(1, "sparse"), replicas=world_size, sync_every=100)
+        return shard(model, plan_of(world_size, "sparse"))
+
+    if where == "start":
+        peers_module.introduce()
+        dist.barrier()
+        quick()
+        lose(how) if lost else None
+        return survive(make, how, time.monotonic())
+    model = make()
+    model(*inputs).sum().backward()
+    output = model(*inputs).sum()
+    dist.barrier()
+    quick()
+    if lost:
+        # Its own part of a collective that others wait for is not to be made.
+        lose(how)
+    start = time.monotonic()
+    if where == "sync":
+        assert isinstance(model, ReplicatedModel)
+        return survive(model.sync_replicas, how, start)
+    if where in ("backward", "reducer"):
+        return survive(output.backward, how, start)
+    return survive(lambda: model(*inputs), how, start)
+
+
+WAITED = {
+    "start": r"header exchange",
+    "forward": r"header exchange",
+    "backward": r"gradient (exchange|all-reduce)",
+    "reducer": r"gradient all-reduce",
+    "sync": r"averaging of the replicas' tables",
+}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "how"),
+    [
+        (2, "dies"),
+        pytest.param(3, "dies", marks=pytest.mark.slow),
+        pytest.param(2, "is stopped", marks=pytest.mark.slow),
+        pytest.param(3, "is stopped", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("where", WAITED)
+@TRANSPORTS
+def test_a_lost_rank_is_named(world_size: int, where: str, how: str, transport: str) -> None:
+    *told, last = ranks(world_size, lose_one, where, how, transport, expect_death={world_size - 1}, timeout=60.0)
+    assert isinstance(last, RankDied)
+    assert all(isinstance(one, str) and re.fullmatch(WAITED[where], one) for one in told), told
 
 
 @TRANSPORTS
@@ -131,12 +228,13 @@ def test_a_rank_that_does_not_come_in_time(transport: str) -> None:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), group)
         dist.barrier()
         if dist.get_rank() == 1:
-            time.sleep(2)
+            time.sleep(4)
             return "late"
         start = time.monotonic()
         with pytest.raises(PeerError, match="the header exchange failed") as caught:
             model(features)
         assert_prompt_peer_error(start, caught.value)
+        assert re.search(r"rank 1 did not come, though its process \d+ runs", str(caught.value))
         return "told"
 
     assert ranks(2, rank_main, timeout=30.0) == ["told", "late"]

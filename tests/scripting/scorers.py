@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torchrec.modules.mlp import MLP
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-__all__ = ["FromTensors", "Reader", "Scorer", "Three", "Towers"]
+__all__ = ["BesideAFork", "FromTensors", "Reader", "Scorer", "Three", "Towers", "TwoForks"]
 
 
 class Scorer(nn.Module):
@@ -117,3 +117,38 @@ class Towers(nn.Module):
         item = self.item_bags(features)
         left = self.query(query.values())
         return (left * self.item(torch.cat([item["c"], item["d"]], dim=1))).sum(dim=1)
+
+
+class TwoForks(nn.Module):
+    """Two collections, each called in a fork of its own."""
+
+    def __init__(self, one: nn.Module, two: nn.Module) -> None:
+        super().__init__()
+        self.one = one
+        self.two = two
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        first = torch.jit.fork(self.look_up, features)
+        second = torch.jit.fork(self.look_up_two, features)
+        return torch.jit.wait(first) + torch.jit.wait(second)
+
+    def look_up(self, features: KeyedJaggedTensor) -> Tensor:
+        return self.one(features).values()
+
+    def look_up_two(self, features: KeyedJaggedTensor) -> Tensor:
+        return self.two(features).values()
+
+
+class BesideAFork(nn.Module):
+    """A collection, and a fork that has nothing to do with it."""
+
+    def __init__(self, one: nn.Module) -> None:
+        super().__init__()
+        self.one = one
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        number = torch.jit.fork(self.two, torch.ones(1))
+        return self.one(features).values() + torch.jit.wait(number)
+
+    def two(self, one: Tensor) -> Tensor:
+        return one + 1

@@ -174,7 +174,7 @@ def test_a_rank_that_dies_ends_the_others_steps(portable: bool) -> None:
         if dist.get_rank() == 1:
             os._exit(3)
         start = time.monotonic()
-        words = r"rank 0 of 2: the \S+ exchange failed, because (rank 1 has stopped|an exchange has failed)"
+        words = r"the \S+ exchange (failed, because rank 1's process \d+ has ended|cannot be made after a failure)"
         with pytest.raises(shardrec.PeerError, match=words):
             scores.sum().backward()
         with pytest.raises(RuntimeError, match=words):

@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import selectors
 import socket
 import struct
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from time import monotonic
 from typing import TypeVar
 
 import torch.distributed as dist
 
+from shardrec.exchange.peers import peers
 from shardrec.exchange.shared.channel import Channel
 
 T = TypeVar("T")
@@ -72,8 +76,14 @@ def connect(
     if any(faults):
         for one in sockets.values():
             one.close()
+        warnings.warn(
+            "the ranks of this host could not connect to share memory, and exchange through the process group, which "
+            f"is slower: {'; '.join(filter(None, faults))}. Start the ranks again, or shard with transport='group'",
+            RuntimeWarning,
+            stacklevel=2,
+        )
         return None
-    return Channel(rank, world_size, sockets, timeout_s)
+    return Channel(group, sockets, timeout_s)
 
 
 def _listen() -> tuple[socket.socket | None, str]:
@@ -98,19 +108,11 @@ def _meet(
         for peer in peers:
             if peer < rank:
                 one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                sockets[peer] = one
                 one.settimeout(_CONNECT_S)
                 one.connect(found[peer][1])
                 one.send(_HELLO.pack(rank, found[peer][2]))
-                sockets[peer] = one
-        while len(sockets) < len(peers):
-            one, _ = listener.accept()
-            one.settimeout(_CONNECT_S)
-            owner = _CREDENTIALS.unpack(one.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[1]
-            peer, secret = _HELLO.unpack(one.recv(_HELLO.size).ljust(_HELLO.size))
-            if owner == os.getuid() and secret == found[rank][2] and peer in peers and peer not in sockets:
-                sockets[peer] = one
-            else:
-                one.close()
+        _accept(sockets, {peer for peer in peers if peer > rank}, listener, found[rank][2])
         for one in sockets.values():
             with contextlib.suppress(OSError):
                 one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
@@ -119,7 +121,43 @@ def _meet(
     return sockets, ""
 
 
+def _accept(sockets: dict[int, socket.socket], peers: set[int], listener: socket.socket, secret: bytes) -> None:
+    """Take the peers' connections. Any process of the host may connect: one that says nothing holds nobody up."""
+    end = monotonic() + _CONNECT_S
+    with contextlib.ExitStack() as strangers, selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        while missing := peers - sockets.keys():
+            ready = selector.select(end - monotonic())
+            if not ready and monotonic() >= end:
+                raise TimeoutError(f"rank(s) {sorted(missing)} did not connect within {_CONNECT_S:g} s")
+            for key, _ in ready:
+                if key.fileobj is listener:
+                    one, _ = listener.accept()
+                    one.setblocking(False)
+                    strangers.callback(one.close)
+                    selector.register(one, selectors.EVENT_READ)
+                    continue
+                assert isinstance(key.fileobj, socket.socket), "only sockets are registered"
+                selector.unregister(key.fileobj)
+                peer = _hello(key.fileobj, secret)
+                if peer in missing and peer not in sockets:
+                    sockets[peer] = key.fileobj.dup()
+                    sockets[peer].settimeout(_CONNECT_S)
+
+
+def _hello(stranger: socket.socket, secret: bytes) -> int | None:
+    """The rank that a connection is from, if it is of this user and knows the secret; its message has come."""
+    credentials = stranger.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    try:
+        peer, told = _HELLO.unpack(stranger.recv(_HELLO.size).ljust(_HELLO.size))
+    except OSError:
+        return None
+    known = _CREDENTIALS.unpack(credentials)[1] == os.getuid() and secrets.compare_digest(told, secret)
+    return int(peer) if known else None
+
+
 def _gather(value: T, group: dist.ProcessGroup) -> list[T]:
     found: list[T | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, value, group=group)
+    with peers(group, "start of shared memory"):
+        dist.all_gather_object(found, value, group=group)
     return [one for one in found if one is not None]

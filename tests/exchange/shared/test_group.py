@@ -112,6 +112,33 @@ def test_its_other_collectives_are_the_process_groups() -> None:
     ranks(2, rank_main)
 
 
+def test_other_collectives_do_not_wait_for_the_interpreters_lock() -> None:
+    """torch calls those that have no method in Python with the lock held, which gloo's worker may be waiting for."""
+
+    def rank_main() -> None:
+        collectives = shared()
+        group = _resolve_process_group(collectives.operator_group)
+        ones = torch.ones(3)
+        for _ in range(300):
+            reduced = functional.wait_tensor(functional.all_reduce(ones, "sum", collectives.operator_group))
+        assert reduced.tolist() == [2, 2, 2]
+        parts = [torch.zeros(1), torch.zeros(1)]
+        own = torch.tensor([float(collectives.rank)])
+        group.allgather([parts], [own]).wait()
+        assert [part.item() for part in parts] == [0, 1]
+        group.broadcast(own, 1).wait()
+        assert own.item() == 1
+        peer = 1 - collectives.rank
+        sent = group.send([torch.tensor([5.0 + peer])], peer, 0)
+        group.recv([own], peer, 0).wait()
+        sent.wait()
+        assert own.item() == 5 + collectives.rank
+        group.reduce_scatter([own], [[torch.ones(1), torch.full((1,), 2.0)]]).wait()
+        assert own.item() == 2 + 2 * collectives.rank
+
+    ranks(2, rank_main)
+
+
 def test_sizes_that_do_not_add_up_are_refused_by_the_rank_that_gives_them() -> None:
     def rank_main() -> None:
         name = shared_name()
@@ -194,7 +221,9 @@ def test_a_rank_that_dies_is_named_at_once() -> None:
         dist.barrier()
         if collectives.rank == 1:
             os._exit(3)
-        words = r"rank \d of 3: the all-to-all exchange failed, because (rank \d has stopped|an exchange has failed)"
+        words = (
+            r"the all-to-all exchange (failed, because rank 1's process \d+ has ended|cannot be made after a failure)"
+        )
         with pytest.raises(PeerError, match=words):
             arrived.sum().backward()
         with pytest.raises(RuntimeError, match=words):
@@ -212,7 +241,7 @@ def test_a_rank_that_does_not_come_in_time() -> None:
         pending = None
         if collectives.rank == 0:
             pending = functional.all_to_all_single(torch.zeros(4), [2, 2], [2, 2], collectives.operator_group)
-            with pytest.raises(PeerError, match=r"rank 1 did not come within the process group's timeout of 0\.2 s"):
+            with pytest.raises(PeerError, match=r"rank 1 did not come, .*timeout of 0\.2 s is over"):
                 functional.wait_tensor(pending)
         dist.barrier()
 

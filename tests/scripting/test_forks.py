@@ -1,0 +1,53 @@
+"""Sharded modules in forks: refused on several ranks, where they cannot be in step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+import shardrec
+from shardrec.layout import ShardingPlan, Topology, cuts
+from shardrec.modules import shard
+from tests.models import collection
+from tests.modules.faults import CONFIGS
+from tests.ranks import ranks
+from tests.scripting.scorers import BesideAFork, TwoForks
+
+
+def plan(world_size: int, *paths: str) -> ShardingPlan:
+    tables = [
+        cuts.table_wise(f"{path}.{one.name}", one.num_embeddings, one.embedding_dim, rank=number % world_size)
+        for path in paths
+        for number, one in enumerate(CONFIGS)
+    ]
+    return ShardingPlan(topology=Topology(ranks_per_host=world_size), tables=tuple(tables))
+
+
+def batch() -> KeyedJaggedTensor:
+    keys = [feature for one in CONFIGS for feature in one.feature_names]
+    return KeyedJaggedTensor(keys=keys, values=torch.ones(len(keys)).long(), lengths=torch.ones(len(keys)).long())
+
+
+@pytest.mark.parametrize("transport", ["auto", "group"])
+@pytest.mark.parametrize("portable", [True, False])
+def test_exchanges_in_forks_are_refused(transport: str, portable: bool) -> None:
+    def rank_main() -> None:
+        model = shard(TwoForks(collection(CONFIGS), collection(CONFIGS)), plan(2, "one", "two"), transport=transport)
+        with pytest.raises(shardrec.ScriptError, match=r"called inside of a fork:\n(.|\n)*scorers.py(.|\n)*without"):
+            shardrec.script(model, portable=portable)
+        dist.barrier()
+        assert torch.equal(model(batch()), model(batch())), "eager forks run where they are made"
+        beside = shard(BesideAFork(collection(CONFIGS)), plan(2, "one"), transport=transport)
+        assert torch.equal(shardrec.script(beside, portable=portable)(batch()), beside(batch()))
+
+    ranks(2, rank_main)
+
+
+def test_forks_of_a_single_rank() -> None:
+    def rank_main() -> None:
+        model = shard(TwoForks(collection(CONFIGS), collection(CONFIGS)), plan(1, "one", "two"))
+        assert torch.equal(shardrec.script(model)(batch()), model(batch()))
+
+    ranks(1, rank_main)
