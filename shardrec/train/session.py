@@ -2,8 +2,8 @@
 
 ::
 
-    source ─► model on meta ─► plan ─► shard ─► epochs of steps, with evaluations between ─► final metrics ─► results
-              └ fused optimizers      └ dense optimizer
+    source ─► model on meta ─► plan ─► shard ─► epochs of steps, evaluations and saves ─► final metrics ─► results
+              └ fused optimizers      └ dense optimizer, last checkpoint
 
 Every rank goes through all of it; the first one alone shows and writes.
 """
@@ -12,26 +12,27 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from shardrec.checkpoint import save_checkpoint
 from shardrec.compile import annotate_for_dynamo
 from shardrec.data import ClickBatch, ClickMetrics
 from shardrec.errors import ConfigError
 from shardrec.layout import ShardingPlan
 from shardrec.modules import ShardedModel, shard
 from shardrec.planner import plan as make_plan
-from shardrec.train.config import TrainConfig
+from shardrec.train.config import FILE, TrainConfig, load_config_text
 from shardrec.train.display import Announcer
-from shardrec.train.loop import Progress, Schedule, failing_together, train_epoch
+from shardrec.train.locking import locked
+from shardrec.train.loop import Progress, RecentLoss, Schedule, click_loss, failing_together, train_epoch
 from shardrec.train.metrics import evaluate
 from shardrec.train.model import build_model, dense_optimizer, fuse_optimizer, planner_constraints
 from shardrec.train.prefetch import Prefetcher
-from shardrec.train.ranks import Place, joined, same_everywhere
+from shardrec.train.ranks import Place, joined, over_ranks, same_everywhere
 from shardrec.train.report import RunReport, environment, write_curve, write_metrics
+from shardrec.train.saving import Saver
 from shardrec.train.source import Source
 
 __all__ = ["run_rank"]
@@ -39,45 +40,92 @@ __all__ = ["run_rank"]
 _CURVE_ROWS = 100_000
 """Most held-out rows behind a point of the curve; all of the generated ones by default, few of a large file's."""
 
+_LOCK_S = 10.0
+"""How long a run waits for one in its folder that is being ended."""
 
 _SAMPLED = 4
 """Batches that tell the planner how many ids there are and how they are spread."""
 
 
-def run_rank(config: TrainConfig) -> RunReport | None:
+def run_rank(config: TrainConfig, *, resume: bool = False) -> RunReport | None:
     """Train as this process's rank, in the process group that the environment describes or alone.
 
     Args:
         config: the run; rank 0's ``out``, which must be set there, holds for all.
+        resume: go on from the last checkpoint, if there is one.
 
     Returns:
         The report, on rank 0.
 
     Raises:
         ShardrecError: for options, data or peers that the run cannot go on with.
+        RunStopped: the run was told to end, and has saved.
     """
-    with joined(config) as place:
-        config = dataclasses.replace(config, out=same_everywhere(str(config.out), place))
-        announcer = Announcer() if place.is_lead else None
-        source = Source(config, place)
-        model, plan = _sharded_model(config, source, place)
-        folder = _results_folder(config, place)
-        if announcer is not None:
-            announcer.plan(plan)
-            announcer.run(source.description, config, world_size=place.world_size, threads=place.threads)
-        optimizer = dense_optimizer(model, config)
-        progress = _train(config, source, model, optimizer, place, announcer)
-        with Prefetcher(source.holdout_batches()) as batches:
-            final = evaluate(model, failing_together(batches, model), place.device)
-        samples = _over_ranks(progress.rows, place)
-        if config.checkpoint == "last":
-            save_checkpoint(folder / "checkpoint", model, optimizer, extra={"samples": samples})
-        if announcer is None:
-            return None
-        report = _report(config, source, place, progress, samples, final)
-        _write(report, config, plan, folder)
-        announcer.results(report, folder)
-        return report
+    with joined(config, timeout=config.timeout) as place:
+        rows = config.global_batch_size or config.batch_size * place.world_size
+        config = dataclasses.replace(config, out=same_everywhere(str(config.out), place), global_batch_size=rows)
+        with _own_folder(config, place) as folder:
+            return _run(config, place, folder, resume)
+
+
+def _run(config: TrainConfig, place: Place, folder: Path, resume: bool) -> RunReport | None:
+    announcer = Announcer() if place.is_lead else None
+    if resume:
+        _check_options(config, place, folder)
+    source = Source(config, place)
+    model, plan = _sharded_model(config, source, place)
+    if announcer is not None:
+        announcer.plan(plan)
+        announcer.run(source.description, config, place, source.batch_size)
+    optimizer = dense_optimizer(model, config)
+    progress = Progress(world_size=place.world_size, loss=RecentLoss(place.device))
+    saver = Saver(
+        config,
+        place,
+        folder,
+        model=model,
+        optimizer=optimizer,
+        source=source,
+        progress=progress,
+        announcer=announcer,
+    )
+    if resume:
+        _settle(model, source, place)
+        saver.load()
+    if place.is_lead:
+        _write_text(config.to_yaml(), folder / FILE)
+    with saver.watching():
+        _train(config, source, model, optimizer, place, announcer, progress, saver)
+    saver.finish()
+    with Prefetcher(source.holdout_batches()) as batches:
+        final = evaluate(model, failing_together(batches, model), place.device)
+    samples = over_ranks(progress.rows, place)
+    if announcer is None:
+        return None
+    report = _report(config, source, place, progress, samples, final)
+    _write(report, plan, folder)
+    announcer.results(report, folder)
+    return report
+
+
+def _check_options(config: TrainConfig, place: Place, folder: Path) -> None:
+    """Raise ConfigError, on every rank, if the run was started with other options."""
+    file = folder / FILE
+    started = same_everywhere(file.read_text(encoding="utf-8") if place.is_lead and file.is_file() else "", place)
+    if started:
+        config.check_resumes(load_config_text(started, file).to_mapping())
+
+
+def _settle(model: ShardedModel, source: Source, place: Place) -> None:
+    """A forward and backward before the checkpoint is loaded, which then replaces all that they change.
+
+    After its first backward DistributedDataParallel puts the gradients into its buckets in another order, and an
+    all-reduce adds up three or more ranks' numbers in an order that depends on their place in the bucket. A run that
+    goes on must be past that point, as the run was that it is to equal to the bit.
+    """
+    if place.world_size > 2:
+        batch = next(failing_together(source.train_batches(), model)).to(place.device)
+        click_loss(model(batch.dense, batch.sparse), batch.labels).backward()  # type: ignore[no-untyped-call,unused-ignore]
 
 
 def _sharded_model(config: TrainConfig, source: Source, place: Place) -> tuple[ShardedModel, ShardingPlan]:
@@ -91,7 +139,7 @@ def _sharded_model(config: TrainConfig, source: Source, place: Place) -> tuple[S
     else:
         plan = make_plan(
             model,
-            batch_size=config.batch_size,
+            batch_size=source.batch_size,
             constraints=planner_constraints(config),
             sample_batches=source.sampled(_SAMPLED),
         )
@@ -109,14 +157,26 @@ def _compile(model: ShardedModel, config: TrainConfig) -> None:
     model.compile(fullgraph=full)
 
 
-def _results_folder(config: TrainConfig, place: Place) -> Path:
-    folder = Path(str(config.out))
-    if place.is_lead:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"out (--out) is {config.out!r}: {error.strerror}; give a folder to write to") from error
-    return folder
+@contextmanager
+def _own_folder(config: TrainConfig, place: Place) -> Iterator[Path]:
+    """The folder of the results, made and locked on the first rank, so that no two runs write to it.
+
+    Raises:
+        ConfigError: on every rank, if it cannot be written to or another run has it.
+    """
+    folder, fault = Path(str(config.out)), ""
+    with ExitStack() as stack:
+        if place.is_lead:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                if not stack.enter_context(locked(folder, _LOCK_S)):
+                    fault = "another run writes to it; wait for its end, or give another folder"
+            except OSError as error:
+                fault = f"{error.strerror}; give a folder to write to"
+        fault = same_everywhere(fault, place)
+        if fault:
+            raise ConfigError(f"out (--out) is {config.out!r}: {fault}")
+        yield folder
 
 
 def _train(
@@ -126,15 +186,16 @@ def _train(
     optimizer: torch.optim.Optimizer,
     place: Place,
     announcer: Announcer | None,
-) -> Progress:
-    progress = Progress(world_size=place.world_size)
+    progress: Progress,
+    saver: Saver,
+) -> None:
     curve_batches = _kept(source.holdout_batches(_CURVE_ROWS), model)
     total = None if source.train_rows is None else source.train_rows * config.epochs
     with Announcer.display(announcer, total) as display:
-        for epoch in range(config.epochs):
+        for epoch in range(progress.epoch, config.epochs):
             # The first epoch counts the steps of a file.
-            steps = source.steps or (progress.steps // epoch if epoch else None)
-            with Prefetcher(source.train_batches()) as batches:
+            steps = source.steps or ((progress.steps - progress.epoch_steps) // epoch if epoch else None)
+            with Prefetcher(source.train_batches(progress.epoch_steps)) as batches:
                 train_epoch(
                     model,
                     (optimizer, model.fused_optimizer),
@@ -148,22 +209,13 @@ def _train(
                     evaluate=lambda: evaluate(model, curve_batches, place.device),
                     display=display,
                     device=place.device,
+                    after_step=saver.after_step,
                 )
-    return progress
 
 
 def _kept(batches: Iterator[ClickBatch], model: ShardedModel) -> list[ClickBatch]:
     """The batches in memory: a file would have to be read to its end again for each point of the curve."""
     return list(failing_together(batches, model))
-
-
-def _over_ranks(count: int, place: Place) -> int:
-    """The sum of every rank's count."""
-    if place.world_size == 1:
-        return count
-    total = torch.tensor([count])
-    dist.all_reduce(total)
-    return int(total)
 
 
 def _report(
@@ -183,13 +235,26 @@ def _report(
     )
 
 
-def _write(report: RunReport, config: TrainConfig, plan: ShardingPlan, folder: Path) -> None:
+def _write(report: RunReport, plan: ShardingPlan, folder: Path) -> None:
     try:
-        (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
         plan.save(folder / "plan.json")
         write_metrics(report, folder / "metrics.json")
         write_curve(report, folder / "curve.png")
     except OSError as error:
-        raise ConfigError(
-            f"out (--out) is {str(folder)!r}: {error.filename or 'a file'}: {error.strerror}; give a folder to write to"
-        ) from error
+        raise _cannot_write(folder, error) from error
+
+
+def _write_text(text: str, path: Path) -> None:
+    """In one step, so that a run that is killed here leaves the old file or the new one."""
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise _cannot_write(path.parent, error) from error
+
+
+def _cannot_write(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"out (--out) is {str(folder)!r}: {error.filename or 'a file'}: {error.strerror}; give a folder to write to"
+    )
