@@ -129,13 +129,13 @@ class Announcer:
     def __init__(self) -> None:
         self._console = console()
 
-    def plan(self, plan: ShardingPlan) -> None:
-        """The plan as a table."""
-        self._console.print(plan.explain(reasons=False))
+    def source(self, description: str) -> None:
+        """The data, in words."""
+        self._say(description)
 
-    def run(self, source: str, config: TrainConfig, place: Place, batch_size: int) -> None:
-        """What is about to be trained, and on what; ``source`` is the data in words."""
-        self._say(source)
+    def run(self, plan: ShardingPlan, config: TrainConfig, place: Place, batch_size: int) -> None:
+        """What is about to be trained, and on what; the plan as a table."""
+        self._console.print(plan.explain(reasons=False))
         size, threads = place.world_size, place.threads
         ranks = f"{size} rank{'s' * (size > 1)} with {threads} thread{'s' * (threads > 1)}"
         each = " each" * (size > 1)

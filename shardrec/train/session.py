@@ -11,6 +11,7 @@ Every rank goes through all of it; the first one alone shows and writes.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -23,7 +24,7 @@ from shardrec.errors import ConfigError
 from shardrec.layout import ShardingPlan
 from shardrec.modules import ShardedModel, shard
 from shardrec.planner import plan as make_plan
-from shardrec.train.config import FILE, TrainConfig, load_config_text
+from shardrec.train.config import FILE, PLAN, TrainConfig, load_config_text
 from shardrec.train.display import Announcer
 from shardrec.train.locking import locked
 from shardrec.train.loop import Progress, RecentLoss, Schedule, click_loss, failing_together, train_epoch
@@ -70,13 +71,13 @@ def run_rank(config: TrainConfig, *, resume: bool = False) -> RunReport | None:
 
 def _run(config: TrainConfig, place: Place, folder: Path, resume: bool) -> RunReport | None:
     announcer = Announcer() if place.is_lead else None
-    if resume:
-        _check_options(config, place, folder)
+    plan = _as_started(config, place, folder) if resume else None
     source = Source(config, place)
-    model, plan = _sharded_model(config, source, place)
+    if announcer is not None and plan is None:
+        announcer.source(source.description)
+    model = _sharded_model(config, source, place, plan)
     if announcer is not None:
-        announcer.plan(plan)
-        announcer.run(source.description, config, place, source.batch_size)
+        announcer.run(model.plan, config, place, source.batch_size)
     optimizer = dense_optimizer(model, config)
     progress = Progress(world_size=place.world_size, loss=RecentLoss(place.device))
     saver = Saver(
@@ -93,7 +94,10 @@ def _run(config: TrainConfig, place: Place, folder: Path, resume: bool) -> RunRe
         _settle(model, source, place)
         saver.load()
     if place.is_lead:
-        _write_text(config.to_yaml(), folder / FILE)
+        with _replacing(folder / FILE) as file:
+            file.write_text(config.to_yaml(), encoding="utf-8")
+        with _replacing(folder / PLAN) as file:
+            model.plan.save(file)
     with saver.watching():
         _train(config, source, model, optimizer, place, announcer, progress, saver)
     saver.finish()
@@ -103,17 +107,30 @@ def _run(config: TrainConfig, place: Place, folder: Path, resume: bool) -> RunRe
     if announcer is None:
         return None
     report = _report(config, source, place, progress, samples, final)
-    _write(report, plan, folder)
+    with _replacing(folder / "metrics.json") as file:
+        write_metrics(report, file)
+    with _replacing(folder / "curve.png") as file:
+        write_curve(report, file)
     announcer.results(report, folder)
     return report
 
 
-def _check_options(config: TrainConfig, place: Place, folder: Path) -> None:
-    """Raise ConfigError, on every rank, if the run was started with other options."""
-    file = folder / FILE
-    started = same_everywhere(file.read_text(encoding="utf-8") if place.is_lead and file.is_file() else "", place)
-    if started:
-        config.check_resumes(load_config_text(started, file).to_mapping())
+def _as_started(config: TrainConfig, place: Place, folder: Path) -> ShardingPlan | None:
+    """The plan that the run has had so far, if it is for as many ranks and nothing else is asked for; else None.
+
+    Raises:
+        ConfigError: on every rank, if the run was started with other options.
+    """
+    files = [folder / FILE, folder / PLAN]
+    there = place.is_lead and all(file.is_file() for file in files)
+    options, plan = (same_everywhere(file.read_text(encoding="utf-8") if there else "", place) for file in files)
+    if not options:
+        return None
+    started = load_config_text(options, files[0])
+    config.check_resumes(started.to_mapping())
+    found = ShardingPlan.from_json(json.loads(plan))
+    same = (config.plan, config.constraint) == (started.plan, started.constraint)
+    return found if same and found.world_size == place.world_size else None
 
 
 def _settle(model: ShardedModel, source: Source, place: Place) -> None:
@@ -128,15 +145,15 @@ def _settle(model: ShardedModel, source: Source, place: Place) -> None:
         click_loss(model(batch.dense, batch.sparse), batch.labels).backward()  # type: ignore[no-untyped-call,unused-ignore]
 
 
-def _sharded_model(config: TrainConfig, source: Source, place: Place) -> tuple[ShardedModel, ShardingPlan]:
+def _sharded_model(config: TrainConfig, source: Source, place: Place, plan: ShardingPlan | None) -> ShardedModel:
     model = build_model(config, source.schema)
     fuse_optimizer(model, config)
-    if config.plan is not None:
+    if plan is None and config.plan is not None:
         try:
             plan = ShardingPlan.load(config.plan)
         except OSError as error:
             raise ConfigError(f"plan (--plan) is {config.plan!r}: {error.strerror}; give a plan.json") from error
-    else:
+    if plan is None:
         plan = make_plan(
             model,
             batch_size=source.batch_size,
@@ -145,7 +162,7 @@ def _sharded_model(config: TrainConfig, source: Source, place: Place) -> tuple[S
         )
     sharded = shard(model, plan, device=place.device)
     _compile(sharded, config)
-    return sharded, plan
+    return sharded
 
 
 def _compile(model: ShardedModel, config: TrainConfig) -> None:
@@ -235,26 +252,15 @@ def _report(
     )
 
 
-def _write(report: RunReport, plan: ShardingPlan, folder: Path) -> None:
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """Another path to write to, which then takes the name: a run that is killed leaves the old file or the new one."""
+    partial = path.with_stem(f"{path.stem}.partial")
     try:
-        plan.save(folder / "plan.json")
-        write_metrics(report, folder / "metrics.json")
-        write_curve(report, folder / "curve.png")
-    except OSError as error:
-        raise _cannot_write(folder, error) from error
-
-
-def _write_text(text: str, path: Path) -> None:
-    """In one step, so that a run that is killed here leaves the old file or the new one."""
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
+        yield partial
         partial.replace(path)
     except OSError as error:
-        raise _cannot_write(path.parent, error) from error
-
-
-def _cannot_write(folder: Path, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"out (--out) is {str(folder)!r}: {error.filename or 'a file'}: {error.strerror}; give a folder to write to"
-    )
+        raise ConfigError(
+            f"out (--out) is {str(path.parent)!r}: {error.filename or 'a file'}: {error.strerror}; give a folder to "
+            "write to"
+        ) from error
