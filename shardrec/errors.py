@@ -87,4 +87,18 @@ class CheckpointError(ShardrecError, ValueError):
 
 
 class PeerError(ShardrecError, RuntimeError):
-    """Another rank failed or is gone, so that this rank cannot go on."""
+    """Another rank failed or is gone, so that this rank cannot go on.
+
+    Args:
+        message: the whole text.
+        ranks: of the default group that have ended, are stopped, or did not come, as far as that is known.
+        waited_for: what this rank did with the others, such as "header exchange".
+    """
+
+    def __init__(self, message: str, ranks: Sequence[int] = (), waited_for: str = "") -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+        self.waited_for = waited_for
+
+    def __reduce__(self) -> tuple[type[PeerError], tuple[str, tuple[int, ...], str]]:
+        return type(self), (str(self), self.ranks, self.waited_for)

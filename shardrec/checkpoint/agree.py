@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from shardrec.errors import CheckpointError, ConfigError, PeerError, ShardrecError
+from shardrec.exchange.peers import peers
 
 __all__ = ["Ranks"]
 
@@ -60,7 +61,7 @@ class Ranks:
         outcomes: list[Any] = [(fault, result)]
         if self._group is not None:
             outcomes = [None] * self.size
-            with _peers(self._group, what), self._on_device():
+            with peers(self._group, what), self._on_device():
                 dist.all_gather_object(outcomes, (fault, result), group=self._group)
         faults = {rank: one for rank, (one, _) in enumerate(outcomes) if one is not None}
         if faults:
@@ -96,16 +97,3 @@ def _joined(faults: dict[int, _Fault], ranks: int) -> ShardrecError:
         return kind(texts.pop())
     lines = [f"rank {rank}: {fault.text}" for rank, fault in faults.items()]
     return kind(lines[0] if len(lines) == 1 else f"{len(lines)} ranks failed:\n  " + "\n  ".join(lines))
-
-
-@contextmanager
-def _peers(group: dist.ProcessGroup, what: str) -> Iterator[None]:
-    try:
-        yield
-    except (RuntimeError, ValueError) as error:  # ValueError: the group was destroyed
-        raise PeerError(
-            f"rank {dist.get_rank() if dist.is_initialized() else '?'}: the {what} of a checkpoint failed, most likely "
-            "because another rank stopped or did not come within the process group's timeout: "
-            f"{str(error).splitlines()[0]}. Look for the first error among the other ranks' messages, and start all "
-            "the ranks again"
-        ) from error

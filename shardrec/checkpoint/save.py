@@ -278,7 +278,7 @@ def save(
     background = _BACKGROUND.setdefault(model, _Background())
     if background.ranks is None:
         cpu = torch.device("cpu")
-        group = model.group and subgroup(model.group, range(ranks.size), model.context.device, backend="gloo")
+        group = model.group and subgroup(model.group, range(ranks.size), model.context.device, "gloo", "save")
         background.ranks = Ranks(group, cpu)
     copied, ready = _copied(tensors, background)
     job = replace(job, ranks=background.ranks, tensors=copied)
