@@ -18,7 +18,8 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives  # registers the autograd formulas
 from torch import Tensor
 
-from shardrec.errors import PeerError
+from shardrec.exchange.flight import flight_record
+from shardrec.exchange.peers import introduce, peer_error
 
 __all__ = [
     "Collectives",
@@ -186,29 +187,27 @@ class FunctionalCollectives(Collectives):
         self.world_size = dist.get_world_size(group)
         self.group = group
         self.group_name = group.group_name
+        self._numbers: dict[int, int] = {}  # in the flight record, by the id of what is pending
+        introduce()
 
     def all_to_all(self, values: Tensor, receive: Sequence[int], send: Sequence[int], what: str) -> Tensor:
+        number = flight_record().begin(what, sum(receive) * values.element_size() * values.shape[1:].numel())
         try:
             pending: Tensor = torch.ops._c10d_functional.all_to_all_single(
                 values, list(receive), list(send), self.group_name
             )
         except RuntimeError as error:
-            raise self._peer_error(what, error) from error
+            raise peer_error(self.group, f"{what} exchange", error) from error
+        self._numbers[id(pending)] = number
         return pending
 
     def wait(self, pending: Tensor, what: str) -> Tensor:
         try:
             done: Tensor = torch.ops._c10d_functional.wait_tensor(pending)
         except RuntimeError as error:
-            raise self._peer_error(what, error) from error
+            raise peer_error(self.group, f"{what} exchange", error) from error
+        flight_record().end(self._numbers.pop(id(pending)))
         return done
-
-    def _peer_error(self, what: str, error: RuntimeError) -> PeerError:
-        return PeerError(
-            f"rank {self.rank} of {self.world_size}: the {what} exchange failed, most likely because another rank "
-            f"stopped or did not come within the process group's timeout: {str(error).splitlines()[0]}. Look for the "
-            "first error among the other ranks' messages, and start all the ranks again"
-        )
 
 
 def collectives_of(group: dist.ProcessGroup | None = None) -> Collectives:

@@ -14,12 +14,17 @@ from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from shardrec.compile.frames import left_alone, passed_over
+from shardrec.exchange.delegating import DelegatingGroup
+from shardrec.exchange.flight import flight_record
+from shardrec.exchange.peers import meet, peer_error, peers
+
+_WHAT = "gradient all-reduce"
 
 __all__ = ["DenseReducer", "DenseWrap", "set_gradient_sync", "wrap_dense"]
 
@@ -27,8 +32,57 @@ DenseWrap = Literal["ddp", "fsdp", "none"]
 """``ddp``: a copy on every rank, gradients all-reduced; ``fsdp``: sharded by FSDP2; ``none``: as it is, the user's."""
 
 
+class _ReducedGroup(DelegatingGroup):
+    """The process group that the reducer of DistributedDataParallel sees, which tells a rank that is gone in backward.
+
+    The reducer waits in C++, where an error has no Python class. So each backward waits for its all-reduces here first:
+    autograd runs callbacks in the order in which they are queued, and the reducer queues its own after its last bucket.
+
+    Args:
+        base: the group.
+    """
+
+    def __init__(self, base: dist.ProcessGroup) -> None:
+        super().__init__(base)
+        self._flying: list[tuple[dist.Work, int]] = []
+
+    def allreduce(self, tensors: list[Tensor], *options: Any) -> dist.Work:  # type: ignore[override]
+        """Issue an all-reduce of a bucket, and have it waited for at the end of this backward."""
+        number = flight_record().begin(_WHAT, sum(tensor.nbytes for tensor in tensors))
+        work: dist.Work = self.base.allreduce(tensors, *options)
+        if not self._flying:
+            torch.autograd.Variable._execution_engine.queue_callback(self._land)
+        self._flying.append((work, number))
+        return work
+
+    def _land(self) -> None:
+        flying, self._flying = self._flying, []
+        for work, number in flying:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise peer_error(self.base, _WHAT, error) from error
+            flight_record().end(number)
+
+
 class DenseReducer(DistributedDataParallel):
-    """DistributedDataParallel whose module can be compiled from outside."""
+    """DistributedDataParallel whose module can be compiled from outside, and whose backward raises PeerError.
+
+    Args:
+        module: the model.
+        process_group: of the ranks.
+    """
+
+    def __init__(self, module: nn.Module, process_group: dist.ProcessGroup) -> None:
+        meet(process_group)
+        with peers(process_group, "start of DistributedDataParallel"):
+            super().__init__(module, process_group=process_group)
+
+    def _ddp_init_helper(self, *args: Any, **kwargs: Any) -> None:
+        # The reducer is made here, and takes the group from this attribute.
+        group, self.process_group = self.process_group, _ReducedGroup(self.process_group)
+        super()._ddp_init_helper(*args, **kwargs)  # type: ignore[no-untyped-call]
+        self.process_group = group
 
     @passed_over
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:

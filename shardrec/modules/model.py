@@ -24,6 +24,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from shardrec.compile.frames import left_alone, passed_over
 from shardrec.compile.step import compiled_step
 from shardrec.errors import InputError, ShardrecError
+from shardrec.exchange.peers import failed_in_a_collective, peer_error
 from shardrec.exchange.step import StepContext
 from shardrec.layout import ShardingPlan
 from shardrec.modules.collection import ShardedCollection
@@ -84,6 +85,7 @@ class ShardedModel(nn.Module):
         Raises:
             InputError: on every rank at the same step, if the input of any is faulty, also if the model's own code
                 fails on it before its last sharded collection is called.
+            PeerError: if another rank is gone or did not come within the process group's timeout.
         """
         with _step_of(self, args, kwargs, get_eval_frame_callback()):
             return self._callable(*args, **kwargs)
@@ -228,6 +230,9 @@ class _Step(ExitStack):
         made = model.context.exchanges - self._begin
         try:
             if isinstance(error, Exception) and not isinstance(error, ShardrecError):
+                if model.group is not None and failed_in_a_collective(error):
+                    # A buffer's broadcast, a collective of the model's own, one of a compiled or scripted program.
+                    raise peer_error(model.group, "forward", error) from error
                 model._fail(error, made=made)
         finally:
             model.context.dense_signature = ""

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import marshal
-import os
 import socket
 from collections import deque
 from collections.abc import Callable, Mapping
 from threading import RLock
-from typing import Any
+from typing import Any, NoReturn
+
+import torch.distributed as dist
 
 from shardrec.errors import PeerError
+from shardrec.exchange.peers import peer_error
 from shardrec.exchange.shared.windows import PeerWindows
 
 __all__ = ["Channel", "Key", "Message"]
@@ -36,8 +38,7 @@ class Channel:
     """Connections to the other ranks of this host.
 
     Args:
-        rank: of this process in the group.
-        world_size: of the group.
+        group: of the ranks.
         sockets: per other rank of the host, a connected SEQPACKET socket.
         timeout_s: gives how long to wait for a message.
 
@@ -47,11 +48,12 @@ class Channel:
     """
 
     def __init__(
-        self, rank: int, world_size: int, sockets: Mapping[int, socket.socket], timeout_s: Callable[[], float]
+        self, group: dist.ProcessGroup, sockets: Mapping[int, socket.socket], timeout_s: Callable[[], float]
     ) -> None:
         self.peers = sorted(sockets)
         self.lock = RLock()
-        self._name = f"rank {rank} of {world_size}"
+        self._group = group
+        self._failure: PeerError | None = None
         self._sockets = dict(sockets)
         self._timeout_s = timeout_s
         self._inbox: dict[int, dict[Key, Message]] = {peer: {} for peer in sockets}
@@ -122,10 +124,12 @@ class Channel:
                 self.forget(peer, (number, way), self._forgotten[peer].pop((number, way)))
         sent, *body = inbox.pop(key)
         if sent != what:
-            text = f"{self._name}: waits for the {what} exchange and rank {peer} made the {sent} exchange"
             self.close()
             raise PeerError(
-                f"{text}; the ranks have come apart: every rank must call the same modules in the same order"
+                f"rank {self._group.rank()} of {self._group.size()}: waits for the {what} exchange and rank {peer} "
+                f"made the {sent} exchange; the ranks have come apart: every rank must call the same modules in the "
+                "same order",
+                waited_for=f"{what} exchange",
             )
         return tuple(body)
 
@@ -151,20 +155,17 @@ class Channel:
                 one.close()
         self._sockets = {}
 
-    def _fail(self, peer: int, what: str, error: Exception | None) -> None:
-        if not self._sockets:
-            cause = "an exchange has failed before"
-        elif isinstance(error, TimeoutError):
-            cause = f"rank {peer} did not come within the process group's timeout of {self._timeout_s():g} s"
-        else:
-            ended = f" ({os.strerror(error.errno)})" if isinstance(error, OSError) and error.errno else ""
-            cause = f"rank {peer} has stopped{ended}"
+    def _fail(self, peer: int, what: str, error: Exception | None) -> NoReturn:
+        if self._failure is not None:
+            first = str(self._failure)
+            raise PeerError(f"the {what} exchange cannot be made after a failure: {first}", self._failure.ranks, what)
+        cause: Exception | str = error or "it has closed its connection"
+        if isinstance(error, TimeoutError):
+            cause = f"the process group's timeout of {self._timeout_s():g} s is over"
         # The ranks that wait for this one learn of it now, and not when its process ends.
         self.close()
-        raise PeerError(
-            f"{self._name}: the {what} exchange failed, because {cause}. Look for the first error among the other "
-            "ranks' messages, and start all the ranks again"
-        ) from error
+        self._failure = peer_error(self._group, f"{what} exchange", cause, [peer])
+        raise self._failure from error
 
     def __del__(self) -> None:
         self.close()

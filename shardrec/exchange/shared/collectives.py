@@ -31,6 +31,7 @@ from torch import Tensor
 
 from shardrec.errors import PeerError
 from shardrec.exchange.collectives import Collectives, FunctionalCollectives, Streams, WayBack, joined
+from shardrec.exchange.flight import flight_record
 from shardrec.exchange.shared.channel import Channel, Message
 from shardrec.exchange.shared.group import SharedGroup
 from shardrec.exchange.shared.windows import Arena, Block, Bytes, as_tensor
@@ -93,6 +94,7 @@ class SharedCollectives(Collectives):
     def send(
         self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str, streams: Streams | None = None
     ) -> _SharedPending:
+        recorded = flight_record().begin(what, sum(receive) * parts[self.rank][0].element_size())
         with self.channel.lock, _counted():
             while self.dropped:
                 number = self.dropped.popleft()
@@ -104,7 +106,7 @@ class SharedCollectives(Collectives):
                 offers = () if way_back is None else way_back.offer(peer)
                 self.channel.send(peer, (number, 0), what, (self._outgoing(parts[peer], peer), offers))
             far = self._send_far(parts, receive, what)
-        return _SharedPending(self, number, joined(parts[self.rank]), list(receive), what, far, way_back)
+        return _SharedPending(self, number, joined(parts[self.rank]), list(receive), what, far, way_back, recorded)
 
     def room(self, numel: int, device: torch.device) -> Tensor:
         if not numel or device.type != "cpu":
@@ -200,6 +202,7 @@ class _SharedPending:
         what: str,
         far: Tensor | None,
         way_back: _SharedWayBack | None,
+        recorded: int,
     ) -> None:
         self.way_back: WayBack | None = way_back
         self._back = way_back
@@ -209,6 +212,7 @@ class _SharedPending:
         self._receive = receive
         self._what = what
         self._far = far
+        self._recorded = recorded
         self._waited = False
 
     def __del__(self) -> None:
@@ -230,6 +234,7 @@ class _SharedPending:
             found.update(zip(collectives.far, done.split(sizes), strict=True))
         self._own = own[:0]
         self._waited = True
+        flight_record().end(self._recorded)
         return [found[rank] for rank in range(collectives.world_size)]
 
     def _arrived(self, peer: int, outgoing: Any) -> Tensor:
@@ -260,6 +265,7 @@ class _SharedWayBack:
         self._number = number
         self._streams = streams
         self._turn = 1
+        self._recorded = 0  # in the flight record
         self._landing: list[Tensor] = []
         self._blocks: list[tuple[int, Block] | None] = []
         self._theirs: dict[int, list[Tensor]] = {}
@@ -325,6 +331,7 @@ class _SharedWayBack:
 
     def send(self) -> None:
         collectives = self._collectives
+        self._recorded = flight_record().begin("gradient", 4 * sum(map(sum, self._streams.out)))
         with collectives.channel.lock, _counted():
             self._theirs = {}
             for peer in collectives.peers:
@@ -343,6 +350,7 @@ class _SharedWayBack:
                 collectives.channel.receive(peer, (self._number, 2 * self._turn), "gradient")
         landing, self._landing, self._blocks = self._landing, [], []
         self._turn += 1
+        flight_record().end(self._recorded)
         if self._far_sent is not None:
             done = collectives.base.wait(self._far_sent, "gradient")
             self._far_sent = None

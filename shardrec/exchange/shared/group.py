@@ -3,7 +3,7 @@
 TorchScript, compiled graphs and exported programs reach a collective by a name: ``_c10d_functional.all_to_all_single``
 looks up the process group that is registered under it and calls that. Here such a group is a Python object whose
 all-to-all goes through the windows of :mod:`shardrec.exchange.shared.collectives`, from any thread. All its other
-collectives are those of the process group beside it.
+collectives are those of the process group beside it (see [Note: the lock and the mutex]).
 
 ::
 
@@ -29,6 +29,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work, _register_process_group, _unregister_process_group
 
 from shardrec.errors import PeerError
+from shardrec.exchange.delegating import DelegatingGroup
 
 if TYPE_CHECKING:
     from shardrec.exchange.collectives import Pending
@@ -41,7 +42,7 @@ _WHAT = "all-to-all"
 """An operator says no word for what it sends."""
 
 
-class SharedGroup(dist.ProcessGroup):
+class SharedGroup(DelegatingGroup):
     """A process group whose all-to-alls on the CPU go through shared memory.
 
     It is registered until ``collectives`` are gone; who makes it keeps it for as long.
@@ -55,12 +56,8 @@ class SharedGroup(dist.ProcessGroup):
     """
 
     def __init__(self, collectives: SharedCollectives, base: dist.ProcessGroup) -> None:
-        # torch's stubs know the constructor with a store only.
-        super().__init__(collectives.rank, collectives.world_size)  # type: ignore[call-arg]
+        super().__init__(base)
         self._collectives = weakref.ref(collectives)
-        cpu, kind = torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM
-        self._register_backend(cpu, kind, base._get_backend(cpu))
-        self._set_default_backend(kind)
         self.registered_name = f"{base.group_name}-shared-{next(_NUMBERS)}"
         name = cast(Any, self.registered_name)  # torch's stubs have a type of its own for it
         _register_process_group(name, self)

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from shardrec.exchange.peers import peers
 from shardrec.exchange.shared.channel import Channel
 
 T = TypeVar("T")
@@ -73,7 +74,7 @@ def connect(
         for one in sockets.values():
             one.close()
         return None
-    return Channel(rank, world_size, sockets, timeout_s)
+    return Channel(group, sockets, timeout_s)
 
 
 def _listen() -> tuple[socket.socket | None, str]:
@@ -121,5 +122,6 @@ def _meet(
 
 def _gather(value: T, group: dist.ProcessGroup) -> list[T]:
     found: list[T | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, value, group=group)
+    with peers(group, "start of the exchange through shared memory"):
+        dist.all_gather_object(found, value, group=group)
     return [one for one in found if one is not None]

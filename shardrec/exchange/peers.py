@@ -1,0 +1,338 @@
+"""The ranks of a process group that are gone, stopped or late: which they are, and the error that says so.
+
+A backend says only that a connection broke or that time ran out. So each rank leaves its process id in the default
+group's store when its first collectives are made, and when a collective fails, the ranks look around:
+
+::
+
+    ranks of this host     /proc: has the process ended, is it stopped; what are its last collectives (flight.py)
+    ranks of other hosts   a note in the store, which every rank that fails writes: what it waited for, its last
+                           collectives, and which ranks of its host have ended or are stopped
+
+A good step pays nothing for it but the entries in the flight record.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import threading
+import weakref
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+import torch.distributed as dist
+
+from shardrec.errors import PeerError
+from shardrec.exchange.flight import FlightRecord, flight_record
+
+__all__ = ["failed_in_a_collective", "introduce", "meet", "peer_error", "peers"]
+
+_LOOK_S = 2.0
+"""How long to look for a rank that has ended or is stopped, after a failure."""
+_STORE_S = 0.3
+"""How long the store may take to answer where this host alone tells who is gone."""
+_POLL_S = 0.02
+_MOST_SHOWN = 8
+_SHOWN_ENTRIES = 4
+_ENDED, _STOPPED, _RUNS = "has ended", "is stopped by a signal", "runs"
+_GLOO_OR_NCCL = re.compile(
+    r"\bgloo/|\bNCCL (error|communicator)|\bnccl\w*Error\b|collective operation timeout", re.ASCII
+)
+
+
+# ---------------------------------------------------------------------------------------------------- the public part
+
+
+@contextmanager
+def peers(group: dist.ProcessGroup | None, what: str) -> Iterator[None]:
+    """A collective's failure inside the block becomes a :class:`shardrec.PeerError`; other exceptions pass.
+
+    It does not make the other ranks fail: a rank that raises between collectives has to tell them, or to end.
+
+    Args:
+        group: whose ranks take part; default: the default group. On one rank the block just runs.
+        what: this rank does there, as a noun, such as "save"; the flight record gets an entry of this name.
+
+    Raises:
+        PeerError: a collective inside failed or took too long.
+    """
+    group = group or (dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
+    if group is None or dist.get_world_size(group) == 1:
+        yield
+        return
+    introduce()
+    number = flight_record().begin(what)
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, PeerError) or not failed_in_a_collective(error):
+            raise
+        raise peer_error(group, what, error) from error
+    flight_record().end(number)
+
+
+def failed_in_a_collective(error: BaseException) -> bool:
+    """Whether a backend (gloo, NCCL) or a store raised the error, and not the code around it."""
+    if isinstance(error, (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)):
+        return True
+    return isinstance(error, RuntimeError) and _GLOO_OR_NCCL.search(str(error)) is not None
+
+
+def peer_error(
+    group: dist.ProcessGroup, what: str, cause: BaseException | str, suspects: Collection[int] = ()
+) -> PeerError:
+    """The error of a collective that failed, once it is known which ranks are gone; takes up to two seconds.
+
+    Args:
+        group: of the collective.
+        what: failed, as a noun.
+        cause: the backend's error, or a sentence.
+        suspects: ranks of ``group`` that this one waited for, if that is known.
+    """
+    global_ranks = _global_ranks(group)
+    me = dist.get_rank()
+    look = _Look(group.group_name, what, me, [rank for rank in global_ranks if rank != me])
+    look.run()
+    named = tuple(look.culprits() or [global_ranks[rank] for rank in suspects] or look.silent())
+    return PeerError(
+        f"rank {me} of {dist.get_world_size()}: the {what} failed, because {_reason(look, named)} "
+        f"({_first_line(cause)}). Look for the first error among the other ranks' messages, and start all the ranks "
+        f"again\n{_flights(look, named)}",
+        ranks=named,
+        waited_for=what,
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- who is where
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """Where a rank is: its host, process, when that began (in clock ticks, for ids are used again), flight record."""
+
+    host: str
+    pid: int
+    began: str
+    record: int
+
+    @property
+    def is_here(self) -> bool:
+        return self.host == _process_host()
+
+    def state(self) -> str:
+        state, began = _process(self.pid)
+        if state in ("", "Z", "X") or began != self.began:
+            return _ENDED
+        return _STOPPED if state in "Tt" else _RUNS
+
+
+_PLACES: dict[int, _Place] = {}  # by global rank, of the default group in _STORE
+_STORE: list[Any] = []  # a weak reference
+
+
+def introduce() -> None:
+    """Leave in the default group's store where this rank is. Does so once; without a default group, not at all."""
+    store = _default_store()
+    if store is None or (_STORE and _STORE[0]() is store):
+        return
+    place = _Place(
+        host=_process_host(), pid=os.getpid(), began=_process(os.getpid())[1], record=flight_record().descriptor
+    )
+    # A store that is gone shows in the first collective, which has a limit.
+    with suppress(RuntimeError):
+        store.set(_key(dist.get_rank()), json.dumps(asdict(place)))
+    _PLACES.clear()
+    _STORE[:] = [weakref.ref(store)]
+
+
+def meet(group: dist.ProcessGroup) -> None:
+    """Learn where the other ranks are, while the store is there to ask; every rank has been introduced.
+
+    Args:
+        group: whose ranks have made a collective with each other.
+    """
+    store = _default_store()
+    if store is not None:
+        with suppress(RuntimeError):
+            _ask(store, _global_ranks(group))
+
+
+def _ask(store: dist.Store, ranks: Sequence[int]) -> None:
+    """Ask the store for the places of ranks that are not known."""
+    unknown = [rank for rank in ranks if rank not in _PLACES]
+    if unknown and not store.check([_key(rank) for rank in unknown]):
+        unknown = [rank for rank in unknown if store.check([_key(rank)])]
+    if unknown:
+        found = store.multi_get([_key(rank) for rank in unknown])
+        _PLACES.update({rank: _Place(**json.loads(text)) for rank, text in zip(unknown, found, strict=True)})
+
+
+def _default_store() -> dist.Store | None:
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    store: dist.Store = dist.distributed_c10d._get_default_store()
+    return store
+
+
+def _key(rank: int) -> str:
+    return f"shardrec/{rank}"
+
+
+def _global_ranks(group: dist.ProcessGroup) -> list[int]:
+    return list(dist.get_process_group_ranks(group))
+
+
+@cache
+def _process_host() -> str:
+    """Equal for processes that know each other by their ids; no other's where there is no ``/proc``."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        space = os.stat("/proc/self/ns/pid")
+    except OSError:
+        return f"{socket.gethostname()} {os.getpid()}"
+    return f"{boot} {space.st_dev}:{space.st_ino}"
+
+
+def _process(pid: int) -> tuple[str, str]:
+    """State letter and begin of a process; empty if there is none."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return "", ""
+    return words[0], words[19]
+
+
+# ------------------------------------------------------------------------------------------------- after a failure
+
+
+@dataclass(kw_only=True)
+class _Note:
+    """What a rank that failed tells the others: what it waited for, its last collectives, what it sees on its host."""
+
+    what: str
+    flight: list[str]
+    sees: dict[str, str]
+
+
+@dataclass
+class _Look:
+    """Looks around, on a thread of its own: a store whose process is stopped never answers.
+
+    Args:
+        group_name: of the collective.
+        what: failed.
+        me: this global rank.
+        others: the other ranks of the group.
+    """
+
+    group_name: str
+    what: str
+    me: int
+    others: list[int]
+    states: dict[int, str] = field(default_factory=dict)
+    notes: dict[int, _Note] = field(default_factory=dict)
+    asked: bool = False
+
+    def run(self) -> None:
+        """Look for a rank that has ended or is stopped, until all have told that they failed, or for two seconds."""
+        over = threading.Event()
+        asking = threading.Thread(
+            target=self._ask_around, args=(_default_store(), over), name="shardrec-peers", daemon=True
+        )
+        asking.start()
+        begin = monotonic()
+        while (seconds := monotonic() - begin) < _LOOK_S:
+            for rank, place in dict(_PLACES).items():
+                if rank in self.others and place.is_here:
+                    self.states[rank] = place.state()
+            # A rank that has told why before it ended is no culprit.
+            if self.culprits() and (self.asked or seconds > _STORE_S):
+                break
+            if not self.silent():
+                break
+            sleep(_POLL_S)
+        over.set()
+        # One last exchange of notes, so that the others learn what is seen here.
+        asking.join(_STORE_S)
+
+    def culprits(self) -> list[int]:
+        """The ranks that have ended or are stopped and did not tell why."""
+        return [rank for rank in self.silent() if self.states.get(rank) in (_ENDED, _STOPPED)]
+
+    def silent(self) -> list[int]:
+        """The ranks that did not tell that they failed."""
+        return [rank for rank in self.others if rank not in self.notes]
+
+    def _ask_around(self, store: dist.Store, over: threading.Event) -> None:
+        # A connection of its own: nobody else is to wait behind a question without an answer.
+        with suppress(Exception):
+            store = store.clone()
+            told: dict[str, str] | None = None
+            while True:
+                last = over.is_set()
+                _ask(store, self.others)
+                sees = {str(rank): state for rank, state in dict(self.states).items() if state != _RUNS}
+                if sees != told:
+                    note = _Note(what=self.what, flight=_own_flight(), sees=sees)
+                    store.set(self._key(self.me), json.dumps(asdict(note)))
+                    told = sees
+                for rank in self.others:
+                    if rank not in self.notes and store.check([self._key(rank)]):
+                        note = _Note(**json.loads(store.get(self._key(rank))))
+                        self.notes[rank] = note
+                        self.states.update({int(other): state for other, state in note.sees.items()})
+                self.asked = True
+                if last:
+                    return
+                over.wait(_POLL_S)
+
+    def _key(self, rank: int) -> str:
+        return f"shardrec/{self.group_name}/{rank}"
+
+
+def _own_flight() -> list[str]:
+    return [str(entry) for entry in flight_record().entries()[-_SHOWN_ENTRIES:]]
+
+
+def _reason(look: _Look, named: Sequence[int]) -> str:
+    if not named:
+        return "the ranks have come apart: each of them waits for another"
+    told = []
+    for rank in named[:_MOST_SHOWN]:
+        state, place = look.states.get(rank, ""), _PLACES.get(rank)
+        process = f"process {place.pid}" if place else "process"
+        if state in (_ENDED, _STOPPED):
+            told.append(f"rank {rank}'s {process} {state}")
+        else:
+            told.append(f"rank {rank} did not come" + (f", whose {process} runs" if state else ""))
+    return "; ".join(told) + (f"; and {len(named) - _MOST_SHOWN} more" if len(named) > _MOST_SHOWN else "")
+
+
+def _first_line(cause: BaseException | str) -> str:
+    """Without the place in gloo's source."""
+    lines = re.sub(r"^\[\S+:\d+\] ", "", str(cause)).splitlines()
+    return lines[0] if lines else type(cause).__name__
+
+
+def _flights(look: _Look, named: Collection[int]) -> str:
+    """The last collectives of this rank, of those that are named, and of some others."""
+    lines = []
+    for rank in [look.me, *named, *(rank for rank in look.others if rank not in named)][:_MOST_SHOWN]:
+        place = _PLACES.get(rank)
+        entries: list[str] = []
+        if rank == look.me:
+            entries = _own_flight()
+        elif rank in look.notes:
+            entries = look.notes[rank].flight
+        elif place is not None and place.is_here:
+            entries = [str(one) for one in FlightRecord.of_process(place.pid, place.record)[-_SHOWN_ENTRIES:]]
+        lines.append(f"\n  rank {rank}: {'; '.join(entries) or 'unknown'}")
+    return f"Last collectives:{''.join(lines)}"
