@@ -13,7 +13,16 @@ from typing import Any
 from shardrec.errors import ConfigError
 from shardrec.train.options import check_fields, flag, option, rule_of, together
 
-__all__ = ["CHECKPOINTS", "FILE", "PLAN", "SYNTHETIC", "TrainConfig", "load_config", "load_config_text", "parse_constraint"]
+__all__ = [
+    "CHECKPOINTS",
+    "FILE",
+    "PLAN",
+    "SYNTHETIC",
+    "TrainConfig",
+    "load_config",
+    "load_config_text",
+    "parse_constraint",
+]
 
 SYNTHETIC = "synthetic"
 """The value of ``data`` that asks for generated rows."""

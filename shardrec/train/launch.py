@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import sys
 from collections.abc import Mapping
@@ -12,7 +13,8 @@ from typing import Any
 
 from shardrec.errors import ConfigError, PeerError
 from shardrec.train.config import CHECKPOINTS, TrainConfig
-from shardrec.train.processes import RankProcesses, Run, run_here
+from shardrec.train.processes import RankProcesses, Run
+from shardrec.train.quiet import environment_for_torch, quiet_libraries
 
 __all__ = ["launched_rank", "run_on_ranks", "train"]
 
@@ -94,8 +96,9 @@ def run_on_ranks(
     if launched is not None:
         _check_nproc(nproc, launched[1])
     if launched is not None or nproc == 1:
-        return run_here(run, dict(options), debug)
-    return RankProcesses(run, dict(options), nproc=nproc, timeout=timeout, debug=debug).result()
+        return _run_quietly(run, debug, dict(options))
+    quiet = functools.partial(_run_quietly, run, debug)
+    return RankProcesses(quiet, dict(options), nproc=nproc, timeout=timeout, debug=debug).result()
 
 
 def launched_rank() -> tuple[int, int] | None:
@@ -116,6 +119,15 @@ def _check_nproc(nproc: int, world_size: int) -> None:
 def _new_folder() -> str:
     name = f"runs/{datetime.now():%Y%m%d-%H%M%S}"
     return name if not Path(name).exists() else f"{name}-{os.getpid()}"
+
+
+def _run_quietly(run: Run, debug: bool, options: dict[str, Any]) -> Any:
+    """``run(options)`` with libraries that match and, without ``debug``, say nothing."""
+    from shardrec._versions import check_versions
+
+    with environment_for_torch(quiet=not debug), quiet_libraries(quiet=not debug):
+        check_versions()
+        return run(options)
 
 
 def _train_rank(options: dict[str, Any]) -> None:

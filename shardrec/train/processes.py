@@ -32,13 +32,13 @@ from typing import Any
 
 from shardrec import errors
 from shardrec.errors import InputError, PeerError, ShardrecError
-from shardrec.train.quiet import environment_for_torch, quiet_libraries
+from shardrec.train.quiet import environment_for_torch
 from shardrec.train.stop import SAME_SIGNAL_S, RunStopped
 
-__all__ = ["LISTENER", "Note", "RankProcesses", "Run", "first_cause", "run_here"]
+__all__ = ["LISTENER", "Note", "RankProcesses", "Run", "first_cause"]
 
 Run = Callable[[dict[str, Any]], Any]
-"""What a rank does, given the options: a function of a module, for new processes find it by its name."""
+"""What a rank does, given the options; it can be pickled, as a function of a module can."""
 
 LISTENER = "SHARDREC_STORE_FD"
 """Environment variable of rank 0: the file descriptor of a listening socket, for the store's server."""
@@ -84,7 +84,7 @@ class RankProcesses:
     """
 
     def __init__(self, run: Run, options: dict[str, Any], *, nproc: int, timeout: float, debug: bool) -> None:
-        self._work = (run, options, debug)
+        self._work = (run, options)
         self._timeout = timeout
         self._debug = debug
         self._processes: list[SpawnProcess] = []
@@ -160,8 +160,8 @@ class RankProcesses:
                 if self._is_over(rank, min(now - before, 2 * _POLL_S)):
                     running.discard(rank)
             if self._notes:
-                # Of a rank that was killed the others have nothing to add.
-                deadline = min(deadline, now + _GRACE_S * (self._notes[0].kind != _SIGNAL))
+                # Of a rank that was killed or stopped the others have nothing to add.
+                deadline = min(deadline, now + _GRACE_S * (self._notes[0].kind not in (_SIGNAL, _STOPPED)))
 
     def _is_over(self, rank: int, seconds: float) -> bool:
         """Whether a rank has ended, or has been stopped for too long; takes what it has said."""
@@ -236,16 +236,7 @@ class _Birth:
     listener: socket.socket | None
 
 
-def run_here(run: Run, options: dict[str, Any], debug: bool) -> Any:
-    """Call ``run(options)`` in this process, with libraries that match and, without ``debug``, keep quiet."""
-    from shardrec._versions import check_versions
-
-    with environment_for_torch(quiet=not debug), quiet_libraries(quiet=not debug):
-        check_versions()
-        return run(options)
-
-
-def _rank_main(birth: _Birth, said: Connection, run: Run, options: dict[str, Any], debug: bool) -> None:
+def _rank_main(birth: _Birth, said: Connection, run: Run, options: dict[str, Any]) -> None:
     """What each new process runs: the run, and in the end a word about how it went."""
     _end_with(birth.parent)
     rank = str(birth.rank)
@@ -257,7 +248,7 @@ def _rank_main(birth: _Birth, said: Connection, run: Run, options: dict[str, Any
         # Rank 0 has a terminal to put in order; the others may go at once, even out of the middle of a collective.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        result = run_here(run, options, debug)
+        result = run(options)
         if birth.rank == 0:
             said.send(("returned", result))
     except RunStopped as stopped:

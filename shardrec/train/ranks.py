@@ -16,13 +16,15 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from shardrec.errors import ConfigError, PeerError
+from shardrec.exchange.peers import peers
 from shardrec.train.processes import LISTENER
 from shardrec.train.stop import RunStopped
 
-__all__ = ["Place", "RankOptions", "joined", "over_ranks", "same_everywhere"]
+__all__ = ["Place", "RankOptions", "joined", "meet", "over_ranks", "same_everywhere"]
 
 _TIMEOUT_S = 300.0
-"""How long a rank waits for the others in a collective. Ranks do the same work, so minutes mean that one is gone."""
+"""How long a rank waits for the others: at the start, and unless told otherwise in a collective. Ranks do the same work,
+so minutes mean that one is gone."""
 
 _ASK_S = 0.05
 """Rank 0 looks so often whether the others have come."""
@@ -116,8 +118,25 @@ def same_everywhere(value: str, place: Place) -> str:
     if place.world_size == 1:
         return value
     values: list[object] = [value]
-    dist.broadcast_object_list(values, src=0)
+    with peers(None, "start"):
+        dist.broadcast_object_list(values, src=0)
     return str(values[0])
+
+
+def meet(place: Place, word: str) -> None:
+    """Wait until all the ranks are as far: for minutes, however short the limit of a collective is.
+
+    Before it ranks may have different work to do, which a limit for what takes milliseconds must not end.
+
+    Args:
+        place: this rank.
+        word: names the point; each has its own.
+
+    Raises:
+        PeerError: if they do not come.
+    """
+    if place.world_size > 1:
+        _come(word, place, max(place.timeout, _TIMEOUT_S))
 
 
 def over_ranks(count: int, place: Place) -> int:
@@ -125,7 +144,8 @@ def over_ranks(count: int, place: Place) -> int:
     if place.world_size == 1:
         return count
     total = torch.tensor([count])
-    dist.all_reduce(total)
+    with peers(None, "count of rows"):
+        dist.all_reduce(total)
     return int(total)
 
 
@@ -147,9 +167,11 @@ def _device(kind: str, local_rank: int) -> torch.device:
 
 def _join(place: Place) -> None:
     backend = "gloo" if place.device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    timeout = timedelta(seconds=place.timeout)
+    # Ranks import for seconds, and need not be equally fast at it.
+    patience = max(place.timeout, _TIMEOUT_S)
     try:
-        store = _store(place, timeout)
+        store = _store(place, patience)
+        timeout = timedelta(seconds=place.timeout)
         dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
     except (RuntimeError, ValueError) as error:
         raise PeerError(
@@ -158,12 +180,13 @@ def _join(place: Place) -> None:
         ) from error
 
 
-def _store(place: Place, timeout: timedelta) -> dist.Store:
+def _store(place: Place, seconds: float) -> dist.Store:
     """The ranks' store: the agent's, in which an elastic launcher's ranks meet, or one that rank 0 serves."""
+    timeout = timedelta(seconds=seconds)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
-        return dist.PrefixStore(_meeting(store, place), store)
+        return dist.PrefixStore(_meeting(store, place, seconds), store)
     listener = int(os.environ[LISTENER]) if LISTENER in os.environ else None
     return dist.TCPStore(
         address,
@@ -176,7 +199,7 @@ def _store(place: Place, timeout: timedelta) -> dist.Store:
     )
 
 
-def _meeting(store: dist.Store, place: Place) -> str:
+def _meeting(store: dist.Store, place: Place, seconds: float) -> str:
     """A name that all of these ranks have, and none before them had: the agent's store outlives its ranks.
 
     What earlier ranks left in it, such as addresses, would be found in the place of what these ones are about to write;
@@ -191,10 +214,10 @@ def _meeting(store: dist.Store, place: Place) -> str:
         return name
     name = f"shardrec/{own}"
     missing = set(range(1, place.world_size))
-    give_up = time.monotonic() + place.timeout
+    give_up = time.monotonic() + seconds
     while missing:
         if time.monotonic() > give_up:
-            raise RuntimeError(f"ranks {', '.join(map(str, sorted(missing)))} did not come within {place.timeout:g} s")
+            raise RuntimeError(f"ranks {', '.join(map(str, sorted(missing)))} did not come within {seconds:g} s")
         for rank in missing:
             if store.check([f"shardrec/rank/{rank}"]):
                 store.set(f"shardrec/told/{store.get(f'shardrec/rank/{rank}').decode()}", name)
@@ -204,14 +227,19 @@ def _meeting(store: dist.Store, place: Place) -> str:
 
 
 def _leave_together(place: Place) -> None:
-    """Wait in the ranks' store until every rank is done; rank 0, which may serve it, is the last to leave.
+    """Wait until every rank is done; rank 0, which may serve the store, is the last to leave.
 
     A rank that leaves right after a collective closes connections that its peers may still read from; gloo then fails
     the collective on those peers although all of its data had been sent.
     """
+    _come("done", place, place.timeout)
+    _come("left", place, place.timeout if place.is_lead else 0.0)
+
+
+def _come(word: str, place: Place, seconds: float) -> None:
+    """Say in the ranks' store that this one has come so far, and wait until all have; for 0 seconds, do not wait."""
     store = _get_default_store()
-    timeout = timedelta(seconds=place.timeout)
-    for word in ("done", "left"):
-        store.set(f"shardrec/{word}/{place.rank}", "1")
-        if word == "done" or place.is_lead:
-            store.wait([f"shardrec/{word}/{rank}" for rank in range(place.world_size)], timeout)
+    store.set(f"shardrec/{word}/{place.rank}", "")
+    if seconds:
+        with peers(None, word):
+            store.wait([f"shardrec/{word}/{rank}" for rank in range(place.world_size)], timedelta(seconds=seconds))

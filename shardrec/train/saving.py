@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardrec.checkpoint import Checkpoints, PendingSave
+from shardrec.exchange.peers import peers
 from shardrec.modules import ShardedModel
 from shardrec.train.config import CHECKPOINTS, TrainConfig
 from shardrec.train.display import Announcer
@@ -156,7 +157,8 @@ class Saver:
             dtype=torch.int64,
         )
         if self._place.world_size > 1:
-            dist.all_reduce(said, dist.ReduceOp.MAX)
+            with peers(None, "agreement on saving"):
+                dist.all_reduce(said, dist.ReduceOp.MAX)
         ends, timely, writing, skipped = map(int, said)
         self._agreed_at, self._agreed_step, self._agree_at = now, steps, steps + skipped
         if not writing:

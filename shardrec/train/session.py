@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from shardrec.train.loop import Progress, RecentLoss, Schedule, click_loss, fail
 from shardrec.train.metrics import evaluate
 from shardrec.train.model import build_model, dense_optimizer, fuse_optimizer, planner_constraints
 from shardrec.train.prefetch import Prefetcher
-from shardrec.train.ranks import Place, joined, over_ranks, same_everywhere
+from shardrec.train.ranks import Place, joined, meet, over_ranks, same_everywhere
 from shardrec.train.report import RunReport, environment, write_curve, write_metrics
 from shardrec.train.saving import Saver
 from shardrec.train.source import Source
@@ -62,14 +62,17 @@ def run_rank(config: TrainConfig, *, resume: bool = False) -> RunReport | None:
         ShardrecError: for options, data or peers that the run cannot go on with.
         RunStopped: the run was told to end, and has saved.
     """
-    with joined(config, timeout=config.timeout) as place:
-        rows = config.global_batch_size or config.batch_size * place.world_size
-        config = dataclasses.replace(config, out=same_everywhere(str(config.out), place), global_batch_size=rows)
-        with _own_folder(config, place) as folder:
-            return _run(config, place, folder, resume)
+    with ExitStack() as lock:
+        with joined(config, timeout=config.timeout) as place:
+            rows = config.global_batch_size or config.batch_size * place.world_size
+            config = dataclasses.replace(config, out=same_everywhere(str(config.out), place), global_batch_size=rows)
+            folder = _own_folder(config, place, lock)
+            finish = _run(config, place, folder, resume)
+        return finish()
 
 
-def _run(config: TrainConfig, place: Place, folder: Path, resume: bool) -> RunReport | None:
+def _run(config: TrainConfig, place: Place, folder: Path, resume: bool) -> Callable[[], RunReport | None]:
+    """All that takes every rank; returns what is left to do for each alone, when the others are gone."""
     announcer = Announcer() if place.is_lead else None
     plan = _as_started(config, place, folder) if resume else None
     source = Source(config, place)
@@ -104,15 +107,19 @@ def _run(config: TrainConfig, place: Place, folder: Path, resume: bool) -> RunRe
     with Prefetcher(source.holdout_batches()) as batches:
         final = evaluate(model, failing_together(batches, model), place.device)
     samples = over_ranks(progress.rows, place)
-    if announcer is None:
-        return None
-    report = _report(config, source, place, progress, samples, final)
-    with _replacing(folder / "metrics.json") as file:
-        write_metrics(report, file)
-    with _replacing(folder / "curve.png") as file:
-        write_curve(report, file)
-    announcer.results(report, folder)
-    return report
+
+    def finish() -> RunReport | None:
+        if announcer is None:
+            return None
+        report = _report(config, source, place, progress, samples, final)
+        with _replacing(folder / "metrics.json") as file:
+            write_metrics(report, file)
+        with _replacing(folder / "curve.png") as file:
+            write_curve(report, file)
+        announcer.results(report, folder)
+        return report
+
+    return finish
 
 
 def _as_started(config: TrainConfig, place: Place, folder: Path) -> ShardingPlan | None:
@@ -160,6 +167,7 @@ def _sharded_model(config: TrainConfig, source: Source, place: Place, plan: Shar
             constraints=planner_constraints(config),
             sample_batches=source.sampled(_SAMPLED),
         )
+    meet(place, "planned")  # the first rank has also looked for the best possible metrics
     sharded = shard(model, plan, device=place.device)
     _compile(sharded, config)
     return sharded
@@ -174,26 +182,24 @@ def _compile(model: ShardedModel, config: TrainConfig) -> None:
     model.compile(fullgraph=full)
 
 
-@contextmanager
-def _own_folder(config: TrainConfig, place: Place) -> Iterator[Path]:
+def _own_folder(config: TrainConfig, place: Place, lock: ExitStack) -> Path:
     """The folder of the results, made and locked on the first rank, so that no two runs write to it.
 
     Raises:
         ConfigError: on every rank, if it cannot be written to or another run has it.
     """
     folder, fault = Path(str(config.out)), ""
-    with ExitStack() as stack:
-        if place.is_lead:
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                if not stack.enter_context(locked(folder, _LOCK_S)):
-                    fault = "another run writes to it; wait for its end, or give another folder"
-            except OSError as error:
-                fault = f"{error.strerror}; give a folder to write to"
-        fault = same_everywhere(fault, place)
-        if fault:
-            raise ConfigError(f"out (--out) is {config.out!r}: {fault}")
-        yield folder
+    if place.is_lead:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if not lock.enter_context(locked(folder, _LOCK_S)):
+                fault = "another run writes to it; wait for its end, or give another folder"
+        except OSError as error:
+            fault = f"{error.strerror}; give a folder to write to"
+    fault = same_everywhere(fault, place)
+    if fault:
+        raise ConfigError(f"out (--out) is {config.out!r}: {fault}")
+    return folder
 
 
 def _train(

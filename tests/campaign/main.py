@@ -56,6 +56,7 @@ class Campaign:
         self._timeout = timeout
         self._random = random.Random(seed)
         self._start_s = 0.0
+        self._jobs: list[Job] = []
         self.lost: list[str] = []
         self.blows: Counter[str] = Counter()
         self.compared = 0
@@ -74,8 +75,15 @@ class Campaign:
             self._disturbed(self._job(f"run-{self.compared}"), reference, kills)
             self.lost += [f"left behind: {item}" for item in leftovers(self._folder, before)]
 
+    def end(self) -> None:
+        """End whatever still runs."""
+        for job in self._jobs:
+            job.kill_all()
+
     def _job(self, name: str) -> Job:
-        return Job(self._folder / name, ranks=self._ranks, timeout=self._timeout, temporary=self._folder / "tmp")
+        job = Job(self._folder / name, ranks=self._ranks, timeout=self._timeout, temporary=self._folder / "tmp")
+        self._jobs.append(job)
+        return job
 
     def _disturbed(self, job: Job, reference: Job, kills: int) -> None:
         job.start()
@@ -153,10 +161,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=2, help="of each run (default: 2)")
     parser.add_argument("--timeout", type=float, default=3.0, help="seconds until a stopped rank is dead (default: 3)")
     given = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="shardrec-campaign-") as folder:
         campaign = Campaign(Path(folder), ranks=given.ranks, seed=given.seed, timeout=given.timeout)
         begin = time.monotonic()
-        campaign.run(given.kills)
+        try:
+            campaign.run(given.kills)
+        finally:
+            campaign.end()
     for blow, count in sorted(campaign.blows.items()):
         print(f"{count:>5}  {blow}")
     total = sum(campaign.blows.values())
