@@ -133,9 +133,12 @@ class Announcer:
         """The data, in words."""
         self._say(description)
 
-    def run(self, plan: ShardingPlan, config: TrainConfig, place: Place, batch_size: int) -> None:
-        """What is about to be trained, and on what; the plan as a table."""
+    def plan(self, plan: ShardingPlan) -> None:
+        """The plan as a table."""
         self._console.print(plan.explain(reasons=False))
+
+    def run(self, config: TrainConfig, place: Place, batch_size: int) -> None:
+        """What is about to be trained, and on what."""
         size, threads = place.world_size, place.threads
         ranks = f"{size} rank{'s' * (size > 1)} with {threads} thread{'s' * (threads > 1)}"
         each = " each" * (size > 1)

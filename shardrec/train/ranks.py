@@ -23,8 +23,8 @@ from shardrec.train.stop import RunStopped
 __all__ = ["Place", "RankOptions", "joined", "meet", "over_ranks", "same_everywhere"]
 
 _TIMEOUT_S = 300.0
-"""How long a rank waits for the others: at the start, and unless told otherwise in a collective. Ranks do the same work,
-so minutes mean that one is gone."""
+"""How long a rank waits for the others, at the start and, unless told otherwise, in a collective. Ranks do the same
+work, so minutes mean that one is gone."""
 
 _ASK_S = 0.05
 """Rank 0 looks so often whether the others have come."""

@@ -80,7 +80,9 @@ def _run(config: TrainConfig, place: Place, folder: Path, resume: bool) -> Calla
         announcer.source(source.description)
     model = _sharded_model(config, source, place, plan)
     if announcer is not None:
-        announcer.run(model.plan, config, place, source.batch_size)
+        if plan is None:
+            announcer.plan(model.plan)
+        announcer.run(config, place, source.batch_size)
     optimizer = dense_optimizer(model, config)
     progress = Progress(world_size=place.world_size, loss=RecentLoss(place.device))
     saver = Saver(

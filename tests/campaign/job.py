@@ -28,6 +28,7 @@ _STEPPING_S, _SAVING_S = 1.5, 0.04
 _SAVED = re.compile(r"^saved the checkpoint of step ([\d,]+)", re.MULTILINE)
 _RESUMED = re.compile(r"^going on from the checkpoint of step ([\d,]+)", re.MULTILINE)
 _TRAINING = re.compile(r"^training dlrm", re.MULTILINE)
+_RESULTS = re.compile(r"^[\d,]+ held-out rows, [\d.]+% clicked", re.MULTILINE)
 _AGAIN = re.compile(r"^shardrec: starting the ranks again", re.MULTILINE)
 
 
@@ -124,7 +125,7 @@ class Job:
             return "start"
         if _RESUMED.search(said) is None and _SAVED.search(said) is None and self._any_checkpoint(complete=True):
             return "load"
-        if "held-out rows," in said:
+        if _RESULTS.search(said) is not None:
             return "results"
         return "save" if self._any_checkpoint(complete=False) else "step"
 

@@ -8,7 +8,7 @@ An undisturbed run gives the reference. Then runs of the same options are distur
 are killed (SIGKILL), stopped (SIGSTOP) or told to end (SIGTERM), while they start, load, make steps or save. A run goes
 on by itself, or, where its launcher is gone, by ``--resume``. It must not go on from before a checkpoint that it had
 said to be saved; in the end its weights, optimizer states and curve must equal the reference's to the bit; and no
-process, no shared memory, no temporary file may be left.
+process, no shared memory, no temporary file may be left that the reference does not leave, too.
 """
 
 from __future__ import annotations
@@ -71,9 +71,10 @@ class Campaign:
         self._start_s = time.monotonic() - begin
         if reference.wait(_REACTION_S) != 0:
             raise SystemExit(f"the undisturbed run failed:\n{reference.log()}")
+        usual = leftovers(self._folder, before)
         while sum(self.blows.values()) < kills:
             self._disturbed(self._job(f"run-{self.compared}"), reference, kills)
-            self.lost += [f"left behind: {item}" for item in leftovers(self._folder, before)]
+            self.lost += [f"left behind: {item}" for item in leftovers(self._folder, before) if item not in usual]
 
     def end(self) -> None:
         """End whatever still runs."""
