@@ -12,8 +12,8 @@ W ranks verify a file of any size in 1/W of the time. Any change inside a run of
 with a probability of 1 - 2^-32 per block. zlib's CRC-32 was the fastest checksum in Python's library (2.5 GiB/s on a
 core; SHA-256 with the processor's instructions 1.4, BLAKE2b 0.6).
 
-Values go from a tensor's memory to the file and back without a copy where they lie in one piece on the CPU; else
-through one block's worth of memory.
+Values go from a tensor's memory to the file and back without a copy where they lie in one run on the CPU; else through
+one block's worth of memory.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import os
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -33,7 +34,7 @@ from torch import Tensor
 from shardrec.checkpoint.parts import Rect, as_matrix
 from shardrec.errors import CheckpointError
 
-__all__ = ["BLOCK_BYTES", "DTYPES", "NamedTensor", "SavedFile", "read_rows", "sync_folder", "verify", "write_file"]
+__all__ = ["BLOCK_BYTES", "DTYPES", "OpenFile", "SavedFile", "sync_folder", "write_file"]
 
 BLOCK_BYTES = 16 * 2**20
 
@@ -53,8 +54,6 @@ DTYPES = {
 }
 """The dtypes that a checkpoint can hold, by their names in the safetensors format."""
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
 
 @dataclass(frozen=True, kw_only=True)
 class SavedFile:
@@ -70,24 +69,14 @@ class SavedFile:
     size: int
     checksums: tuple[int, ...]
 
-
-@dataclass(frozen=True, kw_only=True)
-class NamedTensor:
-    """What a file holds one of.
-
-    Args:
-        name: in the file.
-        shape: in the file.
-        values: as many, on any device.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    values: Tensor
+    @property
+    def blocks(self) -> int:
+        """Number of blocks."""
+        return -(-self.size // BLOCK_BYTES)
 
 
 class _Writer:
-    """Counts and sums what is written."""
+    """Writes, counts and sums."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -105,31 +94,26 @@ class _Writer:
             data = data[len(part) :]
 
 
-def write_file(path: Path, tensors: Sequence[NamedTensor]) -> tuple[SavedFile, list[int]]:
-    """Write a new file and wait until it is on the disk.
+def write_file(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> tuple[SavedFile, list[int]]:
+    """Write a new file of named tensors, on any device, and wait until it is on the disk.
 
     Returns:
         The file, and where in it each tensor starts, in bytes.
     """
-    header: dict[str, object] = {}
-    start = 0
-    for tensor in tensors:
-        end = start + tensor.values.nbytes
-        header[tensor.name] = {
-            "dtype": _NAMES[tensor.values.dtype],
-            "shape": tensor.shape,
-            "data_offsets": [start, end],
-        }
-        start = end
+    header, end = {}, 0
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    for name, values in tensors:
+        start, end = end, end + values.nbytes
+        header[name] = {"dtype": names[values.dtype], "shape": values.shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     starts = []
     with path.open("xb") as file:
         writer = _Writer(file)
         writer.write(memoryview(struct.pack("<Q", len(text)) + text))
-        for tensor in tensors:
+        for _, values in tensors:
             starts.append(writer.size)
-            for part in _chunks(tensor.values):
+            for part in _chunks(values):
                 writer.write(part)
         file.flush()
         os.fsync(file.fileno())
@@ -138,86 +122,82 @@ def write_file(path: Path, tensors: Sequence[NamedTensor]) -> tuple[SavedFile, l
 
 
 def _chunks(values: Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor, row-major, in parts of a block or so."""
+    """The bytes of a tensor, row-major, in parts of about a block."""
     matrix = as_matrix(values)
-    if not matrix.numel():
-        return
-    rows = max(1, BLOCK_BYTES // (matrix.size(1) * matrix.itemsize))
-    for part in matrix.split(rows):
+    for part in matrix.split(max(1, BLOCK_BYTES // (matrix.size(1) * matrix.itemsize))):
         yield part.cpu().contiguous().view(torch.uint8).numpy().data.cast("B")
 
 
-def verify(descriptor: int, path: Path, file: SavedFile, blocks: range) -> None:
-    """Compare some blocks of a file with their checksums.
-
-    Raises:
-        CheckpointError: naming the file, and where in it the damage is.
-    """
-    buffer = memoryview(bytearray(min(BLOCK_BYTES, file.size)))
-    for block in blocks:
-        start = block * BLOCK_BYTES
-        part = buffer[: min(BLOCK_BYTES, file.size - start)]
-        _read(descriptor, path, part, start)
-        if zlib.crc32(part) != file.checksums[block]:
-            raise CheckpointError(
-                f"{path} is damaged: bytes {start:,} to {start + len(part):,} are not what was written; load an older "
-                "checkpoint, or copy this one again from where it is whole"
-            )
-
-
-def _read(descriptor: int, path: Path, into: memoryview, start: int) -> None:
-    while into:
-        count = os.preadv(descriptor, [into], start)
-        if not count:
-            raise CheckpointError(
-                f"{path} ends at byte {start:,}, before what the manifest says; load an older checkpoint, or copy this "
-                "one again from where it is whole"
-            )
-        into, start = into[count:], start + count
-
-
-def read_rows(
-    descriptor: int,
-    path: Path,
-    start: int,
-    saved: Rect,
-    dtype: torch.dtype,
-    target: Tensor,
-    place: Rect,
-    buffer: Tensor,
-) -> None:
-    """Read what a saved rectangle and a target have in common.
+class OpenFile:
+    """A file of a checkpoint that is being loaded. It has the size that it should have.
 
     Args:
-        descriptor: of the open file.
-        path: for messages.
-        start: byte at which the saved rectangle begins.
-        saved: which part of the tensor it is.
-        dtype: of the saved values.
-        target: gets them, in its own dtype and on its own device; a matrix.
-        place: which part of the tensor ``target`` is.
-        buffer: (BLOCK_BYTES,) uint8 on the CPU, for what cannot be read in place.
+        folder: that it is in.
+        file: as it was saved.
+        stack: closes it.
+
+    Raises:
+        CheckpointError: if it has another size.
     """
-    common = saved.common(place)
-    if common is None:
-        return
-    row_bytes = saved.cols * dtype.itemsize
-    start += (common.row_start - saved.row_start) * row_bytes
-    into = target[
-        common.row_start - place.row_start : common.row_end - place.row_start,
-        common.col_start - place.col_start : common.col_end - place.col_start,
-    ]
-    if into.device.type == "cpu" and into.dtype == dtype and into.is_contiguous() and common.cols == saved.cols:
-        _read(descriptor, path, into.view(torch.uint8).numpy().data.cast("B"), start)
-        return
-    if row_bytes > buffer.numel():
-        buffer = torch.empty(row_bytes, dtype=torch.uint8)
-    columns = slice(common.col_start - saved.col_start, common.col_end - saved.col_start)
-    for part in into.split(buffer.numel() // row_bytes):
-        block = buffer[: len(part) * row_bytes]
-        _read(descriptor, path, block.numpy().data, start)
-        part.copy_(block.view(dtype).view(len(part), saved.cols)[:, columns])
-        start += len(block)
+
+    def __init__(self, folder: Path, file: SavedFile, stack: ExitStack) -> None:
+        self._path = folder / file.name
+        self._file = file
+        self._descriptor = os.open(self._path, os.O_RDONLY)
+        stack.callback(os.close, self._descriptor)
+        size = os.fstat(self._descriptor).st_size
+        if size != file.size:
+            raise self._damaged(f"has {size:,} bytes, and {file.size:,} were written")
+
+    def _damaged(self, how: str) -> CheckpointError:
+        return CheckpointError(f"{self._path} {how}; load an older checkpoint, or restore this one from a copy")
+
+    def verify(self, block: int) -> None:
+        """Compare a block with its checksum.
+
+        Raises:
+            CheckpointError: naming the file, and where in it the damage is.
+        """
+        start = block * BLOCK_BYTES
+        data = torch.empty(min(BLOCK_BYTES, self._file.size - start), dtype=torch.uint8).numpy().data
+        self._read(data, start)
+        if zlib.crc32(data) != self._file.checksums[block]:
+            raise self._damaged(f"is damaged: bytes {start:,} to {start + len(data):,} are not what was written")
+
+    def _read(self, into: memoryview, start: int) -> None:
+        while into:
+            count = os.preadv(self._descriptor, [into], start)
+            if not count:
+                raise self._damaged(f"ends at byte {start:,}")
+            into, start = into[count:], start + count
+
+    def read(self, start: int, saved: Rect, dtype: torch.dtype, into: Tensor, place: Rect, buffer: Tensor) -> None:
+        """Read what a saved rectangle and a matrix in memory have in common.
+
+        Args:
+            start: byte at which the saved rectangle begins.
+            saved: which part of the tensor it is.
+            dtype: of the saved values.
+            into: the matrix, of any dtype, on any device.
+            place: which part of the tensor the matrix is.
+            buffer: (BLOCK_BYTES,) uint8 on the CPU, for what cannot be read in place.
+        """
+        common = saved.common(place)
+        if common is None:
+            return
+        row_bytes = saved.cols * dtype.itemsize
+        start += (common.row_start - saved.row_start) * row_bytes
+        into = into[common.rows_in(place), common.cols_in(place)]
+        if into.device.type == "cpu" and into.dtype == dtype and into.is_contiguous() and common.cols == saved.cols:
+            self._read(into.view(torch.uint8).numpy().data.cast("B"), start)
+            return
+        if row_bytes > buffer.numel():
+            buffer = torch.empty(row_bytes, dtype=torch.uint8)
+        for part in into.split(buffer.numel() // row_bytes):
+            block = buffer[: len(part) * row_bytes]
+            self._read(block.numpy().data, start)
+            part.copy_(block.view(dtype).view(len(part), saved.cols)[:, common.cols_in(saved)])
+            start += len(block)
 
 
 def sync_folder(folder: Path) -> None:

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardrec.checkpoint.files import BLOCK_BYTES, DTYPES, SavedFile, sync_folder
+from shardrec.checkpoint.files import DTYPES, SavedFile, sync_folder
 from shardrec.checkpoint.parts import Rect
 from shardrec.errors import CheckpointError
 from shardrec.layout import Shard
@@ -74,13 +74,13 @@ class SavedTensor:
         whole = Rect.whole(self.shape)
         shards = []
         for part in self.parts:
-            rect, size = part.rect, part.rect.rows * part.rect.cols * DTYPES[self.dtype].itemsize
+            rect, size = part.rect, part.rect.numel * DTYPES[self.dtype].itemsize
             if rect.common(whole) != rect:
                 yield f"{name}: {rect} is no part of shape {self.shape}"
             elif not 0 <= part.file < len(files) or not 0 <= part.start <= files[part.file].size - size:
                 yield f"{name}: {size} bytes at {part.start} of file {part.file} are outside of it"
             shards.append(Shard(**{"table": name, **rect._asdict(), "rank": part.file}))
-        for region in miscovered(whole.rows, whole.cols, shards) if math.prod(self.shape) else ():
+        for region in miscovered(whole.row_end, whole.col_end, shards) if math.prod(self.shape) else ():
             rows, columns = ("{}:{}".format(*one) for one in (region.rows, region.columns))
             yield f"{name}: rows {rows}, columns {columns} are {'there twice' if region.owners else 'missing'}"
 
@@ -116,7 +116,7 @@ class Manifest:
         found = [
             f"{file.name}: {len(file.checksums)} checksums for {file.size} bytes"
             for file in self.files
-            if len(file.checksums) != -(-file.size // BLOCK_BYTES)
+            if len(file.checksums) != file.blocks
         ]
         return found + [fault for name, tensor in self.tensors.items() for fault in tensor.faults(name, self.files)]
 
@@ -144,11 +144,14 @@ class Manifest:
             ValueError: saying what is wrong with it.
         """
         body, found, digest = data.rpartition(_DIGEST)
-        if not found or digest != b'"%s"}\n' % hashlib.sha256(body).hexdigest().encode():
+        if not found:
+            raise ValueError("it is no manifest of a checkpoint")
+        if digest != b'"%s"}\n' % hashlib.sha256(body).hexdigest().encode():
             raise ValueError("its checksum is not that of its text")
         values = json.loads(body + b"}")
-        if values.pop("format") != _FORMAT:
-            raise ValueError(f"this release reads format {_FORMAT}")
+        version = values.pop("format", None)
+        if version != _FORMAT:
+            raise ValueError(f"it has format {version!r}, and this release reads {_FORMAT}")
         values["files"] = tuple(
             SavedFile(name=one["name"], size=one["size"], checksums=tuple(one["checksums"])) for one in values["files"]
         )
@@ -171,8 +174,8 @@ def _tensor(value: Mapping[str, Any]) -> SavedTensor:
     return SavedTensor(dtype=value["dtype"], shape=tuple(value["shape"]), parts=parts)
 
 
-def read_manifest(folder: Path) -> tuple[Manifest, bytes]:
-    """The manifest of a checkpoint, verified, and its bytes.
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint, verified.
 
     Raises:
         CheckpointError: if there is none, or it is damaged.
@@ -191,11 +194,11 @@ def read_manifest(folder: Path) -> tuple[Manifest, bytes]:
             "to its end"
         ) from error
     try:
-        return Manifest.from_bytes(data), data
+        return Manifest.from_bytes(data)
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
         raise CheckpointError(
-            f"{path} is damaged ({type(error).__name__}: {error}); load an older checkpoint, or copy this one again "
-            "from where it is whole"
+            f"{path} is damaged ({kind}{error}); load an older checkpoint, or restore this one from a copy"
         ) from error
 
 

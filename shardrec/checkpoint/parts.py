@@ -20,7 +20,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from shardrec.errors import ConfigError
 from shardrec.layout import Shard
 
-__all__ = ["HeldTensor", "Part", "Rect", "as_matrix", "held", "local_part"]
+__all__ = ["HeldTensor", "Part", "Rect", "as_matrix", "held"]
 
 
 class Rect(NamedTuple):
@@ -42,24 +42,28 @@ class Rect(NamedTuple):
         return cls(shard.row_start, shard.row_end, shard.col_start, shard.col_end)
 
     @property
-    def rows(self) -> int:
-        """Number of rows."""
-        return self.row_end - self.row_start
-
-    @property
     def cols(self) -> int:
         """Number of columns."""
         return self.col_end - self.col_start
 
+    @property
+    def numel(self) -> int:
+        """Number of values."""
+        return (self.row_end - self.row_start) * self.cols
+
     def common(self, other: Rect) -> Rect | None:
         """What both have; None for nothing."""
-        found = Rect(
-            max(self.row_start, other.row_start),
-            min(self.row_end, other.row_end),
-            max(self.col_start, other.col_start),
-            min(self.col_end, other.col_end),
-        )
-        return found if found.rows > 0 and found.cols > 0 else None
+        top, left = max(self.row_start, other.row_start), max(self.col_start, other.col_start)
+        bottom, right = min(self.row_end, other.row_end), min(self.col_end, other.col_end)
+        return Rect(top, bottom, left, right) if top < bottom and left < right else None
+
+    def rows_in(self, outer: Rect) -> slice:
+        """These rows, counted from the first of ``outer``."""
+        return slice(self.row_start - outer.row_start, self.row_end - outer.row_start)
+
+    def cols_in(self, outer: Rect) -> slice:
+        """These columns, counted from the first of ``outer``."""
+        return slice(self.col_start - outer.col_start, self.col_end - outer.col_start)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,31 +102,26 @@ def held(tensor: Tensor, *, saved: bool) -> HeldTensor:
     Args:
         tensor: this rank's.
         saved: this rank writes it, if all ranks have it alike.
+
+    Raises:
+        ConfigError: if it is sharded in another dimension than the first.
     """
-    part = local_part(tensor, saved=saved)
-    return HeldTensor(shape=tuple(tensor.shape), dtype=tensor.dtype, parts=() if part is None else (part,))
-
-
-def local_part(tensor: Tensor, *, saved: bool) -> Part | None:
-    """This rank's part of a tensor as :func:`held` takes it; None where it has nothing of it."""
-    if not isinstance(tensor, DTensor):
-        return Part(rect=Rect.whole(tensor.shape), values=tensor.detach(), saved=saved) if tensor.numel() else None
-    mesh = tensor.device_mesh
-    size, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
-    if not math.prod(size):
-        return None
-    if tuple(size[2:]) != tuple(tensor.shape[2:]) or (tensor.dim() > 2 and size[1] != tensor.size(1)):
-        raise ConfigError(
-            f"a tensor of shape {tuple(tensor.shape)} is sharded in another dimension than the first "
-            f"({tensor.placements}); shard the dense part with dense='fsdp'"
-        )
-    start = [*offset, 0, 0]
-    cols = math.prod(size[1:])
-    rect = Rect(start[0], start[0] + (size[0] if size else 1), start[1], start[1] + cols)
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None, "a rank that has a part is in the mesh"
-    copies = [place for place, kind in zip(coordinate, tensor.placements, strict=True) if not kind.is_shard()]
-    return Part(rect=rect, values=tensor.to_local().detach(), saved=not any(copies))
+    shape, values, rect = tuple(tensor.shape), tensor.detach(), Rect.whole(tensor.shape)
+    if isinstance(values, DTensor):
+        mesh, placements = values.device_mesh, values.placements
+        size, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
+        if size[1:] != shape[1:]:
+            raise ConfigError(
+                f"a tensor of shape {shape} is sharded in another dimension than the first ({placements}), which a "
+                "checkpoint cannot hold; let shardrec.shard(..., dense='fsdp') shard the dense part"
+            )
+        values = values.to_local()
+        if shape:
+            rect = rect._replace(row_start=offset[0], row_end=offset[0] + size[0])
+        coordinate = mesh.get_coordinate() or ()
+        saved = not any(place for place, kind in zip(coordinate, placements, strict=False) if not kind.is_shard())
+    parts = (Part(rect=rect, values=values, saved=saved),) if values.numel() else ()
+    return HeldTensor(shape=shape, dtype=tensor.dtype, parts=parts)
 
 
 def as_matrix(tensor: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from shardrec.checkpoint.agree import Ranks
-from shardrec.checkpoint.files import DTYPES, NamedTensor, SavedFile, sync_folder, write_file
+from shardrec.checkpoint.files import DTYPES, SavedFile, sync_folder, write_file
 from shardrec.checkpoint.manifest import (
     MANIFEST,
     Manifest,
@@ -34,8 +34,8 @@ from shardrec.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
-from shardrec.checkpoint.optimizer import fused_settings, optimizer_groups, optimizer_tensors
-from shardrec.checkpoint.parts import HeldTensor, Rect, held
+from shardrec.checkpoint.optimizer import fused_settings, optimizer_groups, optimizer_state
+from shardrec.checkpoint.parts import HeldTensor, Part, Rect, held
 from shardrec.checkpoint.state import model_tensors, sharded_collections
 from shardrec.errors import CheckpointError, ConfigError
 from shardrec.modules.model import ShardedModel
@@ -54,7 +54,7 @@ class PendingSave:
         run: writes; None if it is done.
     """
 
-    def __init__(self, run: Callable[[], None] | None) -> None:
+    def __init__(self, run: Callable[[], None] | None = None) -> None:
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         if run is not None:
@@ -81,7 +81,6 @@ class PendingSave:
         """
         if self._thread is not None:
             self._thread.join()
-            self._thread = None
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -89,10 +88,10 @@ class PendingSave:
 
 @dataclass(kw_only=True)
 class _Background:
-    """What is kept of a model between saves behind its training: memory, the save under way, and the threads' group."""
+    """What is kept of a model between saves behind its training: memory, the save under way, and the threads' ranks."""
 
     copies: dict[tuple[str, Rect], Tensor] = field(default_factory=dict)
-    pending: PendingSave | None = None
+    pending: PendingSave = field(default_factory=PendingSave)
     ranks: Ranks | None = None
 
 
@@ -101,10 +100,8 @@ _BACKGROUND: WeakKeyDictionary[ShardedModel, _Background] = WeakKeyDictionary()
 
 def settle(model: ShardedModel) -> None:
     """Wait for the model's save under way, if there is one, and raise its error if nobody has seen it yet."""
-    background = _BACKGROUND.get(model)
-    if background is not None and background.pending is not None:
-        pending, background.pending = background.pending, None
-        pending.wait()
+    if model in _BACKGROUND:
+        _BACKGROUND[model].pending.wait()
 
 
 def save_checkpoint(
@@ -148,81 +145,22 @@ def save_checkpoint(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Job:
-    """A save, as it was asked for.
+class _Prepared:
+    """What the ranks tell each other before anything is written.
 
     Args:
-        folder: of the checkpoint.
-        ranks: that write.
-        tensors: what this rank holds, by name.
-        manifest: without files and tensors.
-        then: done on rank 0 when the checkpoint is complete.
+        data: name of the data folder; rank 0's counts.
+        extra: rank 0's counts.
+        step_counts: per table; the highest counts, for only the ranks that hold a shard count.
+        numbers: states that are Python numbers; the first rank's count.
+        param_groups: of a table, only its holders have the parameters.
     """
 
-    folder: Path
-    ranks: Ranks
-    tensors: Mapping[str, HeldTensor]
-    manifest: Manifest
-    then: Callable[[], None] | None
-
-    def run(self) -> None:
-        data = self.folder / self.manifest.data
-        try:
-            written = self.ranks.agree("save", self._write, remedy=_REMEDY)
-        except CheckpointError:
-            shutil.rmtree(data, ignore_errors=True)
-            raise
-        self.ranks.agree("save", lambda: self._complete(written), remedy=_REMEDY)
-
-    def _write(self) -> tuple[SavedFile, dict[str, SavedTensor]]:
-        """Write this rank's file; returns it and what is in it."""
-        data = self.folder / self.manifest.data
-        data.mkdir(exist_ok=True)
-        named = [
-            NamedTensor(name=_part_name(name, one, part.rect), shape=tuple(part.values.shape), values=part.values)
-            for name, one in self.tensors.items()
-            for part in one.parts
-            if part.saved
-        ]
-        file, starts = write_file(data / f"rank-{self.ranks.rank:05}.safetensors", named)
-        place = iter(starts)
-        return file, {
-            name: SavedTensor(
-                dtype=next(key for key, dtype in DTYPES.items() if dtype == one.dtype),
-                shape=one.shape,
-                parts=tuple(
-                    SavedPart(rect=part.rect, file=self.ranks.rank, start=next(place))
-                    for part in one.parts
-                    if part.saved
-                ),
-            )
-            for name, one in self.tensors.items()
-        }
-
-    def _complete(self, written: list[tuple[SavedFile, dict[str, SavedTensor]]]) -> None:
-        """On rank 0, make the folder a checkpoint of what the ranks have written."""
-        if self.ranks.rank:
-            return
-        for file, _ in written:
-            path = self.folder / self.manifest.data / file.name
-            if path.stat().st_size != file.size:
-                raise CheckpointError(f"{path} has {path.stat().st_size:,} bytes, and {file.size:,} were written")
-        tensors: dict[str, SavedTensor] = {}
-        for _, index in written:
-            for name, one in index.items():
-                tensors[name] = _merged(tensors[name], one, name) if name in tensors else one
-        manifest = replace(self.manifest, files=tuple(file for file, _ in written), tensors=tensors)
-        faults = manifest.faults()
-        if faults:
-            raise CheckpointError(
-                f"{self.folder} was not written, for the ranks do not hold all of {'; '.join(faults[:3])}; make a "
-                "training step on every rank before the first save"
-            )
-        write_manifest(self.folder, manifest)
-        for path in leftovers(self.folder, manifest.data):
-            remove(path)
-        if self.then is not None:
-            self.then()
+    data: str
+    extra: dict[str, Any]
+    step_counts: dict[str, int]
+    numbers: dict[str, Any]
+    param_groups: list[dict[str, Any]] | None
 
 
 def save(
@@ -243,45 +181,43 @@ def save(
     ranks = Ranks(model.group, model.context.device)
     tensors: dict[str, HeldTensor] = {}
 
-    def prepare() -> tuple[str, dict[str, int], dict[str, Any], list[dict[str, Any]] | None, dict[str, Any]]:
-        kept = _as_json(extra or {})
-        own, numbers = optimizer_tensors(model, optimizer)
-        tensors.update(model_tensors(model) | own)
-        for name, value in (rank_state or {}).items():
-            tensors[rank_name(ranks.rank, name)] = held(value, saved=True)
+    def prepare() -> _Prepared:
+        states, numbers = optimizer_state(model, optimizer)
+        tensors.update(model_tensors(model) | states)
+        tensors.update({rank_name(ranks.rank, key): held(one, saved=True) for key, one in (rank_state or {}).items()})
         for name, one in tensors.items():
             if one.dtype not in DTYPES.values():
                 raise ConfigError(f"{name} is {one.dtype}, which a checkpoint cannot hold; convert it before saving")
-        counts: dict[str, int] = {}
-        for collection in sharded_collections(model):
-            counts |= collection.step_counts()
-        data = _new_data_folder(folder) if ranks.rank == 0 else ""
-        return data, counts, numbers, optimizer_groups(model, optimizer), kept
+        return _Prepared(
+            extra=_as_json(extra or {}),
+            step_counts={key: n for one in sharded_collections(model) for key, n in one.step_counts().items()},
+            numbers=numbers,
+            param_groups=optimizer_groups(model, optimizer),
+            data=_new_data_folder(folder) if ranks.rank == 0 else "",
+        )
 
     prepared = ranks.agree("save", prepare, remedy=_REMEDY)
-    names, counts, numbers, groups, kept = zip(*prepared, strict=True)
     manifest = Manifest(
-        data=names[0],
+        data=prepared[0].data,
         files=(),
         tensors={},
-        numbers={name: value for one in reversed(numbers) for name, value in one.items()},
+        numbers={name: value for one in reversed(prepared) for name, value in one.numbers.items()},
         plan=model.plan.to_json(),
-        step_counts={name: max(one.get(name, 0) for one in counts) for one in counts for name in one},
+        step_counts={key: max(one.step_counts.get(key, 0) for one in prepared) for key in prepared[0].step_counts},
         fused_settings=fused_settings(model),
-        param_groups=_merged_groups(groups),
-        extra=kept[0],
+        param_groups=_merged_groups(prepared),
+        extra=prepared[0].extra,
     )
     job = _Job(folder=folder, ranks=ranks, tensors=tensors, manifest=manifest, then=then)
     if wait:
         job.run()
-        return PendingSave(None)
+        return PendingSave()
     background = _BACKGROUND.setdefault(model, _Background())
     if background.ranks is None:
-        cpu = torch.device("cpu")
         group = model.group and subgroup(model.group, range(ranks.size), model.context.device, "gloo", "save")
-        background.ranks = Ranks(group, cpu)
-    copied, ready = _copied(tensors, background)
-    job = replace(job, ranks=background.ranks, tensors=copied)
+        background.ranks = Ranks(group, torch.device("cpu"))
+    copies, ready = _copied(tensors, background)
+    job = replace(job, ranks=background.ranks, tensors=copies)
 
     def run() -> None:
         ready()
@@ -302,49 +238,107 @@ def _as_json(extra: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _new_data_folder(folder: Path) -> str:
-    """Make the checkpoint's folder, free of what saves have left that came to no end, and a new data folder in it."""
-    _make(folder)
-    try:
-        current, _ = read_manifest(folder)
-    except CheckpointError:
-        # A damaged checkpoint may still be worth something to somebody, until there is a new one.
-        stale = [] if (folder / MANIFEST).exists() else leftovers(folder, "")
-    else:
-        stale = leftovers(folder, current.data)
-    for path in stale:
-        remove(path)
-    name = f"data-{secrets.token_hex(8)}"
-    (folder / name).mkdir()
-    sync_folder(folder)
-    return name
+def _merged_groups(prepared: list[_Prepared]) -> list[dict[str, Any]] | None:
+    merged = prepared[0].param_groups
+    for one in prepared[1:] if merged is not None else ():
+        for group, other in zip(merged or (), one.param_groups or (), strict=True):
+            group["parameters"] = sorted({*group["parameters"], *other["parameters"]})
+    return merged
 
 
-def _make(folder: Path) -> None:
-    if not folder.is_dir():
-        _make(folder.absolute().parent)
-        folder.mkdir(exist_ok=True)
-        sync_folder(folder.absolute().parent)
+def _copied(
+    tensors: Mapping[str, HeldTensor], background: _Background
+) -> tuple[dict[str, HeldTensor], Callable[[], None]]:
+    """What this rank writes, copied to the CPU; and a function that returns when the copies are whole.
+
+    See [Note: saving behind the training].
+    """
+    old, background.copies = background.copies, {}
+
+    def copy(name: str, part: Part) -> Part:
+        key, values = (name, part.rect), part.values
+        room = old.get(key)
+        if room is None or room.shape != values.shape or room.dtype != values.dtype:
+            room = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+        background.copies[key] = room.copy_(values, non_blocking=True)
+        return replace(part, values=room)
+
+    copied = {
+        name: replace(one, parts=tuple(copy(name, part) for part in one.parts if part.saved))
+        for name, one in tensors.items()
+    }
+    if not any(part.values.is_cuda for one in tensors.values() for part in one.parts):
+        return copied, lambda: None
+    event = torch.cuda.Event()
+    event.record()
+    return copied, event.synchronize
 
 
-def remove(folder: Path) -> None:
-    """Remove a checkpoint, or a part of one; a kill on the way leaves nothing that looks like a checkpoint."""
-    try:
-        (folder / MANIFEST).unlink(missing_ok=True)
-        shutil.rmtree(folder)
-    except OSError as error:
-        warnings.warn(f"{folder} could not be removed ({error}); remove it by hand", stacklevel=2)
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """A save of which the ranks have agreed that it can be made.
 
+    Args:
+        folder: of the checkpoint.
+        ranks: that write.
+        tensors: what this rank holds, by name.
+        manifest: without files and tensors.
+        then: done on rank 0 when the checkpoint is complete.
+    """
 
-def rank_name(rank: int, name: str) -> str:
-    """The name in a checkpoint of a rank's own tensor."""
-    return f"rank{rank}.{name}"
+    folder: Path
+    ranks: Ranks
+    tensors: Mapping[str, HeldTensor]
+    manifest: Manifest
+    then: Callable[[], None] | None
 
+    def run(self) -> None:
+        try:
+            written = self.ranks.agree("save", self._write, remedy=_REMEDY)
+        except CheckpointError:
+            shutil.rmtree(self.folder / self.manifest.data, ignore_errors=True)
+            raise
+        self.ranks.agree("save", lambda: self._complete(written), remedy=_REMEDY)
 
-def _part_name(name: str, tensor: HeldTensor, rect: Rect) -> str:
-    if rect == Rect.whole(tensor.shape):
-        return name
-    return f"{name}[{rect.row_start}:{rect.row_end}, {rect.col_start}:{rect.col_end}]"
+    def _write(self) -> tuple[SavedFile, dict[str, SavedTensor]]:
+        """Write this rank's file; returns it and what is in it."""
+        data = self.folder / self.manifest.data
+        data.mkdir(exist_ok=True)
+        parts = [(name, one, part) for name, one in self.tensors.items() for part in one.parts if part.saved]
+        named = [(_part_name(name, one, part), part.values) for name, one, part in parts]
+        file, starts = write_file(data / f"rank-{self.ranks.rank:05}.safetensors", named)
+        saved: dict[str, list[SavedPart]] = {name: [] for name in self.tensors}
+        for (name, _, part), start in zip(parts, starts, strict=True):
+            saved[name].append(SavedPart(rect=part.rect, file=self.ranks.rank, start=start))
+        names = {dtype: name for name, dtype in DTYPES.items()}
+        return file, {
+            name: SavedTensor(dtype=names[one.dtype], shape=one.shape, parts=tuple(saved[name]))
+            for name, one in self.tensors.items()
+        }
+
+    def _complete(self, written: list[tuple[SavedFile, dict[str, SavedTensor]]]) -> None:
+        """On rank 0, make the folder a checkpoint of what the ranks have written."""
+        if self.ranks.rank:
+            return
+        tensors: dict[str, SavedTensor] = {}
+        for file, index in written:
+            path = self.folder / self.manifest.data / file.name
+            if path.stat().st_size != file.size:
+                raise CheckpointError(f"{path} has {path.stat().st_size:,} bytes, and {file.size:,} were written")
+            for name, one in index.items():
+                tensors[name] = _merged(tensors.get(name, one), one, name)
+        manifest = replace(self.manifest, files=tuple(file for file, _ in written), tensors=tensors)
+        faults = manifest.faults()
+        if faults:
+            raise CheckpointError(
+                f"{self.folder} was not written, for the ranks do not hold all of {'; '.join(faults[:3])}; make a "
+                "training step on every rank before the first save"
+            )
+        write_manifest(self.folder, manifest)
+        for path in leftovers(self.folder, manifest.data):
+            remove(path)
+        if self.then is not None:
+            self.then()
 
 
 def _merged(one: SavedTensor, other: SavedTensor, name: str) -> SavedTensor:
@@ -358,40 +352,45 @@ def _merged(one: SavedTensor, other: SavedTensor, name: str) -> SavedTensor:
     return replace(one, parts=one.parts + tuple(part for part in other.parts if part.rect not in known))
 
 
-def _merged_groups(groups: tuple[list[dict[str, Any]] | None, ...]) -> list[dict[str, Any]] | None:
-    """Rank 0's settings, and the parameters of all ranks: of a table, only its holders have some."""
-    if groups[0] is None:
-        return None
-    merged = []
-    for of_ranks in zip(*(one or [] for one in groups), strict=True):
-        names = {name for one in of_ranks for name in one["parameters"]}
-        merged.append({"settings": of_ranks[0]["settings"], "parameters": sorted(names)})
-    return merged
+def _part_name(name: str, tensor: HeldTensor, part: Part) -> str:
+    rect = part.rect
+    whole = rect == Rect.whole(tensor.shape)
+    return name if whole else f"{name}[{rect.row_start}:{rect.row_end}, {rect.col_start}:{rect.col_end}]"
 
 
-def _copied(
-    tensors: Mapping[str, HeldTensor], background: _Background
-) -> tuple[dict[str, HeldTensor], Callable[[], None]]:
-    """What this rank writes, copied to the CPU; and a function that returns when the copies are whole.
+def rank_name(rank: int, name: str) -> str:
+    """The name in a checkpoint of a rank's own tensor."""
+    return f"rank{rank}.{name}"
 
-    See [Note: saving behind the training].
-    """
-    old, background.copies = background.copies, {}
-    copied: dict[str, HeldTensor] = {}
-    on_cuda = False
-    for name, tensor in tensors.items():
-        parts = []
-        for part in (part for part in tensor.parts if part.saved):
-            values, key = part.values, (name, part.rect)
-            room = old.get(key)
-            if room is None or room.shape != values.shape or room.dtype != values.dtype:
-                room = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
-            on_cuda |= values.is_cuda
-            background.copies[key] = room.copy_(values, non_blocking=True)
-            parts.append(replace(part, values=room))
-        copied[name] = replace(tensor, parts=tuple(parts))
-    if not on_cuda:
-        return copied, lambda: None
-    event = torch.cuda.Event()
-    event.record()
-    return copied, event.synchronize
+
+def _new_data_folder(folder: Path) -> str:
+    """Make the checkpoint's folder, free of what saves have left that came to no end, and a new data folder in it."""
+    _make(folder)
+    try:
+        stale = leftovers(folder, read_manifest(folder).data)
+    except CheckpointError:
+        # A damaged checkpoint may still be worth something to somebody, until there is a new one.
+        stale = [] if (folder / MANIFEST).exists() else leftovers(folder, "")
+    for path in stale:
+        remove(path)
+    name = f"data-{secrets.token_hex(8)}"
+    (folder / name).mkdir()
+    sync_folder(folder)
+    return name
+
+
+def _make(folder: Path) -> None:
+    """Make a folder and those that it is in, on the disk."""
+    if not folder.is_dir():
+        _make(folder.absolute().parent)
+        folder.mkdir(exist_ok=True)
+        sync_folder(folder.absolute().parent)
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint, or a part of one; a kill on the way leaves nothing that looks like a checkpoint."""
+    try:
+        (folder / MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(folder)
+    except OSError as error:
+        warnings.warn(f"{folder} could not be removed ({error}); remove it by hand", stacklevel=2)

@@ -33,17 +33,15 @@ class Place:
 
     Args:
         name: its state_dict key.
-        shape: of the whole.
-        part: this rank's; None where it has nothing of it.
+        tensor: that it is a part of.
         is_table: it is a table, or a shard of one.
         is_fused: an optimizer fused into backward updates it, so that no other one does.
     """
 
     name: str
-    shape: tuple[int, ...]
-    part: Part | None
-    is_table: bool
-    is_fused: bool
+    tensor: HeldTensor
+    is_table: bool = False
+    is_fused: bool = False
 
 
 def sharded_collections(model: ShardedModel) -> list[ShardedCollection]:
@@ -56,17 +54,14 @@ def parameter_places(model: ShardedModel) -> dict[int, Place]:
     places = {}
     collections = sharded_collections(model)
     fused = {id(one.tables()[name]) for one in collections for name in one.fused_optimizers()}
-    for name, table in _tables(model):
-        shape = (table.layout.num_embeddings, table.layout.embedding_dim)
+    for path, table in _tables(model):
         for shard, parameter in table.locals.items():
-            part = _part(model, table, shard, parameter.detach())
-            places[id(parameter)] = Place(name=name, shape=shape, part=part, is_table=True, is_fused=id(table) in fused)
+            tensor = _of_table(model, table, {shard: parameter.detach()}, table.dtype)
+            name = f"{path}.weight"
+            places[id(parameter)] = Place(name=name, tensor=tensor, is_table=True, is_fused=id(table) in fused)
     for name, parameter in model.named_parameters():
         if id(parameter) not in places:
-            whole = held(parameter, saved=_is_lead(model))
-            places[id(parameter)] = Place(
-                name=name, shape=whole.shape, part=next(iter(whole.parts), None), is_table=False, is_fused=False
-            )
+            places[id(parameter)] = Place(name=name, tensor=held(parameter, saved=_is_lead(model)))
     return places
 
 
@@ -78,25 +73,18 @@ def model_tensors(model: ShardedModel) -> dict[str, HeldTensor]:
     """
     found: dict[str, HeldTensor] = {}
     paths: dict[int, str] = {}
-    for name, table in _tables(model):
-        paths[id(table)] = name.removesuffix(".weight")
-        found[f"model.{name}"] = HeldTensor(
-            shape=(table.layout.num_embeddings, table.layout.embedding_dim),
-            dtype=table.dtype,
-            parts=tuple(_part(model, table, shard, weight.detach()) for shard, weight in table.locals.items()),
-        )
+    for path, table in _tables(model):
+        paths[id(table)] = path
+        weights = {shard: parameter.detach() for shard, parameter in table.locals.items()}
+        found[f"model.{path}.weight"] = _of_table(model, table, weights, table.dtype)
     for collection in sharded_collections(model):
         for name, optimizer in collection.fused_optimizers().items():
             table = collection.tables()[name]
-            layout = table.layout
-            shape = (layout.num_embeddings,) if optimizer.rowwise else (layout.num_embeddings, layout.embedding_dim)
             for state in optimizer.states:
-                parts = [_part(model, table, *one) for one in collection.fused_state(name, state).items()]
-                found[f"fused.{paths[id(table)]}.{state}"] = HeldTensor(
-                    shape=shape, dtype=torch.float32, parts=tuple(parts)
+                found[f"fused.{paths[id(table)]}.{state}"] = _of_table(
+                    model, table, collection.fused_state(name, state), torch.float32, rowwise=optimizer.rowwise
                 )
-    for name, value in _dense_values(model):
-        found[f"model.{name}"] = held(value, saved=_is_lead(model))
+    found |= {f"model.{name}": held(value, saved=_is_lead(model)) for name, value in _dense_values(model)}
     return found
 
 
@@ -120,17 +108,29 @@ def _dense_values(model: ShardedModel) -> Iterator[tuple[str, Tensor]]:
 def _tables(model: ShardedModel) -> Iterator[tuple[str, ShardedTable]]:
     for path, module in model.module.named_modules():
         if isinstance(module, ShardedTable):
-            yield f"{path}.weight", module
+            yield path, module
 
 
-def _part(model: ShardedModel, table: ShardedTable, shard: Shard | None, values: Tensor) -> Part:
-    """A part of a table, or of a state that is kept per row: of that, column stripes hold equal copies."""
-    if shard is None:
-        return Part(rect=Rect.whole(values.shape), values=values, saved=_is_lead(model))
-    rect, first = Rect.of(shard), not isinstance(model, ReplicatedModel) or model.replica_groups.replica == 0
-    if values.dim() == 1:
-        return Part(rect=rect._replace(col_start=0, col_end=1), values=values, saved=first and shard.col_start == 0)
-    return Part(rect=rect, values=values, saved=first)
+def _of_table(
+    model: ShardedModel,
+    table: ShardedTable,
+    tensors: dict[Shard | None, Tensor],
+    dtype: torch.dtype,
+    *,
+    rowwise: bool = False,
+) -> HeldTensor:
+    """A table's weights or states. Of a state kept per row, column stripes hold equal copies, and the first counts."""
+    shape = (table.layout.num_embeddings, table.layout.embedding_dim)[: 1 if rowwise else 2]
+    first = not isinstance(model, ReplicatedModel) or model.replica_groups.replica == 0
+    parts = []
+    for shard, values in tensors.items():
+        rect, saved = Rect.whole(shape), _is_lead(model)
+        if shard is not None:
+            rect, saved = Rect.of(shard), first and not (rowwise and shard.col_start)
+        if rowwise:
+            rect = rect._replace(col_start=0, col_end=1)
+        parts.append(Part(rect=rect, values=values, saved=saved))
+    return HeldTensor(shape=shape, dtype=dtype, parts=tuple(parts))
 
 
 def _is_lead(model: ShardedModel) -> bool:
