@@ -6,6 +6,8 @@ NPROC       ?= 2
 TRAIN_ARGS  ?=
 PYTEST_ARGS ?=
 BENCH_ARGS  ?=
+KILLS       ?= 200
+SEED        ?= 0
 
 # The first of these that runs and is in the supported range (a name on PATH may be a launcher with nothing behind it).
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
@@ -32,7 +34,7 @@ ifeq ($(filter cpu gpu,$(DEVICE)),)
 $(error DEVICE is "$(DEVICE)"; it can be cpu or gpu)
 endif
 
-.PHONY: help train test check bench cpp-example docs clean
+.PHONY: help train test check faults bench cpp-example docs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 18
@@ -48,6 +50,9 @@ check: $(DEV) ## lint, format, types, then the tests
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict shardrec
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+faults: $(DEV) ## kill and stop training runs at random, and say what was lost (KILLS, SEED)
+	$(BIN)/python -m tests.campaign.main --kills $(KILLS) --seed $(SEED)
 
 bench: $(RUNTIME) ## run every benchmark under benchmarks/ (BENCH_ARGS)
 	@for main in benchmarks/*/main.py; do \
