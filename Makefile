@@ -7,6 +7,8 @@ TRAIN_ARGS  ?=
 PYTEST_ARGS ?=
 BENCH_ARGS  ?=
 SANITIZERS  ?= address,undefined
+KILLS       ?= 200
+SEED        ?= 0
 
 # The first of these that runs and is in the supported range (a name on PATH may be a launcher with nothing behind it).
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
@@ -33,7 +35,7 @@ ifeq ($(filter cpu gpu,$(DEVICE)),)
 $(error DEVICE is "$(DEVICE)"; it can be cpu or gpu)
 endif
 
-.PHONY: help train test check sanitize bench cpp-example docs clean
+.PHONY: help train test check sanitize faults bench cpp-example docs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 18
@@ -57,6 +59,9 @@ sanitize: $(DEV) ## run the tests of what C++ does under the address and undefin
 	SHARDREC_NATIVE=$(CURDIR)/build/sanitize LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
 	  ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 \
 	  $(BIN)/python -m pytest -o timeout=1200 tests/native tests/lookup tests/exchange tests/planner $(PYTEST_ARGS)
+
+faults: $(DEV) ## kill and stop training runs at random, and say what was lost (KILLS, SEED)
+	$(BIN)/python -m tests.campaign.main --kills $(KILLS) --seed $(SEED)
 
 bench: $(RUNTIME) ## run every benchmark under benchmarks/ (BENCH_ARGS)
 	@for main in benchmarks/*/main.py; do \

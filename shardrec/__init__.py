@@ -9,10 +9,19 @@ from __future__ import annotations
 from importlib import import_module, util
 from typing import TYPE_CHECKING, Any
 
-from shardrec.errors import ConfigError, DataError, InputError, PeerError, PlanError, ShardrecError, VersionError
+from shardrec.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    InputError,
+    PeerError,
+    PlanError,
+    ShardrecError,
+    VersionError,
+)
 
 if TYPE_CHECKING:
-    from shardrec.checkpoint import load_checkpoint, save_checkpoint
+    from shardrec.checkpoint import Checkpoints, load_checkpoint, save_checkpoint
     from shardrec.compile import annotate_for_dynamo, unannotate
     from shardrec.compile.export import export
     from shardrec.exchange.wire import QuantizedComms
@@ -48,6 +57,8 @@ __version__ = "0.1.0"
 __all__ = [
     "Await",
     "Awaitable",
+    "CheckpointError",
+    "Checkpoints",
     "ConfigError",
     "Constraint",
     "DataError",
@@ -91,6 +102,7 @@ __all__ = [
 _HOMES = {
     "Await": "shardrec.pending",
     "Awaitable": "shardrec.pending",
+    "Checkpoints": "shardrec.checkpoint",
     "Constraint": "shardrec.planner",
     "ExportError": "shardrec.serve",
     "LazyAwaitable": "shardrec.pending",

@@ -8,6 +8,7 @@
     ├── PlanError      (ValueError)    a plan that does not cover its tables; lists every fault
     ├── InputError     (ValueError)    a batch that the model cannot take; raised on every rank
     ├── DataError      (ValueError)    a file with a broken row; names file, line and field
+    ├── CheckpointError (ValueError)   a checkpoint that is damaged, or cannot be written; raised on every rank
     ├── PeerError      (RuntimeError)  another rank failed or is gone
     ├── ScriptError    (RuntimeError)  a model that TorchScript refuses; names file and line (in shardrec.scripting)
     ├── ExportError    (RuntimeError)  a model that torch.export or AOTInductor refuses (in shardrec.serve)
@@ -21,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 __all__ = [
+    "CheckpointError",
     "ConfigError",
     "DataError",
     "InputError",
@@ -78,6 +80,10 @@ class InputError(ShardrecError, ValueError):
 
 class DataError(ShardrecError, ValueError):
     """A data file with a row that cannot be read; the message has ``file:line: field``."""
+
+
+class CheckpointError(ShardrecError, ValueError):
+    """A checkpoint that is damaged or incomplete, or that cannot be read or written. Every rank raises it."""
 
 
 class PeerError(ShardrecError, RuntimeError):

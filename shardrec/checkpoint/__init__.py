@@ -1,5 +1,7 @@
 """Checkpoints of sharded models, for any number of ranks."""
 
-from shardrec.checkpoint.save import load_checkpoint, save_checkpoint
+from shardrec.checkpoint.checkpoints import Checkpoints, LoadedCheckpoint
+from shardrec.checkpoint.load import load_checkpoint
+from shardrec.checkpoint.save import PendingSave, save_checkpoint
 
-__all__ = ["load_checkpoint", "save_checkpoint"]
+__all__ = ["Checkpoints", "LoadedCheckpoint", "PendingSave", "load_checkpoint", "save_checkpoint"]

@@ -1,149 +1,212 @@
-"""A dense optimizer's part of a checkpoint: its states by parameter name, so that they fit another plan."""
+"""Optimizers in a checkpoint: an ordinary one's states by parameter name, so that they fit another plan; settings."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch import Tensor
 
-from shardrec.checkpoint.state import TableState, is_first_replica, table_parameters
+from shardrec.checkpoint.files import DTYPES
+from shardrec.checkpoint.manifest import Manifest, SavedTensor
+from shardrec.checkpoint.parts import HeldTensor, held
+from shardrec.checkpoint.state import Place, parameter_places, sharded_collections
 from shardrec.errors import ConfigError
-from shardrec.layout import Shard
 from shardrec.modules.model import ShardedModel
-from shardrec.modules.table import ShardedTable, as_one_tensor
 
-__all__ = ["OptimizerTargets", "load_settings", "optimizer_values", "settings_of"]
+__all__ = [
+    "fused_settings",
+    "load_settings",
+    "optimizer_faults",
+    "optimizer_groups",
+    "optimizer_state",
+    "state_targets",
+]
 
-
-@dataclass(frozen=True, kw_only=True)
-class _Place:
-    """What a parameter is: its state_dict name and, for a table, which shard of it."""
-
-    name: str
-    table: TableState | None
-    shard: Shard | None
-
-
-def _places(model: ShardedModel) -> dict[int, _Place]:
-    """The place of each parameter of this rank, by id."""
-    places = {id(parameter): _Place(name=name, table=None, shard=None) for name, parameter in model.named_parameters()}
-    states = table_parameters(model)
-    for path, module in model.module.named_modules():
-        if isinstance(module, ShardedTable):
-            name = f"{path}.weight"
-            for shard, parameter in module.locals.items():
-                places[id(parameter)] = _Place(name=name, table=states[name], shard=shard)
-    return places
+Optimizer = torch.optim.Optimizer
 
 
-def optimizer_values(model: ShardedModel, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """A dense optimizer's states as ``"optimizer.<parameter>.<state>"``; those of cut tables as sharded tensors."""
-    if optimizer is None:
-        return {}
-    places = _places(model)
-    values: dict[str, Any] = {}
-    parts: dict[tuple[str, str, torch.dtype], dict[Shard | None, Tensor]] = {}
-    for parameter, states in optimizer.state.items():
-        place = places.get(id(parameter))
-        if place is None:
-            continue
-        for key, value in states.items():
-            tensor = value if isinstance(value, Tensor) else torch.tensor(float(value))
-            if place.table is not None and tensor.shape == parameter.shape:
-                parts.setdefault((place.name, key, tensor.dtype), {})[place.shard] = tensor
-            else:
-                values[f"optimizer.{place.name}.{key}"] = tensor
-    tables = table_parameters(model)
-    parts = _with_other_ranks(model.group, parts)
-    for (name, key, dtype), tensors in parts.items() if is_first_replica(model) else ():
-        table = tables[name]
-        values[f"optimizer.{name}.{key}"] = as_one_tensor(table.layout, tensors, table.group, dtype=dtype)
-    return values
+def optimizer_state(model: ShardedModel, optimizer: Optimizer | None) -> tuple[dict[str, HeldTensor], dict[str, Any]]:
+    """An ordinary optimizer's states as ``"optimizer.<parameter>.<state>"``: the tensors, and the Python numbers.
 
-
-def _with_other_ranks(
-    group: dist.ProcessGroup | None, parts: dict[tuple[str, str, torch.dtype], dict[Shard | None, Tensor]]
-) -> dict[tuple[str, str, torch.dtype], dict[Shard | None, Tensor]]:
-    """Add an empty entry for what only other ranks hold: making a sharded tensor takes every rank, in one order."""
-    if group is None:
-        return parts
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, list(parts), group=group)
-    return {entry: parts.get(entry, {}) for entry in sorted({e for entries in gathered for e in entries}, key=str)}
-
-
-class OptimizerTargets:
-    """Tensors to read a dense optimizer's stored states into.
-
-    Args:
-        model: whose parameters the optimizer has.
-        optimizer: gets the states; None reads none.
-        stored: metadata by name of what the checkpoint holds.
-
-    Attributes:
-        values: whole tensors to read into, by name.
+    Raises:
+        ConfigError: for a state that cannot be cut for another plan, or is of another type.
     """
-
-    def __init__(self, model: ShardedModel, optimizer: torch.optim.Optimizer | None, stored: Mapping[str, Any]) -> None:
-        self._optimizer = optimizer
-        self._wanted: list[tuple[str, nn.Parameter, str, _Place]] = []
-        self.values: dict[str, Tensor] = {}
-        if optimizer is None:
-            return
-        places = _places(model)
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                place = places.get(id(parameter))
-                if place is not None:
-                    self._want(parameter, place, stored)
-
-    def _want(self, parameter: nn.Parameter, place: _Place, stored: Mapping[str, Any]) -> None:
-        prefix = f"optimizer.{place.name}."
-        for name, meta in stored.items():
-            if name.startswith(prefix) and isinstance(meta, TensorStorageMetadata):
-                self._wanted.append((name, parameter, name.removeprefix(prefix), place))
-                self.values.setdefault(name, torch.empty(meta.size, dtype=meta.properties.dtype))
-
-    def store(self, values: Mapping[str, Any]) -> None:
-        """Put what was read into the optimizer, cut for this rank."""
-        for name, parameter, key, place in self._wanted:
-            assert self._optimizer is not None, "states are read for an optimizer"
-            value: Tensor = values[name]
-            shard = place.shard
-            if shard is not None and value.dim() == 2:
-                value = value[shard.row_start : shard.row_end, shard.col_start : shard.col_end]
-            scalar = value.dim() == 0
-            self._optimizer.state[parameter][key] = value.clone() if scalar else value.clone().to(parameter.device)
+    tensors: dict[str, HeldTensor] = {}
+    numbers: dict[str, Any] = {}
+    place_of = partial(_place, parameter_places(model))
+    for parameter, states in optimizer.state.items() if optimizer is not None else ():
+        place = place_of(parameter)
+        for key, value in states.items():
+            name = f"optimizer.{place.name}.{key}"
+            if isinstance(value, Tensor) and "." not in key:
+                _add(tensors, name, _state(place, parameter, value, name))
+            elif isinstance(value, (bool, int, float)) and "." not in key:
+                numbers[name] = value
+            elif value is not None:
+                raise ConfigError(
+                    f"the optimizer's state {key!r} of {place.name} is a {type(value).__name__}; a checkpoint holds "
+                    "tensors and numbers, under names without dots: save with another optimizer"
+                )
+    return tensors, numbers
 
 
-def settings_of(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
-    """The optimizer's settings per parameter group, as far as JSON can hold them."""
+def _place(places: Mapping[int, Place], parameter: Tensor) -> Place:
+    place = places.get(id(parameter))
+    if place is None:
+        raise ConfigError(
+            f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the model lacks; build it from the "
+            "sharded model's parameters()"
+        )
+    return place
+
+
+def _add(tensors: dict[str, HeldTensor], name: str, tensor: HeldTensor) -> None:
+    """A rank may hold several shards of a table."""
+    known = tensors[name].parts if name in tensors else ()
+    tensors[name] = replace(tensor, parts=known + tensor.parts)
+
+
+def _state(place: Place, parameter: Tensor, value: Tensor, name: str) -> HeldTensor:
+    if value.shape == parameter.shape:
+        # The same part of the state as of the parameter.
+        parts = zip(place.tensor.parts, held(value, saved=False).parts, strict=True)
+        return replace(
+            place.tensor, dtype=value.dtype, parts=tuple(replace(one, values=own.values) for one, own in parts)
+        )
+    if value.dim() and place.is_table:
+        raise ConfigError(
+            f"{name} has shape {tuple(value.shape)} for a shard of shape {tuple(parameter.shape)}; a table's states "
+            "that are neither one number nor of its shape cannot be cut for another plan: give the tables another "
+            "optimizer"
+        )
+    # All that hold a part of the parameter have it, and the first of them counts.
+    return held(value, saved=any(part.saved for part in place.tensor.parts))
+
+
+def optimizer_groups(model: ShardedModel, optimizer: Optimizer | None) -> list[dict[str, Any]] | None:
+    """Each parameter group's settings, as far as JSON can hold them, and this rank's parameters by name."""
     if optimizer is None:
-        return []
-    keep = (int, float, str, bool, tuple, list, type(None))
+        return None
+    place_of = partial(_place, parameter_places(model))
     return [
-        {key: value for key, value in group.items() if key != "params" and isinstance(value, keep)}
+        {
+            "settings": _settings(group, ("params",)),
+            "parameters": sorted({place.name for place in map(place_of, group["params"]) if not place.is_fused}),
+        }
         for group in optimizer.param_groups
     ]
 
 
-def load_settings(optimizer: torch.optim.Optimizer | None, saved: list[dict[str, Any]]) -> None:
-    """Set what :func:`settings_of` gave.
+def fused_settings(model: ShardedModel) -> dict[str, dict[str, Any]]:
+    """Per table with a fused optimizer, what a schedule changes of it: the learning rate, and what schedulers add."""
+    if model._fused is None:
+        return {
+            one.tables()[name].layout.name: {"lr": optimizer.lr, "initial_lr": optimizer.lr}
+            for one in sharded_collections(model)
+            for name, optimizer in one.fused_optimizers().items()
+        }
+    own = ("params", "tables", "optimizer", "eps", "betas")
+    return {table: _settings(group, own) for group in model._fused.param_groups for table in group["tables"]}
 
-    Raises:
-        ConfigError: if the optimizer has another number of groups.
+
+def _settings(group: Mapping[str, Any], without: tuple[str, ...]) -> dict[str, Any]:
+    keep = (int, float, str, bool, tuple, list, type(None))
+    values = {
+        key: value.item() if isinstance(value, Tensor) and value.dim() == 0 else value for key, value in group.items()
+    }
+    return {key: value for key, value in values.items() if key not in without and isinstance(value, keep)}
+
+
+def optimizer_faults(model: ShardedModel, optimizer: Optimizer | None, manifest: Manifest) -> list[str]:
+    """Why the checkpoint is not one of these optimizers, one sentence each."""
+    as_saved = "build the optimizers as they were when the checkpoint was saved"
+    found = [
+        f"tables {', '.join(group['tables'])} share an optimizer here only; {as_saved}"
+        for group in _fused_groups(model, manifest)
+        if any(one != _saved_fused(group, manifest)[0] for one in _saved_fused(group, manifest))
+    ]
+    groups = optimizer_groups(model, optimizer)
+    if groups is None:
+        return found
+    saved = manifest.param_groups
+    if saved is None:
+        return [*found, "it was saved without an optimizer; load it without one"]
+    if len(saved) != len(groups):
+        return [*found, f"its optimizer has {len(saved)} parameter groups and this one {len(groups)}; {as_saved}"]
+    known = {place.name for place in parameter_places(model).values()}
+    for number, (theirs, ours) in enumerate(zip(saved, groups, strict=True)):
+        differing = sorted(known & set(theirs["parameters"]) ^ set(ours["parameters"]))
+        if differing:
+            found.append(f"its parameter group {number} and this optimizer's differ in {differing[0]}; {as_saved}")
+    return found
+
+
+def _fused_groups(model: ShardedModel, manifest: Manifest) -> list[dict[str, Any]]:
+    """The groups of fused optimizers, if they have other settings than the checkpoint."""
+    same = fused_settings(model) == manifest.fused_settings
+    return [] if same else model.fused_optimizer.param_groups
+
+
+def _saved_fused(group: Mapping[str, Any], manifest: Manifest) -> list[Mapping[str, Any]]:
+    return [manifest.fused_settings[table] for table in group["tables"] if table in manifest.fused_settings]
+
+
+def load_settings(model: ShardedModel, optimizer: Optimizer | None, manifest: Manifest) -> None:
+    """Set the settings of both kinds of optimizers to the checkpoint's."""
+    for group in _fused_groups(model, manifest):
+        for settings in _saved_fused(group, manifest):
+            _update(group, settings)
+    if model._fused is not None:
+        model._fused.push()
+    if optimizer is not None:
+        for group, saved in zip(optimizer.param_groups, manifest.param_groups or (), strict=True):
+            _update(group, saved["settings"])
+
+
+def _update(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
+    for key, value in settings.items():
+        if isinstance(group.get(key), Tensor):
+            group[key].fill_(value)
+        else:
+            group[key] = tuple(value) if isinstance(value, list) else value
+
+
+def state_targets(model: ShardedModel, optimizer: Optimizer | None, manifest: Manifest) -> dict[str, HeldTensor]:
+    """Make room in the optimizer for the checkpoint's states: where to read them into, by name.
+
+    Memory that has the right shape is used again. States that the checkpoint lacks are dropped.
     """
-    if optimizer is None or not saved:
-        return
-    if len(saved) != len(optimizer.param_groups):
-        raise ConfigError(
-            f"the checkpoint's optimizer has {len(saved)} parameter groups and this one {len(optimizer.param_groups)}; "
-            "build the optimizer as it was when the checkpoint was saved"
-        )
-    for group, settings in zip(optimizer.param_groups, saved, strict=True):
-        group.update({key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()})
+    targets: dict[str, HeldTensor] = {}
+    saved: dict[str, dict[str, Any]] = {}
+    for name, one in (*manifest.tensors.items(), *manifest.numbers.items()):
+        parameter_name, _, key = name.rpartition(".")
+        saved.setdefault(parameter_name, {})[key] = one
+    places = parameter_places(model)
+    for group in optimizer.param_groups if optimizer is not None else ():
+        for parameter in group["params"]:
+            place = places[id(parameter)]
+            old = optimizer.state.pop(parameter, {})  # type: ignore[union-attr]
+            for key, one in saved.get(f"optimizer.{place.name}", {}).items():
+                value = one
+                if isinstance(one, SavedTensor):
+                    # As torch's own load_state_dict places them.
+                    on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
+                    value = _room(parameter, place, one, old.get(key), "cpu" if on_host else parameter.device)
+                    name = f"optimizer.{place.name}.{key}"
+                    _add(targets, name, _state(place, parameter, value, name))
+                optimizer.state[parameter][key] = value  # type: ignore[union-attr]
+    return targets
+
+
+def _room(parameter: Tensor, place: Place, saved: SavedTensor, old: Any, device: torch.device | str) -> Tensor:
+    dtype = DTYPES[saved.dtype]
+    shape = parameter.shape if saved.shape == place.tensor.shape else torch.Size(saved.shape)
+    if isinstance(old, Tensor) and (old.shape, old.dtype, old.device) == (shape, dtype, torch.device(device)):
+        return old
+    if shape == parameter.shape:
+        return torch.empty_like(parameter, dtype=dtype, device=device, requires_grad=False)
+    return torch.empty(shape, dtype=dtype, device=device)

@@ -1,42 +1,107 @@
-"""Save and load a sharded model, at any number of ranks and under any plan, all or nothing.
+"""Save a sharded model, durably and in one atomic step, at once or behind the training.
 
-A checkpoint is a folder that ``torch.distributed.checkpoint`` wrote, plus ``shardrec.json`` with the plan, the counts
-that Adam's bias correction needs, the dense optimizer's settings and whatever the caller adds. It is written under
-another name and renamed when every rank is done, so a folder with the right name is complete.
+[Note: saving behind the training]
+The step waits for a copy of what this rank writes, into memory that is kept from save to save: on the CPU a copy, on
+CUDA one into pinned memory that is enqueued on the current stream, so that the device takes it in its turn and the host
+goes on. A thread does the rest. The threads of the ranks agree over a gloo group of their own, so that no collective of
+theirs meets one of the training.
 """
 
 from __future__ import annotations
 
 import json
+import secrets
 import shutil
-from collections.abc import Mapping
+import threading
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from shardrec.checkpoint.optimizer import OptimizerTargets, load_settings, optimizer_values, settings_of
-from shardrec.checkpoint.state import (
-    TableState,
-    dense_buffers,
-    dense_parameters,
-    is_first_replica,
-    sharded_collections,
-    table_parameters,
-    table_states,
+from shardrec.checkpoint.agree import Ranks
+from shardrec.checkpoint.files import DTYPES, SavedFile, sync_folder, write_file
+from shardrec.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    SavedPart,
+    SavedTensor,
+    leftovers,
+    read_manifest,
+    write_manifest,
 )
-from shardrec.errors import ConfigError
+from shardrec.checkpoint.optimizer import fused_settings, optimizer_groups, optimizer_state
+from shardrec.checkpoint.parts import HeldTensor, Part, Rect, held
+from shardrec.checkpoint.state import model_tensors, sharded_collections
+from shardrec.errors import CheckpointError, ConfigError
 from shardrec.modules.model import ShardedModel
+from shardrec.modules.replicas import subgroup
 from shardrec.modules.replicated_model import ReplicatedModel
-from shardrec.modules.table import load_table
 
-__all__ = ["load_checkpoint", "save_checkpoint"]
+__all__ = ["PendingSave", "rank_name", "remove", "save", "save_checkpoint", "settle"]
 
-_MANIFEST = "shardrec.json"
-_FORMAT = 1
+_REMEDY = "see that every rank can write there, that all ranks see the same files, and that there is space left"
+
+
+class PendingSave:
+    """A save that may still be under way.
+
+    Args:
+        run: writes; None if it is done.
+    """
+
+    def __init__(self, run: Callable[[], None] | None = None) -> None:
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        if run is not None:
+            self._thread = threading.Thread(target=self._run, args=(run,), name="shardrec save")
+            self._thread.start()
+
+    def _run(self, run: Callable[[], None]) -> None:
+        try:
+            run()
+        except BaseException as error:
+            self._error = error
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is under way any more on this rank; :meth:`wait` tells whether it went well."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Return when the checkpoint is complete and on the disk. Every rank calls it.
+
+        Raises:
+            CheckpointError: on every rank, if it could not be written; what was there before is still there.
+            PeerError: if another rank is gone.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+
+@dataclass(kw_only=True)
+class _Background:
+    """What is kept of a model between saves behind its training: memory, the save under way, and the threads' ranks."""
+
+    copies: dict[tuple[str, Rect], Tensor] = field(default_factory=dict)
+    pending: PendingSave = field(default_factory=PendingSave)
+    ranks: Ranks | None = None
+
+
+_BACKGROUND: WeakKeyDictionary[ShardedModel, _Background] = WeakKeyDictionary()
+
+
+def settle(model: ShardedModel) -> None:
+    """Wait for the model's save under way, if there is one, and raise its error if nobody has seen it yet."""
+    if model in _BACKGROUND:
+        _BACKGROUND[model].pending.wait()
 
 
 def save_checkpoint(
@@ -44,161 +109,288 @@ def save_checkpoint(
     model: ShardedModel,
     optimizer: torch.optim.Optimizer | None = None,
     extra: Mapping[str, Any] | None = None,
-) -> None:
-    """Write the model, its fused optimizers' states and a dense optimizer. Every rank calls it.
+    *,
+    rank_state: Mapping[str, Tensor] | None = None,
+    wait: bool = True,
+) -> PendingSave:
+    """Write the model, its fused optimizers and an ordinary optimizer. Every rank calls it.
+
+    A checkpoint of that name is replaced in one atomic step when the new one is complete and on the disk; a failure or
+    a kill at any time leaves the one or the other. Files are in the safetensors format, with a JSON manifest.
 
     Replicas are synchronised first, so that training goes on from the checkpoint as it does here. What is not averaged
-    (an ordinary optimizer's states of tables; with ``sync_optimizer=False`` the fused ones') is replica 0's.
+    (an ordinary optimizer's states of tables; with ``sync_optimizer=False`` the fused ones') is replica 0's. Buffers,
+    such as BatchNorm's statistics, are rank 0's.
 
     Args:
-        path: folder to write; an older checkpoint of that name is replaced once the new one is complete.
+        path: folder to write, on a file system that all ranks share.
         model: from :func:`shardrec.shard`.
-        optimizer: an ordinary optimizer over (some of) the model's parameters.
-        extra: JSON-compatible data of the caller, such as the step; rank 0's is written.
+        optimizer: an ordinary optimizer over (some of) the model's parameters. Settings of its groups that JSON cannot
+            hold are not written.
+        extra: JSON-compatible data of the caller, such as the step; rank 0's is written. Tuples come back as lists.
+        rank_state: tensors of this rank's own, such as states of random number generators, by name.
+        wait: return when the checkpoint is complete. If false, return when its values are copied, which takes as much
+            memory again on the CPU as this rank's shards, kept for the next save; then a thread writes.
+
+    Returns:
+        The save, to wait for.
+
+    Raises:
+        ConfigError: on every rank, before anything is written, for what a checkpoint cannot hold.
+        CheckpointError: on every rank, if one of them cannot write. With ``wait=False``, :meth:`PendingSave.wait`
+            raises it, or else the next save or load of this model.
+        PeerError: if another rank is gone or did not come in time.
     """
-    target = Path(path)
-    partial = target.with_name(target.name + ".partial")
-    group = model.group
+    return save(Path(path), model, optimizer, extra, rank_state=rank_state, wait=wait)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Prepared:
+    """What the ranks tell each other before anything is written.
+
+    Args:
+        data: name of the data folder; rank 0's counts.
+        extra: rank 0's counts.
+        step_counts: per table; the highest counts, for only the ranks that hold a shard count.
+        numbers: states that are Python numbers; the first rank's count.
+        param_groups: of a table, only its holders have the parameters.
+    """
+
+    data: str
+    extra: dict[str, Any]
+    step_counts: dict[str, int]
+    numbers: dict[str, Any]
+    param_groups: list[dict[str, Any]] | None
+
+
+def save(
+    folder: Path,
+    model: ShardedModel,
+    optimizer: torch.optim.Optimizer | None,
+    extra: Mapping[str, Any] | None,
+    *,
+    rank_state: Mapping[str, Tensor] | None,
+    wait: bool,
+    then: Callable[[], None] | None = None,
+) -> PendingSave:
+    """:func:`save_checkpoint`, and then ``then`` on rank 0, before any rank knows that the save is complete."""
+    settle(model)
     if isinstance(model, ReplicatedModel):
         # Then it does not matter which of the ranks that hold a shard writes it.
         model.sync_replicas()
-    averaged = isinstance(model, ReplicatedModel) and model.replica_options.sync_optimizer
-    lead = group is None or dist.get_rank(group) == 0
-    if lead:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    _barrier(group)
-    values: dict[str, Any] = {}
-    for name, weights in table_parameters(model).items():
-        values[f"model.{name}"] = weights.as_one_tensor()
-    if is_first_replica(model) or averaged:
-        values |= {f"fused.{name}": state.as_one_tensor() for name, state in table_states(model).items()}
-    values |= {f"model.{name}": parameter.detach() for name, parameter in dense_parameters(model).items()}
-    values |= {f"model.{name}": buffer for name, buffer in dense_buffers(model).items()}
-    values |= optimizer_values(model, optimizer)
-    dcp.save(values, checkpoint_id=partial, process_group=group, no_dist=group is None)
-    manifest = {
-        "format": _FORMAT,
-        "plan": model.plan.to_json(),
-        "step_counts": _step_counts(model, group),
-        "param_groups": settings_of(optimizer),
-        "extra": dict(extra or {}),
+    ranks = Ranks(model.group, model.context.device)
+    tensors: dict[str, HeldTensor] = {}
+
+    def prepare() -> _Prepared:
+        states, numbers = optimizer_state(model, optimizer)
+        tensors.update(model_tensors(model) | states)
+        tensors.update({rank_name(ranks.rank, key): held(one, saved=True) for key, one in (rank_state or {}).items()})
+        for name, one in tensors.items():
+            if one.dtype not in DTYPES.values():
+                raise ConfigError(f"{name} is {one.dtype}, which a checkpoint cannot hold; convert it before saving")
+        return _Prepared(
+            extra=_as_json(extra or {}),
+            step_counts={key: n for one in sharded_collections(model) for key, n in one.step_counts().items()},
+            numbers=numbers,
+            param_groups=optimizer_groups(model, optimizer),
+            data=_new_data_folder(folder) if ranks.rank == 0 else "",
+        )
+
+    prepared = ranks.agree("save", prepare, remedy=_REMEDY)
+    manifest = Manifest(
+        data=prepared[0].data,
+        files=(),
+        tensors={},
+        numbers={name: value for one in reversed(prepared) for name, value in one.numbers.items()},
+        plan=model.plan.to_json(),
+        step_counts={key: max(one.step_counts.get(key, 0) for one in prepared) for key in prepared[0].step_counts},
+        fused_settings=fused_settings(model),
+        param_groups=_merged_groups(prepared),
+        extra=prepared[0].extra,
+    )
+    job = _Job(folder=folder, ranks=ranks, tensors=tensors, manifest=manifest, then=then)
+    if wait:
+        job.run()
+        return PendingSave()
+    background = _BACKGROUND.setdefault(model, _Background())
+    if background.ranks is None:
+        group = model.group and subgroup(model.group, range(ranks.size), model.context.device, "gloo", "save")
+        background.ranks = Ranks(group, torch.device("cpu"))
+    copies, ready = _copied(tensors, background)
+    job = replace(job, ranks=background.ranks, tensors=copies)
+
+    def run() -> None:
+        ready()
+        job.run()
+
+    background.pending = PendingSave(run)
+    return background.pending
+
+
+def _as_json(extra: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(json.dumps(dict(extra)))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"extra cannot be written as JSON ({error}); give numbers, texts, lists and dicts, and tensors as "
+            "rank_state"
+        ) from error
+    return found
+
+
+def _merged_groups(prepared: list[_Prepared]) -> list[dict[str, Any]] | None:
+    merged = prepared[0].param_groups
+    for one in prepared[1:] if merged is not None else ():
+        for group, other in zip(merged or (), one.param_groups or (), strict=True):
+            group["parameters"] = sorted({*group["parameters"], *other["parameters"]})
+    return merged
+
+
+def _copied(
+    tensors: Mapping[str, HeldTensor], background: _Background
+) -> tuple[dict[str, HeldTensor], Callable[[], None]]:
+    """What this rank writes, copied to the CPU; and a function that returns when the copies are whole.
+
+    See [Note: saving behind the training].
+    """
+    old, background.copies = background.copies, {}
+
+    def copy(name: str, part: Part) -> Part:
+        key, values = (name, part.rect), part.values
+        room = old.get(key)
+        if room is None or room.shape != values.shape or room.dtype != values.dtype:
+            room = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+        background.copies[key] = room.copy_(values, non_blocking=True)
+        return replace(part, values=room)
+
+    copied = {
+        name: replace(one, parts=tuple(copy(name, part) for part in one.parts if part.saved))
+        for name, one in tensors.items()
     }
-    if lead:
-        (partial / _MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-        _replace(partial, target)
-    _barrier(group)
+    if not any(part.values.is_cuda for one in tensors.values() for part in one.parts):
+        return copied, lambda: None
+    event = torch.cuda.Event()
+    event.record()
+    return copied, event.synchronize
 
 
-def load_checkpoint(
-    path: str | Path, model: ShardedModel, optimizer: torch.optim.Optimizer | None = None
-) -> dict[str, Any]:
-    """Read what :func:`save_checkpoint` wrote, for this model's plan and number of ranks. Every rank calls it.
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """A save of which the ranks have agreed that it can be made.
 
     Args:
-        path: the folder.
-        model: a sharded model with the same tables and dense part; its plan may differ from the saved one.
-        optimizer: gets the saved dense optimizer's state and settings, if one was saved.
-
-    Returns:
-        The caller's ``extra`` data.
-
-    Raises:
-        ConfigError: if the folder is no complete checkpoint, or not one of this model.
+        folder: of the checkpoint.
+        ranks: that write.
+        tensors: what this rank holds, by name.
+        manifest: without files and tensors.
+        then: done on rank 0 when the checkpoint is complete.
     """
-    source = Path(path)
-    manifest = _read_manifest(source)
-    group = model.group
-    stored = dcp.FileSystemReader(source).read_metadata().state_dict_metadata
-    tables = {f"model.{name}": state for name, state in table_parameters(model).items()}
-    tables |= {f"fused.{name}": state for name, state in table_states(model).items()}
-    dense: dict[str, Tensor] = {f"model.{name}": value.detach() for name, value in dense_parameters(model).items()}
-    dense |= {f"model.{name}": value for name, value in dense_buffers(model).items()}
-    _check_names(source, stored, set(tables) | set(dense), model)
-    states = OptimizerTargets(model, optimizer, stored)
-    values: dict[str, Any] = {name: _table_target(state) for name, state in tables.items()} | dense
-    values |= states.values
-    dcp.load(values, checkpoint_id=source, process_group=group, no_dist=group is None)
-    for name, state in tables.items():
-        if isinstance(values[name], Tensor):
-            load_table(state.layout, state.parts, values[name])
-    states.store(values)
-    for collection in sharded_collections(model).values():
-        collection.load_step_counts(manifest["step_counts"])
-    load_settings(optimizer, manifest["param_groups"])
-    if isinstance(model, ReplicatedModel):
-        model.steps_since_sync = 0
-    extra: dict[str, Any] = manifest["extra"]
-    return extra
 
+    folder: Path
+    ranks: Ranks
+    tensors: Mapping[str, HeldTensor]
+    manifest: Manifest
+    then: Callable[[], None] | None
 
-def _barrier(group: dist.ProcessGroup | None) -> None:
-    if group is not None:
-        dist.barrier(group)
+    def run(self) -> None:
+        try:
+            written = self.ranks.agree("save", self._write, remedy=_REMEDY)
+        except CheckpointError:
+            shutil.rmtree(self.folder / self.manifest.data, ignore_errors=True)
+            raise
+        self.ranks.agree("save", lambda: self._complete(written), remedy=_REMEDY)
 
+    def _write(self) -> tuple[SavedFile, dict[str, SavedTensor]]:
+        """Write this rank's file; returns it and what is in it."""
+        data = self.folder / self.manifest.data
+        data.mkdir(exist_ok=True)
+        parts = [(name, one, part) for name, one in self.tensors.items() for part in one.parts if part.saved]
+        named = [(_part_name(name, one, part), part.values) for name, one, part in parts]
+        file, starts = write_file(data / f"rank-{self.ranks.rank:05}.safetensors", named)
+        saved: dict[str, list[SavedPart]] = {name: [] for name in self.tensors}
+        for (name, _, part), start in zip(parts, starts, strict=True):
+            saved[name].append(SavedPart(rect=part.rect, file=self.ranks.rank, start=start))
+        names = {dtype: name for name, dtype in DTYPES.items()}
+        return file, {
+            name: SavedTensor(dtype=names[one.dtype], shape=one.shape, parts=tuple(saved[name]))
+            for name, one in self.tensors.items()
+        }
 
-def _replace(partial: Path, target: Path) -> None:
-    old = target.with_name(target.name + ".old")
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        target.rename(old)
-    partial.rename(target)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _read_manifest(source: Path) -> dict[str, Any]:
-    try:
-        manifest: dict[str, Any] = json.loads((source / _MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise ConfigError(
-            f"{source} is not a complete shardrec checkpoint ({error}); give the folder that save_checkpoint wrote"
-        ) from error
-    if manifest.get("format") != _FORMAT:
-        raise ConfigError(
-            f"{source} has checkpoint format {manifest.get('format')!r}; this release reads format {_FORMAT}"
-        )
-    return manifest
-
-
-def _check_names(source: Path, stored: Mapping[str, Any], wanted: set[str], model: ShardedModel) -> None:
-    lacking = sorted(wanted - set(stored))
-    surplus = sorted(name for name in stored if name.startswith(("model.", "fused.")) and name not in wanted)
-    if lacking or surplus:
-        parts = [f"it lacks {', '.join(lacking[:5])}"] if lacking else []
-        parts += [f"it has {', '.join(surplus[:5])}, which the model lacks"] if surplus else []
-        raise ConfigError(
-            f"{source} is a checkpoint of another model than this {type(model.module).__name__} (or of other fused "
-            f"optimizers): {'; '.join(parts)}"
-        )
-    shapes = {f"model.{name}": state.layout for name, state in table_parameters(model).items()}
-    for name, layout in shapes.items():
-        size = tuple(stored[name].size)
-        if size != (layout.num_embeddings, layout.embedding_dim):
-            raise ConfigError(
-                f"{source}: {name} has shape {size} and the model's table "
-                f"({layout.num_embeddings}, {layout.embedding_dim}); build the model with the saved sizes"
+    def _complete(self, written: list[tuple[SavedFile, dict[str, SavedTensor]]]) -> None:
+        """On rank 0, make the folder a checkpoint of what the ranks have written."""
+        if self.ranks.rank:
+            return
+        tensors: dict[str, SavedTensor] = {}
+        for file, index in written:
+            path = self.folder / self.manifest.data / file.name
+            if path.stat().st_size != file.size:
+                raise CheckpointError(f"{path} has {path.stat().st_size:,} bytes, and {file.size:,} were written")
+            for name, one in index.items():
+                tensors[name] = _merged(tensors.get(name, one), one, name)
+        manifest = replace(self.manifest, files=tuple(file for file, _ in written), tensors=tensors)
+        faults = manifest.faults()
+        if faults:
+            raise CheckpointError(
+                f"{self.folder} was not written, for the ranks do not hold all of {'; '.join(faults[:3])}; make a "
+                "training step on every rank before the first save"
             )
+        write_manifest(self.folder, manifest)
+        for path in leftovers(self.folder, manifest.data):
+            remove(path)
+        if self.then is not None:
+            self.then()
 
 
-def _table_target(state: TableState) -> Any:
-    """A value for torch.distributed.checkpoint to read into: the parts themselves where it can cut for them."""
-    if state.layout.replicated:
-        return state.parts[None]
-    if state.group is not None and not state.rowwise:
-        return state.as_one_tensor()
-    # A row's state has a copy in each column stripe, which a sharded tensor cannot say: read the whole, copy the parts.
-    layout = state.layout
-    size = (layout.num_embeddings,) if state.rowwise else (layout.num_embeddings, layout.embedding_dim)
-    return torch.empty(size, dtype=state.dtype)
+def _merged(one: SavedTensor, other: SavedTensor, name: str) -> SavedTensor:
+    """Both ranks' parts; of a part that several ranks have written, the first rank's."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        raise CheckpointError(
+            f"{name} is {one.dtype} of shape {one.shape} on one rank and {other.dtype} of shape {other.shape} on "
+            "another; build the same model and optimizer on every rank"
+        )
+    known = {part.rect for part in one.parts}
+    return replace(one, parts=one.parts + tuple(part for part in other.parts if part.rect not in known))
 
 
-def _step_counts(model: ShardedModel, group: dist.ProcessGroup | None) -> dict[str, int]:
-    """Per table the updates made, as the ranks that count them say."""
-    counts: dict[str, int] = {}
-    for collection in sharded_collections(model).values():
-        counts |= collection.step_counts()
-    if group is None or not counts:
-        return counts
-    highest = torch.tensor(list(counts.values()), device=model.context.device)
-    dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
-    return dict(zip(counts, highest.tolist(), strict=True))
+def _part_name(name: str, tensor: HeldTensor, part: Part) -> str:
+    rect = part.rect
+    whole = rect == Rect.whole(tensor.shape)
+    return name if whole else f"{name}[{rect.row_start}:{rect.row_end}, {rect.col_start}:{rect.col_end}]"
+
+
+def rank_name(rank: int, name: str) -> str:
+    """The name in a checkpoint of a rank's own tensor."""
+    return f"rank{rank}.{name}"
+
+
+def _new_data_folder(folder: Path) -> str:
+    """Make the checkpoint's folder, free of what saves have left that came to no end, and a new data folder in it."""
+    _make(folder)
+    try:
+        stale = leftovers(folder, read_manifest(folder).data)
+    except CheckpointError:
+        # A damaged checkpoint may still be worth something to somebody, until there is a new one.
+        stale = [] if (folder / MANIFEST).exists() else leftovers(folder, "")
+    for path in stale:
+        remove(path)
+    name = f"data-{secrets.token_hex(8)}"
+    (folder / name).mkdir()
+    sync_folder(folder)
+    return name
+
+
+def _make(folder: Path) -> None:
+    """Make a folder and those that it is in, on the disk."""
+    if not folder.is_dir():
+        _make(folder.absolute().parent)
+        folder.mkdir(exist_ok=True)
+        sync_folder(folder.absolute().parent)
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint, or a part of one; a kill on the way leaves nothing that looks like a checkpoint."""
+    try:
+        (folder / MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(folder)
+    except OSError as error:
+        warnings.warn(f"{folder} could not be removed ({error}); remove it by hand", stacklevel=2)

@@ -1,66 +1,108 @@
-"""What a checkpoint holds of a sharded model: weights, fused optimizer states and the dense optimizer, by name.
+"""What a sharded model holds: weights, fused optimizer states, dense parameters and buffers, by name.
 
-Each entry is a plain tensor that every rank has alike, or a ShardedTensor; so ``torch.distributed.checkpoint`` can cut
-it anew for another plan or number of ranks.
+Cut tables are written by the ranks of the first replica, each its shards. Whatever every rank has (replicated tables,
+the dense part, buffers) is rank 0's, by definition: a BatchNorm's statistics differ between ranks, and a checkpoint has
+rank 0's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
-from shardrec.layout import Shard, TableLayout
+from shardrec.checkpoint.parts import HeldTensor, Part, Rect, held
+from shardrec.errors import ConfigError
+from shardrec.layout import Shard
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.model import ShardedModel
 from shardrec.modules.replicated_model import ReplicatedModel
-from shardrec.modules.table import ShardedTable, as_one_tensor
+from shardrec.modules.table import ShardedTable
 
-__all__ = [
-    "TableState",
-    "dense_parameters",
-    "is_first_replica",
-    "sharded_collections",
-    "table_parameters",
-    "table_states",
-]
+__all__ = ["Place", "model_tensors", "parameter_places", "sharded_collections"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TableState:
-    """A tensor as large as a table (or its rows), of which this rank holds parts.
+class Place:
+    """What a parameter of this rank is.
 
     Args:
-        layout: where the table lives.
-        parts: this rank's parts, views; empty where the rank holds no shard.
-        rowwise: one value per row.
-        group: the process group; None on one rank.
-        dtype: of the tensor, alike on every rank.
+        name: its state_dict key.
+        tensor: that it is a part of.
+        is_table: it is a table, or a shard of one.
+        is_fused: an optimizer fused into backward updates it, so that no other one does.
     """
 
-    layout: TableLayout
-    parts: Mapping[Shard | None, Tensor]
-    rowwise: bool
-    group: dist.ProcessGroup | None
-    dtype: torch.dtype
-
-    def as_one_tensor(self) -> Tensor | ShardedTensor:
-        """The tensor as the value of a state_dict."""
-        return as_one_tensor(self.layout, self.parts, self.group, rowwise=self.rowwise, dtype=self.dtype)
+    name: str
+    tensor: HeldTensor
+    is_table: bool = False
+    is_fused: bool = False
 
 
-def sharded_collections(model: ShardedModel) -> dict[str, ShardedCollection]:
-    """The sharded collections by path."""
-    return {path: module for path, module in model.module.named_modules() if isinstance(module, ShardedCollection)}
+def sharded_collections(model: ShardedModel) -> list[ShardedCollection]:
+    """The sharded collections of a model."""
+    return [module for module in model.module.modules() if isinstance(module, ShardedCollection)]
 
 
-def is_first_replica(model: ShardedModel) -> bool:
-    """Whether this rank's copy of the tables is the one that counts where copies are not averaged."""
-    return not isinstance(model, ReplicatedModel) or model.replica_groups.replica == 0
+def parameter_places(model: ShardedModel) -> dict[int, Place]:
+    """The place of each parameter of this rank, by id."""
+    places = {}
+    collections = sharded_collections(model)
+    fused = {id(one.tables()[name]) for one in collections for name in one.fused_optimizers()}
+    for path, table in _tables(model):
+        for shard, parameter in table.locals.items():
+            tensor = _of_table(model, table, {shard: parameter.detach()}, table.dtype)
+            name = f"{path}.weight"
+            places[id(parameter)] = Place(name=name, tensor=tensor, is_table=True, is_fused=id(table) in fused)
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in places:
+            places[id(parameter)] = Place(name=name, tensor=held(parameter, saved=_is_lead(model)))
+    return places
+
+
+def model_tensors(model: ShardedModel) -> dict[str, HeldTensor]:
+    """Everything but an ordinary optimizer, by name; the names are alike on every rank.
+
+    Raises:
+        ConfigError: if the model's state_dict has an entry that is no tensor.
+    """
+    found: dict[str, HeldTensor] = {}
+    paths: dict[int, str] = {}
+    for path, table in _tables(model):
+        paths[id(table)] = path
+        weights = {shard: parameter.detach() for shard, parameter in table.locals.items()}
+        found[f"model.{path}.weight"] = _of_table(model, table, weights, table.dtype)
+    for collection in sharded_collections(model):
+        for name, optimizer in collection.fused_optimizers().items():
+            table = collection.tables()[name]
+            for state in optimizer.states:
+                found[f"fused.{paths[id(table)]}.{state}"] = _of_table(
+                    model, table, collection.fused_state(name, state), torch.float32, rowwise=optimizer.rowwise
+                )
+    found |= {f"model.{name}": held(value, saved=_is_lead(model)) for name, value in _dense_values(model)}
+    return found
+
+
+def _dense_values(model: ShardedModel) -> Iterator[tuple[str, Tensor]]:
+    """What the modules that are not tables put into a state_dict, by key."""
+    for path, module in model.module.named_modules(remove_duplicate=False):
+        if isinstance(module, FSDPModule):
+            module.reshard()
+        values: dict[str, Any] = {}
+        if not isinstance(module, ShardedTable):
+            module._save_to_state_dict(values, f"{path}." if path else "", keep_vars=False)
+        for name, value in values.items():
+            if not isinstance(value, Tensor):
+                raise ConfigError(
+                    f"the state_dict has a {type(value).__name__} under {name!r}, and a checkpoint holds tensors; "
+                    f"register it as a buffer of {type(module).__name__}, or keep it in extra="
+                )
+            yield name, value
 
 
 def _tables(model: ShardedModel) -> Iterator[tuple[str, ShardedTable]]:
@@ -69,49 +111,27 @@ def _tables(model: ShardedModel) -> Iterator[tuple[str, ShardedTable]]:
             yield path, module
 
 
-def table_parameters(model: ShardedModel) -> dict[str, TableState]:
-    """Each table's weight, by its state_dict key."""
-    return {
-        f"{path}.weight": TableState(
-            layout=table.layout,
-            parts={shard: parameter.detach() for shard, parameter in table.locals.items()},
-            rowwise=False,
-            group=table.group,
-            dtype=table.dtype,
-        )
-        for path, table in _tables(model)
-    }
+def _of_table(
+    model: ShardedModel,
+    table: ShardedTable,
+    tensors: dict[Shard | None, Tensor],
+    dtype: torch.dtype,
+    *,
+    rowwise: bool = False,
+) -> HeldTensor:
+    """A table's weights or states. Of a state kept per row, column stripes hold equal copies, and the first counts."""
+    shape = (table.layout.num_embeddings, table.layout.embedding_dim)[: 1 if rowwise else 2]
+    first = not isinstance(model, ReplicatedModel) or model.replica_groups.replica == 0
+    parts = []
+    for shard, values in tensors.items():
+        rect, saved = Rect.whole(shape), _is_lead(model)
+        if shard is not None:
+            rect, saved = Rect.of(shard), first and not (rowwise and shard.col_start)
+        if rowwise:
+            rect = rect._replace(col_start=0, col_end=1)
+        parts.append(Part(rect=rect, values=values, saved=saved))
+    return HeldTensor(shape=shape, dtype=dtype, parts=tuple(parts))
 
 
-def table_states(model: ShardedModel) -> dict[str, TableState]:
-    """Each fused optimizer state, by ``"<path of the table>.<state>"``, alike on every rank."""
-    paths = {id(table): path for path, table in _tables(model)}
-    found = {}
-    for collection in sharded_collections(model).values():
-        tables = collection.tables()
-        for name, optimizer in collection.fused_optimizers().items():
-            for state in optimizer.states:
-                found[f"{paths[id(tables[name])]}.{state}"] = TableState(
-                    layout=tables[name].layout,
-                    parts=collection.fused_state(name, state),
-                    rowwise=optimizer.rowwise,
-                    group=tables[name].group,
-                    dtype=torch.float32,
-                )
-    return found
-
-
-def dense_parameters(model: ShardedModel) -> dict[str, nn.Parameter]:
-    """The parameters that are not tables, by name."""
-    tables = {id(parameter) for _, table in _tables(model) for parameter in table.parameters()}
-    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) not in tables}
-
-
-def dense_buffers(model: ShardedModel) -> dict[str, Tensor]:
-    """The persistent buffers, by their state_dict key."""
-    known = {f"{path}.weight" for path, _ in _tables(model)} | set(dense_parameters(model))
-    return {
-        name: value
-        for name, value in model.state_dict().items()
-        if name not in known and isinstance(value, torch.Tensor)
-    }
+def _is_lead(model: ShardedModel) -> bool:
+    return model.group is None or dist.get_rank(model.group) == 0

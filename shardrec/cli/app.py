@@ -50,7 +50,8 @@ app.command("doctor")(doctor)
 
 
 def main() -> None:
-    """Run the command line and exit: 0 done, 1 an error (one message, no traceback), 2 a wrong flag, 130 stopped.
+    """Run the command line and exit: 0 done, 1 an error (one message, no traceback), 2 a wrong flag, 75 stopped
+    after saving, 130 stopped.
 
     With ``--debug`` among the arguments an error keeps its traceback.
     """

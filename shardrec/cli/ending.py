@@ -6,8 +6,19 @@ import os
 import sys
 
 from shardrec.errors import InputError, ShardrecError
+from shardrec.train import RunStopped
 
-__all__ = ["ended_by_error", "ended_by_user"]
+__all__ = ["SAVED", "ended_after_saving", "ended_by_error", "ended_by_user"]
+
+SAVED = 75
+"""Exit code of a run that was told to end and has saved: the system's EX_TEMPFAIL, "try again"."""
+
+
+def ended_after_saving(stopped: RunStopped) -> None:
+    """Say on stderr that the run was stopped, and how to go on."""
+    if _speaks():
+        told = f"stopped after step {stopped.step:,}, which is saved; go on with --out {stopped.folder} --resume"
+        print(f"\nshardrec: {told}", file=sys.stderr, flush=True)
 
 
 def ended_by_user() -> None:

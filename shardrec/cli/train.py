@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from shardrec.cli.ending import ended_by_user
+from shardrec.cli.ending import SAVED, ended_after_saving, ended_by_user
 from shardrec.cli.flags import flag_parameters, parameter
-from shardrec.train import TrainConfig, load_config, train
+from shardrec.train import RunStopped, TrainConfig, load_config, train
 
 __all__ = ["train_command"]
 
@@ -20,7 +20,7 @@ _HELP = (
     "Train a sharded click model and compare it with the best possible one.\n\n"
     "Without a data file the rows are generated, so that the best possible AUC is known. Options come from the YAML "
     "file CONFIG (keys as the flags, with underscores); flags go over it. The results go to a folder: plan.json, "
-    "metrics.json, curve.png, config.yaml and checkpoint/."
+    "metrics.json, curve.png, config.yaml and checkpoints/."
 )
 
 
@@ -28,10 +28,13 @@ def train_command() -> Callable[..., None]:
     """The function behind the command; its parameters are made from the config's fields, which hold the help texts."""
 
     def command(**given: Any) -> None:
-        path, debug = given.pop("config"), given.pop("debug")
+        path, debug, resume = given.pop("config"), given.pop("debug"), given.pop("resume")
         flags = {name: value for name, value in given.items() if value not in (None, [])}
         try:
-            train(load_config(path, flags), debug=debug)
+            train(load_config(path, flags, resume=resume), resume=resume, debug=debug)
+        except RunStopped as stopped:
+            ended_after_saving(stopped)
+            raise typer.Exit(SAVED) from None
         except KeyboardInterrupt:
             # Caught before Typer, which would say nothing at all.
             ended_by_user()
@@ -39,7 +42,13 @@ def train_command() -> Callable[..., None]:
 
     parameters = [parameter("config", Annotated[Path | None, typer.Argument(help="YAML file of options.")], None)]
     parameters += flag_parameters(TrainConfig)
-    debug = typer.Option("--debug", help="Show tracebacks and the launcher's log.", rich_help_panel="Output")
+    resume = typer.Option(
+        "--resume",
+        help="Go on from the last checkpoint in --out, with the options of that run; begin if there is none.",
+        rich_help_panel="Output",
+    )
+    parameters.append(parameter("resume", Annotated[bool, resume], False))
+    debug = typer.Option("--debug", help="Show tracebacks.", rich_help_panel="Output")
     parameters.append(parameter("debug", Annotated[bool, debug], False))
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # functions take attributes
     command.__annotations__ = {one.name: one.annotation for one in parameters}

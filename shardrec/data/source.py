@@ -37,7 +37,14 @@ class ClickData(Protocol):
         ...
 
     def train_batches(
-        self, rank: int, world_size: int, batch_size: int, *, first_batch: int = 0, drop_last: bool = False
+        self,
+        rank: int,
+        world_size: int,
+        batch_size: int,
+        *,
+        first_batch: int = 0,
+        drop_last: bool = False,
+        global_rows: int | None = None,
     ) -> Iterator[ClickBatch]:
         """One rank's training batches of one pass.
 
@@ -47,6 +54,8 @@ class ClickData(Protocol):
             batch_size: rows per rank.
             first_batch: batches to leave out at the start, to go on after a checkpoint.
             drop_last: leave out the last global batch when it is not full.
+            global_rows: rows of a global batch where they are not ``world_size * batch_size``, such as those of a run
+                that goes on with another number of ranks; they are spread evenly.
 
         Raises:
             ConfigError: an argument out of range, at the call.
@@ -54,7 +63,9 @@ class ClickData(Protocol):
         """
         ...
 
-    def holdout_batches(self, rank: int, world_size: int, batch_size: int) -> Iterator[ClickBatch]:
+    def holdout_batches(
+        self, rank: int, world_size: int, batch_size: int, *, global_rows: int | None = None
+    ) -> Iterator[ClickBatch]:
         """One rank's share of the held-out rows; arguments and errors as for :meth:`train_batches`."""
         ...
 

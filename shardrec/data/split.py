@@ -32,6 +32,7 @@ class BatchRequest:
         batch_size: rows per rank.
         first_batch: batches of this pass to leave out, for instance those before a checkpoint.
         drop_last: leave out the last global batch when it is not full.
+        global_rows: rows of a global batch where they are not ``world_size * batch_size``, to spread evenly.
 
     Raises:
         ConfigError: a value out of range; all the faults are in one message.
@@ -42,6 +43,7 @@ class BatchRequest:
     batch_size: int
     first_batch: int = 0
     drop_last: bool = False
+    global_rows: int | None = None
 
     def __post_init__(self) -> None:
         faults = []
@@ -53,13 +55,15 @@ class BatchRequest:
             faults.append(f"batch_size is {self.batch_size}: give at least 1 row per rank")
         if self.first_batch < 0:
             faults.append(f"first_batch is {self.first_batch}: give 0 or the number of batches already done")
+        if self.global_rows is not None and self.global_rows < 1:
+            faults.append(f"global_rows is {self.global_rows}: give at least 1 row over all ranks")
         if faults:
             raise ConfigError("BatchRequest: " + "; ".join(faults))
 
     @property
     def global_size(self) -> int:
         """Rows of a full global batch."""
-        return self.world_size * self.batch_size
+        return self.global_rows or self.world_size * self.batch_size
 
     def share(self, count: int) -> tuple[int, int]:
         """First row and end (not included) of this rank's part of a global batch of ``count`` rows."""

@@ -62,17 +62,31 @@ class SyntheticClickData:
         return self.config.rows
 
     def train_batches(
-        self, rank: int, world_size: int, batch_size: int, *, first_batch: int = 0, drop_last: bool = False
+        self,
+        rank: int,
+        world_size: int,
+        batch_size: int,
+        *,
+        first_batch: int = 0,
+        drop_last: bool = False,
+        global_rows: int | None = None,
     ) -> Iterator[ClickBatch]:
         """One rank's training batches of one pass; see :class:`~shardrec.data.ClickData`."""
         request = BatchRequest(
-            rank=rank, world_size=world_size, batch_size=batch_size, first_batch=first_batch, drop_last=drop_last
+            rank=rank,
+            world_size=world_size,
+            batch_size=batch_size,
+            first_batch=first_batch,
+            drop_last=drop_last,
+            global_rows=global_rows,
         )
         return self._batches(Stream.TRAIN, self.config.rows, request)
 
-    def holdout_batches(self, rank: int, world_size: int, batch_size: int) -> Iterator[ClickBatch]:
+    def holdout_batches(
+        self, rank: int, world_size: int, batch_size: int, *, global_rows: int | None = None
+    ) -> Iterator[ClickBatch]:
         """One rank's share of the held-out rows; see :class:`~shardrec.data.ClickData`."""
-        request = BatchRequest(rank=rank, world_size=world_size, batch_size=batch_size)
+        request = BatchRequest(rank=rank, world_size=world_size, batch_size=batch_size, global_rows=global_rows)
         return self._batches(Stream.HOLDOUT, self.config.holdout_rows, request)
 
     def best_metrics(self) -> BestMetrics:

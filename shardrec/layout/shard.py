@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
-__all__ = ["COLUMN_UNIT", "Shard", "Stripe", "TableLayout"]
+__all__ = ["COLUMN_UNIT", "Shard", "Stripe", "TableLayout", "miscovered"]
 
 COLUMN_UNIT = 4
 """fbgemm's kernels move four floats at a time: each shard's width must be a multiple of this."""
@@ -175,7 +175,7 @@ class TableLayout:
 
     def _cover_faults(self) -> list[str]:
         found = []
-        for region in _miscovered(self.num_embeddings, self.embedding_dim, self.shards):
+        for region in miscovered(self.num_embeddings, self.embedding_dim, self.shards):
             place = f"table {self.name!r}: rows {_span(region.rows)}, columns {_span(region.columns)}"
             if region.owners:
                 found.append(f"{place} are in two shards ({'; '.join(map(str, region.owners))}); keep one")
@@ -220,7 +220,7 @@ class _Region:
     owners: tuple[Shard, ...] = ()
 
 
-def _miscovered(rows: int, cols: int, shards: Iterable[Shard]) -> list[_Region]:
+def miscovered(rows: int, cols: int, shards: Iterable[Shard]) -> list[_Region]:
     """The gaps, then the overlaps, on the grid of all the shards' boundaries.
 
     Sweeps the column intervals and, inside each, the rows of the shards that span it, so the cost is

@@ -29,7 +29,16 @@ from shardrec.exchange.collectives import Collectives, LocalCollectives, collect
 from shardrec.exchange.peers import peers
 from shardrec.exchange.step import StepContext
 
-__all__ = ["Averager", "ReplicaGroups", "ReplicaOptions", "Span", "make_groups", "replica_ranks", "stream_buckets"]
+__all__ = [
+    "Averager",
+    "ReplicaGroups",
+    "ReplicaOptions",
+    "Span",
+    "make_groups",
+    "replica_ranks",
+    "stream_buckets",
+    "subgroup",
+]
 
 BUCKET_BYTES = 64 * 2**20
 """Size of one all-reduce: large enough for the network's full rate, small beside the tables."""
@@ -115,9 +124,9 @@ def make_groups(group: dist.ProcessGroup | None, replicas: int, device: torch.de
     assert whole is not None, "several ranks have a process group"
     if replicas == 1:
         return ReplicaGroups(ranks=ranks, replica=0, inside=whole, collectives=collectives, peers=None, everyone=None)
-    inside = _subgroup(whole, ranks[replica], device) if size > 1 else None
-    peers = _subgroup(whole, [row[place] for row in ranks], device)
-    everyone = _subgroup(whole, range(collectives.world_size), device, backend="gloo")
+    inside = subgroup(whole, ranks[replica], device) if size > 1 else None
+    peers = subgroup(whole, [row[place] for row in ranks], device)
+    everyone = subgroup(whole, range(collectives.world_size), device, backend="gloo")
     return ReplicaGroups(
         ranks=ranks,
         replica=replica,
@@ -128,11 +137,23 @@ def make_groups(group: dist.ProcessGroup | None, replicas: int, device: torch.de
     )
 
 
-def _subgroup(
-    whole: dist.ProcessGroup, ranks: Iterable[int], device: torch.device, backend: str | None = None
+def subgroup(
+    whole: dist.ProcessGroup,
+    ranks: Iterable[int],
+    device: torch.device,
+    backend: str | None = None,
+    what: str = "start of the replicas",
 ) -> dist.ProcessGroup:
-    # Only the members take part in the call, as ranks outside of ``whole`` know nothing of it.
-    with peers(whole, "start of the replicas"):
+    """A new group of some ranks of ``whole``, with its time limit; only the members call this.
+
+    Args:
+        whole: the group that they are in.
+        ranks: of ``whole``.
+        device: of the tensors that ``whole`` is for.
+        backend: default: that of ``whole``.
+        what: the members do, for errors.
+    """
+    with peers(whole, what):
         made: dist.ProcessGroup = dist.new_group(
             [dist.get_global_rank(whole, rank) for rank in ranks],
             timeout=_timeout(whole, device),

@@ -4,20 +4,44 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shardrec.errors import ConfigError
-from shardrec.train.options import check_fields, option, together
+from shardrec.train.options import check_fields, flag, option, rule_of, together
 
-__all__ = ["SYNTHETIC", "TrainConfig", "load_config", "parse_constraint"]
+__all__ = [
+    "CHECKPOINTS",
+    "FILE",
+    "PLAN",
+    "SYNTHETIC",
+    "TrainConfig",
+    "load_config",
+    "load_config_text",
+    "parse_constraint",
+]
 
 SYNTHETIC = "synthetic"
 """The value of ``data`` that asks for generated rows."""
 
+CHECKPOINTS = "checkpoints"
+"""The folder of a run's checkpoints, in its results."""
+
+FILE = "config.yaml"
+"""The effective options, in a run's results."""
+
+PLAN = "plan.json"
+"""The sharding plan, likewise."""
+
+_RESTARTS = 3
+
 _DATA, _MODEL, _LEARNING, _RANKS, _OUTPUT = "Data", "Model", "Learning", "Ranks", "Output"
+_OF_THE_RUN = (_DATA, _MODEL, _LEARNING)
+
+_EVERY = re.compile(r"0*[1-9][0-9]*|(?=.*[1-9])[0-9]+(\.[0-9]+)?m")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +83,12 @@ class TrainConfig:
     )  # fmt: skip
 
     batch_size: int = option(2048, _LEARNING, "Rows of a step on each rank.", minimum=1)
+    global_batch_size: int | None = option(
+        None,
+        _LEARNING,
+        "Rows of a step over all ranks, spread evenly, in place of --batch-size; a run that goes on keeps its own.",
+        minimum=1,
+    )
     optimizer: str = option("adam", _LEARNING, "Optimizer of the dense layers.", choices=("sgd", "adagrad", "adam"))
     lr: float = option(5e-3, _LEARNING, "Learning rate of the dense layers.", above=0)
     embedding_optimizer: str = option(
@@ -93,10 +123,24 @@ class TrainConfig:
         metavar="TABLE=CUT[,CUT][@RANK,RANK]",
     )
     plan: str | None = option(None, _RANKS, "Use this plan.json instead of planning.", metavar="PATH")
+    timeout: float = option(
+        300.0, _RANKS, "Seconds that a rank waits for the others before it takes them for dead.", above=0
+    )
+    max_restarts: int | None = option(
+        None,
+        _RANKS,
+        "Times in a row, without a new checkpoint, that ranks of this machine are started again after a death "
+        f"(default: {_RESTARTS} with --checkpoint-every, else 0)",
+        minimum=0,
+    )
 
     out: str | None = option(None, _OUTPUT, "Folder for the results (default: runs/<date-time>)", metavar="DIR")
     evaluations: int = option(10, _OUTPUT, "Points of the held-out curve.", minimum=1)
     checkpoint: str = option("last", _OUTPUT, "Save the model at the end, or not.", choices=("last", "none"))
+    checkpoint_every: str | None = option(
+        None, _OUTPUT, "Save each so many steps, or minutes ('10m'), and when told to end.", metavar="STEPS|MINUTESm"
+    )
+    keep_checkpoints: int = option(2, _OUTPUT, "Newest checkpoints to keep.", minimum=1)
 
     def __post_init__(self) -> None:
         faults = check_fields(self) or self._structural_faults()
@@ -114,7 +158,52 @@ class TrainConfig:
             faults.append("constraint (--constraint) is for the planner and plan (--plan) replaces it: leave one out")
         if self.model == "dcn" and not self.over_layers:
             faults.append("over_layers (--over-layers) is empty: model dcn needs one layer at least")
+        if self.checkpoint_every is not None and _EVERY.fullmatch(self.checkpoint_every) is None:
+            faults.append(
+                f"checkpoint_every (--checkpoint-every) is {self.checkpoint_every!r}: give steps, such as 500, or "
+                "minutes, such as 10m, above 0"
+            )
+        if self.checkpoint_every is not None and self.checkpoint == "none":
+            faults.append(
+                "checkpoint_every (--checkpoint-every) saves and checkpoint (--checkpoint) is 'none': leave one out"
+            )
         return faults
+
+    @property
+    def checkpoint_steps(self) -> int | None:
+        """Steps from one checkpoint to the next, if they are counted so."""
+        every = self.checkpoint_every
+        return None if every is None or every.endswith("m") else int(every)
+
+    @property
+    def checkpoint_seconds(self) -> float | None:
+        """Seconds from one checkpoint to the next, if they are counted so."""
+        every = self.checkpoint_every
+        return 60 * float(every[:-1]) if every is not None and every.endswith("m") else None
+
+    @property
+    def allowed_restarts(self) -> int:
+        """``max_restarts``, or its default."""
+        return self.max_restarts if self.max_restarts is not None else _RESTARTS * (self.checkpoint_every is not None)
+
+    def check_resumes(self, started: Mapping[str, Any]) -> None:
+        """Options of data, model and learning make a run what it is; the others may differ when it goes on.
+
+        Args:
+            started: the options that the run was started with, as :meth:`to_mapping` gives them.
+
+        Raises:
+            ConfigError: naming each that differs, and both values.
+        """
+        given = self.to_mapping()
+        faults = [
+            f"{field.name} ({flag(field.name)}) is {given[field.name]!r} and the run in {self.out} was started with "
+            f"{started.get(field.name)!r}: leave it out, or start a new run in another folder (--out)"
+            for field in dataclasses.fields(self)
+            if rule_of(field).panel in _OF_THE_RUN and given[field.name] != started.get(field.name)
+        ]
+        if faults:
+            raise ConfigError(together(faults))
 
     @property
     def is_synthetic(self) -> bool:
@@ -134,12 +223,15 @@ class TrainConfig:
         return text
 
 
-def load_config(path: str | Path | None = None, flags: Mapping[str, Any] | None = None) -> TrainConfig:
+def load_config(
+    path: str | Path | None = None, flags: Mapping[str, Any] | None = None, *, resume: bool = False
+) -> TrainConfig:
     """Defaults, overridden by a YAML file, overridden by flags.
 
     Args:
         path: YAML file of options; None for none.
         flags: options by field name; those that are None were not given.
+        resume: the options of the run in the folder ``out``, if it was started before, are the defaults.
 
     Raises:
         ConfigError: for a file that cannot be read, an option that does not exist, or a value that cannot be honoured.
@@ -147,7 +239,16 @@ def load_config(path: str | Path | None = None, flags: Mapping[str, Any] | None 
     values = _read(Path(path)) if path is not None else {}
     given = {name: value for name, value in (flags or {}).items() if value is not None}
     _check_names(given, "the flags")
-    return TrainConfig(**{**values, **given})
+    values |= given
+    started = Path(str(values.get("out")), FILE)
+    if resume and "out" in values and started.is_file():
+        values = _read(started) | values
+    return TrainConfig(**values)
+
+
+def load_config_text(text: str, path: Path) -> TrainConfig:
+    """:func:`load_config` of a file that has been read; ``path`` is for messages."""
+    return TrainConfig(**_parse(text, path))
 
 
 def parse_constraint(text: str) -> tuple[str, tuple[str, ...], tuple[int, ...]]:
@@ -178,14 +279,19 @@ def parse_constraint(text: str) -> tuple[str, tuple[str, ...], tuple[int, ...]]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    import yaml
-
     try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return _parse(path.read_text(encoding="utf-8"), path)
     except FileNotFoundError as error:
         raise ConfigError(f"config file {path} does not exist: check the name, or leave it out") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {path} cannot be read ({error}): give a YAML file of options") from error
+
+
+def _parse(text: str, path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        loaded = yaml.safe_load(text)
     except yaml.YAMLError as error:
         place = " ".join(str(error).split())
         raise ConfigError(

@@ -18,6 +18,7 @@ from shardrec.train.report import CurvePoint, RunReport, metrics_table, summary_
 
 if TYPE_CHECKING:
     from shardrec.layout import ShardingPlan
+    from shardrec.train.ranks import Place
 
 __all__ = ["Announcer", "Display", "LogDisplay", "SilentDisplay", "TerminalDisplay", "duration"]
 
@@ -128,16 +129,28 @@ class Announcer:
     def __init__(self) -> None:
         self._console = console()
 
+    def source(self, description: str) -> None:
+        """The data, in words."""
+        self._say(description)
+
     def plan(self, plan: ShardingPlan) -> None:
         """The plan as a table."""
         self._console.print(plan.explain(reasons=False))
 
-    def run(self, source: str, config: TrainConfig, *, world_size: int, threads: int) -> None:
-        """What is about to be trained, and on what; ``source`` is the data in words."""
-        self._say(source)
-        ranks = f"{world_size} rank{'s' * (world_size > 1)} with {threads} thread{'s' * (threads > 1)}"
-        each = " each" * (world_size > 1)
-        self._say(f"training {config.model} on {ranks}{each}, {config.batch_size:,} rows a step on each rank")
+    def run(self, config: TrainConfig, place: Place, batch_size: int) -> None:
+        """What is about to be trained, and on what."""
+        size, threads = place.world_size, place.threads
+        ranks = f"{size} rank{'s' * (size > 1)} with {threads} thread{'s' * (threads > 1)}"
+        each = " each" * (size > 1)
+        self._say(f"training {config.model} on {ranks}{each}, {batch_size:,} rows a step on each rank")
+
+    def resumed(self, step: int) -> None:
+        """The run goes on from a checkpoint."""
+        self._say(f"going on from the checkpoint of step {step:,}")
+
+    def saved(self, step: int) -> None:
+        """A checkpoint is on disk: whatever happens from now on, the run goes on from there or later."""
+        self._say(f"saved the checkpoint of step {step:,}")
 
     @staticmethod
     @contextmanager
@@ -167,6 +180,7 @@ class Announcer:
 
     def _say(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self._console.file.flush()
 
 
 def _pace(samples: int, seconds: float, total: int | None) -> str:

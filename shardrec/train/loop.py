@@ -6,11 +6,13 @@ perhaps the last one of an epoch, whose few rows weigh a little more.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,11 +24,13 @@ from shardrec.modules import ShardedModel
 from shardrec.train.display import Display
 from shardrec.train.report import CurvePoint
 
-__all__ = ["Progress", "Schedule", "click_loss", "failing_together", "train_epoch"]
+__all__ = ["Progress", "RecentLoss", "Schedule", "click_loss", "failing_together", "step_with", "train_epoch"]
 
 T = TypeVar("T")
 
 _SMOOTHING_STEPS = 20
+
+_KEPT = ("steps", "epoch", "epoch_steps", "seconds", "evaluated_at")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,21 +63,75 @@ class Schedule:
         return step * count // self.total_steps > (step - 1) * count // self.total_steps
 
 
+class RecentLoss:
+    """Mean losses over the last steps, kept on the device: reading one makes the host wait.
+
+    Args:
+        device: where the losses are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._sum = torch.zeros((), device=device)
+        self._steps = 0
+        self._smooth: float | None = None
+        self._point_sum = 0.0
+        self._point_steps = 0
+
+    def add(self, loss: Tensor) -> None:
+        """Take in a step's loss."""
+        self._sum += loss.detach()
+        self._steps += 1
+
+    def mean(self) -> float:
+        """Exponentially smoothed over the last few reads; every call reads what was added since."""
+        if self._steps:
+            total = float(self._sum)
+            mean = total / self._steps
+            self._smooth = mean if self._smooth is None else 0.7 * self._smooth + 0.3 * mean
+            self._point_sum += total
+            self._point_steps += self._steps
+            self._sum.zero_()
+            self._steps = 0
+        return math.nan if self._smooth is None else self._smooth
+
+    def since_point(self) -> float | None:
+        """The plain mean since the last call."""
+        self.mean()
+        mean = self._point_sum / self._point_steps if self._point_steps else None
+        self._point_sum, self._point_steps = 0.0, 0
+        return mean
+
+    def state(self) -> list[Any]:
+        """All of it, JSON-compatible; nothing is read that would round a later sum otherwise."""
+        return [float(self._sum), self._steps, self._smooth, self._point_sum, self._point_steps]
+
+    def load(self, state: Sequence[Any]) -> None:
+        """Go on from what :meth:`state` gave."""
+        total, self._steps, self._smooth, self._point_sum, self._point_steps = state
+        self._sum.fill_(total)
+
+
 @dataclass(kw_only=True)
 class Progress:
-    """What the loop has done so far; it goes on over epochs.
+    """What the loop has done so far; it goes on over epochs, and over restarts.
 
     Attributes:
         world_size: number of ranks.
+        loss: of this rank.
         steps: optimizer steps.
+        epoch: epochs that are over.
+        epoch_steps: steps in the present one, which are the batches read of it.
         rows: rows of this rank.
-        seconds: time of the steps, without evaluations.
+        seconds: time of the steps, without evaluations and checkpoints.
         curve: the points evaluated.
         evaluated_at: the step of the last of them.
     """
 
     world_size: int
+    loss: RecentLoss
     steps: int = 0
+    epoch: int = 0
+    epoch_steps: int = 0
     rows: int = 0
     seconds: float = 0.0
     curve: list[CurvePoint] = field(default_factory=list)
@@ -83,6 +141,41 @@ class Progress:
     def samples(self) -> int:
         """Rows over all ranks, as if each had as many as this one: in the last step of an epoch they may not."""
         return self.rows * self.world_size
+
+    @contextmanager
+    def on_the_clock(self) -> Iterator[None]:
+        """Adds the time that passes inside to ``seconds``."""
+        self._begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - self._begin
+
+    @contextmanager
+    def off_the_clock(self) -> Iterator[None]:
+        """Inside of :meth:`on_the_clock`: leaves the time that passes inside out."""
+        self.seconds = self.seconds_now()
+        try:
+            yield
+        finally:
+            self._begin = time.perf_counter()
+
+    def seconds_now(self) -> float:
+        """``seconds``, with those that are running."""
+        return self.seconds + time.perf_counter() - self._begin
+
+    def state(self) -> dict[str, Any]:
+        """All but the rows, JSON-compatible."""
+        kept = {name: getattr(self, name) for name in _KEPT}
+        return kept | {"loss": self.loss.state(), "curve": [dataclasses.asdict(point) for point in self.curve]}
+
+    def load(self, state: Mapping[str, Any], rows: int) -> None:
+        """Go on from what :meth:`state` gave."""
+        for name in _KEPT:
+            setattr(self, name, state[name])
+        self.loss.load(state["loss"])
+        self.curve = [CurvePoint(**point) for point in state["curve"]]
+        self.rows = rows
 
 
 def train_epoch(
@@ -95,52 +188,65 @@ def train_epoch(
     evaluate: Callable[[], ClickMetrics],
     display: Display,
     device: torch.device,
+    after_step: Callable[[], None] = lambda: None,
 ) -> None:
     """Make a step with each batch; every rank calls it with equally many batches.
 
     Args:
         model: from (dense, sparse) to (B, 1) logits.
         optimizers: of all its parameters, the view of the fused ones too.
-        batches: this rank's.
-        progress: is moved on.
+        batches: this rank's, those of the epoch that are left.
+        progress: is moved on, at the end to the next epoch.
         schedule: of evaluations and learning rates.
         evaluate: held-out metrics, on every rank.
         display: is told of every step.
         device: where the model is.
+        after_step: is called when a step and its evaluation are over; may end the run by raising.
     """
-    recent = _RecentLoss(device)
-    begin = time.perf_counter()
 
     def add_point() -> None:
-        nonlocal begin
-        progress.seconds += time.perf_counter() - begin
-        progress.evaluated_at = progress.steps
-        point = curve_point(progress, recent.since_point(), evaluate())
-        progress.curve.append(point)
-        display.evaluated(point)
-        begin = time.perf_counter()
+        with progress.off_the_clock():
+            progress.evaluated_at = progress.steps
+            point = curve_point(progress, progress.loss.since_point(), evaluate())
+            progress.curve.append(point)
+            display.evaluated(point)
 
-    for batch in batches:
-        here = batch.to(device, non_blocking=True)
-        loss = click_loss(model(here.dense, here.sparse), here.labels)
-        for optimizer in optimizers:
-            _set_rate(optimizer, schedule.rate(progress.steps))
-            optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call,unused-ignore]  # untyped in some releases of torch
-        for optimizer in optimizers:
-            optimizer.step()
-        recent.add(loss)
-        progress.steps += 1
-        progress.rows += batch.size
-        due = schedule.is_due(progress.steps)
-        if due or progress.steps % _SMOOTHING_STEPS == 0:
-            mean = recent.mean()
-            display.advance(progress.samples, progress.seconds + time.perf_counter() - begin, mean)
-        if due:
+    with progress.on_the_clock():
+        for batch in batches:
+            step_with(
+                batch.to(device, non_blocking=True), model, optimizers, schedule.rate(progress.steps), progress.loss
+            )
+            progress.steps += 1
+            progress.epoch_steps += 1
+            progress.rows += batch.size
+            due = schedule.is_due(progress.steps)
+            if due or progress.steps % _SMOOTHING_STEPS == 0:
+                mean = progress.loss.mean()
+                display.advance(progress.samples, progress.seconds_now(), mean)
+            if due:
+                add_point()
+            after_step()
+        if schedule.total_steps is None and progress.evaluated_at != progress.steps:
             add_point()
-    if schedule.total_steps is None and progress.evaluated_at != progress.steps:
-        add_point()
-    progress.seconds += time.perf_counter() - begin
+    progress.epoch, progress.epoch_steps = progress.epoch + 1, 0
+
+
+def step_with(
+    batch: ClickBatch,
+    model: ShardedModel,
+    optimizers: Sequence[torch.optim.Optimizer],
+    rate: float,
+    recent: RecentLoss,
+) -> None:
+    """Make one step, with the learning rates that the optimizers were made with times ``rate``."""
+    for optimizer in optimizers:
+        _set_rate(optimizer, rate)
+        optimizer.zero_grad(set_to_none=True)
+    loss = click_loss(model(batch.dense, batch.sparse), batch.labels)
+    loss.backward()  # type: ignore[no-untyped-call,unused-ignore]  # untyped in some releases of torch
+    for optimizer in optimizers:
+        optimizer.step()
+    recent.add(loss)
 
 
 def _set_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
@@ -166,40 +272,6 @@ def click_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Mean cross entropy of (B, 1) logits, in nats per row; 0, with gradients of 0, for a batch without rows."""
     total = binary_cross_entropy_with_logits(logits.view(-1), labels, reduction="sum")
     return total / max(1, labels.numel())
-
-
-class _RecentLoss:
-    """Mean losses over the last steps, kept on the device: reading one makes the host wait."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._sum = torch.zeros((), device=device)
-        self._steps = 0
-        self._smooth: float | None = None
-        self._point_sum = 0.0
-        self._point_steps = 0
-
-    def add(self, loss: Tensor) -> None:
-        self._sum += loss.detach()
-        self._steps += 1
-
-    def mean(self) -> float:
-        """Exponentially smoothed over the last few reads; every call reads what was added since."""
-        if self._steps:
-            total = float(self._sum)
-            mean = total / self._steps
-            self._smooth = mean if self._smooth is None else 0.7 * self._smooth + 0.3 * mean
-            self._point_sum += total
-            self._point_steps += self._steps
-            self._sum.zero_()
-            self._steps = 0
-        return math.nan if self._smooth is None else self._smooth
-
-    def since_point(self) -> float | None:
-        """The plain mean since the last call."""
-        self.mean()
-        mean = self._point_sum / self._point_steps if self._point_steps else None
-        self._point_sum, self._point_steps = 0.0, 0
-        return mean
 
 
 def failing_together(batches: Iterator[T], model: ShardedModel) -> Iterator[T]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardrec.data import ClickBatch, ClickMetrics, click_metrics
+from shardrec.exchange.peers import peers
 
 __all__ = ["evaluate", "gather_rows"]
 
@@ -44,11 +45,12 @@ def gather_rows(scored_2N: Tensor) -> Tensor:
     """The columns of all ranks, rank by rank: float32 (2, N) on the CPU → (2, sum of N)."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return scored_2N
-    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(counts, torch.tensor([scored_2N.size(1)]))
-    sizes = [int(count) for count in counts]
-    padded_2M = torch.zeros((2, max(sizes)))
-    padded_2M[:, : scored_2N.size(1)] = scored_2N
-    gathered = [torch.zeros_like(padded_2M) for _ in sizes]
-    dist.all_gather(gathered, padded_2M)
+    with peers(None, "gathering of predictions"):
+        counts = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+        dist.all_gather(counts, torch.tensor([scored_2N.size(1)]))
+        sizes = [int(count) for count in counts]
+        padded_2M = torch.zeros((2, max(sizes)))
+        padded_2M[:, : scored_2N.size(1)] = scored_2N
+        gathered = [torch.zeros_like(padded_2M) for _ in sizes]
+        dist.all_gather(gathered, padded_2M)
     return torch.cat([part[:, :size] for part, size in zip(gathered, sizes, strict=True)], dim=1)

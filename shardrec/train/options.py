@@ -138,7 +138,8 @@ def coerce(value: Any, kind: str) -> Any:
         return tuple(_number(item, int) if "int" in kind else item for item in value)
     if "float" in kind:
         return _number(value, float)
-    return value
+    # A file says 500 where '500' is meant.
+    return str(value) if "str" in kind and isinstance(value, int) and not isinstance(value, bool) else value
 
 
 def _joined(item: Any) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,11 +16,18 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from shardrec.errors import ConfigError, PeerError
+from shardrec.exchange.peers import peers
+from shardrec.train.processes import LISTENER
+from shardrec.train.stop import RunStopped
 
-__all__ = ["Place", "RankOptions", "joined", "same_everywhere"]
+__all__ = ["Place", "RankOptions", "joined", "meet", "over_ranks", "same_everywhere"]
 
-_TIMEOUT = timedelta(minutes=5)
-"""How long a rank waits for the others in a collective. Ranks do the same work, so minutes mean that one is gone."""
+_TIMEOUT_S = 300.0
+"""How long a rank waits for the others, at the start and, unless told otherwise, in a collective. Ranks do the same
+work, so minutes mean that one is gone."""
+
+_ASK_S = 0.05
+"""Rank 0 looks so often whether the others have come."""
 
 
 class RankOptions(Protocol):
@@ -46,12 +55,14 @@ class Place:
         world_size: number of ranks.
         device: where this rank computes.
         threads: threads that it computes with.
+        timeout: seconds that it waits for the others.
     """
 
     rank: int
     world_size: int
     device: torch.device
     threads: int
+    timeout: float = _TIMEOUT_S
 
     @property
     def is_lead(self) -> bool:
@@ -60,10 +71,14 @@ class Place:
 
 
 @contextmanager
-def joined(config: RankOptions) -> Iterator[Place]:
+def joined(config: RankOptions, *, timeout: float = _TIMEOUT_S) -> Iterator[Place]:
     """Be a rank: set threads and seed, and join the group that the launcher's variables describe (else be alone).
 
     A default group that is there already is used, and left as it is.
+
+    Args:
+        config: of the ranks.
+        timeout: seconds that a rank waits for the others, at the start and in each collective.
 
     Raises:
         ConfigError: if the device is not there.
@@ -78,14 +93,20 @@ def joined(config: RankOptions) -> Iterator[Place]:
     threads = config.threads or max(1, len(os.sched_getaffinity(0)) // local_world_size)
     torch.set_num_threads(threads)
     torch.manual_seed(config.seed)
-    place = Place(rank=rank, world_size=world_size, device=device, threads=threads)
+    place = Place(rank=rank, world_size=world_size, device=device, threads=threads, timeout=timeout)
     joins = world_size > 1 and not dist.is_initialized()
+    stopped: RunStopped | None = None
     try:
         if joins:
             _join(place)
-        yield place
+        try:
+            yield place
+        except RunStopped as ended:  # at the same step on every rank
+            stopped = ended
         if joins:
             _leave_together(place)
+        if stopped is not None:
+            raise stopped
     finally:
         if joins and dist.is_initialized():
             dist.destroy_process_group()
@@ -97,8 +118,35 @@ def same_everywhere(value: str, place: Place) -> str:
     if place.world_size == 1:
         return value
     values: list[object] = [value]
-    dist.broadcast_object_list(values, src=0)
+    with peers(None, "start"):
+        dist.broadcast_object_list(values, src=0)
     return str(values[0])
+
+
+def meet(place: Place, word: str) -> None:
+    """Wait until all the ranks are as far: for minutes, however short the limit of a collective is.
+
+    Before it ranks may have different work to do, which a limit for what takes milliseconds must not end.
+
+    Args:
+        place: this rank.
+        word: names the point; each has its own.
+
+    Raises:
+        PeerError: if they do not come.
+    """
+    if place.world_size > 1:
+        _come(word, place, max(place.timeout, _TIMEOUT_S))
+
+
+def over_ranks(count: int, place: Place) -> int:
+    """The sum of every rank's count."""
+    if place.world_size == 1:
+        return count
+    total = torch.tensor([count])
+    with peers(None, "count of rows"):
+        dist.all_reduce(total)
+    return int(total)
 
 
 def _device(kind: str, local_rank: int) -> torch.device:
@@ -119,8 +167,12 @@ def _device(kind: str, local_rank: int) -> torch.device:
 
 def _join(place: Place) -> None:
     backend = "gloo" if place.device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    # Ranks import for seconds, and need not be equally fast at it.
+    patience = max(place.timeout, _TIMEOUT_S)
     try:
-        dist.init_process_group(backend, timeout=_TIMEOUT)
+        store = _store(place, patience)
+        timeout = timedelta(seconds=place.timeout)
+        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
     except (RuntimeError, ValueError) as error:
         raise PeerError(
             f"rank {place.rank} of {place.world_size} could not join the others: {str(error).splitlines()[0]}. Check "
@@ -128,12 +180,66 @@ def _join(place: Place) -> None:
         ) from error
 
 
+def _store(place: Place, seconds: float) -> dist.Store:
+    """The ranks' store: the agent's, in which an elastic launcher's ranks meet, or one that rank 0 serves."""
+    timeout = timedelta(seconds=seconds)
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
+        return dist.PrefixStore(_meeting(store, place, seconds), store)
+    listener = int(os.environ[LISTENER]) if LISTENER in os.environ else None
+    return dist.TCPStore(
+        address,
+        port,
+        place.world_size,
+        place.is_lead,
+        timeout,
+        multi_tenant=listener is None,
+        master_listen_fd=listener,
+    )
+
+
+def _meeting(store: dist.Store, place: Place, seconds: float) -> str:
+    """A name that all of these ranks have, and none before them had: the agent's store outlives its ranks.
+
+    What earlier ranks left in it, such as addresses, would be found in the place of what these ones are about to write;
+    the agent's count of restarts does not change when hosts come or go. So rank 0 chooses a name, and tells each rank
+    that asks under a name of its own; what an earlier rank asked is answered in vain.
+    """
+    own = uuid.uuid4().hex
+    if not place.is_lead:
+        store.set(f"shardrec/rank/{place.rank}", own)
+        name = store.get(f"shardrec/told/{own}").decode()
+        store.set(f"{name}/came/{place.rank}", "")
+        return name
+    name = f"shardrec/{own}"
+    missing = set(range(1, place.world_size))
+    give_up = time.monotonic() + seconds
+    while missing:
+        if time.monotonic() > give_up:
+            raise RuntimeError(f"ranks {', '.join(map(str, sorted(missing)))} did not come within {seconds:g} s")
+        for rank in missing:
+            if store.check([f"shardrec/rank/{rank}"]):
+                store.set(f"shardrec/told/{store.get(f'shardrec/rank/{rank}').decode()}", name)
+        time.sleep(_ASK_S)
+        missing = {rank for rank in missing if not store.check([f"{name}/came/{rank}"])}
+    return name
+
+
 def _leave_together(place: Place) -> None:
-    """Wait in the launcher's store until every rank is done.
+    """Wait until every rank is done; rank 0, which may serve the store, is the last to leave.
 
     A rank that leaves right after a collective closes connections that its peers may still read from; gloo then fails
     the collective on those peers although all of its data had been sent.
     """
+    _come("done", place, place.timeout)
+    _come("left", place, place.timeout if place.is_lead else 0.0)
+
+
+def _come(word: str, place: Place, seconds: float) -> None:
+    """Say in the ranks' store that this one has come so far, and wait until all have; for 0 seconds, do not wait."""
     store = _get_default_store()
-    store.set(f"shardrec/done/{place.rank}", "1")
-    store.wait([f"shardrec/done/{rank}" for rank in range(place.world_size)], _TIMEOUT)
+    store.set(f"shardrec/{word}/{place.rank}", "")
+    if seconds:
+        with peers(None, word):
+            store.wait([f"shardrec/{word}/{rank}" for rank in range(place.world_size)], timedelta(seconds=seconds))

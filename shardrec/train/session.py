@@ -2,8 +2,8 @@
 
 ::
 
-    source ─► model on meta ─► plan ─► shard ─► epochs of steps, with evaluations between ─► final metrics ─► results
-              └ fused optimizers      └ dense optimizer
+    source ─► model on meta ─► plan ─► shard ─► epochs of steps, evaluations and saves ─► final metrics ─► results
+              └ fused optimizers      └ dense optimizer, last checkpoint
 
 Every rank goes through all of it; the first one alone shows and writes.
 """
@@ -11,27 +11,29 @@ Every rank goes through all of it; the first one alone shows and writes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from shardrec.checkpoint import save_checkpoint
 from shardrec.compile import annotate_for_dynamo
 from shardrec.data import ClickBatch, ClickMetrics
 from shardrec.errors import ConfigError
 from shardrec.layout import ShardingPlan
 from shardrec.modules import ShardedModel, shard
 from shardrec.planner import plan as make_plan
-from shardrec.train.config import TrainConfig
+from shardrec.train.config import FILE, PLAN, TrainConfig, load_config_text
 from shardrec.train.display import Announcer
-from shardrec.train.loop import Progress, Schedule, failing_together, train_epoch
+from shardrec.train.locking import locked
+from shardrec.train.loop import Progress, RecentLoss, Schedule, click_loss, failing_together, train_epoch
 from shardrec.train.metrics import evaluate
 from shardrec.train.model import build_model, dense_optimizer, fuse_optimizer, planner_constraints
 from shardrec.train.prefetch import Prefetcher
-from shardrec.train.ranks import Place, joined, same_everywhere
+from shardrec.train.ranks import Place, joined, meet, over_ranks, same_everywhere
 from shardrec.train.report import RunReport, environment, write_curve, write_metrics
+from shardrec.train.saving import Saver
 from shardrec.train.source import Source
 
 __all__ = ["run_rank"]
@@ -39,65 +41,138 @@ __all__ = ["run_rank"]
 _CURVE_ROWS = 100_000
 """Most held-out rows behind a point of the curve; all of the generated ones by default, few of a large file's."""
 
+_LOCK_S = 10.0
+"""How long a run waits for one in its folder that is being ended."""
 
 _SAMPLED = 4
 """Batches that tell the planner how many ids there are and how they are spread."""
 
 
-def run_rank(config: TrainConfig) -> RunReport | None:
+def run_rank(config: TrainConfig, *, resume: bool = False) -> RunReport | None:
     """Train as this process's rank, in the process group that the environment describes or alone.
 
     Args:
         config: the run; rank 0's ``out``, which must be set there, holds for all.
+        resume: go on from the last checkpoint, if there is one.
 
     Returns:
         The report, on rank 0.
 
     Raises:
         ShardrecError: for options, data or peers that the run cannot go on with.
+        RunStopped: the run was told to end, and has saved.
     """
-    with joined(config) as place:
-        config = dataclasses.replace(config, out=same_everywhere(str(config.out), place))
-        announcer = Announcer() if place.is_lead else None
-        source = Source(config, place)
-        model, plan = _sharded_model(config, source, place)
-        folder = _results_folder(config, place)
-        if announcer is not None:
-            announcer.plan(plan)
-            announcer.run(source.description, config, world_size=place.world_size, threads=place.threads)
-        optimizer = dense_optimizer(model, config)
-        progress = _train(config, source, model, optimizer, place, announcer)
-        with Prefetcher(source.holdout_batches()) as batches:
-            final = evaluate(model, failing_together(batches, model), place.device)
-        samples = _over_ranks(progress.rows, place)
-        if config.checkpoint == "last":
-            save_checkpoint(folder / "checkpoint", model, optimizer, extra={"samples": samples})
+    with ExitStack() as lock:
+        with joined(config, timeout=config.timeout) as place:
+            rows = config.global_batch_size or config.batch_size * place.world_size
+            config = dataclasses.replace(config, out=same_everywhere(str(config.out), place), global_batch_size=rows)
+            folder = _own_folder(config, place, lock)
+            finish = _run(config, place, folder, resume)
+        return finish()
+
+
+def _run(config: TrainConfig, place: Place, folder: Path, resume: bool) -> Callable[[], RunReport | None]:
+    """All that takes every rank; returns what is left to do for each alone, when the others are gone."""
+    announcer = Announcer() if place.is_lead else None
+    plan = _as_started(config, place, folder) if resume else None
+    source = Source(config, place)
+    if announcer is not None and plan is None:
+        announcer.source(source.description)
+    model = _sharded_model(config, source, place, plan)
+    if announcer is not None:
+        if plan is None:
+            announcer.plan(model.plan)
+        announcer.run(config, place, source.batch_size)
+    optimizer = dense_optimizer(model, config)
+    progress = Progress(world_size=place.world_size, loss=RecentLoss(place.device))
+    saver = Saver(
+        config,
+        place,
+        folder,
+        model=model,
+        optimizer=optimizer,
+        source=source,
+        progress=progress,
+        announcer=announcer,
+    )
+    if resume:
+        _settle(model, source, place)
+        saver.load()
+    if place.is_lead:
+        with _replacing(folder / FILE) as file:
+            file.write_text(config.to_yaml(), encoding="utf-8")
+        with _replacing(folder / PLAN) as file:
+            model.plan.save(file)
+    with saver.watching():
+        _train(config, source, model, optimizer, place, announcer, progress, saver)
+    saver.finish()
+    with Prefetcher(source.holdout_batches()) as batches:
+        final = evaluate(model, failing_together(batches, model), place.device)
+    samples = over_ranks(progress.rows, place)
+
+    def finish() -> RunReport | None:
         if announcer is None:
             return None
         report = _report(config, source, place, progress, samples, final)
-        _write(report, config, plan, folder)
+        with _replacing(folder / "metrics.json") as file:
+            write_metrics(report, file)
+        with _replacing(folder / "curve.png") as file:
+            write_curve(report, file)
         announcer.results(report, folder)
         return report
 
+    return finish
 
-def _sharded_model(config: TrainConfig, source: Source, place: Place) -> tuple[ShardedModel, ShardingPlan]:
+
+def _as_started(config: TrainConfig, place: Place, folder: Path) -> ShardingPlan | None:
+    """The plan that the run has had so far, if it is for as many ranks and nothing else is asked for; else None.
+
+    Raises:
+        ConfigError: on every rank, if the run was started with other options.
+    """
+    files = [folder / FILE, folder / PLAN]
+    there = place.is_lead and all(file.is_file() for file in files)
+    options, plan = (same_everywhere(file.read_text(encoding="utf-8") if there else "", place) for file in files)
+    if not options:
+        return None
+    started = load_config_text(options, files[0])
+    config.check_resumes(started.to_mapping())
+    found = ShardingPlan.from_json(json.loads(plan))
+    same = (config.plan, config.constraint) == (started.plan, started.constraint)
+    return found if same and found.world_size == place.world_size else None
+
+
+def _settle(model: ShardedModel, source: Source, place: Place) -> None:
+    """A forward and backward before the checkpoint is loaded, which then replaces all that they change.
+
+    After its first backward DistributedDataParallel puts the gradients into its buckets in another order, and an
+    all-reduce adds up three or more ranks' numbers in an order that depends on their place in the bucket. A run that
+    goes on must be past that point, as the run was that it is to equal to the bit.
+    """
+    if place.world_size > 2:
+        batch = next(failing_together(source.train_batches(), model)).to(place.device)
+        click_loss(model(batch.dense, batch.sparse), batch.labels).backward()  # type: ignore[no-untyped-call,unused-ignore]
+
+
+def _sharded_model(config: TrainConfig, source: Source, place: Place, plan: ShardingPlan | None) -> ShardedModel:
     model = build_model(config, source.schema)
     fuse_optimizer(model, config)
-    if config.plan is not None:
+    if plan is None and config.plan is not None:
         try:
             plan = ShardingPlan.load(config.plan)
         except OSError as error:
             raise ConfigError(f"plan (--plan) is {config.plan!r}: {error.strerror}; give a plan.json") from error
-    else:
+    if plan is None:
         plan = make_plan(
             model,
-            batch_size=config.batch_size,
+            batch_size=source.batch_size,
             constraints=planner_constraints(config),
             sample_batches=source.sampled(_SAMPLED),
         )
+    meet(place, "planned")  # the first rank has also looked for the best possible metrics
     sharded = shard(model, plan, device=place.device)
     _compile(sharded, config)
-    return sharded, plan
+    return sharded
 
 
 def _compile(model: ShardedModel, config: TrainConfig) -> None:
@@ -109,13 +184,23 @@ def _compile(model: ShardedModel, config: TrainConfig) -> None:
     model.compile(fullgraph=full)
 
 
-def _results_folder(config: TrainConfig, place: Place) -> Path:
-    folder = Path(str(config.out))
+def _own_folder(config: TrainConfig, place: Place, lock: ExitStack) -> Path:
+    """The folder of the results, made and locked on the first rank, so that no two runs write to it.
+
+    Raises:
+        ConfigError: on every rank, if it cannot be written to or another run has it.
+    """
+    folder, fault = Path(str(config.out)), ""
     if place.is_lead:
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            if not lock.enter_context(locked(folder, _LOCK_S)):
+                fault = "another run writes to it; wait for its end, or give another folder"
         except OSError as error:
-            raise ConfigError(f"out (--out) is {config.out!r}: {error.strerror}; give a folder to write to") from error
+            fault = f"{error.strerror}; give a folder to write to"
+    fault = same_everywhere(fault, place)
+    if fault:
+        raise ConfigError(f"out (--out) is {config.out!r}: {fault}")
     return folder
 
 
@@ -126,15 +211,16 @@ def _train(
     optimizer: torch.optim.Optimizer,
     place: Place,
     announcer: Announcer | None,
-) -> Progress:
-    progress = Progress(world_size=place.world_size)
+    progress: Progress,
+    saver: Saver,
+) -> None:
     curve_batches = _kept(source.holdout_batches(_CURVE_ROWS), model)
     total = None if source.train_rows is None else source.train_rows * config.epochs
     with Announcer.display(announcer, total) as display:
-        for epoch in range(config.epochs):
+        for epoch in range(progress.epoch, config.epochs):
             # The first epoch counts the steps of a file.
-            steps = source.steps or (progress.steps // epoch if epoch else None)
-            with Prefetcher(source.train_batches()) as batches:
+            steps = source.steps or ((progress.steps - progress.epoch_steps) // epoch if epoch else None)
+            with Prefetcher(source.train_batches(progress.epoch_steps)) as batches:
                 train_epoch(
                     model,
                     (optimizer, model.fused_optimizer),
@@ -148,22 +234,13 @@ def _train(
                     evaluate=lambda: evaluate(model, curve_batches, place.device),
                     display=display,
                     device=place.device,
+                    after_step=saver.after_step,
                 )
-    return progress
 
 
 def _kept(batches: Iterator[ClickBatch], model: ShardedModel) -> list[ClickBatch]:
     """The batches in memory: a file would have to be read to its end again for each point of the curve."""
     return list(failing_together(batches, model))
-
-
-def _over_ranks(count: int, place: Place) -> int:
-    """The sum of every rank's count."""
-    if place.world_size == 1:
-        return count
-    total = torch.tensor([count])
-    dist.all_reduce(total)
-    return int(total)
 
 
 def _report(
@@ -183,13 +260,15 @@ def _report(
     )
 
 
-def _write(report: RunReport, config: TrainConfig, plan: ShardingPlan, folder: Path) -> None:
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """Another path to write to, which then takes the name: a run that is killed leaves the old file or the new one."""
+    partial = path.with_stem(f"{path.stem}.partial")
     try:
-        (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
-        plan.save(folder / "plan.json")
-        write_metrics(report, folder / "metrics.json")
-        write_curve(report, folder / "curve.png")
+        yield partial
+        partial.replace(path)
     except OSError as error:
         raise ConfigError(
-            f"out (--out) is {str(folder)!r}: {error.filename or 'a file'}: {error.strerror}; give a folder to write to"
+            f"out (--out) is {str(path.parent)!r}: {error.filename or 'a file'}: {error.strerror}; give a folder to "
+            "write to"
         ) from error

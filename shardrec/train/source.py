@@ -33,17 +33,20 @@ class Source:
         config: which rows, and how many.
         place: the rank.
 
+    Attributes:
+        skipped: broken rows that were left out, by reason, in the pass that met the most: passes may end early.
+
     Raises:
         DataError, ConfigError: if the file cannot be opened or the options do not fit it.
     """
 
     def __init__(self, config: TrainConfig, place: Place) -> None:
         self._place = place
-        self._batch_size = config.batch_size
+        self._rows_of_a_step = config.global_batch_size or config.batch_size * place.world_size
         self._samples = config.samples
         self._holdout_samples = config.holdout_samples
         self._data = _open(config)
-        self._skipped: Mapping[str, int] = {}
+        self.skipped: Mapping[str, int] = {}
 
     @property
     def schema(self) -> ClickSchema:
@@ -66,37 +69,39 @@ class Source:
         return None if self.train_rows is None else -(-self.train_rows // self._rows_of_a_step)
 
     @property
-    def _rows_of_a_step(self) -> int:
-        return self._batch_size * self._place.world_size
+    def batch_size(self) -> int:
+        """Most rows of a step on a rank."""
+        return -(-self._rows_of_a_step // self._place.world_size)
 
-    def train_batches(self) -> Iterator[ClickBatch]:
-        """This rank's batches of an epoch, as many as every other rank has."""
-        batches = self._data.train_batches(self._place.rank, self._place.world_size, self._batch_size)
-        return self._first_rows(batches, self._samples)
+    def train_batches(self, first: int = 0) -> Iterator[ClickBatch]:
+        """This rank's batches of an epoch, as many as every other rank has, without the ``first`` ones."""
+        place = self._place
+        batches = self._data.train_batches(
+            place.rank, place.world_size, self.batch_size, first_batch=first, global_rows=self._rows_of_a_step
+        )
+        return self._first_rows(batches, self._samples, first)
 
     def sampled(self, count: int) -> list[KeyedJaggedTensor]:
         """The ids of rank 0's first training batches, which are the same for every rank that asks."""
-        batches = self._data.train_batches(0, self._place.world_size, self._batch_size)
+        batches = self._data.train_batches(0, self._place.world_size, self.batch_size, global_rows=self._rows_of_a_step)
         return [batch.sparse for batch in islice(batches, count)]
 
     def holdout_batches(self, limit: int | None = None) -> Iterator[ClickBatch]:
         """This rank's batches of the held-out rows, or of the first ``limit`` of them, to whole batches."""
-        batches = self._data.holdout_batches(self._place.rank, self._place.world_size, self._batch_size)
+        place = self._place
+        batches = self._data.holdout_batches(
+            place.rank, place.world_size, self.batch_size, global_rows=self._rows_of_a_step
+        )
         return self._first_rows(batches, limit or self._holdout_samples)
 
     def best_metrics(self) -> ClickMetrics | None:
         """The best that any model can have on the held-out rows; None for data whose optimum nobody knows."""
         return self._data.best_metrics().holdout if isinstance(self._data, SyntheticClickData) else None
 
-    @property
-    def skipped(self) -> Mapping[str, int]:
-        """Broken rows that were left out, by reason, in the pass that met the most: passes may end early."""
-        return self._skipped
-
-    def _first_rows(self, batches: Iterator[ClickBatch], limit: int | None) -> Iterator[ClickBatch]:
-        yield from batches if limit is None else islice(batches, -(-limit // self._rows_of_a_step))
+    def _first_rows(self, batches: Iterator[ClickBatch], limit: int | None, first: int = 0) -> Iterator[ClickBatch]:
+        yield from batches if limit is None else islice(batches, max(0, -(-limit // self._rows_of_a_step) - first))
         if isinstance(self._data, FileClickData):
-            self._skipped = max(self._skipped, self._data.skipped, key=lambda counts: sum(counts.values()))
+            self.skipped = max(self.skipped, self._data.skipped, key=lambda counts: sum(counts.values()))
 
 
 def _open(config: TrainConfig) -> FileClickData | SyntheticClickData:

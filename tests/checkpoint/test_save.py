@@ -14,7 +14,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
 from shardrec import load_checkpoint, save_checkpoint, shard
-from shardrec.errors import ConfigError
+from shardrec.errors import CheckpointError, ConfigError
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.modules import ShardedModel
 from tests.ranks import ranks
@@ -136,7 +136,7 @@ def test_an_older_checkpoint_is_replaced(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="not a complete shardrec checkpoint"):
+    with pytest.raises(CheckpointError, match="is not a complete checkpoint"):
         load_checkpoint(tmp_path, make("rows", 1, "adagrad"))
 
 

@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from shardrec import load_checkpoint, save_checkpoint, shard
+from shardrec.checkpoint.files import DTYPES
+from shardrec.checkpoint.manifest import read_manifest
 from shardrec.layout import Shard
 from shardrec.modules import ShardedModel
 from shardrec.modules.collection import TABLE_DTYPES, ShardedCollection
@@ -127,11 +128,11 @@ def test_another_plan_gets_the_same_bits(
 ) -> None:
     path = tmp_path / "checkpoint"
     before = whole(ranks(saved[0], save_run, path, saved[1], name, MIXED))
-    stored = FileSystemReader(path).read_metadata().state_dict_metadata
+    stored = read_manifest(path).tensors
     for key, data_type in MIXED.items():
         dtype = TABLE_DTYPES[data_type]
         assert before[f"t_{key}.weight"].dtype is dtype
-        assert stored[f"model.embedding_bags.t_{key}.weight"].properties.dtype is dtype
+        assert DTYPES[stored[f"model.embedding_bags.t_{key}.weight"].dtype] is dtype
     after = whole(ranks(loaded[0], load_run, path, loaded[1], name, MIXED))
     assert after.keys() == before.keys()
     for key, value in before.items():

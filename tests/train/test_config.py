@@ -136,3 +136,30 @@ def test_effective_config_reads_back_equal(
 def test_every_option_has_a_help_line() -> None:
     for field in dataclasses.fields(TrainConfig):
         assert rule_of(field).help[0].isupper(), field.name
+
+
+@pytest.mark.parametrize(
+    ("given", "steps", "seconds"), [("500", 500, None), (500, 500, None), ("10m", None, 600.0), ("0.5m", None, 30.0)]
+)
+def test_checkpoints_by_steps_or_minutes(given: Any, steps: int | None, seconds: float | None) -> None:
+    config = TrainConfig(checkpoint_every=given)
+    assert (config.checkpoint_steps, config.checkpoint_seconds) == (steps, seconds)
+    assert config.allowed_restarts == 3
+
+
+@pytest.mark.parametrize("given", ["0", "0m", "-5", "5s", "m", "1.5", "ten"])
+def test_intervals_that_are_none(given: str) -> None:
+    with pytest.raises(ConfigError, match=r"checkpoint_every \(--checkpoint-every\) is .*500, or minutes, such as 10m"):
+        TrainConfig(checkpoint_every=given)
+
+
+def test_checkpoints_meanwhile_but_not_at_the_end() -> None:
+    with pytest.raises(ConfigError, match="leave one out"):
+        TrainConfig(checkpoint_every="5", checkpoint="none")
+
+
+def test_what_may_change_when_a_run_goes_on() -> None:
+    started = TrainConfig(out="run").to_mapping()
+    TrainConfig(out="run", nproc=4, threads=2, evaluations=3, checkpoint_every="7", timeout=9.0).check_resumes(started)
+    with pytest.raises(ConfigError, match=r"seed \(--seed\) is 1 and the run in run was started with 0"):
+        TrainConfig(out="run", seed=1).check_resumes(started)

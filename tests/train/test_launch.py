@@ -1,69 +1,42 @@
-"""Which of several ranks' errors a failed run ends with."""
+"""Where a run's ranks come from, and when they are started again."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from shardrec.errors import ConfigError, DataError, InputError, PeerError
-from shardrec.train import TrainConfig
-from shardrec.train.launch import first_cause, launched_rank, run_on_ranks, train
+from shardrec.errors import ConfigError, DataError, PeerError
+from shardrec.train import RunStopped, TrainConfig
+from shardrec.train.launch import launched_rank, run_on_ranks, train
+
+Launch = Callable[..., Any]
 
 
-def note(folder: Path, rank: int, time: float, kind: str, message: str) -> None:
-    content = {"rank": rank, "time": time, "kind": kind, "message": message, "trace": f"trace of rank {rank}"}
-    (folder / f"{rank}.json").write_text(json.dumps(content), encoding="utf-8")
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
 
 
-def failed(**exitcodes: int) -> Any:
-    """What the agent says of ``rank0=…`` and so on; the later argument failed later."""
-    failures = {
-        int(rank.removeprefix("rank")): SimpleNamespace(exitcode=code, timestamp=when)
-        for when, (rank, code) in enumerate(exitcodes.items())
-    }
-    return SimpleNamespace(failures=failures)
+@pytest.fixture
+def attempts(monkeypatch: pytest.MonkeyPatch) -> tuple[list[dict[str, Any]], list[Any]]:
+    """(The options of each attempt, what each attempt does: raises an error, or calls a function.)"""
+    given: list[dict[str, Any]] = []
+    happen: list[Any] = []
 
+    def attempt(run: Any, options: dict[str, Any], **_: Any) -> None:
+        given.append(options)
+        what = happen.pop(0) if happen else None
+        if isinstance(what, BaseException):
+            raise what
+        if what is not None:
+            what()
 
-def test_the_first_error_that_is_not_about_another_rank(tmp_path: Path) -> None:
-    note(tmp_path, 0, 1.0, "PeerError", "rank 1 is gone")
-    note(tmp_path, 1, 2.0, "DataError", "rows.tsv:3: field 'label'")
-    note(tmp_path, 2, 3.0, "DataError", "rows.tsv:9: field 'label'")
-    cause = first_cause(tmp_path, failed(rank0=1, rank1=1))
-    assert isinstance(cause, DataError)
-    assert str(cause) == "rows.tsv:3: field 'label'"
-
-
-def test_the_rank_with_the_bad_data_says_it_better_than_the_others(tmp_path: Path) -> None:
-    note(tmp_path, 0, 1.0, "InputError", "rank 1: disk")
-    note(tmp_path, 1, 2.0, "DataError", "disk")
-    assert isinstance(first_cause(tmp_path, failed(rank0=1)), DataError)
-    (tmp_path / "1.json").unlink()
-    assert isinstance(first_cause(tmp_path, failed(rank0=1)), InputError)
-
-
-def test_an_unexpected_error_names_its_rank_and_kind(tmp_path: Path) -> None:
-    note(tmp_path, 1, 1.0, "ZeroDivisionError", "division by zero")
-    cause = first_cause(tmp_path, failed(rank1=1))
-    assert isinstance(cause, PeerError)
-    assert "rank 1 failed with ZeroDivisionError: division by zero" in str(cause)
-    assert "trace of rank 1" not in str(cause)
-    assert "trace of rank 1" in str(first_cause(tmp_path, failed(rank1=1), debug=True))
-
-
-def test_a_killed_rank_is_named_though_others_complain(tmp_path: Path) -> None:
-    note(tmp_path, 0, 1.0, "PeerError", "the header exchange failed")
-    cause = first_cause(tmp_path, failed(rank1=-9))
-    assert isinstance(cause, PeerError)
-    assert str(cause).startswith("rank 1 was ended by SIGKILL; the system ends")
-    assert str(first_cause(tmp_path, failed(rank1=-11))) == "rank 1 was ended by SIGSEGV"
-
-
-def test_a_rank_without_a_word(tmp_path: Path) -> None:
-    assert "rank 1 ended with exit code 3" in str(first_cause(tmp_path, failed(rank1=3)))
+    monkeypatch.setattr("shardrec.train.launch.run_on_ranks", attempt)
+    return given, happen
 
 
 def test_nproc_contradicts_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,18 +47,89 @@ def test_nproc_contradicts_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         train(TrainConfig(nproc=2))
 
 
-def test_a_launchers_ranks_have_a_folder_for_their_results(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_has_a_folder_for_its_results(attempts: tuple[list[dict[str, Any]], list[Any]], tmp_path: Path) -> None:
+    given, _ = attempts
+    train(TrainConfig())
+    train(TrainConfig(out=str(tmp_path)))
+    assert given[0]["out"].startswith("runs/")
+    assert given[1]["out"] == str(tmp_path)
+
+
+def test_a_single_rank_runs_here_and_returns_its_result() -> None:
+    assert run_on_ranks(sorted, {"b": 1, "a": 2}, nproc=1) == ["a", "b"]
+
+
+def test_ranks_are_started_again_after_a_death_and_go_on(
+    attempts: tuple[list[dict[str, Any]], list[Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given, happen = attempts
+    happen += [PeerError("rank 1 was ended by SIGKILL"), PeerError("rank 0 was ended by SIGKILL")]
+    train(TrainConfig(nproc=2, checkpoint_every="5", out=str(tmp_path)))
+    assert [options["resume"] for options in given] == [False, True, True]
+    said = capsys.readouterr().err
+    assert "shardrec: rank 1 was ended by SIGKILL\nshardrec: starting the ranks again, 1 of 3 times" in said
+
+
+def test_restarts_without_a_new_checkpoint_come_to_an_end(
+    attempts: tuple[list[dict[str, Any]], list[Any]], tmp_path: Path
+) -> None:
+    given, happen = attempts
+
+    def save_and_die() -> None:
+        (tmp_path / "checkpoints" / f"step-{len(given):012}").mkdir(parents=True)
+        raise PeerError("later")
+
+    happen += [PeerError("1"), PeerError("2"), save_and_die, PeerError("4"), PeerError("5"), PeerError("6")]
+    with pytest.raises(PeerError, match=r"^5$"):
+        train(TrainConfig(nproc=2, checkpoint_every="5", out=str(tmp_path), max_restarts=2))
+    assert len(given) == 5
+
+
+@pytest.mark.parametrize(
+    ("error", "changes"),
+    [
+        (DataError("rows.tsv:3"), {}),
+        (ConfigError("device"), {}),
+        (RunStopped(3, "here"), {}),
+        (PeerError("gone"), {"checkpoint_every": None}),
+        (PeerError("gone"), {"max_restarts": 0}),
+        (PeerError("gone"), {"nproc": 1}),
+    ],
+    ids=str,
+)
+def test_what_is_not_tried_again(
+    error: BaseException,
+    changes: dict[str, Any],
+    attempts: tuple[list[dict[str, Any]], list[Any]],
+    tmp_path: Path,
+) -> None:
+    given, happen = attempts
+    happen.append(error)
+    with pytest.raises(type(error)):
+        train(TrainConfig(**{"nproc": 2, "checkpoint_every": "5", "out": str(tmp_path), **changes}))
+    assert len(given) == 1
+
+
+def test_ranks_of_torchrun_go_on_after_its_restart(
+    attempts: tuple[list[dict[str, Any]], list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, happen = attempts
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    given: list[Any] = []
-    monkeypatch.setattr("shardrec.train.launch.run_on_ranks", lambda run, options, **_: given.append(options["out"]))
-    train(TrainConfig())
-    train(TrainConfig(out="here"))
-    assert given[0].startswith("runs/")
-    assert given[1] == "here"
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    train(TrainConfig(out=str(tmp_path)))
+    assert given[0]["resume"]
+    happen.append(PeerError("gone"))
+    with pytest.raises(PeerError):  # to start again is torchrun's part
+        train(TrainConfig(out=str(tmp_path), checkpoint_every="5"))
 
 
-def test_a_single_rank_runs_here_and_returns_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    assert run_on_ranks(sorted, {"b": 1, "a": 2}, nproc=1) == ["a", "b"]
+def test_checkpoints_of_another_run_are_neither_replaced_nor_mixed_up(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step-000000000005").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"holds the checkpoints of a run: go on with it \(--resume\)"):
+        train(TrainConfig(out=str(tmp_path)))
+
+
+def test_resume_needs_a_folder() -> None:
+    with pytest.raises(ConfigError, match=r"resume \(--resume\).*name it \(--out\)"):
+        train(TrainConfig(), resume=True)

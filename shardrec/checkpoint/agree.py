@@ -1,0 +1,99 @@
+"""How the ranks save and load together: every phase succeeds on all of them, or all raise the same error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from shardrec.errors import CheckpointError, ConfigError, PeerError, ShardrecError
+from shardrec.exchange.peers import peers
+
+__all__ = ["Ranks"]
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """The ranks that save or load a model.
+
+    Args:
+        group: the process group; None on one rank.
+        device: where the group's collectives take their tensors.
+
+    Attributes:
+        rank: of this process.
+        size: number of ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self._group = group
+        self._device = device
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.size = 1 if group is None else dist.get_world_size(group)
+
+    def agree(self, what: str, work: Callable[[], T], *, remedy: str) -> list[T]:
+        """Do ``work`` on every rank. Every rank calls this.
+
+        Args:
+            what: "save" or "load", for messages.
+            work: gives what the other ranks are to know; anything that can be pickled.
+            remedy: what to do about an error of the operating system.
+
+        Returns:
+            The results of all ranks, by rank.
+
+        Raises:
+            CheckpointError: on every rank, if ``work`` failed on any.
+            ConfigError: on every rank, if it failed with nothing but that.
+            PeerError: if another rank is gone or did not come in time.
+        """
+        result, fault, cause = None, None, None
+        try:
+            result = work()
+        except PeerError:
+            raise
+        except Exception as error:
+            fault, cause = _Fault(error, remedy), error
+        outcomes: list[Any] = [(fault, result)]
+        if self._group is not None:
+            outcomes = [None] * self.size
+            with peers(self._group, what), self._on_device():
+                dist.all_gather_object(outcomes, (fault, result), group=self._group)
+        faults = {rank: one for rank, (one, _) in enumerate(outcomes) if one is not None}
+        if faults:
+            raise _joined(faults, self.size) from cause
+        return [value for _, value in outcomes]
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+
+
+class _Fault:
+    """What went wrong on a rank, as it travels to the others.
+
+    Args:
+        error: as it was raised.
+        remedy: for an error of the operating system.
+    """
+
+    def __init__(self, error: Exception, remedy: str) -> None:
+        self.type = ConfigError if isinstance(error, ConfigError) else CheckpointError
+        if isinstance(error, ShardrecError):
+            self.text = str(error)
+        elif isinstance(error, OSError):
+            self.text = f"{error.filename or 'a file'}: {error.strerror or error}; {remedy}"
+        else:
+            self.text = f"{type(error).__name__}: {error}"
+
+
+def _joined(faults: dict[int, _Fault], ranks: int) -> ShardrecError:
+    kind = ConfigError if all(fault.type is ConfigError for fault in faults.values()) else CheckpointError
+    texts = {fault.text for fault in faults.values()}
+    if len(faults) == ranks and len(texts) == 1:
+        return kind(texts.pop())
+    lines = [f"rank {rank}: {fault.text}" for rank, fault in faults.items()]
+    return kind(lines[0] if len(lines) == 1 else f"{len(lines)} ranks failed:\n  " + "\n  ".join(lines))

@@ -1,0 +1,145 @@
+"""The checkpoints of a long job: saved every now and then, a few of them kept, the last good one found by itself."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardrec.checkpoint.agree import Ranks
+from shardrec.checkpoint.load import load_checkpoint
+from shardrec.checkpoint.manifest import MANIFEST
+from shardrec.checkpoint.save import PendingSave, remove, save
+from shardrec.errors import CheckpointError, ConfigError
+from shardrec.modules.model import ShardedModel
+
+__all__ = ["Checkpoints", "LoadedCheckpoint"]
+
+_NAME = re.compile(r"step-(\d{12})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedCheckpoint:
+    """What :meth:`Checkpoints.load_last` has loaded.
+
+    Args:
+        step: under which it was saved.
+        path: its folder.
+        extra: the caller's data.
+        rank_state: this rank's own tensors, on the CPU; empty if the checkpoint was written by another number of ranks.
+    """
+
+    step: int
+    path: Path
+    extra: dict[str, Any]
+    rank_state: dict[str, Tensor]
+
+
+class Checkpoints:
+    """A folder of checkpoints, one per step at which the job saved: ``step-000000001000/``.
+
+    Args:
+        folder: on a file system that all ranks share; made by the first save.
+        keep_last: how many to keep, counted back from the one saved last; default: all. An older one is removed when
+            the new one is complete, not before.
+
+    Raises:
+        ConfigError: if ``keep_last`` is below 1.
+    """
+
+    def __init__(self, folder: str | Path, *, keep_last: int | None = None) -> None:
+        if keep_last is not None and keep_last < 1:
+            raise ConfigError(f"keep_last={keep_last}; give 1 or more, or None to keep all checkpoints")
+        self.folder = Path(folder)
+        self.keep_last = keep_last
+
+    def save(
+        self,
+        step: int,
+        model: ShardedModel,
+        optimizer: torch.optim.Optimizer | None = None,
+        extra: Mapping[str, Any] | None = None,
+        *,
+        rank_state: Mapping[str, Tensor] | None = None,
+        wait: bool = True,
+    ) -> PendingSave:
+        """Save the model after ``step`` steps; see :func:`shardrec.save_checkpoint`. Every rank calls it.
+
+        A checkpoint of the same step is replaced. What saves have left that came to no end is removed.
+
+        Raises:
+            ConfigError: as ``save_checkpoint``, and for a step below 0.
+            CheckpointError: as ``save_checkpoint``.
+            PeerError: as ``save_checkpoint``.
+        """
+        if not 0 <= step < 10**12:
+            raise ConfigError(f"step={step}; give the number of steps made, from 0 on")
+        return save(
+            self.folder / f"step-{step:012}",
+            model,
+            optimizer,
+            extra,
+            rank_state=rank_state,
+            wait=wait,
+            then=lambda: self._prune(step),
+        )
+
+    def load_last(self, model: ShardedModel, optimizer: torch.optim.Optimizer | None = None) -> LoadedCheckpoint | None:
+        """Load the good checkpoint with the highest step. Every rank calls it.
+
+        One that is damaged is named in a warning, and the next is tried.
+
+        Args:
+            model: as for :func:`shardrec.load_checkpoint`.
+            optimizer: likewise.
+
+        Returns:
+            What was loaded; None if there is no complete checkpoint in the folder.
+
+        Raises:
+            CheckpointError: on every rank, if there are checkpoints and none of them is good.
+            ConfigError: on every rank, if the last good one is one of another model or optimizer.
+            PeerError: if another rank is gone or did not come in time.
+        """
+        ranks = Ranks(model.group, model.context.device)
+        paths = ranks.agree("load", self.paths, remedy="see that every rank can read it")[0]
+        faults = []
+        for step, path in reversed(paths.items()):
+            rank_state: dict[str, Tensor] = {}
+            try:
+                extra = load_checkpoint(path, model, optimizer, rank_state=rank_state)
+            except CheckpointError as error:
+                faults.append(str(error))
+                warnings.warn(f"the checkpoint of step {step} is skipped: {error}", stacklevel=2)
+            else:
+                return LoadedCheckpoint(step=step, path=path, extra=extra, rank_state=rank_state)
+        if faults:
+            raise CheckpointError(
+                f"none of the {len(faults)} checkpoint(s) in {self.folder} can be loaded; to begin anew, give another "
+                "folder:\n  " + "\n  ".join(faults)
+            )
+        return None
+
+    def paths(self) -> dict[int, Path]:
+        """The folders that hold a complete checkpoint, damaged or not, by step, in order."""
+        return {step: path for step, path in self._folders() if (path / MANIFEST).exists()}
+
+    def _folders(self) -> list[tuple[int, Path]]:
+        if not self.folder.exists():
+            return []
+        found = [(_NAME.fullmatch(path.name), path) for path in self.folder.iterdir()]
+        return sorted((int(name[1]), path) for name, path in found if name)
+
+    def _prune(self, step: int) -> None:
+        """Remove what was never complete, and what is older than the last ones up to ``step``."""
+        complete = self.paths()
+        older = [path for one, path in complete.items() if one < step]
+        kept = len(older) if self.keep_last is None else self.keep_last - 1
+        for path in older[: max(len(older) - kept, 0)] + [path for one, path in self._folders() if one not in complete]:
+            remove(path)

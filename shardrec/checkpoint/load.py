@@ -1,0 +1,200 @@
+"""Load a checkpoint under any plan and number of ranks, all or nothing.
+
+Everything is verified before anything changes: the manifest, against its own checksum and the model; the files,
+against the manifest, each block of them by one of the ranks. Only when all ranks have agreed that all is well do they
+read, each what it holds, straight into its memory.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardrec.checkpoint.agree import Ranks
+from shardrec.checkpoint.files import BLOCK_BYTES, DTYPES, OpenFile
+from shardrec.checkpoint.manifest import MANIFEST, Manifest, SavedTensor, leftovers, read_manifest
+from shardrec.checkpoint.optimizer import load_settings, optimizer_faults, state_targets
+from shardrec.checkpoint.parts import HeldTensor, as_matrix, held
+from shardrec.checkpoint.save import rank_name, settle
+from shardrec.checkpoint.state import model_tensors, sharded_collections
+from shardrec.errors import CheckpointError, ConfigError
+from shardrec.modules.model import ShardedModel
+from shardrec.modules.replicated_model import ReplicatedModel
+
+__all__ = ["load_checkpoint"]
+
+_REMEDY = "load an older checkpoint, or see that every rank can read this one"
+
+
+def load_checkpoint(
+    path: str | Path,
+    model: ShardedModel,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    rank_state: dict[str, Tensor] | None = None,
+) -> dict[str, Any]:
+    """Read what :func:`save_checkpoint` wrote, for this model's plan and number of ranks. Every rank calls it.
+
+    Nothing of the model or the optimizer changes before everything is verified on all ranks. Beside its own shards, a
+    rank holds at most 64 MiB of the checkpoint at a time. No code from the files is run.
+
+    Args:
+        path: the folder.
+        model: a sharded model with the same tables and dense part; its plan, and the tables' ``data_type``, may differ
+            from the saved ones. Learning rates of fused optimizers become the saved ones.
+        optimizer: gets the saved optimizer's states and settings.
+        rank_state: becomes this rank's own tensors, on the CPU, as it gave them to :func:`save_checkpoint`; empty if
+            the checkpoint was written by another number of ranks.
+
+    Returns:
+        The caller's ``extra`` data.
+
+    Raises:
+        CheckpointError: on every rank, naming the file, if the checkpoint is damaged or incomplete.
+        ConfigError: on every rank, if it is one of another model or optimizer.
+        PeerError: if another rank is gone or did not come in time.
+    """
+    settle(model)
+    ranks = Ranks(model.group, model.context.device)
+    with ExitStack() as stack:
+        source = _Source(Path(path), ranks, stack)
+        if len(set(ranks.agree("load", lambda: source.verify(model, optimizer), remedy=_REMEDY))) > 1:
+            raise CheckpointError(
+                f"the ranks see different checkpoints in {path}; give a folder on a file system that they all share, "
+                "into which nobody saves at the same time"
+            )
+        remedy = f"the model is half loaded: {_REMEDY}"
+        ranks.agree("load", lambda: source.read(model, optimizer), remedy=remedy)
+    if rank_state is not None:
+        rank_state.clear()
+        rank_state.update(source.rank_state)
+    return dict(source.manifest.extra)
+
+
+class _Source:
+    """A checkpoint that is being loaded.
+
+    Args:
+        folder: of the checkpoint.
+        ranks: that load it.
+        stack: closes the files. They stay open from the verification on, so that what is read is what was verified,
+            also if the checkpoint is replaced or removed meanwhile.
+
+    Attributes:
+        manifest: after :meth:`verify`.
+        rank_state: this rank's own tensors, after :meth:`read`.
+    """
+
+    manifest: Manifest
+
+    def __init__(self, folder: Path, ranks: Ranks, stack: ExitStack) -> None:
+        self._folder = folder
+        self._ranks = ranks
+        self._stack = stack
+        self._open: dict[int, OpenFile] = {}
+        self.rank_state: dict[str, Tensor] = {}
+
+    def verify(self, model: ShardedModel, optimizer: torch.optim.Optimizer | None) -> str:
+        """Verify the manifest and this rank's share of the files, and open those that it will read.
+
+        Returns:
+            The data folder's name, which is another one for each save.
+        """
+        self.manifest = read_manifest(self._folder)
+        wanted = model_tensors(model)
+        faults = _faults(self.manifest, wanted) + optimizer_faults(model, optimizer, self.manifest)
+        if faults:
+            raise ConfigError(
+                f"{self._folder} is a checkpoint of another model than this {type(model.module).__name__} (or of other "
+                f"optimizers): {'; '.join(faults[:5])}"
+            )
+        if self._ranks.rank == 0:
+            self._find_strangers()
+        blocks = [(number, block) for number, file in enumerate(self.manifest.files) for block in range(file.blocks)]
+        rank, size = self._ranks.rank, self._ranks.size
+        for number, block in blocks[len(blocks) * rank // size : len(blocks) * (rank + 1) // size]:
+            self._file(number).verify(block)
+        for name, tensor in wanted.items():
+            for saved in self.manifest.tensors[name].parts:
+                if any(saved.rect.common(part.rect) for part in tensor.parts):
+                    self._file(saved.file)
+        return self.manifest.data
+
+    def _find_strangers(self) -> None:
+        data = self._folder / self.manifest.data
+        strange = {path.name for path in data.iterdir()} - {file.name for file in self.manifest.files}
+        if strange:
+            raise CheckpointError(
+                f"{data} has files that are not the checkpoint's: {', '.join(sorted(strange)[:5])}; find out what has "
+                "written them, and move them elsewhere"
+            )
+        known = {MANIFEST, self.manifest.data, *(path.name for path in leftovers(self._folder, self.manifest.data))}
+        beside = {path.name for path in self._folder.iterdir()} - known
+        if beside:
+            warnings.warn(
+                f"{self._folder} has files that are not the checkpoint's and are not read: "
+                f"{', '.join(sorted(beside)[:5])}; move them elsewhere",
+                stacklevel=2,
+            )
+
+    def _file(self, number: int) -> OpenFile:
+        if number not in self._open:
+            self._open[number] = OpenFile(self._folder / self.manifest.data, self.manifest.files[number], self._stack)
+        return self._open[number]
+
+    def read(self, model: ShardedModel, optimizer: torch.optim.Optimizer | None) -> None:
+        """Read what this rank holds into its memory."""
+        manifest, buffer = self.manifest, torch.empty(BLOCK_BYTES, dtype=torch.uint8)
+        if model.context.device.type == "cuda":
+            buffer = buffer.pin_memory()
+        start = rank_name(self._ranks.rank, "")
+        own = {
+            name: torch.empty(one.shape, dtype=DTYPES[one.dtype])
+            for name, one in manifest.tensors.items()
+            if name.startswith(start) and len(manifest.files) == self._ranks.size
+        }
+        targets = model_tensors(model) | state_targets(model, optimizer, manifest)
+        targets |= {name: held(value, saved=False) for name, value in own.items()}
+        for name, target in targets.items():
+            saved = manifest.tensors[name]
+            for part in target.parts:
+                into = as_matrix(part.values)
+                for one in saved.parts:
+                    self._file(one.file).read(one.start, one.rect, DTYPES[saved.dtype], into, part.rect, buffer)
+                if into.data_ptr() != part.values.data_ptr():
+                    part.values.copy_(into.view(part.values.shape))
+        for collection in sharded_collections(model):
+            collection.load_step_counts(manifest.step_counts)
+        load_settings(model, optimizer, manifest)
+        if isinstance(model, ReplicatedModel):
+            model.steps_since_sync = 0
+        self.rank_state = {name.removeprefix(start): value for name, value in own.items()}
+
+
+def _faults(manifest: Manifest, wanted: Mapping[str, HeldTensor]) -> list[str]:
+    """Why the checkpoint is not one of this model, one sentence each."""
+    saved = manifest.tensors
+    lacking = sorted(set(wanted) - set(saved))
+    surplus = sorted(name for name in saved if name.startswith(("model.", "fused.")) and name not in wanted)
+    found = [f"it lacks {', '.join(lacking[:5])}"] if lacking else []
+    found += [f"it has {', '.join(surplus[:5])}, which the model lacks"] if surplus else []
+    for name in set(wanted) & set(saved):
+        found += _differences(name, saved[name], wanted[name])
+    return found
+
+
+def _differences(name: str, saved: SavedTensor, tensor: HeldTensor) -> list[str]:
+    found, dtype = [], DTYPES[saved.dtype]
+    if saved.shape != tensor.shape:
+        found.append(
+            f"{name} has shape {saved.shape} and the model's {tensor.shape}; build the model with the saved sizes"
+        )
+    if dtype != tensor.dtype and not (dtype.is_floating_point and tensor.dtype.is_floating_point):
+        found.append(f"{name} is {dtype} and the model's {tensor.dtype}; build the model with the saved type")
+    return found

@@ -1,0 +1,218 @@
+"""The manifest of a checkpoint: what it holds, in which part of which file, and the checksums of all of it.
+
+It is JSON, written last, and the only thing that makes a folder a checkpoint::
+
+    checkpoint/
+    ├── manifest.json
+    └── data-<token>/
+        ├── rank-00000.safetensors
+        └── ...
+
+A save writes a data folder of a new name, and then puts its manifest in the place of the old one, which is one atomic
+step of the file system. Until then the folder is the old checkpoint, and from then on the new one; a kill at any point
+leaves one of the two, besides a data folder that no manifest names, which the next save removes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardrec.checkpoint.files import DTYPES, SavedFile, sync_folder
+from shardrec.checkpoint.parts import Rect
+from shardrec.errors import CheckpointError
+from shardrec.layout import Shard
+from shardrec.layout.shard import miscovered
+
+__all__ = ["MANIFEST", "Manifest", "SavedPart", "SavedTensor", "leftovers", "read_manifest", "write_manifest"]
+
+MANIFEST = "manifest.json"
+_FORMAT = 2
+_PARTIAL = MANIFEST + ".partial"
+_DATA_FOLDER = re.compile(r"data-[0-9a-f]{16}")
+_DIGEST = b',\n"sha256": '
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedPart:
+    """A rectangle of a tensor in a file.
+
+    Args:
+        rect: see :mod:`shardrec.checkpoint.parts`.
+        file: its number.
+        start: byte in the file.
+    """
+
+    rect: Rect
+    file: int
+    start: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedTensor:
+    """A tensor of the checkpoint.
+
+    Args:
+        dtype: by its name in the safetensors format.
+        shape: of the whole.
+        parts: cover it exactly once.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[SavedPart, ...]
+
+    def faults(self, name: str, files: Sequence[SavedFile]) -> Iterator[str]:
+        """What is wrong with it, one sentence each."""
+        whole = Rect.whole(self.shape)
+        shards = []
+        for part in self.parts:
+            rect, size = part.rect, part.rect.numel * DTYPES[self.dtype].itemsize
+            if rect.common(whole) != rect:
+                yield f"{name}: {rect} is no part of shape {self.shape}"
+            elif not 0 <= part.file < len(files) or not 0 <= part.start <= files[part.file].size - size:
+                yield f"{name}: {size} bytes at {part.start} of file {part.file} are outside of it"
+            shards.append(Shard(**{"table": name, **rect._asdict(), "rank": part.file}))
+        for region in miscovered(whole.row_end, whole.col_end, shards) if math.prod(self.shape) else ():
+            rows, columns = ("{}:{}".format(*one) for one in (region.rows, region.columns))
+            yield f"{name}: rows {rows}, columns {columns} are {'there twice' if region.owners else 'missing'}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a checkpoint holds.
+
+    Args:
+        data: the data folder's name.
+        files: one per rank that saved, in order.
+        tensors: by name.
+        numbers: states of an ordinary optimizer that are Python numbers, by name.
+        plan: that the model had, as JSON.
+        step_counts: per table the updates that its fused optimizer has made.
+        fused_settings: per table, its fused optimizer's settings.
+        param_groups: settings and parameter names of an ordinary optimizer's groups; None without one.
+        extra: the caller's.
+    """
+
+    data: str
+    files: tuple[SavedFile, ...]
+    tensors: Mapping[str, SavedTensor]
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+    plan: Mapping[str, Any]
+    step_counts: Mapping[str, int]
+    fused_settings: Mapping[str, Mapping[str, Any]]
+    param_groups: Sequence[Mapping[str, Any]] | None
+    extra: Mapping[str, Any]
+
+    def faults(self) -> list[str]:
+        """What is wrong with it, one sentence each: parts that are missing, twice there or outside of their files."""
+        found = [
+            f"{file.name}: {len(file.checksums)} checksums for {file.size} bytes"
+            for file in self.files
+            if len(file.checksums) != file.blocks
+        ]
+        return found + [fault for name, tensor in self.tensors.items() for fault in tensor.faults(name, self.files)]
+
+    def to_bytes(self) -> bytes:
+        """As JSON, with a checksum of itself at the end."""
+        values = {one: getattr(self, one) for one in self.__dataclass_fields__}
+        values["files"] = [asdict(file) for file in self.files]
+        values["tensors"] = {
+            name: {
+                "dtype": tensor.dtype,
+                "shape": tensor.shape,
+                "parts": [[*part.rect, part.file, part.start] for part in tensor.parts],
+            }
+            for name, tensor in self.tensors.items()
+        }
+        text = json.dumps({"format": _FORMAT, **values}).encode()
+        body = text.removesuffix(b"}")
+        return body + _DIGEST + b'"%s"}\n' % hashlib.sha256(body).hexdigest().encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Manifest:
+        """What :meth:`to_bytes` gave.
+
+        Raises:
+            ValueError: saying what is wrong with it.
+        """
+        body, found, digest = data.rpartition(_DIGEST)
+        if not found:
+            raise ValueError("it is no manifest of a checkpoint")
+        if digest != b'"%s"}\n' % hashlib.sha256(body).hexdigest().encode():
+            raise ValueError("its checksum is not that of its text")
+        values = json.loads(body + b"}")
+        version = values.pop("format", None)
+        if version != _FORMAT:
+            raise ValueError(f"it has format {version!r}, and this release reads {_FORMAT}")
+        values["files"] = tuple(
+            SavedFile(name=one["name"], size=one["size"], checksums=tuple(one["checksums"])) for one in values["files"]
+        )
+        values["tensors"] = {name: _tensor(one) for name, one in values["tensors"].items()}
+        manifest = cls(**values)
+        names = [manifest.data, *(file.name for file in manifest.files)]
+        if not _DATA_FOLDER.fullmatch(names[0]) or any(Path(name).name != name for name in names):
+            raise ValueError("it names files outside of the checkpoint")
+        faults = manifest.faults()
+        if faults:
+            raise ValueError("; ".join(faults[:3]))
+        return manifest
+
+
+def _tensor(value: Mapping[str, Any]) -> SavedTensor:
+    parts = tuple(
+        SavedPart(rect=Rect(top, bottom, left, right), file=file, start=start)
+        for top, bottom, left, right, file, start in value["parts"]
+    )
+    return SavedTensor(dtype=value["dtype"], shape=tuple(value["shape"]), parts=parts)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint, verified.
+
+    Raises:
+        CheckpointError: if there is none, or it is damaged.
+    """
+    path = folder / MANIFEST
+    try:
+        data = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if (folder / "shardrec.json").exists():
+            raise CheckpointError(
+                f"{folder} has the first format of checkpoints, which ran code from its files when it was loaded; load "
+                "it with the release that wrote it, and save the model's state_dict from there"
+            ) from error
+        raise CheckpointError(
+            f"{folder} is not a complete checkpoint: there is no {MANIFEST}; give a folder that save_checkpoint wrote "
+            "to its end"
+        ) from error
+    try:
+        return Manifest.from_bytes(data)
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+        raise CheckpointError(
+            f"{path} is damaged ({kind}{error}); load an older checkpoint, or restore this one from a copy"
+        ) from error
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Make ``folder`` the checkpoint that ``manifest`` describes, in one atomic step, and on the disk."""
+    partial = folder / _PARTIAL
+    with partial.open("wb") as file:
+        file.write(manifest.to_bytes())
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(folder / MANIFEST)
+    sync_folder(folder)
+
+
+def leftovers(folder: Path, data: str) -> list[Path]:
+    """The data folders in a checkpoint besides ``data``: of saves that came to no end, and of the one replaced."""
+    return [path for path in folder.iterdir() if _DATA_FOLDER.fullmatch(path.name) and path.name != data]

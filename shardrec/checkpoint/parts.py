@@ -1,0 +1,129 @@
+"""A tensor in parts, each on some rank: what a checkpoint holds of a model.
+
+Every tensor is taken as a matrix: of its first dimension and all the others, (R, C) for shape (R, ...), (n, 1) for (n,)
+and (1, 1) for (). A part is a rectangle of it. So tables cut in any way, states kept per row, FSDP2's parameters and
+whole tensors are one thing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from shardrec.errors import ConfigError
+from shardrec.layout import Shard
+
+__all__ = ["HeldTensor", "Part", "Rect", "as_matrix", "held"]
+
+
+class Rect(NamedTuple):
+    """Rows ``[row_start, row_end)`` and columns ``[col_start, col_end)`` of a matrix."""
+
+    row_start: int
+    row_end: int
+    col_start: int
+    col_end: int
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Self:
+        """All of a tensor."""
+        return cls(0, shape[0] if shape else 1, 0, math.prod(shape[1:]))
+
+    @classmethod
+    def of(cls, shard: Shard) -> Self:
+        """A shard's place in its table."""
+        return cls(shard.row_start, shard.row_end, shard.col_start, shard.col_end)
+
+    @property
+    def cols(self) -> int:
+        """Number of columns."""
+        return self.col_end - self.col_start
+
+    @property
+    def numel(self) -> int:
+        """Number of values."""
+        return (self.row_end - self.row_start) * self.cols
+
+    def common(self, other: Rect) -> Rect | None:
+        """What both have; None for nothing."""
+        top, left = max(self.row_start, other.row_start), max(self.col_start, other.col_start)
+        bottom, right = min(self.row_end, other.row_end), min(self.col_end, other.col_end)
+        return Rect(top, bottom, left, right) if top < bottom and left < right else None
+
+    def rows_in(self, outer: Rect) -> slice:
+        """These rows, counted from the first of ``outer``."""
+        return slice(self.row_start - outer.row_start, self.row_end - outer.row_start)
+
+    def cols_in(self, outer: Rect) -> slice:
+        """These columns, counted from the first of ``outer``."""
+        return slice(self.col_start - outer.col_start, self.col_end - outer.col_start)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What a rank holds of a tensor.
+
+    Args:
+        rect: where.
+        values: this rank's memory; of the shape of the rectangle, or of the tensor.
+        saved: this rank is the one that writes it.
+    """
+
+    rect: Rect
+    values: Tensor
+    saved: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldTensor:
+    """A tensor of the model, of which this rank holds some parts.
+
+    Args:
+        shape: of the whole.
+        dtype: of the values.
+        parts: this rank's; possibly none.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: tuple[Part, ...]
+
+
+def held(tensor: Tensor, *, saved: bool) -> HeldTensor:
+    """A tensor that every rank has alike, or that FSDP2 has sharded.
+
+    Args:
+        tensor: this rank's.
+        saved: this rank writes it, if all ranks have it alike.
+
+    Raises:
+        ConfigError: if it is sharded in another dimension than the first.
+    """
+    shape, values, rect = tuple(tensor.shape), tensor.detach(), Rect.whole(tensor.shape)
+    if isinstance(values, DTensor):
+        mesh, placements = values.device_mesh, values.placements
+        size, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
+        if size[1:] != shape[1:]:
+            raise ConfigError(
+                f"a tensor of shape {shape} is sharded in another dimension than the first ({placements}), which a "
+                "checkpoint cannot hold; let shardrec.shard(..., dense='fsdp') shard the dense part"
+            )
+        values = values.to_local()
+        if shape:
+            rect = rect._replace(row_start=offset[0], row_end=offset[0] + size[0])
+        coordinate = mesh.get_coordinate() or ()
+        saved = not any(place for place, kind in zip(coordinate, placements, strict=False) if not kind.is_shard())
+    parts = (Part(rect=rect, values=values, saved=saved),) if values.numel() else ()
+    return HeldTensor(shape=shape, dtype=tensor.dtype, parts=parts)
+
+
+def as_matrix(tensor: Tensor) -> Tensor:
+    """A tensor as a matrix: a view, or a copy if its strides allow none."""
+    return tensor.reshape(-1, 1) if tensor.dim() < 2 else tensor.flatten(1)

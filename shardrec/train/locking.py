@@ -1,0 +1,46 @@
+"""One run in a folder: a lock that ends with its process, however that ends, and leaves no file."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+__all__ = ["locked"]
+
+_RETRY_S = 0.1
+
+
+@contextmanager
+def locked(folder: Path, seconds: float) -> Iterator[bool]:
+    """Hold the lock of a folder; where the file system has no locks, as if nobody else wanted it.
+
+    Args:
+        folder: that exists.
+        seconds: how long to wait for another process that holds it.
+
+    Yields:
+        Whether this process holds it.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        yield _lock(descriptor, time.monotonic() + seconds)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, give_up: float) -> bool:
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except OSError as error:
+            if error.errno != errno.EWOULDBLOCK:
+                return True
+        if time.monotonic() > give_up:
+            return False
+        time.sleep(_RETRY_S)

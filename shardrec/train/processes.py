@@ -1,0 +1,304 @@
+"""Ranks as processes of this host: started together, watched, and ended together.
+
+::
+
+    launcher                                   a socket on the loopback address, inherited by rank 0 for the store
+      ├─ rank 0 ── run(options) ──► returns ──► ("returned", result) ─┐
+      └─ rank 1 ── run(options) ──► fails ────► ("failed", note) ─────┴─► a pipe each
+                                                   └─ the others are ended; the first cause is raised, once
+
+The ranks end with their launcher, also if it is killed, and all that connects them are pipes and sockets without names:
+a kill at any time leaves no process, no file and no open port. The launcher imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any
+
+from shardrec import errors
+from shardrec.errors import InputError, PeerError, ShardrecError
+from shardrec.train.quiet import environment_for_torch
+from shardrec.train.stop import SAME_SIGNAL_S, RunStopped
+
+__all__ = ["LISTENER", "Note", "RankProcesses", "Run", "first_cause"]
+
+Run = Callable[[dict[str, Any]], Any]
+"""What a rank does, given the options; it can be pickled, as a function of a module can."""
+
+LISTENER = "SHARDREC_STORE_FD"
+"""Environment variable of rank 0: the file descriptor of a listening socket, for the store's server."""
+
+_HOST = "127.0.0.1"
+_GRACE_S = 5.0
+"""How long the other ranks have, after the first failure, to say what they know of it."""
+
+_POLL_S = 0.5
+_PR_SET_PDEATHSIG = 1
+
+_SIGNAL, _STOPPED, _EXIT = "ended by a signal", "stopped", "exit code"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Note:
+    """How a rank ended, other than well.
+
+    Args:
+        rank: which.
+        kind: the exception's class; where there was none, what else ended the rank.
+        message: of the exception; the signal, or the exit code.
+        time: when, in seconds since the epoch.
+        trace: the traceback, if there is one.
+    """
+
+    rank: int
+    kind: str
+    message: str
+    time: float
+    trace: str = ""
+
+
+class RankProcesses:
+    """The ranks of one attempt at a run.
+
+    Args:
+        run: what a rank does.
+        options: its argument, which can be pickled.
+        nproc: ranks to start.
+        timeout: seconds for which a rank may be stopped (SIGSTOP) before it is taken for dead and ended.
+        debug: keep the ranks' tracebacks, and torch's warnings.
+    """
+
+    def __init__(self, run: Run, options: dict[str, Any], *, nproc: int, timeout: float, debug: bool) -> None:
+        self._work = (run, options)
+        self._timeout = timeout
+        self._debug = debug
+        self._processes: list[SpawnProcess] = []
+        self._pipes: list[Connection] = []
+        self._stopped_s = [0.0] * nproc
+        self._signalled_at: float | None = None
+        self._notes: list[Note] = []
+        self._said: dict[str, Any] = {}
+
+    def result(self) -> Any:
+        """Start the ranks and wait for their end.
+
+        Returns:
+            What ``run`` returned on rank 0.
+
+        Raises:
+            ShardrecError: of several ranks' errors the first that is not about another rank.
+            RunStopped: the ranks were told to end (SIGTERM or Ctrl-C here), and had saved.
+            KeyboardInterrupt: they were told to end, and did.
+        """
+        try:
+            with _handling(self._pass_on, signal.SIGINT, signal.SIGTERM):
+                self._start()
+                self._watch()
+        finally:
+            self._end_all()
+        if self._notes:
+            cause = first_cause(self._notes, self._debug)
+            if self._signalled_at is not None and isinstance(cause, PeerError):
+                raise KeyboardInterrupt
+            raise cause
+        if "saved" in self._said:
+            raise RunStopped(*self._said["saved"])
+        return self._said.get("returned")
+
+    def _start(self) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        nproc = len(self._stopped_s)
+        # A signal that is ignored stays so in new processes: Ctrl-C is for the launcher, which passes it on.
+        with (
+            socket.create_server((_HOST, 0), backlog=nproc) as listener,
+            environment_for_torch(quiet=not self._debug),
+            _handling(signal.SIG_IGN, signal.SIGINT),
+        ):
+            for rank in range(nproc):
+                receiver, sender = spawn.Pipe(duplex=False)
+                birth = _Birth(rank, nproc, os.getpid(), listener.getsockname()[1], listener if rank == 0 else None)
+                process = spawn.Process(target=_rank_main, args=(birth, sender, *self._work), name=f"rank {rank}")
+                with sender:
+                    process.start()
+                self._processes.append(process)
+                self._pipes.append(receiver)
+
+    def _pass_on(self, number: int, frame: object) -> None:
+        """The first signal asks the ranks to end; a second one, which is not an echo of it, ends them."""
+        now = time.monotonic()
+        again = self._signalled_at is not None and now - self._signalled_at > SAME_SIGNAL_S
+        self._signalled_at = self._signalled_at or now
+        for process in self._processes:
+            if process.is_alive():
+                process.kill() if again else process.terminate()
+
+    def _watch(self) -> None:
+        """Until every rank has ended, or one has failed and the others had the time to say what they know of it."""
+        running = set(range(len(self._processes)))
+        now, deadline = time.monotonic(), float("inf")
+        while running and now < deadline:
+            pipes = [self._pipes[rank] for rank in running if not self._pipes[rank].closed]
+            wait([*(self._processes[rank].sentinel for rank in running), *pipes], _POLL_S)
+            before, now = now, time.monotonic()
+            for rank in sorted(running):
+                # The launcher may have been stopped, too (Ctrl-Z): of such a time no more than a moment counts.
+                if self._is_over(rank, min(now - before, 2 * _POLL_S)):
+                    running.discard(rank)
+            if self._notes:
+                # Of a rank that was killed or stopped the others have nothing to add.
+                deadline = min(deadline, now + _GRACE_S * (self._notes[0].kind not in (_SIGNAL, _STOPPED)))
+
+    def _is_over(self, rank: int, seconds: float) -> bool:
+        """Whether a rank has ended, or has been stopped for too long; takes what it has said."""
+        code = self._processes[rank].exitcode
+        self._read(rank)
+        if code is not None:
+            if code and all(note.rank != rank for note in self._notes):
+                kind, what = (_SIGNAL, signal.Signals(-code).name) if code < 0 else (_EXIT, str(code))
+                self._notes.append(Note(rank=rank, kind=kind, message=what, time=time.time()))
+            return True
+        self._stopped_s[rank] = self._stopped_s[rank] + seconds if _is_stopped(self._processes[rank].pid) else 0.0
+        if not self._stopped_s[rank] or (self._stopped_s[rank] < self._timeout and not self._notes):
+            return False
+        self._notes.append(Note(rank=rank, kind=_STOPPED, message=f"{self._timeout:g}", time=time.time()))
+        return True
+
+    def _read(self, rank: int) -> None:
+        pipe = self._pipes[rank]
+        try:
+            while not pipe.closed and pipe.poll():
+                kind, value = pipe.recv()
+                if kind == "failed":
+                    self._notes.append(value)
+                else:
+                    self._said.setdefault(kind, value)
+        except (EOFError, OSError):
+            pipe.close()
+
+    def _end_all(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process, pipe in zip(self._processes, self._pipes, strict=True):
+            process.join()
+            process.close()
+            pipe.close()
+
+
+@contextlib.contextmanager
+def _handling(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
+    """Handle signals so; outside of the main thread, which alone may say, as they are handled."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+def _is_stopped(pid: int | None) -> bool:
+    """Whether a process was stopped by a signal."""
+    try:
+        # pid (name) state ...; the name may hold anything.
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
+    except (OSError, IndexError):
+        return False
+
+
+# ------------------------------------------------------------------------------------------------------ on the ranks
+
+
+@dataclass(frozen=True)
+class _Birth:
+    """What a new process is told: which rank it is, whose, and where the store is."""
+
+    rank: int
+    nproc: int
+    parent: int
+    port: int
+    listener: socket.socket | None
+
+
+def _rank_main(birth: _Birth, said: Connection, run: Run, options: dict[str, Any]) -> None:
+    """What each new process runs: the run, and in the end a word about how it went."""
+    _end_with(birth.parent)
+    rank = str(birth.rank)
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "MASTER_ADDR": _HOST, "MASTER_PORT": str(birth.port)}
+    os.environ |= {"WORLD_SIZE": str(birth.nproc), "LOCAL_WORLD_SIZE": str(birth.nproc)}
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if birth.listener is not None:
+        os.environ[LISTENER] = str(birth.listener.detach())
+        # Rank 0 has a terminal to put in order; the others may go at once, even out of the middle of a collective.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        result = run(options)
+        if birth.rank == 0:
+            said.send(("returned", result))
+    except RunStopped as stopped:
+        said.send(("saved", stopped.args))
+    except KeyboardInterrupt:
+        raise SystemExit(1) from None
+    except Exception as error:
+        trace = "".join(traceback.format_exception(error))
+        note = Note(rank=birth.rank, kind=type(error).__name__, message=str(error), time=time.time(), trace=trace)
+        said.send(("failed", note))
+        raise SystemExit(1) from None
+
+
+def _end_with(parent: int) -> None:
+    """Have the system kill this process when the one that started it has ended, even if this one is stopped then."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it had ended already
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+# -------------------------------------------------------------------------------------------------- what went wrong
+
+
+def first_cause(notes: Sequence[Note], debug: bool = False) -> ShardrecError:
+    """The error behind a failed run: the first on any rank that is not about another rank.
+
+    Args:
+        notes: of the ranks that failed, at least one.
+        debug: add the rank's traceback.
+    """
+    # A rank that was ended from outside says nothing, and then all that the others say is about it.
+    own = [note for note in notes if note.kind not in (_SIGNAL, _STOPPED, _EXIT, PeerError.__name__)]
+    silent = [note for kind in (_SIGNAL, _STOPPED) for note in notes if note.kind == kind]
+    told = own or silent[:1] or [note for note in notes if note.kind == PeerError.__name__] or notes
+    # A rank whose own data was bad says more than the others, who know it from that rank.
+    note = min(told, key=lambda note: (note.kind == InputError.__name__, note.time, note.rank))
+    trace = f"\n\n{note.trace}" if debug else ""
+    if note.kind == _SIGNAL:
+        memory = "; the system ends the largest process when memory runs out: use smaller tables or batches"
+        return PeerError(f"rank {note.rank} was ended by {note.message}{memory * (note.message == 'SIGKILL')}")
+    if note.kind == _STOPPED:
+        return PeerError(
+            f"rank {note.rank} was stopped, by SIGSTOP or Ctrl-Z, while the others waited for it (at most "
+            f"{note.message} s): continue it earlier, or allow more time (--timeout)"
+        )
+    if note.kind == _EXIT:
+        return PeerError(f"rank {note.rank} ended with exit code {note.message} and said nothing: run it with --debug")
+    if note.kind in errors.__all__:
+        kind: type[ShardrecError] = getattr(errors, note.kind)
+        return kind(note.message + trace)
+    told_by = f"rank {note.rank} failed with {note.kind}: {note.message}"
+    return PeerError(told_by + (trace or "\nRun it with --debug for the traceback"))

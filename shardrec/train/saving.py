@@ -1,0 +1,200 @@
+"""When a run saves and when it ends early, and what it needs to go on as if nothing had happened.
+
+Steps are counted alike on all ranks; clocks, signals and the end of a write are not. On these the ranks agree about
+twice a second, in one all-reduce of four numbers, whose result also says after how many steps the next one is:
+
+    step      … 41    42    43    44 …                              (a signal on rank 1 in step 42)
+    rank 0         │     │     │  ├─ all-reduce(max): end ─► save, leave
+    rank 1         │   ! │     │  ├─ all-reduce(max): end ─► save, leave
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardrec.checkpoint import Checkpoints, PendingSave
+from shardrec.exchange.peers import peers
+from shardrec.modules import ShardedModel
+from shardrec.train.config import CHECKPOINTS, TrainConfig
+from shardrec.train.display import Announcer
+from shardrec.train.loop import Progress
+from shardrec.train.ranks import Place, over_ranks
+from shardrec.train.source import Source
+from shardrec.train.stop import RunStopped, StopRequest
+
+__all__ = ["Saver"]
+
+_AGREE_S = 0.5
+_MOST_STEPS = 1000
+
+
+class Saver:
+    """Saves a run, and restores it. Every rank has one and calls it at the same steps.
+
+    Args:
+        config: of the run.
+        place: this rank.
+        folder: of the results.
+        model: is saved, with its fused optimizers.
+        optimizer: of the dense part.
+        source: of the rows; what it has left out is saved.
+        progress: likewise, and says when.
+        announcer: is told of what is saved, once it is on disk; None on the ranks that say nothing.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        place: Place,
+        folder: Path,
+        *,
+        model: ShardedModel,
+        optimizer: torch.optim.Optimizer,
+        source: Source,
+        progress: Progress,
+        announcer: Announcer | None,
+    ) -> None:
+        self._config = config
+        self._place = place
+        self._folder = folder
+        self._model = model
+        self._optimizer = optimizer
+        self._source = source
+        self._progress = progress
+        self._announcer = announcer
+        self._checkpoints = Checkpoints(folder / CHECKPOINTS, keep_last=config.keep_checkpoints)
+        self._stop = StopRequest()
+        self._pending: PendingSave | None = None
+        self._saved_step: int | None = None
+        self._saved_at = self._agreed_at = time.monotonic()
+        self._agreed_step = self._agree_at = 0
+
+    def load(self) -> bool:
+        """Put the last good checkpoint into the model, the optimizers, the source and the progress.
+
+        On another number of ranks the rows before it are counted as if these ranks had read them, and random numbers
+        begin anew from the seed.
+
+        Returns:
+            Whether there was one.
+
+        Raises:
+            ConfigError: if it is one of a run with other options.
+            CheckpointError: if there are checkpoints, and all are damaged.
+        """
+        loaded = self._checkpoints.load_last(self._model, self._optimizer)
+        if loaded is None:
+            return False
+        self._config.check_resumes(loaded.extra["config"])
+        own, samples, place = loaded.rank_state, int(loaded.extra["samples"]), self._place
+        rows = samples * (place.rank + 1) // place.world_size - samples * place.rank // place.world_size
+        self._progress.load(loaded.extra["progress"], rows=int(own["rows"]) if own else rows)
+        self._source.skipped = loaded.extra["skipped"]
+        if own:
+            torch.set_rng_state(own["random"])
+        if "cuda_random" in own:
+            torch.cuda.set_rng_state(own["cuda_random"], place.device)
+        self._saved_step = self._agreed_step = self._agree_at = loaded.step
+        if self._announcer is not None:
+            self._announcer.resumed(loaded.step)
+        return True
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside, SIGTERM and Ctrl-C end the run after a step and a save, if it saves at all before its end."""
+        if self._config.checkpoint_every is None:
+            yield
+            return
+        with self._stop:
+            yield
+
+    def after_step(self) -> None:
+        """Save if it is time.
+
+        Raises:
+            RunStopped: on every rank, after a save, if any was told to end.
+        """
+        if self._config.checkpoint_every is None:
+            return
+        steps, every = self._progress.steps, self._config.checkpoint_steps
+        due = every is not None and steps % every == 0
+        ends = False
+        if steps > self._agree_at:
+            ends, timely = self._agree()
+            due = due or timely
+        if due or ends:
+            self._save()
+        if ends:
+            self._acknowledge()
+            raise RunStopped(steps, str(self._folder))
+
+    def finish(self) -> None:
+        """Save the trained model, if the options ask for it, and wait until it is on disk."""
+        if self._config.checkpoint == "last":
+            self._save()
+        self._acknowledge()
+
+    def _agree(self) -> tuple[bool, bool]:
+        """(whether to end, whether a save is due by the clock), the same on all ranks; acknowledges what is written."""
+        now, steps = time.monotonic(), self._progress.steps
+        wait_s = self._config.checkpoint_seconds
+        pace = (now - self._agreed_at) / (steps - self._agreed_step)
+        said = torch.tensor(
+            [
+                self._stop.made,
+                wait_s is not None and now - self._saved_at >= wait_s,
+                self._pending is not None and not self._pending.done,
+                min(_MOST_STEPS, int(_AGREE_S / max(pace, 1e-6))),
+            ],
+            dtype=torch.int64,
+        )
+        if self._place.world_size > 1:
+            with peers(None, "agreement on saving"):
+                dist.all_reduce(said, dist.ReduceOp.MAX)
+        ends, timely, writing, skipped = map(int, said)
+        self._agreed_at, self._agreed_step, self._agree_at = now, steps, steps + skipped
+        if not writing:
+            self._acknowledge()
+        return bool(ends), bool(timely)
+
+    def _save(self) -> None:
+        """Begin to save, unless this step is saved."""
+        steps = self._progress.steps
+        if self._saved_step == steps:
+            return
+        with self._progress.off_the_clock():
+            self._acknowledge()
+            samples = over_ranks(self._progress.rows, self._place)
+            extra = {
+                "config": self._config.to_mapping(),
+                "samples": samples,
+                "progress": self._progress.state(),
+                "skipped": dict(self._source.skipped),
+            }
+            self._pending = self._checkpoints.save(
+                steps, self._model, self._optimizer, extra, rank_state=self._own_state(), wait=False
+            )
+        self._saved_step, self._saved_at = steps, time.monotonic()
+
+    def _own_state(self) -> dict[str, Tensor]:
+        state: dict[str, Any] = {"rows": torch.tensor(self._progress.rows), "random": torch.get_rng_state()}
+        if self._place.device.type == "cuda":
+            state["cuda_random"] = torch.cuda.get_rng_state(self._place.device)
+        return state
+
+    def _acknowledge(self) -> None:
+        """Wait until what is being saved is on disk, and say so."""
+        if self._pending is None:
+            return
+        self._pending.wait()
+        self._pending = None
+        if self._announcer is not None and self._saved_step is not None:
+            self._announcer.saved(self._saved_step)

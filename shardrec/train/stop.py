@@ -1,0 +1,64 @@
+"""SIGTERM and Ctrl-C as a request to end after the step that is under way."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+__all__ = ["SAME_SIGNAL_S", "RunStopped", "StopRequest"]
+
+SAME_SIGNAL_S = 1.0
+"""A signal so soon after the first is the same request: a terminal and a launcher both pass Ctrl-C on."""
+
+
+class RunStopped(KeyboardInterrupt):
+    """A run that was told to end has saved, and ended. Its ``--resume`` goes on from there.
+
+    Args:
+        step: optimizer steps in its last checkpoint.
+        folder: of the run.
+    """
+
+    def __init__(self, step: int, folder: str) -> None:
+        super().__init__(step, folder)
+        self.step = step
+        self.folder = folder
+
+
+class StopRequest:
+    """Notes SIGTERM and SIGINT while it is entered; a second signal raises KeyboardInterrupt.
+
+    Outside of the main thread, which alone may handle signals, it does nothing.
+
+    Attributes:
+        made: a signal has come.
+    """
+
+    def __init__(self) -> None:
+        self.made = False
+        self._made_at = 0.0
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                # A launcher that handles Ctrl-C itself has its ranks ignore it.
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.made and now - self._made_at > SAME_SIGNAL_S:
+            raise KeyboardInterrupt
+        if not self.made:
+            self.made, self._made_at = True, now

@@ -1,0 +1,227 @@
+"""Ranks as processes: how they start, and how they end, whoever ends first."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardrec.errors import ConfigError, DataError, InputError, PeerError
+from shardrec.train.processes import LISTENER, Note, RankProcesses, first_cause
+from shardrec.train.stop import RunStopped, StopRequest
+
+LONG_S = 120.0
+"""What no test waits for: it is ended before."""
+
+
+def start(run: Any, options: dict[str, Any] | None = None, *, nproc: int = 2, timeout: float = LONG_S) -> Any:
+    return RankProcesses(run, options or {}, nproc=nproc, timeout=timeout, debug=False).result()
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left() -> Any:
+    yield
+    assert multiprocessing.active_children() == []
+
+
+# ------------------------------------------------------------------------------------------------------ on the ranks
+
+
+def describe(options: dict[str, Any]) -> dict[str, Any]:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "GLOO_SOCKET_IFNAME")
+    if LISTENER not in os.environ:
+        assert os.environ["RANK"] == "1"
+        return {}
+    listener = socket.socket(fileno=int(os.environ[LISTENER]))
+    address, port = listener.getsockname()
+    listens = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    assert (listens, port) == (1, int(os.environ["MASTER_PORT"]))
+    return {name: os.environ[name] for name in names} | options | {"address": address}
+
+
+def fail(options: dict[str, Any]) -> None:
+    if os.environ["RANK"] == "1":
+        raise DataError("rows.tsv:3: field 'label'")
+    time.sleep(0.2)
+    raise PeerError("rank 1 is gone")
+
+
+def meet_signal(options: dict[str, Any]) -> None:
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), options["signal"])
+    time.sleep(LONG_S)
+
+
+def end_the_launcher(options: dict[str, Any]) -> None:
+    """Ask the launcher to end, as a scheduler does; the ranks save."""
+    with StopRequest() as stop:
+        if os.environ["RANK"] == "1":
+            time.sleep(0.3)  # so that the other one is listening, too
+            os.kill(os.getppid(), options["signal"])
+        while not stop.made:
+            time.sleep(0.01)
+    raise RunStopped(7, "here")
+
+
+def hold(options: dict[str, Any]) -> None:
+    """Say who one is, and stay; rank 1 stopped."""
+    Path(options["folder"], os.environ["RANK"]).write_text(str(os.getpid()), encoding="utf-8")
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(LONG_S)
+
+
+def large(options: dict[str, Any]) -> bytes:
+    return bytes(options["size"])
+
+
+# ----------------------------------------------------------------------------------------------------- in the launcher
+
+
+def test_ranks_know_who_they_are_and_meet_on_the_loopback_address() -> None:
+    found = start(describe, {"given": 3})
+    assert found == {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+        "address": "127.0.0.1",
+        "given": 3,
+    }
+
+
+def test_a_result_larger_than_a_pipe() -> None:
+    assert len(start(large, {"size": 1 << 21}, nproc=1)) == 1 << 21
+
+
+def test_an_error_is_raised_as_it_was_on_its_rank() -> None:
+    with pytest.raises(DataError, match=r"^rows.tsv:3: field 'label'$"):
+        start(fail)
+
+
+def test_a_killed_rank_ends_the_others_at_once() -> None:
+    with pytest.raises(PeerError, match="rank 1 was ended by SIGKILL; the system"):
+        start(meet_signal, {"signal": signal.SIGKILL})
+
+
+def test_a_stopped_rank_ends_as_a_dead_one_after_the_time_limit() -> None:
+    with pytest.raises(PeerError, match=r"rank 1 was stopped.*at most 0\.6 s.*--timeout"):
+        start(meet_signal, {"signal": signal.SIGSTOP}, timeout=0.6)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_launcher_that_is_told_to_end_lets_its_ranks_save(number: signal.Signals) -> None:
+    handled = signal.getsignal(number)
+    with pytest.raises(RunStopped) as stopped:
+        start(end_the_launcher, {"signal": number})
+    assert (stopped.value.step, stopped.value.folder) == (7, "here")
+    assert signal.getsignal(number) is handled
+
+
+LAUNCHER = """
+import sys
+from shardrec.train.processes import RankProcesses
+from tests.train.test_processes import hold
+
+if __name__ == "__main__":
+    RankProcesses(hold, {"folder": sys.argv[1]}, nproc=2, timeout=1000.0, debug=False).result()
+"""
+
+
+def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    """Also one that is stopped, and nothing is left in the folder for temporary files."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    script = tmp_path / "launcher.py"
+    script.write_text(LAUNCHER, encoding="utf-8")
+    root = str(Path(__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": root, "TMPDIR": str(temporary)}
+    launcher = subprocess.Popen([sys.executable, str(script), str(tmp_path)], env=environment, cwd=root)
+    try:
+        pids = [_pid(tmp_path / str(rank)) for rank in range(2)]
+    finally:
+        launcher.kill()
+        launcher.wait()
+    for pid in pids:
+        _wait_for(lambda pid=pid: not _runs(pid))
+    assert list(temporary.iterdir()) == []
+
+
+def _pid(path: Path) -> int:
+    _wait_for(lambda: path.exists() and path.read_text(encoding="utf-8") != "")
+    return int(path.read_text(encoding="utf-8"))
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] != b"Z"
+    except OSError:
+        return False
+
+
+def _wait_for(condition: Any) -> None:
+    give_up = time.monotonic() + LONG_S
+    while not condition():
+        assert time.monotonic() < give_up, "it did not come"
+        time.sleep(0.01)
+
+
+# -------------------------------------------------------------------------------------------------- what went wrong
+
+
+def note(rank: int, when: float, kind: str, message: str) -> Note:
+    return Note(rank=rank, time=when, kind=kind, message=message, trace=f"trace of rank {rank}")
+
+
+def test_the_first_error_that_is_not_about_another_rank() -> None:
+    cause = first_cause(
+        [
+            note(0, 1.0, "PeerError", "rank 1 is gone"),
+            note(2, 3.0, "DataError", "rows.tsv:9: field 'label'"),
+            note(1, 2.0, "DataError", "rows.tsv:3: field 'label'"),
+        ]
+    )
+    assert isinstance(cause, DataError)
+    assert str(cause) == "rows.tsv:3: field 'label'"
+
+
+def test_the_rank_with_the_bad_data_says_it_better_than_the_others() -> None:
+    others, own = note(0, 1.0, "InputError", "rank 1: disk"), note(1, 2.0, "DataError", "disk")
+    assert isinstance(first_cause([others, own]), DataError)
+    assert isinstance(first_cause([others]), InputError)
+
+
+def test_an_unexpected_error_names_its_rank_and_kind() -> None:
+    notes = [note(1, 1.0, "ZeroDivisionError", "division by zero")]
+    cause = first_cause(notes)
+    assert isinstance(cause, PeerError)
+    assert "rank 1 failed with ZeroDivisionError: division by zero" in str(cause)
+    assert "trace of rank 1" not in str(cause)
+    assert "trace of rank 1" in str(first_cause(notes, debug=True))
+
+
+def test_a_killed_rank_is_named_though_others_complain() -> None:
+    complaint = note(0, 1.0, "PeerError", "the header exchange failed")
+    cause = first_cause([complaint, note(1, 2.0, "ended by a signal", "SIGKILL")])
+    assert isinstance(cause, PeerError)
+    assert str(cause).startswith("rank 1 was ended by SIGKILL; the system ends")
+    assert str(first_cause([note(1, 2.0, "ended by a signal", "SIGSEGV")])) == "rank 1 was ended by SIGSEGV"
+
+
+def test_an_option_that_cannot_be_honoured_says_more_than_a_death() -> None:
+    killed = note(1, 1.0, "ended by a signal", "SIGKILL")
+    assert isinstance(first_cause([killed, note(0, 2.0, "ConfigError", "lr is -1")]), ConfigError)
+
+
+def test_a_rank_without_a_word() -> None:
+    assert "rank 1 ended with exit code 3" in str(first_cause([note(1, 1.0, "exit code", "3")]))

@@ -1,0 +1,218 @@
+"""Runs that are broken off and go on: to the bit what they had been, on as many ranks; and on fewer."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardrec.errors import ConfigError
+from shardrec.layout import ShardingPlan
+from shardrec.train import RunStopped, TrainConfig, load_config
+from tests.campaign.results import differences
+from tests.ranks import ranks
+
+SMALL = TrainConfig(
+    samples=3_000,
+    epochs=2,
+    holdout_samples=1_000,
+    max_embeddings=60,
+    embedding_dim=4,
+    dense_layers=(8,),
+    over_layers=(8,),
+    embedding_optimizer="adam",
+    embedding_lr=0.01,
+    batch_size=128,
+    evaluations=5,
+    checkpoint_every="6",
+    threads=1,
+)
+"""48 steps of 24 an epoch, the last of an epoch with fewer rows."""
+
+
+class PowerCut(BaseException):
+    """What no part of a run handles."""
+
+
+def run(
+    config: TrainConfig,
+    *,
+    resume: bool = False,
+    cut_after: int | None = None,
+    told_in: int | None = None,
+    rank: int = 0,
+) -> Any:
+    """Train on this process's rank, up to a step: broken off there, or ``rank`` told to end. Returns the steps made."""
+    from shardrec.data import synthetic
+    from shardrec.train import session
+    from shardrec.train.saving import Saver
+
+    def after_step(saver: Saver) -> None:
+        if saver._progress.steps == told_in:
+            saver._agree_at = 0  # the agreement is due, on every rank
+            if saver._place.rank == rank:
+                os.kill(os.getpid(), signal.SIGTERM)
+        original(saver)
+        steps.append(saver._progress.steps)
+        if saver._progress.steps == cut_after:
+            saver._acknowledge()  # what was to be saved is on disk or not; here it is
+            raise PowerCut
+
+    steps: list[int] = []
+    original, draw, rows = Saver.after_step, session.write_curve, synthetic._EXPECTATION_ROWS
+    Saver.after_step = after_step  # type: ignore[method-assign]
+    # Half a million rows more to say what is best possible, and a drawing, take longer than the training.
+    synthetic._EXPECTATION_ROWS = 1_000
+    session.write_curve = lambda report, path: path.write_bytes(b"")
+    try:
+        with contextlib.suppress(PowerCut):
+            session.run_rank(config, resume=resume)
+    finally:
+        Saver.after_step, session.write_curve = original, draw  # type: ignore[method-assign]
+        synthetic._EXPECTATION_ROWS = rows
+    return steps
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert run(dataclasses.replace(SMALL, out=str(folder))) == list(range(1, 49))
+    return folder
+
+
+@pytest.mark.parametrize("cut", [3, 6, 23, 24, 31, 48])
+def test_a_run_that_is_broken_off_goes_on_as_if_nothing_had_happened(
+    cut: int, undisturbed: Path, tmp_path: Path
+) -> None:
+    """Before the first checkpoint, at one, at the ends of both epochs, and in the second."""
+    config = dataclasses.replace(SMALL, out=str(tmp_path))
+    assert run(config, cut_after=cut) == list(range(1, cut + 1))
+    assert run(config, resume=True) == list(range(cut // 6 * 6 + 1, 49))
+    assert differences(tmp_path, undisturbed) == []
+
+
+def test_sigterm_saves_first(undisturbed: Path, tmp_path: Path) -> None:
+    config = dataclasses.replace(SMALL, out=str(tmp_path))
+    handler = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(RunStopped) as stopped:
+        run(config, told_in=9)
+    assert (stopped.value.step, stopped.value.folder) == (9, str(tmp_path))
+    assert signal.getsignal(signal.SIGTERM) is handler
+    assert run(config, resume=True)[0] == 10
+    assert differences(tmp_path, undisturbed) == []
+
+
+def test_a_finished_run_that_is_resumed_tells_its_results_again(undisturbed: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(undisturbed, tmp_path / "copy")
+    (copy / "metrics.json").unlink()
+    assert run(dataclasses.replace(SMALL, out=str(copy)), resume=True) == []
+    assert differences(copy, undisturbed) == []
+
+
+def test_a_file_of_rows_goes_on_where_it_was(tmp_path: Path) -> None:
+    """Its length is known after the first epoch only, and its broken rows are counted once."""
+    from shardrec.data import write_criteo_tsv
+
+    file = tmp_path / "rows.tsv"
+    write_criteo_tsv(file, 1_000, seed=1)
+    lines = file.read_text(encoding="utf-8").splitlines()
+    lines[10], lines[900] = "broken", "broken"
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    config = dataclasses.replace(
+        SMALL, data=str(file), samples=None, holdout_samples=None, on_bad_row="skip", batch_size=64
+    )
+    whole, broken = (dataclasses.replace(config, out=str(tmp_path / name)) for name in ("whole", "broken"))
+    steps = run(whole)
+    run(broken, cut_after=8)
+    assert run(broken, resume=True) == steps[6:]
+    run(dataclasses.replace(broken, out=str(tmp_path / "later")), cut_after=20)
+    assert run(dataclasses.replace(broken, out=str(tmp_path / "later")), resume=True) == steps[18:]
+    assert differences(tmp_path / "broken", tmp_path / "whole") == []
+    assert differences(tmp_path / "later", tmp_path / "whole") == []
+    assert json.loads((tmp_path / "later" / "metrics.json").read_text())["skipped_rows"] != {}
+
+
+# ----------------------------------------------------------------------------------------------------------- options
+
+
+def test_the_options_of_the_run_are_the_defaults_when_it_goes_on(undisturbed: Path) -> None:
+    found = load_config(flags={"out": str(undisturbed), "checkpoint_every": "2m"}, resume=True)
+    expected = dataclasses.replace(SMALL, out=str(undisturbed), global_batch_size=128, checkpoint_every="2m")
+    assert found == expected
+    assert load_config(flags={"out": str(undisturbed)}) == TrainConfig(out=str(undisturbed))
+
+
+def test_an_option_that_makes_another_run_is_named_with_both_values(undisturbed: Path) -> None:
+    changed = dataclasses.replace(SMALL, out=str(undisturbed), lr=0.1, embedding_dim=8, evaluations=2)
+    with pytest.raises(ConfigError) as caught:
+        run(changed, resume=True)
+    said = str(caught.value)
+    assert "embedding_dim (--embedding-dim) is 8 and the run in" in said
+    assert "lr (--lr) is 0.1" in said
+    assert "was started with 0.005: leave it out" in said
+    assert "evaluations" not in said
+
+
+def test_two_runs_do_not_write_to_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardrec.train import session
+    from shardrec.train.locking import locked
+
+    monkeypatch.setattr(session, "_LOCK_S", 0.05)
+    with locked(tmp_path, 0.0) as mine, locked(tmp_path, 0.0) as other:
+        assert (mine, other) == (True, False)
+        with pytest.raises(ConfigError, match=r"out \(--out\).*another run writes to it"):
+            run(dataclasses.replace(SMALL, out=str(tmp_path)))
+    assert run(dataclasses.replace(SMALL, out=str(tmp_path), samples=200, epochs=1)) == [1, 2]
+
+
+# ------------------------------------------------------------------------------------------------------- several ranks
+
+
+def test_three_ranks_go_on_to_the_bit(tmp_path: Path) -> None:
+    """Of three numbers the order of a sum matters, and with it where a gradient lies in a bucket."""
+    config = dataclasses.replace(SMALL, batch_size=40, epochs=1)
+    whole, broken = (dataclasses.replace(config, out=str(tmp_path / name)) for name in ("whole", "broken"))
+    assert ranks(3, run, whole)[0] == list(range(1, 26))
+    ranks(3, run, broken, cut_after=13)
+    assert ranks(3, run, broken, resume=True)[0] == list(range(13, 26))
+    assert differences(tmp_path / "broken", tmp_path / "whole") == []
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 1), (1, 2)])
+def test_another_number_of_ranks_makes_the_same_steps(
+    before: int, after: int, undisturbed: Path, tmp_path: Path
+) -> None:
+    """Each row once, in the same global batches; the plan is made anew."""
+    config = dataclasses.replace(SMALL, global_batch_size=128, batch_size=7, out=str(tmp_path))
+    ranks(before, run, config, cut_after=20)
+    assert ShardingPlan.load(tmp_path / "plan.json").world_size == before
+    assert ranks(after, run, config, resume=True)[0] == list(range(19, 49))
+    assert ShardingPlan.load(tmp_path / "plan.json").world_size == after
+    metrics, wanted = (
+        json.loads((folder / "metrics.json").read_text(encoding="utf-8")) for folder in (tmp_path, undisturbed)
+    )
+    assert metrics["training"]["samples"] == wanted["training"]["samples"] == 6_000
+    assert metrics["final"]["rows"] == wanted["final"]["rows"]
+    assert metrics["final"]["logloss"] == pytest.approx(wanted["final"]["logloss"], abs=2e-3)
+    for point, other in zip(metrics["curve"], wanted["curve"], strict=True):
+        assert point["logloss"] == pytest.approx(other["logloss"], abs=2e-3)
+
+
+def test_a_signal_for_one_rank_stops_all_at_one_step(tmp_path: Path) -> None:
+    def stop_one(config: TrainConfig) -> tuple[int, str]:
+        try:
+            run(config, told_in=4, rank=1)
+        except RunStopped as stopped:
+            return stopped.step, stopped.folder
+        raise AssertionError("the run was not stopped")
+
+    config = dataclasses.replace(SMALL, batch_size=16, out=str(tmp_path), checkpoint_every="1000")
+    assert ranks(2, stop_one, config) == [(4, str(tmp_path))] * 2
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000000000004"]
