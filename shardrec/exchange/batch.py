@@ -17,10 +17,14 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-__all__ = ["NO_LIMIT", "Batch", "Expectation", "read_batch", "shown"]
+__all__ = ["KEY_ORDERS", "NO_LIMIT", "Batch", "Expectation", "fit", "read_batch", "shown"]
 
 _ID_DTYPES = (torch.int32, torch.int64)
 _MAX_SHOWN_KEYS = 12
+_MOST_IDS = 2**31 - 1  # lengths travel as 32 bits
+
+KEY_ORDERS = 16
+"""Orders of a batch's keys for which constants are kept; of a batch with another order they are made anew."""
 
 NO_LIMIT = 2**63 - 1
 """In place of a number of rows: the ids of this key are not looked up."""
@@ -69,6 +73,7 @@ class Batch:
         sizes: batch size of each feature, where they differ; each is at most B.
         inverse: (U, B_full) int64, the bag that each sample of the full batch takes, per feature in use; or None.
         bags: with ``inverse``, the U numbers of bags that it chooses from.
+        offsets_fit: 0-d bool, whether the offsets that the input was given are those of the lengths; or None.
     """
 
     keys: tuple[str, ...]
@@ -78,6 +83,7 @@ class Batch:
     sizes: tuple[int, ...] | None = None
     inverse: Tensor | None = None
     bags: tuple[int, ...] = ()
+    offsets_fit: Tensor | None = None
 
     @property
     def size(self) -> int:
@@ -105,10 +111,13 @@ def _read(features: KeyedJaggedTensor, expect: Expectation) -> Batch | str:
     fault = _key_fault(keys, expect) or _id_fault(features, expect) or _weight_fault(features, expect)
     if fault is not None:
         return fault
+    given, offsets = features.lengths_or_none(), features.offsets_or_none()
     lengths = features.lengths()
     fault = _device_fault("lengths", lengths, expect)
     if fault is not None:
         return fault
+    if lengths.dtype not in _ID_DTYPES:
+        return f"the lengths are {_name(lengths.dtype)}; lengths (or offsets) must be int32 or int64"
     inverse = _inverse(features, expect)
     if isinstance(inverse, str):
         return inverse
@@ -120,6 +129,7 @@ def _read(features: KeyedJaggedTensor, expect: Expectation) -> Batch | str:
             "each feature and sample"
         )
     most = max(strides)
+    offsets_fit = None if offsets is None else fit(offsets, given)
     lengths = lengths.detach()
     uneven = min(strides) < most
     if uneven:
@@ -134,7 +144,21 @@ def _read(features: KeyedJaggedTensor, expect: Expectation) -> Batch | str:
         sizes=tuple(strides) if uneven else None,
         inverse=inverse,
         bags=() if inverse is None else tuple(stride_of[feature] for feature in expect.features),
+        offsets_fit=offsets_fit,
     )
+
+
+def fit(offsets: Tensor, lengths: Tensor | None) -> Tensor:
+    """0-d bool, whether offsets (F·B + 1,) begin at 0 and are those of the lengths that were given with them, if any.
+
+    TorchScript compiles it, too.
+    """
+    first = offsets[:1] == 0
+    if lengths is None:
+        return first.all()
+    if offsets.numel() != lengths.numel() + 1:
+        return torch.zeros_like(first.all())
+    return first.all() & (offsets.diff() == lengths).all()
 
 
 def _inverse(features: KeyedJaggedTensor, expect: Expectation) -> Tensor | str | None:
@@ -195,6 +219,8 @@ def _id_fault(features: KeyedJaggedTensor, expect: Expectation) -> str | None:
         )
     if values.dim() != 1:
         return f"the ids have shape {tuple(values.shape)}; they must be one-dimensional"
+    if values.numel() > _MOST_IDS:
+        return f"the input has {values.numel()} ids and a batch may have {_MOST_IDS}; make the batch smaller"
     return _device_fault("ids", values, expect)
 
 

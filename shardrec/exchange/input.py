@@ -18,11 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from shardrec.exchange.batch import NO_LIMIT, Batch, Expectation, read_batch
+from shardrec.exchange.batch import KEY_ORDERS, NO_LIMIT, Batch, Expectation, read_batch
 from shardrec.exchange.check import describe_fault, ids_are_valid
 from shardrec.exchange.cut import Cut, Cutter
 from shardrec.exchange.payload import Arrival, Payload
@@ -157,7 +158,7 @@ class InputExchange:
         self._world_size = context.collectives.world_size
         self.columns = _FIXED + route.groups
         context.header_columns += _REPEATS * self.columns
-        self._limits: dict[tuple[str, ...], tuple[Tensor, bool]] = {}
+        self._key_limits = lru_cache(maxsize=KEY_ORDERS)(self._new_limits)
         self._cutter = Cutter(route, expect.device)
         self._payload = Payload(route, self._rank, weighted=expect.weighted, device=expect.device)
         self._group_edges = torch.tensor(group_edges(route), dtype=torch.int64, device=expect.device)
@@ -294,12 +295,10 @@ class InputExchange:
             order=unpacked.order,
         )
 
-    def _key_limits(self, keys: tuple[str, ...]) -> tuple[Tensor, bool]:
+    def _new_limits(self, keys: tuple[str, ...]) -> tuple[Tensor, bool]:
         """(F,) one more than the largest id allowed, per key, and whether some keys are not looked up."""
-        if keys not in self._limits:
-            limits = [self._expect.rows(key) for key in keys]
-            self._limits[keys] = torch.tensor(limits, dtype=torch.int64, device=self._expect.device), NO_LIMIT in limits
-        return self._limits[keys]
+        limits = [self._expect.rows(key) for key in keys]
+        return torch.tensor(limits, dtype=torch.int64, device=self._expect.device), NO_LIMIT in limits
 
     def _slot_sizes(self, keys: tuple[str, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
         size_of = dict(zip(keys, sizes, strict=True))

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from shardrec.exchange.batch import NO_LIMIT, Expectation
-from shardrec.exchange.check import are_sound
+from shardrec.exchange.batch import NO_LIMIT, Expectation, fit
+from shardrec.exchange.check import add_up, are_sound
 
 __all__ = ["FAULTS", "ScriptedBatch", "list_of", "plain", "sound_unasked"]
 
@@ -27,6 +27,7 @@ FAULTS = [
     "there is not exactly one length for each feature and sample",
     "the weights of the ids take a gradient, which scripted models do not carry back",
     "there are ids and no samples",
+    "the lengths (or offsets) are not int32 or int64",
 ]
 """What a header's number says is wrong."""
 
@@ -81,6 +82,8 @@ class ScriptedBatch(nn.Module):
                 return 7
         if features.variable_stride_per_key():
             return 5
+        if features.lengths().dtype != torch.int64 and features.lengths().dtype != torch.int32:
+            return 9
         if features.lengths().numel() != len(keys) * features.stride():
             return 6
         exported = False
@@ -110,6 +113,7 @@ class ScriptedBatch(nn.Module):
                     limit = self.limits[number]
             unused = unused or limit == self.no_limit
             limits.append(limit)
+        given, offsets = features.lengths_or_none(), features.offsets_or_none()
         lengths = features.lengths().view(len(keys), -1 if len(keys) > 0 else 0)
         values = features.values()
         weights = features.weights_or_none()
@@ -118,6 +122,8 @@ class ScriptedBatch(nn.Module):
             valid = are_sound(lengths, values, limits_F, unused)
         else:
             valid = sound_unasked(lengths, values, limits_F, unused)
+        if offsets is not None:
+            valid = valid & fit(offsets, given)
         values = values.to(torch.int64 if self.wide_ids else torch.int32)
         lengths = lengths.to(torch.int32) * valid
         if not torch.jit.is_scripting():
@@ -140,7 +146,7 @@ def sound_unasked(lengths: Tensor, values: Tensor, limits: Tensor, unused_keys: 
     """:func:`~shardrec.exchange.check.are_sound` that reads no value on the host, as a tracer cannot."""
     count = values.numel()
     lengths_F = lengths.sum(dim=1, dtype=torch.int64)
-    sound = (lengths_F.sum() == count) & (lengths >= 0).all()
+    sound = add_up(lengths, lengths_F, count)
     if limits.numel() == 0:
         return sound
     places = torch.arange(count, device=values.device)

@@ -5,8 +5,9 @@ Shapes: B samples of this rank, D columns of the output (the unsharded module's)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache, partial
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from shardrec.exchange.batch import Batch
+from shardrec.exchange.batch import KEY_ORDERS, Batch
 from shardrec.exchange.blocks import BlocksInFlight, Stream
 from shardrec.exchange.input import Addressed, InputExchange, ShardInput
 from shardrec.exchange.output import OutputExchange
@@ -107,7 +108,9 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         self._column_lookup = torch.tensor(columns, dtype=torch.int64, device=self.device)
         sums = [index for index, lookup in enumerate(lookups) if not lookup.mean]
         self._sum_lookups = torch.tensor(sums, dtype=torch.int64, device=self.device)
-        self._positions: dict[tuple[str, ...], tuple[Tensor, Tensor]] = {}
+        features = [tuple(one.feature for one in some) for some in (self._own_lookups, lookups)]
+        # Where the replicated lookups' features, and all lookups' features, are among the keys.
+        self._key_positions = lru_cache(maxsize=KEY_ORDERS)(partial(_positions, features, self.device))
         self._output_columns = OutputColumns(keys=tuple(self._embedding_names), dims=tuple(self._dims))
 
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[KeyedTensor]:
@@ -190,16 +193,10 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         ]
         return torch.cat(chosen, dim=1)
 
-    def _key_positions(self, keys: tuple[str, ...]) -> tuple[Tensor, Tensor]:
-        """Where the replicated lookups' features, and all lookups' features, are among the keys."""
-        positions = self._positions.get(keys)
-        if positions is None:
-            place = {key: index for index, key in enumerate(keys)}
-            own = [place[lookup.feature] for lookup in self._own_lookups]
-            every = [place[lookup.feature] for lookup in self._lookups]
-            positions = (torch.tensor(own, device=self.device), torch.tensor(every, device=self.device))
-            self._positions[keys] = positions
-        return positions
+
+def _positions(features: Sequence[Sequence[str]], device: torch.device, keys: tuple[str, ...]) -> list[Tensor]:
+    place = {key: index for index, key in enumerate(keys)}
+    return [torch.tensor([place[one] for one in some], dtype=torch.int64, device=device) for some in features]
 
 
 class _BagCall:

@@ -119,13 +119,12 @@ bool sound(const Length* lengths, int64_t features, int64_t batch, const Id* ids
   bool inside = true;
   for (int64_t feature = 0; feature < features; ++feature) {
     int64_t total = 0;
-    bool negative = false;
     for (int64_t sample = 0; sample < batch; ++sample) {
+      // Each length by itself, for a sum of large ones may wrap.
       const int64_t length = lengths[feature * batch + sample];
-      negative |= length < 0;
+      if (length < 0 || length > count - at - total) return false;
       total += length;
     }
-    if (negative || total > count - at) return false;
     const int64_t limit = limits[feature];
     if (limit != std::numeric_limits<int64_t>::max()) {
       for (int64_t i = at; i < at + total; ++i) inside &= ids[i] >= 0 && int64_t(ids[i]) < limit;
