@@ -10,14 +10,15 @@ stripped of the padding again. ``inverse`` says which bag each sample of the ful
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-__all__ = ["KEY_ORDERS", "NO_LIMIT", "Batch", "Expectation", "fit", "read_batch", "shown"]
+__all__ = ["KEY_ORDERS", "NO_LIMIT", "Batch", "Expectation", "Mended", "fit", "read_batch", "shown"]
 
 _ID_DTYPES = (torch.int32, torch.int64)
 _MAX_SHOWN_KEYS = 12
@@ -39,26 +40,52 @@ class Expectation:
         weighted: whether each id comes with a float weight.
         device: where the tensors must be.
         pooled: features of different batch sizes need inverse indices, for their bags end up side by side.
+        on_bad_id: what is done with ids outside of their table, of the features where that is no error.
     """
 
     tables: tuple[tuple[str, str, int], ...]
     weighted: bool
     device: torch.device
     pooled: bool = True
+    on_bad_id: Mapping[str, str] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def features(self) -> tuple[str, ...]:
         """The features that the tables use, each once."""
         return tuple(dict.fromkeys(key for key, _, _ in self.tables))
 
     def rows(self, feature: str) -> int:
         """Ids of ``feature`` must be below this; ``NO_LIMIT`` if no table uses the feature."""
-        return min((rows for key, _, rows in self.tables if key == feature), default=NO_LIMIT)
+        return self._rows.get(feature, NO_LIMIT)
+
+    @cached_property
+    def _rows(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for key, _, rows in self.tables:
+            found[key] = min(rows, found.get(key, rows))
+        return found
 
     def of_table(self, feature: str) -> str:
         """The smallest table that ``feature`` is looked up in, for messages: ``" of table 't'"``, or nothing."""
         tables = [(rows, table) for key, table, rows in self.tables if key == feature]
         return f" of table {min(tables)[1]!r}" if tables else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mended:
+    """A batch as it was given, beside one without its bad ids; see :mod:`shardrec.exchange.bad_ids`.
+
+    Args:
+        order: (N,) int64 place of each id of the other batch in this one.
+        kept: (N,) bool, whether each id is looked up.
+        lengths: (F, B) ids of each bag.
+        values: (N,) ids, wrapped, and 0 where they are not looked up.
+    """
+
+    order: Tensor
+    kept: Tensor
+    lengths: Tensor
+    values: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +101,7 @@ class Batch:
         inverse: (U, B_full) int64, the bag that each sample of the full batch takes, per feature in use; or None.
         bags: with ``inverse``, the U numbers of bags that it chooses from.
         offsets_fit: 0-d bool, whether the offsets that the input was given are those of the lengths; or None.
+        mended: the batch with the ids that were taken out of this one, or None.
     """
 
     keys: tuple[str, ...]
@@ -84,6 +112,7 @@ class Batch:
     inverse: Tensor | None = None
     bags: tuple[int, ...] = ()
     offsets_fit: Tensor | None = None
+    mended: Mended | None = None
 
     @property
     def size(self) -> int:

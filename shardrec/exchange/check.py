@@ -111,7 +111,7 @@ def describe_fault(batch: Batch, expect: Expectation) -> str:
         values = batch.values[start : start + length].cpu()
         limit = expect.rows(key)
         bad = ((values < 0) | (values >= limit)).nonzero()
-        if limit != NO_LIMIT and len(bad):
+        if limit != NO_LIMIT and key not in expect.on_bad_id and len(bad):
             position = int(bad[0])
             sample = int((lengths[row].cumsum(0) <= position).sum())
             more = f" (and {len(bad) - 1} more of this feature)" if len(bad) > 1 else ""

@@ -28,7 +28,7 @@ from shardrec.exchange.batch import Expectation
 from shardrec.exchange.collectives import Collectives
 from shardrec.exchange.input import group_edges
 from shardrec.exchange.route import Route
-from shardrec.exchange.scripted_batch import ScriptedBatch, list_of
+from shardrec.exchange.scripted_batch import Checked, ScriptedBatch, list_of
 from shardrec.exchange.scripted_group import GroupName
 
 __all__ = ["Agree", "Received", "ScriptedInput"]
@@ -51,6 +51,7 @@ class ScriptedInput(ScriptedBatch):
         route: where the ids of each lookup go.
         expect: what the input must look like.
         collectives: of the group that the embeddings are sharded over.
+        bad_ids: where the eager module counts bad ids that are no error.
         per_id: all of a rank's samples go as one, and the positions of the ids are kept.
         agree: exchanges the headers of a compiled model, with the eager model's words for a fault.
 
@@ -63,12 +64,13 @@ class ScriptedInput(ScriptedBatch):
         route: Route,
         expect: Expectation,
         collectives: Collectives,
+        bad_ids: Tensor,
         *,
         per_id: bool = False,
         agree: Agree | None = None,
     ) -> None:
         rows = max((edges[-1] for edges in route.unit_boundaries), default=0)
-        super().__init__(expect, wide_ids=rows > 2**31 - 1)
+        super().__init__(expect, wide_ids=rows > 2**31 - 1, bad_ids=bad_ids)
         self.agree = agree
         self.process_group = GroupName(collectives)
         self.rank = collectives.rank
@@ -97,28 +99,27 @@ class ScriptedInput(ScriptedBatch):
 
     def forward(self, features: KeyedJaggedTensor) -> Received:
         """Check, cut and exchange a batch."""
-        keys, lengths, values, weights, fault = self.checked(features)
-        return self.exchange(features, keys, lengths, values, weights, fault)
+        checked = self.checked(features)
+        return self.exchange(features, checked, checked.keys, checked.lengths, checked.values)
 
     def exchange(
         self,
         features: KeyedJaggedTensor,
+        checked: Checked,
         keys: list[str],
         lengths: Tensor,
         values: Tensor,
-        weights: Tensor | None,
-        fault: Tensor,
     ) -> Received:
         """Cut the batch, tell the sizes, and send the ids.
 
         Args:
             features: as they came, for words about a fault.
-            keys: F features.
+            checked: the same, checked.
+            keys: F features, of what is sent of it.
             lengths: (F, B) int32.
             values: (N,), in the dtype that :meth:`checked` gives them.
-            weights: (N,) float32, or None.
-            fault: 0-d int64, a number of :data:`FAULTS`.
         """
+        weights = checked.weights
         batch = lengths.size(1)
         units: list[int] = []
         for unit in self.unit_keys:
@@ -161,7 +162,8 @@ class ScriptedInput(ScriptedBatch):
             lengths_SB = slot_ids.to(torch.int32).unsqueeze(1)
         ends = torch.ops.fbgemm.asynchronous_complete_cumsum(slot_ids)
         counts = ends.index_select(0, self.group_edges).diff().view(self.world_size, self.groups)
-        numbers = self.exchange_header(counts, fault, features, lengths_SB.size(1))
+        numbers = self.exchange_header(counts, checked.fault, features, lengths_SB.size(1))
+        self.count_bad_ids(checked.bad_ids)
         went, sizes, came = self.sizes(numbers, lengths_SB.size(1))
         total = 0
         for part in went:

@@ -23,6 +23,7 @@ from shardrec.exchange.collectives import Collectives
 from shardrec.exchange.wire import QuantizedComms
 
 if TYPE_CHECKING:
+    from shardrec.exchange.bad_ids import OnBadId
     from shardrec.exchange.queue import ExchangeQueue
 
 __all__ = ["FIXED_COLUMNS", "StepContext", "checksum"]
@@ -48,6 +49,7 @@ class StepContext:
         dense_signature: dtypes of the model's other inputs in this step, set by the model's wrapper.
         header_columns: width of a header, the same in every exchange, so that a rank can answer for any of them.
         exchanges: number of headers exchanged so far.
+        on_bad_id: per feature, what is done with ids outside of its table, where that is no error.
         output_dtype: of the modules' outputs; rows are added up, and travel, as float32 or as ``comms`` says.
         gradients_are_reduced: a reducer averages the gradients of ordinary parameters over the ranks.
         reduce_this_backward: it does so in the coming backward (False while gradients are accumulated).
@@ -60,6 +62,7 @@ class StepContext:
         self.dense_signature = ""
         self.header_columns = FIXED_COLUMNS
         self.exchanges = 0
+        self.on_bad_id: dict[str, OnBadId] = {}
         self.output_dtype = torch.float32
         self.gradients_are_reduced = False
         self.reduce_this_backward = True

@@ -173,6 +173,8 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         if learned_weights is not None:
             places = torch.arange(batch.values.numel(), dtype=torch.int32, device=self.device)
             _, places, _ = torch.ops.fbgemm.permute_2D_sparse_data(order, batch.lengths, places, None, None)
+            if batch.mended is not None:
+                places = batch.mended.order.index_select(0, places)
             weights = learned_weights.index_select(0, places)
         return self._replicas(ids, lengths, weights)
 

@@ -10,6 +10,7 @@ calls for itself is disabled; the user's model in between is not.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, Self
@@ -117,6 +118,17 @@ class ShardedModel(nn.Module):
         finally:
             self._accumulates = False
             set_gradient_sync(self.module, True)
+
+    def bad_ids(self) -> dict[str, int]:
+        """How many ids outside their table this rank's batches had since the model was sharded, by feature.
+
+        Of the features whose policy is ``"zero"`` or ``"wrap"`` (``on_bad_id`` of :func:`shardrec.shard`). Counted on
+        the device; reading them here waits for it. A batch that was refused does not count.
+        """
+        found: Counter[str] = Counter()
+        for collection in self._sharded:
+            found.update(collection.bad_ids())
+        return dict(found)
 
     def _fail(self, error: Exception, made: int) -> None:
         """Tell the other ranks, if they still come to a header exchange in this step, and name the likely cause."""

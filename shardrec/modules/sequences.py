@@ -15,10 +15,11 @@ from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from shardrec.exchange.bad_ids import places_of_rows
 from shardrec.exchange.batch import Batch
 from shardrec.exchange.blocks import BlocksInFlight, Stream
 from shardrec.exchange.dedup import distinct_ids
-from shardrec.exchange.input import Addressed, InputExchange, ShardInput, Trace
+from shardrec.exchange.input import Addressed, InputExchange, Prepared, ShardInput, Trace
 from shardrec.exchange.route import Lookup, Route, build_route
 from shardrec.exchange.rows import Placement, RowExchange
 from shardrec.exchange.step import StepContext
@@ -172,9 +173,12 @@ class ShardedEmbeddingCollection(ShardedCollection):
         ]
         return [per_lookup[slot.lookup] for slots in self._route.slots for slot in slots], starts[-1]
 
-    def _entries(self, keys: tuple[str, ...], trace: Trace, features: KeyedJaggedTensor) -> list[SequenceKey]:
-        sizes = features.stride_per_key()
-        values = dict(zip(keys, features.values().split(list(trace.key_ids)), strict=True))
+    def _entries(self, prepared: Prepared, trace: Trace, features: KeyedJaggedTensor) -> list[SequenceKey]:
+        keys, sizes, batch = prepared.given.keys, features.stride_per_key(), prepared.batch
+        given = batch.mended
+        values = _by_key(keys, features.values(), trace)
+        looked_up = _by_key(keys, batch.values if given is None else given.values, trace)
+        kept = None if given is None else _by_key(keys, given.kept, trace)
         lengths = dict(zip(keys, features.lengths().split(sizes), strict=True))
         entries = []
         for lookup in self._lookups:
@@ -182,7 +186,9 @@ class ShardedEmbeddingCollection(ShardedCollection):
             if lookup.layout.replicated:
                 assert self._replicas is not None, "a replicated table has a replicated lookup"
                 number = self._replica_number[lookup.layout.name]
-                replica = self._replicas.rows(number, values[lookup.feature]).to(self.output_dtype)
+                replica = self._replicas.rows(number, looked_up[lookup.feature]).to(self.output_dtype)
+                if kept is not None:
+                    replica = replica.masked_fill(kept[lookup.feature].logical_not().unsqueeze(1), 0)
             entries.append(
                 SequenceKey(
                     name=lookup.output,
@@ -201,6 +207,7 @@ class _SequenceCall:
         self._collection = collection
         self._features = features
         self._inverse: Tensor | None = None
+        self._places: Tensor | None = None
         self._stream: Stream | None = None
         self._trace: Trace | None = None
         self._placement: Placement | None = None
@@ -227,13 +234,20 @@ class _SequenceCall:
         assert trace is not None, "the positions of the ids were kept"
         starts, output_rows = collection._starts(self.prepared.sent.keys, trace)
         self._placement = collection._rows.placement(trace, starts, output_rows)
-        self._entries = collection._entries(self.prepared.batch.keys, trace, self._features)
+        self._entries = collection._entries(self.prepared, trace, self._features)
+        given = self.prepared.batch.mended
+        if given is not None:
+            kept = _by_key(self.prepared.given.keys, given.kept, trace)
+            parts = [kept[feature] for feature, _ in collection._dedup_lookups]
+            self._places = places_of_rows(torch.cat([given.kept[:0], *parts]), self._inverse)
 
     def finish(self, flight: BlocksInFlight, stream: int) -> tuple[Tensor, list[SequenceKey]]:
         """(N, D) rows of the lookups of cut tables, and the output's entries."""
         assert self._placement is not None, "the places were found when the rows were sent"
         rows = self._collection._rows.finish(flight, stream, self._placement)
-        if self._inverse is not None:
+        if self._places is not None:
+            rows = nn.functional.pad(rows, [0, 0, 1, 0]).index_select(0, self._places)
+        elif self._inverse is not None:
             rows = rows.index_select(0, self._inverse)
         return rows.to(self._collection.output_dtype), self._entries
 
@@ -241,6 +255,10 @@ class _SequenceCall:
         distinct = distinct_ids(batch, self._collection._dedup_lookups, self._collection._dedup_tables)
         self._inverse = distinct.inverse
         return distinct.batch
+
+
+def _by_key(keys: tuple[str, ...], values: Tensor, trace: Trace) -> dict[str, Tensor]:
+    return dict(zip(keys, values.split(list(trace.key_ids)), strict=True))
 
 
 def _width_groups(groups: tuple[LookupGroup, ...], table: str) -> tuple[tuple[int, int], ...]:
