@@ -18,7 +18,7 @@ not read back; and nothing is asked of a count except under TorchScript, which h
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -38,10 +38,14 @@ Received = tuple[Tensor, Tensor, Tensor | None, list[int], list[list[int]], list
 where each id gets a row, positions (N_sent,) and number of ids per slot (S,)."""
 
 
-Agree = Callable[[Tensor, Tensor, Tensor, Tensor, list[str]], Tensor]
-"""Exchanges headers where Python is at hand: takes ids sent per rank and group, with the batch size, (W, G + 1) int64,
-the number of the fault, and the input's lengths, ids and keys; gives what :meth:`ScriptedInput.exchange_header` gives,
-on the CPU, and raises the fault of any rank."""
+class Agree(Protocol):
+    """Exchanges headers where Python is at hand."""
+
+    def __call__(self, counts: Tensor, fault: Tensor, lengths: Tensor, values: Tensor, keys: list[str]) -> Tensor:
+        """Tell all ranks the sizes, and raise the fault of any; see :class:`shardrec.compile.agreement.Agreement`."""
+
+    def refuse(self, anchor: Tensor, fault: int) -> None:
+        """End the tracing of a batch with a fault of structure."""
 
 
 class ScriptedInput(ScriptedBatch):
@@ -96,6 +100,12 @@ class ScriptedInput(ScriptedBatch):
         self.group_edges = torch.tensor(group_edges(route), dtype=torch.int64, device=device)
         order = [source * self.mine + slot for slot in range(self.mine) for source in range(self.world_size)]
         self.slot_major = torch.tensor(order, dtype=torch.int32, device=device)
+
+    def refuse(self, fault: int) -> None:
+        """End here with a fault of structure, if a compiler is tracing."""
+        if not torch.jit.is_scripting():  # noqa: SIM102  # by itself, TorchScript leaves out what is behind it
+            if self.agree is not None:
+                self.agree.refuse(self.nothing, fault)
 
     def forward(self, features: KeyedJaggedTensor) -> Received:
         """Check, cut and exchange a batch."""

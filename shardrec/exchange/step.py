@@ -51,6 +51,8 @@ class StepContext:
         exchanges: number of headers exchanged so far.
         on_bad_id: per feature, what is done with ids outside of its table, where that is no error.
         output_dtype: of the modules' outputs; rows are added up, and travel, as float32 or as ``comms`` says.
+        refusal: what is wrong with the batch whose tracing was ended, or "".
+        in_compiled_step: torch.compile runs the model's forward.
         gradients_are_reduced: a reducer averages the gradients of ordinary parameters over the ranks.
         reduce_this_backward: it does so in the coming backward (False while gradients are accumulated).
     """
@@ -64,6 +66,8 @@ class StepContext:
         self.exchanges = 0
         self.on_bad_id: dict[str, OnBadId] = {}
         self.output_dtype = torch.float32
+        self.refusal = ""
+        self.in_compiled_step = False
         self.gradients_are_reduced = False
         self.reduce_this_backward = True
 

@@ -86,6 +86,14 @@ class ShardedCollection(nn.Module, abc.ABC):
         self._replica_number = {name: index for index, name in enumerate(replicated)}
 
     @property
+    def _given_up(self) -> bool:
+        """Whether this is a call of a traced module that the compiler left to Python, beyond its limit of recompilations.
+
+        The other ranks' calls may be compiled, and have exchanges of their own kind: the twin's.
+        """
+        return self._traced is not None and self.context.in_compiled_step
+
+    @property
     def output_dtype(self) -> torch.dtype:
         """Of the output's values: float32 as the unsharded module's, unless ``shardrec.shard`` was told another."""
         return self.context.output_dtype

@@ -134,13 +134,14 @@ class ShardedModel(nn.Module):
         """Tell the other ranks, if they still come to a header exchange in this step, and name the likely cause."""
         rank = self.context.collectives.rank
         cause = self._dtype_fault()
-        text = f"the model's forward failed: {type(error).__name__}: {error}{cause}"
+        refusal, self.context.refusal = self.context.refusal, ""
+        text = refusal or f"the model's forward failed: {type(error).__name__}: {error}{cause}"
         if self.context.collectives.world_size > 1 and made < self._headers:
             try:
                 self.context.fail_all(text)
             except InputError as shared:
                 raise shared from error
-        if cause:
+        if cause or refusal:
             raise InputError(f"rank {rank}: {text}") from error
 
     def _dtype_fault(self) -> str:
@@ -218,6 +219,7 @@ class _Step(ExitStack):
         if torch.is_grad_enabled():
             # DistributedDataParallel decides here, too: the backward of a forward in no_sync may come after the block.
             context.reduce_this_backward = not model._accumulates
+        context.in_compiled_step = self._compiled
         if self._compiled:
             traced = any(one._traced is not None for one in model._sharded)
             self.enter_context(compiled_step(self._inputs, traced=traced))
@@ -243,6 +245,7 @@ class _Step(ExitStack):
                 model._fail(error, made=made)
         finally:
             model.context.dense_signature = ""
+            model.context.in_compiled_step = False
         if error is None:
             model._headers = made
 

@@ -128,7 +128,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
             InputError: on every rank at the same step, if the batch of any is faulty.
             PeerError: if another rank is gone.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or self._given_up:
             value: LazyAwaitable[dict[str, JaggedTensor]] = self._compiled(features)
             return value
         call = _SequenceCall(self, features)
