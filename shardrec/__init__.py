@@ -9,7 +9,16 @@ from __future__ import annotations
 from importlib import import_module, util
 from typing import TYPE_CHECKING, Any
 
-from shardrec.errors import ConfigError, DataError, InputError, PeerError, PlanError, ShardrecError, VersionError
+from shardrec.errors import (
+    AnomalyError,
+    ConfigError,
+    DataError,
+    InputError,
+    PeerError,
+    PlanError,
+    ShardrecError,
+    VersionError,
+)
 
 if TYPE_CHECKING:
     from shardrec.checkpoint import load_checkpoint, save_checkpoint
@@ -22,6 +31,7 @@ if TYPE_CHECKING:
         ShardedEmbeddingBagCollection,
         ShardedEmbeddingCollection,
         ShardedModel,
+        detect_anomaly,
         shard,
     )
     from shardrec.pending import (
@@ -46,6 +56,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AnomalyError",
     "Await",
     "Awaitable",
     "ConfigError",
@@ -76,6 +87,7 @@ __all__ = [
     "awaitable",
     "awaitable_nowait",
     "awaitable_wait",
+    "detect_anomaly",
     "export",
     "fork",
     "join",
@@ -112,6 +124,7 @@ _HOMES = {
     "awaitable": "shardrec.pending",
     "awaitable_nowait": "shardrec.pending",
     "awaitable_wait": "shardrec.pending",
+    "detect_anomaly": "shardrec.modules",
     "export": "shardrec.compile.export",
     "fork": "shardrec.pending",
     "join": "shardrec.pending",

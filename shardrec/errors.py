@@ -7,6 +7,7 @@
     ├── ConfigError    (ValueError)    an option, optimizer or constraint that cannot be honoured
     ├── PlanError      (ValueError)    a plan that does not cover its tables; lists every fault
     ├── InputError     (ValueError)    a batch that the model cannot take; raised on every rank
+    ├── AnomalyError   (RuntimeError)  NaN or Inf in rows or gradients, if it is looked for; raised on every rank
     ├── DataError      (ValueError)    a file with a broken row; names file, line and field
     ├── PeerError      (RuntimeError)  another rank failed or is gone
     ├── ScriptError    (RuntimeError)  a model that TorchScript refuses; names file and line (in shardrec.scripting)
@@ -21,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 __all__ = [
+    "AnomalyError",
     "ConfigError",
     "DataError",
     "InputError",
@@ -74,6 +76,10 @@ class PlanError(ShardrecError, ValueError):
 
 class InputError(ShardrecError, ValueError):
     """A batch that the sharded model cannot take. Every rank raises it at the same step."""
+
+
+class AnomalyError(ShardrecError, RuntimeError):
+    """Rows of a table, or their gradients, are NaN or Inf; raised inside :func:`shardrec.detect_anomaly`."""
 
 
 class DataError(ShardrecError, ValueError):

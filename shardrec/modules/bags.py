@@ -16,6 +16,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
+from shardrec.exchange.anomaly import note_rows, watch_gradient
 from shardrec.exchange.batch import KEY_ORDERS, Batch
 from shardrec.exchange.blocks import BlocksInFlight, Stream
 from shardrec.exchange.input import Addressed, InputExchange, ShardInput
@@ -222,6 +223,10 @@ class _BagCall:
         else:
             weights = received_weights(addressed, served, collection.context.collectives)
             self._pooled = tied(collection._shards(replace(served, weights=weights), self._room), weights)
+        if collection.context.detect_anomaly:
+            slots = collection._route.slots[collection.context.collectives.rank]
+            tables = [collection._lookups[slot.lookup].layout.name for slot in slots]
+            note_rows(self._pooled, [slot.shard.cols for slot in slots], 1, collection.context, tables)
         hosts = collection._output.hosts
         if hosts is None:
             return None
@@ -250,6 +255,10 @@ class _BagCall:
         weights = self.prepared.given.weights if self.prepared.differentiable else None
         self._replicated = collection._look_up_replicas(batch, weights)
         self._lengths = collection._bag_lengths(batch)
+        if collection.context.detect_anomaly and self._replicated is not None:
+            own = [one.layout for one in collection._own_lookups]
+            sizes, tables = [one.embedding_dim for one in own], [one.name for one in own]
+            note_rows(self._replicated.detach(), sizes, 1, collection.context, tables)
 
     def finish(self, flight: BlocksInFlight, stream: int) -> Tensor:
         """(B, D) values of the output."""
@@ -262,4 +271,6 @@ class _BagCall:
         inverse = prepared.batch.inverse
         if inverse is not None:
             values = collection._expand(values, inverse)
+        if collection.context.detect_anomaly:
+            watch_gradient(values, collection._dims, 1, collection.context, collection._lookups)
         return values.to(collection.output_dtype)

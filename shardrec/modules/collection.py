@@ -87,7 +87,7 @@ class ShardedCollection(nn.Module, abc.ABC):
 
     @property
     def _given_up(self) -> bool:
-        """Whether this is a call of a traced module that the compiler left to Python, beyond its limit of recompilations.
+        """Whether the compiler left this call of a traced module to Python, being past its limit of recompilations.
 
         The other ranks' calls may be compiled, and have exchanges of their own kind: the twin's.
         """

@@ -24,7 +24,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from shardrec.compile.frames import left_alone, passed_over
 from shardrec.compile.step import compiled_step
-from shardrec.errors import InputError, ShardrecError
+from shardrec.errors import ConfigError, InputError, ShardrecError
 from shardrec.exchange.step import StepContext
 from shardrec.layout import ShardingPlan
 from shardrec.modules.collection import ShardedCollection
@@ -222,6 +222,11 @@ class _Step(ExitStack):
         context.in_compiled_step = self._compiled
         if self._compiled:
             traced = any(one._traced is not None for one in model._sharded)
+            if traced and context.detect_anomaly:
+                raise ConfigError(
+                    "detect_anomaly does not see into a traced program; run the model without torch.compile, or "
+                    'compile it in boundary mode: shardrec.annotate_for_dynamo(model, mode="boundary")'
+                )
             self.enter_context(compiled_step(self._inputs, traced=traced))
         self.enter_context(context.queue.forward(len(model._sharded)))
         return super().__enter__()

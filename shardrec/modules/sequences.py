@@ -5,7 +5,7 @@ Shapes: B samples of this rank, N_f ids of a feature, D columns of the tables.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -15,6 +15,7 @@ from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from shardrec.exchange.anomaly import note_rows, watch_gradient
 from shardrec.exchange.bad_ids import places_of_rows
 from shardrec.exchange.batch import Batch
 from shardrec.exchange.blocks import BlocksInFlight, Stream
@@ -220,7 +221,10 @@ class _SequenceCall:
         """The rows of this rank's shards."""
         collection = self._collection
         self._trace = addressed.trace
-        self._stream = collection._rows.stream(collection._shards.rows(served), served, addressed)
+        rows = collection._shards.rows(served)
+        if collection.context.detect_anomaly:
+            self._note(rows, served)
+        self._stream = collection._rows.stream(rows, served, addressed)
 
     def outgoing(self, inside: BlocksInFlight | None, stream: int) -> Stream:
         """The rows for the ranks that asked. There is nothing to sum inside hosts, as each row is whole."""
@@ -249,7 +253,21 @@ class _SequenceCall:
             rows = nn.functional.pad(rows, [0, 0, 1, 0]).index_select(0, self._places)
         elif self._inverse is not None:
             rows = rows.index_select(0, self._inverse)
+        if self._collection.context.detect_anomaly:
+            cut = [lookup for lookup in self._collection._lookups if not lookup.layout.replicated]
+            sizes = [entry.ids.numel() for entry in self._entries if entry.replica is None]
+            watch_gradient(rows, sizes, 0, self._collection.context, cut)
         return rows.to(self._collection.output_dtype), self._entries
+
+    def _note(self, rows: Sequence[Tensor], served: ShardInput) -> None:
+        """Note rows that are not finite."""
+        collection = self._collection
+        slots = collection._route.slots[collection.context.collectives.rank]
+        sizes = served.lengths.sum(dim=1).tolist()
+        for group, part in enumerate(rows):
+            here = [number for number, slot in enumerate(slots) if slot.group == group]
+            tables = [collection._sent_lookups[slots[number].lookup].layout.name for number in here]
+            note_rows(part, [sizes[number] for number in here], 0, collection.context, tables)
 
     def _distinct(self, batch: Batch) -> Batch:
         distinct = distinct_ids(batch, self._collection._dedup_lookups, self._collection._dedup_tables)
