@@ -10,6 +10,7 @@ from importlib import import_module, util
 from typing import TYPE_CHECKING, Any
 
 from shardrec.errors import (
+    AnomalyError,
     CheckpointError,
     ConfigError,
     DataError,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
         ShardedEmbeddingBagCollection,
         ShardedEmbeddingCollection,
         ShardedModel,
+        detect_anomaly,
         shard,
     )
     from shardrec.pending import (
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AnomalyError",
     "Await",
     "Awaitable",
     "CheckpointError",
@@ -87,6 +90,7 @@ __all__ = [
     "awaitable",
     "awaitable_nowait",
     "awaitable_wait",
+    "detect_anomaly",
     "export",
     "fork",
     "join",
@@ -124,6 +128,7 @@ _HOMES = {
     "awaitable": "shardrec.pending",
     "awaitable_nowait": "shardrec.pending",
     "awaitable_wait": "shardrec.pending",
+    "detect_anomaly": "shardrec.modules",
     "export": "shardrec.compile.export",
     "fork": "shardrec.pending",
     "join": "shardrec.pending",

@@ -7,6 +7,7 @@
     ├── ConfigError    (ValueError)    an option, optimizer or constraint that cannot be honoured
     ├── PlanError      (ValueError)    a plan that does not cover its tables; lists every fault
     ├── InputError     (ValueError)    a batch that the model cannot take; raised on every rank
+    ├── AnomalyError   (RuntimeError)  NaN or Inf in rows or gradients, if it is looked for; raised on every rank
     ├── DataError      (ValueError)    a file with a broken row; names file, line and field
     ├── CheckpointError (ValueError)   a checkpoint that is damaged, or cannot be written; raised on every rank
     ├── PeerError      (RuntimeError)  another rank failed or is gone
@@ -22,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 __all__ = [
+    "AnomalyError",
     "CheckpointError",
     "ConfigError",
     "DataError",
@@ -76,6 +78,10 @@ class PlanError(ShardrecError, ValueError):
 
 class InputError(ShardrecError, ValueError):
     """A batch that the sharded model cannot take. Every rank raises it at the same step."""
+
+
+class AnomalyError(ShardrecError, RuntimeError):
+    """Rows of a table, or their gradients, are NaN or Inf; raised inside :func:`shardrec.detect_anomaly`."""
 
 
 class DataError(ShardrecError, ValueError):

@@ -4,16 +4,23 @@ A tracer cannot raise for what a tensor holds, and the words for a fault take co
 made, sent and looked at by an operator, with the context of the eager model: same columns, same words, so that a rank
 whose forward fails before it comes here can still answer for the others' (``StepContext.fail_all``). That it does more
 than its result says is no danger: the sizes in the result are needed by all that follows.
+
+[Note: structure is refused while tracing]
+A fault that shows without a tensor's value would make a program of its own, and each form of it use up one of the
+recompilations that dynamo allows, until good batches find none left. So it is raised where the tracer asks for the
+shapes of an operator (``refuse``): nothing is compiled, nothing kept, and the model's forward tells the other ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from shardrec.compile.live import Live
+from shardrec.errors import InputError
 from shardrec.exchange.batch import Batch, Expectation
 from shardrec.exchange.check import describe_fault
 from shardrec.exchange.scripted_batch import FAULTS
@@ -29,6 +36,7 @@ _LIBRARY.define(
     "-> Tensor",
     tags=torch.Tag.cudagraph_unsafe,
 )
+_LIBRARY.define("refuse(Tensor anchor, int fault, int number) -> Tensor")
 
 
 class _Header:
@@ -68,6 +76,11 @@ class _Header:
         sizes_first = told.roll(1, dims=1)
         return torch.cat([counts[:, :-1].flatten().cpu(), sizes_first.flatten()])
 
+    def refuse(self, fault: int) -> NoReturn:
+        """End the tracing of a batch with a fault, a number of ``FAULTS``."""
+        self._context.refusal = FAULTS[fault]
+        raise InputError(FAULTS[fault])
+
     def _words(self, number: int, lengths: Tensor, values: Tensor, keys: Sequence[str]) -> str:
         if number != _OUT_OF_RANGE:
             return FAULTS[number]
@@ -95,6 +108,18 @@ def _agree_fake(
 torch.library.register_fake("shardrec::agree", _agree_fake, lib=_LIBRARY)
 
 
+@torch.library.impl(_LIBRARY, "refuse", "CompositeExplicitAutograd")
+def _refuse(anchor: Tensor, fault: int, number: int) -> Tensor:
+    raise AssertionError("a program with a fault is not compiled")
+
+
+def _refuse_fake(anchor: Tensor, fault: int, number: int) -> Tensor:
+    _HEADERS[number].refuse(fault)
+
+
+torch.library.register_fake("shardrec::refuse", _refuse_fake, lib=_LIBRARY)
+
+
 class Agreement(nn.Module):
     """Exchanges the headers of one sharded module.
 
@@ -107,6 +132,11 @@ class Agreement(nn.Module):
         super().__init__()
         self._header = _Header(context, expect)
         self.number = _HEADERS.add(self._header)
+
+    def refuse(self, anchor: Tensor, fault: int) -> None:
+        """End the tracing of a batch with a fault; ``anchor`` is any tensor."""
+        if torch.compiler.is_compiling():
+            torch.ops.shardrec.refuse(anchor, fault, self.number)
 
     def forward(self, counts: Tensor, fault: Tensor, lengths: Tensor, values: Tensor, keys: list[str]) -> Tensor:
         """Tell all ranks the sizes.

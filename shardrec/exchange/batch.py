@@ -10,17 +10,22 @@ stripped of the padding again. ``inverse`` says which bag each sample of the ful
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-__all__ = ["NO_LIMIT", "Batch", "Expectation", "read_batch", "shown"]
+__all__ = ["KEY_ORDERS", "NO_LIMIT", "Batch", "Expectation", "Mended", "fit", "read_batch", "shown"]
 
 _ID_DTYPES = (torch.int32, torch.int64)
 _MAX_SHOWN_KEYS = 12
+_MOST_IDS = 2**31 - 1  # lengths travel as 32 bits
+
+KEY_ORDERS = 16
+"""Orders of a batch's keys for which constants are kept; of a batch with another order they are made anew."""
 
 NO_LIMIT = 2**63 - 1
 """In place of a number of rows: the ids of this key are not looked up."""
@@ -35,26 +40,52 @@ class Expectation:
         weighted: whether each id comes with a float weight.
         device: where the tensors must be.
         pooled: features of different batch sizes need inverse indices, for their bags end up side by side.
+        on_bad_id: what is done with ids outside of their table, of the features where that is no error.
     """
 
     tables: tuple[tuple[str, str, int], ...]
     weighted: bool
     device: torch.device
     pooled: bool = True
+    on_bad_id: Mapping[str, str] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def features(self) -> tuple[str, ...]:
         """The features that the tables use, each once."""
         return tuple(dict.fromkeys(key for key, _, _ in self.tables))
 
     def rows(self, feature: str) -> int:
         """Ids of ``feature`` must be below this; ``NO_LIMIT`` if no table uses the feature."""
-        return min((rows for key, _, rows in self.tables if key == feature), default=NO_LIMIT)
+        return self._rows.get(feature, NO_LIMIT)
+
+    @cached_property
+    def _rows(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for key, _, rows in self.tables:
+            found[key] = min(rows, found.get(key, rows))
+        return found
 
     def of_table(self, feature: str) -> str:
         """The smallest table that ``feature`` is looked up in, for messages: ``" of table 't'"``, or nothing."""
         tables = [(rows, table) for key, table, rows in self.tables if key == feature]
         return f" of table {min(tables)[1]!r}" if tables else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mended:
+    """A batch as it was given, beside one without its bad ids; see :mod:`shardrec.exchange.bad_ids`.
+
+    Args:
+        order: (N,) int64 place of each id of the other batch in this one.
+        kept: (N,) bool, whether each id is looked up.
+        lengths: (F, B) ids of each bag.
+        values: (N,) ids, wrapped, and 0 where they are not looked up.
+    """
+
+    order: Tensor
+    kept: Tensor
+    lengths: Tensor
+    values: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +100,8 @@ class Batch:
         sizes: batch size of each feature, where they differ; each is at most B.
         inverse: (U, B_full) int64, the bag that each sample of the full batch takes, per feature in use; or None.
         bags: with ``inverse``, the U numbers of bags that it chooses from.
+        offsets_fit: 0-d bool, whether the offsets that the input was given are those of the lengths; or None.
+        mended: the batch with the ids that were taken out of this one, or None.
     """
 
     keys: tuple[str, ...]
@@ -78,6 +111,8 @@ class Batch:
     sizes: tuple[int, ...] | None = None
     inverse: Tensor | None = None
     bags: tuple[int, ...] = ()
+    offsets_fit: Tensor | None = None
+    mended: Mended | None = None
 
     @property
     def size(self) -> int:
@@ -105,10 +140,13 @@ def _read(features: KeyedJaggedTensor, expect: Expectation) -> Batch | str:
     fault = _key_fault(keys, expect) or _id_fault(features, expect) or _weight_fault(features, expect)
     if fault is not None:
         return fault
+    given, offsets = features.lengths_or_none(), features.offsets_or_none()
     lengths = features.lengths()
     fault = _device_fault("lengths", lengths, expect)
     if fault is not None:
         return fault
+    if lengths.dtype not in _ID_DTYPES:
+        return f"the lengths are {_name(lengths.dtype)}; lengths (or offsets) must be int32 or int64"
     inverse = _inverse(features, expect)
     if isinstance(inverse, str):
         return inverse
@@ -120,6 +158,7 @@ def _read(features: KeyedJaggedTensor, expect: Expectation) -> Batch | str:
             "each feature and sample"
         )
     most = max(strides)
+    offsets_fit = None if offsets is None else fit(offsets, given)
     lengths = lengths.detach()
     uneven = min(strides) < most
     if uneven:
@@ -134,7 +173,21 @@ def _read(features: KeyedJaggedTensor, expect: Expectation) -> Batch | str:
         sizes=tuple(strides) if uneven else None,
         inverse=inverse,
         bags=() if inverse is None else tuple(stride_of[feature] for feature in expect.features),
+        offsets_fit=offsets_fit,
     )
+
+
+def fit(offsets: Tensor, lengths: Tensor | None) -> Tensor:
+    """0-d bool, whether offsets (F·B + 1,) begin at 0 and are those of the lengths that were given with them, if any.
+
+    TorchScript compiles it, too.
+    """
+    first = offsets[:1] == 0
+    if lengths is None:
+        return first.all()
+    if offsets.numel() != lengths.numel() + 1:
+        return torch.zeros_like(first.all())
+    return first.all() & (offsets.diff() == lengths).all()
 
 
 def _inverse(features: KeyedJaggedTensor, expect: Expectation) -> Tensor | str | None:
@@ -195,6 +248,8 @@ def _id_fault(features: KeyedJaggedTensor, expect: Expectation) -> str | None:
         )
     if values.dim() != 1:
         return f"the ids have shape {tuple(values.shape)}; they must be one-dimensional"
+    if values.numel() > _MOST_IDS:
+        return f"the input has {values.numel()} ids and a batch may have {_MOST_IDS}; make the batch smaller"
     return _device_fault("ids", values, expect)
 
 

@@ -21,7 +21,7 @@ copied in; a missing one is zero.
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,11 +58,18 @@ class BlockExchange:
         comms: formats on the wire.
         what: a word for error messages.
         device: of the rows; default: the CPU.
+        before_gradients: called in each backward before gradients are sent, on every rank.
     """
 
     def __init__(
-        self, collectives: Collectives, comms: QuantizedComms, what: str = "output", device: torch.device | None = None
+        self,
+        collectives: Collectives,
+        comms: QuantizedComms,
+        what: str = "output",
+        device: torch.device | None = None,
+        before_gradients: Callable[[], None] | None = None,
     ) -> None:
+        self.before_gradients = before_gradients
         self.collectives = collectives
         self.device = device or torch.device("cpu")
         self.what = what
@@ -245,6 +252,8 @@ class _Receive(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None]:
         shared: _Shared = ctx.shared
+        if shared.exchange.before_gradients is not None:
+            shared.exchange.before_gradients()
         for view, gradient in zip(shared.gradient_views(), gradients, strict=True):
             if gradient is None:
                 view.zero_()

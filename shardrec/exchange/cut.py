@@ -16,13 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
 from shardrec import native
-from shardrec.exchange.batch import Batch
+from shardrec.exchange.batch import KEY_ORDERS, Batch
 from shardrec.exchange.route import Route
 
 __all__ = ["Cut", "Cutter", "SlotIds"]
@@ -84,7 +84,7 @@ class Cutter:
     def __init__(self, route: Route, device: torch.device) -> None:
         self._route = route
         self._device = device
-        self._orders: dict[tuple[str, ...], _KeyOrder] = {}
+        self._order = lru_cache(maxsize=KEY_ORDERS)(self._new_order)
         self._slot_rows = self._tensor(route.slot_rows)
         self._in_place = route.slot_rows == tuple(range(route.blocks * len(route.unit_keys)))
         self._block_sizes = self._tensor([boundaries[-1] for boundaries in route.unit_boundaries], self.id_dtype)
@@ -167,21 +167,17 @@ class Cutter:
     def _tensor(self, values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(list(values), dtype=dtype, device=self._device)
 
-    def _order(self, keys: tuple[str, ...]) -> _KeyOrder:
-        order = self._orders.get(keys)
-        if order is None:
-            position = {key: index for index, key in enumerate(keys)}
-            units = [position[key] for key in self._route.unit_keys]
-            slots = [units[slot.unit] for rank_slots in self._route.slots for slot in rank_slots]
-            order = _KeyOrder(
-                units=self._tensor(units),
-                units_in_place=units == list(range(len(keys))),
-                slots=self._tensor(slots),
-                slots_in_place=slots == list(range(len(keys))),
-                described=_described(self._route, units),
-            )
-            self._orders[keys] = order
-        return order
+    def _new_order(self, keys: tuple[str, ...]) -> _KeyOrder:
+        position = {key: index for index, key in enumerate(keys)}
+        units = [position[key] for key in self._route.unit_keys]
+        slots = [units[slot.unit] for rank_slots in self._route.slots for slot in rank_slots]
+        return _KeyOrder(
+            units=self._tensor(units),
+            units_in_place=units == list(range(len(keys))),
+            slots=self._tensor(slots),
+            slots_in_place=slots == list(range(len(keys))),
+            described=_described(self._route, units),
+        )
 
     def _bucketize(
         self, lengths: Tensor, values: Tensor, weights: Tensor | None, keep_positions: bool

@@ -17,13 +17,15 @@ G lookup groups, N ids.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from shardrec.exchange.batch import NO_LIMIT, Batch, Expectation, read_batch
-from shardrec.exchange.check import describe_fault, ids_are_valid
+from shardrec.exchange.bad_ids import POLICIES, mended
+from shardrec.exchange.batch import KEY_ORDERS, NO_LIMIT, Batch, Expectation, read_batch
+from shardrec.exchange.check import add_up, describe_fault, ids_are_valid
 from shardrec.exchange.cut import Cut, Cutter
 from shardrec.exchange.payload import Arrival, Payload
 from shardrec.exchange.route import Route
@@ -77,6 +79,7 @@ class Prepared:
         agreement: what the ranks must have in common.
         notes: further int64 tensors to read on the host with the header.
         differentiable: the weights take a gradient.
+        bad_ids: (U,) int64 number of bad ids of each feature, where they are no error; None if there are none.
     """
 
     batch: Batch
@@ -91,6 +94,7 @@ class Prepared:
     agreement: str
     notes: tuple[Tensor, ...]
     differentiable: bool
+    bad_ids: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,10 +127,11 @@ class Trace:
     """Where the ids that were sent come from.
 
     Args:
-        positions: (N_sent,) int64, position of each sent id in the sent batch's values, in order of travel.
+        positions: (N_sent,) int64, position of each sent id, in order of travel: in the sent batch's values if each id
+            gets a row of its own, else in the local batch's as they were given.
         slot_ids: (S,) number of ids of each slot of all ranks.
         sent_key_ids: number of ids of each key of the sent batch; empty unless each id gets a row of its own.
-        key_ids: number of ids of each key of the local batch; likewise.
+        key_ids: number of ids of each key of the local batch as it was given; likewise.
     """
 
     positions: Tensor
@@ -147,6 +152,7 @@ class InputExchange:
 
     Attributes:
         columns: width of this module's part of a header.
+        bad_ids: (U,) int64, per feature, ids outside its table that were no error, in the batches so far.
     """
 
     def __init__(self, route: Route, expect: Expectation, context: StepContext, *, per_id: bool = False) -> None:
@@ -157,10 +163,13 @@ class InputExchange:
         self._world_size = context.collectives.world_size
         self.columns = _FIXED + route.groups
         context.header_columns += _REPEATS * self.columns
-        self._limits: dict[tuple[str, ...], tuple[Tensor, bool]] = {}
+        self._key_limits = lru_cache(maxsize=KEY_ORDERS)(self._new_limits)
+        self._key_policies = lru_cache(maxsize=KEY_ORDERS)(self._new_policies)
         self._cutter = Cutter(route, expect.device)
         self._payload = Payload(route, self._rank, weighted=expect.weighted, device=expect.device)
         self._group_edges = torch.tensor(group_edges(route), dtype=torch.int64, device=expect.device)
+        self._drops = "zero" in expect.on_bad_id.values()
+        self.bad_ids = torch.zeros(len(expect.features), dtype=torch.int64, device=expect.device)
 
     def prepare(self, features: object, agreement: str, *, prepare: Callable[[Batch], Batch] | None = None) -> Prepared:
         """Check the batch and cut it. Reads no tensor's value on the host and raises nothing for a faulty batch.
@@ -179,7 +188,10 @@ class InputExchange:
         agreement += ", weights with gradient" if differentiable else ""
         limits, unused_keys = self._key_limits(given.keys)
         valid = ids_are_valid(given, limits, unused_keys=unused_keys)
-        safe = self._safe(given, valid)
+        whole, bad_ids = given, None
+        if self._expect.on_bad_id and given.size and (valid.is_cuda or not bool(valid)):
+            whole, valid, bad_ids = self._mended(given)
+        safe = self._safe(whole, valid)
         sent = safe if prepare is None else prepare(safe)
         cut = self._cutter.cut(sent, keep_positions=self._per_id or differentiable, given=given)
         lengths_SB = cut.lengths
@@ -187,7 +199,8 @@ class InputExchange:
         notes: tuple[Tensor, ...] = ()
         if self._per_id:
             lengths_SB = lengths_SB.sum(dim=1, keepdim=True, dtype=torch.int32)
-            notes = (sent.lengths.sum(dim=1, dtype=torch.int64), safe.lengths.sum(dim=1, dtype=torch.int64))
+            local = safe.lengths if safe.mended is None else safe.mended.lengths
+            notes = (sent.lengths.sum(dim=1, dtype=torch.int64), local.sum(dim=1, dtype=torch.int64))
         elif sent.sizes is not None and self._world_size > 1:
             slot_sizes = self._slot_sizes(sent.keys, sent.sizes)
         return Prepared(
@@ -203,6 +216,7 @@ class InputExchange:
             agreement=agreement,
             notes=notes,
             differentiable=differentiable,
+            bad_ids=bad_ids,
         )
 
     def header(self, prepared: Prepared) -> Tensor:
@@ -231,13 +245,18 @@ class InputExchange:
             notes: values of ``prepared.notes``.
             headers: this module's part of each rank's header.
         """
+        if prepared.bad_ids is not None:
+            self.bad_ids += prepared.bad_ids
         groups = self._route.groups
         sent_WG = tuple(tuple(sent[q * groups : (q + 1) * groups]) for q in range(self._world_size))
         slot_ids = self._cutter.in_slots(prepared.cut, sum(sent))
         trace = None
         if slot_ids.positions is not None:
+            positions, given = slot_ids.positions, prepared.batch.mended
+            if given is not None and not self._per_id:
+                positions = given.order.index_select(0, positions)
             trace = Trace(
-                positions=slot_ids.positions,
+                positions=positions,
                 slot_ids=prepared.lengths.sum(dim=1),
                 sent_key_ids=tuple(notes[0]) if notes else (),
                 key_ids=tuple(notes[1]) if notes else (),
@@ -294,12 +313,27 @@ class InputExchange:
             order=unpacked.order,
         )
 
-    def _key_limits(self, keys: tuple[str, ...]) -> tuple[Tensor, bool]:
+    def _new_limits(self, keys: tuple[str, ...]) -> tuple[Tensor, bool]:
         """(F,) one more than the largest id allowed, per key, and whether some keys are not looked up."""
-        if keys not in self._limits:
-            limits = [self._expect.rows(key) for key in keys]
-            self._limits[keys] = torch.tensor(limits, dtype=torch.int64, device=self._expect.device), NO_LIMIT in limits
-        return self._limits[keys]
+        limits = [self._expect.rows(key) for key in keys]
+        return torch.tensor(limits, dtype=torch.int64, device=self._expect.device), NO_LIMIT in limits
+
+    def _mended(self, given: Batch) -> tuple[Batch, Tensor, Tensor]:
+        """The batch without the bad ids that are no error, whether it is sound, and their number per feature (U,)."""
+        limits, _ = self._key_limits(given.keys)
+        policies, places = self._key_policies(given.keys)
+        whole, bad_F = mended(given, limits, policies, drops=self._drops)
+        limits, unused_keys = self._key_limits(whole.keys)
+        lengths = given.lengths
+        fit = add_up(lengths, lengths.sum(dim=1, dtype=torch.int64), given.values.numel())
+        return whole, fit & ids_are_valid(whole, limits, unused_keys=unused_keys), bad_F.index_select(0, places)
+
+    def _new_policies(self, keys: tuple[str, ...]) -> tuple[Tensor, Tensor]:
+        """(F,) number of each key's policy, and (U,) place of each feature among the keys."""
+        numbers = [POLICIES.index(self._expect.on_bad_id.get(key, "error")) for key in keys]
+        places = [keys.index(feature) for feature in self._expect.features]
+        device = self._expect.device
+        return torch.tensor(numbers, device=device), torch.tensor(places, dtype=torch.int64, device=device)
 
     def _slot_sizes(self, keys: tuple[str, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
         size_of = dict(zip(keys, sizes, strict=True))
@@ -322,6 +356,7 @@ class InputExchange:
         if values.device.type == "cpu" and not bool(valid):
             # The CPU's kernels compare the number of ids with the lengths; those of CUDA read by the lengths alone.
             values, weights = values[:0], None if weights is None else weights[:0]
+        given = batch.mended
         return Batch(
             keys=batch.keys,
             lengths=(batch.lengths.to(torch.int32) * valid).contiguous(),
@@ -330,6 +365,7 @@ class InputExchange:
             sizes=batch.sizes,
             inverse=batch.inverse,
             bags=batch.bags,
+            mended=None if given is None else replace(given, lengths=given.lengths * valid),
         )
 
     def _counts(self, lengths_SB: Tensor) -> Tensor:

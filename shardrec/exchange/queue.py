@@ -115,7 +115,9 @@ class ExchangeQueue:
 
     def __init__(self, context: StepContext) -> None:
         self._context = context
-        self._output = BlockExchange(context.collectives, context.comms, device=context.device)
+        self._output = BlockExchange(
+            context.collectives, context.comms, device=context.device, before_gradients=context.raise_anomalies
+        )
         self._inside = BlockExchange(context.collectives, QuantizedComms(), "partial sums", context.device)
         self._calls: list[QueuedCall] = []
         self._modules = 1
@@ -221,6 +223,7 @@ class ExchangeQueue:
     def _look_up(self, calls: Sequence[QueuedCall], received: Sequence[tuple[Addressed, ShardInput]]) -> list[Stream]:
         """Look up what all ranks asked for; one exchange inside hosts for all the modules that need it."""
         inner = [one.call.look_up(*pair) for one, pair in zip(calls, received, strict=True)]
+        self._context.raise_anomalies()
         streams = [stream for stream in inner if stream is not None]
         inside = self._inside.start(streams) if streams else None
         outgoing, number = [], 0

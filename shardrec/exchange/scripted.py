@@ -18,7 +18,7 @@ not read back; and nothing is asked of a count except under TorchScript, which h
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from shardrec.exchange.batch import Expectation
 from shardrec.exchange.collectives import Collectives
 from shardrec.exchange.input import group_edges
 from shardrec.exchange.route import Route
-from shardrec.exchange.scripted_batch import ScriptedBatch, list_of
+from shardrec.exchange.scripted_batch import Checked, ScriptedBatch, list_of
 from shardrec.exchange.scripted_group import GroupName
 
 __all__ = ["Agree", "Received", "ScriptedInput"]
@@ -38,10 +38,14 @@ Received = tuple[Tensor, Tensor, Tensor | None, list[int], list[list[int]], list
 where each id gets a row, positions (N_sent,) and number of ids per slot (S,)."""
 
 
-Agree = Callable[[Tensor, Tensor, Tensor, Tensor, list[str]], Tensor]
-"""Exchanges headers where Python is at hand: takes ids sent per rank and group, with the batch size, (W, G + 1) int64,
-the number of the fault, and the input's lengths, ids and keys; gives what :meth:`ScriptedInput.exchange_header` gives,
-on the CPU, and raises the fault of any rank."""
+class Agree(Protocol):
+    """Exchanges headers where Python is at hand."""
+
+    def __call__(self, counts: Tensor, fault: Tensor, lengths: Tensor, values: Tensor, keys: list[str]) -> Tensor:
+        """Tell all ranks the sizes, and raise the fault of any; see :class:`shardrec.compile.agreement.Agreement`."""
+
+    def refuse(self, anchor: Tensor, fault: int) -> None:
+        """End the tracing of a batch with a fault of structure."""
 
 
 class ScriptedInput(ScriptedBatch):
@@ -51,6 +55,7 @@ class ScriptedInput(ScriptedBatch):
         route: where the ids of each lookup go.
         expect: what the input must look like.
         collectives: of the group that the embeddings are sharded over.
+        bad_ids: where the eager module counts bad ids that are no error.
         per_id: all of a rank's samples go as one, and the positions of the ids are kept.
         agree: exchanges the headers of a compiled model, with the eager model's words for a fault.
 
@@ -63,12 +68,13 @@ class ScriptedInput(ScriptedBatch):
         route: Route,
         expect: Expectation,
         collectives: Collectives,
+        bad_ids: Tensor,
         *,
         per_id: bool = False,
         agree: Agree | None = None,
     ) -> None:
         rows = max((edges[-1] for edges in route.unit_boundaries), default=0)
-        super().__init__(expect, wide_ids=rows > 2**31 - 1)
+        super().__init__(expect, wide_ids=rows > 2**31 - 1, bad_ids=bad_ids)
         self.agree = agree
         self.process_group = GroupName(collectives)
         self.rank = collectives.rank
@@ -95,30 +101,35 @@ class ScriptedInput(ScriptedBatch):
         order = [source * self.mine + slot for slot in range(self.mine) for source in range(self.world_size)]
         self.slot_major = torch.tensor(order, dtype=torch.int32, device=device)
 
+    def refuse(self, fault: int) -> None:
+        """End here with a fault of structure, if a compiler is tracing."""
+        if not torch.jit.is_scripting():  # noqa: SIM102  # by itself, TorchScript leaves out what is behind it
+            if self.agree is not None:
+                self.agree.refuse(self.nothing, fault)
+
     def forward(self, features: KeyedJaggedTensor) -> Received:
         """Check, cut and exchange a batch."""
-        keys, lengths, values, weights, fault = self.checked(features)
-        return self.exchange(features, keys, lengths, values, weights, fault)
+        checked = self.checked(features)
+        return self.exchange(features, checked, checked.keys, checked.lengths, checked.values)
 
     def exchange(
         self,
         features: KeyedJaggedTensor,
+        checked: Checked,
         keys: list[str],
         lengths: Tensor,
         values: Tensor,
-        weights: Tensor | None,
-        fault: Tensor,
     ) -> Received:
         """Cut the batch, tell the sizes, and send the ids.
 
         Args:
             features: as they came, for words about a fault.
-            keys: F features.
+            checked: the same, checked.
+            keys: F features, of what is sent of it.
             lengths: (F, B) int32.
             values: (N,), in the dtype that :meth:`checked` gives them.
-            weights: (N,) float32, or None.
-            fault: 0-d int64, a number of :data:`FAULTS`.
         """
+        weights = checked.weights
         batch = lengths.size(1)
         units: list[int] = []
         for unit in self.unit_keys:
@@ -161,7 +172,8 @@ class ScriptedInput(ScriptedBatch):
             lengths_SB = slot_ids.to(torch.int32).unsqueeze(1)
         ends = torch.ops.fbgemm.asynchronous_complete_cumsum(slot_ids)
         counts = ends.index_select(0, self.group_edges).diff().view(self.world_size, self.groups)
-        numbers = self.exchange_header(counts, fault, features, lengths_SB.size(1))
+        numbers = self.exchange_header(counts, checked.fault, features, lengths_SB.size(1))
+        self.count_bad_ids(checked.bad_ids)
         went, sizes, came = self.sizes(numbers, lengths_SB.size(1))
         total = 0
         for part in went:

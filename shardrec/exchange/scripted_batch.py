@@ -6,16 +6,17 @@ Shapes: F features of the input, B samples, N ids.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from shardrec.exchange.batch import NO_LIMIT, Expectation
-from shardrec.exchange.check import are_sound
+from shardrec.exchange.bad_ids import DROPPED, POLICIES, mend
+from shardrec.exchange.batch import NO_LIMIT, Expectation, fit
+from shardrec.exchange.check import add_up, are_sound
 
-__all__ = ["FAULTS", "ScriptedBatch", "list_of", "plain", "sound_unasked"]
+__all__ = ["FAULTS", "Checked", "ScriptedBatch", "list_of", "plain", "sound_unasked"]
 
 FAULTS = [
     "",
@@ -27,6 +28,8 @@ FAULTS = [
     "there is not exactly one length for each feature and sample",
     "the weights of the ids take a gradient, which scripted models do not carry back",
     "there are ids and no samples",
+    "the lengths (or offsets) are not int32 or int64",
+    "the offsets do not begin at 0, or are not those of the lengths that the input has, too",
 ]
 """What a header's number says is wrong."""
 
@@ -45,16 +48,49 @@ def plain(module: nn.Module) -> nn.Module:
     return module
 
 
+# Spelled as a call, for TorchScript wants types where an annotation is text.
+Checked = NamedTuple(  # noqa: UP014
+    "Checked",
+    [
+        ("keys", list[str]),
+        ("lengths", Tensor),
+        ("values", Tensor),
+        ("weights", Tensor | None),
+        ("fault", Tensor),
+        ("bad_ids", Tensor),
+        ("dropped", bool),
+        ("given", Tensor),
+        ("looked_up", Tensor),
+        ("kept", Tensor),
+    ],
+)
+"""A batch as the lookups take it: checked, without its bad ids, and of empty bags if it is faulty.
+
+``keys``: F of the input, and ``DROPPED`` where ids may have been taken out. ``lengths``: (F, B) or (F + 1, B) int32.
+``values``: (N,) ids. ``weights``: (N,) float32 or None. ``fault``: 0-d int64, a number of :data:`FAULTS`. ``bad_ids``:
+(U,) int64, bad ids of each feature that were no error; empty if there can be none. ``dropped``: ids may have been taken
+out; of the batch as it was given then ``given``: (F, B) int32 lengths, ``looked_up``: (N,) ids, 0 where they were taken
+out, and ``kept``: (N,) bool, whether they were not.
+"""
+
+
 class ScriptedBatch(nn.Module):
     """Checks a batch.
 
     Args:
         expect: what the input must look like.
         wide_ids: ids need 64 bits.
+        bad_ids: (U,) int64, per feature, where bad ids that are no error are counted.
     """
 
-    def __init__(self, expect: Expectation, *, wide_ids: bool) -> None:
+    def __init__(self, expect: Expectation, *, wide_ids: bool, bad_ids: Tensor) -> None:
         super().__init__()
+        policies = [expect.on_bad_id.get(feature, "error") for feature in expect.features]
+        self.policies = list_of(int, [[*POLICIES].index(policy) for policy in policies])
+        self.mends = len(expect.on_bad_id) > 0
+        self.drops = "zero" in policies
+        self.dropped_key = DROPPED
+        self.bad_ids = bad_ids
         self.weighted = expect.weighted
         self.features = list_of(str, list(expect.features))
         self.limits = list_of(int, [expect.rows(feature) for feature in expect.features])
@@ -81,6 +117,8 @@ class ScriptedBatch(nn.Module):
                 return 7
         if features.variable_stride_per_key():
             return 5
+        if features.lengths().dtype != torch.int64 and features.lengths().dtype != torch.int32:
+            return 9
         if features.lengths().numel() != len(keys) * features.stride():
             return 6
         exported = False
@@ -91,56 +129,114 @@ class ScriptedBatch(nn.Module):
             return 8
         return 0
 
-    def checked(self, features: KeyedJaggedTensor) -> tuple[list[str], Tensor, Tensor, Tensor | None, Tensor]:
-        """Keys, (F, B) int32 lengths, ids, weights, and the number of the fault; of empty bags if there is one."""
+    def refuse(self, fault: int) -> None:
+        """End here with a fault of structure, where that can be done; else the header tells of it."""
+
+    def count_bad_ids(self, bad_ids: Tensor) -> None:
+        """Add a batch's to those so far; not in an exported program, which has no state."""
+        exported = False
+        if not torch.jit.is_scripting():
+            exported = torch.compiler.is_exporting()
+        if self.mends and not exported and bad_ids.numel() > 0:
+            self.bad_ids.add_(bad_ids)
+
+    def checked(self, features: KeyedJaggedTensor) -> Checked:
+        """The batch as the lookups take it."""
         fault = self.structural_fault(features)
         if fault != 0:
+            self.refuse(fault)
             none = self.nothing.to(torch.float32) if self.weighted else None
             # Of as many samples: a tracer goes on to the model's other layers before the fault is raised.
             lengths = self.nothing.new_zeros([len(self.features), features.stride()], dtype=torch.int32)
             ids = self.nothing.to(torch.int64 if self.wide_ids else torch.int32)
-            return self.features, lengths, ids, none, torch.full_like(self.nothing.sum(), fault)
+            number = torch.full_like(self.nothing.sum(), fault)
+            return Checked(
+                self.features, lengths, ids, none, number, self.nothing, False, lengths, ids, ids.to(torch.bool)
+            )
         keys = features.keys()
         limits: list[int] = []
+        policies: list[int] = []
         unused = False
         for key in keys:
-            limit = self.no_limit
+            limit, policy = self.no_limit, 0
             for number, feature in enumerate(self.features):
                 if feature == key:
-                    limit = self.limits[number]
+                    limit, policy = self.limits[number], self.policies[number]
             unused = unused or limit == self.no_limit
             limits.append(limit)
+            policies.append(policy)
+        given, offsets = features.lengths_or_none(), features.offsets_or_none()
         lengths = features.lengths().view(len(keys), -1 if len(keys) > 0 else 0)
         values = features.values()
         weights = features.weights_or_none()
         limits_F = torch.tensor(limits, dtype=torch.int64, device=values.device)
+        looked_up, whole, kept, bad_ids, dropped = values, lengths, self.nothing.to(torch.bool), self.nothing, False
         if torch.jit.is_scripting():
             valid = are_sound(lengths, values, limits_F, unused)
         else:
             valid = sound_unasked(lengths, values, limits_F, unused)
-        values = values.to(torch.int64 if self.wide_ids else torch.int32)
-        lengths = lengths.to(torch.int32) * valid
+        # Of nothing but good ids the lookups can be told at once, where the host may ask.
+        good = False
+        if torch.jit.is_scripting() and self.mends and not values.is_cuda:
+            good = values.numel() == 0 or bool(valid)
+        if self.mends and not good:
+            policies_F = torch.tensor(policies, dtype=torch.int64, device=values.device)
+            sums_F = lengths.sum(dim=1, dtype=torch.int64)
+            whole, looked_up, order, kept, bad_F = mend(lengths, values, limits_F, policies_F, self.drops)
+            values = looked_up
+            keys, dropped, limits_W = list(keys), self.drops, limits_F
+            if self.drops:
+                values = looked_up.index_select(0, order)
+                keys.append(self.dropped_key)
+                limits_W = torch.cat([limits_F, torch.full_like(limits_F[:1], self.no_limit)])
+                if weights is not None:
+                    weights = weights.index_select(0, order)
+            valid = add_up(lengths, sums_F, values.size(0))
+            if torch.jit.is_scripting():
+                valid = valid & are_sound(whole, values, limits_W, unused or self.drops)
+            else:
+                valid = valid & sound_unasked(whole, values, limits_W, unused or self.drops)
+            places: list[int] = []
+            for feature in self.features:
+                places.append(keys.index(feature))
+            bad_ids = bad_F.index_select(0, torch.tensor(places, dtype=torch.int64, device=values.device))
+        number = valid.logical_not().to(torch.int64)
+        if offsets is not None:
+            fits = fit(offsets, given)
+            number = torch.where(fits, number, 10)
+            valid = valid & fits
+        dtype = torch.int64 if self.wide_ids else torch.int32
+        values, looked_up = values.to(dtype), looked_up.to(dtype)
         if not torch.jit.is_scripting():
             # A batch of as many ids, all in its first bag: a tracer cannot have it become a shorter one.
-            values = values * valid
-            ids = values.size(0) * valid.logical_not().to(torch.int32)
-            first = torch.arange(lengths.numel(), device=lengths.device).view(lengths.size()) == 0
-            lengths = lengths + ids * first
-        elif not values.is_cuda and not bool(valid):
+            values, looked_up = values * valid, looked_up * valid
+            lengths, whole = in_first_bag(lengths, values, valid), in_first_bag(whole, values, valid)
+        else:
+            lengths, whole = lengths.to(torch.int32) * valid, whole.to(torch.int32) * valid
+        if torch.jit.is_scripting() and not values.is_cuda and not bool(valid):
             # The CPU's kernels compare the number of ids with the lengths; those of CUDA read by the lengths alone.
             values = values[:0]
             if weights is not None:
                 weights = weights[:0]
         if weights is not None:
             weights = weights.detach().to(torch.float32).contiguous()
-        return keys, lengths.contiguous(), values.contiguous(), weights, valid.logical_not().to(torch.int64)
+        return Checked(
+            keys, whole.contiguous(), values.contiguous(), weights, number, bad_ids, dropped, lengths, looked_up, kept
+        )
+
+
+def in_first_bag(lengths: Tensor, values: Tensor, valid: Tensor) -> Tensor:
+    """Lengths as int32, or if the batch is not valid those of as many ids in the first bag."""
+    ids = values.size(0) * valid.logical_not().to(torch.int32)
+    first = torch.arange(lengths.numel(), device=lengths.device).view(lengths.size()) == 0
+    return lengths.to(torch.int32) * valid + ids * first
 
 
 def sound_unasked(lengths: Tensor, values: Tensor, limits: Tensor, unused_keys: bool) -> Tensor:
     """:func:`~shardrec.exchange.check.are_sound` that reads no value on the host, as a tracer cannot."""
     count = values.numel()
     lengths_F = lengths.sum(dim=1, dtype=torch.int64)
-    sound = (lengths_F.sum() == count) & (lengths >= 0).all()
+    sound = add_up(lengths, lengths_F, count)
     if limits.numel() == 0:
         return sound
     places = torch.arange(count, device=values.device)

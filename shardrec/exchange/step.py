@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 from torch import Tensor
 
-from shardrec.errors import InputError
+from shardrec.errors import AnomalyError, InputError
 from shardrec.exchange.collectives import Collectives
 from shardrec.exchange.wire import QuantizedComms
 
 if TYPE_CHECKING:
+    from shardrec.exchange.bad_ids import OnBadId
     from shardrec.exchange.queue import ExchangeQueue
 
 __all__ = ["FIXED_COLUMNS", "StepContext", "checksum"]
@@ -48,7 +49,12 @@ class StepContext:
         dense_signature: dtypes of the model's other inputs in this step, set by the model's wrapper.
         header_columns: width of a header, the same in every exchange, so that a rank can answer for any of them.
         exchanges: number of headers exchanged so far.
+        on_bad_id: per feature, what is done with ids outside of its table, where that is no error.
         output_dtype: of the modules' outputs; rows are added up, and travel, as float32 or as ``comms`` says.
+        detect_anomaly: look for NaN and Inf; see :mod:`shardrec.exchange.anomaly`.
+        anomalies: those that this rank found and no rank has raised yet.
+        refusal: what is wrong with the batch whose tracing was ended, or "".
+        in_compiled_step: torch.compile runs the model's forward.
         gradients_are_reduced: a reducer averages the gradients of ordinary parameters over the ranks.
         reduce_this_backward: it does so in the coming backward (False while gradients are accumulated).
     """
@@ -60,7 +66,12 @@ class StepContext:
         self.dense_signature = ""
         self.header_columns = FIXED_COLUMNS
         self.exchanges = 0
+        self.on_bad_id: dict[str, OnBadId] = {}
         self.output_dtype = torch.float32
+        self.detect_anomaly = False
+        self.anomalies: list[str] = []
+        self.refusal = ""
+        self.in_compiled_step = False
         self.gradients_are_reduced = False
         self.reduce_this_backward = True
 
@@ -117,6 +128,19 @@ class StepContext:
         raise InputError(
             "the ranks disagree about their input; give every rank the same dtypes and modes:\n  " + "\n  ".join(lines)
         )
+
+    def raise_anomalies(self) -> None:
+        """Raise what any rank found, on every rank; does nothing unless anomalies are looked for.
+
+        Raises:
+            AnomalyError: the same on every rank.
+        """
+        if not self.detect_anomaly:
+            return
+        found, self.anomalies = self.anomalies, []
+        messages = self.all_gather_text("; ".join(found))
+        if any(messages):
+            raise AnomalyError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(messages) if text))
 
     def all_gather_text(self, text: str) -> list[str]:
         """The text of each rank, on every rank."""

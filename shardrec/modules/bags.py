@@ -5,8 +5,9 @@ Shapes: B samples of this rank, D columns of the output (the unsharded module's)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache, partial
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from shardrec.exchange.batch import Batch
+from shardrec.exchange.anomaly import note_rows, watch_gradient
+from shardrec.exchange.batch import KEY_ORDERS, Batch
 from shardrec.exchange.blocks import BlocksInFlight, Stream
 from shardrec.exchange.input import Addressed, InputExchange, ShardInput
 from shardrec.exchange.output import OutputExchange
@@ -107,7 +109,9 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         self._column_lookup = torch.tensor(columns, dtype=torch.int64, device=self.device)
         sums = [index for index, lookup in enumerate(lookups) if not lookup.mean]
         self._sum_lookups = torch.tensor(sums, dtype=torch.int64, device=self.device)
-        self._positions: dict[tuple[str, ...], tuple[Tensor, Tensor]] = {}
+        features = [tuple(one.feature for one in some) for some in (self._own_lookups, lookups)]
+        # Where the replicated lookups' features, and all lookups' features, are among the keys.
+        self._key_positions = lru_cache(maxsize=KEY_ORDERS)(partial(_positions, features, self.device))
         self._output_columns = OutputColumns(keys=tuple(self._embedding_names), dims=tuple(self._dims))
 
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[KeyedTensor]:
@@ -124,7 +128,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             InputError: on every rank at the same step, if the batch of any is faulty.
             PeerError: if another rank is gone.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or self._given_up:
             value: LazyAwaitable[KeyedTensor] = self._compiled(features)
             return value
         call = _BagCall(self, features)
@@ -170,6 +174,8 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         if learned_weights is not None:
             places = torch.arange(batch.values.numel(), dtype=torch.int32, device=self.device)
             _, places, _ = torch.ops.fbgemm.permute_2D_sparse_data(order, batch.lengths, places, None, None)
+            if batch.mended is not None:
+                places = batch.mended.order.index_select(0, places)
             weights = learned_weights.index_select(0, places)
         return self._replicas(ids, lengths, weights)
 
@@ -190,16 +196,10 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         ]
         return torch.cat(chosen, dim=1)
 
-    def _key_positions(self, keys: tuple[str, ...]) -> tuple[Tensor, Tensor]:
-        """Where the replicated lookups' features, and all lookups' features, are among the keys."""
-        positions = self._positions.get(keys)
-        if positions is None:
-            place = {key: index for index, key in enumerate(keys)}
-            own = [place[lookup.feature] for lookup in self._own_lookups]
-            every = [place[lookup.feature] for lookup in self._lookups]
-            positions = (torch.tensor(own, device=self.device), torch.tensor(every, device=self.device))
-            self._positions[keys] = positions
-        return positions
+
+def _positions(features: Sequence[Sequence[str]], device: torch.device, keys: tuple[str, ...]) -> list[Tensor]:
+    place = {key: index for index, key in enumerate(keys)}
+    return [torch.tensor([place[one] for one in some], dtype=torch.int64, device=device) for some in features]
 
 
 class _BagCall:
@@ -223,6 +223,10 @@ class _BagCall:
         else:
             weights = received_weights(addressed, served, collection.context.collectives)
             self._pooled = tied(collection._shards(replace(served, weights=weights), self._room), weights)
+        if collection.context.detect_anomaly:
+            slots = collection._route.slots[collection.context.collectives.rank]
+            tables = [collection._lookups[slot.lookup].layout.name for slot in slots]
+            note_rows(self._pooled, [slot.shard.cols for slot in slots], 1, collection.context, tables)
         hosts = collection._output.hosts
         if hosts is None:
             return None
@@ -251,6 +255,10 @@ class _BagCall:
         weights = self.prepared.given.weights if self.prepared.differentiable else None
         self._replicated = collection._look_up_replicas(batch, weights)
         self._lengths = collection._bag_lengths(batch)
+        if collection.context.detect_anomaly and self._replicated is not None:
+            own = [one.layout for one in collection._own_lookups]
+            sizes, tables = [one.embedding_dim for one in own], [one.name for one in own]
+            note_rows(self._replicated.detach(), sizes, 1, collection.context, tables)
 
     def finish(self, flight: BlocksInFlight, stream: int) -> Tensor:
         """(B, D) values of the output."""
@@ -263,4 +271,6 @@ class _BagCall:
         inverse = prepared.batch.inverse
         if inverse is not None:
             values = collection._expand(values, inverse)
+        if collection.context.detect_anomaly:
+            watch_gradient(values, collection._dims, 1, collection.context, collection._lookups)
         return values.to(collection.output_dtype)

@@ -14,6 +14,7 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
 from shardrec.compile.boundary import look_up_outside
 from shardrec.errors import ConfigError
 from shardrec.exchange.batch import Expectation
+from shardrec.exchange.input import InputExchange
 from shardrec.exchange.route import Lookup
 from shardrec.exchange.step import StepContext
 from shardrec.exchange.transport import transport_of
@@ -49,6 +50,8 @@ class ShardedCollection(nn.Module, abc.ABC):
         context: shared by the sharded collections of a model; default: a new one.
     """
 
+    _expect: Expectation
+    _input: InputExchange
     _shards: ShardLookup
     _replicas: ReplicatedLookup | None
     _traced: nn.Module | None = None
@@ -83,6 +86,14 @@ class ShardedCollection(nn.Module, abc.ABC):
         self._replica_number = {name: index for index, name in enumerate(replicated)}
 
     @property
+    def _given_up(self) -> bool:
+        """Whether the compiler left this call of a traced module to Python, being past its limit of recompilations.
+
+        The other ranks' calls may be compiled, and have exchanges of their own kind: the twin's.
+        """
+        return self._traced is not None and self.context.in_compiled_step
+
+    @property
     def output_dtype(self) -> torch.dtype:
         """Of the output's values: float32 as the unsharded module's, unless ``shardrec.shard`` was told another."""
         return self.context.output_dtype
@@ -90,6 +101,11 @@ class ShardedCollection(nn.Module, abc.ABC):
     @abc.abstractmethod
     def tables(self) -> Mapping[str, ShardedTable]:
         """The sharded tables, by their own names."""
+
+    def bad_ids(self) -> dict[str, int]:
+        """See :meth:`shardrec.ShardedModel.bad_ids`."""
+        numbers = dict(zip(self._expect.features, self._input.bad_ids.tolist(), strict=True))
+        return {feature: numbers[feature] for feature in self._expect.on_bad_id}
 
     def _compiled(self, features: Any) -> Any:
         """forward, as a tracer sees it."""
@@ -110,11 +126,13 @@ class ShardedCollection(nn.Module, abc.ABC):
         return [table for table in self._lookup_tables if table.layout.replicated]
 
     def _expectation(self, lookups: Sequence[Lookup], *, weighted: bool, pooled: bool = True) -> Expectation:
+        policies = self.context.on_bad_id
         return Expectation(
             tables=tuple((lookup.feature, lookup.layout.name, lookup.layout.num_embeddings) for lookup in lookups),
             weighted=weighted,
             device=self.device,
             pooled=pooled,
+            on_bad_id={one.feature: policies[one.feature] for one in lookups if one.feature in policies},
         )
 
     def _agreement(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import get_args
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from shardrec.errors import ConfigError, PlanError
+from shardrec.exchange.bad_ids import OnBadId, policies_of
 from shardrec.exchange.collectives import collectives_of
 from shardrec.exchange.step import StepContext, checksum
 from shardrec.exchange.transport import Transport, transport_of
@@ -43,6 +44,7 @@ def shard(
     sync_every: int = 1,
     sync_optimizer: bool = True,
     dense: DenseWrap = "ddp",
+    on_bad_id: OnBadId | Mapping[str, OnBadId] = "error",
 ) -> ShardedModel:
     """Shard the embedding collections of a model; the rest goes into DistributedDataParallel, or FSDP2.
 
@@ -74,6 +76,11 @@ def shard(
         sync_optimizer: average the states of the fused optimizers with the tables.
         dense: ``"ddp"``: the dense part is in DistributedDataParallel; ``"fsdp"``: in FSDP2 (``fully_shard``), which
             shards its parameters, too, while replicated tables stay whole; ``"none"``: its gradients are not averaged.
+        on_bad_id: what is done with an id outside ``[0, num_embeddings)``, for all features or by feature.
+            ``"error"``: every rank raises InputError. ``"zero"``: it is looked up as a row of zeros, which takes no
+            gradient; a pooled bag is as if the id were not in it, also where the mean divides by the number of ids (as
+            ``padding_idx`` of ``nn.EmbeddingBag``). ``"wrap"``: it is taken modulo ``num_embeddings``, of the smallest
+            table that the feature is looked up in. :meth:`ShardedModel.bad_ids` counts them.
 
     Returns:
         The sharded model, which has the attributes and the state_dict keys of ``model``.
@@ -97,6 +104,7 @@ def shard(
         raise ConfigError(f"output_dtype is {output_dtype}; embeddings come as one of {known}")
     if dense not in get_args(DenseWrap):
         raise ConfigError(f"dense is {dense!r}; give one of {', '.join(map(repr, get_args(DenseWrap)))}")
+    policies = policies_of(on_bad_id, (feature for one in collections.values() for feature in _features(one)))
     _refuse_remappers(model, collectives.world_size)
     world = StepContext(collectives, target)
     options = _agreed_options(replicas, sync_every, sync_optimizer, world)
@@ -113,6 +121,7 @@ def shard(
     exchange = groups.collectives if alone else transport_of(groups.inside, target, transport)
     context = StepContext(exchange, target, comms)
     context.output_dtype = output_dtype
+    context.on_bad_id = policies
     replaced = {
         id(module): _shard_collection(module, plan, path, target, groups.inside, context, dedup)
         for path, module in collections.items()
@@ -136,6 +145,12 @@ def _default_device(model: nn.Module, group: dist.ProcessGroup | None) -> torch.
     if dist.is_available() and dist.is_initialized() and dist.get_backend(group) == dist.Backend.NCCL:
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def _features(collection: Collection) -> list[str]:
+    pooled = isinstance(collection, EmbeddingBagCollection)
+    configs = collection.embedding_bag_configs() if pooled else collection.embedding_configs()
+    return [feature for config in configs for feature in config.feature_names]
 
 
 def _refuse_remappers(model: nn.Module, world_size: int) -> None:

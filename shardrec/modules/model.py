@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, Self
@@ -24,7 +25,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from shardrec.compile.frames import left_alone, passed_over
 from shardrec.compile.step import compiled_step
-from shardrec.errors import InputError, ShardrecError
+from shardrec.errors import ConfigError, InputError, ShardrecError
 from shardrec.exchange.peers import failed_in_a_collective, peer_error
 from shardrec.exchange.step import StepContext
 from shardrec.layout import ShardingPlan
@@ -121,17 +122,29 @@ class ShardedModel(nn.Module):
             self._accumulates = False
             set_gradient_sync(self.module, True)
 
+    def bad_ids(self) -> dict[str, int]:
+        """How many ids outside their table this rank's batches had since the model was sharded, by feature.
+
+        Of the features whose policy is ``"zero"`` or ``"wrap"`` (``on_bad_id`` of :func:`shardrec.shard`). Counted on
+        the device; reading them here waits for it. A batch that was refused does not count.
+        """
+        found: Counter[str] = Counter()
+        for collection in self._sharded:
+            found.update(collection.bad_ids())
+        return dict(found)
+
     def _fail(self, error: Exception, made: int) -> None:
         """Tell the other ranks, if they still come to a header exchange in this step, and name the likely cause."""
         rank = self.context.collectives.rank
         cause = self._dtype_fault()
-        text = f"the model's forward failed: {type(error).__name__}: {error}{cause}"
+        refusal, self.context.refusal = self.context.refusal, ""
+        text = refusal or f"the model's forward failed: {type(error).__name__}: {error}{cause}"
         if self.context.collectives.world_size > 1 and made < self._headers:
             try:
                 self.context.fail_all(text)
             except InputError as shared:
                 raise shared from error
-        if cause:
+        if cause or refusal:
             raise InputError(f"rank {rank}: {text}") from error
 
     def _dtype_fault(self) -> str:
@@ -222,8 +235,14 @@ class _Step(ExitStack):
         if torch.is_grad_enabled():
             # DistributedDataParallel decides here, too: the backward of a forward in no_sync may come after the block.
             context.reduce_this_backward = not model._accumulates
+        context.in_compiled_step = self._compiled
         if self._compiled:
             traced = any(one._traced is not None for one in model._sharded)
+            if traced and context.detect_anomaly:
+                raise ConfigError(
+                    "detect_anomaly does not see into a traced program; run the model without torch.compile, or "
+                    'compile it in boundary mode: shardrec.annotate_for_dynamo(model, mode="boundary")'
+                )
             self.enter_context(compiled_step(self._inputs, traced=traced))
         self.enter_context(context.queue.forward(len(model._sharded)))
         return super().__enter__()
@@ -250,6 +269,7 @@ class _Step(ExitStack):
                 model._fail(error, made=made)
         finally:
             model.context.dense_signature = ""
+            model.context.in_compiled_step = False
         if error is None:
             model._headers = made
 

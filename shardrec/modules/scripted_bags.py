@@ -19,7 +19,7 @@ from shardrec.errors import ConfigError
 from shardrec.exchange.output import OutputExchange
 from shardrec.exchange.route import Piece, Route, output_pieces
 from shardrec.exchange.scripted import Agree, ScriptedInput
-from shardrec.exchange.scripted_batch import list_of
+from shardrec.exchange.scripted_batch import Checked, list_of
 from shardrec.exchange.scripted_rows import arrived_rows, exchange_rows
 from shardrec.pending import Await, awaitable
 from shardrec.scripting.options import is_portable, lookups_in_parallel
@@ -78,7 +78,7 @@ class ScriptedBags(nn.Module):
             refuse_quantized(collection, comms.output, comms.gradient)
         route, outputs = collection._route, collection._lookups
         self.embedding_bags = parameters_of(collection.embedding_bags)
-        self.input = ScriptedInput(route, collection._expect, collectives, agree=agree)
+        self.input = ScriptedInput(route, collection._expect, collectives, collection._input.bad_ids, agree=agree)
         if lookups is None:
             lookups, _ = collection._shards.scripted(training=collection.training)
         self.lookups = lookups
@@ -179,18 +179,18 @@ class ScriptedBags(nn.Module):
 
     def begin_columns(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor, Tensor, int, Tensor, Tensor]:
         """As :meth:`begin`, with what :class:`ColumnsExchange` takes and gives in place of rows under way."""
-        keys, local, values, weights, fault = self.input.checked(features)
-        pooled, sizes = self.pooled(features, keys, local, values, weights, fault)
+        checked = self.input.checked(features)
+        pooled, sizes = self.pooled(features, checked)
         assert self.columns is not None
         order, ticket = self.columns(pooled, sizes)
         batch = sizes[self.rank]
-        replicated, divisors = self.own_columns(keys, local, values, weights, batch)
+        replicated, divisors = self.own_columns(checked, batch)
         return pooled, order, ticket, batch, replicated, divisors
 
     def begin(self, features: KeyedJaggedTensor) -> tuple[Tensor, int, Tensor, Tensor]:
         """The pooled rows under way, B, the (B, D_r) columns of replicated tables, and the divisors of means."""
-        keys, local, values, weights, fault = self.input.checked(features)
-        pooled, sizes = self.pooled(features, keys, local, values, weights, fault)
+        checked = self.input.checked(features)
+        pooled, sizes = self.pooled(features, checked)
         batch = sizes[self.rank]
         into: list[int] = []
         out: list[int] = []
@@ -198,20 +198,12 @@ class ScriptedBags(nn.Module):
             into.append(batch * self.widths[rank])
             out.append(size * self.widths[self.rank])
         pending = exchange_rows(pooled.reshape(-1), into, out, self.input.process_group.group_name, self.anchor)
-        replicated, divisors = self.own_columns(keys, local, values, weights, batch)
+        replicated, divisors = self.own_columns(checked, batch)
         return pending, batch, replicated, divisors
 
-    def pooled(
-        self,
-        features: KeyedJaggedTensor,
-        keys: list[str],
-        local: Tensor,
-        values: Tensor,
-        weights: Tensor | None,
-        fault: Tensor,
-    ) -> tuple[Tensor, list[int]]:
+    def pooled(self, features: KeyedJaggedTensor, checked: Checked) -> tuple[Tensor, list[int]]:
         """(B_all, D_mine) pooled rows of this rank's shards, rank after rank, and the batch size of each rank."""
-        received = self.input.exchange(features, keys, local, values, weights, fault)
+        received = self.input.exchange(features, checked, checked.keys, checked.lengths, checked.values)
         lengths, ids, id_weights, sizes, came, _, _, _ = received
         found = self.look_up(lengths, ids, id_weights, came)
         if len(found) == 1:
@@ -222,10 +214,9 @@ class ScriptedBags(nn.Module):
         pooled = torch.cat(found, dim=1) if len(found) > 0 else self.nothing.new_zeros([total, 0])
         return pooled, sizes
 
-    def own_columns(
-        self, keys: list[str], local: Tensor, values: Tensor, weights: Tensor | None, batch: int
-    ) -> tuple[Tensor, Tensor]:
+    def own_columns(self, checked: Checked, batch: int) -> tuple[Tensor, Tensor]:
         """The (B, D_r) columns of replicated tables, and the divisors of means."""
+        keys, local = checked.keys, checked.lengths
         replicated = self.nothing.new_zeros([batch, 0])
         for replicas in self.replicas:
             order = self.positions(keys, self.replica_features)
@@ -236,7 +227,7 @@ class ScriptedBags(nn.Module):
             if not torch.jit.is_scripting():
                 torch._check(own_count >= 0)
             _, own_ids, own_weights = torch.ops.fbgemm.permute_2D_sparse_data(
-                order.to(torch.int32), local, values, weights, own_count
+                order.to(torch.int32), local, checked.values, checked.weights, own_count
             )
             replicated = replicas(own_ids, own_lengths, own_weights)
         divisors = self.nothing

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from shardrec.exchange.bad_ids import places_of_rows
 from shardrec.exchange.scripted import Agree, ScriptedInput
 from shardrec.exchange.scripted_batch import list_of
 from shardrec.exchange.scripted_rows import arrived_rows, exchange_rows
@@ -25,9 +26,9 @@ if TYPE_CHECKING:
 __all__ = ["ScriptedSequences"]
 
 
-Issued = tuple[Tensor, Tensor, int, int, Tensor, list[int], list[Tensor], list[Tensor], list[Tensor]]
-"""Rows under way, their places, how many; number of rows, inverse of the distinct ids, rows of each cut output; rows of
-each replicated output; ids and lengths of each output."""
+Issued = tuple[Tensor, Tensor, int, int, Tensor, bool, list[int], list[Tensor], list[Tensor], list[Tensor]]
+"""Rows under way, their places, how many; number of rows, the place of each id's among them, whether that counts from a
+zero row before them, rows of each cut output; rows of each replicated output; ids and lengths of each output."""
 
 
 class ScriptedSequences(nn.Module):
@@ -54,7 +55,9 @@ class ScriptedSequences(nn.Module):
         outputs = collection._lookups
         sent, route, groups = collection._sent_lookups, collection._route, collection._groups
         self.embeddings = parameters_of(collection.embeddings)
-        self.input = ScriptedInput(route, collection._expect, collectives, per_id=True, agree=agree)
+        self.input = ScriptedInput(
+            route, collection._expect, collectives, collection._input.bad_ids, per_id=True, agree=agree
+        )
         if lookups is None:
             lookups, _ = collection._shards.scripted(training=collection.training)
         self.lookups = lookups
@@ -103,7 +106,7 @@ class ScriptedSequences(nn.Module):
 
     def forward(self, features: KeyedJaggedTensor) -> Await[dict[str, JaggedTensor]]:
         """Look up the local batch."""
-        pending, target, units, rows_back, inverse, sizes, replicas, ids, lengths = self.begin(features)
+        pending, target, units, rows_back, inverse, zeros, sizes, replicas, ids, lengths = self.begin(features)
         return awaitable(
             finish_sequences,
             pending,
@@ -113,6 +116,7 @@ class ScriptedSequences(nn.Module):
             rows_back,
             inverse,
             self.dedup,
+            zeros,
             self.dim,
             self.unit,
             sizes,
@@ -128,7 +132,7 @@ class ScriptedSequences(nn.Module):
     @torch.jit.unused
     def traced(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """The same for a tracer: the value itself."""
-        pending, target, units, rows_back, inverse, sizes, replicas, ids, lengths = self.begin(features)
+        pending, target, units, rows_back, inverse, zeros, sizes, replicas, ids, lengths = self.begin(features)
         return finish_sequences(
             pending,
             self.world_size,
@@ -137,6 +141,7 @@ class ScriptedSequences(nn.Module):
             rows_back,
             inverse,
             self.dedup,
+            zeros,
             self.dim,
             self.unit,
             sizes,
@@ -151,7 +156,8 @@ class ScriptedSequences(nn.Module):
 
     def begin(self, features: KeyedJaggedTensor) -> Issued:
         """The rows under way, and what puts them in place."""
-        keys, local, values, _, fault = self.input.checked(features)
+        checked = self.input.checked(features)
+        keys, local, values = checked.keys, checked.lengths, checked.values
         sent_keys, sent_lengths, sent_values = keys, local, values
         inverse = self.nothing
         key_ids = ids_per_key(local, values.size(0))
@@ -159,7 +165,7 @@ class ScriptedSequences(nn.Module):
             sent_keys = self.sent_features
             sent_lengths, sent_values, inverse = self.distinct(keys, key_ids, local, values)
         lengths, found_ids, _, _, came, went, positions, slot_ids = self.input.exchange(
-            features, sent_keys, sent_lengths, sent_values, None, fault
+            features, checked, sent_keys, sent_lengths, sent_values
         )
         assert positions is not None
         into: list[int] = []
@@ -192,18 +198,33 @@ class ScriptedSequences(nn.Module):
         if raw_values.size(0) != values.size(0):
             # A batch with a fault, of which a tracer takes the empty one that was sent.
             raw_values, raw_lengths = values, local.flatten()
+        if checked.dropped:
+            keys = features.keys()
+            key_ids = ids_per_key(checked.given, values.size(0))
         by_key = raw_values.split(key_ids)
+        looked_up = checked.looked_up.split(key_ids)
         lengths_by_key = raw_lengths.view(len(keys), -1)
         for place, feature in enumerate(self.features):
             ids_of.append(by_key[keys.index(feature)])
             lengths_of.append(lengths_by_key[keys.index(feature)])
             if self.replica_of[place] < 0:
                 sizes.append(key_ids[keys.index(feature)])
+        if checked.dropped:
+            kept = checked.kept.split(key_ids)
+            some: list[Tensor] = [checked.kept[:0]]
+            for place, feature in enumerate(self.features):
+                if self.replica_of[place] < 0:
+                    some.append(kept[keys.index(feature)])
+            inverse = places_of_rows(torch.cat(some), inverse if self.dedup else None)
         for number, replica in enumerate(self.replicas):
             for place, which in enumerate(self.replica_of):
                 if which == number:
-                    replicas.append(replica(ids_of[place], lengths_of[place].unsqueeze(0), None))
-        return pending, target, units, rows_back, inverse, sizes, replicas, ids_of, lengths_of
+                    key = keys.index(self.features[place])
+                    rows = replica(looked_up[key], lengths_of[place].unsqueeze(0), None)
+                    if checked.dropped:
+                        rows = rows.masked_fill(checked.kept.split(key_ids)[key].logical_not().unsqueeze(1), 0)
+                    replicas.append(rows)
+        return pending, target, units, rows_back, inverse, checked.dropped, sizes, replicas, ids_of, lengths_of
 
     def look_up(self, lengths: Tensor, ids: Tensor, came: list[list[int]]) -> Tensor:
         """The rows for all ranks as one flat tensor, rank after rank and in a rank group after group."""
@@ -299,6 +320,7 @@ def finish_sequences(
     rows_back: int,
     inverse: Tensor,
     dedup: bool,
+    zeros: bool,
     dim: int,
     unit: int,
     sizes: list[int],
@@ -313,7 +335,9 @@ def finish_sequences(
     """Wait for the rows and put each in its place."""
     received = arrived_rows(pending, world_size).view(units, unit)
     rows = received.new_zeros([rows_back * (dim // unit), unit]).index_copy(0, target, received).view(rows_back, dim)
-    if dedup:
+    if zeros:
+        rows = nn.functional.pad(rows, [0, 0, 1, 0])
+    if dedup or zeros:
         rows = rows.index_select(0, inverse)
     parts = rows.split(sizes)
     found: dict[str, JaggedTensor] = {}

@@ -5,7 +5,7 @@ Shapes: B samples of this rank, N_f ids of a feature, D columns of the tables.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -15,10 +15,12 @@ from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from shardrec.exchange.anomaly import note_rows, watch_gradient
+from shardrec.exchange.bad_ids import places_of_rows
 from shardrec.exchange.batch import Batch
 from shardrec.exchange.blocks import BlocksInFlight, Stream
 from shardrec.exchange.dedup import distinct_ids
-from shardrec.exchange.input import Addressed, InputExchange, ShardInput, Trace
+from shardrec.exchange.input import Addressed, InputExchange, Prepared, ShardInput, Trace
 from shardrec.exchange.route import Lookup, Route, build_route
 from shardrec.exchange.rows import Placement, RowExchange
 from shardrec.exchange.step import StepContext
@@ -127,7 +129,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
             InputError: on every rank at the same step, if the batch of any is faulty.
             PeerError: if another rank is gone.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or self._given_up:
             value: LazyAwaitable[dict[str, JaggedTensor]] = self._compiled(features)
             return value
         call = _SequenceCall(self, features)
@@ -172,9 +174,12 @@ class ShardedEmbeddingCollection(ShardedCollection):
         ]
         return [per_lookup[slot.lookup] for slots in self._route.slots for slot in slots], starts[-1]
 
-    def _entries(self, keys: tuple[str, ...], trace: Trace, features: KeyedJaggedTensor) -> list[SequenceKey]:
-        sizes = features.stride_per_key()
-        values = dict(zip(keys, features.values().split(list(trace.key_ids)), strict=True))
+    def _entries(self, prepared: Prepared, trace: Trace, features: KeyedJaggedTensor) -> list[SequenceKey]:
+        keys, sizes, batch = prepared.given.keys, features.stride_per_key(), prepared.batch
+        given = batch.mended
+        values = _by_key(keys, features.values(), trace)
+        looked_up = _by_key(keys, batch.values if given is None else given.values, trace)
+        kept = None if given is None else _by_key(keys, given.kept, trace)
         lengths = dict(zip(keys, features.lengths().split(sizes), strict=True))
         entries = []
         for lookup in self._lookups:
@@ -182,7 +187,9 @@ class ShardedEmbeddingCollection(ShardedCollection):
             if lookup.layout.replicated:
                 assert self._replicas is not None, "a replicated table has a replicated lookup"
                 number = self._replica_number[lookup.layout.name]
-                replica = self._replicas.rows(number, values[lookup.feature]).to(self.output_dtype)
+                replica = self._replicas.rows(number, looked_up[lookup.feature]).to(self.output_dtype)
+                if kept is not None:
+                    replica = replica.masked_fill(kept[lookup.feature].logical_not().unsqueeze(1), 0)
             entries.append(
                 SequenceKey(
                     name=lookup.output,
@@ -201,6 +208,7 @@ class _SequenceCall:
         self._collection = collection
         self._features = features
         self._inverse: Tensor | None = None
+        self._places: Tensor | None = None
         self._stream: Stream | None = None
         self._trace: Trace | None = None
         self._placement: Placement | None = None
@@ -213,7 +221,10 @@ class _SequenceCall:
         """The rows of this rank's shards."""
         collection = self._collection
         self._trace = addressed.trace
-        self._stream = collection._rows.stream(collection._shards.rows(served), served, addressed)
+        rows = collection._shards.rows(served)
+        if collection.context.detect_anomaly:
+            self._note(rows, served)
+        self._stream = collection._rows.stream(rows, served, addressed)
 
     def outgoing(self, inside: BlocksInFlight | None, stream: int) -> Stream:
         """The rows for the ranks that asked. There is nothing to sum inside hosts, as each row is whole."""
@@ -227,20 +238,45 @@ class _SequenceCall:
         assert trace is not None, "the positions of the ids were kept"
         starts, output_rows = collection._starts(self.prepared.sent.keys, trace)
         self._placement = collection._rows.placement(trace, starts, output_rows)
-        self._entries = collection._entries(self.prepared.batch.keys, trace, self._features)
+        self._entries = collection._entries(self.prepared, trace, self._features)
+        given = self.prepared.batch.mended
+        if given is not None:
+            kept = _by_key(self.prepared.given.keys, given.kept, trace)
+            parts = [kept[feature] for feature, _ in collection._dedup_lookups]
+            self._places = places_of_rows(torch.cat([given.kept[:0], *parts]), self._inverse)
 
     def finish(self, flight: BlocksInFlight, stream: int) -> tuple[Tensor, list[SequenceKey]]:
         """(N, D) rows of the lookups of cut tables, and the output's entries."""
         assert self._placement is not None, "the places were found when the rows were sent"
         rows = self._collection._rows.finish(flight, stream, self._placement)
-        if self._inverse is not None:
+        if self._places is not None:
+            rows = nn.functional.pad(rows, [0, 0, 1, 0]).index_select(0, self._places)
+        elif self._inverse is not None:
             rows = rows.index_select(0, self._inverse)
+        if self._collection.context.detect_anomaly:
+            cut = [lookup for lookup in self._collection._lookups if not lookup.layout.replicated]
+            sizes = [entry.ids.numel() for entry in self._entries if entry.replica is None]
+            watch_gradient(rows, sizes, 0, self._collection.context, cut)
         return rows.to(self._collection.output_dtype), self._entries
+
+    def _note(self, rows: Sequence[Tensor], served: ShardInput) -> None:
+        """Note rows that are not finite."""
+        collection = self._collection
+        slots = collection._route.slots[collection.context.collectives.rank]
+        sizes = served.lengths.sum(dim=1).tolist()
+        for group, part in enumerate(rows):
+            here = [number for number, slot in enumerate(slots) if slot.group == group]
+            tables = [collection._sent_lookups[slots[number].lookup].layout.name for number in here]
+            note_rows(part, [sizes[number] for number in here], 0, collection.context, tables)
 
     def _distinct(self, batch: Batch) -> Batch:
         distinct = distinct_ids(batch, self._collection._dedup_lookups, self._collection._dedup_tables)
         self._inverse = distinct.inverse
         return distinct.batch
+
+
+def _by_key(keys: tuple[str, ...], values: Tensor, trace: Trace) -> dict[str, Tensor]:
+    return dict(zip(keys, values.split(list(trace.key_ids)), strict=True))
 
 
 def _width_groups(groups: tuple[LookupGroup, ...], table: str) -> tuple[tuple[int, int], ...]:

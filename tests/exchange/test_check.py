@@ -116,6 +116,26 @@ LENGTHS = [
         ),
         r"the features have a batch size each \(\[2, 1\]\).*pad the short features with empty bags",
     ),
+    (
+        lambda: KeyedJaggedTensor(keys=AB, values=ints(1, 1, 1), lengths=ints(2**62, 2**62, 2**62, 2**62 + 3)),
+        r"feature 'a' of table 'movies': the length of sample 0 is 4611686018427387904; the batch has 3 ids in all",
+    ),
+    (
+        lambda: KeyedJaggedTensor(keys=AB, values=ints(1, 1, 1), lengths=ints(0, 2**63 - 1, 2**63 - 1, 5)),
+        r"feature 'a' of table 'movies': the length of sample 1 is 9223372036854775807; the batch has 3 ids in all",
+    ),
+    (
+        lambda: KeyedJaggedTensor(keys=AB, values=ints(1, 1), offsets=ints(1, 2, 2, 3, 3)),
+        r"the offsets of features \['a', 'b'\] do not begin at 0, or are not those of the lengths",
+    ),
+    (
+        lambda: KeyedJaggedTensor(keys=AB, values=ints(1, 1), lengths=ints(1, 0, 1, 0), offsets=ints(0, 0, 1, 1, 2)),
+        r"the offsets of features .* are not those of the lengths that the input has, too; give .* lengths alone",
+    ),
+    (
+        lambda: KeyedJaggedTensor(keys=AB, values=ints(1), lengths=ints(1, 0, 0, 0).to(torch.int16)),
+        r"the lengths are int16; lengths \(or offsets\) must be int32 or int64",
+    ),
     (lambda: KeyedJaggedTensor(keys=AB, values=ints(1)), r"cannot be read \(AssertionError.*lengths \(or offsets\)"),
 ]
 IDS = [

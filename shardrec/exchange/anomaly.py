@@ -1,0 +1,85 @@
+"""NaN and Inf named at the step that makes them: rows before they travel, gradients before a table is updated.
+
+The check reads on the host and ends with an exchange of words, so that all ranks raise the same error at the same
+place; it is for a model that has gone wrong (:func:`shardrec.detect_anomaly`), as ``torch.autograd.detect_anomaly`` is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from shardrec.exchange.route import Lookup
+from shardrec.exchange.step import StepContext
+
+__all__ = ["note_rows", "watch_gradient"]
+
+
+def segment_with_anomaly(values: Tensor, sizes: Sequence[int], dim: int) -> tuple[int, str] | None:
+    """The first segment with a value that is not finite, and that value in words; None if all are finite.
+
+    Args:
+        values: (n, D).
+        sizes: of the segments, along ``dim``.
+        dim: 0 or 1.
+    """
+    finite = values.isfinite()
+    bad = finite.all(dim=1 - dim).logical_not().nonzero()
+    if not len(bad):
+        return None
+    place = int(bad[0])
+    first = values.select(dim, place)[finite.select(dim, place).logical_not()][0]
+    ends = list(accumulate(sizes))
+    return next(number for number, end in enumerate(ends) if place < end), f"{first.item():g}"
+
+
+def note_rows(values: Tensor, sizes: Sequence[int], dim: int, context: StepContext, tables: Sequence[str]) -> None:
+    """Note rows that are not finite, for the ranks to raise together.
+
+    Args:
+        values: (n, D) that were looked up.
+        sizes: of the segments, along ``dim``.
+        dim: 0 or 1.
+        context: of the model.
+        tables: of the segments.
+    """
+    found = segment_with_anomaly(values, sizes, dim)
+    if found is not None:
+        number, value = found
+        context.anomalies.append(
+            f"what was looked up in table {tables[number]!r} has {value}: its rows, or the weights of the ids; load a "
+            "checkpoint from before, and lower the learning rate or clip the gradients"
+        )
+
+
+def watch_gradient(
+    values: Tensor, sizes: Sequence[int], dim: int, context: StepContext, lookups: Sequence[Lookup]
+) -> None:
+    """Have the gradient of ``values`` looked at when it comes, if it does.
+
+    Args:
+        values: (n, D) output of a module.
+        sizes: of its segments, along ``dim``.
+        dim: 0 or 1.
+        context: of the model.
+        lookups: of the segments.
+    """
+    if not values.requires_grad:
+        return
+
+    @torch.no_grad()
+    def look(gradient: Tensor) -> None:
+        found = segment_with_anomaly(gradient, sizes, dim)
+        if found is not None:
+            number, value = found
+            context.anomalies.append(
+                f"the gradient of feature {lookups[number].feature!r} of table {lookups[number].layout.name!r} has "
+                f"{value}; no table was updated: look at the loss and the dense layers"
+            )
+        if context.collectives.world_size == 1:
+            context.raise_anomalies()
+
+    values.register_hook(look)

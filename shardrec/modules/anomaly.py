@@ -1,0 +1,43 @@
+"""``shardrec.detect_anomaly``: find the table where NaN or Inf comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from shardrec.errors import ConfigError
+from shardrec.modules.collection import ShardedCollection
+
+__all__ = ["detect_anomaly"]
+
+
+@contextmanager
+def detect_anomaly(model: nn.Module) -> Iterator[None]:
+    """Raise at the step in which rows of a table, or their gradients, are NaN or Inf, on every rank.
+
+    Rows are looked at before they travel to the rank that asked, gradients before any table is updated, so that the
+    tables are as they were. Each check waits for the device and costs two small all-to-alls: for finding a fault, as
+    ``torch.autograd.detect_anomaly``, which names the dense operator. Every rank enters it. Of eager calls, and of
+    ``torch.compile`` in boundary mode; a scripted program is not watched, a traced one is refused. On several ranks the
+    model cannot train on after an error in backward, for DistributedDataParallel does not.
+
+    Args:
+        model: sharded.
+
+    Raises:
+        ConfigError: if nothing in the model is sharded.
+        AnomalyError: inside, from forward or backward; names the table, the feature and the rank.
+    """
+    contexts = {id(one.context): one.context for one in model.modules() if isinstance(one, ShardedCollection)}
+    if not contexts:
+        raise ConfigError(f"{type(model).__name__} holds no sharded collection; shard it with shardrec.shard first")
+    before = {key: context.detect_anomaly for key, context in contexts.items()}
+    for context in contexts.values():
+        context.detect_anomaly = True
+    try:
+        yield
+    finally:
+        for key, context in contexts.items():
+            context.detect_anomaly = before[key]

@@ -1,0 +1,84 @@
+"""NaN and Inf are named at the step that makes them, on every rank, and no table is touched."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+import shardrec
+from shardrec.errors import AnomalyError, ConfigError
+from tests.modules.generated import Kind, make
+from tests.ranks import ranks
+
+
+def features() -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(keys=["a", "b", "c"], values=torch.tensor([0, 10, 4, 6]), lengths=torch.tensor([2, 1, 1]))
+
+
+def bad_gradient(value: float, output: int, words: str) -> None:
+    model, _ = make(Kind(), "eager")
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    with shardrec.detect_anomaly(model):
+        outputs = model(features())
+        loss = sum(one.sum() for one in outputs)
+        if not rank:
+            loss = loss + (outputs[output][0, -1] * value)
+        with pytest.raises(
+            AnomalyError, match=rf"^rank 0: the gradient of {words} has {value:g}; no table was updated"
+        ):
+            loss.backward()
+        assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+        if not dist.is_initialized():  # DistributedDataParallel does not go on after a backward that raised
+            sum(one.sum() for one in model(features())).backward()
+            assert not all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+
+
+CASES = [(float("nan"), 0, "feature 'b' of table 'bags.tc'"), (float("inf"), 3, "feature 'c' of table 'rows.te'")]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gradients_on_one_rank(case: tuple[float, int, str]) -> None:
+    bad_gradient(*case)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gradients_on_two_ranks(case: tuple[float, int, str]) -> None:
+    ranks(2, bad_gradient, *case)
+
+
+def bad_row(table: str) -> None:
+    model, _ = make(Kind(), "eager")
+    path, name = table.split(".")
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    for place, parameter in getattr(model.module, path).tables()[name].locals.items():
+        if place is None or place.rank == rank:
+            with torch.no_grad():
+                parameter[-1, 0] = float("-inf")
+    model(features())
+    with (
+        shardrec.detect_anomaly(model),
+        pytest.raises(AnomalyError, match=rf"in table '{table}' has -?(inf|nan): its rows"),
+    ):
+        outputs = model(features())
+        # Of a replicated table it shows in backward.
+        sum(one.sum() for one in outputs).backward()
+
+
+@pytest.mark.parametrize("table", ["bags.ta", "bags.tb", "rows.td"])
+def test_rows_on_two_ranks(table: str) -> None:
+    ranks(2, bad_row, table)
+
+
+def test_a_model_without_sharded_modules_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no sharded collection"), shardrec.detect_anomaly(torch.nn.Linear(1, 1)):
+        pass
+
+
+def test_a_traced_program_is_refused() -> None:
+    model, _ = make(Kind(), "eager")
+    shardrec.annotate_for_dynamo(model, mode="traced")
+    with shardrec.detect_anomaly(model), pytest.raises(ConfigError, match="does not see into a traced program"):
+        torch.compile(model, backend="eager")(features())
