@@ -21,7 +21,8 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,7 @@ class Manifest:
     data: str
     files: tuple[SavedFile, ...]
     tensors: Mapping[str, SavedTensor]
-    numbers: Mapping[str, Any] = field(default_factory=dict)
+    numbers: Mapping[str, Any]
     plan: Mapping[str, Any]
     step_counts: Mapping[str, int]
     fused_settings: Mapping[str, Mapping[str, Any]]
@@ -121,13 +122,23 @@ class Manifest:
     extra: Mapping[str, Any]
 
     def faults(self) -> list[str]:
-        """What is wrong with it, one sentence each: parts that are missing, twice there or outside of their files."""
+        """What is wrong with it, one sentence each: parts that are missing, twice there, or not where they can be."""
         found = [
             f"{file.name}: {len(file.checksums)} checksums for {file.size} bytes"
             for file in self.files
             if len(file.checksums) != file.blocks
         ]
-        return found + [fault for name, tensor in self.tensors.items() for fault in tensor.faults(name, self.files)]
+        found += [fault for name, tensor in self.tensors.items() for fault in tensor.faults(name, self.files)]
+        places = sorted(
+            (part.file, part.start, part.start + part.rect.numel * DTYPES[tensor.dtype].itemsize, name)
+            for name, tensor in self.tensors.items()
+            for part in tensor.parts
+        )
+        return found + [
+            f"{one[3]} and {other[3]} share bytes of file {one[0]}"
+            for one, other in pairwise(places)
+            if one[0] == other[0] and other[1] < one[2]
+        ]
 
     def to_bytes(self) -> bytes:
         """As JSON, with a checksum of itself at the end."""
