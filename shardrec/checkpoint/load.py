@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardrec.checkpoint.agree import Ranks
 from shardrec.checkpoint.files import BLOCK_BYTES, DTYPES, OpenFile
-from shardrec.checkpoint.manifest import MANIFEST, Manifest, SavedTensor, leftovers, read_manifest
+from shardrec.checkpoint.manifest import MANIFEST, PARTIAL, Manifest, SavedTensor, leftovers, read_manifest
 from shardrec.checkpoint.optimizer import load_settings, optimizer_faults, state_targets
 from shardrec.checkpoint.parts import HeldTensor, as_matrix, held
 from shardrec.checkpoint.save import rank_name, settle
@@ -134,7 +134,7 @@ class _Source:
                 f"{data} has files that are not the checkpoint's: {', '.join(sorted(strange)[:5])}; find out what has "
                 "written them, and move them elsewhere"
             )
-        known = {MANIFEST, self.manifest.data, *(path.name for path in leftovers(self._folder, self.manifest.data))}
+        known = {MANIFEST, PARTIAL, *(path.name for path in leftovers(self._folder, ""))}
         beside = {path.name for path in self._folder.iterdir()} - known
         if beside:
             warnings.warn(

@@ -31,11 +31,20 @@ from shardrec.errors import CheckpointError
 from shardrec.layout import Shard
 from shardrec.layout.shard import miscovered
 
-__all__ = ["MANIFEST", "Manifest", "SavedPart", "SavedTensor", "leftovers", "read_manifest", "write_manifest"]
+__all__ = [
+    "MANIFEST",
+    "PARTIAL",
+    "Manifest",
+    "SavedPart",
+    "SavedTensor",
+    "leftovers",
+    "read_manifest",
+    "write_manifest",
+]
 
 MANIFEST = "manifest.json"
 _FORMAT = 2
-_PARTIAL = MANIFEST + ".partial"
+PARTIAL = MANIFEST + ".partial"
 _DATA_FOLDER = re.compile(r"data-[0-9a-f]{16}")
 _DIGEST = b',\n"sha256": '
 
@@ -152,6 +161,9 @@ class Manifest:
         version = values.pop("format", None)
         if version != _FORMAT:
             raise ValueError(f"it has format {version!r}, and this release reads {_FORMAT}")
+        for key in ("tensors", "numbers", "plan", "step_counts", "fused_settings", "extra"):
+            if not isinstance(values[key], dict):
+                raise ValueError(f"its {key!r} is a {type(values[key]).__name__}")
         values["files"] = tuple(
             SavedFile(name=one["name"], size=one["size"], checksums=tuple(one["checksums"])) for one in values["files"]
         )
@@ -204,7 +216,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Make ``folder`` the checkpoint that ``manifest`` describes, in one atomic step, and on the disk."""
-    partial = folder / _PARTIAL
+    partial = folder / PARTIAL
     with partial.open("wb") as file:
         file.write(manifest.to_bytes())
         file.flush()

@@ -51,6 +51,7 @@ def sharded_collections(model: ShardedModel) -> list[ShardedCollection]:
 
 def parameter_places(model: ShardedModel) -> dict[int, Place]:
     """The place of each parameter of this rank, by id."""
+    _reshard(model)
     places = {}
     collections = sharded_collections(model)
     fused = {id(one.tables()[name]) for one in collections for name in one.fused_optimizers()}
@@ -90,9 +91,8 @@ def model_tensors(model: ShardedModel) -> dict[str, HeldTensor]:
 
 def _dense_values(model: ShardedModel) -> Iterator[tuple[str, Tensor]]:
     """What the modules that are not tables put into a state_dict, by key."""
+    _reshard(model)
     for path, module in model.module.named_modules(remove_duplicate=False):
-        if isinstance(module, FSDPModule):
-            module.reshard()
         values: dict[str, Any] = {}
         if not isinstance(module, ShardedTable):
             module._save_to_state_dict(values, f"{path}." if path else "", keep_vars=False)
@@ -131,6 +131,13 @@ def _of_table(
             rect = rect._replace(col_start=0, col_end=1)
         parts.append(Part(rect=rect, values=values, saved=saved))
     return HeldTensor(shape=shape, dtype=dtype, parts=tuple(parts))
+
+
+def _reshard(model: ShardedModel) -> None:
+    """After a forward without a backward, FSDP2's modules hold whole parameters, which are no part of the model."""
+    for module in model.module.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _is_lead(model: ShardedModel) -> bool:

@@ -1,0 +1,261 @@
+"""What a checkpoint holds: rank 0's buffers, learning rates, each rank's own, FSDP2's parameters; and who reads it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torchrec import KeyedJaggedTensor
+
+from shardrec import load_checkpoint, save_checkpoint
+from shardrec.checkpoint import files
+from shardrec.modules import ShardedModel
+from tests.batches import random_bags
+from tests.checkpoint.models import CUTS, DIM, ROWS, Click, adam, held, make, train, whole
+from tests.ranks import ranks
+
+
+def test_buffers_are_rank_0s(tmp_path: Path) -> None:
+    def rank_main() -> list[Tensor]:
+        model = make("table_wise", "adagrad")
+        # Rank 1 has more tables, so that a balance by size would choose it.
+        train(model, adam(model), 2, seed=1)
+        own = model.module.norm.running_mean.clone()
+        save_checkpoint(tmp_path / "ckpt", model)
+        model.module.norm.running_mean.fill_(7.0)
+        load_checkpoint(tmp_path / "ckpt", model)
+        return [own, model.module.norm.running_mean]
+
+    (first, loaded), (second, also) = ranks(2, rank_main)
+    assert not torch.equal(first, second)
+    assert torch.equal(first, loaded)
+    assert torch.equal(first, also)
+
+
+def test_learning_rates_go_with_the_checkpoint(tmp_path: Path) -> None:
+    model = make("row_wise", "adagrad")
+    optimizer = adam(model)
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(one, 0.5) for one in (optimizer, model.fused_optimizer)]
+    train(model, optimizer, 1, seed=1)
+    for schedule in schedules:
+        schedule.step()
+    save_checkpoint(tmp_path / "ckpt", model, optimizer)
+    expected = [group["lr"] for one in (optimizer, model.fused_optimizer) for group in one.param_groups]
+    train(model, optimizer, 1, seed=2)
+    other = make("grid", "adagrad")
+    theirs = adam(other)
+    load_checkpoint(tmp_path / "ckpt", other, theirs)
+    assert [group["lr"] for one in (theirs, other.fused_optimizer) for group in one.param_groups] == expected
+    train(other, theirs, 1, seed=2)
+    pairs = zip(held(model, optimizer), held(other, theirs), strict=True)
+    assert all(torch.equal(one[2], two[2]) for one, two in pairs)
+
+
+def test_each_rank_gets_its_own_state_back(tmp_path: Path) -> None:
+    def save_main() -> None:
+        rank, model = dist.get_rank(), make("row_wise", "sgd")
+        own = {"rng": torch.get_rng_state(), f"only {rank}": torch.tensor(rank), "none": torch.empty(0)}
+        save_checkpoint(tmp_path / "ckpt", model, rank_state=own)
+
+    def load_main() -> tuple[dict[str, Tensor], bool]:
+        found = {"left": torch.zeros(1)}
+        load_checkpoint(tmp_path / "ckpt", make("row_wise", "sgd"), rank_state=found)
+        return found, "rng" in found and torch.equal(found["rng"], torch.get_rng_state())
+
+    ranks(2, save_main)
+    for rank, (found, same) in enumerate(ranks(2, load_main)):
+        assert same
+        assert found.keys() == {"rng", f"only {rank}", "none"}
+        assert found[f"only {rank}"].item() == rank
+    assert ranks(1, load_main) == [({}, False)]
+
+
+def batch() -> KeyedJaggedTensor:
+    return random_bags(Random(3), ROWS, 5).kjt()
+
+
+def test_fsdp_saves_what_ddp_loads_and_the_other_way_round(tmp_path: Path) -> None:
+    def rank_main() -> None:
+        models = {dense: make("row_wise", "adagrad", dense=dense) for dense in ("fsdp", "ddp")}
+        optimizers = {dense: adam(model) for dense, model in models.items()}
+        for one, two in (("fsdp", "ddp"), ("ddp", "fsdp")):
+            train(models[one], optimizers[one], 2, seed=1)
+            train(models[two], optimizers[two], 1, seed=2)
+            with torch.no_grad():
+                models[one].eval()(batch())
+                models[one].train()
+            save_checkpoint(tmp_path / one, models[one], optimizers[one])
+            load_checkpoint(tmp_path / one, models[two], optimizers[two])
+            values = [full(models[dense], optimizers[dense]) for dense in (one, two)]
+            assert values[0].keys() == values[1].keys()
+            assert all(torch.equal(value, values[1][name]) for name, value in values[0].items() if "norm.r" not in name)
+
+    def full(model: ShardedModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        return {
+            f"{name} {place}": one.full_tensor() if hasattr(one, "full_tensor") else one
+            for name, place, one in held(model, optimizer)
+        }
+
+    ranks(2, rank_main)
+
+
+def test_files_are_safetensors(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    model = make("column_wise", "rowwise_adagrad")
+    optimizer = adam(model)
+    train(model, optimizer, 1, seed=1)
+    save_checkpoint(tmp_path / "ckpt", model, optimizer)
+    (path,) = (tmp_path / "ckpt").glob("data-*/*.safetensors")
+    found = safetensors.load_file(path)
+    assert torch.equal(found["model.top.weight"], model.module.top.weight)
+    assert torch.equal(found["model.norm.running_var"], model.module.norm.running_var)
+    for name, table in model.module.bags.tables().items():
+        for place, weight in table.locals.items():
+            key = f"model.bags.embedding_bags.{name}.weight"
+            names = {key, f"{key}[0:{ROWS[name[2]]}, {place.col_start}:{place.col_end}]"} if place else {key}
+            (one,) = names & found.keys()
+            assert torch.equal(found[one], weight)
+
+
+def test_a_plain_state_dict_comes_and_goes() -> None:
+    def rank_main() -> None:
+        plain = Click()
+        for cut in ("grid", "data_parallel"):
+            model = make(cut, "none")
+            model.load_state_dict(plain.state_dict())
+            options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+            found = get_model_state_dict(model, options=options)
+            if dist.get_rank() == 0:
+                other = Click()
+                other.load_state_dict(found)
+                for name, value in plain.state_dict().items():
+                    assert torch.equal(other.state_dict()[name], value), name
+
+    ranks(2, rank_main)
+
+
+def test_a_checkpoint_of_torchrec_comes_and_goes(tmp_path: Path) -> None:
+    def rank_main() -> None:
+        from torchrec.distributed.model_parallel import DistributedModelParallel
+
+        torch.manual_seed(1)
+        plain = Click()
+        theirs = DistributedModelParallel(plain, device=torch.device("cpu"))
+        dcp.save(theirs.state_dict(), checkpoint_id=tmp_path / "theirs")
+        for cut in CUTS:
+            model = make(cut, "none")
+            target = model.state_dict()
+            dcp.load(target, checkpoint_id=tmp_path / "theirs")
+            model.load_state_dict(target)
+            dcp.save(model.state_dict(), checkpoint_id=tmp_path / cut)
+            back = {name: value for name, value in theirs.state_dict().items()}
+            for value in back.values():
+                for part in value.local_shards() if hasattr(value, "local_shards") else ():
+                    part.tensor.zero_()
+            dcp.load(back, checkpoint_id=tmp_path / cut)
+            assert {name: whole_of(value) for name, value in back.items()} == {
+                name: whole_of(value) for name, value in theirs.state_dict().items()
+            }
+
+    def whole_of(value: Any) -> Any:
+        parts = value.local_shards() if hasattr(value, "local_shards") else []
+        return [part.tensor.tolist() for part in parts] if parts else str(type(value))
+
+    ranks(2, rank_main)
+
+
+def peak(path: str = "/proc/self/status") -> int:
+    return int(re.search(r"VmHWM:\s+(\d+)", Path(path).read_text())[1]) * 1024  # type: ignore[index]
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "none"])
+def test_loading_takes_no_more_memory_than_the_shards(tmp_path: Path, optimizer: str) -> None:
+    """Saved by columns, loaded by rows, and by the same; the peak of the resident memory, which Linux counts."""
+    if not os.access("/proc/self/clear_refs", os.W_OK):
+        pytest.skip("the peak of the resident memory cannot be reset here")
+    rows = dict.fromkeys(ROWS, 150_000)
+    total = 3 * sum(rows.values()) * DIM * 4
+
+    def rank_main() -> tuple[int, int]:
+        ROWS.update(rows)
+        grown = []
+        for saved, loaded in (("column_wise", "row_wise"), ("row_wise", "row_wise")):
+            model = make(saved, optimizer)
+            dense = adam(model)
+            train(model, dense, 1, seed=1)
+            save_checkpoint(tmp_path / saved, model, dense)
+            del model, dense
+            model = make(loaded, optimizer)
+            dense = adam(model)
+            Path("/proc/self/clear_refs").write_text("5")
+            before = peak()
+            load_checkpoint(tmp_path / saved, model, dense)
+            grown.append(peak() - before)
+        return max(grown), int(sum(map(len, dense.state.values())))
+
+    for grown, _ in ranks(2, rank_main, timeout=120):
+        # An ordinary optimizer's states are made by the load: two thirds of what there is, half of it here.
+        states = total // 3 if optimizer == "none" else 0
+        assert grown < states + 64 * 2**20, grown
+
+
+def test_blocks_of_files_are_shared_among_the_ranks(tmp_path: Path) -> None:
+    def rank_main(saving: bool) -> list[tuple[str, int]]:
+        model = make("row_wise", "adagrad")
+        if saving:
+            save_checkpoint(tmp_path / "ckpt", model)
+        files.BLOCK_BYTES = 512
+        seen = []
+        verify = files.OpenFile.verify
+
+        def verified(file: files.OpenFile, block: int) -> None:
+            seen.append((file._path.name, block))
+            verify(file, block)
+
+        files.OpenFile.verify = verified  # type: ignore[method-assign]
+        try:
+            save_checkpoint(tmp_path / "small", model) if saving else None
+            load_checkpoint(tmp_path / "small", model)
+        finally:
+            files.OpenFile.verify = verify  # type: ignore[method-assign]
+            files.BLOCK_BYTES = 16 * 2**20
+        return seen
+
+    ranks(1, rank_main, True)
+    of_ranks = ranks(4, rank_main, False)
+    blocks = [block for one in of_ranks for block in one]
+    saved = json.loads((tmp_path / "small" / "manifest.json").read_text())["files"]
+    assert sorted(blocks) == [(file["name"], block) for file in saved for block in range(-(-file["size"] // 512))]
+    assert max(map(len, of_ranks)) - min(map(len, of_ranks)) <= 1
+
+
+def test_large_rows_and_odd_strides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows longer than a block, blocks that end inside a row, and memory that is in no order of a matrix."""
+    monkeypatch.setattr(files, "BLOCK_BYTES", 24)
+    model = make("grid", "adam")
+    weights = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    model.module.top.extra = weights
+    model.module.top.empty = torch.nn.Parameter(torch.empty(0, 3))
+    model.module.top.scalar = torch.nn.Parameter(torch.tensor(3.0))
+    save_checkpoint(tmp_path / "ckpt", model)
+    before = whole([held(model, None)])
+    monkeypatch.undo()
+    monkeypatch.setattr("shardrec.checkpoint.load.BLOCK_BYTES", 8)
+    monkeypatch.setattr(files, "BLOCK_BYTES", 24)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    load_checkpoint(tmp_path / "ckpt", model)
+    after = whole([held(model, None)])
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    assert not weights.weight.is_contiguous()
