@@ -16,7 +16,7 @@ import pytest
 
 from tests.campaign.results import differences
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
 FLAGS = (
