@@ -94,7 +94,7 @@ def _run(config: TrainConfig, place: Place, folder: Path, resume: bool) -> Calla
         progress=progress,
         announcer=announcer,
     )
-    if resume:
+    if resume and saver.has_checkpoints():
         _settle(model, source, place)
         saver.load()
     if place.is_lead:
