@@ -39,7 +39,7 @@ _BYTES = typer.Option("--bytes", help="Count bytes sent per step, by exchange an
 _QUICK = typer.Option("--quick", help="The same as --preset quick --rounds 1.", rich_help_panel="What to time")
 _RESUME = typer.Option("--resume", help="Go on from the timings in --out.", rich_help_panel="How to time it")
 _JSON = typer.Option("--json", help="Print JSON instead of tables.", rich_help_panel=_OUTPUT)
-_DEBUG = typer.Option("--debug", help="Show tracebacks and the launcher's log.", rich_help_panel=_OUTPUT)
+_DEBUG = typer.Option("--debug", help="Show tracebacks.", rich_help_panel=_OUTPUT)
 
 
 def _command() -> Callable[..., None]:

@@ -22,7 +22,7 @@ def bench(config: BenchConfig, *, debug: bool = False) -> ByteReport | None:
 
     Args:
         config: the workload.
-        debug: keep the launcher's log and the ranks' tracebacks.
+        debug: keep the ranks' tracebacks.
 
     Returns:
         The report; None on a launcher's ranks other than the first.

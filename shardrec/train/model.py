@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,8 +15,10 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from shardrec.data import ClickSchema
 from shardrec.modules import ShardedModel
 from shardrec.modules.table import ShardedTable
-from shardrec.planner import Constraint
 from shardrec.train.config import TrainConfig, parse_constraint
+
+if TYPE_CHECKING:
+    from shardrec.planner import Constraint
 
 __all__ = ["build_model", "dense_optimizer", "fuse_optimizer", "planner_constraints", "table_name"]
 
@@ -100,6 +102,8 @@ def dense_optimizer(model: ShardedModel, config: TrainConfig) -> torch.optim.Opt
 
 def planner_constraints(config: TrainConfig) -> dict[str, Constraint]:
     """The config's constraints as the planner takes them; of two for one pattern the last one holds."""
+    from shardrec.planner import Constraint
+
     found = {}
     for text in config.constraint:
         pattern, cuts, ranks = parse_constraint(text)

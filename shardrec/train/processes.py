@@ -113,11 +113,13 @@ class RankProcesses:
             self._end_all()
         if self._notes:
             cause = first_cause(self._notes, self._debug)
-            if self._signalled_at is not None and isinstance(cause, PeerError):
-                raise KeyboardInterrupt
-            raise cause
+            told_to_end = self._signalled_at is not None or "saved" in self._said
+            if not (told_to_end and isinstance(cause, PeerError)):
+                raise cause
         if "saved" in self._said:
             raise RunStopped(*self._said["saved"])
+        if self._notes:
+            raise KeyboardInterrupt
         return self._said.get("returned")
 
     def _start(self) -> None:
@@ -137,15 +139,20 @@ class RankProcesses:
                     process.start()
                 self._processes.append(process)
                 self._pipes.append(receiver)
+        if self._signalled_at is not None:  # meanwhile, when some had not been started
+            self._ask_to_end()
 
     def _pass_on(self, number: int, frame: object) -> None:
         """The first signal asks the ranks to end; a second one, which is not an echo of it, ends them."""
         now = time.monotonic()
         again = self._signalled_at is not None and now - self._signalled_at > SAME_SIGNAL_S
         self._signalled_at = self._signalled_at or now
+        self._ask_to_end(again)
+
+    def _ask_to_end(self, now: bool = False) -> None:
         for process in self._processes:
             if process.is_alive():
-                process.kill() if again else process.terminate()
+                process.kill() if now else process.terminate()
 
     def _watch(self) -> None:
         """Until every rank has ended, or one has failed and the others had the time to say what they know of it."""

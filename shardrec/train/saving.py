@@ -26,7 +26,7 @@ from shardrec.modules import ShardedModel
 from shardrec.train.config import CHECKPOINTS, TrainConfig
 from shardrec.train.display import Announcer
 from shardrec.train.loop import Progress
-from shardrec.train.ranks import Place, over_ranks
+from shardrec.train.ranks import Place, over_ranks, same_everywhere
 from shardrec.train.source import Source
 from shardrec.train.stop import RunStopped, StopRequest
 
@@ -77,22 +77,22 @@ class Saver:
         self._saved_at = self._agreed_at = time.monotonic()
         self._agreed_step = self._agree_at = 0
 
-    def load(self) -> bool:
+    def has_checkpoints(self) -> bool:
+        """Whether there is something to :meth:`load`, as the first rank sees it."""
+        return bool(same_everywhere("yes" if self._checkpoints.paths() else "", self._place))
+
+    def load(self) -> None:
         """Put the last good checkpoint into the model, the optimizers, the source and the progress.
 
         On another number of ranks the rows before it are counted as if these ranks had read them, and random numbers
         begin anew from the seed.
 
-        Returns:
-            Whether there was one.
-
         Raises:
             ConfigError: if it is one of a run with other options.
-            CheckpointError: if there are checkpoints, and all are damaged.
+            CheckpointError: if all of them are damaged.
         """
         loaded = self._checkpoints.load_last(self._model, self._optimizer)
-        if loaded is None:
-            return False
+        assert loaded is not None, "there was a checkpoint when this was called, and this run has locked the folder"
         self._config.check_resumes(loaded.extra["config"])
         own, samples, place = loaded.rank_state, int(loaded.extra["samples"]), self._place
         rows = samples * (place.rank + 1) // place.world_size - samples * place.rank // place.world_size
@@ -105,7 +105,6 @@ class Saver:
         self._saved_step = self._agreed_step = self._agree_at = loaded.step
         if self._announcer is not None:
             self._announcer.resumed(loaded.step)
-        return True
 
     @contextmanager
     def watching(self) -> Iterator[None]:

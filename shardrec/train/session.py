@@ -23,7 +23,6 @@ from shardrec.data import ClickBatch, ClickMetrics
 from shardrec.errors import ConfigError
 from shardrec.layout import ShardingPlan
 from shardrec.modules import ShardedModel, shard
-from shardrec.planner import plan as make_plan
 from shardrec.train.config import FILE, PLAN, TrainConfig, load_config_text
 from shardrec.train.display import Announcer
 from shardrec.train.locking import locked
@@ -95,7 +94,7 @@ def _run(config: TrainConfig, place: Place, folder: Path, resume: bool) -> Calla
         progress=progress,
         announcer=announcer,
     )
-    if resume:
+    if resume and saver.has_checkpoints():
         _settle(model, source, place)
         saver.load()
     if place.is_lead:
@@ -163,6 +162,8 @@ def _sharded_model(config: TrainConfig, source: Source, place: Place, plan: Shar
         except OSError as error:
             raise ConfigError(f"plan (--plan) is {config.plan!r}: {error.strerror}; give a plan.json") from error
     if plan is None:
+        from shardrec.planner import plan as make_plan  # a fifth of the imports, which a run that goes on does without
+
         plan = make_plan(
             model,
             batch_size=source.batch_size,

@@ -105,7 +105,7 @@ class Campaign:
         code = job.wait(_REACTION_S)
         if not job.gone(10.0):
             self._lose(job, "ranks outlive their launcher")
-        if code not in (0, _SAVED_EXIT, _STOPPED_EXIT, -signal.SIGKILL):
+        if code not in (0, _SAVED_EXIT, _STOPPED_EXIT, -signal.SIGKILL, -signal.SIGTERM):
             self._lose(job, f"ended with exit code {code}")
         return code == 0
 

@@ -11,6 +11,7 @@ from tests.campaign.results import leftovers
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_nothing_is_lost(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--kills", "4", "--seed", "3"]) == 0, capsys.readouterr().out
     assert "lost: nothing" in capsys.readouterr().out

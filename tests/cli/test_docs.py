@@ -36,7 +36,7 @@ def names(config: type) -> list[str]:
 
 
 def test_options_are_those_that_there_are() -> None:
-    assert list(rows("train")) == [*names(TrainConfig), "--debug"]
+    assert list(rows("train")) == [*names(TrainConfig), "--resume", "--debug"]
     assert list(rows("bench: Bytes")) == ["--bytes", *names(BenchConfig), "--json", "--debug"]
     assert list(rows("bench: Timings")) == ["--quick", *names(TimingConfig), "--resume", "--json", "--debug"]
 
@@ -59,5 +59,14 @@ def test_yaml_example(tmp_path: Path) -> None:
 
 
 def test_flags_in_the_examples_exist() -> None:
-    known = {*rows(), "--help", "--version", "--flags", "--nproc-per-node"}
+    known = {
+        *rows(),
+        "--help",
+        "--version",
+        "--flags",
+        "--nproc-per-node",
+        "--nnodes",
+        "--rdzv-backend",
+        "--rdzv-endpoint",
+    }
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", PAGE)) <= known

@@ -44,7 +44,7 @@ def time_steps(
     Args:
         config: the cases.
         resume: go on from the report in ``config.out``; rounds that it has are not measured again.
-        debug: keep the launcher's log and the ranks' tracebacks.
+        debug: keep the ranks' tracebacks.
         tell: is called with a line for each turn.
 
     Returns:
