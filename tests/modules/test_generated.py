@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from tests.modules.generated import Counts, Kind, campaign
+from shardrec.exchange.batch import KEY_ORDERS
+from shardrec.modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
+from tests.modules.generated import Counts, Kind, campaign, make
 from tests.ranks import ranks
 
 PLAIN, MIXED = Kind(), Kind(policies=True)
@@ -35,6 +38,22 @@ def test_eager_on_two_ranks() -> None:
 
 def test_scripted() -> None:
     assert_seen(campaign("scripted", MIXED, 3, 60), 60)
+
+
+def test_constants_are_kept_for_few_orders_of_keys() -> None:
+    model, _ = make(MIXED, "eager")
+    for number in range(3 * KEY_ORDERS):
+        keys = ["a", "b", "c", f"unused {number}"]
+        model(KeyedJaggedTensor(keys=keys, values=torch.tensor([1, 99, -1]), lengths=torch.tensor([1, 1, 1, 0])))
+    caches = 0
+    for one in model.modules():
+        if isinstance(one, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
+            for owner in (one, one._input, one._input._cutter):
+                for kept in vars(owner).values():
+                    if hasattr(kept, "cache_info"):
+                        caches += 1
+                        assert 0 < kept.cache_info().currsize <= KEY_ORDERS
+    assert caches == 7
 
 
 @pytest.mark.slow
