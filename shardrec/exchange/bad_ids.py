@@ -16,18 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
 
 from shardrec.errors import ConfigError
-from shardrec.exchange.batch import Batch, Mended
+from shardrec.exchange.batch import Batch, Mended, OnBadId
 
-__all__ = ["DROPPED", "POLICIES", "OnBadId", "mend", "mended", "places_of_rows", "policies_of"]
-
-OnBadId = Literal["error", "zero", "wrap"]
-"""What is done with an id outside ``[0, num_embeddings)``."""
+__all__ = ["DROPPED", "POLICIES", "mend", "mended", "places_of_rows", "policies_of"]
 
 POLICIES: tuple[OnBadId, ...] = get_args(OnBadId)
 """In the order of their numbers: 0, 1, 2."""

@@ -13,12 +13,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-__all__ = ["KEY_ORDERS", "NO_LIMIT", "Batch", "Expectation", "Mended", "fit", "read_batch", "shown"]
+__all__ = ["KEY_ORDERS", "NO_LIMIT", "Batch", "Expectation", "Mended", "OnBadId", "fit", "read_batch", "shown"]
+
+OnBadId = Literal["error", "zero", "wrap"]
+"""What is done with an id outside ``[0, num_embeddings)``."""
 
 _ID_DTYPES = (torch.int32, torch.int64)
 _MAX_SHOWN_KEYS = 12
@@ -47,7 +51,7 @@ class Expectation:
     weighted: bool
     device: torch.device
     pooled: bool = True
-    on_bad_id: Mapping[str, str] = field(default_factory=dict)
+    on_bad_id: Mapping[str, OnBadId] = field(default_factory=dict)
 
     @cached_property
     def features(self) -> tuple[str, ...]:

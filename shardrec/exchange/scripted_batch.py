@@ -85,10 +85,10 @@ class ScriptedBatch(nn.Module):
 
     def __init__(self, expect: Expectation, *, wide_ids: bool, bad_ids: Tensor) -> None:
         super().__init__()
-        policies = [expect.on_bad_id.get(feature, "error") for feature in expect.features]
-        self.policies = list_of(int, [[*POLICIES].index(policy) for policy in policies])
+        policies = [POLICIES.index(expect.on_bad_id.get(feature, "error")) for feature in expect.features]
+        self.policies = list_of(int, policies)
         self.mends = len(expect.on_bad_id) > 0
-        self.drops = "zero" in policies
+        self.drops = POLICIES.index("zero") in policies
         self.dropped_key = DROPPED
         self.bad_ids = bad_ids
         self.weighted = expect.weighted
@@ -149,9 +149,9 @@ class ScriptedBatch(nn.Module):
             # Of as many samples: a tracer goes on to the model's other layers before the fault is raised.
             lengths = self.nothing.new_zeros([len(self.features), features.stride()], dtype=torch.int32)
             ids = self.nothing.to(torch.int64 if self.wide_ids else torch.int32)
-            number = torch.full_like(self.nothing.sum(), fault)
+            told = torch.full_like(self.nothing.sum(), fault)
             return Checked(
-                self.features, lengths, ids, none, number, self.nothing, False, lengths, ids, ids.to(torch.bool)
+                self.features, lengths, ids, none, told, self.nothing, False, lengths, ids, ids.to(torch.bool)
             )
         keys = features.keys()
         limits: list[int] = []
@@ -200,10 +200,10 @@ class ScriptedBatch(nn.Module):
             for feature in self.features:
                 places.append(keys.index(feature))
             bad_ids = bad_F.index_select(0, torch.tensor(places, dtype=torch.int64, device=values.device))
-        number = valid.logical_not().to(torch.int64)
+        told = valid.logical_not().to(torch.int64)
         if offsets is not None:
             fits = fit(offsets, given)
-            number = torch.where(fits, number, 10)
+            told = torch.where(fits, told, 10)
             valid = valid & fits
         dtype = torch.int64 if self.wide_ids else torch.int32
         values, looked_up = values.to(dtype), looked_up.to(dtype)
@@ -221,7 +221,7 @@ class ScriptedBatch(nn.Module):
         if weights is not None:
             weights = weights.detach().to(torch.float32).contiguous()
         return Checked(
-            keys, whole.contiguous(), values.contiguous(), weights, number, bad_ids, dropped, lengths, looked_up, kept
+            keys, whole.contiguous(), values.contiguous(), weights, told, bad_ids, dropped, lengths, looked_up, kept
         )
 
 

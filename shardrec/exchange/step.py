@@ -23,7 +23,7 @@ from shardrec.exchange.collectives import Collectives
 from shardrec.exchange.wire import QuantizedComms
 
 if TYPE_CHECKING:
-    from shardrec.exchange.bad_ids import OnBadId
+    from shardrec.exchange.batch import OnBadId
     from shardrec.exchange.queue import ExchangeQueue
 
 __all__ = ["FIXED_COLUMNS", "StepContext", "checksum"]

@@ -11,7 +11,8 @@ from torch import nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from shardrec.errors import ConfigError, PlanError
-from shardrec.exchange.bad_ids import OnBadId, policies_of
+from shardrec.exchange.bad_ids import policies_of
+from shardrec.exchange.batch import OnBadId
 from shardrec.exchange.collectives import collectives_of
 from shardrec.exchange.step import StepContext, checksum
 from shardrec.exchange.transport import Transport, transport_of

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.errors import InputError
-from tests.compile.compiled import batch, fresh, make
+from tests.compile.compiled import batch, fresh, graphs, make
 from tests.ranks import ranks
 
 
@@ -139,3 +139,47 @@ def second_backward() -> None:
 
 def test_a_forward_without_backward_leaves_nothing_behind() -> None:
     second_backward()
+
+
+def forms_of_faults() -> None:
+    with fresh(), torch._dynamo.config.patch(recompile_limit=3):
+        model = make("least", "traced", torch.optim.SGD)
+        compiled = torch.compile(model, backend="eager", dynamic=True, fullgraph=True)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        compiled(*batch(Random(rank), 5)).sum().backward()
+        before = graphs()
+        for form in range(6):
+            dense, features = batch(Random(rank), 5)
+            if not rank:
+                features = _changed(features, keys=["a", "b", f"other {form}"])
+            with pytest.raises(InputError, match="rank 0: the input lacks a feature"):
+                compiled(dense, features)
+        if not rank:
+            assert graphs() == before
+        compiled(*batch(Random(7 + rank), 6)).sum().backward()
+
+
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_forms_of_faults_use_up_no_recompilations(world_size: int) -> None:
+    ranks(world_size, forms_of_faults, timeout=120)
+
+
+def beyond_the_limit() -> None:
+    with fresh(), torch._dynamo.config.patch(recompile_limit=1):
+        models = [make("least", mode, torch.optim.SGD) for mode in ("traced", None)]
+        runs = [torch.compile(models[0], backend="eager", dynamic=True), models[1]]
+        for step in range(3):
+            # Each rank has an order of its own, and only the first step's is compiled.
+            dense, features = batch(Random(step), 5)
+            order = [[0, 1, 2], [2, 0, 1], [1, 2, 0]][(step * (1 + dist.get_rank())) % 3]
+            outputs = [run(dense, features.permute(order)) for run in runs]
+            torch.testing.assert_close(*outputs)
+            for one in outputs:
+                one.sum().backward()
+        for one, other in zip(*(model.parameters() for model in models), strict=True):
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.slow
+def test_beyond_the_limit_of_recompilations_ranks_still_agree() -> None:
+    ranks(2, beyond_the_limit, timeout=120)

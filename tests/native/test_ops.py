@@ -193,3 +193,10 @@ def test_an_update_by_rows() -> None:
         results.append((bank.weights[0].clone(), fused.states()[0]["sum"].clone()))
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("lengths", [[2**62] * 4 + [3], [2**63 - 1, 2**63 - 1, 2, 3], [-(2**63), -(2**63), 3], [4, -1]])
+def test_lengths_whose_sum_wraps_are_not_sound(lengths: list[int]) -> None:
+    arguments = torch.tensor([lengths]), torch.zeros(3, dtype=torch.int64), torch.tensor([5])
+    assert not bool(torch.ops.shardrec.are_sound(*arguments))
+    assert not bool(are_sound(*arguments, False))
