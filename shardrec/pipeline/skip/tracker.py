@@ -3,7 +3,7 @@
 ::
 
     outside of a pipeline   SkipTracker, one per thread   a dict
-    inside of a stage       its subclass StageSkips       sent to the stage that pops, received from the one that stashes
+    inside of a stage       its subclass StageSkips       sent to the stage that pops, received from that which stashes
 
 A skippable asks :func:`current_skip_tracker`, so that its forward is the same in both.
 """
