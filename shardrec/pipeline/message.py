@@ -17,7 +17,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map
 
 from shardrec.pending import wait
 
-__all__ = ["Failure", "Key", "Mailbox", "Message", "Port", "flatten"]
+__all__ = ["Failure", "Key", "Mailbox", "Message", "Port", "flatten", "versions_of"]
 
 
 class Key(NamedTuple):
@@ -63,6 +63,7 @@ class Message:
         leaves: its tensors; None for no tensor (in a gradient: for a zero).
         spec: how they are nested; None in a gradient, whose receiver knows.
         differentiable: per leaf, whether a gradient is to come back.
+        versions: per leaf, how often it had been changed in place; empty where the receiver has a copy.
         failure: in place of all that.
         ready: on CUDA, recorded when the tensors had come.
     """
@@ -70,6 +71,7 @@ class Message:
     leaves: Sequence[Tensor | None] = ()
     spec: TreeSpec | None = None
     differentiable: Sequence[bool] = ()
+    versions: Sequence[int] = ()
     failure: Failure | None = None
     ready: Any = None
 
@@ -83,6 +85,11 @@ class Message:
                     leaf.record_stream(stream)
         gpu = device.type == "cuda"
         return [None if leaf is None else leaf.to(device, non_blocking=gpu) for leaf in self.leaves]
+
+
+def versions_of(leaves: Sequence[Tensor | None]) -> list[int]:
+    """How often each tensor was changed in place, as far as torch counts it."""
+    return [0 if leaf is None or leaf.is_inference() else leaf._version for leaf in leaves]
 
 
 def flatten(value: Any, what: str) -> tuple[list[Tensor | None], TreeSpec]:

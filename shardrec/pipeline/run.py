@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION
 from concurrent.futures import wait as wait_for
 from typing import TYPE_CHECKING, Any
 
@@ -138,7 +139,9 @@ class Run:
         assert threads is not None, "stages on the CPU have threads"
         futures = [threads.submit(step.run, actions) for step, actions in zip(self._steps, schedule, strict=True)]
         try:
-            for future in futures:
+            # A failure is no exception here; only an interrupt is, of a stage or of this thread.
+            done, _ = wait_for(futures, return_when=FIRST_EXCEPTION)
+            for future in done:
                 future.result()
         except BaseException:
             port.give_up(PipelineError("the step was interrupted"))

@@ -28,12 +28,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from shardrec.pipeline.error import PipelineError
-from shardrec.pipeline.message import Failure, Key, Message, Port, flatten
+from shardrec.pipeline.message import Failure, Key, Message, Port, flatten, versions_of
 from shardrec.pipeline.recompute import Modes, RandomState, RandomStream, checkpointing, recomputing
 from shardrec.pipeline.schedule import Action
 from shardrec.pipeline.skip.layout import Route
 from shardrec.pipeline.skip.namespace import Namespace
-from shardrec.pipeline.skip.tracker import SkipKey, SkipTracker, use_skip_tracker
+from shardrec.pipeline.skip.tracker import SkipKey, SkipTracker, changed_in_place, use_skip_tracker
 from shardrec.pipeline.statistics import MiniBatchStatistics
 from shardrec.pipeline.timeline import Recorder
 
@@ -112,10 +112,6 @@ class _Entrance:
         for place, gradient in zip(places, self.caught, strict=False):
             found[place] = gradient
         return found
-
-    def versions(self) -> list[int]:
-        """How often each tensor was changed in place."""
-        return [0 if leaf is None or leaf.is_inference() else leaf._version for leaf in self.leaves]
 
 
 @dataclass
@@ -291,6 +287,9 @@ class StageStep:
         stage, step, batch = self._stage, self._step, action.batch
         with self._noted(action, "wait"):
             first, *others = self._take(stage.taken(action))
+        for route, message in zip(stage.popped, others, strict=True):
+            if message.versions and message.versions != versions_of(message.leaves):
+                raise changed_in_place(route.key[1])
         with self._noted(action, "compute"):
             activation = self._entrance(first)
             skips = {route.number: self._entrance(message) for route, message in zip(stage.popped, others, strict=True)}
@@ -298,11 +297,11 @@ class StageStep:
             record = _Record(activation, skips, None, None)
             if again:
                 entrances = [activation, *skips.values()]
-                versions = [one.versions() for one in entrances]
+                versions = [versions_of(one.leaves) for one in entrances]
                 record.random = RandomState.now(stage.device, self._stream)
                 with checkpointing():
                     exits = self._compute(record, batch, with_graph=False)
-                if versions != [one.versions() for one in entrances]:
+                if versions != [versions_of(one.leaves) for one in entrances]:
                     raise PipelineError(
                         f"stage {stage.index} changes its input in place, and could not compute its forward again from "
                         "it: set inplace=False in its first layer, or checkpoint='never'"
@@ -392,7 +391,8 @@ class StageStep:
         ]
         edges = [get_gradient_edge(leaf) if leaf is not None and leaf.requires_grad else None for leaf in leaves]
         detached = [None if leaf is None else leaf.detach() for leaf in leaves]
-        return _Exit(Message(leaves=detached, spec=spec, differentiable=asks), edges)
+        message = Message(leaves=detached, spec=spec, differentiable=asks, versions=versions_of(detached))
+        return _Exit(message, edges)
 
     def _noted(self, action: Action, what: str) -> Any:
         recorder = self._step.recorder

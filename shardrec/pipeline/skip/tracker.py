@@ -21,10 +21,18 @@ from torch import Tensor
 from shardrec.pipeline.error import PipelineError
 from shardrec.pipeline.skip.namespace import Namespace
 
-__all__ = ["SkipKey", "SkipTracker", "Stashed", "current_skip_tracker", "use_skip_tracker"]
+__all__ = ["SkipKey", "SkipTracker", "Stashed", "changed_in_place", "current_skip_tracker", "use_skip_tracker"]
 
 SkipKey = tuple[Namespace | None, str]
 """A skip's namespace and name."""
+
+
+def changed_in_place(name: str) -> PipelineError:
+    """The error of a skip whose memory was written to on its way."""
+    return PipelineError(
+        f"the tensor stashed as {name!r} was changed in place before it was popped, by which the skip would carry other "
+        f"values: make the change out of place (inplace=False), or stash({name!r}, x.clone())"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +60,7 @@ class Stashed:
             PipelineError: if it was changed in place since.
         """
         if self.version is not None and self.value._version != self.version:
-            raise PipelineError(
-                f"the tensor stashed as {name!r} was changed in place before it was popped, by which the skip would "
-                f"carry other values: make the change out of place (inplace=False), or stash({name!r}, x.clone())"
-            )
+            raise changed_in_place(name)
         return self.value
 
 
