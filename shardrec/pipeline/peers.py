@@ -12,6 +12,7 @@ them.
 
 from __future__ import annotations
 
+import io
 import pickle
 import threading
 from collections import Counter
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten
 
 from shardrec.errors import PeerError
 from shardrec.exchange.transport import _timeout_s
@@ -113,7 +115,7 @@ class Peers:
         failure = message.failure
         shapes = [None if leaf is None else (tuple(leaf.shape), leaf.dtype) for leaf in leaves]
         words = None if failure is None else (failure.stage, failure.text)
-        head = pickle.dumps((tuple(key), shapes, message.spec, list(message.differentiable), words))
+        head = _pickled((tuple(key), shapes, message.spec, list(message.differentiable), words))
         data = len(head).to_bytes(8, "little") + head
         to = self._ranks[key.target]
         group = self._tensors[key.source > key.target]
@@ -230,6 +232,25 @@ class PeerPort(Mailbox):
         except BaseException as error:
             self.give_up(error)
             raise
+
+
+class _Pickler(pickle.Pickler):
+    """One whose tree specs can be unpickled without torch's warning about the class of their leaves."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, TreeSpec) and obj.is_leaf():
+            return _leaf_spec, ()
+        return NotImplemented
+
+
+def _leaf_spec() -> TreeSpec:
+    return tree_flatten(0)[1]
+
+
+def _pickled(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(value)
+    return buffer.getvalue()
 
 
 def _bytes(data: bytes) -> Tensor:

@@ -175,9 +175,7 @@ class Run:
         found = {one.stage: one.text for one in peers.gather(None if own is None else own.told()) if one is not None}
         if raised is not None:
             raise raised
-        texts = [
-            f"stage {stage} failed, on rank {stage} of the pipeline's group:\n{text}" for stage, text in found.items()
-        ]
+        texts = [f"stage {stage} failed, on its rank:\n{text}" for stage, text in found.items()]
         raise PipelineError("\n".join(texts))
 
     def _agreed_size(self, input: Any) -> int:

@@ -35,9 +35,8 @@ def piped(model: nn.Sequential, balance: list[int], **options: Any) -> Pipeline:
 def train_both(steps: int, schedule: Any, checkpoint: Any) -> None:
     """Some steps of plain and of pipelined training, with mini-batches of several sizes."""
     model = network()
-    pipeline = piped(
-        copy.deepcopy(model), BALANCES[dist.get_world_size()], chunks=4, schedule=schedule, checkpoint=checkpoint
-    )
+    balance = BALANCES[dist.get_world_size()]
+    pipeline = piped(copy.deepcopy(model), balance, chunks=4, schedule=schedule, checkpoint=checkpoint)
     optimizers = [torch.optim.Adam(one.parameters(), lr=0.01) for one in (model, pipeline)]
     for step in range(steps):
         x, y = batch(samples=2 + step % 7, seed=step)
@@ -102,15 +101,9 @@ def test_namespaces_nests_and_none() -> None:
 
 def test_between_stages_that_a_skip_jumps_over_no_bytes_are_added() -> None:
     def sent(width: int) -> dict[int, int]:
-        layers = [
-            nn.Linear(4, width),
-            stashing("a"),
-            nn.Linear(width, 4),
-            nn.Linear(4, 4),
-            nn.Linear(4, width),
-            popping("a"),
-        ]
-        pipeline = piped(nn.Sequential(*layers), [3, 1, 2], chunks=2)
+        before = [nn.Linear(4, width), stashing("a"), nn.Linear(width, 4)]
+        after = [nn.Linear(4, width), popping("a")]
+        pipeline = piped(nn.Sequential(*before, nn.Linear(4, 4), *after), [3, 1, 2], chunks=2)
         pipeline.step(torch.ones(6, 4), loss_fn=lambda output, _: output.sum())
         return pipeline.sent_bytes
 
@@ -135,7 +128,7 @@ def test_a_failing_stage_fails_on_every_rank_and_the_next_batch_works(schedule: 
         pipeline = piped(nn.Sequential(*layers).double(), [4, 3, 3], chunks=4, schedule=schedule)
         seen = []
         for at in range(3):
-            own = pipeline[-3:] if False else list(pipeline)[-3:]
+            own = list(pipeline)[-3:]
             fails, breaks = own[0], own[1]
             assert isinstance(fails, Fails)
             assert isinstance(breaks, BrokenBackward)
@@ -162,11 +155,9 @@ def test_a_bad_input_and_a_bad_target_fail_on_every_rank() -> None:
         pipeline = piped(network(), [4, 4], chunks=2)
         with pytest.raises(TypeError if rank == 0 else PipelineError, match="is a str: a pipeline takes"):
             pipeline.step("x", y, loss_fn=mse_loss)
-        with pytest.raises(
-            ConfigError if rank == 1 else PipelineError, match="target has 9 samples and the input has 10"
-        ):
+        with pytest.raises(ConfigError if rank == 1 else PipelineError, match="target has 9 samples and the"):
             pipeline.step(x, y[1:], loss_fn=mse_loss)
-        with pytest.raises(ConfigError, match=r"train with Pipeline.step, and evaluate inside torch.no_grad"):
+        with pytest.raises(ConfigError, match=r"train with Pipeline\.step, and evaluate inside"):
             pipeline(x)
         assert pipeline.step(x, y, loss_fn=mse_loss).isfinite()
 

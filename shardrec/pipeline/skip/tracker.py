@@ -30,8 +30,8 @@ SkipKey = tuple[Namespace | None, str]
 def changed_in_place(name: str) -> PipelineError:
     """The error of a skip whose memory was written to on its way."""
     return PipelineError(
-        f"the tensor stashed as {name!r} was changed in place before it was popped, by which the skip would carry other "
-        f"values: make the change out of place (inplace=False), or stash({name!r}, x.clone())"
+        f"the tensor stashed as {name!r} was changed in place before it was popped, by which the skip would carry "
+        f"other values: make the change out of place (inplace=False), or stash({name!r}, x.clone())"
     )
 
 
