@@ -46,13 +46,13 @@ test: $(DEV) ## run the tests (PYTEST_ARGS)
 check: $(DEV) ## lint, format, types, then the tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy --strict shardrec
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/mypy --strict shardrec benchmarks/harness
+	@$(MAKE) --no-print-directory test
 
 bench: $(RUNTIME) ## run every benchmark under benchmarks/ (BENCH_ARGS)
 	@for main in benchmarks/*/main.py; do \
 	  [ -e "$$main" ] || { echo "there is no benchmarks/*/main.py to run"; break; }; \
-	  echo "==> $$main"; $(BIN)/python "$$main" $(BENCH_ARGS); \
+	  echo "==> $$main"; module=$${main%.py}; $(BIN)/python -m "$${module//\//.}" $(BENCH_ARGS); \
 	done
 
 cpp-example: $(RUNTIME) ## serve a quantized model from C++, and compare its answers with Python's (needs cmake, g++)

@@ -28,7 +28,7 @@ class MatchingSet:
     Attributes:
         torch: minor release of torch, such as ``"2.13"``.
         fbgemm: minor release of fbgemm-gpu, for its CPU and CUDA builds alike.
-        torchrec: minor release of torchrec.
+        torchrec: release of torchrec, the first of its minor one that was published, such as ``"1.6.1"``.
     """
 
     torch: str
@@ -37,9 +37,9 @@ class MatchingSet:
 
 
 MATCHING_SETS: tuple[MatchingSet, ...] = (
-    MatchingSet(torch="2.13", fbgemm="1.8", torchrec="1.8"),
-    MatchingSet(torch="2.12", fbgemm="1.7", torchrec="1.7"),
-    MatchingSet(torch="2.11", fbgemm="1.6", torchrec="1.6"),
+    MatchingSet(torch="2.13", fbgemm="1.8", torchrec="1.8.0"),
+    MatchingSet(torch="2.12", fbgemm="1.7", torchrec="1.7.0"),
+    MatchingSet(torch="2.11", fbgemm="1.6", torchrec="1.6.1"),
 )
 """Every set that shardrec supports, newest first (the table in fbgemm-gpu's release notes)."""
 
@@ -54,8 +54,7 @@ class _Found:
 
     @property
     def minor(self) -> str | None:
-        match = re.match(r"\d+\.\d+", self.version or "")
-        return match.group() if match else None
+        return _minor(self.version or "")
 
     def __str__(self) -> str:
         if not self.present:
@@ -82,7 +81,7 @@ def check_versions() -> None:
     fits = (
         _fits(torch, wanted.torch)
         and all(_fits(build, wanted.fbgemm) for build in fbgemm)
-        and _fits(torchrec, wanted.torchrec)
+        and _fits(torchrec, _minor(wanted.torchrec))
     )
     if not fits:
         raise VersionError(f"found {_listed(trio)}, which do not go together: {_remedy(wanted, fbgemm)}")
@@ -99,12 +98,17 @@ def _find(name: str, module: str | None) -> _Found:
     return _Found(name=name, version=version, present=True)
 
 
+def _minor(version: str) -> str | None:
+    match = re.match(r"\d+\.\d+", version)
+    return match.group() if match else None
+
+
 def _wanted(torch: _Found) -> MatchingSet:
     """The set for the installed torch, since that is the one a user is least willing to change; else the newest."""
     return next((each for each in MATCHING_SETS if each.torch == torch.minor), MATCHING_SETS[0])
 
 
-def _fits(found: _Found, minor: str) -> bool:
+def _fits(found: _Found, minor: str | None) -> bool:
     return found.present and (found.version is None or found.minor == minor)
 
 
@@ -134,6 +138,6 @@ def _remedy(wanted: MatchingSet, fbgemm: Sequence[_Found]) -> str:
     both = "uninstall both builds of fbgemm-gpu, which overwrite each other, then " if len(installed) > 1 else ""
     return (
         f"torch {wanted.torch} goes with fbgemm-gpu {wanted.fbgemm} and torchrec {wanted.torchrec} ({others}), so"
-        f" {both}install torch=={wanted.torch}.0 and {build}=={wanted.fbgemm}.0, and torchrec=={wanted.torchrec}.0 with"
+        f" {both}install torch=={wanted.torch}.0 and {build}=={wanted.fbgemm}.0, and torchrec=={wanted.torchrec} with"
         " pip's --no-deps"
     )

@@ -52,7 +52,7 @@ def message() -> str:
 @pytest.mark.parametrize("each", MATCHING_SETS, ids=lambda each: each.torch)
 @pytest.mark.parametrize("build", ["fbgemm_gpu", "fbgemm_gpu_cpu"])
 def test_matching_sets_pass(install: Install, each: _versions.MatchingSet, build: str) -> None:
-    install(torch=f"{each.torch}.1+cpu", torchrec=f"{each.torchrec}.0", **{build: f"{each.fbgemm}.0"})
+    install(torch=f"{each.torch}.1+cpu", torchrec=each.torchrec, **{build: f"{each.fbgemm}.0"})
     check_versions()
 
 
@@ -77,7 +77,7 @@ def test_remedy_keeps_the_installed_torch(install: Install) -> None:
     install(torch="2.12.1", fbgemm_gpu="1.8.0", torchrec="1.8.0")
     text = message()
     assert "torch==2.12.0 and fbgemm-gpu==1.7.0, and torchrec==1.7.0" in text
-    assert "torch 2.13 with 1.8 and 1.8 or torch 2.11 with 1.6 and 1.6" in text
+    assert "torch 2.13 with 1.8 and 1.8.0 or torch 2.11 with 1.6 and 1.6.1" in text
 
 
 @pytest.mark.parametrize("missing", ["torch", "fbgemm_gpu_cpu", "torchrec"])

@@ -10,8 +10,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from shardrec.bench.scaling import Assumptions, ScalingPoint, predict
-from shardrec.bench.workload import parse_tables
+from benchmarks.harness.scaling import Assumptions, ScalingPoint, predict
+from benchmarks.harness.workload import parse_tables
 from shardrec.layout import Topology
 from shardrec.layout.presets import preset
 from shardrec.planner import plan_tables

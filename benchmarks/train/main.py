@@ -11,10 +11,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from shardrec.bench.timing import TimingConfig, time_steps
-from shardrec.bench.timing.record import BASE, CaseResult, Spread, groups_of
-from shardrec.bench.timing.report import TimingReport
-from shardrec.bench.timing.tables import report_tables
+from benchmarks.harness.timing import TimingConfig, time_steps
+from benchmarks.harness.timing.record import BASE, CaseResult, Spread, groups_of
+from benchmarks.harness.timing.report import TimingReport
+from benchmarks.harness.timing.tables import report_tables
 
 README = Path(__file__).with_name("README.md")
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import shardrec
-from shardrec.cli.bench import bench_command
+from shardrec.cli.bench import BENCH_HELP, bench_command
 from shardrec.cli.calibrate import CALIBRATE_HELP, calibrate_command
 from shardrec.cli.doctor import doctor
 from shardrec.cli.ending import ended_by_error
@@ -41,7 +41,9 @@ def _shardrec(
 
 
 app.command("train")(train_command())
-app.command("bench")(bench_command())
+# The harness reads the arguments, --help among them.
+_FORWARDED = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+app.command("bench", help=BENCH_HELP, context_settings=_FORWARDED)(bench_command)
 app.command("plan", help=PLAN_HELP)(plan_command)
 app.command("calibrate", help=CALIBRATE_HELP)(calibrate_command)
 app.command("doctor")(doctor)

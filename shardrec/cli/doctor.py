@@ -51,7 +51,9 @@ def _versions() -> str:
     from shardrec._versions import check_versions
 
     check_versions()
-    return "torch, fbgemm-gpu and torchrec match, and fbgemm-gpu's operators load"
+    import torchrec  # noqa: F401 - what it needs besides, such as iopath in some releases, may be missing
+
+    return "torch, fbgemm-gpu and torchrec match, fbgemm-gpu's operators load, and torchrec imports"
 
 
 def _threads() -> str:

@@ -26,7 +26,8 @@ _OUT_OF_RANGE = 1  # in FAULTS: what the eager model looks up the words for
 _LIBRARY = torch.library.Library("shardrec", "FRAGMENT")
 _LIBRARY.define(
     "agree(Tensor counts, Tensor fault, Tensor lengths, Tensor values, str[] keys, bool gradients, int number) "
-    "-> Tensor"
+    "-> Tensor",
+    tags=torch.Tag.cudagraph_unsafe,
 )
 
 

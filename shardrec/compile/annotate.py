@@ -42,22 +42,25 @@ _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 def annotate_for_dynamo(
     module: nn.Module,
     ignored_modules: Iterable[nn.Module] = (),
-    mode: CompileMode = "boundary",
     use_orig_params: bool = True,
+    *,
+    mode: CompileMode = "boundary",
 ) -> None:
     """Tell torch.compile what to do at the sharded modules in ``module``; :func:`shardrec.shard` does so.
 
     Idempotent; a second call may change the mode, which holds for what is compiled afterwards. Eager calls, TorchScript
-    and export do not see it. After FSDP's ``_annotate_modules_for_dynamo``.
+    and export do not see it. The parameters before ``mode`` are those of FSDP's ``_annotate_modules_for_dynamo``, in
+    its order. On torch 2.13 the marks move no graph break; see the notes above for what each does.
 
     Args:
         module: a model, or a sharded module by itself.
         ignored_modules: these and what is in them stay as they are.
-        mode: ``"boundary"`` runs lookups eagerly, at graph breaks; ``"traced"`` takes them into the graph.
         use_orig_params: as FSDP's option of this name, which dynamo asks for.
+        mode: ``"boundary"`` runs lookups eagerly, at graph breaks; ``"traced"`` takes them into the graph.
 
     Raises:
-        ConfigError: for an unknown mode; without ``use_orig_params``; for ``"traced"`` with quantized comms.
+        ConfigError: for an unknown mode; without ``use_orig_params``; for a module that holds nothing sharded; for
+            ``"traced"`` with quantized comms.
     """
     if mode not in get_args(CompileMode):
         raise ConfigError(f"mode is {mode!r}; give one of {', '.join(map(repr, get_args(CompileMode)))}")
@@ -65,6 +68,11 @@ def annotate_for_dynamo(
         raise ConfigError(
             "use_orig_params is False, and dynamo refuses managed modules without it: parameters would have to be "
             "views of flat ones; leave it True, which is how sharded modules are made"
+        )
+    if next(_sharded(module, set()), None) is None:
+        raise ConfigError(
+            f"{type(module).__name__} holds no sharded collection, so there is nothing to mark: annotate the model "
+            "that shardrec.shard returned"
         )
     ignored = {id(inner) for one in ignored_modules for inner in one.modules()}
     found = list(_sharded(module, ignored))

@@ -41,14 +41,22 @@ __all__ = ["ColumnsExchange"]
 
 _LIBRARY = torch.library.Library("shardrec", "FRAGMENT")
 _LIBRARY.define(
-    "send_columns(Tensor pooled, Tensor anchor, SymInt[] sizes, int number, bool gradients) -> (Tensor, Tensor)"
+    "send_columns(Tensor pooled, Tensor anchor, SymInt[] sizes, int number, bool gradients) -> (Tensor, Tensor)",
+    tags=torch.Tag.cudagraph_unsafe,
 )
 _LIBRARY.define(
     "arrived_columns(Tensor pooled, Tensor order, Tensor ticket, Tensor replicated, SymInt batch, int width, "
-    "int number) -> Tensor"
+    "int number) -> Tensor",
+    tags=torch.Tag.cudagraph_unsafe,
 )
-_LIBRARY.define("send_column_gradients(Tensor gradient, Tensor ticket, int replicated, int number) -> (Tensor, Tensor)")
-_LIBRARY.define("arrived_column_gradients(Tensor order, Tensor ticket, SymInt rows, int width, int number) -> Tensor")
+_LIBRARY.define(
+    "send_column_gradients(Tensor gradient, Tensor ticket, int replicated, int number) -> (Tensor, Tensor)",
+    tags=torch.Tag.cudagraph_unsafe,
+)
+_LIBRARY.define(
+    "arrived_column_gradients(Tensor order, Tensor ticket, SymInt rows, int width, int number) -> Tensor",
+    tags=torch.Tag.cudagraph_unsafe,
+)
 
 
 class _UnderWay:

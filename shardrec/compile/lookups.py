@@ -36,9 +36,13 @@ LookUp = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 _LIBRARY = torch.library.Library("shardrec", "FRAGMENT")
 _LIBRARY.define(
     "look_up_tables(Tensor anchor, Tensor ids, Tensor lengths, Tensor? weights, int number, int width, bool pooled, "
-    "bool gradients) -> (Tensor, Tensor)"
+    "bool gradients) -> (Tensor, Tensor)",
+    tags=torch.Tag.cudagraph_unsafe,
 )
-_LIBRARY.define("update_tables(Tensor gradient, Tensor ticket, int number) -> Tensor")
+_LIBRARY.define(
+    "update_tables(Tensor gradient, Tensor ticket, int number) -> Tensor",
+    tags=torch.Tag.cudagraph_unsafe,
+)
 
 _AUTOGRAD_KEYS = (
     torch._C.DispatchKey.AutogradCPU,

@@ -24,7 +24,7 @@ from typing import Protocol
 
 import torch
 
-from shardrec.errors import ShardrecError
+from shardrec.errors import ConfigError, ShardrecError
 from shardrec.exchange.blocks import BlockExchange, BlocksInFlight, Stream
 from shardrec.exchange.input import Addressed, InputExchange, Prepared, ShardInput
 from shardrec.exchange.joint import exchange_inputs
@@ -129,7 +129,13 @@ class ExchangeQueue:
         Raises:
             InputError: on every rank, if a batch of any is faulty.
             PeerError: if another rank is gone.
+            ConfigError: inside ``torch.jit.trace``.
         """
+        if torch._C._is_tracing():  # type: ignore[no-untyped-call,unused-ignore]
+            raise ConfigError(
+                "torch.jit.trace records the sizes of one batch, and no collective: script the model with "
+                "shardrec.script(model), or export it with shardrec.export"
+            )
         queued = QueuedCall(call, self)
         if self._calls and not self._fits(queued):
             self.flush()

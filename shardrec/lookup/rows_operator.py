@@ -23,7 +23,10 @@ Look = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 _NUMBERS = count()
 
 _LIBRARY = torch.library.Library("shardrec", "FRAGMENT")
-_LIBRARY.define("look_up_rows(Tensor ids, Tensor lengths, Tensor? weights, int number) -> Tensor")
+_LIBRARY.define(
+    "look_up_rows(Tensor ids, Tensor lengths, Tensor? weights, int number) -> Tensor",
+    tags=torch.Tag.cudagraph_unsafe,
+)
 
 
 class _Entry:

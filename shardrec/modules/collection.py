@@ -97,6 +97,11 @@ class ShardedCollection(nn.Module, abc.ABC):
             return look_up_outside(self, features)
         return self._traced(features)
 
+    def __prepare_scriptable__(self) -> nn.Module:
+        from shardrec.scripting.prepare import refuse  # which knows the sharded modules
+
+        refuse(self)
+
     def late_columns(self) -> tuple[list[str], list[int]] | None:
         """Keys and columns of an output that compiled code can have before its values; None for another output."""
         return None

@@ -58,7 +58,8 @@ def shard(
             is changed in place. Optimizers that ``apply_optimizer_in_backward`` gave to tables are fused.
         plan: where each table goes among the ranks of the group (of a replica, where there are several); default:
             :func:`shardrec.plan` for so many.
-        device: of the tables and of the model; default: the CPU.
+        device: of the tables and of the model; default: the model's own CUDA device if it is on one, this process's
+            current one where the group has the backend NCCL alone, or else the CPU.
         group: the process group; default: the default group.
         dedup: sequence collections send and look up each distinct id of a table once per batch.
         comms: formats in which pooled rows and gradients travel; default: float32 both ways.
@@ -83,7 +84,7 @@ def shard(
             to rows in their own way (managed collision, pruning); if the replicas do not divide the ranks, or the ranks
             ask for different ones.
     """
-    target = torch.device(device or "cpu")
+    target = _default_device(model, group) if device is None else torch.device(device)
     collectives = collectives_of(group)
     collections = collections_of(model)
     if not collections:
@@ -125,6 +126,16 @@ def shard(
     if replicas is None:
         return ShardedModel(model, plan, context, everyone, dense=dense)
     return ReplicatedModel(model, plan, context, everyone, groups=groups, options=options, dense=dense)
+
+
+def _default_device(model: nn.Module, group: dist.ProcessGroup | None) -> torch.device:
+    """Where a model is sharded if nobody says: where it is, or where its process group can work."""
+    for parameter in model.parameters():
+        if parameter.is_cuda:
+            return parameter.device
+    if dist.is_available() and dist.is_initialized() and dist.get_backend(group) == dist.Backend.NCCL:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def _refuse_remappers(model: nn.Module, world_size: int) -> None:

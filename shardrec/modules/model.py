@@ -10,6 +10,7 @@ calls for itself is disabled; the user's model in between is not.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, Self
@@ -93,7 +94,7 @@ class ShardedModel(nn.Module):
         """The tables' fused optimizers as one torch optimizer, for learning-rate schedules and states.
 
         Raises:
-            ConfigError: if no table has a fused optimizer.
+            NoFusedOptimizer: if no table has a fused optimizer; a ConfigError and an AttributeError.
         """
         if self._fused is None:
             self._fused = FusedOptimizers(self._sharded)
@@ -148,6 +149,9 @@ class ShardedModel(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            found = inspect.getattr_static(type(self), name, None)
+            if isinstance(found, property):
+                return found.__get__(self)  # it has raised an AttributeError, which says more than the model's would
             return getattr(super().__getattr__("module"), name)
 
     def scripted_twin(self) -> nn.Module:
@@ -156,6 +160,16 @@ class ShardedModel(nn.Module):
         Averaging the dense gradients over the ranks is left to a ``DistributedDataParallel`` around the scripted model.
         """
         return self.module
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """What ``torch.jit.script(model)`` compiles: the same copy as ``shardrec.script``'s, its waits at the calls.
+
+        Raises:
+            ScriptError: if this model is inside of another one that is being scripted.
+        """
+        from shardrec.scripting.prepare import prepared  # which knows the sharded modules
+
+        return prepared(self)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The model's state_dict, with the unsharded model's keys; cut tables are ShardedTensors on several ranks."""

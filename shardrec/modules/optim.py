@@ -16,7 +16,11 @@ from shardrec.errors import ConfigError
 from shardrec.lookup.optimizers import FusedOptimizer
 from shardrec.modules.collection import ShardedCollection
 
-__all__ = ["FusedOptimizers"]
+__all__ = ["FusedOptimizers", "NoFusedOptimizer"]
+
+
+class NoFusedOptimizer(ConfigError, AttributeError):
+    """A model without fused optimizers was asked for them; ``hasattr`` says so, too."""
 
 
 class FusedOptimizers(torch.optim.Optimizer):
@@ -31,7 +35,7 @@ class FusedOptimizers(torch.optim.Optimizer):
         collections: the sharded collections of a model.
 
     Raises:
-        ConfigError: if no table has a fused optimizer.
+        NoFusedOptimizer: if no table has a fused optimizer; a ConfigError and an AttributeError.
     """
 
     def __init__(self, collections: Iterable[ShardedCollection]) -> None:
@@ -44,7 +48,7 @@ class FusedOptimizers(torch.optim.Optimizer):
                 tables.setdefault(optimizer, []).append(table.layout.name)
                 params.setdefault(optimizer, []).extend(table.locals.values())
         if not tables:
-            raise ConfigError(
+            raise NoFusedOptimizer(
                 "no table of this model has a fused optimizer; give the tables one with apply_optimizer_in_backward "
                 "before sharding, or use an ordinary optimizer over model.parameters()"
             )

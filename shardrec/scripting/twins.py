@@ -15,7 +15,8 @@ import inspect
 import linecache
 import types
 import typing
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import Any, Protocol, runtime_checkable
@@ -28,7 +29,7 @@ from shardrec._torchscript import defer
 from shardrec.pending import Await
 from shardrec.scripting.error import ScriptError
 
-__all__ = ["ISSUE", "HasScriptedTwin", "scriptable_copy"]
+__all__ = ["ISSUE", "HasScriptedTwin", "lasting_copy", "scriptable_copy"]
 
 ISSUE = "issue"
 """The method of a scripted twin that returns the ``Await``."""
@@ -67,9 +68,26 @@ def scriptable_copy(model: nn.Module) -> Iterator[nn.Module]:
     try:
         yield copier.copy(model, "")
     finally:
-        # TorchScript has read the source of the generated methods.
-        for name in copier.sources:
-            linecache.cache.pop(name, None)
+        _forget_sources(copier.sources)  # TorchScript has read them
+
+
+def lasting_copy(model: nn.Module) -> nn.Module:
+    """A copy of ``model`` for a ``torch.jit.script`` that others call; the sources are there as long as the copy is.
+
+    Raises:
+        ScriptError: for a twin that breaks the protocol.
+    """
+    copier = _Copier()
+    copy = copier.copy(model, "")
+    # Twins are kept, too: their finalizers would take away what the copy runs on.
+    weakref.finalize(copy, _forget_sources, copier.sources, copier.alive).atexit = False
+    return copy
+
+
+def _forget_sources(names: Sequence[str], *kept: object) -> None:
+    """Drop the source text of generated methods."""
+    for name in names:
+        linecache.cache.pop(name, None)
 
 
 class _Copier:
@@ -80,13 +98,13 @@ class _Copier:
         # once. And fresh ones in each copy: what is compiled is changed afterwards.
         self._waiting_classes: dict[type[nn.Module], type[nn.Module]] = {}
         # Copies are found by the id of their originals, which therefore have to live.
-        self._alive: list[nn.Module] = []
+        self.alive: list[nn.Module] = []
 
     def copy(self, module: nn.Module, path: str) -> nn.Module:
         """The module's copy, or its twin's; the same one for the same module."""
         if id(module) not in self._copies:
             twin = _twin_of(module, path)
-            self._alive += [module, twin]
+            self.alive += [module, twin]
             cls = _scriptable_class(type(twin))
             if _offers_twin(module) and _returns_await(twin, path):
                 if cls not in self._waiting_classes:
@@ -98,7 +116,7 @@ class _Copier:
     def _copy_as(self, cls: type[nn.Module], module: nn.Module, path: str) -> nn.Module:
         if isinstance(module, torch.jit.ScriptModule):
             return module
-        copy = cls.__new__(cls)
+        copy: nn.Module = object.__new__(cls)  # a GraphModule's own __new__ makes a class without a forward
         # Not through setattr, which nn.Module overrides. Parameters and buffers are the same objects; what TorchScript
         # notes on a module, it notes on the copy.
         vars(copy).update(vars(module))

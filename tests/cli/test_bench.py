@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from shardrec.bench import BenchConfig
-from shardrec.bench.timing import TimingConfig
+import shardrec
+from benchmarks.harness import BenchConfig
+from benchmarks.harness.timing import TimingConfig
 from shardrec.cli import app
 from shardrec.errors import ConfigError, PlanError
 from shardrec.train.options import flag
@@ -51,6 +52,13 @@ def test_help_imports_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_harness_is_in_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shardrec, "__file__", str(tmp_path / "site-packages" / "shardrec" / "__init__.py"))
+    shown = CliRunner().invoke(app, ["bench", "--quick"])
+    assert isinstance(shown.exception, ConfigError)
+    assert f"{tmp_path / 'site-packages'} is none: clone the repository" in str(shown.exception)
 
 
 def test_options_of_the_other_half() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from shardrec.bench import BenchConfig
-from shardrec.bench.timing import TimingConfig
+from benchmarks.harness import BenchConfig
+from benchmarks.harness.timing import TimingConfig
 from shardrec.train import TrainConfig, load_config
 from shardrec.train.options import flag
 

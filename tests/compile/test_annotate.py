@@ -83,7 +83,9 @@ def test_faults_are_told() -> None:
     with pytest.raises(ConfigError, match=r"mode is 'eager'; give one of 'boundary', 'traced'"):
         shardrec.annotate_for_dynamo(model, mode="eager")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="use_orig_params is False"):
-        shardrec.annotate_for_dynamo(model, use_orig_params=False)
+        shardrec.annotate_for_dynamo(model, [], False)  # FSDP's order
+    with pytest.raises(ConfigError, match="Linear holds no sharded collection, so there is nothing to mark"):
+        shardrec.annotate_for_dynamo(torch.nn.Linear(2, 2))
 
 
 def quantized() -> None:

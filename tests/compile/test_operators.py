@@ -163,3 +163,14 @@ def test_objects_live_as_long_as_their_owners() -> None:
     del owned
     with pytest.raises(ConfigError, match=f"uses things number {number} of a sharded model that is gone"):
         live[number]
+
+
+def test_no_operator_of_python_goes_into_a_cuda_graph() -> None:
+    """Replaying a captured graph runs its kernels and leaves out the Python around them."""
+    import shardrec.compile.columns
+    import shardrec.lookup.rows_operator  # noqa: F401 - imported for their operators
+
+    names = ["agree", "send_columns", "arrived_columns", "send_column_gradients", "arrived_column_gradients"]
+    names += ["look_up_tables", "update_tables", "look_up_rows"]
+    unsafe = [name for name in names if torch.Tag.cudagraph_unsafe in getattr(torch.ops.shardrec, name).default.tags]
+    assert unsafe == names

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from shardrec.bench import BenchConfig
-from shardrec.bench.formula import WorkloadFormula
-from shardrec.bench.layouts import cut_plan
+from benchmarks.harness import BenchConfig
+from benchmarks.harness.formula import WorkloadFormula
+from benchmarks.harness.layouts import cut_plan
 from shardrec.exchange.volume import EXCHANGES, Volume
 from shardrec.layout import Topology
 

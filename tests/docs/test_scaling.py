@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shardrec.bench.scaling import DLRM_DCN_V2, Assumptions
-from shardrec.bench.workload import parse_tables
+from benchmarks.harness.scaling import DLRM_DCN_V2, Assumptions
+from benchmarks.harness.workload import parse_tables
 
 PAGE = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text(encoding="utf-8")
 ROWS = [

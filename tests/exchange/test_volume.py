@@ -15,7 +15,7 @@ from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from shardrec.bench.traffic import counted_traffic
+from benchmarks.harness.traffic import counted_traffic
 from shardrec.exchange.batch import Expectation
 from shardrec.exchange.counting import CountingCollectives, Sent
 from shardrec.exchange.input import InputExchange

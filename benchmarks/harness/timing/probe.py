@@ -1,0 +1,68 @@
+"""What the machine can do, measured beside the steps: copies, and all-to-alls over the process group's links."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.harness.timing.clock import time_steps
+from shardrec.train.ranks import Place
+
+__all__ = ["probe"]
+
+_COPY_BYTES = {"cpu": 64 * 2**20, "cuda": 1024 * 2**20}
+_LINK_BYTES = (2**20, 2**22, 2**24, 2**25)
+_REPEATS = 7
+
+
+def probe(options: Mapping[str, Any], place: Place) -> dict[str, float]:
+    """Measure as one of the ranks, all of which are busy with the same.
+
+    Args:
+        options: none are read.
+        place: this rank, which is in a process group.
+
+    Returns:
+        Of the slowest rank, the same on all: ``memory``, bytes read and written per second by a copy of a block larger
+        than any cache, by one thread; ``link``, bytes that leave a rank per second in an all-to-all, at the size
+        with which that is most (0 on one rank); ``latency``, seconds of an all-to-all of a few bytes.
+    """
+    own = {"memory": _memory(place), "link": 0.0, "latency": 0.0}
+    if place.world_size > 1:
+        own["link"] = max(size / _exchange_seconds(size, place) for size in _LINK_BYTES)
+        own["latency"] = _exchange_seconds(8 * place.world_size, place)
+    found: list[Any] = [None] * place.world_size
+    dist.all_gather_object(found, own)
+    worst = {"memory": min, "link": min, "latency": max}
+    return {name: take(one[name] for one in found) for name, take in worst.items()}
+
+
+def _memory(place: Place) -> float:
+    size = _COPY_BYTES[place.device.type]
+    source = torch.ones(size // 4, device=place.device)
+    target = torch.ones_like(source)
+    return 2 * size / _seconds(lambda: target.copy_(source), place)
+
+
+def _exchange_seconds(off_rank: int, place: Place) -> float:
+    """An all-to-all in which so many bytes leave each rank."""
+    others = place.world_size - 1
+    each = max(1, off_rank // others // 4)
+    send = torch.ones(each * place.world_size, device=place.device)
+    receive = torch.ones_like(send)
+    return _seconds(lambda: dist.all_to_all_single(receive, send), place)
+
+
+def _seconds(work: Callable[[], object], place: Place) -> float:
+    """The median time, after two runs to warm up."""
+    times = []
+    for number in range(_REPEATS + 2):
+        dist.barrier()
+        took = time_steps(lambda _: work(), [None], place.device)
+        if number >= 2:
+            times += took
+    return median(times) / 1e3

@@ -1,0 +1,97 @@
+"""One measurement on a rank: the side is made, shown to compute what it should, warmed up and timed."""
+
+from __future__ import annotations
+
+import gc
+import resource
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.harness.timing.case import Job
+from benchmarks.harness.timing.clock import time_steps
+from benchmarks.harness.timing.digest import digest
+from benchmarks.harness.timing.inputs import draw_batches, read_batches
+from benchmarks.harness.timing.sides import Side, make_side
+from shardrec.train.ranks import Place
+
+__all__ = ["measure"]
+
+_FEWEST = 3
+
+
+def measure(options: Mapping[str, Any], place: Place) -> dict[str, Any]:
+    """Measure one side of a case as one of its ranks.
+
+    The steps before the clock runs are on batches 0, 1 and 0: the outputs on batch 0 show that the sides
+    agree at first, and after two updates.
+
+    Args:
+        options: a :class:`~benchmarks.harness.timing.case.Job` as JSON.
+        place: this rank, which is in a process group.
+
+    Returns:
+        As JSON, the same on every rank: ``step_ms``, of the slowest rank in each step; ``faults``, page faults of a
+        step, of the rank that has most; ``peak_bytes``, the most memory of any rank's process (on CUDA, allocated on
+        any device); ``digests`` by rank, of the outputs.
+    """
+    job = Job.from_json(options)
+    if place.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    batches = (
+        read_batches(job.case, Path(job.inputs), place.rank, place.device)
+        if job.inputs
+        else draw_batches(job.case, place.rank, place.device, job.seed)
+    )
+    side = make_side(job, place)
+    digests = _warm_up(side, [side.prepare(batches[number]) for number in (0, 1, 0)], trains=job.case.trains)
+    steps = _number_of_steps(job, side, side.prepare(batches[1]), place)
+    inputs = [side.prepare(batches[number % len(batches)]) for number in range(steps)]
+    # Collections of garbage walk over what the imports left behind, and fall into any one side's steps.
+    gc.collect()
+    gc.freeze()
+    dist.barrier()
+    before = _page_faults()
+    own = time_steps(side.step, inputs, place.device)
+    faults = (_page_faults() - before) / steps
+    found: list[Any] = [None] * place.world_size
+    dist.all_gather_object(found, (own, faults, _peak_bytes(place), digests))
+    gc.unfreeze()
+    return {
+        "step_ms": [max(times) for times in zip(*(one[0] for one in found), strict=True)],
+        "faults": max(one[1] for one in found),
+        "peak_bytes": max(one[2] for one in found),
+        "digests": [one[3] for one in found],
+    }
+
+
+def _warm_up(side: Side, inputs: list[Any], *, trains: bool) -> dict[str, Any]:
+    found = {}
+    for name, one in zip(("first", "", "trained"), inputs, strict=True):
+        output = side.step(one)
+        if name == "first" or (name and trains):
+            found[name] = digest(output, side.keys, side.widths)
+        del output
+    return found
+
+
+def _number_of_steps(job: Job, side: Side, inputs: Any, place: Place) -> int:
+    """As many as were asked for, or as fit into the time, and the same on every rank."""
+    dist.barrier()
+    (took,) = time_steps(side.step, [inputs], place.device)
+    slowest = torch.tensor(took, device=place.device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return max(_FEWEST, min(job.steps, int(job.seconds * 1e3 / max(float(slowest), 1e-3))))
+
+
+def _page_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def _peak_bytes(place: Place) -> int:
+    if place.device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

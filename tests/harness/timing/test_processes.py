@@ -1,0 +1,94 @@
+"""Fresh ranks for each task, forked from a template."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.harness.timing import template
+from benchmarks.harness.timing.environment import MALLOC, template_environment
+from benchmarks.harness.timing.processes import FreshProcesses, MeasurementError
+from shardrec.train.ranks import Place
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[FreshProcesses]:
+    with FreshProcesses(threads=1, timeout=20.0) as made:
+        yield made
+
+
+def task(name: str) -> str:
+    """A function of this module, which the ranks import from its file: tests are no package."""
+    return f"{__name__}:{name}"
+
+
+def look_around(options: Mapping[str, Any], place: Place) -> dict[str, Any]:
+    total = torch.tensor([float(place.rank + 1)])
+    dist.all_reduce(total)
+    return {
+        "options": dict(options),
+        "sum": total.item(),
+        "ranks": [place.rank, place.world_size],
+        "threads": torch.get_num_threads(),
+        "malloc": {name: value for name, value in os.environ.items() if name.startswith(("MALLOC_", "SHARDREC_"))},
+        "pid": os.getpid(),
+    }
+
+
+def fail_on_one(options: Mapping[str, Any], place: Place) -> None:
+    if place.rank == 1:
+        raise ValueError("rank 1 has had enough")
+    dist.barrier()
+
+
+def die(options: Mapping[str, Any], place: Place) -> None:
+    os._exit(7)
+
+
+class TestFreshProcesses:
+    def test_new_ranks_for_each_task(self, processes: FreshProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
+        first, second = (
+            processes.run(task("look_around"), {"number": number}, ranks=2, malloc="default") for number in (1, 2)
+        )
+        assert (first["options"], second["options"]) == ({"number": 1}, {"number": 2})
+        assert first["pid"] != second["pid"]
+        assert (first["sum"], first["ranks"], first["threads"], first["malloc"]) == (3.0, [0, 2], 1, {})
+
+    def test_the_first_trouble_is_told_and_the_next_task_runs(self, processes: FreshProcesses) -> None:
+        with pytest.raises(MeasurementError, match="ValueError: rank 1 has had enough"):
+            processes.run(task("fail_on_one"), {}, ranks=2, malloc="default")
+        with pytest.raises(MeasurementError, match=r"rank 0 ended with 7 and said nothing"):
+            processes.run(task("die"), {}, ranks=1, malloc="default")
+        assert processes.run(task("look_around"), {}, ranks=1, malloc="default")["sum"] == 1.0
+
+
+def test_malloc_is_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "3")
+    monkeypatch.setenv("SHARDREC_TRANSPORT", "group")
+    monkeypatch.setenv("RANK", "5")
+    default, keep = (template_environment(MALLOC[name]) for name in ("default", "keep"))
+    assert not {"MALLOC_ARENA_MAX", "SHARDREC_TRANSPORT", "RANK"} & default.keys()
+    assert set(keep) - set(default) == {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_"}
+    assert template_environment(MALLOC["alone"])["SHARDREC_KEEP_MEMORY"] == "0"
+    assert default["OMP_NUM_THREADS"] == "1"
+
+
+def test_a_rank_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, without the template's: a child that sleeps, and a deadline that is over."""
+
+    def sleep(rank: int, request: dict[str, Any]) -> None:
+        os.execvp("sleep", ["sleep", "60"])
+
+    monkeypatch.setattr(template, "_be_rank", sleep)
+    import signal
+
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    try:
+        assert template._run({"ranks": 2, "timeout": 0.2}) == [-signal.SIGKILL, -signal.SIGKILL]
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

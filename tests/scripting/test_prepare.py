@@ -1,0 +1,120 @@
+"""torch.jit.script, torch.jit.trace and torch.fx on sharded models: what users type first."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import linecache
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+import shardrec
+from shardrec.errors import ConfigError
+from shardrec.modules import ShardedModel
+from shardrec.modules.optim import NoFusedOptimizer
+from tests.models import collection
+
+
+class Scorer(nn.Module):
+    """One table and a layer over it."""
+
+    def __init__(self, *, optimizers: str = "none") -> None:
+        super().__init__()
+        configs = [EmbeddingBagConfig(name="t", embedding_dim=4, num_embeddings=10, feature_names=["f"])]
+        self.ebc = collection(configs, optimizers=optimizers, seed=1)
+        self.over = nn.Linear(4, 1)
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        result: Tensor = self.over(self.ebc(features)["f"])
+        return result
+
+
+class OfTensors(nn.Module):
+    """What torch.jit.trace takes: tensors in, tensors out."""
+
+    def __init__(self, scorer: nn.Module) -> None:
+        super().__init__()
+        self.scorer = scorer
+
+    def forward(self, values: Tensor, lengths: Tensor) -> Tensor:
+        result: Tensor = self.scorer(KeyedJaggedTensor(keys=["f"], values=values, lengths=lengths))
+        return result
+
+
+VALUES, LENGTHS = torch.tensor([1, 2, 3]), torch.tensor([1, 2])
+
+
+def features() -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(keys=["f"], values=VALUES, lengths=LENGTHS)
+
+
+def sharded(**options: str) -> ShardedModel:
+    return shardrec.shard(Scorer(**options))
+
+
+def test_torch_jit_script_of_a_sharded_model() -> None:
+    model, reference = sharded(optimizers="adagrad"), sharded(optimizers="adagrad")
+    reference.load_state_dict(model.state_dict())
+    scripted = torch.jit.script(model)
+    for _ in range(2):
+        loss, expected = scripted(features()).sum(), reference(features()).sum()
+        torch.testing.assert_close(loss, expected)
+        loss.backward()
+        expected.backward()
+    torch.testing.assert_close(dict(model.named_parameters()), dict(reference.named_parameters()))
+    assert list(scripted.state_dict()) == list(model.state_dict())
+
+
+def test_the_generated_sources_go_with_the_copy() -> None:
+    def generated() -> list[str]:
+        gc.collect()
+        return [name for name in linecache.cache if name.startswith("<shardrec.script")]
+
+    before = generated()
+    scripted = torch.jit.script(sharded())
+    del scripted
+    assert generated() == before
+
+
+def test_inside_of_another_module_it_is_refused_and_the_model_stays_as_it_is() -> None:
+    model = sharded()
+    outer = OfTensors(model)
+    with pytest.raises(
+        shardrec.ScriptError, match=r"a ShardedModel inside of another module.*shardrec.script\(model\)"
+    ):
+        torch.jit.script(outer)
+    assert outer.scorer is model
+    assert shardrec.script(outer)(VALUES, LENGTHS).shape == (2, 1)
+
+
+def test_a_collection_by_itself_is_refused() -> None:
+    with pytest.raises(shardrec.ScriptError, match="a ShardedEmbeddingBagCollection inside of another module, or by"):
+        torch.jit.script(sharded().ebc)
+
+
+def test_torch_jit_trace_is_refused() -> None:
+    model = OfTensors(sharded())
+    with pytest.raises(
+        ConfigError, match=r"torch.jit.trace records .*: script the model with shardrec.script\(model\)"
+    ):
+        torch.jit.trace(model, (VALUES, LENGTHS))
+    assert model(VALUES, LENGTHS).shape == (2, 1)
+
+
+def test_a_graph_module_keeps_its_forward() -> None:
+    traced = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 1), nn.ReLU()))
+    inputs = torch.randn(3, 4)
+    assert torch.equal(shardrec.script(traced)(inputs), traced(inputs))
+
+
+def test_a_model_without_fused_optimizers_can_be_inspected() -> None:
+    model = sharded()
+    assert not hasattr(model, "fused_optimizer")
+    assert "module" in dict(inspect.getmembers(model))
+    with pytest.raises(NoFusedOptimizer, match="give the tables one with apply_optimizer_in_backward"):
+        _ = model.fused_optimizer
+    assert issubclass(NoFusedOptimizer, ConfigError)
