@@ -31,7 +31,7 @@ from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.dense import DenseWrap, set_gradient_sync, wrap_dense
 from shardrec.modules.optim import FusedOptimizers
 
-__all__ = ["ShardedModel"]
+__all__ = ["ShardedModel", "dense_signature"]
 
 
 class ShardedModel(nn.Module):
@@ -214,7 +214,7 @@ class _Step(ExitStack):
     @left_alone
     def __enter__(self) -> Self:
         model, context = self._model, self._model.context
-        context.dense_signature = ", ".join(sorted(_dtypes(self._inputs)))
+        context.dense_signature = dense_signature(self._inputs)
         if model._fused is not None:
             model._fused.push()
         if torch.is_grad_enabled():
@@ -238,20 +238,26 @@ class _Step(ExitStack):
         return False
 
     def _end(self, error: BaseException | None) -> None:
-        model = self._model
-        made = model.context.exchanges - self._begin
+        model, context = self._model, self._model.context
+        made = context.exchanges - self._begin
         try:
-            if isinstance(error, Exception) and not isinstance(error, ShardrecError):
+            # Of calls made ahead, the other ranks have the headers already; whoever made them tells the others.
+            if isinstance(error, Exception) and not isinstance(error, ShardrecError) and not context.made_ahead:
                 model._fail(error, made=made)
         finally:
             model.context.dense_signature = ""
-        if error is None:
+        if error is None and not context.made_ahead:
             model._headers = made
 
 
 @left_alone
 def _step_of(model: ShardedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any], compiler: Any) -> _Step:
     return _Step(model, args, kwargs, compiled=callable(compiler))
+
+
+def dense_signature(inputs: object) -> str:
+    """The dtypes of the tensors among a model's inputs, ids aside, as ranks compare them."""
+    return ", ".join(sorted(_dtypes(inputs)))
 
 
 def _dtypes(value: object) -> Iterable[str]:

@@ -316,9 +316,9 @@ class StageStep:
             self._records[batch] = record
         messages = []
         for number in (-1, *(route.number for route in stage.stashed)):
-            message, exits[number].message = exits[number].message, None
-            assert message is not None, "each exit has its message, once"
-            messages.append(message)
+            outgoing, exits[number].message = exits[number].message, None
+            assert outgoing is not None, "each exit has its message, once"
+            messages.append(outgoing)
         return messages
 
     def _backward(self, action: Action) -> list[Message]:
