@@ -11,6 +11,7 @@
     ├── DataError      (ValueError)    a file with a broken row; names file, line and field
     ├── CheckpointError (ValueError)   a checkpoint that is damaged, or cannot be written; raised on every rank
     ├── PeerError      (RuntimeError)  another rank failed or is gone
+    ├── PipelineError  (RuntimeError)  a stage failed, or a skip was not used as declared (in shardrec.pipeline)
     ├── ScriptError    (RuntimeError)  a model that TorchScript refuses; names file and line (in shardrec.scripting)
     ├── ExportError    (RuntimeError)  a model that torch.export or AOTInductor refuses (in shardrec.serve)
     └── AwaitableError (RuntimeError)  an awaitable used as none can be (in shardrec.pending)

@@ -18,23 +18,22 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from shardrec.errors import InputError
+from shardrec.exchange.collectives import Pending
 from shardrec.exchange.input import Addressed, InputExchange, Prepared, ShardInput
-from shardrec.exchange.step import FIXED_COLUMNS, StepContext, checksum
+from shardrec.exchange.step import FIXED_COLUMNS, FORWARD_FAILED, ForwardFailed, StepContext, checksum
 
-__all__ = ["exchange_inputs"]
+__all__ = ["InputsInFlight", "begin_exchange"]
 
 Call = tuple[InputExchange, Prepared]
 
 
-def exchange_inputs(context: StepContext, calls: Sequence[Call]) -> list[tuple[Addressed, ShardInput]]:
-    """Exchange the ids of several modules.
+def begin_exchange(context: StepContext, calls: Sequence[Call]) -> InputsInFlight:
+    """Exchange the headers of several modules, and let their ids go in one payload.
 
     Args:
         context: of the model.
         calls: the modules' exchanges and what each prepared, in the same order on every rank.
-
-    Returns:
-        Per call, what this rank sent and what it received.
 
     Raises:
         InputError: on every rank, if a batch of any is faulty.
@@ -42,17 +41,63 @@ def exchange_inputs(context: StepContext, calls: Sequence[Call]) -> list[tuple[A
     """
     addressed = _exchange_headers(context, calls)
     collectives = context.collectives
-    if collectives.world_size == 1:
-        return [(one, exchange.receive(one, [])) for (exchange, _), one in zip(calls, addressed, strict=True)]
     ranks = range(collectives.world_size)
-    pieces = [[piece for one in addressed for piece in one.parts[rank]] for rank in ranks]
-    words_in = [[one.words_in[rank] for one in addressed] for rank in ranks]
-    arrived = collectives.send(pieces, list(map(sum, words_in)), "payload").wait()
-    received = [part for whole, words in zip(arrived, words_in, strict=True) for part in whole.split(words)]
-    return [
-        (one, exchange.receive(one, received[index :: len(calls)]))
-        for index, ((exchange, _), one) in enumerate(zip(calls, addressed, strict=True))
-    ]
+    words_in: list[list[int]] = []
+    pending = None
+    if collectives.world_size > 1:
+        pieces = [[piece for one in addressed for piece in one.parts[rank]] for rank in ranks]
+        words_in = [[one.words_in[rank] for one in addressed] for rank in ranks]
+        pending = collectives.send(pieces, list(map(sum, words_in)), "payload")
+    return InputsInFlight([exchange for exchange, _ in calls], addressed, words_in, pending)
+
+
+class InputsInFlight:
+    """Payloads on their way.
+
+    Args:
+        exchanges: the modules' exchanges.
+        addressed: what each sends.
+        words_in: per rank and module, the words that come.
+        pending: their arrival; None on one rank.
+    """
+
+    def __init__(
+        self,
+        exchanges: Sequence[InputExchange],
+        addressed: Sequence[Addressed],
+        words_in: Sequence[Sequence[int]],
+        pending: Pending | None,
+    ) -> None:
+        self._exchanges = exchanges
+        self._addressed = addressed
+        self._words_in = words_in
+        self._pending = pending
+        self._arrived: list[tuple[Addressed, ShardInput]] = []
+
+    def finish(self) -> list[tuple[Addressed, ShardInput]]:
+        """Wait for them.
+
+        Returns:
+            Per call, what this rank sent and what it received.
+
+        Raises:
+            PeerError: if another rank is gone.
+        """
+        if self._arrived:
+            return self._arrived
+        received: list[Tensor] = []
+        if self._pending is not None:
+            for whole, words in zip(self._pending.wait(), self._words_in, strict=True):
+                if whole.is_cuda:  # it may have been allocated on another stream than the one that reads it
+                    whole.record_stream(torch.cuda.current_stream(whole.device))
+                received += whole.split(list(words))
+            self._pending = None
+        count = len(self._addressed)
+        self._arrived = [
+            (one, exchange.receive(one, received[index::count]))
+            for index, (exchange, one) in enumerate(zip(self._exchanges, self._addressed, strict=True))
+        ]
+        return self._arrived
 
 
 def _exchange_headers(context: StepContext, calls: Sequence[Call]) -> list[Addressed]:
@@ -65,8 +110,12 @@ def _exchange_headers(context: StepContext, calls: Sequence[Call]) -> list[Addre
     width = context.header_columns
     first = len(numbers) - world_size * width
     headers = [numbers[row : row + width] for row in range(first, len(numbers), width)]
-    if not context.check([header[0] for header in headers], [header[1] for header in headers], agreement):
-        _raise_faults(context, calls, agreement, faulty=bool(headers[context.collectives.rank][0]))
+    flags = [header[0] for header in headers]
+    if not context.check(flags, [header[1] for header in headers], agreement):
+        try:
+            _raise_faults(context, calls, agreement, faulty=bool(flags[context.collectives.rank]))
+        except InputError as error:
+            raise (ForwardFailed(str(error)) if FORWARD_FAILED in flags else error) from None
     addressed = []
     start, column = 0, FIXED_COLUMNS
     for exchange, prepared in calls:

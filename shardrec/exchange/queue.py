@@ -20,15 +20,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from threading import RLock
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from shardrec.errors import ConfigError, ShardrecError
+from shardrec.exchange.ahead import Ahead, Caller
 from shardrec.exchange.blocks import BlockExchange, BlocksInFlight, Stream
 from shardrec.exchange.input import Addressed, InputExchange, Prepared, ShardInput
-from shardrec.exchange.joint import exchange_inputs
+from shardrec.exchange.joint import InputsInFlight, begin_exchange
 from shardrec.exchange.step import FIXED_COLUMNS, StepContext
 from shardrec.exchange.wire import QuantizedComms
 
@@ -52,6 +54,9 @@ class Call(Protocol):
     def outgoing(self, inside: BlocksInFlight | None, stream: int) -> Stream:
         """The rows to send back to the ranks that asked; ``inside`` is the exchange inside hosts."""
 
+    def finish(self, flight: BlocksInFlight, stream: int) -> Any:
+        """The output, from the rows that came."""
+
     def issued(self) -> None:
         """The rows are under way: time for what needs no other rank."""
 
@@ -66,6 +71,7 @@ class QueuedCall:
 
     def __init__(self, call: Call, queue: ExchangeQueue) -> None:
         self.call = call
+        self.arriving: tuple[InputsInFlight, int] | None = None
         self.with_gradients = torch.is_grad_enabled()
         self.in_inference = torch.is_inference_mode_enabled()
         self._queue = queue
@@ -84,6 +90,11 @@ class QueuedCall:
         """Whether its exchange has not begun."""
         return self._flight is None and self._error is None
 
+    @property
+    def is_launched(self) -> bool:
+        """Whether its rows are under way."""
+        return self._flight is not None
+
     def flight(self) -> tuple[BlocksInFlight, int]:
         """The output exchange, and the number of this call's stream in it; begins the exchange if need be.
 
@@ -95,6 +106,10 @@ class QueuedCall:
             raise self._error
         assert self._flight is not None, "a call that did not fail is under way"
         return self._flight, self._stream
+
+    def revive(self) -> None:
+        """It can be exchanged again, after :meth:`fail`."""
+        self._error = None
 
     def launch(self, flight: BlocksInFlight, stream: int) -> None:
         """Its rows are under way."""
@@ -114,7 +129,9 @@ class ExchangeQueue:
     """
 
     def __init__(self, context: StepContext) -> None:
-        self._context = context
+        self.context = context
+        self.ahead: list[Ahead] = []
+        self.observed: list[tuple[Caller, object]] | None = None
         self._output = BlockExchange(
             context.collectives, context.comms, device=context.device, before_gradients=context.raise_anomalies
         )
@@ -126,9 +143,16 @@ class ExchangeQueue:
         self._seen: list[int] = []  # the same of this forward
         self._run = 0  # calls since the last first use
         self._one_thread = RLock()
+        self._last_habit: list[int] = []  # the habit when the last forward began
 
-    def submit(self, call: Call) -> QueuedCall:
-        """Queue a call, and begin the exchange if it is the last one to wait for.
+    def new_call(self, module: Caller, features: object) -> QueuedCall:
+        """A call that is not queued yet."""
+        return QueuedCall(module.new_call(features), self)
+
+    def submit(self, module: Caller, features: object) -> QueuedCall:
+        """Queue a module's call, and begin the exchange if it is the last one to wait for.
+
+        A call that was made ahead (:mod:`shardrec.exchange.ahead`) with these features is taken.
 
         Raises:
             InputError: on every rank, if a batch of any is faulty.
@@ -142,8 +166,11 @@ class ExchangeQueue:
                 "shardrec.script(model), or export it with shardrec.export"
             )
         with self._alone():
-            queued = QueuedCall(call, self)
-            if self._calls and not self._fits(queued):
+            if self.observed is not None:
+                self.observed.append((module, features))
+            found = (ahead.take(module, features) for ahead in self.ahead)
+            queued = next((one for one in found if one is not None), None) or self.new_call(module, features)
+            if self._calls and not self._fits(queued, self._calls):
                 self.flush()
             self._calls.append(queued)
             self._run += 1
@@ -162,7 +189,7 @@ class ExchangeQueue:
         """No other thread: the ranks' exchanges match by their order, and threads take turns differently on each."""
         if not self._one_thread.acquire(blocking=False):
             raise ConfigError(
-                f"rank {self._context.collectives.rank}: two threads call sharded modules of one model at once, and "
+                f"rank {self.context.collectives.rank}: two threads call sharded modules of one model at once, and "
                 "the ranks' exchanges would not match; call them from one thread: an exchange is under way when the "
                 "call returns, and is waited for at the first use of its value"
             )
@@ -191,6 +218,7 @@ class ExchangeQueue:
             return
         self._modules = modules
         self._in_forward, self._seen, self._run = True, [], 0
+        self._last_habit = self._habit
         try:
             yield
             self.flush()
@@ -211,7 +239,7 @@ class ExchangeQueue:
             return
         try:
             with calls[0].mode():
-                received = exchange_inputs(self._context, [(one.call.input, one.call.prepared) for one in calls])
+                received = self._inputs(calls)
                 flight = self._output.start(self._look_up(calls, received))
                 for stream, one in enumerate(calls):
                     one.launch(flight, stream)
@@ -220,10 +248,50 @@ class ExchangeQueue:
                 one.fail(error)
             raise
 
+    def fitting(self, calls: Sequence[QueuedCall]) -> list[list[QueuedCall]]:
+        """Runs of calls that share a header."""
+        runs: list[list[QueuedCall]] = []
+        for one in calls:
+            if not runs or not self._fits(one, runs[-1]):
+                runs.append([])
+            runs[-1].append(one)
+        return runs
+
+    def forget_habit(self) -> None:
+        """Forget how the last forward went, where another rank's has failed and forgets, too."""
+        self._habit = []
+
+    def serve(self, ahead: Ahead) -> None:
+        """After a forward that failed here: look up and send what the other ranks, whose forward goes on, wait for."""
+        left = [one for one in ahead.queued if not one.is_launched]
+        habit = self._last_habit or [len(ahead.queued)]
+        begin = len(ahead.queued) - len(left)
+        for end in accumulate(habit):
+            if end > begin:
+                self._calls = ahead.queued[begin:end]
+                for one in self._calls:
+                    one.revive()
+                self.flush()
+                begin = end
+
+    def _inputs(self, calls: Sequence[QueuedCall]) -> list[tuple[Addressed, ShardInput]]:
+        """Per call, what was sent and received; exchanged now, where it was not ahead."""
+        now = [one for one in calls if one.arriving is None]
+        if now:
+            exchange = begin_exchange(self.context, [(one.call.input, one.call.prepared) for one in now])
+            for number, one in enumerate(now):
+                one.arriving = (exchange, number)
+        found = []
+        for one in calls:
+            assert one.arriving is not None, "every call's ids are under way"
+            exchange, number = one.arriving
+            found.append(exchange.finish()[number])
+        return found
+
     def _look_up(self, calls: Sequence[QueuedCall], received: Sequence[tuple[Addressed, ShardInput]]) -> list[Stream]:
         """Look up what all ranks asked for; one exchange inside hosts for all the modules that need it."""
         inner = [one.call.look_up(*pair) for one, pair in zip(calls, received, strict=True)]
-        self._context.raise_anomalies()
+        self.context.raise_anomalies()
         streams = [stream for stream in inner if stream is not None]
         inside = self._inside.start(streams) if streams else None
         outgoing, number = [], 0
@@ -237,13 +305,13 @@ class ExchangeQueue:
         done = len(self._seen)
         return self._habit[done] if done < len(self._habit) else self._modules
 
-    def _fits(self, queued: QueuedCall) -> bool:
-        first = self._calls[0]
-        columns = sum(one.call.input.columns for one in [*self._calls, queued])
+    def _fits(self, queued: QueuedCall, calls: Sequence[QueuedCall]) -> bool:
+        first = calls[0]
+        columns = sum(one.call.input.columns for one in [*calls, queued])
         return (
             first.with_gradients == queued.with_gradients
             and first.in_inference == queued.in_inference
-            and columns <= self._context.header_columns - FIXED_COLUMNS
+            and columns <= self.context.header_columns - FIXED_COLUMNS
         )
 
     def _end_run(self) -> None:

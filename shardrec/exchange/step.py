@@ -26,10 +26,20 @@ if TYPE_CHECKING:
     from shardrec.exchange.batch import OnBadId
     from shardrec.exchange.queue import ExchangeQueue
 
-__all__ = ["FIXED_COLUMNS", "StepContext", "checksum"]
+__all__ = ["FIXED_COLUMNS", "FORWARD_FAILED", "NO_MORE", "ForwardFailed", "StepContext", "checksum"]
+
+_NO_MORE_HERE = "there is no further batch, and others have one: give every rank as many batches"
 
 FIXED_COLUMNS = 2
 """Header columns before the modules' parts: fault flag, checksum of the agreement."""
+
+
+FORWARD_FAILED, NO_MORE = 2, 3
+"""Fault flags beside 1, a faulty batch: the forward of the batch before failed; there is no further batch."""
+
+
+class ForwardFailed(InputError):
+    """While the next batch's ids were exchanged: another rank's forward failed, and this rank's has no backward."""
 
 
 def checksum(text: str) -> int:
@@ -55,6 +65,7 @@ class StepContext:
         anomalies: those that this rank found and no rank has raised yet.
         refusal: what is wrong with the batch whose tracing was ended, or "".
         in_compiled_step: torch.compile runs the model's forward.
+        made_ahead: the calls of this forward were made before it; see :mod:`shardrec.exchange.ahead`.
         gradients_are_reduced: a reducer averages the gradients of ordinary parameters over the ranks.
         reduce_this_backward: it does so in the coming backward (False while gradients are accumulated).
     """
@@ -72,6 +83,7 @@ class StepContext:
         self.anomalies: list[str] = []
         self.refusal = ""
         self.in_compiled_step = False
+        self.made_ahead = False
         self.gradients_are_reduced = False
         self.reduce_this_backward = True
 
@@ -88,12 +100,30 @@ class StepContext:
         width = [header.size(1)] * header.size(0)
         return torch.stack(self.collectives.send([[row] for row in header], width, "header").wait())
 
-    def fail_all(self, message: str) -> NoReturn:
+    def fail_all(self, message: str, flag: int = 1) -> NoReturn:
         """Take part in the other ranks' next header exchange with a fault, and raise it here as there."""
-        header = torch.zeros((self.collectives.world_size, self.header_columns), dtype=torch.int64, device=self.device)
-        header[:, 0] = 1
-        self.exchange_header(header)
+        self._exchange_flag(flag)
         self.raise_faults(message, "")
+
+    def end_all(self) -> None:
+        """Take part in the other ranks' next header exchange, in which they have no further batch either.
+
+        Raises:
+            InputError: on every rank, if some have one, or have failed.
+        """
+        flags = self._exchange_flag(NO_MORE)
+        if any(flag != NO_MORE for flag in flags):
+            try:
+                self.raise_faults("" if {1, FORWARD_FAILED} & set(flags) else _NO_MORE_HERE, "")
+            except InputError as error:
+                raise (ForwardFailed(str(error)) if FORWARD_FAILED in flags else error) from None
+
+    def _exchange_flag(self, flag: int) -> list[int]:
+        """A header of a flag alone; returns those of all ranks."""
+        header = torch.zeros((self.collectives.world_size, self.header_columns), dtype=torch.int64, device=self.device)
+        header[:, 0] = flag
+        flags: list[int] = self.exchange_header(header)[:, 0].tolist()
+        return flags
 
     def check(self, faults: Sequence[int], checksums: Sequence[int], agreement: str) -> bool:
         """Whether this step can go on, from the headers' fault flags and checksums.

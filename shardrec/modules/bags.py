@@ -131,12 +131,16 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         if torch.compiler.is_compiling() or self._given_up:
             value: LazyAwaitable[KeyedTensor] = self._compiled(features)
             return value
-        call = _BagCall(self, features)
+        queued = self.context.queue.submit(self, features)
         return PooledEmbeddings(
-            queued=self.context.queue.submit(call),
-            finish=call.finish,
+            queued=queued,
+            finish=queued.call.finish,
             columns=self._output_columns,
         )
+
+    def new_call(self, features: KeyedJaggedTensor) -> _BagCall:
+        """A forward's call, whose ids are not under way yet."""
+        return _BagCall(self, features)
 
     def scripted_twin(self) -> nn.Module:
         """What TorchScript sees in this module's place: the same lookup, on the same parameters."""

@@ -33,7 +33,7 @@ from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.dense import DenseWrap, set_gradient_sync, wrap_dense
 from shardrec.modules.optim import FusedOptimizers
 
-__all__ = ["ShardedModel"]
+__all__ = ["ShardedModel", "dense_signature"]
 
 
 class ShardedModel(nn.Module):
@@ -229,7 +229,7 @@ class _Step(ExitStack):
     @left_alone
     def __enter__(self) -> Self:
         model, context = self._model, self._model.context
-        context.dense_signature = ", ".join(sorted(_dtypes(self._inputs)))
+        context.dense_signature = dense_signature(self._inputs)
         if model._fused is not None:
             model._fused.push()
         if torch.is_grad_enabled():
@@ -259,24 +259,31 @@ class _Step(ExitStack):
         return False
 
     def _end(self, error: BaseException | None) -> None:
-        model = self._model
-        made = model.context.exchanges - self._begin
+        model, context = self._model, self._model.context
+        made = context.exchanges - self._begin
         try:
+            # Of calls made ahead, the other ranks have the headers already; whoever made them tells the others.
             if isinstance(error, Exception) and not isinstance(error, ShardrecError):
                 if model.group is not None and failed_in_a_collective(error):
                     # A buffer's broadcast, a collective of the model's own, one of a compiled or scripted program.
                     raise peer_error(model.group, "forward", error) from error
-                model._fail(error, made=made)
+                if not context.made_ahead:
+                    model._fail(error, made=made)
         finally:
-            model.context.dense_signature = ""
-            model.context.in_compiled_step = False
-        if error is None:
+            context.dense_signature = ""
+            context.in_compiled_step = False
+        if error is None and not context.made_ahead:
             model._headers = made
 
 
 @left_alone
 def _step_of(model: ShardedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any], compiler: Any) -> _Step:
     return _Step(model, args, kwargs, compiled=callable(compiler))
+
+
+def dense_signature(inputs: object) -> str:
+    """The dtypes of the tensors among a model's inputs, ids aside, as ranks compare them."""
+    return ", ".join(sorted(_dtypes(inputs)))
 
 
 def _dtypes(value: object) -> Iterable[str]:

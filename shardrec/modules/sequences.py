@@ -132,10 +132,12 @@ class ShardedEmbeddingCollection(ShardedCollection):
         if torch.compiler.is_compiling() or self._given_up:
             value: LazyAwaitable[dict[str, JaggedTensor]] = self._compiled(features)
             return value
-        call = _SequenceCall(self, features)
-        return SequenceEmbeddings(
-            queued=self.context.queue.submit(call), finish=call.finish, need_indices=self._need_indices
-        )
+        queued = self.context.queue.submit(self, features)
+        return SequenceEmbeddings(queued=queued, finish=queued.call.finish, need_indices=self._need_indices)
+
+    def new_call(self, features: KeyedJaggedTensor) -> _SequenceCall:
+        """A forward's call, whose ids are not under way yet."""
+        return _SequenceCall(self, features)
 
     def scripted_twin(self) -> nn.Module:
         """What TorchScript sees in this module's place: the same lookup, on the same parameters."""

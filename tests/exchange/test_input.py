@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from shardrec.errors import InputError
 from shardrec.exchange.batch import Expectation
 from shardrec.exchange.input import InputExchange, ShardInput
-from shardrec.exchange.joint import exchange_inputs
+from shardrec.exchange.joint import begin_exchange
 from shardrec.exchange.step import StepContext
 from tests.batches import Bags, random_bags
 from tests.exchange.lookups import Case, random_case
@@ -31,7 +31,7 @@ class Exchange:
         self.input = InputExchange(case.route, expect, self.context)
 
     def __call__(self, features: object, agreement: str) -> ShardInput:
-        return exchange_inputs(self.context, [(self.input, self.input.prepare(features, agreement))])[0][1]
+        return begin_exchange(self.context, [(self.input, self.input.prepare(features, agreement))]).finish()[0][1]
 
 
 def exchange_of(case: Case, collectives: ThreadCollectives, *, weighted: bool) -> Exchange:

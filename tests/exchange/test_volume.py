@@ -19,7 +19,7 @@ from benchmarks.harness.traffic import counted_traffic
 from shardrec.exchange.batch import Expectation
 from shardrec.exchange.counting import CountingCollectives, Sent
 from shardrec.exchange.input import InputExchange
-from shardrec.exchange.joint import exchange_inputs
+from shardrec.exchange.joint import begin_exchange
 from shardrec.exchange.step import StepContext
 from shardrec.exchange.volume import (
     EXCHANGES,
@@ -247,7 +247,7 @@ def test_ids_that_need_64_bits(rng: Random) -> None:
         context = StepContext(counting, CPU)
         lookups = tuple((one.feature, one.layout.name, one.layout.num_embeddings) for one in case.lookups)
         exchange = InputExchange(case.route, Expectation(tables=lookups, weighted=weighted, device=CPU), context)
-        exchange_inputs(context, [(exchange, exchange.prepare(batches[threads.rank], ""))])
+        begin_exchange(context, [(exchange, exchange.prepare(batches[threads.rank], ""))]).finish()
         return counting.take()
 
     found = volume_of(thread_ranks(world_size, rank_main), case.plan.topology)

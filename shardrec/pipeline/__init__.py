@@ -1,0 +1,46 @@
+"""Pipelined stages, and skip connections between them.
+
+::
+
+    skip          stash(name, tensor) in one layer, pop(name) in a later one
+    Pipeline      a sequential cut into stages, on several devices or ranks, between which micro-batches flow
+    TrainPipeline a training loop whose next ids and inputs are under way while a batch is computed
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardrec.pipeline import skip
+from shardrec.pipeline.balance import balance_by_size, balance_by_time
+from shardrec.pipeline.error import PipelineError
+from shardrec.pipeline.pipeline import Pipeline
+from shardrec.pipeline.recompute import is_checkpointing, is_recomputing
+from shardrec.pipeline.timeline import Timeline
+
+if TYPE_CHECKING:
+    from shardrec.pipeline.train import TrainPipeline
+
+__all__ = [
+    "Pipeline",
+    "PipelineError",
+    "Timeline",
+    "TrainPipeline",
+    "balance_by_size",
+    "balance_by_time",
+    "is_checkpointing",
+    "is_recomputing",
+    "skip",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """``TrainPipeline`` is imported when it is first asked for: it needs torchrec and fbgemm-gpu, the rest does not."""
+    if name == "TrainPipeline":
+        from shardrec._versions import check_versions
+
+        check_versions()
+        from shardrec.pipeline.train import TrainPipeline
+
+        return TrainPipeline
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,167 @@
+"""How many layers each stage gets: by the bytes of their parameters, or by measured time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from shardrec.errors import ConfigError
+from shardrec.pipeline.skip import SkipTracker, use_skip_tracker
+
+__all__ = ["balance_by_size", "balance_by_time", "check_balance", "partition"]
+
+
+def partition(costs: Sequence[float], stages: int) -> list[int]:
+    """Cut a sequence into runs so that the most costly run costs least.
+
+    Args:
+        costs: of each layer, at least 0.
+        stages: number of runs S, none of them empty.
+
+    Returns:
+        S numbers of layers.
+
+    Raises:
+        ConfigError: if there are fewer layers than stages.
+    """
+    if not 1 <= stages <= len(costs):
+        raise ConfigError(f"{len(costs)} layers cannot be cut into {stages} stages: take 1 to {len(costs)}")
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+    # best[n]: the least that the most costly run costs if the first n layers are cut into as many runs as so far.
+    best = list(sums)
+    cuts: list[list[int]] = []
+    for runs in range(2, stages + 1):
+        after = [float("inf")] * len(sums)
+        cut = [0] * len(sums)
+        for end in range(runs, len(sums)):
+            cut[end] = min(range(runs - 1, end), key=lambda start: max(best[start], sums[end] - sums[start]))
+            after[end] = max(best[cut[end]], sums[end] - sums[cut[end]])
+        best = after
+        cuts.append(cut)
+    balance, end = [], len(costs)
+    for cut in reversed(cuts):
+        balance.append(end - cut[end])
+        end = cut[end]
+    return [end, *reversed(balance)]
+
+
+def balance_by_size(stages: int, module: nn.Sequential) -> list[int]:
+    """Number of layers of each stage so that the largest stage has the fewest bytes of parameters and buffers.
+
+    Args:
+        stages: number of stages.
+        module: the sequential; it may be on meta.
+
+    Raises:
+        ConfigError: if there are fewer layers than stages.
+    """
+    return partition(
+        [
+            sum(one.numel() * one.element_size() for one in [*layer.parameters(), *layer.buffers()])
+            for layer in _layers(module)
+        ],
+        stages,
+    )
+
+
+def balance_by_time(stages: int, module: nn.Sequential, sample: Any, *, repeats: int = 5) -> list[int]:
+    """Number of layers of each stage so that the slowest stage takes least time, forward and backward.
+
+    Layers are timed one after the other where they are; gradients, statistics and random state are left as they were.
+
+    Args:
+        stages: number of stages.
+        module: the sequential.
+        sample: an input; a micro-batch's size gives the truest times.
+        repeats: times that each layer runs; the fastest counts.
+
+    Raises:
+        ConfigError: if there are fewer layers than stages.
+    """
+    return partition(layer_seconds(module, sample, repeats=repeats), stages)
+
+
+def layer_seconds(module: nn.Sequential, sample: Any, *, repeats: int = 5) -> list[float]:
+    """Seconds of each layer's forward and backward on ``sample``."""
+    layers = _layers(module)
+    parameters = list(module.parameters())
+    gradients = [parameter.grad for parameter in parameters]
+    state = {name: value.clone() for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+    seconds = [float("inf")] * len(layers)
+    devices = sorted({one.device.index for one in parameters if one.device.type == "cuda"})
+    try:
+        with torch.random.fork_rng(devices=devices), torch.enable_grad():
+            for _ in range(repeats):
+                with use_skip_tracker(SkipTracker()):
+                    value = sample
+                    for number, layer in enumerate(layers):
+                        value = tree_map(_leaf, value)
+                        begin = _now(devices)
+                        value = layer(value)
+                        roots = [one for one in tree_leaves(value) if isinstance(one, Tensor) and one.requires_grad]
+                        if roots:
+                            torch.autograd.backward(roots, [torch.ones_like(one) for one in roots], retain_graph=True)
+                        seconds[number] = min(seconds[number], _now(devices) - begin)
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        module.load_state_dict(state, strict=False)
+    return seconds
+
+
+def _now(devices: Sequence[int]) -> float:
+    for device in devices:
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _leaf(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().clone().requires_grad_(value.is_floating_point())
+
+
+def _layers(module: nn.Sequential) -> list[nn.Module]:
+    if not isinstance(module, nn.Sequential):
+        raise TypeError(f"a pipeline is cut out of an nn.Sequential, and not of a {type(module).__name__}")
+    return list(module)
+
+
+def check_balance(module: nn.Sequential, balance: Sequence[int]) -> list[int]:
+    """The balance, if it fits the module.
+
+    Raises:
+        TypeError: if the module is not a sequential.
+        ConfigError: if numbers are not positive or do not add up, or stages would share a parameter.
+    """
+    layers = _layers(module)
+    balance = list(balance)
+    if not balance or any(count < 1 for count in balance):
+        raise ConfigError(f"balance is {balance}: every stage needs at least one layer")
+    if sum(balance) != len(layers):
+        raise ConfigError(
+            f"balance is {balance}, which is {sum(balance)} layers, and the sequential has {len(layers)}: make them "
+            "equal, for example by balance_by_size"
+        )
+    owner: dict[nn.Parameter, tuple[int, str]] = {}
+    faults = []
+    stage_of = [stage for stage, count in enumerate(balance) for _ in range(count)]
+    for stage, (name, layer) in zip(stage_of, module._modules.items(), strict=True):
+        assert layer is not None, "a sequential holds modules"
+        for path, parameter in layer.named_parameters(name):
+            first, first_path = owner.setdefault(parameter, (stage, path))
+            if first != stage:
+                faults.append(f"{first_path} (stage {first}) is {path} (stage {stage})")
+    if faults:
+        raise ConfigError(
+            f"stages share parameters, of which each would train its own copy: {'; '.join(faults)}. Put the layers "
+            "into one stage, or give each a parameter of its own"
+        )
+    return balance

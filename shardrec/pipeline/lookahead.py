@@ -1,0 +1,337 @@
+"""The batches of a loop, some of them under way ahead of their steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+from shardrec.errors import InputError, PeerError, ShardrecError
+from shardrec.exchange.ahead import Ahead, Caller
+from shardrec.exchange.step import FORWARD_FAILED, ForwardFailed, StepContext
+from shardrec.modules.model import dense_signature
+
+__all__ = ["Lookahead"]
+
+Path = tuple[tuple[str, Any], ...]
+"""The way from a batch to a value in it: ("item", key) and ("attribute", name)."""
+
+_DEEPEST = 4
+
+
+@dataclasses.dataclass(eq=False)
+class _Slot:
+    """A batch that has its step before it.
+
+    Args:
+        batch: on the device.
+        error: what its step raises.
+        told: the other ranks know of the error.
+        ahead: its calls, made ahead.
+        exchanged: their ids are under way.
+        ready: on CUDA, recorded when what was done ahead was issued.
+    """
+
+    batch: Any = None
+    error: Exception | None = None
+    told: bool = False
+    ahead: Ahead | None = None
+    exchanged: bool = False
+    ready: Any = None
+
+
+class Lookahead:
+    """Steps through batches; see :mod:`shardrec.pipeline.train`.
+
+    Args:
+        batches: as many on every rank.
+        context: of the sharded model; None: inputs are only copied ahead.
+        depth: 0, 1 or 2.
+        device: of the model.
+        gradients: whether forwards have gradients.
+    """
+
+    def __init__(
+        self,
+        batches: Iterable[Any],
+        context: StepContext | None,
+        *,
+        depth: int,
+        device: torch.device,
+        gradients: bool,
+    ) -> None:
+        self._source: Iterator[Any] | None = iter(batches)
+        self._context = context
+        self._depth = depth
+        self._device = device
+        self._gradients = gradients
+        self._slots: deque[_Slot] = deque()
+        self._learnt: list[tuple[Caller, Path]] | None = None
+        self._has_warned = False
+        on_gpu = device.type == "cuda"
+        self._copies = torch.cuda.Stream(device) if on_gpu else None
+        self._ids = torch.cuda.Stream(device) if on_gpu else None
+
+    def step(self, forward: Callable[[Any], Any], finish: Callable[[Any], None]) -> Any:
+        """One step.
+
+        Args:
+            forward: from the batch to a result.
+            finish: the backward and the update, if any; called with the result.
+
+        Returns:
+            The result.
+
+        Raises:
+            StopIteration: if there is no further batch.
+        """
+        self._fetch(1)
+        if not self._slots:
+            raise StopIteration
+        slot = self._slots.popleft()
+        if self._learnt and not slot.exchanged and not slot.told:
+            self._exchange(slot)
+        if slot.error is not None:
+            self._tell(slot)
+            raise slot.error
+        self._fetch(self._depth)
+        following = self._slots[0] if self._slots else None
+        if following is not None:
+            self._prepare(following)
+        try:
+            result = self._forward(slot, forward)
+            if self._learnt:
+                self._exchange(following)
+        except BaseException:
+            if following is not None and following.ahead is not None:
+                following.ahead.close()
+                following.ahead = None
+            raise
+        finish(result)
+        return result
+
+    def _fetch(self, count: int) -> None:
+        """Have so many batches, as far as there are any."""
+        while self._source is not None and len(self._slots) < count and not any(one.error for one in self._slots):
+            try:
+                batch = next(self._source)
+                with _on(self._copies):
+                    slot = _Slot(batch=_copied(batch, self._device))
+                    slot.ready = None if self._copies is None else self._copies.record_event()
+            except StopIteration:
+                self._source = None
+                return
+            except Exception as error:
+                slot = _Slot(error=error)
+            self._slots.append(slot)
+
+    def _prepare(self, slot: _Slot) -> None:
+        """Check and cut what its step will look up."""
+        if self._context is None or not self._learnt or slot.error is not None or slot.ahead is not None:
+            return
+        context = self._context
+        before, context.dense_signature = context.dense_signature, dense_signature(slot.batch)
+        try:
+            with _on(self._ids, slot.ready), torch.set_grad_enabled(self._gradients):
+                _keep(slot.batch, self._ids)
+                calls = [(module, _at(slot.batch, path)) for module, path in self._learnt]
+                slot.ahead = Ahead(context.queue, calls)
+        except Exception as error:
+            slot.error = error
+        finally:
+            context.dense_signature = before
+
+    def _exchange(self, slot: _Slot | None) -> None:
+        """Exchange the headers of the following batch; every rank does so in every step, whatever it has.
+
+        Raises:
+            ForwardFailed: if another rank's forward has failed.
+            PeerError: if another rank is gone.
+        """
+        context = self._context
+        assert context is not None, "what is learnt is of a sharded model"
+        if context.collectives.world_size == 1 and (slot is None or slot.error is not None):
+            return
+        try:
+            if slot is None:
+                context.end_all()
+                return
+            self._prepare(slot)
+            if slot.error is not None:
+                slot.told = True
+                context.fail_all(f"{type(slot.error).__name__}: {slot.error}")
+            assert slot.ahead is not None, "what has no error has its calls"
+            with _on(self._ids, slot.ready):
+                slot.ahead.exchange()
+                slot.exchanged = True
+                slot.ready = None if self._ids is None else self._ids.record_event()
+        except ForwardFailed:
+            context.queue.forget_habit()
+            raise
+        except InputError as error:
+            if slot is None:
+                self._slots.append(_Slot(error=error, told=True))
+                return
+            slot.told = True
+            slot.error = slot.error or error
+            if slot.ahead is not None:
+                slot.ahead.close()
+                slot.ahead = None
+
+    def _tell(self, slot: _Slot) -> None:
+        """Tell the other ranks, which are in this step's forward, that there is no batch here."""
+        if slot.told or self._context is None or self._context.collectives.world_size == 1:
+            return
+        try:
+            self._context.fail_all(f"{type(slot.error).__name__}: {slot.error}")
+        except ShardrecError:
+            return  # the shared form of this error
+
+    def _forward(self, slot: _Slot, forward: Callable[[Any], Any]) -> Any:
+        context = self._context
+        if slot.ready is not None:
+            main = torch.cuda.current_stream(self._device)
+            main.wait_event(slot.ready)
+            _keep(slot.batch, main)
+            if slot.ahead is not None:
+                _keep([one.call.prepared for one in slot.ahead.queued], main)
+        if context is None:
+            return forward(slot.batch)
+        observed = context.queue.observed = [] if self._depth else None
+        context.made_ahead = slot.ahead is not None
+        try:
+            result = forward(slot.batch)
+            self._learn(slot, observed)
+        except (InputError, PeerError):
+            raise  # on every rank
+        except Exception as error:
+            self._fail(slot, observed, error)
+            raise
+        finally:
+            context.queue.observed = None
+            context.made_ahead = False
+            if slot.ahead is not None:
+                slot.ahead.close()
+        return result
+
+    def _fail(self, slot: _Slot, observed: list[tuple[Caller, object]] | None, error: Exception) -> None:
+        """Let the other ranks finish this forward, and tell them, before its backward.
+
+        Raises:
+            InputError: on every rank.
+        """
+        context = self._context
+        assert context is not None, "without a sharded model nobody waits"
+        if self._learnt is None and observed:
+            self._learn(slot, observed)
+        if not self._learnt or context.collectives.world_size == 1:
+            return
+        if slot.ahead is not None:
+            context.queue.serve(slot.ahead)
+        context.queue.forget_habit()
+        try:
+            context.fail_all(f"the model's forward failed: {type(error).__name__}: {error}", FORWARD_FAILED)
+        except InputError as shared:
+            raise shared from error
+
+    def _learn(self, slot: _Slot, observed: list[tuple[Caller, object]] | None) -> None:
+        """Where in a batch the features of each call are, from those of this step."""
+        if observed is None:
+            return
+        if slot.ahead is not None and slot.ahead.is_used_up and len(observed) == len(slot.ahead.queued):
+            return
+        found = [(module, _path(slot.batch, features)) for module, features in observed]
+        lost = [type(module).__name__ for module, path in found if path is None]
+        self._learnt = [] if lost else [(module, path) for module, path in found if path is not None]
+        if lost:
+            reason = (
+                f"{lost[0]} is called with features that are made in the model's forward: call it with a "
+                "KeyedJaggedTensor that the batch holds"
+            )
+        elif not found:
+            reason = "no sharded module was called outside of a compiled forward"
+        elif slot.ahead is not None:
+            reason = "the model calls its sharded modules otherwise than in the step before"
+        else:
+            return
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(f"TrainPipeline exchanges no ids ahead of this step: {reason}", stacklevel=5)
+
+
+@contextmanager
+def _on(stream: Any, after: Any = None) -> Iterator[None]:
+    """Issue on a CUDA stream, after an event; nothing on the CPU."""
+    if stream is None:
+        yield
+        return
+    if after is not None:
+        stream.wait_event(after)
+    with torch.cuda.stream(stream):
+        yield
+
+
+def _copied(batch: Any, device: torch.device) -> Any:
+    """The batch on a device; to CUDA from pinned memory, without waiting."""
+    if isinstance(batch, (tuple, list)):
+        moved = [_copied(one, device) for one in batch]
+        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
+    if isinstance(batch, Mapping):
+        return {key: _copied(one, device) for key, one in batch.items()}
+    if not hasattr(batch, "to"):
+        return batch
+    if device.type != "cuda":
+        return batch.to(device)
+    return (batch.pin_memory() if hasattr(batch, "pin_memory") else batch).to(device, non_blocking=True)
+
+
+def _keep(value: Any, stream: Any) -> None:
+    """Tell CUDA's allocator that ``stream`` reads the tensors in a value."""
+    if stream is None:
+        return
+    if isinstance(value, Tensor):
+        if value.is_cuda:
+            value.record_stream(stream)
+    elif isinstance(value, (tuple, list)):
+        for one in value:
+            _keep(one, stream)
+    elif isinstance(value, Mapping):
+        _keep(list(value.values()), stream)
+    elif dataclasses.is_dataclass(value):
+        _keep([getattr(value, field.name) for field in dataclasses.fields(value)], stream)
+    elif hasattr(value, "record_stream"):
+        value.record_stream(stream)
+
+
+def _path(batch: Any, wanted: object, deepest: int = _DEEPEST) -> Path | None:
+    """How to come from a batch to this very object."""
+    if batch is wanted:
+        return ()
+    if not deepest or isinstance(batch, (Tensor, KeyedJaggedTensor, KeyedTensor, JaggedTensor, str, bytes)):
+        return None
+    inside: list[tuple[str, Any, Any]]
+    if isinstance(batch, Mapping):
+        inside = [("item", key, one) for key, one in batch.items()]
+    elif isinstance(batch, (tuple, list)):
+        inside = [("item", number, one) for number, one in enumerate(batch)]
+    else:
+        names = [*getattr(batch, "__dict__", {}), *getattr(type(batch), "__slots__", ())]
+        inside = [("attribute", name, getattr(batch, name, None)) for name in names]
+    for kind, key, one in inside:
+        rest = _path(one, wanted, deepest - 1)
+        if rest is not None:
+            return ((kind, key), *rest)
+    return None
+
+
+def _at(batch: Any, path: Path) -> Any:
+    for kind, key in path:
+        batch = batch[key] if kind == "item" else getattr(batch, key)
+    return batch

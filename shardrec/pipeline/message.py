@@ -1,0 +1,156 @@
+"""What stages send each other, and the box where it waits.
+
+A stage that fails sends, in place of all that it still had to send, what failed. So every message that is waited for
+comes, every stage ends its step, and nothing is left over for the next one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map
+
+from shardrec.pending import wait
+
+__all__ = ["Failure", "Key", "Mailbox", "Message", "Port", "flatten", "versions_of"]
+
+
+class Key(NamedTuple):
+    """Names a message within a step.
+
+    Args:
+        source: the stage that sends it; -1 the caller, for the first stage.
+        target: the stage that it is for; the number of stages for the caller, behind the last.
+        batch: number of the micro-batch.
+        skip: number of the skip; -1 for activations. From a later stage to an earlier one go gradients.
+    """
+
+    source: int
+    target: int
+    batch: int
+    skip: int = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """What ended a stage's step.
+
+    Args:
+        stage: which.
+        text: its traceback.
+        error: the exception, in the process where it was raised.
+    """
+
+    stage: int
+    text: str
+    error: BaseException | None = None
+
+    def told(self) -> Failure:
+        """What other processes are told."""
+        return Failure(stage=self.stage, text=self.text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """A nest of tensors on its way.
+
+    Args:
+        leaves: its tensors; None for no tensor (in a gradient: for a zero).
+        spec: how they are nested; None in a gradient, whose receiver knows.
+        differentiable: per leaf, whether a gradient is to come back.
+        versions: per leaf, how often it had been changed in place; empty where the receiver has a copy.
+        failure: in place of all that.
+        ready: on CUDA, recorded when the tensors had come.
+    """
+
+    leaves: Sequence[Tensor | None] = ()
+    spec: TreeSpec | None = None
+    differentiable: Sequence[bool] = ()
+    versions: Sequence[int] = ()
+    failure: Failure | None = None
+    ready: Any = None
+
+    def on(self, device: torch.device) -> list[Tensor | None]:
+        """The tensors on a device."""
+        if self.ready is not None:
+            stream = torch.cuda.current_stream(device)
+            stream.wait_event(self.ready)
+            for leaf in self.leaves:
+                if leaf is not None:
+                    leaf.record_stream(stream)
+        gpu = device.type == "cuda"
+        return [None if leaf is None else leaf.to(device, non_blocking=gpu) for leaf in self.leaves]
+
+
+def versions_of(leaves: Sequence[Tensor | None]) -> list[int]:
+    """How often each tensor was changed in place, as far as torch counts it."""
+    return [0 if leaf is None or leaf.is_inference() else leaf._version for leaf in leaves]
+
+
+def flatten(value: Any, what: str) -> tuple[list[Tensor | None], TreeSpec]:
+    """The tensors of a nest, pending ones waited for.
+
+    Args:
+        value: tensors, None and awaitables in tuples, lists, dicts and whatever torch knows as a pytree.
+        what: for error messages.
+
+    Raises:
+        TypeError: if something else is in it.
+    """
+    leaves, spec = tree_flatten(tree_map(wait, value))
+    for leaf in leaves:
+        if leaf is not None and not isinstance(leaf, Tensor):
+            raise TypeError(
+                f"{what} holds a {type(leaf).__name__}: between stages go tensors, None, and tuples, lists and dicts "
+                "of them"
+            )
+    return leaves, spec
+
+
+class Port(Protocol):
+    """How a stage's messages travel in one step."""
+
+    def send(self, key: Key, message: Message) -> None:
+        """Let it go; does not wait."""
+
+    def take(self, key: Key) -> Message:
+        """Wait for it."""
+
+
+@dataclass
+class Mailbox:
+    """Messages between threads: the port of stages in one process."""
+
+    _messages: dict[Key, Message] = field(default_factory=dict)
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _broken: BaseException | None = None
+
+    def send(self, key: Key, message: Message) -> None:
+        """Put a message in."""
+        with self._changed:
+            self._messages[key] = message
+            self._changed.notify_all()
+
+    def take(self, key: Key) -> Message:
+        """Take it out, when it has come.
+
+        Raises:
+            BaseException: what :meth:`give_up` was told.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: key in self._messages or self._broken is not None)
+            if key not in self._messages:
+                assert self._broken is not None, "waiting ends with a message or without hope"
+                raise self._broken
+            return self._messages.pop(key)
+
+    def give_up(self, error: BaseException) -> None:
+        """Nothing more will come."""
+        with self._changed:
+            self._broken = error
+            self._changed.notify_all()

@@ -1,0 +1,93 @@
+"""A mini-batch cut into micro-batches and put together again.
+
+::
+
+    (10, D), chunks=4 ──► (3, D) (3, D) (2, D) (2, D)        (3, D), chunks=4 ──► (1, D) (1, D) (1, D)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+
+from shardrec.errors import ConfigError
+
+__all__ = ["batch_size", "gather", "scatter", "sizes_of"]
+
+
+def sizes_of(total: int, chunks: int) -> list[int]:
+    """Samples of each micro-batch: as even as can be, the larger ones first, none empty unless all are.
+
+    Args:
+        total: samples B of the mini-batch.
+        chunks: micro-batches wanted; there are fewer if B is smaller.
+    """
+    count = max(1, min(chunks, total))
+    small, more = divmod(total, count)
+    return [small + (number < more) for number in range(count)]
+
+
+def batch_size(value: Any, what: str = "the input") -> int:
+    """Samples B of a nest of (B, ...) tensors.
+
+    Args:
+        value: a tensor, or tuples, lists and dicts of tensors; None stands for no tensor.
+        what: for error messages.
+
+    Raises:
+        TypeError: if something in it is neither.
+        ConfigError: if the tensors have different sizes, or there is none.
+    """
+    sizes: dict[str, int] = {}
+    for path, leaf in tree_flatten_with_path(value)[0]:
+        if leaf is None:
+            continue
+        if not isinstance(leaf, Tensor):
+            raise TypeError(
+                f"{what}{keystr(path)} is a {type(leaf).__name__}: a pipeline takes (B, ...) tensors, and tuples, "
+                "lists and dicts of them"
+            )
+        if leaf.dim() == 0:
+            raise ConfigError(f"{what}{keystr(path)} is a tensor without dimensions; its first has to be the batch")
+        sizes[keystr(path)] = leaf.size(0)
+    if len(set(sizes.values())) != 1:
+        seen = ", ".join(f"{path or 'it'} has {size}" for path, size in sizes.items()) or "there is no tensor"
+        raise ConfigError(f"the tensors of {what} need the same number of samples along dimension 0: {seen}")
+    return next(iter(sizes.values()))
+
+
+def scatter(value: Any, sizes: Sequence[int]) -> list[Any]:
+    """Cut a nest of (B, ...) tensors along dimension 0 into one nest, of views, for each micro-batch."""
+    leaves, spec = tree_flatten(value)
+    pieces = [leaf.split(list(sizes)) if isinstance(leaf, Tensor) else [leaf] * len(sizes) for leaf in leaves]
+    return [tree_unflatten([piece[number] for piece in pieces], spec) for number in range(len(sizes))]
+
+
+def gather(values: Sequence[Any], what: str = "the output") -> Any:
+    """Concatenate nests of (b, ...) tensors along dimension 0.
+
+    Raises:
+        ConfigError: if a tensor has no dimension, or the nests differ.
+    """
+    flat = [tree_flatten(value) for value in values]
+    spec = flat[0][1]
+    if any(other != spec for _, other in flat):
+        raise ConfigError(
+            f"{what} is nested differently for some micro-batches: {', '.join(str(one) for _, one in flat)}"
+        )
+    whole = []
+    for leaves in zip(*(leaves for leaves, _ in flat), strict=True):
+        if isinstance(leaves[0], Tensor):
+            if leaves[0].dim() == 0:
+                raise ConfigError(
+                    f"{what} holds a tensor without dimensions, which cannot be gathered from {len(values)} "
+                    "micro-batches: return one row per sample, or use Pipeline.step with loss_fn"
+                )
+            whole.append(leaves[0] if len(leaves) == 1 else torch.cat(leaves))
+        else:
+            whole.append(leaves[0])
+    return tree_unflatten(whole, spec)

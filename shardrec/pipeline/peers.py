@@ -1,0 +1,273 @@
+"""Messages between the ranks of a pipeline, each of which is a stage.
+
+::
+
+    stage ──send──► a thread per peer ──── process group ────► a thread per peer ──► mailbox ──take──► stage
+
+A message is received as soon as it comes, while the stage computes, and a send waits for no other peer's. Its header
+(pickled, over gloo) tells shapes and dtypes, so that micro-batches may differ. Over NCCL, forward and backward have a
+communicator each: between two ranks, messages then go one way only, in the order in which both sides' schedules have
+them.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten
+
+from shardrec.errors import PeerError
+from shardrec.exchange.transport import _timeout_s
+from shardrec.pipeline.message import Failure, Key, Mailbox, Message
+from shardrec.pipeline.timeline import Recorder
+
+__all__ = ["PeerPort", "Peers"]
+
+_FRAME = 1024
+"""Bytes of a header's first part; most have no other."""
+
+
+class Peers:
+    """The other ranks of a pipeline.
+
+    Args:
+        group: stage s is on its rank s; all of its ranks call this.
+        device: of this rank's stage.
+
+    Attributes:
+        sent_bytes: bytes of tensors sent so far, by the stage that they were sent to.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self.device = device
+        self.sent_bytes: Counter[int] = Counter()
+        self._ranks = [dist.get_global_rank(group, rank) for rank in range(self.size)]
+        timeout = timedelta(seconds=_timeout_s(group, device))
+
+        def new_group(backend: str) -> Any:
+            return dist.new_group(self._ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
+
+        self._control = new_group("gloo")
+        self._tensors = [new_group("nccl"), new_group("nccl")] if device.type == "cuda" else [self._control] * 2
+        self._threads: dict[tuple[str, int], ThreadPoolExecutor] = {}
+
+    def gather(self, value: Any) -> list[Any]:
+        """The value of each rank, on every rank; over gloo, so that no device waits.
+
+        Raises:
+            PeerError: if another rank is gone.
+        """
+        values: list[Any] = [None] * self.size
+        try:
+            dist.all_gather_object(values, value, group=self._control)
+        except RuntimeError as error:
+            raise self._gone(error) from error
+        return values
+
+    def agree(self, number: int) -> list[int]:
+        """A number of each rank, on every rank; likewise.
+
+        Raises:
+            PeerError: if another rank is gone.
+        """
+        numbers = torch.empty(self.size, dtype=torch.int64)
+        try:
+            dist.all_gather_into_tensor(numbers, torch.tensor([number]), group=self._control)
+        except RuntimeError as error:
+            raise self._gone(error) from error
+        return numbers.tolist()
+
+    def broadcast(self, value: Tensor, stage: int) -> None:
+        """Overwrite ``value`` on every rank with that of a stage.
+
+        Raises:
+            PeerError: if another rank is gone.
+        """
+        try:
+            dist.broadcast(value, self._ranks[stage], group=self._tensors[0])
+        except RuntimeError as error:
+            raise self._gone(error) from error
+
+    def submit(self, way: str, peer: int, work: Any, *args: Any) -> Future[None]:
+        """Do it on the thread for a peer; one at a time, in order."""
+        threads = self._threads.get((way, peer))
+        if threads is None:
+            name = f"pipeline {way} {peer}"
+            threads = self._threads[way, peer] = ThreadPoolExecutor(1, thread_name_prefix=name)
+        return threads.submit(work, *args)
+
+    def send(self, key: Key, message: Message, ready: Any) -> None:
+        """Send a message; waits until it is gone. ``ready`` is recorded when its tensors had been computed."""
+        leaves = [None if leaf is None else leaf.contiguous() for leaf in message.leaves]
+        failure = message.failure
+        shapes = [None if leaf is None else (tuple(leaf.shape), leaf.dtype) for leaf in leaves]
+        words = None if failure is None else (failure.stage, failure.text)
+        head = _pickled((tuple(key), shapes, message.spec, list(message.differentiable), words))
+        data = len(head).to_bytes(8, "little") + head
+        to = self._ranks[key.target]
+        group = self._tensors[key.source > key.target]
+        try:
+            dist.send(_bytes(data[:_FRAME].ljust(_FRAME, b"\0")), to, group=self._control)
+            if len(data) > _FRAME:
+                dist.send(_bytes(data[_FRAME:]), to, group=self._control)
+            with ExitStack() as stack:
+                if ready is not None:
+                    stream = stack.enter_context(_side_stream(self.device))
+                    stream.wait_event(ready)
+                for leaf in leaves:
+                    if leaf is not None and leaf.numel():
+                        if ready is not None:
+                            leaf.record_stream(torch.cuda.current_stream(self.device))
+                        dist.send(leaf, to, group=group)
+                        self.sent_bytes[key.target] += leaf.numel() * leaf.element_size()
+        except RuntimeError as error:
+            raise self._gone(error) from error
+
+    def receive(self, key: Key) -> Message:
+        """Receive the next message of a peer, which is ``key``."""
+        source = self._ranks[key.source]
+        group = self._tensors[key.source > key.target]
+        try:
+            frame = torch.empty(_FRAME, dtype=torch.uint8)
+            dist.recv(frame, source, group=self._control)
+            data = bytes(frame.tolist())
+            length = int.from_bytes(data[:8], "little") + 8
+            if length > _FRAME:
+                rest = torch.empty(length - _FRAME, dtype=torch.uint8)
+                dist.recv(rest, source, group=self._control)
+                data += bytes(rest.tolist())
+            name, shapes, spec, differentiable, words = pickle.loads(data[8:length])
+            assert Key(*name) == key, f"{Key(*name)} came in place of {key}: both sides have one schedule"
+            leaves: list[Tensor | None] = []
+            event = None
+            with ExitStack() as stack:
+                stream = stack.enter_context(_side_stream(self.device)) if self.device.type == "cuda" else None
+                for shape in shapes:
+                    leaf = None if shape is None else torch.empty(shape[0], dtype=shape[1], device=self.device)
+                    if leaf is not None and leaf.numel():
+                        dist.recv(leaf, source, group=group)
+                    leaves.append(leaf)
+                if stream is not None:
+                    event = stream.record_event()
+        except RuntimeError as error:
+            raise self._gone(error) from error
+        failure = None if words is None else Failure(stage=words[0], text=words[1])
+        return Message(leaves=leaves, spec=spec, differentiable=differentiable, failure=failure, ready=event)
+
+    def _gone(self, error: RuntimeError) -> PeerError:
+        return PeerError(
+            f"stage {self.rank} of {self.size}: another stage's rank stopped, or did not come within the process "
+            f"group's timeout: {str(error).splitlines()[0]}. Look for the first error among the other ranks' messages, "
+            "and start all the ranks again"
+        )
+
+
+class PeerPort(Mailbox):
+    """The port of a stage that is alone in its process, in one step.
+
+    Args:
+        peers: the other ranks.
+        expected: what will come from them, in order.
+        recorder: of the timeline.
+    """
+
+    def __init__(self, peers: Peers, expected: Iterable[Key], recorder: Recorder | None) -> None:
+        super().__init__()
+        self._peers = peers
+        self._recorder = recorder
+        self._under_way: list[Future[None]] = []
+        by_source: dict[int, list[Key]] = {}
+        for key in expected:
+            if 0 <= key.source < peers.size:
+                by_source.setdefault(key.source, []).append(key)
+        for source, keys in by_source.items():
+            self._under_way.append(peers.submit("receive", source, self._receive, keys))
+
+    def send(self, key: Key, message: Message) -> None:
+        """To another rank, or to the caller."""
+        if not 0 <= key.target < self._peers.size or key.target == self._peers.rank:
+            super().send(key, message)
+            return
+        ready = (
+            torch.cuda.current_stream(self._peers.device).record_event() if self._peers.device.type == "cuda" else None
+        )
+        self._under_way.append(self._peers.submit("send", key.target, self._send, key, message, ready))
+
+    def finish(self) -> None:
+        """Wait until all is sent and received.
+
+        Raises:
+            PeerError: if another rank is gone.
+        """
+        errors = [error for error in (one.exception() for one in self._under_way) if error is not None]
+        self._under_way.clear()
+        if errors:
+            raise errors[0]
+
+    def _send(self, key: Key, message: Message, ready: Any) -> None:
+        if self._recorder is None:
+            self._peers.send(key, message, ready)
+            return
+        name = f"{'F' if key.source < key.target else 'B'}{key.batch} to {key.target}"
+        with self._recorder.span(key.source, name if key.skip < 0 else f"{name}, skip", "send"):
+            self._peers.send(key, message, ready)
+
+    def _receive(self, keys: Sequence[Key]) -> None:
+        try:
+            for key in keys:
+                super().send(key, self._peers.receive(key))
+        except BaseException as error:
+            self.give_up(error)
+            raise
+
+
+class _Pickler(pickle.Pickler):
+    """One whose tree specs can be unpickled without torch's warning about the class of their leaves."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, TreeSpec) and obj.is_leaf():
+            return _leaf_spec, ()
+        return NotImplemented
+
+
+def _leaf_spec() -> TreeSpec:
+    return tree_flatten(0)[1]
+
+
+def _pickled(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
+def _bytes(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+class _Streams(threading.local):
+    stream: torch.cuda.Stream | None = None
+
+
+_streams = _Streams()
+
+
+@contextmanager
+def _side_stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
+    """Issue on a stream of the thread's own."""
+    if _streams.stream is None:
+        _streams.stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(_streams.stream):
+        yield _streams.stream

@@ -1,0 +1,297 @@
+"""One mini-batch on its way through a pipeline: what the caller does around its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION
+from concurrent.futures import wait as wait_for
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from shardrec.errors import ConfigError, PeerError
+from shardrec.pipeline.error import PipelineError
+from shardrec.pipeline.message import Key, Mailbox, Message
+from shardrec.pipeline.microbatch import batch_size, gather, scatter, sizes_of
+from shardrec.pipeline.peers import PeerPort
+from shardrec.pipeline.recompute import Modes, RandomStream
+from shardrec.pipeline.schedule import Schedule, backwards, gpipe, place
+from shardrec.pipeline.stage import StageStep, Step
+
+if TYPE_CHECKING:
+    from shardrec.pipeline.pipeline import Pipeline
+
+__all__ = ["Run"]
+
+_LOSS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class Run:
+    """A mini-batch.
+
+    Args:
+        pipeline: whose.
+        input: of the first stage; over a group, only the rank of that stage needs it.
+        with_gradients: a backward follows.
+
+    Attributes:
+        batches: number of micro-batches.
+    """
+
+    def __init__(self, pipeline: Pipeline, input: Any, *, with_gradients: bool) -> None:
+        self._pipeline = pipeline
+        self._first = pipeline.local_stages[0].index == 0
+        self._last = pipeline.local_stages[-1].index == pipeline.stages - 1
+        self._sizes = sizes_of(self._agreed_size(input), pipeline.chunks)
+        self.batches = len(self._sizes)
+        self._leaves: list[Any] = tree_flatten(input)[0] if self._first else []
+        self._parts: list[Any] = scatter(input, self._sizes) if self._first else []
+        stops = {"always": self.batches, "except_last": self.batches - 1, "never": 0}
+        self._step = Step(
+            with_gradients=with_gradients,
+            checkpointed=stops[pipeline.checkpoint],
+            modes=Modes.now({device.type for device in pipeline.devices}),
+            recorder=pipeline.recorder,
+        )
+        self._port: Mailbox | None = None
+        self._steps: list[StageStep] = []
+        self._went_back = False
+
+    def set_loss(self, target: Any, loss_fn: Callable[[Any, Any], Tensor], *, mean: bool) -> None:
+        """Let the last stage compute the loss; a faulty target is that stage's failure."""
+        total, targets = sum(self._sizes), [target] * self.batches
+        fault: Exception | None = None
+        try:
+            if self._last and target is not None:
+                size = batch_size(target, "the target")
+                if size != total:
+                    raise ConfigError(f"the target has {size} samples and the input has {total}: give one for each")
+                device = self._pipeline.devices[-1]
+                here = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, target)
+                targets = scatter(here, self._sizes)
+        except (TypeError, ConfigError) as error:
+            fault = error
+
+        def loss(batch: int, output: Any) -> Tensor:
+            if fault is not None:
+                raise fault
+            value = loss_fn(output, targets[batch])
+            if not isinstance(value, Tensor) or value.dim() or value.dtype not in _LOSS_DTYPES:
+                seen = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+                raise ConfigError(f"loss_fn returned {seen}: it has to return one floating-point number, a 0-d tensor")
+            return value * (self._sizes[batch] / total) if mean and total else value
+
+        self._step.loss = loss
+
+    def execute(self, schedule: Schedule) -> None:
+        """Let the stages of this process do their part.
+
+        Raises:
+            Exception: what a stage of this process raised.
+            PipelineError: if one of another process failed.
+            PeerError: if another rank is gone.
+        """
+        pipeline, peers = self._pipeline, self._pipeline.peers
+        if peers is not None:
+            stage = pipeline.local_stages[0]
+            expected = [key for action in schedule[stage.index] for key in stage.taken(action)]
+            self._port = PeerPort(peers, expected, pipeline.recorder)
+        elif self._port is None:
+            self._port = Mailbox()
+        if not self._steps:
+            self._begin(self._port)
+        try:
+            if pipeline.threads() is not None:
+                self._on_threads(self._port, schedule)
+            else:
+                self._in_turn(schedule)
+        except BaseException:
+            self._port.give_up(PipelineError("the step was interrupted"))
+            raise
+        if isinstance(self._port, PeerPort):
+            self._end_together(self._port)
+        for stage, step in zip(pipeline.local_stages, self._steps, strict=True):
+            if step.failure is not None and step.failure.stage == stage.index and step.failure.error is not None:
+                raise step.failure.error
+
+    def _begin(self, port: Mailbox) -> None:
+        """Hand the first stage its micro-batches."""
+        pipeline, with_gradients = self._pipeline, self._step.with_gradients
+        streams: list[RandomStream | None] = [None] * len(pipeline.local_stages)
+        if pipeline.threads() is not None:
+            # See [Note: random numbers of stages on the CPU].
+            seed = int(torch.randint(2**62, ()))
+            streams = [RandomStream(seed + number) for number in range(len(streams))]
+        self._steps = [
+            StageStep(stage, self._step, port, stream)
+            for stage, stream in zip(pipeline.local_stages, streams, strict=True)
+        ]
+        for batch, part in enumerate(self._parts):
+            leaves, spec = tree_flatten(part)
+            asks = [with_gradients and leaf is not None and leaf.requires_grad for leaf in leaves]
+            detached = [None if leaf is None else leaf.detach() for leaf in leaves]
+            port.send(Key(-1, 0, batch), Message(leaves=detached, spec=spec, differentiable=asks))
+
+    def _on_threads(self, port: Mailbox, schedule: Schedule) -> None:
+        threads = self._pipeline.threads()
+        assert threads is not None, "stages on the CPU have threads"
+        futures = [threads.submit(step.run, actions) for step, actions in zip(self._steps, schedule, strict=True)]
+        try:
+            # A failure is no exception here; only an interrupt is, of a stage or of this thread.
+            done, _ = wait_for(futures, return_when=FIRST_EXCEPTION)
+            for future in done:
+                future.result()
+        except BaseException:
+            port.give_up(PipelineError("the step was interrupted"))
+            wait_for(futures)
+            raise
+
+    def _in_turn(self, schedule: Schedule) -> None:
+        """On this thread, in an order in which nothing is waited for (but what other ranks send)."""
+        own = {stage.index: step for stage, step in zip(self._pipeline.local_stages, self._steps, strict=True)}
+        for step in own.values():
+            step.begin()
+        try:
+            for one in place(schedule):
+                if one.stage in own:
+                    own[one.stage].do(one.action)
+        finally:
+            for step in own.values():
+                step.end()
+
+    def _end_together(self, port: PeerPort) -> None:
+        """Learn of failures on other ranks, and tell them of this one's."""
+        peers = self._pipeline.peers
+        assert peers is not None, "a peer port is one of peers"
+        own = self._steps[0].failure
+        raised = None if own is None or own.stage != peers.rank else own.error
+        if isinstance(raised, PeerError):
+            raise raised
+        port.finish()
+        if not any(peers.agree(int(own is not None))):
+            return
+        found = {one.stage: one.text for one in peers.gather(None if own is None else own.told()) if one is not None}
+        if raised is not None:
+            raise raised
+        texts = [f"stage {stage} failed, on its rank:\n{text}" for stage, text in found.items()]
+        raise PipelineError("\n".join(texts))
+
+    def _agreed_size(self, input: Any) -> int:
+        """Samples of the mini-batch, which the first stage knows."""
+        peers = self._pipeline.peers
+        if peers is None:
+            return batch_size(input)
+        size, fault = 0, None
+        if self._first:
+            try:
+                size = batch_size(input)
+            except (TypeError, ConfigError) as error:
+                size, fault = -1, error
+        size = peers.agree(size)[0]
+        if size < 0:
+            texts = peers.gather("" if fault is None else f"{type(fault).__name__}: {fault}")
+            raise fault or PipelineError(f"the first stage cannot take its input: {texts[0]}")
+        return size
+
+    def _results(self) -> list[Message]:
+        """What the last stage returned, per micro-batch."""
+        assert self._port is not None, "results are there after the forwards"
+        stages = self._pipeline.stages
+        return [self._port.take(Key(stages - 1, stages, batch)) for batch in range(self.batches)]
+
+    def values(self) -> Any:
+        """The output, without a graph; None where the last stage is not."""
+        return _gathered(self._results()) if self._last else None
+
+    def output(self) -> Any:
+        """The output, from which a backward goes back through the pipeline."""
+        results = self._results()
+        leaves, spec = tree_flatten(_gathered(results))
+        asks = [any(flags) for flags in zip(*(one.differentiable for one in results), strict=True)]
+        inputs = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
+        token = torch.zeros(0, requires_grad=True)
+        there = [at for at, leaf in enumerate(leaves) if leaf is not None]
+        values, asked = [leaves[at] for at in there], [asks[at] for at in there]
+        attached: Any = _Attach.apply(self, values, asked, token, *inputs)  # type: ignore[no-untyped-call]
+        for at, leaf in zip(there, attached, strict=True):
+            leaves[at] = leaf
+        return tree_unflatten(leaves, spec)
+
+    def backward(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
+        """The gradients of the input's tensors, from those of the output's."""
+        if self._went_back:
+            raise PipelineError("a pipeline's output goes back once: call forward again, or add the losses up")
+        self._went_back = True
+        assert self._port is not None, "backward comes after forward"
+        stages = self._pipeline.stages
+        for batch, leaves in enumerate(scatter(gradients, self._sizes)):
+            self._port.send(Key(stages, stages - 1, batch), Message(leaves=leaves))
+        self.execute(backwards(gpipe(stages, self.batches)))
+        per_batch = self._input_gradients()
+        return [
+            None if any(one is None for one in column) else torch.cat(column) for column in zip(*per_batch, strict=True)
+        ]
+
+    def input_backward(self) -> None:
+        """After a step: let the input's gradients go on in the graph that it came from."""
+        if not self._first:
+            return
+        roots, seeds = [], []
+        for part, gradients in zip(self._parts, self._input_gradients(), strict=True):
+            for leaf, gradient in zip(tree_flatten(part)[0], gradients, strict=True):
+                if gradient is not None:
+                    roots.append(leaf)
+                    seeds.append(gradient)
+        if roots:
+            torch.autograd.backward(roots, seeds)
+
+    def _input_gradients(self) -> list[list[Tensor | None]]:
+        """Per micro-batch, those of the input's tensors."""
+        assert self._port is not None, "gradients are there after the backwards"
+        found = [list(self._port.take(Key(0, -1, batch)).leaves) for batch in range(self.batches)]
+        device = [leaf.device if isinstance(leaf, Tensor) else None for leaf in self._leaves]
+        return [
+            [None if one is None else one.to(where) for one, where in zip(leaves, device, strict=True)]
+            for leaves in found
+        ]
+
+    def total_loss(self) -> Tensor:
+        """The sum over micro-batches, on every rank."""
+        peers, device = self._pipeline.peers, self._pipeline.devices[-1]
+        total = torch.zeros((), device=device)
+        if self._last:
+            parts = [one.leaves[0] for one in self._results()]
+            total = torch.stack([part for part in parts if part is not None]).sum()
+        if peers is not None:
+            last = self._pipeline.stages - 1
+            dtype = _LOSS_DTYPES[peers.agree(_LOSS_DTYPES.index(total.dtype))[last]]
+            total = total.to(dtype)
+            peers.broadcast(total, last)
+        return total
+
+
+class _Attach(torch.autograd.Function):
+    """Puts a pipeline's output into the caller's graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, run: Run, values: list[Tensor], asks: list[bool], token: Tensor, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.run = run
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(value for value, asked in zip(values, asks, strict=True) if not asked))
+        return tuple(values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, None, None, None, *ctx.run.backward(list(gradients))
+
+
+def _gathered(results: list[Message]) -> Any:
+    nests = []
+    for one in results:
+        assert one.spec is not None, "what goes forward tells how it is nested"
+        nests.append(tree_unflatten(list(one.leaves), one.spec))
+    return gather(nests)

@@ -1,0 +1,26 @@
+"""Skip connections: tensors from a layer of a sequential to a later one, past those between.
+
+::
+
+    layer 0 ──► layer 1 ──► layer 2 ──► layer 3
+       └── stash("a") ─────────────────── pop("a")
+
+See :mod:`shardrec.pipeline` for what becomes of them between stages.
+"""
+
+from shardrec.pipeline.skip.namespace import Namespace
+from shardrec.pipeline.skip.skippable import Skippable, pop, skippable, stash
+from shardrec.pipeline.skip.tracker import SkipTracker, current_skip_tracker, use_skip_tracker
+from shardrec.pipeline.skip.verify import verify_skippables
+
+__all__ = [
+    "Namespace",
+    "SkipTracker",
+    "Skippable",
+    "current_skip_tracker",
+    "pop",
+    "skippable",
+    "stash",
+    "use_skip_tracker",
+    "verify_skippables",
+]

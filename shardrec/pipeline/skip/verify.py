@@ -1,0 +1,77 @@
+"""Whether the skips of a sequential fit together, before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from shardrec.pipeline.skip.skippable import Skippable
+from shardrec.pipeline.skip.tracker import SkipKey
+
+__all__ = ["skippables", "verify_skippables"]
+
+
+def skippables(module: nn.Sequential) -> Iterator[tuple[int, str, Skippable]]:
+    """The skippables of a sequential, in order.
+
+    Those inside of a layer are taken in order of registration, which for a nested sequential is that of execution.
+
+    Args:
+        module: the sequential.
+
+    Yields:
+        Number of the layer, path of the skippable in the sequential, the skippable.
+    """
+    for number, (name, layer) in enumerate(module._modules.items()):
+        for path, child in layer.named_modules(prefix=name, remove_duplicate=False):
+            if isinstance(child, Skippable):
+                yield number, path, child
+
+
+def verify_skippables(module: nn.Sequential) -> None:
+    """Check that each skip is stashed once and popped once later on, in each namespace.
+
+    Args:
+        module: the sequential with all its layers.
+
+    Raises:
+        TypeError: lists all the faults, each with the layer and the name.
+    """
+    faults: list[str] = []
+    stashed: dict[SkipKey, str] = {}
+    popped: dict[SkipKey, str] = {}
+    isolate = "isolate one of the pairs: .isolate(Namespace())"
+    for _, path, layer in skippables(module):
+        both = layer.stashable_names & layer.poppable_names
+        faults += [
+            f"layer {path!r} declares {name!r} both as stash and as pop: give the two skips different names"
+            for name in sorted(both)
+        ]
+        for key in layer.poppable():
+            name = key[1]
+            if name in both:
+                continue
+            if key in popped:
+                faults.append(f"layer {path!r} pops {name!r}, which layer {popped[key]!r} has popped: {isolate}")
+            elif key not in stashed:
+                faults.append(
+                    f"layer {path!r} pops {name!r}, which no layer before it stashes"
+                    + (" in its namespace" if key[0] else "")
+                    + ": put the layer that stashes it first, in the same namespace"
+                )
+            popped.setdefault(key, path)
+        for key in layer.stashable():
+            name = key[1]
+            if name in both:
+                continue
+            if key in stashed:
+                faults.append(f"layer {path!r} stashes {name!r}, which layer {stashed[key]!r} has stashed: {isolate}")
+            stashed.setdefault(key, path)
+    faults += [
+        f"layer {path!r} stashes {key[1]!r}, which no layer pops: pop it in a later layer, or do not stash it"
+        for key, path in stashed.items()
+        if key not in popped
+    ]
+    if faults:
+        raise TypeError("the skips do not fit together:\n" + "\n".join(f"  - {fault}" for fault in faults))

@@ -1,0 +1,399 @@
+"""One stage at work on the micro-batches of one step.
+
+::
+
+    forward of micro-batch i                                   backward of micro-batch i
+      take    activation from stage s-1                          take    gradients from stage s+1,
+              skips from the stages that stash them                      and from those that popped this one's skips
+      compute layers (and the loss, in the last stage)           compute (recompute, if checkpointed,) autograd
+      send    activation to stage s+1                            send    gradients to stage s-1,
+              skips to the stages that pop them                          and to those that stashed what this one popped
+
+Each stage has a graph of its own per micro-batch. Where tensors enter it, an autograd function catches their gradients;
+where they leave it, only the edge of the graph is kept. So the memory of an activation or skip is held by whoever
+computes with it, and by autograd where a backward needs its values.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import TreeSpec, tree_unflatten
+
+from shardrec.pipeline.error import PipelineError
+from shardrec.pipeline.message import Failure, Key, Message, Port, flatten, versions_of
+from shardrec.pipeline.recompute import Modes, RandomState, RandomStream, checkpointing, recomputing
+from shardrec.pipeline.schedule import Action
+from shardrec.pipeline.skip.layout import Route
+from shardrec.pipeline.skip.namespace import Namespace
+from shardrec.pipeline.skip.tracker import SkipKey, SkipTracker, changed_in_place, use_skip_tracker
+from shardrec.pipeline.statistics import MiniBatchStatistics
+from shardrec.pipeline.timeline import Recorder
+
+__all__ = ["Checkpoint", "Stage", "StageStep", "Step"]
+
+Checkpoint = Literal["always", "except_last", "never"]
+"""Which micro-batches keep no graph between forward and backward, but compute the forward once more."""
+
+
+@dataclass(kw_only=True)
+class Step:
+    """What the stages of one process know of a step.
+
+    Args:
+        with_gradients: a backward follows.
+        checkpointed: number of micro-batches, from the first, that are computed once more.
+        modes: of the caller.
+        loss: from a micro-batch and the last stage's output to what is minimized; None: the caller sends gradients.
+        recorder: of the timeline.
+    """
+
+    with_gradients: bool
+    checkpointed: int
+    modes: Modes
+    loss: Callable[[int, Any], Tensor] | None = None
+    recorder: Recorder | None = None
+
+
+class _Boundary(torch.autograd.Function):
+    """Tensors enter a stage's graph here; their gradients end in ``caught``."""
+
+    @staticmethod
+    def forward(ctx: Any, caught: list[Any], token: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.caught = caught
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        ctx.caught[:] = gradients
+        return (None,) * (2 + len(gradients))
+
+
+@dataclass
+class _Entrance:
+    """Tensors that came from another stage, on this one's device.
+
+    Args:
+        leaves: the tensors; let go when the forward has them, unless it is made again.
+        spec: how they are nested.
+        differentiable: per leaf, whether its gradient is to go back.
+        caught: the gradients, of those that are differentiable, once the backward has been there.
+    """
+
+    leaves: list[Tensor | None]
+    spec: TreeSpec
+    differentiable: Sequence[bool]
+    caught: list[Tensor | None] = field(default_factory=list)
+
+    def enter(self, token: Tensor, *, with_graph: bool) -> Any:
+        """The nest, at the beginning of a graph if there is to be one."""
+        leaves = list(self.leaves)
+        places = [place for place, wanted in enumerate(self.differentiable) if wanted]
+        if with_graph and places:
+            self.caught = [None] * len(places)
+            entering = (leaves[place] for place in places)
+            inside: Any = _Boundary.apply(self.caught, token, *entering)  # type: ignore[no-untyped-call]
+            for place, leaf in zip(places, inside, strict=True):
+                leaves[place] = leaf
+        return tree_unflatten(leaves, self.spec)
+
+    def gradients(self) -> list[Tensor | None]:
+        """Per leaf."""
+        found: list[Tensor | None] = [None] * len(self.differentiable)
+        places = [place for place, wanted in enumerate(self.differentiable) if wanted]
+        for place, gradient in zip(places, self.caught, strict=False):
+            found[place] = gradient
+        return found
+
+
+@dataclass
+class _Exit:
+    """Tensors that leave a stage.
+
+    Args:
+        message: for the stage that gets them.
+        edges: per leaf, where its gradient enters the graph; None where it takes none.
+    """
+
+    message: Message | None
+    edges: list[GradientEdge | None]
+
+
+@dataclass
+class _Record:
+    """What a micro-batch's backward needs.
+
+    Args:
+        activation: what entered.
+        skips: likewise, by number of the skip.
+        exits: what left, by number of the skip, -1 for the activation; None if it is to be computed again.
+        random: state before the forward, if so.
+    """
+
+    activation: _Entrance
+    skips: dict[int, _Entrance]
+    exits: dict[int, _Exit] | None
+    random: RandomState | None
+
+
+class StageSkips(SkipTracker):
+    """The skips of one micro-batch's forward in one stage.
+
+    Args:
+        batch: number of the micro-batch.
+        incoming: what other stages have stashed.
+    """
+
+    def __init__(self, batch: int, incoming: dict[SkipKey, Any]) -> None:
+        super().__init__()
+        self.batch = batch
+        self._incoming = incoming
+
+    def load(self, batch: int, namespace: Namespace | None, name: str) -> Any:
+        """What another stage stashed, or this one."""
+        key = (namespace, name)
+        return self._incoming.pop(key) if key in self._incoming else super().load(batch, namespace, name)
+
+
+class Stage:
+    """A run of a sequential's layers on one device.
+
+    Args:
+        index: its number s.
+        stages: number of stages S.
+        layers: its layers, on the device.
+        device: where it computes.
+        routes: the skips between stages.
+    """
+
+    def __init__(
+        self, index: int, stages: int, layers: Sequence[nn.Module], device: torch.device, routes: Sequence[Route]
+    ) -> None:
+        self.index = index
+        self.stages = stages
+        self.layers = list(layers)
+        self.device = device
+        self.stashed = [route for route in routes if route.source == index]
+        self.popped = [route for route in routes if route.target == index]
+        modules = dict.fromkeys(module for layer in layers for module in layer.modules())
+        self.statistics = MiniBatchStatistics(modules)
+        self.token = torch.zeros(0, requires_grad=True)
+
+    def taken(self, action: Action) -> list[Key]:
+        """What comes for an action, in the order in which it is taken."""
+        own, batch = self.index, action.batch
+        if action.kind == "F":
+            return [Key(own - 1, own, batch), *(Key(one.source, own, batch, one.number) for one in self.popped)]
+        return [Key(own + 1, own, batch), *(Key(one.target, own, batch, one.number) for one in self.stashed)]
+
+    def sent(self, action: Action) -> list[Key]:
+        """What an action sends, in order."""
+        own, batch = self.index, action.batch
+        if action.kind == "F":
+            return [Key(own, own + 1, batch), *(Key(own, one.target, batch, one.number) for one in self.stashed)]
+        return [Key(own, own - 1, batch), *(Key(own, one.source, batch, one.number) for one in self.popped)]
+
+
+class StageStep:
+    """A stage in one step.
+
+    Args:
+        stage: the stage.
+        step: the step.
+        port: to the other stages and the caller.
+        stream: of random numbers on the CPU; None: torch's generator.
+    """
+
+    def __init__(self, stage: Stage, step: Step, port: Port, stream: RandomStream | None = None) -> None:
+        self._stage = stage
+        self._step = step
+        self._port = port
+        self._stream = stream
+        self._records: dict[int, _Record] = {}
+        self.failure: Failure | None = None
+
+    def run(self, actions: Sequence[Action]) -> None:
+        """Do all the actions."""
+        self.begin()
+        try:
+            for action in actions:
+                self.do(action)
+        finally:
+            self.end()
+
+    def begin(self) -> None:
+        """Before the first action."""
+        self._stage.statistics.begin()
+
+    def end(self) -> None:
+        """After the last one. What failed keeps nothing."""
+        self._stage.statistics.end(update=self.failure is None)
+        if self.failure is not None:
+            self._records.clear()
+
+    def do(self, action: Action) -> None:
+        """Do it, or tell the others that this stage has failed; raises no exception for a failure.
+
+        Raises:
+            BaseException: that is no Exception, such as KeyboardInterrupt, after the others have been told.
+        """
+        outgoing = self._stage.sent(action)
+        messages: list[Message] = []
+        if self.failure is None:
+            try:
+                with ExitStack() as stack:
+                    if self._stage.device.type == "cuda":
+                        stack.enter_context(torch.cuda.device(self._stage.device))
+                    messages = (self._forward if action.kind == "F" else self._backward)(action)
+            except Exception as error:
+                self._fail(error)
+            except BaseException as error:
+                self._fail(error)
+                self._tell(outgoing)
+                raise
+        if self.failure is not None:
+            self._tell(outgoing)
+            return
+        for key, message in zip(outgoing, messages, strict=True):
+            self._port.send(key, message)
+
+    def _fail(self, error: BaseException) -> None:
+        if self.failure is None:
+            text = "".join(traceback.format_exception(error))
+            self.failure = Failure(stage=self._stage.index, text=text, error=error)
+        self._records.clear()
+
+    def _tell(self, keys: Sequence[Key]) -> None:
+        for key in keys:
+            self._port.send(key, Message(failure=self.failure))
+
+    def _take(self, keys: Sequence[Key]) -> list[Message]:
+        messages = [self._port.take(key) for key in keys]
+        for message in messages:
+            if message.failure is not None:
+                self.failure = message.failure
+                raise PipelineError("another stage has failed")
+        return messages
+
+    def _forward(self, action: Action) -> list[Message]:
+        stage, step, batch = self._stage, self._step, action.batch
+        with self._noted(action, "wait"):
+            first, *others = self._take(stage.taken(action))
+        for route, message in zip(stage.popped, others, strict=True):
+            if message.versions and message.versions != versions_of(message.leaves):
+                raise changed_in_place(route.key[1])
+        with self._noted(action, "compute"):
+            activation = self._entrance(first)
+            skips = {route.number: self._entrance(message) for route, message in zip(stage.popped, others, strict=True)}
+            again = step.with_gradients and batch < step.checkpointed
+            record = _Record(activation, skips, None, None)
+            if again:
+                entrances = [activation, *skips.values()]
+                versions = [versions_of(one.leaves) for one in entrances]
+                record.random = RandomState.now(stage.device, self._stream)
+                with checkpointing():
+                    exits = self._compute(record, batch, with_graph=False)
+                if versions != [versions_of(one.leaves) for one in entrances]:
+                    raise PipelineError(
+                        f"stage {stage.index} changes its input in place, and could not compute its forward again from "
+                        "it: set inplace=False in its first layer, or checkpoint='never'"
+                    )
+            else:
+                with torch.set_grad_enabled(step.with_gradients):
+                    exits = self._compute(record, batch, with_graph=step.with_gradients)
+                record.exits = exits
+                for entrance in (activation, *skips.values()):
+                    entrance.leaves = []
+        if step.with_gradients:
+            self._records[batch] = record
+        messages = []
+        for number in (-1, *(route.number for route in stage.stashed)):
+            outgoing, exits[number].message = exits[number].message, None
+            assert outgoing is not None, "each exit has its message, once"
+            messages.append(outgoing)
+        return messages
+
+    def _backward(self, action: Action) -> list[Message]:
+        stage, batch = self._stage, action.batch
+        keys = stage.taken(action)
+        if stage.index == stage.stages - 1 and self._step.loss is not None:
+            keys = keys[1:]  # the loss has no gradient to wait for
+        with self._noted(action, "wait"):
+            gradients = {
+                key.skip: message.on(stage.device) for key, message in zip(keys, self._take(keys), strict=True)
+            }
+        record = self._records.pop(batch)
+        with self._noted(action, "compute"):
+            exits = record.exits
+            if exits is None:
+                assert record.random is not None, "what is computed again kept its random state"
+                with record.random.again(), recomputing():
+                    exits = self._compute(record, batch, with_graph=True)
+            roots: list[GradientEdge] = []
+            seeds: list[Tensor | None] = []
+            for number, one in exits.items():
+                one.message = None
+                found = gradients.get(number)
+                for place, edge in enumerate(one.edges):
+                    seed = None if found is None else found[place]
+                    if edge is not None and (found is None or seed is not None):
+                        roots.append(edge)
+                        seeds.append(seed)
+            record.exits = exits = None
+            if roots:
+                torch.autograd.backward(roots, seeds)
+        entrances = [record.activation, *record.skips.values()]
+        return [Message(leaves=entrance.gradients()) for entrance in entrances]
+
+    def _entrance(self, message: Message) -> _Entrance:
+        assert message.spec is not None, "what goes forward tells how it is nested"
+        return _Entrance(message.on(self._stage.device), message.spec, message.differentiable)
+
+    def _compute(self, record: _Record, batch: int, *, with_graph: bool) -> dict[int, _Exit]:
+        """The layers' forward: what leaves the stage, by number of the skip."""
+        stage, step = self._stage, self._step
+        token = stage.token
+        incoming = {route.key: record.skips[route.number].enter(token, with_graph=with_graph) for route in stage.popped}
+        tracker = StageSkips(batch, incoming)
+        value = record.activation.enter(token, with_graph=with_graph)
+        with step.modes.applied(), torch.set_grad_enabled(with_graph), self._stream or nullcontext():
+            with use_skip_tracker(tracker):
+                for layer in stage.layers:
+                    value = layer(value)
+            if step.loss is not None and stage.index == stage.stages - 1:
+                value = step.loss(batch, value)
+            exits = {-1: self._exit(value, f"the output of stage {stage.index}")}
+            del value
+            for route in stage.stashed:
+                name = route.key[1]
+                stashed = tracker.load(batch, *route.key)
+                exits[route.number] = self._exit(stashed, f"the skip {name!r}")
+                del stashed
+        return exits
+
+    def _exit(self, value: Any, what: str) -> _Exit:
+        leaves, spec = flatten(value, what)
+        will = self._step.with_gradients
+        # A checkpointed forward cannot tell, so that a gradient is asked for that may be left out.
+        asks = [
+            leaf is not None
+            and will
+            and (leaf.requires_grad if torch.is_grad_enabled() else leaf.is_floating_point() or leaf.is_complex())
+            for leaf in leaves
+        ]
+        edges = [get_gradient_edge(leaf) if leaf is not None and leaf.requires_grad else None for leaf in leaves]
+        detached = [None if leaf is None else leaf.detach() for leaf in leaves]
+        message = Message(leaves=detached, spec=spec, differentiable=asks, versions=versions_of(detached))
+        return _Exit(message, edges)
+
+    def _noted(self, action: Action, what: str) -> Any:
+        recorder = self._step.recorder
+        return nullcontext() if recorder is None else recorder.span(self._stage.index, action, what)

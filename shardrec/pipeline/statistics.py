@@ -1,0 +1,88 @@
+"""Running statistics of batch norms, of the mini-batch and not of its last micro-batches.
+
+A BatchNorm layer sees micro-batches, and normalizes each by its own mean and variance, as GPipe (Huang et al., 2019)
+does. Its running statistics are to be those of the whole mini-batch, updated once, whatever the number of micro-batches
+and of recomputations. So while a stage runs, its batch norms leave them alone, and a hook adds up what they would see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from shardrec.pipeline.recompute import is_recomputing
+
+__all__ = ["MiniBatchStatistics"]
+
+
+class MiniBatchStatistics:
+    """The batch norms of a stage during a step.
+
+    Args:
+        modules: those of the stage.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        # SyncBatchNorm exchanges its statistics in forward, and keeps its own way.
+        self._norms = [
+            module for module in modules if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
+        ]
+        self._moments: dict[int, tuple[int, Tensor, Tensor]] = {}
+        self._hooks: list[Any] = []
+        self._held: list[_BatchNorm] = []
+
+    def begin(self) -> None:
+        """From now on, collect."""
+        self._held = [norm for norm in self._norms if norm.training and norm.track_running_stats]
+        for norm in self._held:
+            norm.track_running_stats = False
+            self._hooks.append(norm.register_forward_pre_hook(self._see))
+
+    def end(self, *, update: bool) -> None:
+        """Update the running statistics, unless the step failed, and leave the batch norms as they were."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        for norm in self._held:
+            norm.track_running_stats = True
+            if update and id(norm) in self._moments:
+                _update(norm, *self._moments[id(norm)])
+        self._held.clear()
+        self._moments.clear()
+
+    @torch.no_grad()
+    def _see(self, norm: nn.Module, args: tuple[Tensor, ...]) -> None:
+        """Add a micro-batch's count, mean and sum of squared deviations (Chan et al., 1979)."""
+        values = args[0]
+        if is_recomputing() or values.numel() == 0:
+            return
+        others = [dim for dim in range(values.dim()) if dim != 1]
+        count = values.numel() // values.size(1)
+        variance, mean = torch.var_mean(values.detach().float(), others, correction=0)
+        squares = variance * count
+        if id(norm) in self._moments:
+            old_count, old_mean, old_squares = self._moments[id(norm)]
+            total = old_count + count
+            delta = mean - old_mean
+            squares = old_squares + squares + delta * delta * (old_count * count / total)
+            mean = old_mean + delta * (count / total)
+            count = total
+        self._moments[id(norm)] = (count, mean, squares)
+
+
+@torch.no_grad()
+def _update(norm: _BatchNorm, count: int, mean: Tensor, squares: Tensor) -> None:
+    if norm.num_batches_tracked is not None:
+        norm.num_batches_tracked.add_(1)
+    if norm.momentum is not None:
+        weight = norm.momentum
+    else:
+        assert norm.num_batches_tracked is not None, "a batch norm that tracks statistics counts its batches"
+        weight = 1.0 / float(norm.num_batches_tracked)
+    for running, value in ((norm.running_mean, mean), (norm.running_var, squares / max(1, count - 1))):
+        assert running is not None, "a batch norm that tracks statistics has them"
+        running.lerp_(value.to(running.dtype), weight)

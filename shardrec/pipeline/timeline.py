@@ -1,0 +1,121 @@
+"""When each stage computed and when it waited, in one step: as a Chrome trace, and as a picture."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shardrec.pipeline.schedule import Action
+
+__all__ = ["Recorder", "Span", "Timeline"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """What a stage did for a while.
+
+    Args:
+        stage: which.
+        name: the action, such as ``"F0"``.
+        kind: ``"compute"``; ``"wait"``, for messages; ``"send"``, a message on its way to another rank.
+        start: time in seconds of the host's clock.
+        end: likewise.
+    """
+
+    stage: int
+    name: str
+    kind: str
+    start: float
+    end: float
+
+
+@dataclass
+class Recorder:
+    """Collects spans; from several threads."""
+
+    spans: list[Span] = field(default_factory=list)
+
+    @contextmanager
+    def span(self, stage: int, action: Action | str, kind: str) -> Iterator[None]:
+        """Note how long the block takes."""
+        start = time.time()
+        try:
+            yield
+        finally:
+            self.spans.append(Span(stage=stage, name=str(action), kind=kind, start=start, end=time.time()))
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The spans of a step, of all stages.
+
+    Args:
+        spans: in any order.
+    """
+
+    spans: list[Span]
+
+    @property
+    def seconds(self) -> float:
+        """From the first start to the last end of a computation."""
+        computed = self._computed()
+        return max(one.end for one in computed) - min(one.start for one in computed)
+
+    @property
+    def idle_share(self) -> float:
+        """Share of the stages' time in which they compute nothing; the schedule's own is :func:`schedule.bubble`."""
+        computed = self._computed()
+        stages = len({one.stage for one in computed})
+        return 1 - sum(one.end - one.start for one in computed) / (stages * self.seconds)
+
+    def save_trace(self, path: str | Path) -> None:
+        """Write a trace for chrome://tracing or Perfetto: a process per stage."""
+        begin = min(one.start for one in self.spans)
+        lanes = {"compute": 0, "wait": 1, "send": 2}
+        events = [
+            {
+                "name": f"{one.kind} {one.name}" if one.kind != "compute" else one.name,
+                "cat": one.kind,
+                "ph": "X",
+                "pid": one.stage,
+                "tid": lanes[one.kind],
+                "ts": 1e6 * (one.start - begin),
+                "dur": 1e6 * (one.end - one.start),
+            }
+            for one in self.spans
+        ]
+        stages = sorted({one.stage for one in self.spans})
+        events += [
+            {"name": "process_name", "ph": "M", "pid": stage, "args": {"name": f"stage {stage}"}} for stage in stages
+        ]
+        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
+
+    def save_png(self, path: str | Path) -> None:
+        """Draw a line per stage: forwards, backwards, waits, and messages on their way below."""
+        from matplotlib.figure import Figure
+
+        begin = min(one.start for one in self.spans)
+        stages = sorted({one.stage for one in self.spans})
+        figure = Figure(figsize=(10, 1 + 0.6 * len(stages)), layout="constrained")
+        axes = figure.add_subplot()
+        colours = {"F": "#4c78a8", "B": "#f58518"}
+        for one in self.spans:
+            left, width = 1e3 * (one.start - begin), 1e3 * (one.end - one.start)
+            if one.kind == "compute":
+                axes.barh(one.stage, width, left=left, height=0.6, color=colours[one.name[0]], edgecolor="white")
+                axes.text(left + width / 2, one.stage, one.name, ha="center", va="center", fontsize=7, clip_on=True)
+            elif one.kind == "wait":
+                axes.barh(one.stage, width, left=left, height=0.15, color="#d9d9d9")
+            else:
+                axes.barh(one.stage + 0.4, width, left=left, height=0.1, color="#54a24b")
+        axes.set_yticks(stages, [f"stage {stage}" for stage in stages])
+        axes.invert_yaxis()
+        axes.set_xlabel("ms (blue forward, orange backward, grey wait, green sending)")
+        figure.savefig(path, dpi=120)
+
+    def _computed(self) -> list[Span]:
+        return [one for one in self.spans if one.kind == "compute"]

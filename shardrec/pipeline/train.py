@@ -1,0 +1,152 @@
+"""A training loop that works ahead: ids are exchanged, and inputs copied, while the batch before is computed.
+
+::
+
+    depth 2, step i     copy of batch i+2 to the device
+                        batch i+1: checked and cut
+                        batch i:   lookup, rows ──► dense part's forward ──► loss
+                        batch i+1: headers; ids on their way ─────────────────────────┐
+                        batch i:   dense part's backward, gradients of rows ──► update │
+    step i+1            batch i+1: the ids are there ◄─────────────────────────────────┘
+
+Each step looks its rows up after the last update, so that losses are those of the plain loop, to the bit. How far the
+loop looks ahead is its depth: 0, the plain loop; 1, batch i+1 is copied and its ids are exchanged in step i; 2, batch
+i+2 is copied in step i, too.
+
+[Note: failing while another batch is under way]
+In step i the headers of batch i+1 are exchanged between forward and backward. A rank whose forward failed still looks
+up and sends what the others wait for, and then tells them in that header, so that none begins a backward. A batch i+1
+that is faulty is told there, too, and raised in its own step: batch i is trained on first, as in the plain loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from shardrec.errors import ConfigError
+from shardrec.exchange.step import StepContext
+from shardrec.modules.model import ShardedModel
+from shardrec.pipeline.lookahead import Lookahead
+
+__all__ = ["TrainPipeline"]
+
+
+class TrainPipeline:
+    """Trains a sharded model, working ahead on the next batches. An iterator over its steps.
+
+    ::
+
+        pipeline = TrainPipeline(model, optimizer, loader, loss_fn=lambda model, batch: loss(model(batch.x), batch.y))
+        for loss in pipeline:
+            ...
+
+    Which features each sharded module is called with is learnt from the first step: they have to be KeyedJaggedTensors
+    that the batch holds (in a tuple, list, dict, dataclass or other object), not made in the model's forward. Where
+    that is not so, nothing is exchanged ahead, which a warning says once.
+
+    A step that raises leaves the pipeline usable: its batch is lost, and the next ``next()`` takes the next one.
+
+    Args:
+        model: from :func:`shardrec.shard`, or any module, whose inputs are then copied ahead only.
+        optimizer: of the model, one or several (fused ones update in backward); each step clears gradients and updates.
+        dataloader: batches; as many on every rank. Tensors, tuples, lists and dicts of them, or objects with a method
+            ``to(device, non_blocking)``.
+        loss_fn: from model and batch to the loss, or a tuple that begins with it; default: calls ``model(batch)``.
+        depth: 0, 1 or 2; see above.
+        device: where batches are copied to; default: the sharded model's, or that of the first parameter.
+
+    Raises:
+        ConfigError: for another depth.
+
+    The idea is that of TorchRec's ``TrainPipelineSparseDist``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        dataloader: Iterable[Any],
+        *,
+        loss_fn: Callable[[nn.Module, Any], Any] | None = None,
+        depth: int = 2,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if depth not in (0, 1, 2):
+            raise ConfigError(f"depth is {depth!r}: give 0 (the plain loop), 1 or 2")
+        self._model = model
+        self._optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        self._loss_fn = loss_fn or _call
+        self._depth = depth
+        context = model.context if isinstance(model, ShardedModel) else None
+        if device is None and context is not None:
+            device = context.device
+        elif device is None:
+            device = next((one.device for one in model.parameters()), "cpu")
+        self._device = torch.device(device)
+        self._context: StepContext | None = context
+        self._steps = self._ahead(dataloader, gradients=True)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        """Train on the next batch.
+
+        Returns:
+            What ``loss_fn`` returned.
+
+        Raises:
+            StopIteration: after the last batch.
+            InputError: on every rank, if the batch, or the model's forward on it, fails on any.
+        """
+        for optimizer in self._optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        return self._steps.step(lambda batch: self._loss_fn(self._model, batch), self._update)
+
+    def evaluate(self, dataloader: Iterable[Any]) -> Iterator[Any]:
+        """Iterate over what ``loss_fn`` returns for each batch, in evaluation mode and without gradients."""
+        return self.predict(dataloader, self._loss_fn)
+
+    def predict(
+        self, dataloader: Iterable[Any], forward: Callable[[nn.Module, Any], Any] | None = None
+    ) -> Iterator[Any]:
+        """Iterate over the model's outputs, in evaluation mode and without gradients.
+
+        Args:
+            dataloader: batches, as many on every rank.
+            forward: from model and batch to the output; default: ``model(batch)``.
+        """
+        steps = self._ahead(dataloader, gradients=False)
+        was_training = self._model.training
+        while True:
+            # Between two outputs the caller may train.
+            self._model.eval()
+            try:
+                with torch.no_grad():
+                    output = steps.step(lambda batch: (forward or _call)(self._model, batch), _nothing)
+            except StopIteration:
+                return
+            finally:
+                self._model.train(was_training)
+            yield output
+
+    def _ahead(self, batches: Iterable[Any], *, gradients: bool) -> Lookahead:
+        return Lookahead(batches, self._context, depth=self._depth, device=self._device, gradients=gradients)
+
+    def _update(self, result: Any) -> None:
+        loss: Tensor = result[0] if isinstance(result, (tuple, list)) else result
+        loss.backward()  # type: ignore[no-untyped-call,unused-ignore]  # untyped in some releases of torch
+        for optimizer in self._optimizers:
+            optimizer.step()
+
+
+def _call(model: nn.Module, batch: Any) -> Any:
+    return model(batch)
+
+
+def _nothing(result: Any) -> None:
+    pass

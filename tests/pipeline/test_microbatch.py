@@ -1,0 +1,50 @@
+"""Mini-batches cut and put together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardrec.errors import ConfigError
+from shardrec.pipeline.microbatch import batch_size, gather, scatter, sizes_of
+
+
+@given(st.integers(0, 30), st.integers(1, 40))
+def test_sizes_add_up_and_are_even(total: int, chunks: int) -> None:
+    sizes = sizes_of(total, chunks)
+    assert sum(sizes) == total
+    assert len(sizes) == max(1, min(total, chunks))
+    assert max(sizes) - min(sizes) <= 1
+    assert min(sizes) > 0 or total == 0
+
+
+@given(st.integers(0, 12), st.integers(1, 15))
+def test_scatter_and_gather_are_inverse(total: int, chunks: int) -> None:
+    value = (torch.randn(total, 3), {"a": torch.arange(total), "none": None}, [torch.randn(total)])
+    parts = scatter(value, sizes_of(total, chunks))
+    torch.testing.assert_close(gather(parts), value)
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "message"),
+    [
+        ((torch.ones(2), torch.ones(3)), ConfigError, r"\[0\] has 2, \[1\] has 3"),
+        ((), ConfigError, r"there is no tensor"),
+        (torch.tensor(1.0), ConfigError, r"without dimensions; its first has to be the batch"),
+        ({"a": 3}, TypeError, r"the input\['a'\] is a int: a pipeline takes \(B, ...\) tensors"),
+    ],
+)
+def test_what_has_no_batch(value: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        batch_size(value)
+
+
+def test_outputs_that_cannot_be_gathered() -> None:
+    with pytest.raises(ConfigError, match=r"cannot be gathered from 2 micro-batches.*Pipeline.step with loss_fn"):
+        gather([torch.tensor(1.0), torch.tensor(2.0)])
+    with pytest.raises(ConfigError, match="nested differently for some micro-batches"):
+        gather([torch.ones(1), (torch.ones(1),)])

@@ -1,0 +1,211 @@
+"""A pipeline of several ranks gives what the sequential gives, and fails on all of them together."""
+
+from __future__ import annotations
+
+import copy
+import os
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from shardrec.errors import ConfigError, PeerError
+from shardrec.pipeline import Pipeline, PipelineError
+from shardrec.pipeline.skip.layout import skip_routes
+from tests.pipeline.networks import BrokenBackward, Fails, nested, network, two_skips
+from tests.pipeline.skip.layers import popping, stashing
+from tests.ranks import raises_on_all, ranks
+
+BALANCES = {1: [8], 2: [5, 3], 3: [2, 3, 3], 4: [3, 1, 1, 3]}
+
+
+def batch(samples: int = 10, seed: int = 3) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(samples, size, generator=generator).double() for size in (4, 2))  # type: ignore[return-value]
+
+
+def piped(model: nn.Sequential, balance: list[int], **options: Any) -> Pipeline:
+    return Pipeline(model, balance, group=dist.group.WORLD, **options)
+
+
+def train_both(steps: int, schedule: Any, checkpoint: Any) -> None:
+    """Some steps of plain and of pipelined training, with mini-batches of several sizes."""
+    model = network()
+    balance = BALANCES[dist.get_world_size()]
+    pipeline = piped(copy.deepcopy(model), balance, chunks=4, schedule=schedule, checkpoint=checkpoint)
+    optimizers = [torch.optim.Adam(one.parameters(), lr=0.01) for one in (model, pipeline)]
+    for step in range(steps):
+        x, y = batch(samples=2 + step % 7, seed=step)
+        loss = mse_loss(model(x), y)
+        loss.backward()
+        # Only the first stage needs the input, and the last one the target.
+        first, last = dist.get_rank() == 0, dist.get_rank() == dist.get_world_size() - 1
+        piped_loss = pipeline.step(x if first else None, y if last else None, loss_fn=mse_loss)
+        torch.testing.assert_close(piped_loss, loss.detach(), rtol=1e-6, atol=1e-9)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    wanted = model.state_dict()
+    own = pipeline.state_dict()
+    torch.testing.assert_close(own, {name: wanted[name] for name in own}, rtol=1e-6, atol=1e-9)
+    with torch.no_grad():
+        output = pipeline(x)
+    assert (output is not None) == last
+    if last:
+        torch.testing.assert_close(output, model(x).detach(), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("n", "schedule", "checkpoint"),
+    [(1, "1f1b", "always"), (2, "1f1b", "except_last"), (3, "gpipe", "always"), (3, "1f1b", "never")],
+)
+def test_training_equals_plain_training(n: int, schedule: str, checkpoint: str) -> None:
+    ranks(n, train_both, 8, schedule, checkpoint)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_fifty_steps_of_each_schedule_and_checkpointing_mode(n: int) -> None:
+    def every() -> None:
+        for schedule, checkpoint in product(["gpipe", "1f1b"], ["always", "except_last", "never"]):
+            train_both(50, schedule, checkpoint)
+
+    ranks(n, every)
+
+
+def test_namespaces_nests_and_none() -> None:
+    def one(make: Any, balance: list[int]) -> None:
+        model, (x, _) = make(), batch()
+        pipeline = piped(copy.deepcopy(model), balance, chunks=3)
+
+        def loss_fn(output: Tensor, _: Any) -> Tensor:
+            return output.square().sum()
+
+        loss = sum(loss_fn(model(part), None) for part in (x[:4], x[4:7], x[7:]))
+        loss.backward()  # type: ignore[union-attr]
+        torch.testing.assert_close(pipeline.step(x, loss_fn=loss_fn, reduction="sum"), loss.detach())  # type: ignore[union-attr]
+        wanted = dict(model.named_parameters())
+        for name, parameter in pipeline.named_parameters():
+            torch.testing.assert_close(parameter.grad, wanted[name].grad)
+
+    def both() -> None:
+        one(two_skips, [3, 2, 3])
+        one(nested, [2, 1, 3])
+
+    ranks(3, both)
+
+
+def test_between_stages_that_a_skip_jumps_over_no_bytes_are_added() -> None:
+    def sent(width: int) -> dict[int, int]:
+        before = [nn.Linear(4, width), stashing("a"), nn.Linear(width, 4)]
+        after = [nn.Linear(4, width), popping("a")]
+        pipeline = piped(nn.Sequential(*before, nn.Linear(4, 4), *after), [3, 1, 2], chunks=2)
+        pipeline.step(torch.ones(6, 4), loss_fn=lambda output, _: output.sum())
+        return pipeline.sent_bytes
+
+    narrow, wide = ranks(3, sent, 8), ranks(3, sent, 32)
+    bytes_of = lambda columns: 6 * columns * 4  # noqa: E731
+    assert narrow == [
+        {1: bytes_of(4), 2: bytes_of(8)},
+        {2: bytes_of(4), 0: bytes_of(4)},
+        {1: bytes_of(4), 0: bytes_of(8)},
+    ]
+    assert wide[1] == narrow[1]
+    assert wide[0] == {1: bytes_of(4), 2: bytes_of(32)}
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_failing_stage_fails_on_every_rank_and_the_next_batch_works(schedule: Any) -> None:
+    def run() -> list[str]:
+        x, y = batch()
+        layers: list[nn.Module] = [nn.Linear(4, 2)]
+        for _ in range(3):
+            layers += [Fails(), BrokenBackward(), nn.Tanh()]
+        pipeline = piped(nn.Sequential(*layers).double(), [4, 3, 3], chunks=4, schedule=schedule)
+        seen = []
+        for at in range(3):
+            own = list(pipeline)[-3:]
+            fails, breaks = own[0], own[1]
+            assert isinstance(fails, Fails)
+            assert isinstance(breaks, BrokenBackward)
+            here = dist.get_rank() == at
+            for kind in ("forward", "backward"):
+                fails.error = ValueError("forward fails on purpose") if here and kind == "forward" else None
+                breaks.broken = here and kind == "backward"
+                with pytest.raises(ValueError if here else PipelineError, match=f"{kind} fails on purpose") as caught:
+                    pipeline.step(x, y, loss_fn=mse_loss)
+                seen.append("" if here else str(caught.value))
+                fails.error, breaks.broken = None, False
+                assert pipeline.step(x, y, loss_fn=mse_loss).isfinite()
+        return seen
+
+    for texts in ranks(3, run):
+        for number, text in enumerate(texts):
+            assert not text or f"stage {number // 2} failed, on its rank:\nTraceback" in text
+            assert not text or "networks.py" in text
+
+
+def test_a_bad_input_and_a_bad_target_fail_on_every_rank() -> None:
+    def run() -> None:
+        rank, (x, y) = dist.get_rank(), batch()
+        pipeline = piped(network(), [4, 4], chunks=2)
+        with pytest.raises(TypeError if rank == 0 else PipelineError, match="is a str: a pipeline takes"):
+            pipeline.step("x", y, loss_fn=mse_loss)
+        with pytest.raises(ConfigError if rank == 1 else PipelineError, match="target has 9 samples and the"):
+            pipeline.step(x, y[1:], loss_fn=mse_loss)
+        with pytest.raises(ConfigError, match=r"train with Pipeline\.step, and evaluate inside"):
+            pipeline(x)
+        assert pipeline.step(x, y, loss_fn=mse_loss).isfinite()
+
+    ranks(2, run)
+
+
+def test_too_few_ranks() -> None:
+    raises_on_all(2, ConfigError, "3 stages and the group has 2 ranks", lambda: piped(network(), [3, 3, 2]))
+
+
+def test_a_pipeline_of_ranks_is_not_copied() -> None:
+    raises_on_all(1, ConfigError, "cannot be copied or pickled", lambda: copy.deepcopy(piped(network(), [8])))
+
+
+def test_a_rank_that_dies_is_told() -> None:
+    def run() -> None:
+        pipeline = piped(network(), [4, 4], chunks=2)
+        x, y = batch()
+        pipeline.step(x, y, loss_fn=mse_loss)
+        if dist.get_rank() == 1:
+            os._exit(3)
+        pipeline.step(x, y, loss_fn=mse_loss)
+
+    survivor, _ = ranks(2, run, expect_death=[1])
+    assert isinstance(survivor, PeerError)
+    assert "another stage's rank stopped" in str(survivor)
+
+
+def test_routes_are_numbered_alike_where_namespaces_are_not() -> None:
+    def numbers() -> list[tuple[int, int, int]]:
+        return [(one.number, one.source, one.target) for one in skip_routes(two_skips(), [2, 3, 3])]
+
+    assert ranks(2, numbers) == [[(0, 0, 2), (1, 1, 2)]] * 2
+
+
+def test_a_long_header_is_sent_in_two_parts() -> None:
+    class Many(nn.Module):
+        def forward(self, input: Tensor) -> Any:
+            return {f"a rather long name of column {number}": input * number for number in range(100)}
+
+    class Sum(nn.Module):
+        def forward(self, input: Any) -> Tensor:
+            total: Tensor = sum(input.values())
+            return total
+
+    def run() -> None:
+        x = torch.ones(3, 1)
+        loss = piped(nn.Sequential(nn.Linear(1, 1), Many(), Sum()), [2, 1]).step(x, loss_fn=lambda out, _: out.sum())
+        assert loss.isfinite()
+
+    ranks(2, run)

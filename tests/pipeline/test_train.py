@@ -1,0 +1,393 @@
+"""A loop that works ahead makes the plain loop's steps, and survives what the plain loop survives."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+from torchrec.modules.embedding_configs import EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from shardrec.data import ClickBatch
+from shardrec.errors import ConfigError, InputError
+from shardrec.layout import Topology
+from shardrec.modules import ShardedModel, shard
+from shardrec.pipeline import TrainPipeline
+from tests.batches import random_bags
+from tests.collective_counts import CollectiveOperators
+from tests.models import click_model, collection, feature_rows, table_sizes
+from tests.modules.clicks import CONFIGS, ROWS, dense_parameters, mixed_plan
+from tests.plans import random_plan
+from tests.ranks import ranks
+
+
+def batch(step: int, rank: int, *, bad: bool = False) -> ClickBatch:
+    rng = Random(100 * step + rank)
+    size = rng.randrange(1, 5)
+    sparse = random_bags(rng, ROWS, size).kjt()
+    if bad:
+        sparse.values()[:] = 10**6
+    generator = torch.Generator().manual_seed(step)
+    return ClickBatch(
+        dense=torch.randn(size, 3, generator=generator),
+        sparse=sparse,
+        labels=torch.rand(size, generator=generator).round(),
+    )
+
+
+def world() -> tuple[int, int]:
+    return dist.get_rank(), dist.get_world_size()
+
+
+def clicks(**options: Any) -> ShardedModel:
+    return shard(click_model(CONFIGS, **options), mixed_plan(dist.get_world_size()))
+
+
+def loss_fn(model: nn.Module, batch: ClickBatch) -> Tensor:
+    return binary_cross_entropy_with_logits(model(batch.dense, batch.sparse), batch.labels)
+
+
+def pipeline_of(model: ShardedModel, batches: Iterable[Any], depth: int, loss: Any = loss_fn) -> TrainPipeline:
+    return TrainPipeline(model, torch.optim.Adam(dense_parameters(model)), batches, loss_fn=loss, depth=depth)
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def plain(model: ShardedModel, batches: Iterable[Any], loss: Any = loss_fn) -> list[float]:
+    optimizer = torch.optim.Adam(dense_parameters(model))
+    losses = []
+    for one in batches:
+        optimizer.zero_grad()
+        value = loss(model, one)
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    return losses
+
+
+@pytest.mark.parametrize("n", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adam"])
+def test_losses_and_weights_are_the_plain_loop_s_to_the_bit(n: int, optimizer: str) -> None:
+    def run() -> None:
+        rank, _ = world()
+        batches = [batch(step, rank) for step in range(12)]
+        model = clicks(optimizer=optimizer)
+        wanted, last = plain(model, batches), weights(model)
+        for depth in (0, 1, 2):
+            model = clicks(optimizer=optimizer)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("error", message="TrainPipeline")
+                losses = [float(loss) for loss in pipeline_of(model, batches, depth)]
+            assert losses == wanted, f"depth {depth}"
+            for one, other in zip(weights(model), last, strict=True):
+                assert torch.equal(one, other), f"depth {depth}"
+
+    ranks(n, run)
+
+
+class TwoKinds(nn.Module):
+    """Bags looked up twice and used in between, and rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = collection(CONFIGS, optimizers="sgd")
+        configs = [EmbeddingConfig(name="s", num_embeddings=11, embedding_dim=8, feature_names=["z"])]
+        self.rows = EmbeddingCollection(tables=configs)
+        self.top = nn.Linear(1, 1)
+
+    def forward(self, batch: dict[str, Any]) -> Tensor:
+        first = self.bags(batch["pair"][0])
+        rows = self.rows(batch["rows"])
+        total = first.values().sum() + rows["z"].values().square().sum()
+        second = self.bags(batch["pair"][1])
+        output: Tensor = self.top((total * second.values().sum()).view(1, 1)).sum()
+        return output
+
+
+def test_several_modules_and_exchanges_in_a_forward() -> None:
+    def run() -> None:
+        rank, size = world()
+
+        def batches() -> Iterator[dict[str, Any]]:
+            for step in range(6):
+                rng = Random(10 * step + rank)
+                pair = (random_bags(rng, ROWS, 3).kjt(), random_bags(rng, ROWS, 2).kjt())
+                yield {"pair": pair, "rows": random_bags(rng, {"z": 11}, 3).kjt()}
+
+        def model() -> ShardedModel:
+            tables = {**table_sizes(CONFIGS, "bags"), "rows.s": (11, 8)}
+            return shard(TwoKinds(), random_plan(Random(1), tables, Topology(ranks_per_host=size)))
+
+        torch.manual_seed(0)
+        wanted = plain(one := model(), batches(), nn.Module.__call__)
+        torch.manual_seed(0)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="TrainPipeline")
+            other = model()
+            losses = [float(loss) for loss in pipeline_of(other, batches(), 2, None)]
+        assert losses == wanted
+        for mine, theirs in zip(weights(other), weights(one), strict=True):
+            assert torch.equal(mine, theirs)
+
+    ranks(2, run)
+
+
+def test_no_collective_is_added() -> None:
+    def run() -> list[int]:
+        rank, _ = world()
+        counts = []
+        for depth in (0, 2):
+            steps = pipeline_of(clicks(), (batch(step, rank) for step in range(9)), depth)
+            for _ in range(3):
+                next(steps)
+            with CollectiveOperators() as counted:
+                next(steps)
+            counts.append(sum(counted.values()))
+        return counts
+
+    for before, after in ranks(2, run):
+        assert before == after > 0
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_bad_batch_is_lost_alone_and_on_every_rank(depth: int) -> None:
+    def run() -> None:
+        rank, size = world()
+        good = [step for step in range(8) if step not in (0, 3)]
+        model = clicks()
+        wanted = plain(model, [batch(step, rank) for step in good])
+        steps = pipeline_of(
+            clicks(), [batch(step, rank, bad=step in (0, 3) and rank == size - 1) for step in range(8)], depth
+        )
+        losses, errors = [], []
+        while True:
+            try:
+                losses.append(float(next(steps)))
+            except StopIteration:
+                break
+            except InputError as error:
+                errors.append((len(losses), str(error)))
+        assert losses == wanted
+        assert [at for at, _ in errors] == [0, 2]
+        assert all("rank 1: " in text or size == 1 for _, text in errors)
+
+    ranks(1, run)
+    ranks(2, run)
+
+
+class Breaks(nn.Module):
+    """A loss that fails on one rank, in some steps, before or after the lookup."""
+
+    def __init__(self, when: dict[int, str]) -> None:
+        super().__init__()
+        self.when = when
+        self.calls = -1
+
+    def __call__(self, model: nn.Module, batch: ClickBatch) -> Tensor:
+        self.calls += 1
+        how = self.when.get(self.calls) if dist.get_rank() == dist.get_world_size() - 1 else None
+        if how == "before":
+            raise RuntimeError("breaks before the lookup")
+        loss = loss_fn(model, batch)
+        if how == "after":
+            raise RuntimeError("breaks after the lookup")
+        return loss
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_a_forward_that_fails_on_one_rank_is_told_before_its_backward(n: int) -> None:
+    def run() -> None:
+        rank, size = world()
+        when = {2: "before", 3: "after", 5: "before"}
+        model = clicks()
+        plain_losses = plain(model, [batch(step, rank) for step in range(7) if step not in when])
+        steps = pipeline_of(clicks(), [batch(step, rank) for step in range(7)], 2, Breaks(when))
+        losses, errors = [], []
+        kind = InputError if size > 1 else RuntimeError
+        while True:
+            try:
+                losses.append(float(next(steps)))
+            except StopIteration:
+                break
+            except kind as error:
+                errors.append(str(error))
+        assert losses == plain_losses
+        assert ["before" in errors[0], "after" in errors[1], "before" in errors[2]] == [True] * 3
+        assert len(errors) == 3
+        if size > 1:
+            assert f"rank {size - 1}: the model's forward failed: RuntimeError: breaks before" in errors[0]
+
+    ranks(n, run)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_loader_that_fails_on_one_rank_fails_on_all(depth: int) -> None:
+    def run() -> tuple[int, str]:
+        rank, _ = world()
+
+        def loader() -> Iterator[ClickBatch]:
+            for step in range(4):
+                yield batch(step, rank)
+            if rank:
+                raise OSError("no such disk")
+            yield batch(4, rank)
+
+        steps = pipeline_of(clicks(), loader(), depth)
+        done = 0
+        try:
+            for _ in steps:
+                done += 1
+        except (OSError, InputError) as error:
+            return done, f"{type(error).__name__}: {error}"
+        raise AssertionError("the loader fails")
+
+    (one, other), (two, own) = ranks(2, run)
+    assert one == two == 4
+    assert other == "InputError: rank 1: OSError: no such disk"
+    assert own == "OSError: no such disk"
+
+
+def test_unequal_numbers_of_batches_are_an_error_and_no_hang() -> None:
+    def run() -> tuple[int, str]:
+        rank, _ = world()
+        steps = pipeline_of(clicks(), [batch(step, rank) for step in range(4 + rank)], 2)
+        done = 0
+        try:
+            for _ in steps:
+                done += 1
+        except InputError as error:
+            return done, str(error)
+        raise AssertionError("the ranks disagree")
+
+    (one, message), (two, other) = ranks(2, run)
+    assert one == two == 4
+    assert message == other
+    assert "rank 0: there is no further batch, and others have one: give every rank as many batches" in message
+
+
+def test_evaluation_and_prediction_between_steps() -> None:
+    def run() -> None:
+        rank, _ = world()
+        held_out = [batch(50 + step, rank) for step in range(3)]
+        batches = [batch(step, rank) for step in range(5)]
+        model = clicks()
+        wanted = plain(model, batches)
+        with torch.no_grad():
+            scores = [model(one.dense, one.sparse) for one in held_out]
+            expected = [float(loss_fn(model, one)) for one in held_out]
+        model = clicks()
+        steps = pipeline_of(model, batches, 2)
+        losses = []
+        for loss in steps:
+            losses.append(float(loss))
+            # While the next training batch is under way.
+            evaluated = [float(one) for one in steps.evaluate(held_out)]
+            predicted = list(steps.predict(held_out, lambda model, one: model(one.dense, one.sparse)))
+            assert model.training
+            assert not any(one.requires_grad for one in predicted)
+            model(batches[0].dense, batches[0].sparse)
+        assert losses == wanted
+        assert evaluated == expected
+        for one, other in zip(predicted, scores, strict=True):
+            assert torch.equal(one, other)
+
+    ranks(2, run)
+
+
+def test_it_says_once_that_nothing_is_exchanged_ahead() -> None:
+    def run() -> None:
+        rank, _ = world()
+
+        def makes(model: nn.Module, one: ClickBatch) -> Tensor:
+            made = KeyedJaggedTensor(keys=one.sparse.keys(), values=one.sparse.values(), lengths=one.sparse.lengths())
+            return binary_cross_entropy_with_logits(model(one.dense, made), one.labels)
+
+        batches = [batch(step, rank) for step in range(4)]
+        wanted = plain(clicks(), batches, makes)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            losses = [float(loss) for loss in pipeline_of(clicks(), batches, 2, makes)]
+        texts = [str(one.message) for one in caught if "TrainPipeline" in str(one.message)]
+        assert losses == wanted
+        assert len(texts) == 1
+        assert "ShardedEmbeddingBagCollection is called with features that are made in the model's forward" in texts[0]
+
+    ranks(2, run)
+
+
+def test_a_model_that_changes_its_calls_is_followed() -> None:
+    def run() -> None:
+        rank, _ = world()
+
+        def sometimes_twice(model: nn.Module, one: ClickBatch) -> Tensor:
+            state["step"] += 1
+            loss = loss_fn(model, one)
+            return loss + loss_fn(model, one) if state["step"] in (3, 4) else loss
+
+        batches = [batch(step, rank) for step in range(8)]
+        state = {"step": 0}
+        wanted = plain(clicks(), batches, sometimes_twice)
+        state = {"step": 0}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            losses = [float(loss) for loss in pipeline_of(clicks(), batches, 2, sometimes_twice)]
+        assert losses == wanted
+        assert len([one for one in caught if "otherwise than in the step before" in str(one.message)]) == 1
+
+    ranks(2, run)
+
+
+def test_a_model_without_tables() -> None:
+    model = nn.Linear(2, 1)
+    steps = TrainPipeline(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        [torch.ones(3, 2)] * 3,
+        loss_fn=lambda model, x: (model(x).sum(), x),
+    )
+    assert len([loss for loss, _ in steps]) == 3
+    assert list(steps) == []
+
+
+def test_depths() -> None:
+    model = nn.Linear(1, 1)
+    with pytest.raises(ConfigError, match=r"depth is 3: give 0 \(the plain loop\), 1 or 2"):
+        TrainPipeline(model, [], [], depth=3)
+
+
+def test_features_are_found_wherever_the_batch_holds_them() -> None:
+    from shardrec.pipeline.lookahead import _at, _path
+
+    class Slotted:
+        __slots__ = ("inside",)
+
+    features = random_bags(Random(0), feature_rows(CONFIGS), 2).kjt()
+    slotted = Slotted()
+    slotted.inside = {"deep": [1, (features,)]}
+    for value in (features, [features], {"a": (1, features)}, slotted):
+        path = _path(value, features)
+        assert path is not None
+        assert _at(value, path) is features
+    assert _path([[[[[features]]]]], features) is None
+    assert _path(random_bags(Random(0), ROWS, 2).kjt(), features) is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_a_gpu_losses_are_the_plain_loop_s() -> None:
+    def losses(depth: int) -> list[float]:
+        model = shard(click_model(CONFIGS), mixed_plan(1), device="cuda")
+        return [float(loss) for loss in pipeline_of(model, [batch(step, 0) for step in range(8)], depth)]
+
+    first = losses(0)
+    assert losses(1) == first
+    assert losses(2) == first
