@@ -64,11 +64,13 @@ class SavedFile:
     Args:
         name: inside the data folder.
         size: bytes.
+        header: bytes before the first tensor.
         checksums: CRC-32 of each block.
     """
 
     name: str
     size: int
+    header: int
     checksums: tuple[int, ...]
 
     @property
@@ -120,7 +122,8 @@ def write_file(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> tuple[Saved
         file.flush()
         os.fsync(file.fileno())
     sync_folder(path.parent)
-    return SavedFile(name=path.name, size=writer.size, checksums=tuple(writer.checksums)), starts
+    header_size = writer.size - end
+    return SavedFile(name=path.name, size=writer.size, header=header_size, checksums=tuple(writer.checksums)), starts
 
 
 def _chunks(values: Tensor) -> Iterator[memoryview]:

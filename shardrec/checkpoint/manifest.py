@@ -87,7 +87,9 @@ class SavedTensor:
             rect, size = part.rect, part.rect.numel * DTYPES[self.dtype].itemsize
             if rect.common(whole) != rect:
                 yield f"{name}: {rect} is no part of shape {self.shape}"
-            elif not 0 <= part.file < len(files) or not 0 <= part.start <= files[part.file].size - size:
+            elif not (
+                0 <= part.file < len(files) and files[part.file].header <= part.start <= files[part.file].size - size
+            ):
                 yield f"{name}: {size} bytes at {part.start} of file {part.file} are outside of it"
             shards.append(Shard(**{"table": name, **rect._asdict(), "rank": part.file}))
         for region in miscovered(whole.row_end, whole.col_end, shards) if math.prod(self.shape) else ():
@@ -175,9 +177,7 @@ class Manifest:
         for key in ("tensors", "numbers", "plan", "step_counts", "fused_settings", "extra"):
             if not isinstance(values[key], dict):
                 raise ValueError(f"its {key!r} is a {type(values[key]).__name__}")
-        values["files"] = tuple(
-            SavedFile(name=one["name"], size=one["size"], checksums=tuple(one["checksums"])) for one in values["files"]
-        )
+        values["files"] = tuple(SavedFile(**{**one, "checksums": tuple(one["checksums"])}) for one in values["files"])
         values["tensors"] = {name: _tensor(one) for name, one in values["tensors"].items()}
         manifest = cls(**values)
         names = [manifest.data, *(file.name for file in manifest.files)]
