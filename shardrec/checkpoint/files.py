@@ -37,6 +37,8 @@ from shardrec.errors import CheckpointError
 __all__ = ["BLOCK_BYTES", "DTYPES", "OpenFile", "SavedFile", "sync_folder", "write_file"]
 
 BLOCK_BYTES = 16 * 2**20
+_CACHED_BYTES = 2**20
+"""What is summed and written, or read and summed, at once: it stays in the processor's cache in between."""
 
 DTYPES = {
     "F64": torch.float64,
@@ -62,11 +64,13 @@ class SavedFile:
     Args:
         name: inside the data folder.
         size: bytes.
+        header: bytes before the first tensor.
         checksums: CRC-32 of each block.
     """
 
     name: str
     size: int
+    header: int
     checksums: tuple[int, ...]
 
     @property
@@ -87,7 +91,7 @@ class _Writer:
         while data:
             if self.size % BLOCK_BYTES == 0:
                 self.checksums.append(0)
-            part = data[: BLOCK_BYTES - self.size % BLOCK_BYTES]
+            part = data[: min(_CACHED_BYTES, BLOCK_BYTES - self.size % BLOCK_BYTES)]
             self.checksums[-1] = zlib.crc32(part, self.checksums[-1])
             self._file.write(part)
             self.size += len(part)
@@ -118,7 +122,8 @@ def write_file(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> tuple[Saved
         file.flush()
         os.fsync(file.fileno())
     sync_folder(path.parent)
-    return SavedFile(name=path.name, size=writer.size, checksums=tuple(writer.checksums)), starts
+    header_size = writer.size - end
+    return SavedFile(name=path.name, size=writer.size, header=header_size, checksums=tuple(writer.checksums)), starts
 
 
 def _chunks(values: Tensor) -> Iterator[memoryview]:
@@ -159,10 +164,14 @@ class OpenFile:
             CheckpointError: naming the file, and where in it the damage is.
         """
         start = block * BLOCK_BYTES
-        data = torch.empty(min(BLOCK_BYTES, self._file.size - start), dtype=torch.uint8).numpy().data
-        self._read(data, start)
-        if zlib.crc32(data) != self._file.checksums[block]:
-            raise self._damaged(f"is damaged: bytes {start:,} to {start + len(data):,} are not what was written")
+        end = min(start + BLOCK_BYTES, self._file.size)
+        buffer, checksum = memoryview(bytearray(_CACHED_BYTES)), 0
+        for place in range(start, end, _CACHED_BYTES):
+            part = buffer[: end - place]
+            self._read(part, place)
+            checksum = zlib.crc32(part, checksum)
+        if checksum != self._file.checksums[block]:
+            raise self._damaged(f"is damaged: bytes {start:,} to {end:,} are not what was written")
 
     def _read(self, into: memoryview, start: int) -> None:
         while into:

@@ -21,7 +21,8 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,9 @@ class SavedTensor:
             rect, size = part.rect, part.rect.numel * DTYPES[self.dtype].itemsize
             if rect.common(whole) != rect:
                 yield f"{name}: {rect} is no part of shape {self.shape}"
-            elif not 0 <= part.file < len(files) or not 0 <= part.start <= files[part.file].size - size:
+            elif not (
+                0 <= part.file < len(files) and files[part.file].header <= part.start <= files[part.file].size - size
+            ):
                 yield f"{name}: {size} bytes at {part.start} of file {part.file} are outside of it"
             shards.append(Shard(**{"table": name, **rect._asdict(), "rank": part.file}))
         for region in miscovered(whole.row_end, whole.col_end, shards) if math.prod(self.shape) else ():
@@ -113,7 +116,7 @@ class Manifest:
     data: str
     files: tuple[SavedFile, ...]
     tensors: Mapping[str, SavedTensor]
-    numbers: Mapping[str, Any] = field(default_factory=dict)
+    numbers: Mapping[str, Any]
     plan: Mapping[str, Any]
     step_counts: Mapping[str, int]
     fused_settings: Mapping[str, Mapping[str, Any]]
@@ -121,13 +124,23 @@ class Manifest:
     extra: Mapping[str, Any]
 
     def faults(self) -> list[str]:
-        """What is wrong with it, one sentence each: parts that are missing, twice there or outside of their files."""
+        """What is wrong with it, one sentence each: parts that are missing, twice there, or not where they can be."""
         found = [
             f"{file.name}: {len(file.checksums)} checksums for {file.size} bytes"
             for file in self.files
             if len(file.checksums) != file.blocks
         ]
-        return found + [fault for name, tensor in self.tensors.items() for fault in tensor.faults(name, self.files)]
+        found += [fault for name, tensor in self.tensors.items() for fault in tensor.faults(name, self.files)]
+        places = sorted(
+            (part.file, part.start, part.start + part.rect.numel * DTYPES[tensor.dtype].itemsize, name)
+            for name, tensor in self.tensors.items()
+            for part in tensor.parts
+        )
+        return found + [
+            f"{one[3]} and {other[3]} share bytes of file {one[0]}"
+            for one, other in pairwise(places)
+            if one[0] == other[0] and other[1] < one[2]
+        ]
 
     def to_bytes(self) -> bytes:
         """As JSON, with a checksum of itself at the end."""
@@ -164,9 +177,7 @@ class Manifest:
         for key in ("tensors", "numbers", "plan", "step_counts", "fused_settings", "extra"):
             if not isinstance(values[key], dict):
                 raise ValueError(f"its {key!r} is a {type(values[key]).__name__}")
-        values["files"] = tuple(
-            SavedFile(name=one["name"], size=one["size"], checksums=tuple(one["checksums"])) for one in values["files"]
-        )
+        values["files"] = tuple(SavedFile(**{**one, "checksums": tuple(one["checksums"])}) for one in values["files"])
         values["tensors"] = {name: _tensor(one) for name, one in values["tensors"].items()}
         manifest = cls(**values)
         names = [manifest.data, *(file.name for file in manifest.files)]

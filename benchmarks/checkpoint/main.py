@@ -1,0 +1,228 @@
+"""Saving and loading a sharded model: shardrec's checkpoints beside torch.distributed.checkpoint, in one run.
+
+Both sides write the same model from the same processes, in turns, to the same disk, both wait until their files are on
+it, and both keep the checkpoint before until the new one is complete. What torch.distributed.checkpoint gets is the
+model's state_dict and the fused optimizers' states.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import socket
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+import shardrec
+from shardrec.checkpoint.state import model_tensors
+from shardrec.layout import ShardingPlan, Topology, cuts
+from shardrec.modules.table import as_one_tensor
+
+STATUS = Path("/proc/self/status")
+
+
+class Model(nn.Module):
+    """Bags and a layer.
+
+    Args:
+        options: of the command line.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        super().__init__()
+        self.bags = EmbeddingBagCollection(
+            tables=[
+                EmbeddingBagConfig(
+                    name=f"t{number}",
+                    num_embeddings=options.rows,
+                    embedding_dim=options.dim,
+                    feature_names=[f"f{number}"],
+                )
+                for number in range(options.tables)
+            ]
+        )
+        self.top = nn.Linear(options.tables * options.dim, 1)
+
+    def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        value: torch.Tensor = self.top(self.bags(features).values())
+        return value
+
+
+def build(options: argparse.Namespace, cut: str) -> shardrec.ShardedModel:
+    """The model, every table by one cut, with Adagrad fused."""
+    torch.manual_seed(0)
+    model, world_size = Model(options), dist.get_world_size()
+    _apply_optimizer_in_backward(torch.optim.Adagrad, model.bags.parameters(), {"lr": 0.1})
+    names = [f"bags.t{number}" for number in range(options.tables)]
+    everyone = list(range(world_size))
+    layouts = {
+        "table_wise": lambda number: cuts.table_wise(
+            names[number], options.rows, options.dim, rank=number % world_size
+        ),
+        "row_wise": lambda number: cuts.row_wise(names[number], options.rows, options.dim, ranks=everyone),
+        "column_wise": lambda number: cuts.column_wise(names[number], options.rows, options.dim, ranks=everyone),
+    }
+    tables = tuple(layouts[cut](number) for number in range(options.tables))
+    plan = ShardingPlan(topology=Topology(ranks_per_host=world_size), tables=tables)
+    return shardrec.shard(model, plan)
+
+
+def train(model: shardrec.ShardedModel, options: argparse.Namespace) -> None:
+    """A step, so that the states are not all alike."""
+    keys = [f"f{number}" for number in range(options.tables)]
+    ids = torch.randint(options.rows, (len(keys) * 256,))
+    features = KeyedJaggedTensor(keys=keys, values=ids, lengths=torch.ones(len(keys) * 256, dtype=torch.int32))
+    model(features).sum().backward()
+
+
+def everything(model: shardrec.ShardedModel) -> dict[str, Any]:
+    """The same values for torch.distributed.checkpoint."""
+    values = dict(model.state_dict())
+    bags = model.module.bags
+    for name, optimizer in bags.fused_optimizers().items():
+        table = bags.tables()[name]
+        for state in optimizer.states:
+            values[f"fused.{name}.{state}"] = as_one_tensor(table.layout, bags.fused_state(name, state), table.group)
+    return values
+
+
+def peak() -> int:
+    """Highest resident memory since :func:`reset_peak`, in bytes."""
+    line = next(line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+def reset_peak() -> int:
+    """Returns the memory from which a new peak is counted."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak()
+
+
+def timed(work: Callable[[], Any]) -> tuple[float, float, int]:
+    """Seconds between two barriers, the processor's of all ranks, and bytes above what was resident before."""
+    dist.barrier()
+    before, begin, cpu = reset_peak(), time.perf_counter(), time.process_time()
+    work()
+    spent = torch.tensor(time.process_time() - cpu)
+    dist.all_reduce(spent)
+    return time.perf_counter() - begin, spent.item(), peak() - before
+
+
+def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Seconds, and bytes of extra memory, of each side's saves and loads in turns."""
+    model = build(options, options.saved)
+    other = build(options, options.loaded)
+    train(model, options)
+    train(other, options)
+    held = sum(part.values.nbytes for one in model_tensors(model).values() for part in one.parts if part.saved)
+    sizes = [0] * dist.get_world_size()
+    dist.all_gather_object(sizes, held)
+    found: dict[str, Any] = {"bytes": sum(sizes), "most_of_a_rank": max(sizes)}
+    pending: list[Any] = []
+
+    def save_theirs() -> None:
+        dcp.save(everything(model), checkpoint_id=folder / "theirs new")
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder / "theirs", ignore_errors=True)
+            (folder / "theirs new").rename(folder / "theirs")
+
+    def load_theirs() -> None:
+        values = everything(other)
+        dcp.load(values, checkpoint_id=folder / "theirs")
+        other.load_state_dict({name: value for name, value in values.items() if not name.startswith("fused.")})
+
+    def save_behind() -> None:
+        pending.append(shardrec.save_checkpoint(folder / "behind", model, wait=False))
+
+    sides = {
+        "shardrec save": lambda: shardrec.save_checkpoint(folder / "ours", model),
+        "dcp save": save_theirs,
+        "shardrec save, wait=False": save_behind,
+        "shardrec load": lambda: shardrec.load_checkpoint(folder / "ours", other),
+        "dcp load": load_theirs,
+    }
+    for turn in range(options.turns + 1):
+        # Each after each: the pages that one side sets free are the other's.
+        for name, work in list(sides.items())[:: -1 if turn % 2 else 1]:
+            seconds, cpu, extra = timed(work)
+            # Of the first save behind the training, its memory is new.
+            if turn or name.endswith("False"):
+                place = found.setdefault(name if turn else f"{name}, first", {"s": [], "cpu": [], "extra": []})
+                place["s"].append(seconds)
+                place["cpu"].append(cpu)
+                place["extra"].append(extra)
+            while pending:
+                pending.pop().wait()
+    return found
+
+
+def rank_process(rank: int, port: int, options: argparse.Namespace) -> None:
+    """One rank: measures, and the first one writes."""
+    warnings.filterwarnings("ignore")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(options.threads)
+    dist.init_process_group("gloo", rank=rank, world_size=options.ranks)
+    found = measure(options, options.folder / "files")
+    if rank == 0:
+        (options.folder / "result.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def shown(found: dict[str, Any]) -> None:
+    """A table."""
+    print(f"{found['bytes'] / 2**20:.0f} MiB, {found['most_of_a_rank'] / 2**20:.0f} MiB of a rank at most")
+    whole = statistics.median(found["shardrec save"]["s"])
+    for name, one in found.items():
+        if isinstance(one, dict):
+            middle = statistics.median(one["s"])
+            spread = f"({min(one['s']):.3f} to {max(one['s']):.3f})"
+            rate = f"{found['bytes'] / 2**20 / middle:7.0f} MiB/s" if "False" not in name else " " * 13
+            share = f"  {middle / whole:6.1%} of a save" if "False" in name else ""
+            extra = f"{statistics.median(one['extra']) / 2**20:6.0f} MiB extra"
+            cpu = f"CPU {statistics.median(one['cpu']):6.3f} s"
+            print(f"  {name:34} {middle:7.3f} s {spread:18} {rate}  {cpu}  {extra}{share}")
+
+
+def main() -> None:
+    """Start the ranks and show what they measured."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--tables", type=int, default=8)
+    parser.add_argument("--rows", type=int, default=100_000)
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--saved", default="row_wise", choices=["table_wise", "row_wise", "column_wise"])
+    parser.add_argument("--loaded", default="row_wise", choices=["table_wise", "row_wise", "column_wise"])
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--folder", type=Path, default=Path("runs/checkpoint"))
+    options = parser.parse_args()
+    shutil.rmtree(options.folder, ignore_errors=True)
+    options.folder.mkdir(parents=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    print(f"load before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    torch.multiprocessing.spawn(rank_process, args=(port, options), nprocs=options.ranks)
+    print(f"load after: {os.getloadavg()[0]:.1f}")
+    shown(json.loads((options.folder / "result.json").read_text()))
+    shutil.rmtree(options.folder / "files")
+
+
+if __name__ == "__main__":
+    main()
