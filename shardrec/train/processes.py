@@ -168,7 +168,8 @@ class RankProcesses:
                     running.discard(rank)
             if self._notes:
                 # Of a rank that was killed or stopped the others have nothing to add.
-                deadline = min(deadline, now + _GRACE_S * (self._notes[0].kind not in (_SIGNAL, _STOPPED)))
+                is_known = any(note.kind in (_SIGNAL, _STOPPED) for note in self._notes)
+                deadline = min(deadline, now if is_known else now + _GRACE_S)
 
     def _is_over(self, rank: int, seconds: float) -> bool:
         """Whether a rank has ended, or has been stopped for too long; takes what it has said."""

@@ -39,7 +39,8 @@ class Agent:
                     *("-m", "shardrec.cli", "train", "--out", str(out), "--resume", *FLAGS),
                 ],
                 cwd=ROOT,
-                env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+                # torchrun leaves a folder for its log where temporary files go.
+                env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(log.parent)},
                 stdout=file,
                 stderr=file,
                 start_new_session=True,

@@ -109,6 +109,22 @@ def test_sigterm_saves_first(undisturbed: Path, tmp_path: Path) -> None:
     assert differences(tmp_path, undisturbed) == []
 
 
+def test_checkpoints_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardrec.train import saving
+
+    monkeypatch.setattr(saving, "_AGREE_S", 0.0)  # the ranks look at it after each step
+    config = dataclasses.replace(
+        SMALL, samples=640, epochs=1, checkpoint_every="0.000001m", keep_checkpoints=9, out=str(tmp_path)
+    )
+    assert run(config) == [1, 2, 3, 4, 5]
+    assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == [
+        f"step-{n:012}" for n in range(1, 6)
+    ]
+    later = dataclasses.replace(config, checkpoint_every="1000m", out=str(tmp_path / "later"))
+    run(later)
+    assert [path.name for path in (tmp_path / "later" / "checkpoints").iterdir()] == ["step-000000000005"]
+
+
 def test_a_finished_run_that_is_resumed_tells_its_results_again(undisturbed: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(undisturbed, tmp_path / "copy")
     (copy / "metrics.json").unlink()
