@@ -116,6 +116,12 @@ class TrainConfig:
         "What torch.compile takes: nothing, the dense part with graph breaks at the tables, or all in one graph.",
         choices=("off", "dense", "full"),
     )
+    detect_anomaly: str = option(
+        "off",
+        _RANKS,
+        "Look for NaN and Inf in the rows of tables and their gradients, at every step; slows training down.",
+        choices=("off", "on"),
+    )
     constraint: tuple[str, ...] = option(
         (),
         _RANKS,
@@ -156,6 +162,11 @@ class TrainConfig:
                 faults.append(str(error))
         if self.plan is not None and self.constraint:
             faults.append("constraint (--constraint) is for the planner and plan (--plan) replaces it: leave one out")
+        if self.detect_anomaly == "on" and self.compile == "full":
+            faults.append(
+                "detect_anomaly (--detect-anomaly) is 'on', which cannot look into one graph of compile (--compile) "
+                "'full': give compile 'dense' or 'off'"
+            )
         if self.model == "dcn" and not self.over_layers:
             faults.append("over_layers (--over-layers) is empty: model dcn needs one layer at least")
         if self.checkpoint_every is not None and _EVERY.fullmatch(self.checkpoint_every) is None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -23,6 +23,7 @@ from shardrec.data import ClickBatch, ClickMetrics
 from shardrec.errors import ConfigError
 from shardrec.layout import ShardingPlan
 from shardrec.modules import ShardedModel, shard
+from shardrec.modules.anomaly import detect_anomaly
 from shardrec.train.config import FILE, PLAN, TrainConfig, load_config_text
 from shardrec.train.display import Announcer
 from shardrec.train.locking import locked
@@ -102,7 +103,8 @@ def _run(config: TrainConfig, place: Place, folder: Path, resume: bool) -> Calla
             file.write_text(config.to_yaml(), encoding="utf-8")
         with _replacing(folder / PLAN) as file:
             model.plan.save(file)
-    with saver.watching():
+    watched = detect_anomaly(model) if config.detect_anomaly == "on" else nullcontext()
+    with saver.watching(), watched:
         _train(config, source, model, optimizer, place, announcer, progress, saver)
     saver.finish()
     with Prefetcher(source.holdout_batches()) as batches:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardrec.errors import ConfigError, PlanError
+from shardrec.errors import AnomalyError, ConfigError, PlanError
 from shardrec.layout import ShardingPlan
 from shardrec.train import TrainConfig, load_config
 from shardrec.train.report import RunReport
@@ -179,3 +179,11 @@ def test_a_compiled_run_learns_the_same(mode: str, trained: tuple[Path, RunRepor
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     assert report.final.auc == pytest.approx(trained[1].final.auc, abs=2e-3)
     torch._dynamo.reset()
+
+
+def test_an_anomaly_ends_the_run_with_the_tables_name(tmp_path: Path) -> None:
+    diverging = {"embedding_optimizer": "sgd", "embedding_lr": 1e38, "out": str(tmp_path)}
+    with pytest.raises(AnomalyError, match=r"table '\S*t_cat_\d+'"):
+        run(TINY, detect_anomaly="on", **diverging)
+    with pytest.raises(ConfigError, match=r"detect_anomaly .* is 'on', which cannot look into one graph of compile"):
+        dataclasses.replace(TINY, detect_anomaly="on", compile="full")
