@@ -9,17 +9,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from shardrec.errors import PlanError
 from shardrec.layout.machine import Machine
+from shardrec.layout.report import PlanReport
 from shardrec.layout.shard import Shard, TableLayout
 from shardrec.layout.topology import Topology
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from shardrec.planner.report.summary import PlanReport
 
 __all__ = ["ShardingPlan"]
 
@@ -33,7 +29,8 @@ class ShardingPlan:
     Args:
         topology: the ranks that the plan is for.
         tables: one layout per table, each covering its table exactly once.
-        report: what the planner knows of the plan; no part of it as far as equality and fingerprint go.
+        report: what the planner knows of the plan, which :func:`shardrec.planner.explain` shows; no part of it as far
+            as equality and fingerprint go.
 
     Raises:
         PlanError: with every fault of every table.
@@ -169,34 +166,6 @@ class ShardingPlan:
         except PlanError as error:
             raise PlanError([f"{path}: {fault}" for fault in error.faults]) from error
 
-    def explain(self, *, reasons: bool = True) -> Table:
-        """A rich table for people: each table's shape, cut, ranks and bytes, then each rank's load.
-
-        A plan of the planner's also shows what each table costs and how good the plan is proven to be.
-
-        Args:
-            reasons: show why each table's next-best cut lost, too, which takes a line or more per table.
-        """
-        from shardrec.layout.table import plan_table
-
-        if self.report is None:
-            return plan_table(self)
-        from shardrec.planner.report.text import explained
-
-        return explained(self, self.report, reasons=reasons)
-
-    def to_html(self, path: str | Path) -> None:
-        """Write one self-contained page: load and memory of each rank, and a table of tables that can be sorted."""
-        from shardrec.planner.report.html import page
-
-        Path(path).write_text(page(self), encoding="utf-8")
-
-    def to_png(self, path: str | Path) -> None:
-        """Draw the load and the memory of each rank."""
-        from shardrec.planner.report.png import draw
-
-        draw(self, Path(path))
-
 
 _T = TypeVar("_T")
 
@@ -220,8 +189,6 @@ def _machine_from_json(data: Mapping[str, Any]) -> Machine | None:
 def _report_from_json(data: Mapping[str, Any]) -> PlanReport | None:
     if data.get("report") is None:
         return None
-    from shardrec.planner.report.summary import PlanReport
-
     return PlanReport.from_json(data["report"])
 
 

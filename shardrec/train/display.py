@@ -130,7 +130,9 @@ class Announcer:
 
     def plan(self, plan: ShardingPlan) -> None:
         """The plan as a table."""
-        self._console.print(plan.explain(reasons=False))
+        from shardrec.planner import explain
+
+        self._console.print(explain(plan, reasons=False))
 
     def run(self, source: str, config: TrainConfig, *, world_size: int, threads: int) -> None:
         """What is about to be trained, and on what; ``source`` is the data in words."""

@@ -20,6 +20,7 @@ from rich.console import Console
 
 from shardrec.errors import PlanError
 from shardrec.layout import Shard, ShardingPlan, TableLayout, Topology, cuts
+from shardrec.planner import explain
 from tests.plans import CUTS, cut_plan, random_plan, random_tables, random_topology, randoms
 
 PLAN = ShardingPlan(
@@ -258,7 +259,7 @@ def test_explain_shows_each_table(world_size: int) -> None:
         ),
     )
     text = io.StringIO()
-    Console(file=text, width=140).print(plan.explain())
+    Console(file=text, width=140).print(explain(plan))
     shown = text.getvalue()
     for word in ("clicks", "4,000", "64", "row-wise", "weekdays", "data-parallel", "all", "shops", "table-wise"):
         assert word in shown
