@@ -17,9 +17,26 @@ from shardrec.layout.report import PlanReport
 from shardrec.layout.shard import Shard, TableLayout
 from shardrec.layout.topology import Topology
 
-__all__ = ["ShardingPlan"]
+__all__ = ["ShardingPlan", "TableChange"]
 
 _FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableChange:
+    """How a table differs between two plans.
+
+    Args:
+        name: of the table.
+        old: its layout before; None if it is new.
+        new: its layout after; None if it is gone.
+        moved_numel: weights that ranks have to receive; 0 where there is nothing to receive them from or for.
+    """
+
+    name: str
+    old: TableLayout | None
+    new: TableLayout | None
+    moved_numel: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +117,41 @@ class ShardingPlan:
     def local_numel(self, rank: int) -> int:
         """Number of embedding weights that ``rank`` holds."""
         return sum(table.local_numel(rank) for table in self.tables)
+
+    def diff(self, other: ShardingPlan) -> tuple[TableChange, ...]:
+        """What changes from this plan to another one.
+
+        A table that is cut and placed in the same way is left out, whatever the name of its cut is.
+
+        Args:
+            other: for as many ranks.
+
+        Returns:
+            A change for each other table, in the order of their names.
+
+        Raises:
+            PlanError: if the plans are for different numbers of ranks, or a table is of another shape in each.
+        """
+        faults = []
+        if self.world_size != other.world_size:
+            faults.append(
+                f"the plans are for {self.world_size} and {other.world_size} ranks; compare plans for the same ranks"
+            )
+        found = []
+        for name in sorted({*self.by_name, *other.by_name}):
+            old, new = self.by_name.get(name), other.by_name.get(name)
+            if old is None or new is None:
+                found.append(TableChange(name=name, old=old, new=new, moved_numel=0))
+                continue
+            shapes = [(each.num_embeddings, each.embedding_dim) for each in (old, new)]
+            if shapes[0] != shapes[1]:
+                faults.append(f"table {name!r} is {shapes[0]} in one plan and {shapes[1]} in the other; rename one")
+            elif (set(old.shards), old.replicated) != (set(new.shards), new.replicated):
+                moved = old.moved_numel(new, self.world_size)
+                found.append(TableChange(name=name, old=old, new=new, moved_numel=moved))
+        if faults:
+            raise PlanError(faults)
+        return tuple(found)
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON-compatible data; a shard is ``[row_start, row_end, col_start, col_end, rank]``."""
