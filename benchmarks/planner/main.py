@@ -16,8 +16,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import inf
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+from generate import generated
 from rich.console import Console
 from rich.table import Table
 
@@ -236,6 +238,45 @@ def against_torchrec(
     }
 
 
+def own_generated(count: int, limits: SolveLimits) -> list[dict[str, Any]]:
+    """shardrec's planner on generated problems, for which no list of its own speaks."""
+    profile, rows = Profile.of_machine(preset("h100")), []
+    for problem in generated(count):
+        topology, batch = topology_of(problem.ranks, problem.capacity), max(1, GLOBAL_BATCH // problem.ranks)
+        planner = Planner(problem.tables, topology, batch_size=batch, profile=profile)
+        options = planner.problem()
+        begin = time.process_time()
+        found = solve(options, limits)
+        rows.append(
+            {
+                "instance": problem.name,
+                "tables": len(problem.tables),
+                "ranks": problem.ranks,
+                "gib": problem.capacity / GIB,
+                "cost_ms": found and found.cost,
+                "bound_ms": found and found.bound,
+                "gap": found and found.gap,
+                "processor_seconds": time.process_time() - begin,
+            }
+        )
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def compared(rows: list[dict[str, Any]], before: list[dict[str, Any]]) -> str:
+    """How the costs of two runs differ, where both have a plan: that of another version at the same limit, say."""
+    old = {(row["instance"], row["ranks"]): row["cost_ms"] for row in before}
+    both = [(row, old.get((row["instance"], row["ranks"]))) for row in rows]
+    changes = sorted(row["cost_ms"] / cost - 1 for row, cost in both if row["cost_ms"] and cost)
+    none = sum(row["cost_ms"] is None for row in rows), sum(cost is None for cost in old.values())
+    if not changes:
+        return "no problem has a plan in both runs"
+    return (
+        f"{len(changes)} problems with a plan in both runs: cost {median(changes):+.2%} in the median, "
+        f"{changes[0]:+.2%} to {changes[-1]:+.2%}; no plan for {none[0]}, before for {none[1]}"
+    )
+
+
 def show(title: str, rows: list[dict[str, Any]]) -> None:
     """A table of results."""
     table = Table(title=title)
@@ -257,7 +298,9 @@ def _cell(name: str, value: object) -> str:
 def main() -> None:
     """Run what the options ask for, show it, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tables", type=Path, help="CSV: instance,count,num_embeddings,embedding_dim,pooling")
+    parser.add_argument("tables", type=Path, nargs="?", help="CSV: instance,count,num_embeddings,embedding_dim,pooling")
+    parser.add_argument("--generated", type=int, default=0, help="so many generated problems instead of a file's")
+    parser.add_argument("--against", type=Path, help="JSON that an earlier run wrote: compare the costs")
     parser.add_argument("--instances", nargs="+", help="default: all of the file")
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 128])
     parser.add_argument("--seconds", type=float, default=10.0, help="limit of a search; times six over 1000 tables")
@@ -268,8 +311,13 @@ def main() -> None:
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.CRITICAL)
+    if (options.tables is None) == (options.generated == 0):
+        parser.error("give either a file of tables or --generated")
     rows = []
-    for name in options.instances or instances(options.tables):
+    if options.generated:
+        seconds = options.seconds if options.seconds > 0 else inf
+        rows = own_generated(options.generated, SolveLimits(gap=options.gap, effort=1000, seconds=seconds))
+    for name in [] if options.generated else options.instances or instances(options.tables):
         tables = read_tables(options.tables, instance=name)
         for ranks in options.ranks:
             seconds = options.seconds * (6 if len(tables) > 1000 else 1)
@@ -282,6 +330,8 @@ def main() -> None:
             print(json.dumps(rows[-1]), flush=True)
     title = f"{'TorchRec and shardrec, TorchRec costs' if options.peer else 'shardrec'}; {os.cpu_count()} cores"
     show(title, rows)
+    if options.against is not None:
+        print(compared(rows, json.loads(options.against.read_text(encoding="utf-8"))))
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -28,6 +29,8 @@ PLAN_HELP = (
 )
 
 _TABLE_WIDTH = 140
+_REASONS_WIDTH = 100
+"""Columns from which on the table says why cuts lost; below, lines after it do."""
 _COLUMNS = ("num_embeddings", "embedding_dim")
 _OPTIMIZERS = {"none": (0, 0), "sgd": (0, 0), "rowwise_adagrad": (0, 4), "adagrad": (4, 0), "adam": (8, 0)}
 
@@ -63,8 +66,9 @@ def plan_command(
     del debug  # read by the entry point
     from math import inf
 
-    from shardrec.planner import Profile, SolveLimits, plan_tables
+    from shardrec.planner import Profile, SolveLimits, explain, plan_tables, to_html, to_png
 
+    _check_outputs({"--save": save, "--html": html, "--png": png})
     if optimizer not in _OPTIMIZERS:
         raise ConfigError(f"--optimizer is {optimizer!r}: give one of {', '.join(_OPTIMIZERS)}")
     loads = read_tables(tables, instance=instance, optimizer=optimizer)
@@ -79,9 +83,9 @@ def plan_command(
     if save is not None:
         found.save(save)
     if html is not None:
-        found.to_html(html)
+        to_html(found, html)
     if png is not None:
-        found.to_png(png)
+        to_png(found, png)
     report = found.report
     assert report is not None, "the planner reports on its plans"
     if as_json:
@@ -90,7 +94,35 @@ def plan_command(
         cuts = {each.name: each.cut for each in report.tables}
         typer.echo(json.dumps({**numbers, "timed_out": report.timed_out, "cuts": cuts, "shards": shards}, indent=1))
         return
-    console(_TABLE_WIDTH).print(found.explain())
+    shown = console(_TABLE_WIDTH)
+    wide = shown.width >= _REASONS_WIDTH
+    shown.print(explain(found, reasons=wide))
+    if not wide:
+        from shardrec.planner.report.text import reasons_text
+
+        shown.print("why other cuts lost:")
+        shown.print(reasons_text(report), markup=False, highlight=False, overflow="fold")
+
+
+def _check_outputs(paths: Mapping[str, Path | None]) -> None:
+    """Find out before a long search, not after it, that a file cannot be written.
+
+    Raises:
+        ConfigError: naming each option and what is wrong with its path.
+    """
+    faults = []
+    for option, path in paths.items():
+        if path is None:
+            continue
+        folder = path.parent
+        if path.is_dir():
+            faults.append(f"{option} {path} is a folder; give the name of a file in it")
+        elif not folder.is_dir():
+            faults.append(f"{option} {path}: there is no folder {folder}; make it first")
+        elif not os.access(path if path.exists() else folder, os.W_OK):
+            faults.append(f"{option} {path} cannot be written; give a path that can")
+    if faults:
+        raise ConfigError("; ".join(faults))
 
 
 def read_tables(path: Path, *, instance: str | None = None, optimizer: str = "rowwise_adagrad") -> dict[str, TableLoad]:

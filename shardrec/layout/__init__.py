@@ -2,8 +2,18 @@
 
 from shardrec.layout import cuts
 from shardrec.layout.machine import Machine
-from shardrec.layout.plan import ShardingPlan
+from shardrec.layout.plan import ShardingPlan, TableChange
 from shardrec.layout.shard import COLUMN_UNIT, Shard, Stripe, TableLayout
 from shardrec.layout.topology import Topology
 
-__all__ = ["COLUMN_UNIT", "Machine", "Shard", "ShardingPlan", "Stripe", "TableLayout", "Topology", "cuts"]
+__all__ = [
+    "COLUMN_UNIT",
+    "Machine",
+    "Shard",
+    "ShardingPlan",
+    "Stripe",
+    "TableChange",
+    "TableLayout",
+    "Topology",
+    "cuts",
+]

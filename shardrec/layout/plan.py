@@ -9,21 +9,34 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from shardrec.errors import PlanError
 from shardrec.layout.machine import Machine
+from shardrec.layout.report import PlanReport
 from shardrec.layout.shard import Shard, TableLayout
 from shardrec.layout.topology import Topology
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from shardrec.planner.report.summary import PlanReport
-
-__all__ = ["ShardingPlan"]
+__all__ = ["ShardingPlan", "TableChange"]
 
 _FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableChange:
+    """How a table differs between two plans.
+
+    Args:
+        name: of the table.
+        old: its layout before; None if it is new.
+        new: its layout after; None if it is gone.
+        moved_numel: weights that ranks have to receive; 0 where there is nothing to receive them from or for.
+    """
+
+    name: str
+    old: TableLayout | None
+    new: TableLayout | None
+    moved_numel: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +46,8 @@ class ShardingPlan:
     Args:
         topology: the ranks that the plan is for.
         tables: one layout per table, each covering its table exactly once.
-        report: what the planner knows of the plan; no part of it as far as equality and fingerprint go.
+        report: what the planner knows of the plan, which :func:`shardrec.planner.explain` shows; no part of it as far
+            as equality and fingerprint go.
 
     Raises:
         PlanError: with every fault of every table.
@@ -104,6 +118,41 @@ class ShardingPlan:
         """Number of embedding weights that ``rank`` holds."""
         return sum(table.local_numel(rank) for table in self.tables)
 
+    def diff(self, other: ShardingPlan) -> tuple[TableChange, ...]:
+        """What changes from this plan to another one.
+
+        A table that is cut and placed in the same way is left out, whatever the name of its cut is.
+
+        Args:
+            other: for as many ranks.
+
+        Returns:
+            A change for each other table, in the order of their names.
+
+        Raises:
+            PlanError: if the plans are for different numbers of ranks, or a table is of another shape in each.
+        """
+        faults = []
+        if self.world_size != other.world_size:
+            faults.append(
+                f"the plans are for {self.world_size} and {other.world_size} ranks; compare plans for the same ranks"
+            )
+        found = []
+        for name in sorted({*self.by_name, *other.by_name}):
+            old, new = self.by_name.get(name), other.by_name.get(name)
+            if old is None or new is None:
+                found.append(TableChange(name=name, old=old, new=new, moved_numel=0))
+                continue
+            shapes = [(each.num_embeddings, each.embedding_dim) for each in (old, new)]
+            if shapes[0] != shapes[1]:
+                faults.append(f"table {name!r} is {shapes[0]} in one plan and {shapes[1]} in the other; rename one")
+            elif (set(old.shards), old.replicated) != (set(new.shards), new.replicated):
+                moved = old.moved_numel(new, self.world_size)
+                found.append(TableChange(name=name, old=old, new=new, moved_numel=moved))
+        if faults:
+            raise PlanError(faults)
+        return tuple(found)
+
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON-compatible data; a shard is ``[row_start, row_end, col_start, col_end, rank]``."""
         found: dict[str, Any] = {
@@ -169,34 +218,6 @@ class ShardingPlan:
         except PlanError as error:
             raise PlanError([f"{path}: {fault}" for fault in error.faults]) from error
 
-    def explain(self, *, reasons: bool = True) -> Table:
-        """A rich table for people: each table's shape, cut, ranks and bytes, then each rank's load.
-
-        A plan of the planner's also shows what each table costs and how good the plan is proven to be.
-
-        Args:
-            reasons: show why each table's next-best cut lost, too, which takes a line or more per table.
-        """
-        from shardrec.layout.table import plan_table
-
-        if self.report is None:
-            return plan_table(self)
-        from shardrec.planner.report.text import explained
-
-        return explained(self, self.report, reasons=reasons)
-
-    def to_html(self, path: str | Path) -> None:
-        """Write one self-contained page: load and memory of each rank, and a table of tables that can be sorted."""
-        from shardrec.planner.report.html import page
-
-        Path(path).write_text(page(self), encoding="utf-8")
-
-    def to_png(self, path: str | Path) -> None:
-        """Draw the load and the memory of each rank."""
-        from shardrec.planner.report.png import draw
-
-        draw(self, Path(path))
-
 
 _T = TypeVar("_T")
 
@@ -220,8 +241,6 @@ def _machine_from_json(data: Mapping[str, Any]) -> Machine | None:
 def _report_from_json(data: Mapping[str, Any]) -> PlanReport | None:
     if data.get("report") is None:
         return None
-    from shardrec.planner.report.summary import PlanReport
-
     return PlanReport.from_json(data["report"])
 
 

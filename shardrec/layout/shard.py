@@ -114,6 +114,27 @@ class TableLayout:
             return self.num_embeddings * self.embedding_dim
         return sum(shard.numel for shard in self.shards if shard.rank == rank)
 
+    def moved_numel(self, new: TableLayout, world_size: int) -> int:
+        """Number of weights that ranks have to receive to go from this layout to another one of the same table.
+
+        Args:
+            new: the other layout.
+            world_size: number of ranks.
+        """
+        numel = self.num_embeddings * self.embedding_dim
+        if self.replicated:
+            return 0
+        if new.replicated:
+            return sum(numel - self.local_numel(rank) for rank in range(world_size))
+        moved = 0
+        for shard in new.shards:
+            moved += shard.numel - sum(
+                max(0, min(shard.row_end, held.row_end) - max(shard.row_start, held.row_start))
+                * max(0, min(shard.col_end, held.col_end) - max(shard.col_start, held.col_start))
+                for held in self.on_rank(shard.rank)
+            )
+        return moved
+
     def faults(self, world_size: int) -> list[str]:
         """Everything wrong with this layout, one sentence each; empty when it covers its table exactly once."""
         if self.num_embeddings < 1 or self.embedding_dim < 1:

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from shardrec.planner.constraint import Constraint
     from shardrec.planner.cost import CostModel, Growth, Histogram, Profile, TableLoad
     from shardrec.planner.make import plan, plan_tables, replan
+    from shardrec.planner.report.html import to_html
+    from shardrec.planner.report.png import to_png
+    from shardrec.planner.report.text import explain
     from shardrec.planner.solve import SolveLimits
     from shardrec.planner.torchrec_plan import constraints_from_torchrec, from_torchrec, to_torchrec
 
@@ -24,10 +27,13 @@ __all__ = [
     "SolveLimits",
     "TableLoad",
     "constraints_from_torchrec",
+    "explain",
     "from_torchrec",
     "plan",
     "plan_tables",
     "replan",
+    "to_html",
+    "to_png",
     "to_torchrec",
 ]
 
@@ -40,10 +46,13 @@ _HOMES = {
     "SolveLimits": "solve",
     "TableLoad": "cost",
     "constraints_from_torchrec": "torchrec_plan",
+    "explain": "report.text",
     "from_torchrec": "torchrec_plan",
     "plan": "make",
     "plan_tables": "make",
     "replan": "make",
+    "to_html": "report.html",
+    "to_png": "report.png",
     "to_torchrec": "torchrec_plan",
 }
 

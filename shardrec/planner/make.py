@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from shardrec.errors import ConfigError
 from shardrec.layout import ShardingPlan, Topology
 from shardrec.layout.machine import Machine
+from shardrec.layout.report import PlanReport, TableReport
 from shardrec.planner.candidate import Candidate, lay_out
 from shardrec.planner.candidates import CandidateMaker
 from shardrec.planner.constraint import Constraint, constraints_by_table
@@ -15,7 +16,6 @@ from shardrec.planner.cost import COMPONENTS, MEMORY, CostModel, Profile, TableL
 from shardrec.planner.infeasible import refuse
 from shardrec.planner.price import overhead_ms, priced_plan
 from shardrec.planner.report.alternatives import next_best
-from shardrec.planner.report.summary import PlanReport, TableReport
 from shardrec.planner.solve import Problem, Solution, SolveLimits, solve
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def plan(
         limits: when to stop searching.
 
     Returns:
-        The plan, whose ``explain()``, ``to_html()`` and ``to_png()`` say what it costs and why it is as it is.
+        The plan; :func:`shardrec.planner.explain`, ``to_html`` and ``to_png`` say what it costs and why it is as it is.
 
     Raises:
         ConfigError: if the model has no collection, or a constraint is for an unknown table or cannot be met.

@@ -58,20 +58,7 @@ def replan_tables(
 def moved_bytes(table: TableLoad, old: TableLayout, new: TableLayout, world: int) -> float:
     """Bytes of weights and optimizer state that ranks have to receive to go from one layout to another."""
     per_weight = table.weight_bytes + table.state_bytes + table.row_state_bytes / table.embedding_dim
-    numel = old.num_embeddings * old.embedding_dim
-    if old.replicated:
-        return 0.0
-    if new.replicated:
-        return per_weight * sum(numel - old.local_numel(rank) for rank in range(world))
-    moved = 0
-    for shard in new.shards:
-        kept = sum(
-            max(0, min(shard.row_end, other.row_end) - max(shard.row_start, other.row_start))
-            * max(0, min(shard.col_end, other.col_end) - max(shard.col_start, other.col_start))
-            for other in old.on_rank(shard.rank)
-        )
-        moved += shard.numel - kept
-    return per_weight * moved
+    return per_weight * old.moved_numel(new, world)
 
 
 class _Moves:

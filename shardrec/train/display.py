@@ -135,7 +135,9 @@ class Announcer:
 
     def plan(self, plan: ShardingPlan) -> None:
         """The plan as a table."""
-        self._console.print(plan.explain(reasons=False))
+        from shardrec.planner import explain
+
+        self._console.print(explain(plan, reasons=False))
 
     def run(self, config: TrainConfig, place: Place, batch_size: int) -> None:
         """What is about to be trained, and on what."""

@@ -62,6 +62,32 @@ def test_the_table_for_people(tmp_path: Path) -> None:
     assert "day_1" in shown.output
 
 
+@pytest.mark.parametrize("width", [60, 80, 140])
+def test_what_is_shown_fits_the_terminal(tmp_path: Path, width: int) -> None:
+    name = "user.embeddings.history_of_everything_that_was_ever_bought"
+    path = write(tmp_path, "t.csv", f"name,num_embeddings,embedding_dim\n{name},40000000,128\nday,7,8\n")
+    arguments = ["plan", str(path), "--ranks", "16", "--hosts", "2", "--machine", "h100"]
+    shown = CliRunner().invoke(app, arguments, env={"COLUMNS": str(width)})
+    assert shown.exit_code == 0, shown.output
+    assert max(map(len, shown.output.splitlines())) <= width
+    assert "…" not in shown.output, "nothing is cut off"
+    text = " ".join(shown.output.split())
+    assert "Step estimate: " in text
+    assert "40,000,000" in text
+    assert ("why other cuts lost:" in text) == (width < 100)
+
+
+def test_outputs_are_checked_before_the_search(tmp_path: Path) -> None:
+    path = write(tmp_path, "t.csv", CSV)
+    arguments = ["plan", str(path), "--save", str(tmp_path / "no" / "plan.json"), "--html", str(tmp_path)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shardrec.planner.plan_tables", lambda *_, **__: pytest.fail("there was a search"))
+        shown = CliRunner().invoke(app, arguments)
+    assert isinstance(shown.exception, ConfigError), shown.output
+    assert "there is no folder" in str(shown.exception)
+    assert "--html" in str(shown.exception)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

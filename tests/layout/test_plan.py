@@ -20,6 +20,7 @@ from rich.console import Console
 
 from shardrec.errors import PlanError
 from shardrec.layout import Shard, ShardingPlan, TableLayout, Topology, cuts
+from shardrec.planner import explain
 from tests.plans import CUTS, cut_plan, random_plan, random_tables, random_topology, randoms
 
 PLAN = ShardingPlan(
@@ -258,7 +259,7 @@ def test_explain_shows_each_table(world_size: int) -> None:
         ),
     )
     text = io.StringIO()
-    Console(file=text, width=140).print(plan.explain())
+    Console(file=text, width=140).print(explain(plan))
     shown = text.getvalue()
     for word in ("clicks", "4,000", "64", "row-wise", "weekdays", "data-parallel", "all", "shops", "table-wise"):
         assert word in shown
@@ -270,3 +271,53 @@ def test_frozen() -> None:
     change: Callable[..., None] = object.__getattribute__(PLAN, "__setattr__")
     with pytest.raises(AttributeError):
         change("tables", ())
+
+
+# ----------------------------------------------------------------------------------------------------------- diff
+
+
+@given(rng=randoms())
+def test_a_diff_says_what_ranks_have_to_receive(rng: Random) -> None:
+    """Counted weight by weight: what a rank holds in the new plan and did not hold in the old one."""
+    topology = random_topology(rng)
+    tables = random_tables(rng)
+    old, new = (random_plan(rng, tables, topology) for _ in range(2))
+    changes = {change.name: change for change in old.diff(new)}
+    for table in new.tables:
+        before = old.by_name[table.name]
+        moved = sum(len(_held(table, rank) - _held(before, rank)) for rank in range(topology.world_size))
+        if table.name in changes:
+            assert changes[table.name].moved_numel == moved
+        else:
+            assert moved == 0
+    assert old.diff(old) == ()
+
+
+def _held(layout: TableLayout, rank: int) -> set[tuple[int, int]]:
+    """The (row, column) of each weight that a rank holds."""
+    if layout.replicated:
+        return {(row, col) for row in range(layout.num_embeddings) for col in range(layout.embedding_dim)}
+    return {
+        (row, col)
+        for shard in layout.on_rank(rank)
+        for row in range(shard.row_start, shard.row_end)
+        for col in range(shard.col_start, shard.col_end)
+    }
+
+
+def test_a_diff_names_tables_that_come_and_go() -> None:
+    topology = Topology(ranks_per_host=2)
+
+    def plan(*tables: TableLayout) -> ShardingPlan:
+        return ShardingPlan(topology=topology, tables=tables)
+
+    kept, gone, added = (cuts.table_wise(name, 10, 8, rank=0) for name in ("kept", "gone", "added"))
+    changes = plan(kept, gone).diff(plan(added, kept))
+    assert [(change.name, change.old, change.new) for change in changes] == [
+        ("added", None, added),
+        ("gone", gone, None),
+    ]
+    with pytest.raises(PlanError, match=r"'kept' is .10, 8. in one plan and .20, 8. in the other"):
+        plan(kept).diff(plan(cuts.table_wise("kept", 20, 8, rank=0)))
+    with pytest.raises(PlanError, match="for 2 and 1 ranks"):
+        plan(kept).diff(ShardingPlan(topology=Topology(ranks_per_host=1), tables=(kept,)))

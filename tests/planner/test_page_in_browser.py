@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from shardrec.layout import Topology
-from shardrec.planner import TableLoad, plan_tables
+from shardrec.planner import TableLoad, plan_tables, to_html
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 LOADS = {
@@ -66,7 +66,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     if browser is None:
         pytest.skip("no Chromium or Chrome on the path; SHARDREC_BROWSER may name one")
     folder = tmp_path_factory.mktemp("page")
-    PLAN.to_html(folder / "plan.html")
+    to_html(PLAN, folder / "plan.html")
     text = (folder / "plan.html").read_text(encoding="utf-8")
     probed = text.replace("<head>", "<head>" + LISTENER, 1).replace("</body>", PROBE + "</body>", 1)
     (folder / "probed.html").write_text(probed, encoding="utf-8")

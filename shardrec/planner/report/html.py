@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardrec.layout.table import ranks_text
+from shardrec.planner.report.bare import ranks_text
 from shardrec.planner.report.series import COLOURS, Chart, charts
 from shardrec.planner.report.text import headline
 
 if TYPE_CHECKING:
     from shardrec.layout.plan import ShardingPlan
 
-__all__ = ["page"]
+__all__ = ["page", "to_html"]
 
 _HEIGHT, _LEFT, _TOP = 220, 64, 12
 
@@ -50,6 +51,16 @@ document.querySelectorAll("th button").forEach((button) => button.addEventListen
   body.append(...(up ? rows : rows.reverse()));
 }));
 """
+
+
+def to_html(plan: ShardingPlan, path: str | Path) -> None:
+    """Write a plan as one self-contained page: load and memory of each rank, and a table of tables that can be sorted.
+
+    Args:
+        plan: any plan.
+        path: of the file.
+    """
+    Path(path).write_text(page(plan), encoding="utf-8")
 
 
 def page(plan: ShardingPlan) -> str:

@@ -12,11 +12,16 @@ if TYPE_CHECKING:
 
     from shardrec.layout.plan import ShardingPlan
 
-__all__ = ["draw"]
+__all__ = ["to_png"]
 
 
-def draw(plan: ShardingPlan, path: Path) -> None:
-    """Write the charts of a plan, one below the other, as PNG."""
+def to_png(plan: ShardingPlan, path: str | Path) -> None:
+    """Draw the load and, if it is known, the memory of each rank, one chart below the other, as PNG.
+
+    Args:
+        plan: any plan.
+        path: of the file.
+    """
     # The object interface: no window, no global state, no change of the caller's backend.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

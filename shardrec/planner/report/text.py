@@ -8,28 +8,48 @@ from typing import TYPE_CHECKING
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from shardrec.layout.table import ranks_text
-from shardrec.planner.report.summary import PlanReport
+from shardrec.layout.report import PlanReport
+from shardrec.planner.report.bare import bare_table, ranks_text
 
 if TYPE_CHECKING:
     from shardrec.layout.plan import ShardingPlan
 
-__all__ = ["explained", "headline"]
+__all__ = ["explain", "headline", "reasons_text"]
 
 _GIB = 2**30
 
 
 def headline(report: PlanReport) -> str:
-    """Cost, bound and gap in a sentence."""
-    proven = "proven to be the best plan" if report.gap == 0 else f"at most {report.gap:.2%} above the best plan"
+    """What a step is estimated to take, and how good the plan is proven to be, in a sentence each."""
+    if report.gap == 0:
+        proven = "Proven to be the best plan"
+    elif report.gap == inf:
+        proven = "Nothing is proven about better plans"
+    else:
+        proven = f"Proven within {report.gap:.2%} of the best plan"
     return (
-        f"slowest rank {report.cost_ms:,.3f} ms a step and {report.overhead_ms:,.3f} ms whatever the plan; bound "
-        f"{report.bound_ms:,.3f} ms, so {proven} by this cost model"
+        f"Step estimate: {report.cost_ms:,.3f} ms on the slowest rank + {report.overhead_ms:,.3f} ms fixed. "
+        f"{proven} by this cost model."
     )
 
 
-def explained(plan: ShardingPlan, report: PlanReport, *, reasons: bool = True) -> Table:
-    """One line per table: its cut, what it costs all ranks and, with ``reasons``, why its next-best cut lost."""
+def explain(plan: ShardingPlan, *, reasons: bool = True) -> Table:
+    """A plan as a rich table for people: each table's shape, cut and ranks, then the load of each rank.
+
+    Of a plan that the planner made it also shows what each table costs, and how good the plan is proven to be.
+
+    Args:
+        plan: any plan.
+        reasons: show why each table's next-best cut lost, too, which takes a line or more per table, and 100 columns.
+
+    Returns:
+        The table; ``rich.print`` shows it.
+    """
+    report = plan.report
+    return bare_table(plan) if report is None else _explained(plan, report, reasons)
+
+
+def _explained(plan: ShardingPlan, report: PlanReport, reasons: bool) -> Table:
     world = plan.world_size
     table = Table(
         title=f"Sharding plan: {len(plan.tables)} tables on {world} rank{'s' * (world > 1)}, "
@@ -39,11 +59,11 @@ def explained(plan: ShardingPlan, report: PlanReport, *, reasons: bool = True) -
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
-    table.add_column("table")
+    table.add_column("table", overflow="fold")
     for heading in ("rows", "dim", "MiB"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("cut", overflow="fold")
-    table.add_column("ranks")
+    table.add_column("ranks", overflow="fold")
     table.add_column("ms", justify="right", no_wrap=True)
     if reasons:
         table.add_column("next-best cut", overflow="fold", min_width=9)
@@ -62,6 +82,15 @@ def explained(plan: ShardingPlan, report: PlanReport, *, reasons: bool = True) -
             *((about.next_cut.replace("_", "-"), about.reason) if reasons else ()),
         )
     return table
+
+
+def reasons_text(report: PlanReport) -> str:
+    """Why each table's next-best cut lost, a line for each: for what is too narrow for more columns in the table."""
+    lines = []
+    for each in report.tables:
+        other = f"not {each.next_cut.replace('_', '-')}, " if each.next_cut else ""
+        lines.append(f"{each.name}: {other}{each.reason}")
+    return "\n".join(lines)
 
 
 def _caption(report: PlanReport) -> list[str]:

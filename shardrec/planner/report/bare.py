@@ -1,4 +1,4 @@
-"""A sharding plan as a table for people (rich)."""
+"""A plan without a report as a table for people (rich): one that was made by hand."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from shardrec.layout.shard import TableLayout
 if TYPE_CHECKING:
     from shardrec.layout.plan import ShardingPlan
 
-__all__ = ["plan_table", "ranks_text"]
+__all__ = ["bare_table", "ranks_text"]
 
 _BYTES_PER_WEIGHT = 4
 
 
-def plan_table(plan: ShardingPlan) -> Table:
+def bare_table(plan: ShardingPlan) -> Table:
     """One line per table and one per rank; memory counts fp32 weights without optimizer state."""
     world = plan.world_size
     table = Table(
