@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-import shardrec
-from examples.pipelined_dlrm.model import BALANCE, DENSE, FEATURES, ROWS, pipelined_dlrm
+from examples.pipelined_dlrm.model import BALANCE, DENSE, DIM, FEATURES, ROWS, pipelined_dlrm
+from shardrec.layout import ShardingPlan, Topology, cuts
+from shardrec.modules import ShardedEmbeddingBagCollection
 from shardrec.pipeline import Pipeline
 
 __all__ = ["main", "train"]
@@ -56,7 +57,11 @@ def train(steps: int = 20, size: int = 64, chunks: int = 4, schedule: str = "1f1
     stage_groups = [dist.new_group([2 * one + stage for one in range(pipelines)]) for stage in range(2)]
     stage_group = stage_groups[rank % 2]
     if rank % 2 == 0:
-        model[0].module = shardrec.shard(model[0].module, group=stage_group)
+        plan = ShardingPlan(
+            topology=Topology(ranks_per_host=pipelines),
+            tables=tuple(cuts.row_wise(f"t{one}", ROWS, DIM, ranks=range(pipelines)) for one in range(FEATURES)),
+        )
+        model[0].module.bags = ShardedEmbeddingBagCollection(model[0].module.bags, plan, group=stage_group)
     pipeline = Pipeline(model, BALANCE, group=groups[own], chunks=chunks, schedule=schedule)  # type: ignore[arg-type]
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.5) for one in (plain, pipeline)]
     losses = []

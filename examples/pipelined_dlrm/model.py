@@ -23,7 +23,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.pipeline.skip import pop, skippable, stash
 
-__all__ = ["BALANCE", "DENSE", "FEATURES", "ROWS", "pipelined_dlrm"]
+__all__ = ["BALANCE", "DENSE", "DIM", "FEATURES", "ROWS", "pipelined_dlrm"]
 
 DENSE, FEATURES, ROWS, DIM, CROSS = 13, 8, 1000, 16, 3
 BALANCE = [2, 2 + CROSS]
