@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,7 +36,7 @@ def batch_size(value: Any, what: str = "the input") -> int:
     """Samples B of a nest of (B, ...) tensors.
 
     Args:
-        value: a tensor, or tuples, lists and dicts of tensors; None stands for no tensor.
+        value: a tensor or a KeyedJaggedTensor, or tuples, lists and dicts of them; None stands for no tensor.
         what: for error messages.
 
     Raises:
@@ -43,8 +44,11 @@ def batch_size(value: Any, what: str = "the input") -> int:
         ConfigError: if the tensors have different sizes, or there is none.
     """
     sizes: dict[str, int] = {}
-    for path, leaf in tree_flatten_with_path(value)[0]:
+    for path, leaf in tree_flatten_with_path(value, is_leaf=_is_jagged)[0]:
         if leaf is None:
+            continue
+        if _is_jagged(leaf):
+            sizes[keystr(path)] = leaf.stride()
             continue
         if not isinstance(leaf, Tensor):
             raise TypeError(
@@ -61,10 +65,48 @@ def batch_size(value: Any, what: str = "the input") -> int:
 
 
 def scatter(value: Any, sizes: Sequence[int]) -> list[Any]:
-    """Cut a nest of (B, ...) tensors along dimension 0 into one nest, of views, for each micro-batch."""
-    leaves, spec = tree_flatten(value)
-    pieces = [leaf.split(list(sizes)) if isinstance(leaf, Tensor) else [leaf] * len(sizes) for leaf in leaves]
+    """Cut a nest of (B, ...) tensors along dimension 0 into one nest, of views, for each micro-batch.
+
+    A KeyedJaggedTensor is cut by its samples, and its ids are copied.
+    """
+    leaves, spec = tree_flatten(value, is_leaf=_is_jagged)
+    pieces: list[Sequence[Any]] = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            pieces.append(leaf.split(list(sizes)))
+        else:
+            pieces.append(_jagged_pieces(leaf, sizes) if _is_jagged(leaf) else [leaf] * len(sizes))
     return [tree_unflatten([piece[number] for piece in pieces], spec) for number in range(len(sizes))]
+
+
+def _is_jagged(value: Any) -> bool:
+    """Whether it is a KeyedJaggedTensor, which nothing is before its module was imported."""
+    module = sys.modules.get("torchrec.sparse.jagged_tensor")
+    return module is not None and isinstance(value, module.KeyedJaggedTensor)
+
+
+def _jagged_pieces(features: Any, sizes: Sequence[int]) -> list[Any]:
+    """KeyedJaggedTensors of ``sizes`` samples each; their bounds are read on the host."""
+    if features.variable_stride_per_key():
+        raise ConfigError("a KeyedJaggedTensor with a batch size per key cannot be cut into micro-batches: pad it")
+    keys, samples = features.keys(), features.stride()
+    lengths_FB = features.lengths().view(len(keys), samples)
+    bounds = features.offsets().tolist()
+    weights = features.weights_or_none()
+    pieces, begin = [], 0
+    for size in sizes:
+        runs = [slice(bounds[row * samples + begin], bounds[row * samples + begin + size]) for row in range(len(keys))]
+        pieces.append(
+            type(features)(
+                keys=keys,
+                values=torch.cat([features.values()[run] for run in runs]),
+                lengths=lengths_FB[:, begin : begin + size].reshape(-1),
+                weights=None if weights is None else torch.cat([weights[run] for run in runs]),
+                stride=size,
+            )
+        )
+        begin += size
+    return pieces
 
 
 def gather(values: Sequence[Any], what: str = "the output") -> Any:

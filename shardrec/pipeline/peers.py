@@ -83,12 +83,12 @@ class Peers:
         Raises:
             PeerError: if another rank is gone.
         """
-        numbers = torch.empty(self.size, dtype=torch.int64)
+        numbers = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         try:
-            dist.all_gather_into_tensor(numbers, torch.tensor([number]), group=self._control)
+            dist.all_gather(numbers, torch.tensor([number]), group=self._control)
         except RuntimeError as error:
             raise self._gone(error) from error
-        return numbers.tolist()
+        return [int(one) for one in numbers]
 
     def broadcast(self, value: Tensor, stage: int) -> None:
         """Overwrite ``value`` on every rank with that of a stage.

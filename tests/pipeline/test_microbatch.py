@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from hypothesis import strategies as st
 
 from shardrec.errors import ConfigError
 from shardrec.pipeline.microbatch import batch_size, gather, scatter, sizes_of
+from tests.batches import Bags, random_bags
+from tests.plans import randoms
 
 
 @given(st.integers(0, 30), st.integers(1, 40))
@@ -27,6 +30,26 @@ def test_scatter_and_gather_are_inverse(total: int, chunks: int) -> None:
     value = (torch.randn(total, 3), {"a": torch.arange(total), "none": None}, [torch.randn(total)])
     parts = scatter(value, sizes_of(total, chunks))
     torch.testing.assert_close(gather(parts), value)
+
+
+@given(randoms(), st.integers(0, 6), st.integers(1, 8), st.booleans())
+def test_jagged_tensors_are_cut_by_samples(rng: Random, samples: int, chunks: int, weighted: bool) -> None:
+    whole = random_bags(rng, {"a": 5, "b": 9, "c": 2}, samples, weighted=weighted)
+    sizes = sizes_of(samples, chunks)
+    assert batch_size((whole.kjt(), torch.ones(samples))) == samples
+    begin = 0
+    for part, size in zip(scatter(whole.kjt(), sizes), sizes, strict=True):
+        ids = {key: bags[begin : begin + size] for key, bags in whole.ids.items()}
+        weights = None
+        if whole.weights is not None:
+            weights = {key: bags[begin : begin + size] for key, bags in whole.weights.items()}
+        wanted = Bags(keys=whole.keys, size=size, ids=ids, weights=weights).kjt()
+        assert part.keys() == wanted.keys()
+        assert part.stride() == size
+        assert torch.equal(part.values(), wanted.values())
+        assert torch.equal(part.lengths(), wanted.lengths())
+        assert not weighted or torch.equal(part.weights(), wanted.weights())
+        begin += size
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from tests.pipeline.networks import BrokenBackward, Fails, nested, network, two_
 from tests.pipeline.skip.layers import popping, stashing
 from tests.ranks import raises_on_all, ranks
 
-BALANCES = {1: [8], 2: [5, 3], 3: [2, 3, 3], 4: [3, 1, 1, 3]}
+BALANCES = {1: [8], 2: [5, 3], 3: [2, 3, 3], 4: [2, 2, 2, 2]}
 
 
 def batch(samples: int = 10, seed: int = 3) -> tuple[Tensor, Tensor]:

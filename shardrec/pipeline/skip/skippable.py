@@ -212,7 +212,8 @@ def skippable(stash: Sequence[str] = (), pop: Sequence[str] = ()) -> Callable[[t
     """Class decorator for a module with skips.
 
     Its forward takes one input (a tensor, or a tuple), yields ``stash(name, tensor)`` and ``pop(name)`` for each name
-    once, and returns its output. State dict keys begin with ``module.``, as torchgpipe's do.
+    once, and returns its output. State dict keys begin with ``module.``, as torchgpipe's do. mypy does not follow what
+    a class decorator returns: write ``Layer = skippable(...)(LayerModule)``, or ask ``isinstance(layer, Skippable)``.
 
     Args:
         stash: names that the forward stashes.
