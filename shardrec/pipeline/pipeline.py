@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from shardrec.errors import ConfigError
 from shardrec.pipeline.balance import check_balance
+from shardrec.pipeline.layers import check_layers
 from shardrec.pipeline.peers import Peers
 from shardrec.pipeline.run import Run
 from shardrec.pipeline.schedule import SCHEDULES, Schedule, ScheduleName, forwards
@@ -58,8 +59,8 @@ class Pipeline(nn.Module):
 
     Raises:
         TypeError: if ``module`` is no sequential, or its skips do not fit together.
-        ConfigError: if the balance does not fit, stages share parameters, there are too few devices or ranks, or an
-            option is unknown.
+        ConfigError: if the balance does not fit, stages share parameters, a layer reduces gradients or updates weights
+            by itself, there are too few devices or ranks, or an option is unknown.
 
     The schedules are described in :mod:`shardrec.pipeline.schedule`; the interface follows torchgpipe (Kim et al.,
     2020).
@@ -78,6 +79,7 @@ class Pipeline(nn.Module):
     ) -> None:
         super().__init__()
         self.balance = check_balance(module, balance)
+        check_layers(module)
         stages = len(self.balance)
         _check_options(chunks, schedule, checkpoint)
         self.chunks = chunks
