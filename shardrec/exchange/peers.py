@@ -287,7 +287,8 @@ class _Look:
                     store.set(self._key(self.me), json.dumps(asdict(note)))
                     told = sees
                 for rank in self.others:
-                    if rank not in self.notes and store.check([self._key(rank)]):
+                    # Again and again, for a rank may see others end after it has told that it failed.
+                    if rank in self.notes or store.check([self._key(rank)]):
                         note = _Note(**json.loads(store.get(self._key(rank))))
                         self.notes[rank] = note
                         self.states.update({int(other): state for other, state in note.sees.items()})

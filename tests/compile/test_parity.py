@@ -14,7 +14,7 @@ from tests.ranks import ranks
 FAST = {("dlrm", "traced"), ("towers", "boundary")}
 """On two ranks; the others take their time to compile."""
 
-ONE = {("dlrm", "boundary"), ("towers", "traced"), ("sequences", "boundary"), ("sequences", "traced")}
+ONE = {("sequences", "boundary"), ("sequences", "traced")}
 """On one rank."""
 
 REGIONS = {("dlrm", "traced"): 1, ("towers", "boundary"): 3}

@@ -169,7 +169,8 @@ def test_a_constraint_for_no_table(tmp_path: Path) -> None:
         run(TINY, constraint=("u_*=row_wise",), out=str(tmp_path))
 
 
-@pytest.mark.parametrize("mode", ["dense", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["dense", "full"])
 def test_a_compiled_run_learns_the_same(mode: str, trained: tuple[Path, RunReport], tmp_path: Path) -> None:
     import torch
 
