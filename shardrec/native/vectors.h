@@ -1,8 +1,9 @@
 // Loops over rows of float32, compiled once for each width of vector registers that a processor may have.
 //
 // A job is a struct with a member template `bool run<Lanes>() const`. `run(job)` calls it with the lanes of this processor.
-// One thread does all of it: ranks, of which there are as many as cores, are what runs side by side. Everything that a job calls is inlined into it (SHARDREC_INLINE), for a function takes the
-// instructions of the one that it is inlined into, and only of that.
+// One thread does all of it: ranks, of which there are as many as cores, are what runs side by side. Everything that a job
+// calls is inlined into it (SHARDREC_INLINE), for a function takes the instructions of the one that it is inlined into, and
+// only of that.
 
 #pragma once
 
