@@ -17,9 +17,21 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-__all__ = ["KEY_ORDERS", "NO_LIMIT", "Batch", "Expectation", "Mended", "OnBadId", "fit", "read_batch", "shown"]
+__all__ = [
+    "KEY_ORDERS",
+    "NO_LIMIT",
+    "Batch",
+    "Expectation",
+    "Mended",
+    "OnBadId",
+    "fit",
+    "form_fault",
+    "read_batch",
+    "shown",
+]
 
 OnBadId = Literal["error", "zero", "wrap"]
 """What is done with an id outside ``[0, num_embeddings)``."""
@@ -139,18 +151,37 @@ def read_batch(features: object, expect: Expectation) -> Batch | str:
         )
 
 
-def _read(features: KeyedJaggedTensor, expect: Expectation) -> Batch | str:
+def form_fault(features: KeyedJaggedTensor, expect: Expectation) -> str | None:
+    """What is wrong with the keys, dtypes, devices or numbers of dimensions: all that shows without a size."""
     keys = tuple(features.keys())
     fault = _key_fault(keys, expect) or _id_fault(features, expect) or _weight_fault(features, expect)
     if fault is not None:
         return fault
     given, offsets = features.lengths_or_none(), features.offsets_or_none()
-    lengths = features.lengths()
-    fault = _device_fault("lengths", lengths, expect)
-    if fault is not None:
-        return fault
+    lengths = offsets if given is None else given
+    if lengths is None:
+        return None  # torchrec has words for it
     if lengths.dtype not in _ID_DTYPES:
         return f"the lengths are {_name(lengths.dtype)}; lengths (or offsets) must be int32 or int64"
+    return _device_fault("lengths", lengths, expect)
+
+
+def _size_fault(features: KeyedJaggedTensor) -> str | None:
+    values, weights = features.values(), features.weights_or_none()
+    if values.numel() > _MOST_IDS:
+        return f"the input has {values.numel()} ids and a batch may have {_MOST_IDS}; make the batch smaller"
+    if weights is not None and weights.shape != values.shape:
+        return f"the weights have shape {tuple(weights.shape)} and the ids {tuple(values.shape)}; give one weight for each id"
+    return None
+
+
+def _read(features: KeyedJaggedTensor, expect: Expectation) -> Batch | str:
+    keys = tuple(features.keys())
+    fault = form_fault(features, expect) or _size_fault(features)
+    if fault is not None:
+        return fault
+    given, offsets = features.lengths_or_none(), features.offsets_or_none()
+    lengths = features.lengths()
     inverse = _inverse(features, expect)
     if isinstance(inverse, str):
         return inverse
@@ -252,8 +283,6 @@ def _id_fault(features: KeyedJaggedTensor, expect: Expectation) -> str | None:
         )
     if values.dim() != 1:
         return f"the ids have shape {tuple(values.shape)}; they must be one-dimensional"
-    if values.numel() > _MOST_IDS:
-        return f"the input has {values.numel()} ids and a batch may have {_MOST_IDS}; make the batch smaller"
     return _device_fault("ids", values, expect)
 
 
@@ -269,7 +298,7 @@ def _device_fault(what: str, tensor: Tensor, expect: Expectation) -> str | None:
 
 def _first(values: Tensor) -> str:
     """The first value in words, where there is one to read."""
-    if values.numel() == 0 or values.is_meta:
+    if isinstance(values, FakeTensor) or values.numel() == 0 or values.is_meta:
         return ""
     return f", the first is {values.detach().flatten()[0].item():g}"
 
@@ -292,11 +321,6 @@ def _weight_fault(features: KeyedJaggedTensor, expect: Expectation) -> str | Non
         )
     if not weights.dtype.is_floating_point:
         return f"the weights are {_name(weights.dtype)}{value}; they must be floating point: convert with .float()"
-    if weights.shape != features.values().shape:
-        return (
-            f"the weights have shape {tuple(weights.shape)} and the ids {tuple(features.values().shape)}; give one "
-            "weight for each id"
-        )
     return _device_fault("weights", weights, expect)
 
 

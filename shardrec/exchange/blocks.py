@@ -97,6 +97,14 @@ class BlocksInFlight(abc.ABC):
     def gradient_blocks(self, stream: int) -> list[Tensor]:
         """Where the gradients of a stream's blocks are to be written, (n,) each."""
 
+    @abc.abstractmethod
+    def cut_graph(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Cut the autograd graph between what was sent and the blocks, before the blocks are handed out.
+
+        Returns:
+            What the graph of the sending half ends in, and the leaves that the blocks' half begins with in its place.
+        """
+
 
 class _AtHome(BlocksInFlight):
     """One rank: the streams themselves."""
@@ -114,6 +122,12 @@ class _AtHome(BlocksInFlight):
 
     def gradient_blocks(self, stream: int) -> list[Tensor]:
         return [self._like[stream].new_empty(self._sizes[stream])]
+
+    def cut_graph(self) -> tuple[list[Tensor], list[Tensor]]:
+        sent = {number: flat for number, flat in self._flats.items() if flat.requires_grad}
+        leaves = {number: flat.detach().requires_grad_() for number, flat in sent.items()}
+        self._flats.update(leaves)
+        return list(sent.values()), list(leaves.values())
 
 
 class _Travelling(BlocksInFlight):
@@ -137,6 +151,10 @@ class _Travelling(BlocksInFlight):
 
     def gradient_blocks(self, stream: int) -> list[Tensor]:
         return self._shared.gradient_views()[stream :: self._streams]
+
+    def cut_graph(self) -> tuple[list[Tensor], list[Tensor]]:
+        token, self._token = self._token, self._token.detach().requires_grad_()
+        return [token], [self._token]
 
 
 class _Shared:

@@ -163,6 +163,7 @@ class InputExchange:
         self._world_size = context.collectives.world_size
         self.columns = _FIXED + route.groups
         context.header_columns += _REPEATS * self.columns
+        context.modules += 1
         self._key_limits = lru_cache(maxsize=KEY_ORDERS)(self._new_limits)
         self._key_policies = lru_cache(maxsize=KEY_ORDERS)(self._new_policies)
         self._cutter = Cutter(route, expect.device)

@@ -71,6 +71,7 @@ class QueuedCall:
 
     def __init__(self, call: Call, queue: ExchangeQueue) -> None:
         self.call = call
+        self.by_operator = False
         self.arriving: tuple[InputsInFlight, int] | None = None
         self.with_gradients = torch.is_grad_enabled()
         self.in_inference = torch.is_inference_mode_enabled()
@@ -142,6 +143,8 @@ class ExchangeQueue:
         self._habit: list[int] = []  # calls before each first use, as the last forward made them
         self._seen: list[int] = []  # the same of this forward
         self._run = 0  # calls since the last first use
+        self._first = 0  # the first of them, and, by that, the lengths of runs in TorchScript
+        self._runs: dict[int, int] = {}
         self._one_thread = RLock()
         self._last_habit: list[int] = []  # the habit when the last forward began
 
@@ -149,10 +152,18 @@ class ExchangeQueue:
         """A call that is not queued yet."""
         return QueuedCall(module.new_call(features), self)
 
-    def submit(self, module: Caller, features: object) -> QueuedCall:
+    def submit(
+        self, module: Caller, features: object, *, by_operator: bool = False, scripted: bool = False
+    ) -> QueuedCall:
         """Queue a module's call, and begin the exchange if it is the last one to wait for.
 
         A call that was made ahead (:mod:`shardrec.exchange.ahead`) with these features is taken.
+
+        Args:
+            module: that is called.
+            features: its input.
+            by_operator: an operator calls it (:mod:`shardrec.exchange.operators`), which goes backward in another way.
+            scripted: the operator is TorchScript's, whose forward has no beginning and no end that Python sees.
 
         Raises:
             InputError: on every rank, if a batch of any is faulty.
@@ -170,11 +181,14 @@ class ExchangeQueue:
                 self.observed.append((module, features))
             found = (ahead.take(module, features) for ahead in self.ahead)
             queued = next((one for one in found if one is not None), None) or self.new_call(module, features)
+            queued.by_operator = by_operator
             if self._calls and not self._fits(queued, self._calls):
                 self.flush()
             self._calls.append(queued)
+            if not self._run:
+                self._first = id(module)
             self._run += 1
-            if not self._in_forward or self._run >= self._awaited():
+            if self._run >= self._awaited(scripted):
                 self.flush()
         return queued
 
@@ -300,8 +314,10 @@ class ExchangeQueue:
             number += stream is not None
         return outgoing
 
-    def _awaited(self) -> int:
+    def _awaited(self, scripted: bool) -> int:
         """Calls of this run that come before its first use, as far as one can know."""
+        if not self._in_forward:
+            return self._runs.get(self._first, self.context.modules) if scripted else 1
         done = len(self._seen)
         return self._habit[done] if done < len(self._habit) else self._modules
 
@@ -310,6 +326,7 @@ class ExchangeQueue:
         columns = sum(one.call.input.columns for one in [*calls, queued])
         return (
             first.with_gradients == queued.with_gradients
+            and first.by_operator == queued.by_operator
             and first.in_inference == queued.in_inference
             and columns <= self.context.header_columns - FIXED_COLUMNS
         )
@@ -317,6 +334,7 @@ class ExchangeQueue:
     def _end_run(self) -> None:
         if self._run:
             self._seen.append(self._run)
+            self._runs[self._first] = self._run
             self._run = 0
 
     def _drop(self, error: BaseException) -> None:

@@ -18,8 +18,6 @@ not read back; and nothing is asked of a count except under TorchScript, which h
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -31,21 +29,11 @@ from shardrec.exchange.route import Route
 from shardrec.exchange.scripted_batch import Checked, ScriptedBatch, list_of
 from shardrec.exchange.scripted_group import GroupName
 
-__all__ = ["Agree", "Received", "ScriptedInput"]
+__all__ = ["Received", "ScriptedInput"]
 
 Received = tuple[Tensor, Tensor, Tensor | None, list[int], list[list[int]], list[list[int]], Tensor | None, Tensor]
 """Lengths (S_mine, B_all), ids (n,), weights (n,), batch sizes, ids per rank and group that came and that went, and,
 where each id gets a row, positions (N_sent,) and number of ids per slot (S,)."""
-
-
-class Agree(Protocol):
-    """Exchanges headers where Python is at hand."""
-
-    def __call__(self, counts: Tensor, fault: Tensor, lengths: Tensor, values: Tensor, keys: list[str]) -> Tensor:
-        """Tell all ranks the sizes, and raise the fault of any; see :class:`shardrec.compile.agreement.Agreement`."""
-
-    def refuse(self, anchor: Tensor, fault: int) -> None:
-        """End the tracing of a batch with a fault of structure."""
 
 
 class ScriptedInput(ScriptedBatch):
@@ -57,7 +45,6 @@ class ScriptedInput(ScriptedBatch):
         collectives: of the group that the embeddings are sharded over.
         bad_ids: where the eager module counts bad ids that are no error.
         per_id: all of a rank's samples go as one, and the positions of the ids are kept.
-        agree: exchanges the headers of a compiled model, with the eager model's words for a fault.
 
     Attributes:
         process_group: its name; a program that loads the saved model may set another.
@@ -71,11 +58,9 @@ class ScriptedInput(ScriptedBatch):
         bad_ids: Tensor,
         *,
         per_id: bool = False,
-        agree: Agree | None = None,
     ) -> None:
         rows = max((edges[-1] for edges in route.unit_boundaries), default=0)
         super().__init__(expect, wide_ids=rows > 2**31 - 1, bad_ids=bad_ids)
-        self.agree = agree
         self.process_group = GroupName(collectives)
         self.rank = collectives.rank
         self.world_size = collectives.world_size
@@ -100,12 +85,6 @@ class ScriptedInput(ScriptedBatch):
         self.group_edges = torch.tensor(group_edges(route), dtype=torch.int64, device=device)
         order = [source * self.mine + slot for slot in range(self.mine) for source in range(self.world_size)]
         self.slot_major = torch.tensor(order, dtype=torch.int32, device=device)
-
-    def refuse(self, fault: int) -> None:
-        """End here with a fault of structure, if a compiler is tracing."""
-        if not torch.jit.is_scripting():  # noqa: SIM102  # by itself, TorchScript leaves out what is behind it
-            if self.agree is not None:
-                self.agree.refuse(self.nothing, fault)
 
     def forward(self, features: KeyedJaggedTensor) -> Received:
         """Check, cut and exchange a batch."""
@@ -219,12 +198,6 @@ class ScriptedInput(ScriptedBatch):
         Raises:
             InputError: on every rank, for a fault of any; TorchScript and exported programs raise a RuntimeError.
         """
-        if not torch.jit.is_scripting():  # noqa: SIM102  # by itself, TorchScript leaves out what is behind it
-            if self.agree is not None:
-                table = torch.cat([counts, counts.new_full([self.world_size, 1], batch)], dim=1)
-                told = self.agree(table, fault, features.lengths(), features.values(), features.keys())
-                agreed: list[int] = told.tolist()
-                return agreed
         mode = 1 if torch.is_grad_enabled() else 0
         header = counts.new_zeros([self.world_size, 3 + self.groups])
         header[:, 0] = fault

@@ -129,9 +129,6 @@ class ScriptedBatch(nn.Module):
             return 8
         return 0
 
-    def refuse(self, fault: int) -> None:
-        """End here with a fault of structure, where that can be done; else the header tells of it."""
-
     def count_bad_ids(self, bad_ids: Tensor) -> None:
         """Add a batch's to those so far; not in an exported program, which has no state."""
         exported = False
@@ -144,7 +141,6 @@ class ScriptedBatch(nn.Module):
         """The batch as the lookups take it."""
         fault = self.structural_fault(features)
         if fault != 0:
-            self.refuse(fault)
             none = self.nothing.to(torch.float32) if self.weighted else None
             # Of as many samples: a tracer goes on to the model's other layers before the fault is raised.
             lengths = self.nothing.new_zeros([len(self.features), features.stride()], dtype=torch.int32)

@@ -57,6 +57,7 @@ class StepContext:
 
     Attributes:
         dense_signature: dtypes of the model's other inputs in this step, set by the model's wrapper.
+        modules: number of sharded modules.
         header_columns: width of a header, the same in every exchange, so that a rank can answer for any of them.
         exchanges: number of headers exchanged so far.
         on_bad_id: per feature, what is done with ids outside of its table, where that is no error.
@@ -64,7 +65,6 @@ class StepContext:
         detect_anomaly: look for NaN and Inf; see :mod:`shardrec.exchange.anomaly`.
         anomalies: those that this rank found and no rank has raised yet.
         refusal: what is wrong with the batch whose tracing was ended, or "".
-        in_compiled_step: torch.compile runs the model's forward.
         made_ahead: the calls of this forward were made before it; see :mod:`shardrec.exchange.ahead`.
         gradients_are_reduced: a reducer averages the gradients of ordinary parameters over the ranks.
         reduce_this_backward: it does so in the coming backward (False while gradients are accumulated).
@@ -75,6 +75,7 @@ class StepContext:
         self.collectives = collectives
         self.device = device
         self.dense_signature = ""
+        self.modules = 0
         self.header_columns = FIXED_COLUMNS
         self.exchanges = 0
         self.on_bad_id: dict[str, OnBadId] = {}
@@ -82,7 +83,6 @@ class StepContext:
         self.detect_anomaly = False
         self.anomalies: list[str] = []
         self.refusal = ""
-        self.in_compiled_step = False
         self.made_ahead = False
         self.gradients_are_reduced = False
         self.reduce_this_backward = True

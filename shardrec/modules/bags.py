@@ -30,9 +30,11 @@ from shardrec.lookup.replicated import ReplicatedLookup
 from shardrec.lookup.shards import ShardLookup
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.initial import first_bag_values
+from shardrec.modules.live import LiveBags
 from shardrec.modules.pooled import OutputColumns, PooledEmbeddings
 from shardrec.modules.table import ShardedTable
 from shardrec.pending import LazyAwaitable
+from shardrec.scripting.options import is_portable
 
 __all__ = ["ShardedEmbeddingBagCollection"]
 
@@ -128,7 +130,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             InputError: on every rank at the same step, if the batch of any is faulty.
             PeerError: if another rank is gone.
         """
-        if torch.compiler.is_compiling() or self._given_up:
+        if torch.compiler.is_compiling():
             value: LazyAwaitable[KeyedTensor] = self._compiled(features)
             return value
         queued = self.context.queue.submit(self, features)
@@ -144,6 +146,8 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
 
     def scripted_twin(self) -> nn.Module:
         """What TorchScript sees in this module's place: the same lookup, on the same parameters."""
+        if not is_portable():
+            return LiveBags(self)
         from shardrec.modules.scripted_bags import ScriptedBags
 
         return ScriptedBags(self)

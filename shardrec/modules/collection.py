@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
 
-from shardrec.compile.boundary import look_up_outside
 from shardrec.errors import ConfigError
 from shardrec.exchange.batch import Expectation
 from shardrec.exchange.input import InputExchange
@@ -24,6 +23,7 @@ from shardrec.lookup.optimizers import FusedOptimizer, fused_optimizer_of
 from shardrec.lookup.replicated import ReplicatedLookup
 from shardrec.lookup.shards import ShardLookup
 from shardrec.modules.discover import qualified_name
+from shardrec.modules.late import look_up_outside
 from shardrec.modules.table import ShardedTable
 
 __all__ = ["TABLE_DTYPES", "ShardedCollection"]
@@ -84,14 +84,6 @@ class ShardedCollection(nn.Module, abc.ABC):
         self._dtypes = {config.name: table.dtype for config, table in zip(configs, self._lookup_tables, strict=True)}
         replicated = [table.layout.name for table in self._lookup_tables if table.layout.replicated]
         self._replica_number = {name: index for index, name in enumerate(replicated)}
-
-    @property
-    def _given_up(self) -> bool:
-        """Whether the compiler left this call of a traced module to Python, being past its limit of recompilations.
-
-        The other ranks' calls may be compiled, and have exchanges of their own kind: the twin's.
-        """
-        return self._traced is not None and self.context.in_compiled_step
 
     @property
     def output_dtype(self) -> torch.dtype:

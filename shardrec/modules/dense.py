@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from shardrec.compile.frames import left_alone, passed_over
+from shardrec._dynamo import left_alone, passed_over
 from shardrec.exchange.delegating import DelegatingGroup
 from shardrec.exchange.flight import flight_record
 from shardrec.exchange.peers import meet, peer_error, peers

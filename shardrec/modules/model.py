@@ -23,13 +23,13 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from shardrec.compile.frames import left_alone, passed_over
-from shardrec.compile.step import compiled_step
-from shardrec.errors import ConfigError, InputError, ShardrecError
+from shardrec._dynamo import left_alone, passed_over
+from shardrec.errors import InputError, ShardrecError
 from shardrec.exchange.peers import failed_in_a_collective, peer_error
 from shardrec.exchange.step import StepContext
 from shardrec.layout import ShardingPlan
 from shardrec.modules.collection import ShardedCollection
+from shardrec.modules.compiled import compiled_step
 from shardrec.modules.dense import DenseWrap, set_gradient_sync, wrap_dense
 from shardrec.modules.optim import FusedOptimizers
 
@@ -235,14 +235,8 @@ class _Step(ExitStack):
         if torch.is_grad_enabled():
             # DistributedDataParallel decides here, too: the backward of a forward in no_sync may come after the block.
             context.reduce_this_backward = not model._accumulates
-        context.in_compiled_step = self._compiled
         if self._compiled:
             traced = any(one._traced is not None for one in model._sharded)
-            if traced and context.detect_anomaly:
-                raise ConfigError(
-                    "detect_anomaly does not see into a traced program; run the model without torch.compile, or "
-                    'compile it in boundary mode: shardrec.annotate_for_dynamo(model, mode="boundary")'
-                )
             self.enter_context(compiled_step(self._inputs, traced=traced))
         self.enter_context(context.queue.forward(len(model._sharded)))
         return super().__enter__()
@@ -271,7 +265,6 @@ class _Step(ExitStack):
                     model._fail(error, made=made)
         finally:
             context.dense_signature = ""
-            context.in_compiled_step = False
         if error is None and not context.made_ahead:
             model._headers = made
 

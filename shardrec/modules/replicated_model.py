@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardrec.compile.frames import left_alone, passed_over
+from shardrec._dynamo import left_alone, passed_over
 from shardrec.errors import InputError, PeerError
 from shardrec.exchange.step import StepContext
 from shardrec.layout import ShardingPlan

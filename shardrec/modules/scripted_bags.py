@@ -16,37 +16,26 @@ from torch.jit import Future
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from shardrec.errors import ConfigError
-from shardrec.exchange.output import OutputExchange
 from shardrec.exchange.route import Piece, Route, output_pieces
-from shardrec.exchange.scripted import Agree, ScriptedInput
+from shardrec.exchange.scripted import ScriptedInput
 from shardrec.exchange.scripted_batch import Checked, list_of
 from shardrec.exchange.scripted_rows import arrived_rows, exchange_rows
+from shardrec.modules.live import parameters_of
 from shardrec.pending import Await, awaitable
-from shardrec.scripting.options import is_portable, lookups_in_parallel
+from shardrec.scripting.options import lookups_in_parallel
 
 if TYPE_CHECKING:
-    from shardrec.compile.columns import ColumnsExchange
     from shardrec.modules.bags import ShardedEmbeddingBagCollection
 
-__all__ = ["ScriptedBags", "parameters_of", "refuse_quantized", "slots_per_group"]
-
-
-def parameters_of(module: nn.Module) -> nn.Module:
-    """A module of nothing but another one's parameters, under their names."""
-    holder = nn.Module()
-    for name, parameter in module.named_parameters(recurse=False):
-        holder.register_parameter(name, parameter)
-    for name, child in module.named_children():
-        holder.add_module(name, parameters_of(child))
-    return holder
+__all__ = ["ScriptedBags", "refuse_quantized", "slots_per_group"]
 
 
 def refuse_quantized(collection: object, output: str, gradient: str) -> None:
     """Raise for an exchange that TorchScript cannot make."""
     if (output, gradient) != ("fp32", "fp32"):
         raise ConfigError(
-            f"{type(collection).__name__} exchanges {output} and {gradient}; a scripted model exchanges fp32, and so "
-            "does a traced one: shard without comms, or compile in boundary mode"
+            f"{type(collection).__name__} exchanges {output} and {gradient}; a program that runs without shardrec "
+            "exchanges fp32: shard without comms, or script with portable=False"
         )
 
 
@@ -55,22 +44,12 @@ class ScriptedBags(nn.Module):
 
     Args:
         collection: the eager module.
-        lookups: of its groups; default: those that TorchScript takes.
-        agree: exchanges the headers of a compiled model.
-        portable: made of operators that any process knows; default: what ``shardrec.script`` is asked for.
     """
 
     # A graph has only the branch that is taken.
     __constants__: ClassVar = ["parallel"]
 
-    def __init__(
-        self,
-        collection: ShardedEmbeddingBagCollection,
-        *,
-        lookups: nn.ModuleList | None = None,
-        agree: Agree | None = None,
-        portable: bool | None = None,
-    ) -> None:
+    def __init__(self, collection: ShardedEmbeddingBagCollection) -> None:
         super().__init__()
         collectives, device = collection.context.collectives, collection.device
         comms = collection.context.comms
@@ -78,13 +57,8 @@ class ScriptedBags(nn.Module):
             refuse_quantized(collection, comms.output, comms.gradient)
         route, outputs = collection._route, collection._lookups
         self.embedding_bags = parameters_of(collection.embedding_bags)
-        self.input = ScriptedInput(route, collection._expect, collectives, collection._input.bad_ids, agree=agree)
-        if lookups is None:
-            lookups, _ = collection._shards.scripted(training=collection.training)
-        self.lookups = lookups
-        self.columns = None
-        if collectives.world_size > 1 and not (is_portable() if portable is None else portable):
-            self.columns = columns_of(collection)
+        self.input = ScriptedInput(route, collection._expect, collectives, collection._input.bad_ids)
+        self.lookups, _ = collection._shards.scripted(training=collection.training)
         self.group_slots = list_of(int, slots_per_group(route, collectives.rank))
         # On threads of TorchScript's own, which pays where groups are large and threads idle.
         self.parallel = lookups_in_parallel()
@@ -114,22 +88,6 @@ class ScriptedBags(nn.Module):
 
     def forward(self, features: KeyedJaggedTensor) -> Await[KeyedTensor]:
         """Look up the local batch."""
-        if self.columns is not None:
-            pooled, order, ticket, batch, replicated, divisors = self.begin_columns(features)
-            return awaitable(
-                finish_columns,
-                pooled,
-                order,
-                ticket,
-                replicated,
-                batch,
-                self.columns.width,
-                self.columns.number,
-                divisors,
-                self.keys,
-                self.dims,
-                self.output_dtype,
-            )
         pending, batch, replicated, divisors = self.begin(features)
         return awaitable(
             finish_bags,
@@ -148,21 +106,6 @@ class ScriptedBags(nn.Module):
     @torch.jit.unused
     def traced(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """The same for a tracer: the value itself."""
-        if self.columns is not None:
-            pooled, order, ticket, batch, replicated, divisors = self.begin_columns(features)
-            return finish_columns(
-                pooled,
-                order,
-                ticket,
-                replicated,
-                batch,
-                self.columns.width,
-                self.columns.number,
-                divisors,
-                self.keys,
-                self.dims,
-                self.output_dtype,
-            )
         pending, batch, replicated, divisors = self.begin(features)
         return finish_bags(
             pending,
@@ -176,16 +119,6 @@ class ScriptedBags(nn.Module):
             self.dims,
             self.output_dtype,
         )
-
-    def begin_columns(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor, Tensor, int, Tensor, Tensor]:
-        """As :meth:`begin`, with what :class:`ColumnsExchange` takes and gives in place of rows under way."""
-        checked = self.input.checked(features)
-        pooled, sizes = self.pooled(features, checked)
-        assert self.columns is not None
-        order, ticket = self.columns(pooled, sizes)
-        batch = sizes[self.rank]
-        replicated, divisors = self.own_columns(checked, batch)
-        return pooled, order, ticket, batch, replicated, divisors
 
     def begin(self, features: KeyedJaggedTensor) -> tuple[Tensor, int, Tensor, Tensor]:
         """The pooled rows under way, B, the (B, D_r) columns of replicated tables, and the divisors of means."""
@@ -275,17 +208,6 @@ class ScriptedBags(nn.Module):
         return torch.stack(found, dim=1)
 
 
-def columns_of(collection: ShardedEmbeddingBagCollection) -> ColumnsExchange:
-    """The eager model's output exchange behind operators; without the sums inside hosts, as this twin has none."""
-    from shardrec.compile.columns import ColumnsExchange  # whose operators a portable program does without
-
-    collectives = collection.context.collectives
-    output = OutputExchange(collection._route, collection._lookups, collectives.rank)
-    # Named after its first table, so that a rank whose compiler swapped two of these is told, and not misunderstood.
-    what = f"{collection._lookups[0].layout.name} output"
-    return ColumnsExchange(collectives, output.columns, output.widths, what, collection.device)
-
-
 def slots_per_group(route: Route, rank: int) -> list[int]:
     """Slots of ``rank`` in each lookup group."""
     return [sum(slot.group == group for slot in route.slots[rank]) for group in range(route.groups)]
@@ -329,24 +251,6 @@ def finish_bags(
             column = column + blocks[other][its_run]
         columns.append(column)
     values = torch.cat(columns, dim=1)
-    return KeyedTensor(keys, dims, divided(values, divisors, dims).to(dtype=dtype))
-
-
-def finish_columns(
-    pooled: Tensor,
-    order: Tensor,
-    ticket: Tensor,
-    replicated: Tensor,
-    batch: int,
-    width: int,
-    number: int,
-    divisors: Tensor,
-    keys: list[str],
-    dims: list[int],
-    dtype: torch.dtype,
-) -> KeyedTensor:
-    """Wait for the columns, which come in the unsharded order."""
-    values: Tensor = torch.ops.shardrec.arrived_columns(pooled, order, ticket, replicated, batch, width, number)
     return KeyedTensor(keys, dims, divided(values, divisors, dims).to(dtype=dtype))
 
 

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from shardrec.exchange.bad_ids import places_of_rows
-from shardrec.exchange.scripted import Agree, ScriptedInput
+from shardrec.exchange.scripted import ScriptedInput
 from shardrec.exchange.scripted_batch import list_of
 from shardrec.exchange.scripted_rows import arrived_rows, exchange_rows
-from shardrec.modules.scripted_bags import parameters_of, refuse_quantized, slots_per_group
+from shardrec.modules.live import parameters_of
+from shardrec.modules.scripted_bags import refuse_quantized, slots_per_group
 from shardrec.pending import Await, awaitable
 
 if TYPE_CHECKING:
@@ -36,17 +37,9 @@ class ScriptedSequences(nn.Module):
 
     Args:
         collection: the eager module.
-        lookups: of its groups; default: those that TorchScript takes.
-        agree: exchanges the headers of a compiled model.
     """
 
-    def __init__(
-        self,
-        collection: ShardedEmbeddingCollection,
-        *,
-        lookups: nn.ModuleList | None = None,
-        agree: Agree | None = None,
-    ) -> None:
+    def __init__(self, collection: ShardedEmbeddingCollection) -> None:
         super().__init__()
         collectives, device = collection.context.collectives, collection.device
         comms = collection.context.comms
@@ -55,12 +48,8 @@ class ScriptedSequences(nn.Module):
         outputs = collection._lookups
         sent, route, groups = collection._sent_lookups, collection._route, collection._groups
         self.embeddings = parameters_of(collection.embeddings)
-        self.input = ScriptedInput(
-            route, collection._expect, collectives, collection._input.bad_ids, per_id=True, agree=agree
-        )
-        if lookups is None:
-            lookups, _ = collection._shards.scripted(training=collection.training)
-        self.lookups = lookups
+        self.input = ScriptedInput(route, collection._expect, collectives, collection._input.bad_ids, per_id=True)
+        self.lookups, _ = collection._shards.scripted(training=collection.training)
         self.group_slots = list_of(int, slots_per_group(route, collectives.rank))
         self.rank = collectives.rank
         self.world_size = collectives.world_size

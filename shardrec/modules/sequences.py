@@ -30,9 +30,11 @@ from shardrec.lookup.replicated import ReplicatedLookup
 from shardrec.lookup.shards import ShardLookup
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.initial import first_sequence_values
+from shardrec.modules.live import LiveSequences
 from shardrec.modules.pending_rows import SequenceEmbeddings, SequenceKey
 from shardrec.modules.table import ShardedTable
 from shardrec.pending import LazyAwaitable
+from shardrec.scripting.options import is_portable
 
 __all__ = ["ShardedEmbeddingCollection"]
 
@@ -129,7 +131,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
             InputError: on every rank at the same step, if the batch of any is faulty.
             PeerError: if another rank is gone.
         """
-        if torch.compiler.is_compiling() or self._given_up:
+        if torch.compiler.is_compiling():
             value: LazyAwaitable[dict[str, JaggedTensor]] = self._compiled(features)
             return value
         queued = self.context.queue.submit(self, features)
@@ -141,6 +143,8 @@ class ShardedEmbeddingCollection(ShardedCollection):
 
     def scripted_twin(self) -> nn.Module:
         """What TorchScript sees in this module's place: the same lookup, on the same parameters."""
+        if not is_portable():
+            return LiveSequences(self)
         from shardrec.modules.scripted_sequences import ScriptedSequences
 
         return ScriptedSequences(self)

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardrec.compile.agreement import Agreement
 from shardrec.compile.fakes import FAKES, has_fake, register_fakes
-from shardrec.compile.live import Live
+from shardrec.exchange.live import Live
 from shardrec.compile.lookups import TablesLookup
 from shardrec.errors import ConfigError, InputError
 from shardrec.exchange.batch import Expectation

@@ -1,0 +1,429 @@
+"""A sharded module's forward as operators: how compiled and live scripted programs reach the eager model.
+
+::
+
+    forward    features ── issue_lookup ──► ticket ── arrive_columns | arrive_rows ──► value
+    backward   tables updated ◄── finish_backward ── ticket ◄── give_gradient ── gradient
+
+An operator takes tensors, numbers and text, and calls back to the module: same queue, same exchange, same kernels as in
+eager mode, and so all that the eager model has. What a program has between two of the operators overlaps with the
+exchange. That tables change is hidden from a compiler, as what it does not know it cannot copy, move or do twice.
+
+[Note: the ticket]
+What is under way is kept under a number, which goes from operator to operator, and to backward, as a tensor; it ends
+with that tensor, whether or not anybody has waited. A second tensor, of nothing, carries the gradients' order: the update
+comes after who sends the gradient.
+
+[Note: two halves of a backward]
+The modules that share an exchange share its backward. Its graph is cut where the rows were sent. The first half, which
+sends the gradients, runs when each value that arrived has been given its own; the second, which receives them and
+updates the tables, at the first ``finish_backward``. A value without a gradient by then took no part in the loss.
+
+[Note: inputs are copied]
+A compiler may write another value into the memory of one that it has no use for any more, while a queued call reads it.
+
+Shapes: B samples, N ids, D columns of the output, U features, L lookups.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from shardrec.errors import InputError
+from shardrec.exchange.batch import Expectation, form_fault
+from shardrec.exchange.blocks import BlocksInFlight
+from shardrec.exchange.live import Live
+from shardrec.exchange.queue import Caller, QueuedCall
+from shardrec.exchange.step import StepContext
+
+__all__ = ["Program"]
+
+_LIBRARY = torch.library.Library("shardrec", "FRAGMENT")
+_LIBRARY.define(
+    "issue_lookup(Tensor anchor, Tensor[] replicas, Tensor values, Tensor? lengths, Tensor? offsets, Tensor? weights, Tensor? strides, "
+    "Tensor? inverse, str[] keys, str[] inverse_keys, SymInt stride, int number, bool learned, bool gradients, "
+    "bool scripted) -> (Tensor, Tensor)",
+    tags=torch.Tag.cudagraph_unsafe,
+)
+_LIBRARY.define(
+    "arrive_columns(Tensor order, Tensor ticket, SymInt batch, int width, ScalarType dtype, int number) -> Tensor",
+    tags=torch.Tag.cudagraph_unsafe,
+)
+_LIBRARY.define(
+    "arrive_rows(Tensor order, Tensor ticket, Tensor values, int width, int lookups, bool ids, ScalarType dtype, "
+    "int number) -> (Tensor, Tensor, Tensor)",
+    tags=torch.Tag.cudagraph_unsafe,
+)
+_LIBRARY.define("give_gradient(Tensor gradient, Tensor ticket, int number) -> Tensor", tags=torch.Tag.cudagraph_unsafe)
+_LIBRARY.define(
+    "finish_backward(Tensor order, Tensor ticket, SymInt weights, Tensor[] replicas, int number) -> Tensor[]",
+    tags=torch.Tag.cudagraph_unsafe,
+)
+
+_AUTOGRAD_KEYS = (
+    torch._C.DispatchKey.AutogradCPU,
+    torch._C.DispatchKey.AutogradCUDA,
+    torch._C.DispatchKey.AutogradOther,
+    torch._C.DispatchKey.AutogradFunctionality,
+    torch._C.DispatchKey.ADInplaceOrView,
+)
+
+
+@contextmanager
+def _with_autograd(gradients: bool) -> Iterator[None]:
+    """Operators called inside see autograd again, which is out of the way below an operator with a gradient.
+
+    fbgemm's training lookups need that also without ``gradients``: on the CPU they are kernels of autograd alone.
+    """
+    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    for key in _AUTOGRAD_KEYS:
+        exclude = exclude.remove(key)
+    with torch._C._ForceDispatchKeyGuard(include, exclude), torch.set_grad_enabled(gradients):
+        yield
+
+
+class _Call:
+    """A call, from its issue to the last of its backwards.
+
+    Args:
+        queued: the call.
+        weights: (N,) of its ids if they take a gradient, a leaf; else None.
+        replicas: parameters of the module's replicated tables.
+    """
+
+    def __init__(self, queued: QueuedCall, weights: Tensor | None, replicas: Sequence[Tensor]) -> None:
+        self.queued = queued
+        self.weights = weights
+        self.replicas = replicas
+        self.value: Tensor | None = None
+        self.backward: _Backward | None = None
+
+
+class _Backward:
+    """The backward of one exchange, in two halves.
+
+    Args:
+        flight: the exchange.
+    """
+
+    def __init__(self, flight: BlocksInFlight) -> None:
+        self._sent, self._leaves = flight.cut_graph()
+        self._arrived: list[weakref.ref[_Call]] = []
+        self._given: dict[_Call, Tensor] = {}
+        self._returning: list[tuple[Tensor, Tensor]] = []
+        self._gradients: dict[int, Tensor] = {}  # of replicas and weights, by id
+
+    def arrived(self, call: _Call) -> None:
+        """A value that will be given its gradient, or take no part in the loss."""
+        self._arrived.append(weakref.ref(call))
+
+    def give(self, call: _Call, gradient: Tensor) -> None:
+        """The gradient of a call's value; the last one lets all of them go."""
+        self._given[call] = gradient
+        if all(one() is None or one() in self._given for one in self._arrived):
+            self._send()
+
+    def receive(self) -> None:
+        """Update the tables, if that is still to be done."""
+        if self._given:
+            self._send()
+        returning, self._returning = self._returning, []
+        if returning:
+            sent, gradients = zip(*returning, strict=True)
+            with _with_autograd(True):
+                torch.autograd.backward(sent, gradients, retain_graph=True)
+
+    def take(self, of: Tensor) -> Tensor | None:
+        """The gradient of a leaf of the first half, once; None if there is none."""
+        return self._gradients.pop(id(of), None)
+
+    def _send(self) -> None:
+        given, self._given = self._given, {}
+        others = {
+            id(one): one for call in given for one in (*call.replicas, call.weights) if one is not None
+        }
+        inputs = [*self._leaves, *(one for one in others.values() if one.requires_grad)]
+        values = [call.value for call in given if call.value is not None]
+        # Not backward(): the replicas' gradients are reduced where the program's own graph accumulates them.
+        with _with_autograd(True):
+            found = torch.autograd.grad(values, inputs, list(given.values()), retain_graph=True, allow_unused=True)
+        for one, gradient in zip(inputs, found, strict=True):
+            if gradient is not None:
+                self._gradients[id(one)] = gradient
+        for sent, leaf in zip(self._sent, self._leaves, strict=True):
+            gradient = self.take(leaf)
+            if gradient is not None:
+                self._returning.append((sent, gradient))
+
+
+_BACKWARDS: weakref.WeakKeyDictionary[BlocksInFlight, _Backward] = weakref.WeakKeyDictionary()
+
+
+class Program:
+    """What the operators of one sharded module call back to.
+
+    Args:
+        module: the module.
+        context: of its model.
+        expect: what its input must look like.
+        results: of the call's output, the value that takes a gradient and what else the operator returns.
+        replicas: parameters of the module's replicated tables, whose gradients a reducer averages.
+    """
+
+    def __init__(
+        self,
+        module: Caller,
+        context: StepContext,
+        expect: Expectation,
+        results: Callable[[Any], tuple[Tensor, ...]],
+        replicas: Sequence[Tensor],
+    ) -> None:
+        self._module = module
+        self._context = context
+        self._expect = expect
+        self._results = results
+        self._replicas = replicas
+        self._tickets = count()
+        self._kept: dict[int, _Call] = {}
+        self.number = _PROGRAMS.add(self)
+
+    def issue(self, features: KeyedJaggedTensor, learned: bool, gradients: bool, scripted: bool) -> Tensor:
+        """Queue a call; gives its ticket."""
+        ticket = torch.tensor(next(self._tickets))
+        number = int(ticket)
+        weights = features.weights_or_none()
+        with _with_autograd(gradients):
+            if learned and gradients:
+                weights.requires_grad_()
+            self._kept[number] = _Call(
+                self._context.queue.submit(self._module, features, by_operator=True, scripted=scripted),
+                weights if learned and gradients else None,
+                self._replicas,
+            )
+        weakref.finalize(ticket, self._kept.pop, number, None).atexit = False
+        return ticket
+
+    def arrive(self, ticket: Tensor) -> tuple[Tensor, ...]:
+        """Wait for a call's rows; the value first."""
+        call = self._kept[int(ticket)]
+        flight, stream = call.queued.flight()
+        with _with_autograd(call.queued.with_gradients), call.queued.mode():
+            if call.queued.with_gradients:
+                if flight not in _BACKWARDS:
+                    _BACKWARDS[flight] = _Backward(flight)
+                call.backward = _BACKWARDS[flight]
+            value, *others = self._results(call.queued.call.finish(flight, stream))
+            if call.backward is not None and value.requires_grad:
+                call.value = value
+                call.backward.arrived(call)
+        return value.detach(), *others
+
+    def give_gradient(self, gradient: Tensor, ticket: Tensor) -> None:
+        """The gradient of a call's value is there."""
+        call = self._kept[int(ticket)]
+        if call.value is not None and call.backward is not None:
+            call.backward.give(call, gradient)
+
+    def finish_backward(self, ticket: Tensor) -> tuple[Tensor | None, list[Tensor | None]]:
+        """The tables are updated; gives the gradients of the ids' weights and of the replicas."""
+        call = self._kept[int(ticket)]
+        if call.backward is None:
+            return None, [None for _ in call.replicas]
+        call.backward.receive()
+        replicas = [call.backward.take(one) for one in call.replicas]
+        if call.weights is None:
+            return None, replicas
+        gradient, call.weights.grad = call.weights.grad, None
+        own = call.backward.take(call.weights)
+        if gradient is None or own is None:
+            return own if gradient is None else gradient, replicas
+        return gradient + own, replicas
+
+    def refuse(self, features: KeyedJaggedTensor) -> None:
+        """End the tracing of a batch of another form.
+
+        It would make a program of its own, and each form of it use up one of the recompilations that dynamo allows, until
+        good batches find none left. So it is raised where the tracer asks for the shapes: nothing is compiled, nothing
+        kept, and the model's forward tells the other ranks.
+        """
+        fault = form_fault(features, self._expect)
+        if fault is not None:
+            self._refuse(fault)
+
+    def _refuse(self, fault: str) -> NoReturn:
+        self._context.refusal = fault
+        raise InputError(fault)
+
+
+_PROGRAMS: Live[Program] = Live("the sharded module")
+
+
+def _features(
+    values: Tensor,
+    lengths: Tensor | None,
+    offsets: Tensor | None,
+    weights: Tensor | None,
+    strides: Tensor | None,
+    inverse: Tensor | None,
+    keys: Sequence[str],
+    inverse_keys: Sequence[str],
+    stride: int,
+) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(
+        keys=list(keys),
+        values=values,
+        weights=weights,
+        lengths=lengths,
+        offsets=offsets,
+        stride=stride if strides is None else None,
+        stride_per_key_per_rank=strides,
+        inverse_indices=None if inverse is None else (list(inverse_keys), inverse),
+    )
+
+
+@torch.library.impl(_LIBRARY, "issue_lookup", "CompositeExplicitAutograd")
+def _issue(
+    anchor: Tensor,
+    replicas: Sequence[Tensor],
+    values: Tensor,
+    lengths: Tensor | None,
+    offsets: Tensor | None,
+    weights: Tensor | None,
+    strides: Tensor | None,
+    inverse: Tensor | None,
+    keys: Sequence[str],
+    inverse_keys: Sequence[str],
+    stride: int,
+    number: int,
+    learned: bool,
+    gradients: bool,
+    scripted: bool,
+) -> tuple[Tensor, Tensor]:
+    tensors = [
+        None if one is None else one.detach() if scripted else one.detach().clone()
+        for one in (values, lengths, offsets, weights, strides, inverse)
+    ]
+    ticket = _PROGRAMS[number].issue(
+        _features(*tensors, keys, inverse_keys, stride),
+        learned,
+        gradients,
+        scripted,  # type: ignore[arg-type]
+    )
+    return anchor.new_zeros(0), ticket
+
+
+@torch.library.impl(_LIBRARY, "arrive_columns", "CompositeExplicitAutograd")
+def _arrive_columns(order: Tensor, ticket: Tensor, batch: int, width: int, dtype: torch.dtype, number: int) -> Tensor:
+    return _PROGRAMS[number].arrive(ticket)[0]
+
+
+@torch.library.impl(_LIBRARY, "arrive_rows", "CompositeExplicitAutograd")
+def _arrive_rows(
+    order: Tensor, ticket: Tensor, values: Tensor, width: int, lookups: int, ids: bool, dtype: torch.dtype, number: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, found, numbers = _PROGRAMS[number].arrive(ticket)
+    return rows, found if ids else found.new_empty(0), numbers
+
+
+@torch.library.impl(_LIBRARY, "give_gradient", "CompositeExplicitAutograd")
+def _give_gradient(gradient: Tensor, ticket: Tensor, number: int) -> Tensor:
+    _PROGRAMS[number].give_gradient(gradient, ticket)
+    return gradient.new_zeros(0, dtype=torch.float32)
+
+
+@torch.library.impl(_LIBRARY, "finish_backward", "CompositeExplicitAutograd")
+def _finish_backward(
+    order: Tensor, ticket: Tensor, weights: int, replicas: Sequence[Tensor], number: int
+) -> list[Tensor]:
+    of_weights, others = _PROGRAMS[number].finish_backward(ticket)
+    return [
+        order.new_zeros(weights) if of_weights is None else of_weights.to(torch.float32),
+        *(torch.zeros_like(one) if found is None else found for found, one in zip(others, replicas, strict=True)),
+    ]
+
+
+def _issue_fake(anchor: Tensor, replicas: Sequence[Tensor], *given: Any) -> tuple[Tensor, Tensor]:
+    number: int = given[9]
+    _PROGRAMS[number].refuse(_features(*given[:9]))
+    return anchor.new_empty(0), torch.empty((), dtype=torch.int64, device="cpu")
+
+
+def _arrive_columns_fake(
+    order: Tensor, ticket: Tensor, batch: int, width: int, dtype: torch.dtype, number: int
+) -> Tensor:
+    return order.new_empty((batch, width), dtype=dtype)
+
+
+def _arrive_rows_fake(
+    order: Tensor, ticket: Tensor, values: Tensor, width: int, lookups: int, ids: bool, dtype: torch.dtype, number: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = torch.library.get_ctx().new_dynamic_size()
+    return (
+        order.new_empty((rows, width), dtype=dtype),
+        values.new_empty(rows if ids else 0),
+        torch.empty(lookups, dtype=torch.int64, device="cpu"),
+    )
+
+
+def _give_gradient_fake(gradient: Tensor, ticket: Tensor, number: int) -> Tensor:
+    return gradient.new_empty(0, dtype=torch.float32)
+
+
+def _finish_backward_fake(
+    order: Tensor, ticket: Tensor, weights: int, replicas: Sequence[Tensor], number: int
+) -> list[Tensor]:
+    return [order.new_empty(weights), *(torch.empty_like(one) for one in replicas)]
+
+
+def _keep_issued(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    replicas, weights, ctx.number, learned = inputs[1], inputs[5], inputs[11], inputs[12]
+    ctx.save_for_backward(output[1], *replicas)
+    ctx.mark_non_differentiable(output[1])
+    ctx.names = len(inputs[9])
+    ctx.weights = (weights.size(0), weights.dtype) if learned else (0, None)
+
+
+def _issued_backward(ctx: Any, order: Tensor, _: Tensor | None) -> tuple[Any, ...]:
+    ticket, *replicas = ctx.saved_tensors
+    count, dtype = ctx.weights
+    of_weights, *others = torch.ops.shardrec.finish_backward(order, ticket, count, replicas, ctx.number)
+    # The anchor's gradient is what makes a compiler keep the update.
+    anchor = of_weights[:0]
+    weights = None if dtype is None else of_weights.to(dtype)
+    # An empty list passes for one of tensors.
+    return anchor, others, None, None, None, weights, None, None, None, None if ctx.names else [], *[None] * 5
+
+
+def _keep_arrived(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(inputs[1])
+    ctx.number = inputs[-1]
+    ctx.inputs = len(inputs)
+    if isinstance(output, tuple):
+        ctx.mark_non_differentiable(*output[1:])
+
+
+def _arrived_backward(ctx: Any, gradient: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    (ticket,) = ctx.saved_tensors
+    order = torch.ops.shardrec.give_gradient(gradient, ticket, ctx.number)
+    return order, *[None] * (ctx.inputs - 1)
+
+
+for _name, _fake in (
+    ("issue_lookup", _issue_fake),
+    ("arrive_columns", _arrive_columns_fake),
+    ("arrive_rows", _arrive_rows_fake),
+    ("give_gradient", _give_gradient_fake),
+    ("finish_backward", _finish_backward_fake),
+):
+    torch.library.register_fake(f"shardrec::{_name}", _fake, lib=_LIBRARY)
+torch.library.register_autograd("shardrec::issue_lookup", _issued_backward, setup_context=_keep_issued, lib=_LIBRARY)
+for _name in ("arrive_columns", "arrive_rows"):
+    torch.library.register_autograd(f"shardrec::{_name}", _arrived_backward, setup_context=_keep_arrived, lib=_LIBRARY)

@@ -1,0 +1,300 @@
+"""Sharded collections as their operators (:mod:`shardrec.exchange.operators`): twins for TorchScript and torch.compile.
+
+They run in the process of the model, which does the work, and have all that it has. TorchScript runs ``forward``, which
+returns an ``Await``; tracers run ``traced``, whose value asks for its tensors at their first use, so that the calls before
+it share an exchange. What runs without shardrec is made of the twins in :mod:`shardrec.modules.scripted_bags`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+from shardrec.exchange.operators import Program
+from shardrec.exchange.scripted_batch import list_of
+from shardrec.modules.late import LateJaggedTensor, LateKeyedTensor
+from shardrec.pending import Await, awaitable
+
+if TYPE_CHECKING:
+    from shardrec.modules.collection import ShardedCollection
+    from shardrec.modules.bags import ShardedEmbeddingBagCollection
+    from shardrec.modules.pending_rows import SequenceKey
+    from shardrec.modules.sequences import ShardedEmbeddingCollection
+
+__all__ = ["LiveBags", "LiveSequences", "parameters_of"]
+
+
+def parameters_of(module: nn.Module) -> nn.Module:
+    """A module of nothing but another one's parameters, under their names."""
+    holder = nn.Module()
+    for name, parameter in module.named_parameters(recurse=False):
+        holder.register_parameter(name, parameter)
+    for name, child in module.named_children():
+        holder.add_module(name, parameters_of(child))
+    return holder
+
+
+class _Live(nn.Module):
+    """What both twins have.
+
+    Args:
+        collection: the eager module.
+        results: see :class:`Program`.
+    """
+
+    # What is for Python only, by the name under which torch.jit looks for it; it lives as long as the scripted module.
+    __jit_ignored_attributes__: ClassVar = ["program"]
+
+    def __init__(self, collection: ShardedCollection, results: Callable[[Any], tuple[Tensor, ...]]) -> None:
+        super().__init__()
+        replicas = [] if collection._replicas is None else collection._replicas.parameters
+        self.program = Program(collection, collection.context, collection._expect, results, replicas)
+        self.replicas = list_of(Tensor, replicas)
+        self.number = self.program.number
+        self.anchor = torch.zeros(0, device=collection.device, requires_grad=True)
+
+    @torch.jit.export
+    def __getstate__(self) -> int:
+        raise RuntimeError(
+            "a model scripted with portable=False looks up through its own process, and can be neither saved, copied "
+            "nor frozen: script it again with portable=True"
+        )
+        return self.number  # TorchScript wants what it is told
+
+    @torch.jit.export
+    def __setstate__(self, state: int) -> None:
+        self.number = state
+
+    def begin(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
+        """Queue the lookup of the local batch; gives what the operators of its arrival take."""
+        weights = features.weights_or_none()
+        learned = False
+        if weights is not None:
+            learned = weights.requires_grad
+        inverse_keys: list[str] = []
+        inverse: Tensor | None = None
+        indices = features.inverse_indices_or_none()
+        if indices is not None:
+            inverse_keys, inverse = indices
+        strides: Tensor | None = None
+        stride = 0
+        if features.variable_stride_per_key():
+            strides = features._stride_per_key_per_rank
+        else:
+            stride = features.stride()
+        order, ticket = torch.ops.shardrec.issue_lookup(
+            self.anchor,
+            self.replicas,
+            features.values(),
+            features.lengths_or_none(),
+            features.offsets_or_none(),
+            weights,
+            strides,
+            inverse,
+            features.keys(),
+            inverse_keys,
+            stride,
+            self.number,
+            learned,
+            torch.is_grad_enabled(),
+            torch.jit.is_scripting(),
+        )
+        return order, ticket
+
+
+class LiveBags(_Live):
+    """The twin of a :class:`ShardedEmbeddingBagCollection`, with its live parameters.
+
+    Args:
+        collection: the eager module.
+    """
+
+    def __init__(self, collection: ShardedEmbeddingBagCollection) -> None:
+        super().__init__(collection, lambda values: (values,))
+        self.embedding_bags = parameters_of(collection.embedding_bags)
+        self.keys = list(collection._embedding_names)
+        self.dims = list(collection._dims)
+        self.width = sum(self.dims)
+        self.output_dtype = collection.output_dtype
+
+    def forward(self, features: KeyedJaggedTensor) -> Await[KeyedTensor]:
+        """Look up the local batch."""
+        order, ticket = self.begin(features)
+        return awaitable(
+            finish_bags,
+            order,
+            ticket,
+            samples(features),
+            self.width,
+            self.output_dtype,
+            self.number,
+            self.keys,
+            self.dims,
+        )
+
+    @torch.jit.unused
+    def traced(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """The same for a tracer."""
+        order, ticket = self.begin(features)
+        return LateKeyedTensor(_TracedColumns(self, order, ticket, samples(features)), self.keys, self.dims)
+
+
+class LiveSequences(_Live):
+    """The twin of a :class:`ShardedEmbeddingCollection`, with its live parameters.
+
+    Args:
+        collection: the eager module.
+    """
+
+    def __init__(self, collection: ShardedEmbeddingCollection) -> None:
+        super().__init__(collection, _rows_of)
+        self.embeddings = parameters_of(collection.embeddings)
+        self.names = [lookup.output for lookup in collection._lookups]
+        self.features = [lookup.feature for lookup in collection._lookups]
+        self.width = collection.embedding_dim()
+        self.need_indices = collection.need_indices()
+        self.output_dtype = collection.output_dtype
+
+    def forward(self, features: KeyedJaggedTensor) -> Await[dict[str, JaggedTensor]]:
+        """Look up the local batch."""
+        order, ticket = self.begin(features)
+        return awaitable(
+            finish_sequences,
+            order,
+            ticket,
+            features,
+            self.width,
+            self.output_dtype,
+            self.number,
+            self.names,
+            self.features,
+            self.need_indices,
+        )
+
+    @torch.jit.unused
+    def traced(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        """The same for a tracer."""
+        order, ticket = self.begin(features)
+        rows = _TracedRows(self, order, ticket, features)
+        lengths = lengths_by_key(features)
+        keys = features.keys()
+        return {
+            name: LateJaggedTensor(rows, name, lengths[keys.index(feature)])
+            for name, feature in zip(self.names, self.features, strict=True)
+        }
+
+
+class _TracedColumns:
+    """Columns on their way, in a graph."""
+
+    def __init__(self, twin: LiveBags, order: Tensor, ticket: Tensor, batch: int) -> None:
+        self._twin = twin
+        self._order, self._ticket, self._batch = order, ticket, batch
+
+    def wait(self) -> Tensor:
+        twin = self._twin
+        values: Tensor = torch.ops.shardrec.arrive_columns(
+            self._order, self._ticket, self._batch, twin.width, twin.output_dtype, twin.number
+        )
+        return values
+
+
+class _TracedRows:
+    """Rows on their way, in a graph."""
+
+    def __init__(self, twin: LiveSequences, order: Tensor, ticket: Tensor, features: KeyedJaggedTensor) -> None:
+        self._twin = twin
+        self._order, self._ticket, self._features = order, ticket, features
+        self._found: dict[str, JaggedTensor] | None = None
+
+    def wait(self, name: str) -> JaggedTensor:
+        twin = self._twin
+        if self._found is None:
+            self._found = finish_sequences(
+                self._order,
+                self._ticket,
+                self._features,
+                twin.width,
+                twin.output_dtype,
+                twin.number,
+                twin.names,
+                twin.features,
+                twin.need_indices,
+            )
+        return self._found[name]
+
+
+def lengths_by_key(features: KeyedJaggedTensor) -> list[Tensor]:
+    """Ids per sample, of each key."""
+    if features.variable_stride_per_key():
+        return list(features.lengths().split(features.stride_per_key()))
+    return list(features.lengths().view(len(features.keys()), -1).unbind(0))
+
+
+def samples(features: KeyedJaggedTensor) -> int:
+    """Number of samples of the full batch."""
+    indices = features.inverse_indices_or_none()
+    if indices is not None:
+        if indices[1].numel() > 0:
+            return indices[1].size(1)
+    return features.stride()
+
+
+def finish_bags(
+    order: Tensor,
+    ticket: Tensor,
+    batch: int,
+    width: int,
+    dtype: torch.dtype,
+    number: int,
+    keys: list[str],
+    dims: list[int],
+) -> KeyedTensor:
+    """Wait for the columns."""
+    values = torch.ops.shardrec.arrive_columns(order, ticket, batch, width, dtype, number)
+    return KeyedTensor(keys, dims, values)
+
+
+def finish_sequences(
+    order: Tensor,
+    ticket: Tensor,
+    features: KeyedJaggedTensor,
+    width: int,
+    dtype: torch.dtype,
+    number: int,
+    names: list[str],
+    lookups: list[str],
+    need_indices: bool,
+) -> dict[str, JaggedTensor]:
+    """Wait for the rows."""
+    rows, ids, numbers = torch.ops.shardrec.arrive_rows(
+        order, ticket, features.values(), width, len(names), need_indices, dtype, number
+    )
+    counts: list[int] = numbers.tolist()
+    if not torch.jit.is_scripting():
+        for count in counts:
+            torch._check(count >= 0)
+        torch._check(sum(counts) == rows.size(0))
+    rows_of, lengths = rows.split(counts), lengths_by_key(features)
+    ids_of = ids.split(counts) if need_indices else rows_of
+    found: dict[str, JaggedTensor] = {}
+    for place, name in enumerate(names):
+        weights: Tensor | None = None
+        if need_indices:
+            weights = ids_of[place]
+        found[name] = JaggedTensor(rows_of[place], weights, lengths[features.keys().index(lookups[place])])
+    return found
+
+
+def _rows_of(output: tuple[Tensor, list[SequenceKey]]) -> tuple[Tensor, ...]:
+    """Rows (N, D) and ids (N,) of all the lookups one after the other, and their numbers (L,)."""
+    rows, entries = output
+    counts = [entry.ids.numel() for entry in entries]
+    if any(entry.replica is not None for entry in entries):
+        parts = iter(rows.split([entry.ids.numel() for entry in entries if entry.replica is None]))
+        rows = torch.cat([next(parts) if entry.replica is None else entry.replica for entry in entries])
+    return rows, torch.cat([entry.ids for entry in entries]), torch.tensor(counts)
