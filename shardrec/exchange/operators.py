@@ -147,9 +147,7 @@ class _Backward:
 
     def _send(self) -> None:
         given, self._given = self._given, {}
-        others = {
-            id(one): one for call in given for one in (*call.replicas, call.weights) if one is not None
-        }
+        others = {id(one): one for call in given for one in (*call.replicas, call.weights) if one is not None}
         inputs = [*self._leaves, *(one for one in others.values() if one.requires_grad)]
         values = [call.value for call in given if call.value is not None]
         # Not backward(): the replicas' gradients are reduced where the program's own graph accumulates them.

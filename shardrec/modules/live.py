@@ -20,8 +20,8 @@ from shardrec.modules.late import LateJaggedTensor, LateKeyedTensor
 from shardrec.pending import Await, awaitable
 
 if TYPE_CHECKING:
-    from shardrec.modules.collection import ShardedCollection
     from shardrec.modules.bags import ShardedEmbeddingBagCollection
+    from shardrec.modules.collection import ShardedCollection
     from shardrec.modules.pending_rows import SequenceKey
     from shardrec.modules.sequences import ShardedEmbeddingCollection
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,17 +10,20 @@ import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from shardrec.compile.agreement import Agreement
 from shardrec.compile.fakes import FAKES, has_fake, register_fakes
+from shardrec.errors import ConfigError
 from shardrec.exchange.live import Live
-from shardrec.compile.lookups import TablesLookup
-from shardrec.errors import ConfigError, InputError
-from shardrec.exchange.batch import Expectation
-from shardrec.exchange.collectives import LocalCollectives
-from shardrec.exchange.step import StepContext
+from shardrec.exchange.scripted_batch import plain
+from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.lookup.bank import TableBank
 from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
+from shardrec.modules.bags import ShardedEmbeddingBagCollection
+from shardrec.modules.live import LiveBags
+from tests.models import apply_optimizer_in_backward
 
 CPU = torch.device("cpu")
 LENGTHS = torch.tensor([[1, 2], [0, 1], [2, 1]], dtype=torch.int32)
@@ -94,62 +98,65 @@ def test_fbgemm_other_operators_pass_opcheck(name: str) -> None:
     torch.library.opcheck(getattr(torch.ops.fbgemm, name).default, args, kwargs, test_utils=FORWARD_TESTS)
 
 
-@pytest.mark.parametrize("pooled", [True, False])
-def test_our_lookup_passes_opcheck(pooled: bool) -> None:
-    kernel = bank(OPTIMIZERS["sgd"], pooled=pooled)
-    lookup = TablesLookup(kernel.look_up, 12 if pooled else 4, pooled=pooled, device=CPU)
-    rest = (ids(), LENGTHS, None, lookup.number, lookup.width, pooled)
-    torch.library.opcheck(
-        torch.ops.shardrec.look_up_tables.default, (lookup.anchor, *rest, True), test_utils=FORWARD_TESTS
-    )
-    rows, ticket = torch.ops.shardrec.look_up_tables(lookup.anchor, *rest, True)
-    arguments = (torch.ones_like(rows), ticket, lookup.number)
-    torch.library.opcheck(torch.ops.shardrec.update_tables.default, arguments, test_utils=FORWARD_TESTS)
+class Pooled(torch.nn.Module):
+    """One collection, on one rank, and its twin of operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        tables = [EmbeddingBagConfig(name="t", num_embeddings=20, embedding_dim=4, feature_names=["a", "b"])]
+        whole = EmbeddingBagCollection(tables=tables)
+        apply_optimizer_in_backward(torch.optim.SGD, whole.parameters(), {"lr": 0.1})
+        plan = ShardingPlan(topology=Topology(), tables=(cuts.table_wise("t", 20, 4, rank=0),))
+        self.sharded = ShardedEmbeddingBagCollection(whole, plan)
+        self.twin: Any = plain(LiveBags(self.sharded))
 
 
-@pytest.mark.parametrize("pooled", [True, False])
-def test_our_lookup_updates_the_tables_as_the_kernel_does(pooled: bool) -> None:
-    for optimizer in ("sgd", "rowwise_adagrad"):
-        one, other = (bank(OPTIMIZERS[optimizer], pooled=pooled) for _ in range(2))
-        lookup = TablesLookup(one.look_up, 12 if pooled else 4, pooled=pooled, device=CPU)
-        for _ in range(2):
-            rows, expected = lookup(ids(), LENGTHS, None), other.look_up(ids(), LENGTHS, None)
-            assert torch.equal(rows, expected)
-            for found in (rows, expected):
-                found.square().sum().backward()
-            assert all(torch.equal(*pair) for pair in zip(one.weights, other.weights, strict=True))
-        with torch.no_grad():
-            assert torch.equal(lookup(ids(), LENGTHS, None), other.look_up(ids(), LENGTHS, None))
+def features() -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(keys=["a", "b"], values=torch.tensor([1, 9, 3, 0]), lengths=torch.tensor([1, 2, 0, 1]))
+
+
+def test_our_operators_are_what_torch_takes_for_one() -> None:
+    model = Pooled()
+    given, twin = features(), model.twin
+    # Their results are numbers of their own, so not equal from call to call: the rest of opcheck is for what is.
+    tests = ("test_schema", "test_autograd_registration")
+    rest = (["a", "b"], [], 2, twin.number, False, True, False)
+    issue: Any = torch.ops.shardrec.issue_lookup.default
+    arguments = (twin.anchor, [], given.values(), given.lengths(), None, None, None, None, *rest)
+    torch.library.opcheck(issue, arguments, test_utils=tests)
+    order, ticket = twin.begin(given)
+    values = torch.ops.shardrec.arrive_columns(order, ticket, 2, 8, torch.float32, twin.number)
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        fake = torch.ops.shardrec.arrive_columns(torch.empty(0), ticket, 2, 8, torch.float32, twin.number)
+        back = torch.ops.shardrec.finish_backward(torch.empty(0), ticket, 4, [torch.empty(3, 2)], twin.number)
+    assert (fake.shape, fake.dtype) == (values.shape, values.dtype)
+    assert [tuple(one.shape) for one in back] == [(4,), (3, 2)]
+
+
+def test_our_operators_update_the_tables_as_the_module_does() -> None:
+    one, other = Pooled(), Pooled()
+    for _ in range(2):
+        found, expected = one.twin.traced(features()).values(), other.sharded(features()).values()
+        assert torch.equal(found, expected)
+        for values in (found, expected):
+            values.square().sum().backward(retain_graph=True)
+            values.sum().backward()
+        assert all(torch.equal(*pair) for pair in zip(one.parameters(), other.parameters(), strict=True))
+    with torch.no_grad():
+        assert torch.equal(one.twin.traced(features()).values(), other.sharded(features()).values())
 
 
 def test_what_a_lookup_keeps_goes_with_its_graph() -> None:
-    lookup = TablesLookup(bank(OPTIMIZERS["sgd"]).look_up, 12, pooled=True, device=CPU)
-    rows = lookup(ids(), LENGTHS, None)
-    assert len(lookup._tables._kept) == 1
-    del rows
-    assert not lookup._tables._kept
-
-
-def agreement() -> Agreement:
-    expect = Expectation(tables=(("a", "t", 10), ("b", "t", 10), ("c", "t", 10)), weighted=False, device=CPU)
-    context = StepContext(LocalCollectives(), CPU)
-    context.header_columns += 8
-    return Agreement(context, expect)
-
-
-def test_our_header_passes_opcheck_and_tells_the_sizes() -> None:
-    agree = agreement()
-    counts = torch.tensor([[4, 3, 2]])
-    arguments = (counts, torch.tensor(0), LENGTHS.reshape(-1), ids(), ["a", "b", "c"], True, agree.number)
-    torch.library.opcheck(torch.ops.shardrec.agree.default, arguments, test_utils=FORWARD_TESTS)
-    assert agree(*arguments[:5]).tolist() == [4, 3, 2, 4, 3]
-
-
-def test_our_header_raises_in_words() -> None:
-    with pytest.raises(InputError, match=r"rank 0: feature 'a' of table 't': id 99 in sample 0 .*is outside \[0, 10\)"):
-        agreement()(torch.tensor([[7, 2]]), torch.tensor(1), LENGTHS.reshape(-1), ids() + 98, ["a", "b", "c"])
-    with pytest.raises(InputError, match="rank 0: the input lacks a feature"):
-        agreement()(torch.tensor([[7, 2]]), torch.tensor(2), LENGTHS.reshape(-1), ids(), ["a", "b", "x"])
+    model = Pooled()
+    values = model.twin.traced(features()).values()
+    assert len(model.twin.program._kept) == 1
+    del values
+    gc.collect()
+    assert not model.twin.program._kept
+    model.twin.begin(features())
+    gc.collect()
+    assert not model.twin.program._kept, "a forward without an end leaves nothing behind"
 
 
 def test_objects_live_as_long_as_their_owners() -> None:
@@ -167,10 +174,8 @@ def test_objects_live_as_long_as_their_owners() -> None:
 
 def test_no_operator_of_python_goes_into_a_cuda_graph() -> None:
     """Replaying a captured graph runs its kernels and leaves out the Python around them."""
-    import shardrec.compile.columns
-    import shardrec.lookup.rows_operator  # noqa: F401 - imported for their operators
+    import shardrec.lookup.rows_operator  # noqa: F401 - imported for its operator
 
-    names = ["agree", "send_columns", "arrived_columns", "send_column_gradients", "arrived_column_gradients"]
-    names += ["look_up_tables", "update_tables", "look_up_rows"]
+    names = ["issue_lookup", "arrive_columns", "arrive_rows", "give_gradient", "finish_backward", "look_up_rows"]
     unsafe = [name for name in names if torch.Tag.cudagraph_unsafe in getattr(torch.ops.shardrec, name).default.tags]
     assert unsafe == names

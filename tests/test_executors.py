@@ -1,0 +1,219 @@
+"""Each executor has what each other one has: a table of executors and features, each cell run on ranks.
+
+``python -m tests.test_executors`` writes the table into docs/executors.md.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+import shardrec
+from shardrec._torchscript import quiet
+from shardrec.layout import ShardingPlan, Topology, cuts
+from tests.collective_counts import CollectiveOperators
+from tests.models import apply_optimizer_in_backward
+from tests.ranks import ranks
+
+DIM = 8
+ROWS = {"a": 13, "b": 29, "c": 17, "d": 23}
+PAGE = Path(__file__).parent.parent / "docs" / "executors.md"
+
+
+class Three(nn.Module):
+    """Two collections of bags and one of rows, used after all of them were called."""
+
+    def __init__(self, weighted: bool) -> None:
+        super().__init__()
+        self.one = EmbeddingBagCollection(tables=[_bags("a"), _bags("b", weighted)], is_weighted=weighted)
+        self.two = EmbeddingBagCollection(tables=[_bags("c")], is_weighted=weighted)
+        self.rows = EmbeddingCollection(
+            tables=[EmbeddingConfig(name="t_d", num_embeddings=ROWS["d"], embedding_dim=DIM, feature_names=["d"])]
+        )
+
+    def forward(self, bags: KeyedJaggedTensor, sequences: KeyedJaggedTensor) -> Tensor:
+        one = self.one(bags)
+        two = self.two(bags)
+        rows = self.rows(sequences)
+        pooled = one.values().square().sum(dim=1) + two.values().sum(dim=1)
+        return pooled + torch.tanh(rows["d"].values()).sum()
+
+
+def _bags(feature: str, weighted: bool = True) -> EmbeddingBagConfig:
+    return EmbeddingBagConfig(
+        name=f"t_{feature}",
+        num_embeddings=ROWS[feature],
+        embedding_dim=DIM,
+        feature_names=[feature],
+        pooling=PoolingType.SUM if weighted else PoolingType.MEAN,
+    )
+
+
+def _plan(ranks_per_host: int) -> ShardingPlan:
+    world_size = dist.get_world_size()
+    return ShardingPlan(
+        topology=Topology(hosts=world_size // ranks_per_host, ranks_per_host=ranks_per_host),
+        tables=(
+            cuts.row_wise("one.t_a", ROWS["a"], DIM, ranks=range(world_size)),
+            cuts.column_wise("one.t_b", ROWS["b"], DIM, ranks=(1, 0)),
+            cuts.row_wise("two.t_c", ROWS["c"], DIM, ranks=range(world_size)),
+            cuts.row_wise("rows.t_d", ROWS["d"], DIM, ranks=range(world_size)),
+        ),
+    )
+
+
+def _batch(rng: Random, *, sizes: dict[str, int], weighted: bool, learned: bool = False) -> KeyedJaggedTensor:
+    lengths = [rng.randrange(4) for size in sizes.values() for _ in range(size)]
+    per_feature = iter(lengths)
+    ids = [
+        rng.randrange(ROWS[key]) for key, size in sizes.items() for _ in range(size) for _ in range(next(per_feature))
+    ]
+    weights = torch.tensor([rng.random() for _ in ids]) if weighted else None
+    if learned and weights is not None:
+        weights.requires_grad_()
+    varying = len(set(sizes.values())) > 1
+    samples = max(sizes.values())
+    inverse = torch.tensor([[rng.randrange(size) for _ in range(samples)] for size in sizes.values()])
+    return KeyedJaggedTensor(
+        keys=list(sizes),
+        values=torch.tensor(ids, dtype=torch.int64),
+        lengths=torch.tensor(lengths, dtype=torch.int32),
+        weights=weights,
+        stride_per_key_per_rank=[[size] for size in sizes.values()] if varying else None,
+        inverse_indices=(list(sizes), inverse) if varying else None,
+    )
+
+
+Run = Callable[..., Tensor]
+
+
+def _eager(model: Any) -> Run:
+    return model  # type: ignore[no-any-return]
+
+
+def _scripted(model: Any) -> Run:
+    return shardrec.script(model, portable=False)
+
+
+def _traced(model: Any) -> Run:
+    shardrec.annotate_for_dynamo(model, mode="traced")
+    return torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
+
+
+def _portable(model: Any) -> Run:
+    return shardrec.script(model)
+
+
+EXECUTORS: dict[str, Callable[[Any], Run]] = {"live script": _scripted, "traced": _traced, "portable": _portable}
+FEATURES: dict[str, dict[str, Any]] = {
+    "one exchange for several collections": {},
+    "a batch size per feature": {"varying": True},
+    "weights of ids": {"weighted": True},
+    "learned weights": {"weighted": True, "learned": True},
+    "BF16 on the wire": {"comms": "bf16"},
+    "INT8 on the wire": {"comms": "int8"},
+    "shared memory between ranks": {"transport": "auto"},
+    "process group between ranks": {"transport": "group"},
+    "sums inside hosts": {"hosts": 2},
+    "bad ids looked up as zeros": {"on_bad_id": "zero"},
+}
+
+
+def _make(options: dict[str, Any]) -> Any:
+    torch.manual_seed(0)
+    model = Three(options.get("weighted", False))
+    apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    hosts = options.get("hosts", 1)
+    comms = options.get("comms")
+    return shardrec.shard(
+        model,
+        _plan(dist.get_world_size() // hosts),
+        transport=options.get("transport"),
+        comms=None if comms is None else shardrec.QuantizedComms(output=comms, gradient=comms),
+        on_bad_id={} if "on_bad_id" not in options else dict.fromkeys(ROWS, options["on_bad_id"]),
+    )
+
+
+def _batches(options: dict[str, Any], step: int) -> tuple[KeyedJaggedTensor, KeyedJaggedTensor]:
+    rng = Random(10 * step + dist.get_rank())
+    sizes = {"a": 5, "b": 3, "c": 4} if options.get("varying") else dict.fromkeys("abc", 5)
+    weighted, learned = options.get("weighted", False), options.get("learned", False)
+    bags = _batch(rng, sizes=sizes, weighted=weighted, learned=learned)
+    rows = _batch(rng, sizes={"d": 5}, weighted=False)
+    if "on_bad_id" in options:
+        rows.values()[:1] = 99
+    return bags, rows
+
+
+def _trained(run: Run, model: Any, options: dict[str, Any]) -> tuple[list[Tensor], dict[str, int]]:
+    """Outputs, weights' gradients and weights of three steps, and the all-to-alls of the last."""
+    found: list[Tensor] = []
+    for step in range(3):
+        batches = _batches(options, step)
+        with CollectiveOperators() as forward:
+            out = run(*batches)
+        with CollectiveOperators() as backward:
+            out.sum().backward()
+        found.append(out.detach())
+        given = batches[0].weights_or_none()
+        if options.get("learned"):
+            assert given is not None and given.grad is not None
+            found.append(given.grad)
+    counts = {"forward": sum(forward.all_to_alls().values()), "backward": sum(backward.all_to_alls().values())}
+    return [*found, *(one.detach().clone() for one in model.parameters())], counts
+
+
+def cell(executor: str, feature: str) -> str:
+    """What stands in the table: "yes", or why not."""
+    options = FEATURES[feature]
+    eager, model = _make(options), _make(options)
+    expected, expected_counts = _trained(eager, eager, options)
+    torch._dynamo.reset()
+    try:
+        with quiet():
+            run = EXECUTORS[executor](model)
+            found, counts = _trained(run, model, options)
+    except (shardrec.ShardrecError, torch.jit.Error, RuntimeError, AttributeError) as error:
+        if "-v" in __import__("sys").argv or os.environ.get("TB"):
+            import traceback
+
+            traceback.print_exc()
+        return str(error)[-700:]
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+    if executor != "portable":
+        assert counts == expected_counts, (counts, expected_counts)
+    return "yes"
+
+
+def column(executor: str, features: list[str]) -> list[str]:
+    return [cell(executor, feature) for feature in features]
+
+
+ON_TWO = [feature for feature, options in FEATURES.items() if "hosts" not in options]
+ON_FOUR = [feature for feature in FEATURES if feature not in ON_TWO]
+
+
+@pytest.mark.parametrize("executor", ["live script", "traced"])
+@pytest.mark.parametrize(("world_size", "features"), [(2, ON_TWO), (4, ON_FOUR)])
+def test_every_cell(executor: str, world_size: int, features: list[str]) -> None:
+    found = ranks(world_size, column, executor, features, timeout=300)
+    assert found == [["yes"] * len(features)] * world_size
+
+
+if __name__ == "__main__":
+    import sys
+
+    for executor in sys.argv[1:] or EXECUTORS:
+        print(executor, ranks(2, column, executor, ON_TWO, timeout=300)[0])
+        print(executor, ranks(4, column, executor, ON_FOUR, timeout=300)[0])
