@@ -171,7 +171,8 @@ def _size_fault(features: KeyedJaggedTensor) -> str | None:
     if values.numel() > _MOST_IDS:
         return f"the input has {values.numel()} ids and a batch may have {_MOST_IDS}; make the batch smaller"
     if weights is not None and weights.shape != values.shape:
-        return f"the weights have shape {tuple(weights.shape)} and the ids {tuple(values.shape)}; give one weight for each id"
+        shapes = f"the weights have shape {tuple(weights.shape)} and the ids {tuple(values.shape)}"
+        return f"{shapes}; give one weight for each id"
     return None
 
 

@@ -11,8 +11,8 @@ exchange. That tables change is hidden from a compiler, as what it does not know
 
 [Note: the ticket]
 What is under way is kept under a number, which goes from operator to operator, and to backward, as a tensor; it ends
-with that tensor, whether or not anybody has waited. A second tensor, of nothing, carries the gradients' order: the update
-comes after who sends the gradient.
+with that tensor, whether or not anybody has waited. A second tensor, of nothing, carries the gradients' order: the
+update comes after who sends the gradient.
 
 [Note: two halves of a backward]
 The modules that share an exchange share its backward. Its graph is cut where the rows were sent. The first half, which
@@ -48,8 +48,8 @@ __all__ = ["Program"]
 
 _LIBRARY = torch.library.Library("shardrec", "FRAGMENT")
 _LIBRARY.define(
-    "issue_lookup(Tensor anchor, Tensor[] replicas, Tensor values, Tensor? lengths, Tensor? offsets, Tensor? weights, Tensor? strides, "
-    "Tensor? inverse, str[] keys, str[] inverse_keys, SymInt stride, int number, bool learned, bool gradients, "
+    "issue_lookup(Tensor anchor, Tensor[] replicas, Tensor values, Tensor? lengths, Tensor? offsets, Tensor? weights, "
+    "Tensor? strides, Tensor? inverse, str[] keys, str[] inverse_keys, SymInt stride, int number, bool learned, bool gradients, "
     "bool scripted) -> (Tensor, Tensor)",
     tags=torch.Tag.cudagraph_unsafe,
 )
@@ -248,9 +248,9 @@ class Program:
     def refuse(self, features: KeyedJaggedTensor) -> None:
         """End the tracing of a batch of another form.
 
-        It would make a program of its own, and each form of it use up one of the recompilations that dynamo allows, until
-        good batches find none left. So it is raised where the tracer asks for the shapes: nothing is compiled, nothing
-        kept, and the model's forward tells the other ranks.
+        It would make a program of its own, and each form of it use up one of the recompilations that dynamo allows,
+        until good batches find none left. So it is raised where the tracer asks for the shapes: nothing is compiled,
+        nothing kept, and the model's forward tells the other ranks.
         """
         fault = form_fault(features, self._expect)
         if fault is not None:

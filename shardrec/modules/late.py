@@ -1,8 +1,8 @@
 """Values in compiled code that are waited for at their first use.
 
 An eager model gets a ``LazyAwaitable`` from a sharded module, which waits in ``__getattr__`` and the like, with locks
-and threads in mind. A tracer gets lost there. So compiled code gets values of the unsharded module's kind, whose methods
-ask for the tensors at their first use. In boundary mode that is a graph break::
+and threads in mind. A tracer gets lost there. So compiled code gets values of the unsharded module's kind, whose
+methods ask for the tensors at their first use. In boundary mode that is a graph break::
 
     compiled       x = bottom(dense)
     eager          emb = model.embeddings(ids)      graph break: the exchange is issued, and under way
@@ -12,8 +12,8 @@ ask for the tensors at their first use. In boundary mode that is a graph break::
 
 and in traced mode the place of an operator in the graph.
 
-A dict of rows per id is waited for at once in boundary mode. Models take it apart in loops, and dynamo gives up on a whole
-function that has a graph break in a loop. (So, too, where the *first* use of a KeyedTensor is in a loop: take
+A dict of rows per id is waited for at once in boundary mode. Models take it apart in loops, and dynamo gives up on a
+whole function that has a graph break in a loop. (So, too, where the *first* use of a KeyedTensor is in a loop: take
 ``.values()`` or ``.to_dict()`` before it.)
 """
 

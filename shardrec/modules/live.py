@@ -1,8 +1,8 @@
 """Sharded collections as their operators (:mod:`shardrec.exchange.operators`): twins for TorchScript and torch.compile.
 
 They run in the process of the model, which does the work, and have all that it has. TorchScript runs ``forward``, which
-returns an ``Await``; tracers run ``traced``, whose value asks for its tensors at their first use, so that the calls before
-it share an exchange. What runs without shardrec is made of the twins in :mod:`shardrec.modules.scripted_bags`.
+returns an ``Await``; tracers run ``traced``, whose value asks for its tensors at their first use, so that the calls
+before it share an exchange. What runs without shardrec is made of the twins in :mod:`shardrec.modules.scripted_bags`.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ class _Live(nn.Module):
         self.program = Program(collection, collection.context, collection._expect, results, replicas)
         self.replicas = list_of(Tensor, replicas)
         self.number = self.program.number
+        self.collective = collection.context.collectives.world_size > 1
         self.anchor = torch.zeros(0, device=collection.device, requires_grad=True)
 
     @torch.jit.export
@@ -238,7 +239,7 @@ def lengths_by_key(features: KeyedJaggedTensor) -> list[Tensor]:
 def samples(features: KeyedJaggedTensor) -> int:
     """Number of samples of the full batch."""
     indices = features.inverse_indices_or_none()
-    if indices is not None:
+    if indices is not None:  # noqa: SIM102  # TorchScript refines the Optional so
         if indices[1].numel() > 0:
             return indices[1].size(1)
     return features.stride()

@@ -18,7 +18,7 @@ __all__ = ["refuse_forked_exchanges"]
 _EXCHANGES = (
     "_c10d_functional::all_to_all_single",
     "_c10d_functional_autograd::all_to_all_single",
-    "shardrec::send_columns",
+    "shardrec::issue_lookup",
 )
 
 
@@ -28,7 +28,7 @@ def refuse_forked_exchanges(scripted: torch.jit.ScriptModule) -> None:
     Raises:
         ScriptError: names the line of the fork and the remedy.
     """
-    if not any(getattr(module, "group_name", "") for module in scripted.modules()):
+    if not any(hasattr(module, "group_name") or getattr(module, "collective", False) for module in scripted.modules()):
         return
     for method in methods_of(scripted):
         for fork in method.graph.findAllNodes("prim::fork"):

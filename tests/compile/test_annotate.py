@@ -11,7 +11,6 @@ from torch import nn
 
 import shardrec
 from shardrec.errors import ConfigError
-from shardrec.exchange.wire import QuantizedComms
 from tests.compile.compiled import batch, breaks, fresh, graphs, make
 from tests.ranks import ranks
 
@@ -86,18 +85,6 @@ def test_faults_are_told() -> None:
         shardrec.annotate_for_dynamo(model, [], False)  # FSDP's order
     with pytest.raises(ConfigError, match="Linear holds no sharded collection, so there is nothing to mark"):
         shardrec.annotate_for_dynamo(torch.nn.Linear(2, 2))
-
-
-def quantized() -> None:
-    model = make("towers", None, comms=QuantizedComms(output="fp16"))
-    before = marks(model)
-    with pytest.raises(ConfigError, match="exchanges fp16 and fp32; a scripted model"):
-        shardrec.annotate_for_dynamo(model, mode="traced")
-    assert marks(model) == before
-
-
-def test_quantized_comms_are_for_boundary_mode() -> None:
-    ranks(2, quantized)
 
 
 def explained(name: str, mode: str, marked: bool | None = None) -> Any:

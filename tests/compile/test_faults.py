@@ -112,13 +112,16 @@ def test_ranks_that_disagree_are_told() -> None:
 
 def compiled_here_and_not_there() -> None:
     with fresh():
-        model = make("least", "traced")
+        model, eager = make("least", "traced"), make("least", None)
         run = torch.compile(model, backend="aot_eager") if dist.get_rank() else model
-        with pytest.raises(InputError, match=r"(?s)disagree about their input.*compiled"):
-            run(*batch(Random(0), 4))
+        for step in range(2):
+            for one in (run, eager):
+                one(*batch(Random(step), 4)).sum().backward()
+        for mine, its in zip(model.parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(mine, its)
 
 
-def test_a_rank_that_is_not_compiled_does_not_mix_with_one_that_is() -> None:
+def test_a_rank_that_is_not_compiled_goes_with_one_that_is() -> None:
     ranks(2, compiled_here_and_not_there, timeout=120)
 
 
@@ -129,8 +132,8 @@ def second_backward() -> None:
         dense, features = batch(Random(0), 4)
         for run in runs:
             run(dense, features)  # its backward never comes
-        tables = models[0].model.sparse_arch.embedding_bag_collection._traced.twin.lookups  # type: ignore[union-attr, operator]
-        assert all(not lookup._tables._kept for lookup in tables if hasattr(lookup, "_tables"))
+        traced: Any = models[0].model.sparse_arch.embedding_bag_collection._traced  # type: ignore[union-attr, operator]
+        assert not traced.twin.program._kept
         for run in runs:
             run(dense, features).sum().backward()
         for one, other in zip(*(model.parameters() for model in models), strict=True):
@@ -152,7 +155,7 @@ def forms_of_faults() -> None:
             dense, features = batch(Random(rank), 5)
             if not rank:
                 features = _changed(features, keys=["a", "b", f"other {form}"])
-            with pytest.raises(InputError, match="rank 0: the input lacks a feature"):
+            with pytest.raises(InputError, match="rank 0: the input lacks feature"):
                 compiled(dense, features)
         if not rank:
             assert graphs() == before
