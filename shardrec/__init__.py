@@ -23,8 +23,6 @@ from shardrec.errors import (
 
 if TYPE_CHECKING:
     from shardrec.checkpoint import Checkpoints, load_checkpoint, save_checkpoint
-    from shardrec.compile import annotate_for_dynamo, unannotate
-    from shardrec.compile.export import export
     from shardrec.exchange.wire import QuantizedComms
     from shardrec.layout import Shard, ShardingPlan, TableLayout, Topology
     from shardrec.modules import (
@@ -35,6 +33,7 @@ if TYPE_CHECKING:
         detect_anomaly,
         shard,
     )
+    from shardrec.modules.annotate import annotate_for_dynamo, unannotate
     from shardrec.pending import (
         Await,
         Awaitable,
@@ -53,6 +52,7 @@ if TYPE_CHECKING:
     from shardrec.planner import Constraint, plan
     from shardrec.scripting import ScriptError, script
     from shardrec.serve import ExportError
+    from shardrec.serve.export import export
 
 __version__ = "0.1.0"
 
@@ -122,14 +122,14 @@ _HOMES = {
     "ShardingPlan": "shardrec.layout",
     "TableLayout": "shardrec.layout",
     "Topology": "shardrec.layout",
-    "annotate_for_dynamo": "shardrec.compile",
+    "annotate_for_dynamo": "shardrec.modules.annotate",
     "as_await": "shardrec.pending",
     "as_lazy": "shardrec.pending",
     "awaitable": "shardrec.pending",
     "awaitable_nowait": "shardrec.pending",
     "awaitable_wait": "shardrec.pending",
     "detect_anomaly": "shardrec.modules",
-    "export": "shardrec.compile.export",
+    "export": "shardrec.serve.export",
     "fork": "shardrec.pending",
     "join": "shardrec.pending",
     "load_checkpoint": "shardrec.checkpoint",
@@ -137,7 +137,7 @@ _HOMES = {
     "save_checkpoint": "shardrec.checkpoint",
     "script": "shardrec.scripting",
     "shard": "shardrec.modules",
-    "unannotate": "shardrec.compile",
+    "unannotate": "shardrec.modules.annotate",
     "wait": "shardrec.pending",
 }
 
@@ -145,10 +145,10 @@ _HOMES = {
 _COMPUTING = frozenset(
     {
         "shardrec.checkpoint",
-        "shardrec.compile",
-        "shardrec.compile.export",
+        "shardrec.serve.export",
         "shardrec.exchange.wire",
         "shardrec.modules",
+        "shardrec.modules.annotate",
         "shardrec.planner",
         "shardrec.serve",
     }

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.jit import _builtins, _state
 
 __all__ = [
@@ -284,3 +285,17 @@ def writes_or_aliases(node: Node, index: int) -> bool:
         return True
     arguments = torch._C.parse_schema(text).arguments
     return index >= len(arguments) or arguments[index].alias_info is not None
+
+
+def list_of(kind: Any, values: Iterable[Any]) -> Any:
+    """A list attribute whose type TorchScript is told, for an empty one does not show it."""
+    return torch.jit.Attribute(list(values), list[kind])
+
+
+def plain(module: nn.Module) -> nn.Module:
+    """``module``, in which each value that was marked for TorchScript is the value itself, as Python needs it."""
+    for part in module.modules():
+        for name, value in list(vars(part).items()):
+            if isinstance(value, torch.jit.Attribute):
+                setattr(part, name, value.value)
+    return module

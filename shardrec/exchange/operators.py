@@ -38,19 +38,19 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.errors import InputError
+from shardrec.exchange.ahead import Caller
 from shardrec.exchange.batch import Expectation, form_fault
 from shardrec.exchange.blocks import BlocksInFlight
 from shardrec.exchange.live import Live
-from shardrec.exchange.queue import Caller, QueuedCall
-from shardrec.exchange.step import StepContext
+from shardrec.exchange.queue import ModelContext, QueuedCall
 
 __all__ = ["Program"]
 
 _LIBRARY = torch.library.Library("shardrec", "FRAGMENT")
 _LIBRARY.define(
     "issue_lookup(Tensor anchor, Tensor[] replicas, Tensor values, Tensor? lengths, Tensor? offsets, Tensor? weights, "
-    "Tensor? strides, Tensor? inverse, str[] keys, str[] inverse_keys, SymInt stride, int number, bool learned, bool gradients, "
-    "bool scripted) -> (Tensor, Tensor)",
+    "Tensor? strides, Tensor? inverse, str[] keys, str[] inverse_keys, SymInt stride, int number, bool learned, "
+    "bool gradients, bool scripted) -> (Tensor, Tensor)",
     tags=torch.Tag.cudagraph_unsafe,
 )
 _LIBRARY.define(
@@ -157,9 +157,9 @@ class _Backward:
             if gradient is not None:
                 self._gradients[id(one)] = gradient
         for sent, leaf in zip(self._sent, self._leaves, strict=True):
-            gradient = self.take(leaf)
-            if gradient is not None:
-                self._returning.append((sent, gradient))
+            returned = self.take(leaf)
+            if returned is not None:
+                self._returning.append((sent, returned))
 
 
 _BACKWARDS: weakref.WeakKeyDictionary[BlocksInFlight, _Backward] = weakref.WeakKeyDictionary()
@@ -179,7 +179,7 @@ class Program:
     def __init__(
         self,
         module: Caller,
-        context: StepContext,
+        context: ModelContext,
         expect: Expectation,
         results: Callable[[Any], tuple[Tensor, ...]],
         replicas: Sequence[Tensor],
@@ -271,6 +271,7 @@ def _features(
     weights: Tensor | None,
     strides: Tensor | None,
     inverse: Tensor | None,
+    *,
     keys: Sequence[str],
     inverse_keys: Sequence[str],
     stride: int,
@@ -305,16 +306,20 @@ def _issue(
     gradients: bool,
     scripted: bool,
 ) -> tuple[Tensor, Tensor]:
-    tensors = [
-        None if one is None else one.detach() if scripted else one.detach().clone()
-        for one in (values, lengths, offsets, weights, strides, inverse)
-    ]
-    ticket = _PROGRAMS[number].issue(
-        _features(*tensors, keys, inverse_keys, stride),
-        learned,
-        gradients,
-        scripted,  # type: ignore[arg-type]
+    def own(given: Tensor) -> Tensor:
+        return given.detach() if scripted else given.detach().clone()
+
+    def own_if_any(given: Tensor | None) -> Tensor | None:
+        return None if given is None else own(given)
+
+    features = _features(
+        own(values),
+        *map(own_if_any, (lengths, offsets, weights, strides, inverse)),
+        keys=keys,
+        inverse_keys=inverse_keys,
+        stride=stride,
     )
+    ticket = _PROGRAMS[number].issue(features, learned, gradients, scripted)
     return anchor.new_zeros(0), ticket
 
 
@@ -350,7 +355,8 @@ def _finish_backward(
 
 def _issue_fake(anchor: Tensor, replicas: Sequence[Tensor], *given: Any) -> tuple[Tensor, Tensor]:
     number: int = given[9]
-    _PROGRAMS[number].refuse(_features(*given[:9]))
+    keys, inverse_keys, stride = given[6:9]
+    _PROGRAMS[number].refuse(_features(*given[:6], keys=keys, inverse_keys=inverse_keys, stride=stride))
     return anchor.new_empty(0), torch.empty((), dtype=torch.int64, device="cpu")
 
 

@@ -29,12 +29,13 @@ import torch
 from shardrec.errors import ConfigError, ShardrecError
 from shardrec.exchange.ahead import Ahead, Caller
 from shardrec.exchange.blocks import BlockExchange, BlocksInFlight, Stream
+from shardrec.exchange.collectives import Collectives
 from shardrec.exchange.input import Addressed, InputExchange, Prepared, ShardInput
 from shardrec.exchange.joint import InputsInFlight, begin_exchange
 from shardrec.exchange.step import FIXED_COLUMNS, StepContext
 from shardrec.exchange.wire import QuantizedComms
 
-__all__ = ["Call", "ExchangeQueue", "QueuedCall"]
+__all__ = ["Call", "ExchangeQueue", "ModelContext", "QueuedCall"]
 
 
 class Call(Protocol):
@@ -120,6 +121,20 @@ class QueuedCall:
     def fail(self, error: BaseException) -> None:
         """There will be no rows."""
         self._error = error
+
+
+class ModelContext(StepContext):
+    """A model's, with the queue of its calls.
+
+    Args:
+        collectives: of the group that the embeddings are sharded over.
+        device: where header and payload live.
+        comms: formats of the output exchanges.
+    """
+
+    def __init__(self, collectives: Collectives, device: torch.device, comms: QuantizedComms | None = None) -> None:
+        super().__init__(collectives, device, comms)
+        self.queue = ExchangeQueue(self)
 
 
 class ExchangeQueue:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -24,7 +23,6 @@ from shardrec.exchange.wire import QuantizedComms
 
 if TYPE_CHECKING:
     from shardrec.exchange.batch import OnBadId
-    from shardrec.exchange.queue import ExchangeQueue
 
 __all__ = ["FIXED_COLUMNS", "FORWARD_FAILED", "NO_MORE", "ForwardFailed", "StepContext", "checksum"]
 
@@ -86,13 +84,6 @@ class StepContext:
         self.made_ahead = False
         self.gradients_are_reduced = False
         self.reduce_this_backward = True
-
-    @cached_property
-    def queue(self) -> ExchangeQueue:
-        """The calls that wait for their exchange."""
-        from shardrec.exchange.queue import ExchangeQueue  # which exchanges inputs, and their modules know this one
-
-        return ExchangeQueue(self)
 
     def exchange_header(self, header: Tensor) -> Tensor:
         """Send row q of ``header`` (W, C) int64 to rank q; returns the rows received, one from each rank."""

@@ -21,8 +21,8 @@ from shardrec.exchange.batch import KEY_ORDERS, Batch
 from shardrec.exchange.blocks import BlocksInFlight, Stream
 from shardrec.exchange.input import Addressed, InputExchange, ShardInput
 from shardrec.exchange.output import OutputExchange
+from shardrec.exchange.queue import ModelContext
 from shardrec.exchange.route import Lookup, build_route
-from shardrec.exchange.step import StepContext
 from shardrec.exchange.weights import received_weights, tied
 from shardrec.layout import ShardingPlan
 from shardrec.lookup.groups import group_tables
@@ -34,7 +34,6 @@ from shardrec.modules.live import LiveBags
 from shardrec.modules.pooled import OutputColumns, PooledEmbeddings
 from shardrec.modules.table import ShardedTable
 from shardrec.pending import LazyAwaitable
-from shardrec.scripting.options import is_portable
 
 __all__ = ["ShardedEmbeddingBagCollection"]
 
@@ -68,7 +67,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         path: str = "",
         device: torch.device | str | None = None,
         group: dist.ProcessGroup | None = None,
-        context: StepContext | None = None,
+        context: ModelContext | None = None,
     ) -> None:
         configs: list[EmbeddingBagConfig] = module.embedding_bag_configs()
         weights = {config.name: module.embedding_bags[config.name].weight for config in configs}
@@ -145,12 +144,8 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         return _BagCall(self, features)
 
     def scripted_twin(self) -> nn.Module:
-        """What TorchScript sees in this module's place: the same lookup, on the same parameters."""
-        if not is_portable():
-            return LiveBags(self)
-        from shardrec.modules.scripted_bags import ScriptedBags
-
-        return ScriptedBags(self)
+        """What TorchScript of this process sees in this module's place; :mod:`shardrec.portable` has another."""
+        return LiveBags(self)
 
     def tables(self) -> Mapping[str, ShardedTable]:
         """The sharded tables, by their own names."""

@@ -14,15 +14,15 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
 from shardrec.errors import ConfigError
 from shardrec.exchange.batch import Expectation
 from shardrec.exchange.input import InputExchange
+from shardrec.exchange.queue import Call, ModelContext
 from shardrec.exchange.route import Lookup
-from shardrec.exchange.step import StepContext
 from shardrec.exchange.transport import transport_of
 from shardrec.layout import Shard, ShardingPlan
+from shardrec.layout.discover import qualified_name
 from shardrec.lookup.groups import LookupTable
 from shardrec.lookup.optimizers import FusedOptimizer, fused_optimizer_of
 from shardrec.lookup.replicated import ReplicatedLookup
 from shardrec.lookup.shards import ShardLookup
-from shardrec.modules.discover import qualified_name
 from shardrec.modules.late import look_up_outside
 from shardrec.modules.table import ShardedTable
 
@@ -55,7 +55,7 @@ class ShardedCollection(nn.Module, abc.ABC):
     _shards: ShardLookup
     _replicas: ReplicatedLookup | None
     _traced: nn.Module | None = None
-    """What a tracer runs in place of forward; None for a graph break. See :mod:`shardrec.compile.annotate`."""
+    """What a tracer runs in place of forward; None for a graph break. See :mod:`shardrec.modules.annotate`."""
 
     def __init__(
         self,
@@ -66,11 +66,11 @@ class ShardedCollection(nn.Module, abc.ABC):
         path: str,
         device: torch.device | str | None,
         group: dist.ProcessGroup | None,
-        context: StepContext | None,
+        context: ModelContext | None,
     ) -> None:
         super().__init__()
         self.device = torch.device(device or "cpu")
-        self.context = context or StepContext(transport_of(group, self.device), self.device)
+        self.context = context or ModelContext(transport_of(group, self.device), self.device)
         self._group = (group or dist.group.WORLD) if self.context.collectives.world_size > 1 else None
         self._ranks_per_host = plan.topology.ranks_per_host
         self._frozen = {name for name, weight in weights.items() if not weight.requires_grad}
@@ -89,6 +89,10 @@ class ShardedCollection(nn.Module, abc.ABC):
     def output_dtype(self) -> torch.dtype:
         """Of the output's values: float32 as the unsharded module's, unless ``shardrec.shard`` was told another."""
         return self.context.output_dtype
+
+    @abc.abstractmethod
+    def new_call(self, features: Any) -> Call:
+        """A forward's call, whose ids are not under way yet."""
 
     @abc.abstractmethod
     def tables(self) -> Mapping[str, ShardedTable]:

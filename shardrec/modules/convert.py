@@ -14,15 +14,16 @@ from shardrec.errors import ConfigError, PlanError
 from shardrec.exchange.bad_ids import policies_of
 from shardrec.exchange.batch import OnBadId
 from shardrec.exchange.collectives import collectives_of
+from shardrec.exchange.queue import ModelContext
 from shardrec.exchange.step import StepContext, checksum
 from shardrec.exchange.transport import Transport, transport_of
 from shardrec.exchange.wire import QuantizedComms
 from shardrec.layout import ShardingPlan, Topology
+from shardrec.layout.discover import Collection, collections_of, remappers_of, table_shapes
 from shardrec.memory import keep_large_blocks
 from shardrec.modules.bags import ShardedEmbeddingBagCollection
 from shardrec.modules.collection import TABLE_DTYPES, ShardedCollection
 from shardrec.modules.dense import DenseWrap
-from shardrec.modules.discover import Collection, collections_of, remappers_of, table_shapes
 from shardrec.modules.model import ShardedModel
 from shardrec.modules.replicas import ReplicaOptions, make_groups
 from shardrec.modules.replicated_model import ReplicatedModel
@@ -120,7 +121,7 @@ def shard(
         keep_large_blocks()
     alone = groups.inside is None
     exchange = groups.collectives if alone else transport_of(groups.inside, target, transport)
-    context = StepContext(exchange, target, comms)
+    context = ModelContext(exchange, target, comms)
     context.output_dtype = output_dtype
     context.on_bad_id = policies
     replaced = {
@@ -130,7 +131,7 @@ def shard(
     model = _replace(model, replaced)
     _move_dense(model, target)
     everyone = (group or dist.group.WORLD) if collectives.world_size > 1 else None
-    from shardrec.compile.annotate import annotate_for_dynamo  # which knows the sharded modules
+    from shardrec.modules.annotate import annotate_for_dynamo  # which knows the sharded modules
 
     annotate_for_dynamo(model)
     if replicas is None:
@@ -172,7 +173,7 @@ def _shard_collection(
     path: str,
     device: torch.device,
     group: dist.ProcessGroup | None,
-    context: StepContext,
+    context: ModelContext,
     dedup: bool,
 ) -> ShardedCollection:
     if isinstance(module, EmbeddingBagCollection):

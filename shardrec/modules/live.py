@@ -2,7 +2,7 @@
 
 They run in the process of the model, which does the work, and have all that it has. TorchScript runs ``forward``, which
 returns an ``Await``; tracers run ``traced``, whose value asks for its tensors at their first use, so that the calls
-before it share an exchange. What runs without shardrec is made of the twins in :mod:`shardrec.modules.scripted_bags`.
+before it share an exchange. What runs without shardrec is made of the twins in :mod:`shardrec.portable.bags`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
+from shardrec._torchscript import list_of
 from shardrec.exchange.operators import Program
-from shardrec.exchange.scripted_batch import list_of
 from shardrec.modules.late import LateJaggedTensor, LateKeyedTensor
 from shardrec.pending import Await, awaitable
 
@@ -241,8 +241,10 @@ def samples(features: KeyedJaggedTensor) -> int:
     indices = features.inverse_indices_or_none()
     if indices is not None:  # noqa: SIM102  # TorchScript refines the Optional so
         if indices[1].numel() > 0:
-            return indices[1].size(1)
-    return features.stride()
+            full: int = indices[1].size(1)
+            return full
+    stride: int = features.stride()
+    return stride
 
 
 def finish_bags(

@@ -26,7 +26,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from shardrec._dynamo import left_alone, passed_over
 from shardrec.errors import InputError, ShardrecError
 from shardrec.exchange.peers import failed_in_a_collective, peer_error
-from shardrec.exchange.step import StepContext
+from shardrec.exchange.queue import ModelContext
 from shardrec.layout import ShardingPlan
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.compiled import compiled_step
@@ -51,7 +51,7 @@ class ShardedModel(nn.Module):
         self,
         module: nn.Module,
         plan: ShardingPlan,
-        context: StepContext,
+        context: ModelContext,
         group: dist.ProcessGroup | None,
         *,
         dense: DenseWrap = "ddp",

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from shardrec._dynamo import left_alone, passed_over
 from shardrec.errors import InputError, PeerError
+from shardrec.exchange.queue import ModelContext
 from shardrec.exchange.step import StepContext
 from shardrec.layout import ShardingPlan
 from shardrec.modules.dense import DenseWrap
@@ -68,7 +69,7 @@ class ReplicatedModel(ShardedModel):
         self,
         module: nn.Module,
         plan: ShardingPlan,
-        context: StepContext,
+        context: ModelContext,
         group: dist.ProcessGroup | None,
         *,
         groups: ReplicaGroups,

@@ -21,9 +21,9 @@ from shardrec.exchange.batch import Batch
 from shardrec.exchange.blocks import BlocksInFlight, Stream
 from shardrec.exchange.dedup import distinct_ids
 from shardrec.exchange.input import Addressed, InputExchange, Prepared, ShardInput, Trace
+from shardrec.exchange.queue import ModelContext
 from shardrec.exchange.route import Lookup, Route, build_route
 from shardrec.exchange.rows import Placement, RowExchange
-from shardrec.exchange.step import StepContext
 from shardrec.layout import ShardingPlan
 from shardrec.lookup.groups import LookupGroup, group_tables
 from shardrec.lookup.replicated import ReplicatedLookup
@@ -34,7 +34,6 @@ from shardrec.modules.live import LiveSequences
 from shardrec.modules.pending_rows import SequenceEmbeddings, SequenceKey
 from shardrec.modules.table import ShardedTable
 from shardrec.pending import LazyAwaitable
-from shardrec.scripting.options import is_portable
 
 __all__ = ["ShardedEmbeddingCollection"]
 
@@ -69,7 +68,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
         path: str = "",
         device: torch.device | str | None = None,
         group: dist.ProcessGroup | None = None,
-        context: StepContext | None = None,
+        context: ModelContext | None = None,
         dedup: bool = True,
     ) -> None:
         configs: list[EmbeddingConfig] = module.embedding_configs()
@@ -142,12 +141,8 @@ class ShardedEmbeddingCollection(ShardedCollection):
         return _SequenceCall(self, features)
 
     def scripted_twin(self) -> nn.Module:
-        """What TorchScript sees in this module's place: the same lookup, on the same parameters."""
-        if not is_portable():
-            return LiveSequences(self)
-        from shardrec.modules.scripted_sequences import ScriptedSequences
-
-        return ScriptedSequences(self)
+        """What TorchScript of this process sees in this module's place; :mod:`shardrec.portable` has another."""
+        return LiveSequences(self)
 
     def tables(self) -> Mapping[str, ShardedTable]:
         """The sharded tables, by their own names."""

@@ -15,7 +15,8 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from shardrec.errors import InputError, PeerError, ShardrecError
 from shardrec.exchange.ahead import Ahead, Caller
-from shardrec.exchange.step import FORWARD_FAILED, ForwardFailed, StepContext
+from shardrec.exchange.queue import ModelContext
+from shardrec.exchange.step import FORWARD_FAILED, ForwardFailed
 from shardrec.modules.model import dense_signature
 
 __all__ = ["Lookahead"]
@@ -61,7 +62,7 @@ class Lookahead:
     def __init__(
         self,
         batches: Iterable[Any],
-        context: StepContext | None,
+        context: ModelContext | None,
         *,
         depth: int,
         device: torch.device,

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from shardrec.errors import ConfigError
-from shardrec.exchange.step import StepContext
+from shardrec.exchange.queue import ModelContext
 from shardrec.modules.model import ShardedModel
 from shardrec.pipeline.lookahead import Lookahead
 
@@ -87,7 +87,7 @@ class TrainPipeline:
         elif device is None:
             device = next((one.device for one in model.parameters()), "cpu")
         self._device = torch.device(device)
-        self._context: StepContext | None = context
+        self._context: ModelContext | None = context
         self._steps = self._ahead(dataloader, gradients=True)
 
     def __iter__(self) -> Self:

@@ -53,8 +53,8 @@ def table_loads(
     """
     from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+    from shardrec.layout.discover import collections_of, qualified_name
     from shardrec.lookup.optimizers import OptimizerKind, fused_optimizer_of
-    from shardrec.modules.discover import collections_of, qualified_name
 
     given = dict(poolings or {})
     used: set[str] = set()

@@ -37,7 +37,7 @@ def from_torchrec(plan: TorchRecPlan, topology: Topology, shapes: Mapping[str, t
         plan: of a model whose collections are not sharded yet.
         topology: the ranks that it is for.
         shapes: ``(num_embeddings, embedding_dim)`` by table, which TorchRec's replicated tables do not tell
-            (:func:`shardrec.modules.discover.table_shapes` has them).
+            (:func:`shardrec.layout.discover.table_shapes` has them).
 
     Raises:
         PlanError: for tables without shards, or a plan that does not cover them.

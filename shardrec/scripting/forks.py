@@ -28,7 +28,9 @@ def refuse_forked_exchanges(scripted: torch.jit.ScriptModule) -> None:
     Raises:
         ScriptError: names the line of the fork and the remedy.
     """
-    if not any(hasattr(module, "group_name") or getattr(module, "collective", False) for module in scripted.modules()):
+    if not any(
+        getattr(module, "group_name", "") or getattr(module, "collective", False) for module in scripted.modules()
+    ):
         return
     for method in methods_of(scripted):
         for fork in method.graph.findAllNodes("prim::fork"):

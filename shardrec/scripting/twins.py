@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import linecache
+import sys
 import types
 import typing
 import weakref
@@ -28,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardrec._torchscript import defer
 from shardrec.pending import Await
 from shardrec.scripting.error import ScriptError
+from shardrec.scripting.options import is_portable
 
 __all__ = ["ISSUE", "HasScriptedTwin", "lasting_copy", "scriptable_copy"]
 
@@ -211,6 +213,12 @@ def _twin_of(module: nn.Module, path: str) -> nn.Module:
 
 
 def _ask(module: Any) -> Any:
+    if is_portable() and "shardrec.modules" in sys.modules:  # else nothing is sharded
+        from shardrec.portable import twins
+
+        for kind, portable in twins().items():
+            if isinstance(module, kind):
+                return portable(module)
     return module.scripted_twin()
 
 

@@ -11,7 +11,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from shardrec.errors import ConfigError
 from shardrec.exchange.input import InputExchange
-from shardrec.exchange.step import StepContext
+from shardrec.exchange.queue import ModelContext
 from shardrec.layout import Shard, TableLayout
 from shardrec.modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from shardrec.modules.collection import ShardedCollection
@@ -36,7 +36,7 @@ class ServedCollection(ShardedCollection):
     _shards: ServedShards
     _replicas: ServedReplicas | None
 
-    def __init__(self, source: ShardedCollection, formats: Mapping[str, WeightFormat], context: StepContext) -> None:
+    def __init__(self, source: ShardedCollection, formats: Mapping[str, WeightFormat], context: ModelContext) -> None:
         nn.Module.__init__(self)
         bare = vars(nn.Module())
         # Plans, routes and configs are plain data, which a second collection can share. Its kernels are replaced below.
@@ -103,7 +103,7 @@ class ServedEmbeddingBagCollection(ServedCollection, ShardedEmbeddingBagCollecti
     """A :class:`ShardedEmbeddingBagCollection` that does not train; see :func:`shardrec.serve.quantize`."""
 
     def __init__(
-        self, source: ShardedEmbeddingBagCollection, formats: Mapping[str, WeightFormat], context: StepContext
+        self, source: ShardedEmbeddingBagCollection, formats: Mapping[str, WeightFormat], context: ModelContext
     ) -> None:
         ServedCollection.__init__(self, source, formats, context)
         numbers = [self._replica_number[lookup.layout.name] for lookup in self._own_lookups]
@@ -120,7 +120,7 @@ class ServedEmbeddingCollection(ServedCollection, ShardedEmbeddingCollection):
     """A :class:`ShardedEmbeddingCollection` that does not train; see :func:`shardrec.serve.quantize`."""
 
     def __init__(
-        self, source: ShardedEmbeddingCollection, formats: Mapping[str, WeightFormat], context: StepContext
+        self, source: ShardedEmbeddingCollection, formats: Mapping[str, WeightFormat], context: ModelContext
     ) -> None:
         ServedCollection.__init__(self, source, formats, context)
         self._serve([group.width or 0 for group in self._groups], [], pooled=False)
@@ -133,7 +133,7 @@ class ServedEmbeddingCollection(ServedCollection, ShardedEmbeddingCollection):
 
 
 def serve_collection(
-    source: ShardedCollection, formats: Mapping[str, WeightFormat], context: StepContext
+    source: ShardedCollection, formats: Mapping[str, WeightFormat], context: ModelContext
 ) -> ServedEmbeddingBagCollection | ServedEmbeddingCollection:
     """The served collection of a trained one, its tables still empty."""
     if isinstance(source, ShardedEmbeddingBagCollection):

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from shardrec.exchange.collectives import Collectives
 from shardrec.exchange.input import ShardInput
+from shardrec.exchange.queue import ModelContext
 from shardrec.exchange.route import Slot
-from shardrec.exchange.step import StepContext
 from shardrec.layout import Shard, TableLayout
 from shardrec.lookup.replicated import ReplicatedLookup
 from shardrec.lookup.scripted import NoTables
@@ -114,7 +114,7 @@ class ServedReplicas(ReplicatedLookup):
         layouts: Sequence[TableLayout],
         slot_tables: Sequence[int],
         formats: Mapping[str, WeightFormat],
-        context: StepContext,
+        context: ModelContext,
         device: torch.device,
         *,
         pooled: bool,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardrec.exchange.step import StepContext
+from shardrec.exchange.queue import ModelContext
 from shardrec.layout import ShardingPlan
 from shardrec.modules import ShardedModel
 from shardrec.serve.collection import ServedCollection
@@ -25,7 +25,7 @@ class ServedModel(ShardedModel):
         context: shared by the served collections.
     """
 
-    def __init__(self, module: nn.Module, plan: ShardingPlan, context: StepContext) -> None:
+    def __init__(self, module: nn.Module, plan: ShardingPlan, context: ModelContext) -> None:
         # Nothing is trained, so that there is nothing to average over the ranks.
         super().__init__(module.requires_grad_(False), plan, context, None)
         self.eval()

@@ -1,6 +1,6 @@
 """``shardrec.serve.share_memory``: a loaded program whose ranks exchange through shared memory where they share a host.
 
-A file names the process group itself (see the note in :mod:`shardrec.exchange.scripted_group`), and so does an exported
+A file names the process group itself (see the note in :mod:`shardrec.portable.group`), and so does an exported
 program. In a process that has shardrec, the name in the program can become that of a connection through shared memory.
 """
 

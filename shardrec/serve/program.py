@@ -29,10 +29,10 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
+from shardrec._torchscript import plain
 from shardrec.errors import ConfigError, ShardrecError
-from shardrec.exchange.scripted_batch import plain
-from shardrec.exchange.scripted_group import GroupName
 from shardrec.modules import ShardedModel
+from shardrec.portable.group import GroupName
 from shardrec.scripting.twins import scriptable_copy
 from shardrec.serve.example import Example
 from shardrec.serve.model import ServedModel

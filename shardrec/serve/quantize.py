@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardrec.errors import ConfigError
-from shardrec.exchange.step import StepContext
+from shardrec.exchange.queue import ModelContext
 from shardrec.layout import Shard, TableLayout
 from shardrec.modules import ShardedModel
 from shardrec.modules.collection import ShardedCollection
@@ -55,7 +55,7 @@ def quantize(model: ShardedModel, weights: str = "int8", *, tables: Mapping[str,
         )
     sources = [child for child in model.module.modules() if isinstance(child, ShardedCollection)]
     formats = _formats(sources, weights, tables or {})
-    context = StepContext(model.context.collectives, model.context.device, model.context.comms)
+    context = ModelContext(model.context.collectives, model.context.device, model.context.comms)
     context.output_dtype = model.context.output_dtype
     # Where deepcopy meets a collection it takes the served one, so that nothing of the trained tables is copied.
     memo: dict[int, Any] = {id(source): serve_collection(source, formats, context) for source in sources}
@@ -150,7 +150,7 @@ def _whole_row_ranges(parts: Mapping[Shard | None, Tensor], first: int, last: in
     return ranges
 
 
-def _raise_together(faults: list[str], context: StepContext) -> None:
+def _raise_together(faults: list[str], context: ModelContext) -> None:
     rank = context.collectives.rank
     texts = context.all_gather_text(f"rank {rank}: {'; '.join(faults)}" if faults else "")
     if any(texts):

@@ -18,11 +18,11 @@ from pathlib import Path
 
 import torch
 
-from shardrec.compile import annotate_for_dynamo
 from shardrec.data import ClickBatch, ClickMetrics
 from shardrec.errors import ConfigError
 from shardrec.layout import ShardingPlan
 from shardrec.modules import ShardedModel, shard
+from shardrec.modules.annotate import annotate_for_dynamo
 from shardrec.modules.anomaly import detect_anomaly
 from shardrec.train.config import FILE, PLAN, TrainConfig, load_config_text
 from shardrec.train.display import Announcer

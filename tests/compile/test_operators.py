@@ -14,12 +14,12 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from shardrec.compile.fakes import FAKES, has_fake, register_fakes
+from shardrec._torchscript import plain
 from shardrec.errors import ConfigError
 from shardrec.exchange.live import Live
-from shardrec.exchange.scripted_batch import plain
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.lookup.bank import TableBank
+from shardrec.lookup.fakes import FAKES, has_fake, register_fakes
 from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
 from shardrec.modules.bags import ShardedEmbeddingBagCollection
 from shardrec.modules.live import LiveBags

@@ -20,7 +20,7 @@ from shardrec.exchange.batch import Expectation
 from shardrec.exchange.counting import CountingCollectives, Sent
 from shardrec.exchange.input import InputExchange
 from shardrec.exchange.joint import begin_exchange
-from shardrec.exchange.step import StepContext
+from shardrec.exchange.queue import ModelContext
 from shardrec.exchange.volume import (
     EXCHANGES,
     CollectionTraffic,
@@ -72,7 +72,7 @@ class Member:
     def with_optimizer(self, name: str) -> Member:
         return replace(self, optimizers=[name] * len(self.configs))
 
-    def build(self, plan: ShardingPlan, context: StepContext) -> Any:
+    def build(self, plan: ShardingPlan, context: ModelContext) -> Any:
         if self.pooled:
             bags = collection(self.configs, weighted=self.weighted, optimizers=self.optimizers, seed=self.seed)
             return ShardedEmbeddingBagCollection(bags, plan, path=self.path, context=context)
@@ -191,7 +191,7 @@ def run_step(
 
     def rank_main(threads: ThreadCollectives) -> tuple[Sent, list[int]]:
         counting = CountingCollectives(threads)
-        context = StepContext(counting, CPU, comms)
+        context = ModelContext(counting, CPU, comms)
         context.gradients_are_reduced = True  # they are not, but what a reducer sends is no part of this
         modules = [member.build(plan, context) for member in members]
         batches = [member.batches[threads.rank] for member in members]
@@ -244,7 +244,7 @@ def test_ids_that_need_64_bits(rng: Random) -> None:
 
     def rank_main(threads: ThreadCollectives) -> Sent:
         counting = CountingCollectives(threads)
-        context = StepContext(counting, CPU)
+        context = ModelContext(counting, CPU)
         lookups = tuple((one.feature, one.layout.name, one.layout.num_embeddings) for one in case.lookups)
         exchange = InputExchange(case.route, Expectation(tables=lookups, weighted=weighted, device=CPU), context)
         begin_exchange(context, [(exchange, exchange.prepare(batches[threads.rank], ""))]).finish()

@@ -25,8 +25,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from shardrec.errors import ConfigError
 from shardrec.layout import ShardingPlan, Topology
+from shardrec.layout.discover import table_shapes
 from shardrec.modules import shard
-from shardrec.modules.discover import table_shapes
 from tests.batches import random_bags
 from tests.models import collection, feature_rows, random_configs
 from tests.plans import random_plan

@@ -16,8 +16,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 import shardrec
 from shardrec.layout import Topology
+from shardrec.layout.discover import table_shapes
 from shardrec.modules import ShardedModel, shard
-from shardrec.modules.discover import table_shapes
 from tests.batches import random_bags
 from tests.models import collection
 from tests.plans import random_plan

@@ -6,7 +6,7 @@ with everything that the eager model has (one exchange for several modules, shar
 quantized comms, a batch size per feature), and compiled dense code before the first use overlaps with the exchange. A
 model with n sharded calls becomes n + 1 dense regions.
 
-``traced``: no break. The tracer runs the module's twin of operators (:mod:`shardrec.compile.traced`), so that a whole
+``traced``: no break. The tracer runs the module's twin of operators (:mod:`shardrec.modules.traced`), so that a whole
 model is one graph and ``fullgraph=True`` holds. Each module then has an exchange of its own, through the process group.
 
 [Note: the marks]
@@ -26,10 +26,10 @@ from typing import Literal, get_args
 
 from torch import nn
 
-from shardrec.compile.traced import compiled_twin
 from shardrec.errors import ConfigError
 from shardrec.modules.bags import ShardedEmbeddingBagCollection
 from shardrec.modules.sequences import ShardedEmbeddingCollection
+from shardrec.modules.traced import compiled_twin
 
 __all__ = ["CompileMode", "annotate_for_dynamo", "unannotate"]
 

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from torch.jit import Future
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
+from shardrec._torchscript import list_of
 from shardrec.errors import ConfigError
 from shardrec.exchange.route import Piece, Route, output_pieces
-from shardrec.exchange.scripted import ScriptedInput
-from shardrec.exchange.scripted_batch import Checked, list_of
-from shardrec.exchange.scripted_rows import arrived_rows, exchange_rows
 from shardrec.modules.live import parameters_of
 from shardrec.pending import Await, awaitable
+from shardrec.portable.batch import Checked
+from shardrec.portable.input import ScriptedInput
+from shardrec.portable.rows import arrived_rows, exchange_rows
 from shardrec.scripting.options import lookups_in_parallel
 
 if TYPE_CHECKING:

@@ -5,18 +5,18 @@ Shapes: F features of the input, B samples, N ids.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from shardrec._torchscript import list_of
 from shardrec.exchange.bad_ids import DROPPED, POLICIES, mend
 from shardrec.exchange.batch import NO_LIMIT, Expectation, fit
 from shardrec.exchange.check import add_up, are_sound
 
-__all__ = ["FAULTS", "Checked", "ScriptedBatch", "list_of", "plain", "sound_unasked"]
+__all__ = ["FAULTS", "Checked", "ScriptedBatch", "sound_unasked"]
 
 FAULTS = [
     "",
@@ -32,20 +32,6 @@ FAULTS = [
     "the offsets do not begin at 0, or are not those of the lengths that the input has, too",
 ]
 """What a header's number says is wrong."""
-
-
-def list_of(kind: Any, values: Iterable[Any]) -> Any:
-    """A list attribute whose type TorchScript is told, for an empty one does not show it."""
-    return torch.jit.Attribute(list(values), list[kind])
-
-
-def plain(module: nn.Module) -> nn.Module:
-    """``module``, in which each value that was marked for TorchScript is the value itself, as Python needs it."""
-    for part in module.modules():
-        for name, value in list(vars(part).items()):
-            if isinstance(value, torch.jit.Attribute):
-                setattr(part, name, value.value)
-    return module
 
 
 # Spelled as a call, for TorchScript wants types where an annotation is text.

@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from shardrec.compile.fakes import register_fakes
-from shardrec.exchange.scripted_batch import plain
+from shardrec._torchscript import plain
+from shardrec.lookup.fakes import register_fakes
 from shardrec.modules.bags import ShardedEmbeddingBagCollection
 from shardrec.modules.live import LiveBags, LiveSequences
 from shardrec.modules.sequences import ShardedEmbeddingCollection

@@ -22,12 +22,13 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from shardrec._torchscript import list_of
 from shardrec.exchange.batch import Expectation
 from shardrec.exchange.collectives import Collectives
 from shardrec.exchange.input import group_edges
 from shardrec.exchange.route import Route
-from shardrec.exchange.scripted_batch import Checked, ScriptedBatch, list_of
-from shardrec.exchange.scripted_group import GroupName
+from shardrec.portable.batch import Checked, ScriptedBatch
+from shardrec.portable.group import GroupName
 
 __all__ = ["Received", "ScriptedInput"]
 

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from shardrec._torchscript import list_of
 from shardrec.exchange.bad_ids import places_of_rows
-from shardrec.exchange.scripted import ScriptedInput
-from shardrec.exchange.scripted_batch import list_of
-from shardrec.exchange.scripted_rows import arrived_rows, exchange_rows
 from shardrec.modules.live import parameters_of
-from shardrec.modules.scripted_bags import refuse_quantized, slots_per_group
 from shardrec.pending import Await, awaitable
+from shardrec.portable.bags import refuse_quantized, slots_per_group
+from shardrec.portable.input import ScriptedInput
+from shardrec.portable.rows import arrived_rows, exchange_rows
 
 if TYPE_CHECKING:
     from shardrec.modules.sequences import ShardedEmbeddingCollection

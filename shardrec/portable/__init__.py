@@ -1,0 +1,33 @@
+"""The sharded forward in operators of torch and fbgemm alone: what runs where shardrec is not installed.
+
+The second spelling of the forward, beside the live one in :mod:`shardrec.exchange` and :mod:`shardrec.modules`, for
+saved TorchScript files, torch.export and AOTInductor. It has what docs/executors.md says, and refuses the rest with the
+reason.
+
+::
+
+    batch.py        checks a batch
+    input.py        cuts it, header and payload
+    rows.py         the all-to-all of float rows
+    bags.py         a sharded embedding bag collection
+    sequences.py    a sharded embedding collection
+    group.py        the process group's name, in this process and in a file
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+__all__ = ["twins"]
+
+
+def twins() -> dict[type[nn.Module], Callable[[Any], nn.Module]]:
+    """What TorchScript sees in place of a module, by the module's class, if the program is to run anywhere."""
+    from shardrec.modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
+    from shardrec.portable.bags import ScriptedBags
+    from shardrec.portable.sequences import ScriptedSequences
+
+    return {ShardedEmbeddingBagCollection: ScriptedBags, ShardedEmbeddingCollection: ScriptedSequences}
