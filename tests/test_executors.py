@@ -1,11 +1,7 @@
-"""Each executor has what each other one has: a table of executors and features, each cell run on ranks.
-
-``python -m tests.test_executors`` writes the table into docs/executors.md.
-"""
+"""Each executor has what each other one has: the table of docs/executors.md, each cell run on ranks."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -182,38 +178,50 @@ def cell(executor: str, feature: str) -> str:
     torch._dynamo.reset()
     try:
         with quiet():
-            run = EXECUTORS[executor](model)
-            found, counts = _trained(run, model, options)
-    except (shardrec.ShardrecError, torch.jit.Error, RuntimeError, AttributeError) as error:
-        if "-v" in __import__("sys").argv or os.environ.get("TB"):
-            import traceback
-
-            traceback.print_exc()
-        return str(error)[-700:]
+            found, counts = _trained(EXECUTORS[executor](model), model, options)
+    except (shardrec.ShardrecError, torch.jit.Error) as error:
+        return str(error)
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
-    if executor != "portable":
-        assert counts == expected_counts, (counts, expected_counts)
+    assert executor == "portable" or counts == expected_counts
     return "yes"
 
 
 def column(executor: str, features: list[str]) -> list[str]:
+    """The cells of an executor."""
     return [cell(executor, feature) for feature in features]
 
 
 ON_TWO = [feature for feature, options in FEATURES.items() if "hosts" not in options]
 ON_FOUR = [feature for feature in FEATURES if feature not in ON_TWO]
+REFUSED = {
+    "a batch size per feature": "the features have a batch size each, which scripted models do not take",
+    "learned weights": "the weights of the ids take a gradient, which scripted models do not carry back",
+    "BF16 on the wire": "a program that runs without shardrec exchanges fp32",
+    "INT8 on the wire": "a program that runs without shardrec exchanges fp32",
+}
 
 
-@pytest.mark.parametrize("executor", ["live script", "traced"])
-@pytest.mark.parametrize(("world_size", "features"), [(2, ON_TWO), (4, ON_FOUR)])
-def test_every_cell(executor: str, world_size: int, features: list[str]) -> None:
-    found = ranks(world_size, column, executor, features, timeout=300)
-    assert found == [["yes"] * len(features)] * world_size
+def table() -> str:
+    """The page's table, of what the tests below hold."""
+    lines = ["| | eager | live script | traced | portable |", "|---|---|---|---|---|"]
+    for feature in FEATURES:
+        portable = f"refused: {REFUSED[feature]}" if feature in REFUSED else "yes"
+        if feature == ON_TWO[0]:
+            portable = "one for each collection"
+        lines.append(f"| {feature} | yes | yes | yes | {portable} |")
+    return "\n".join(lines)
 
 
-if __name__ == "__main__":
-    import sys
+def test_the_page_has_this_table() -> None:
+    assert table() in PAGE.read_text(), "put what table() gives into docs/executors.md"
 
-    for executor in sys.argv[1:] or EXECUTORS:
-        print(executor, ranks(2, column, executor, ON_TWO, timeout=300)[0])
-        print(executor, ranks(4, column, executor, ON_FOUR, timeout=300)[0])
+
+@pytest.mark.parametrize("executor", ["live script", "traced", pytest.param("portable", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("features", [ON_TWO, pytest.param(ON_FOUR, marks=pytest.mark.slow)], ids=["two", "four"])
+def test_every_cell(executor: str, features: list[str]) -> None:
+    """The same outputs, gradients, weights and, but for portable programs, collectives as in eager mode."""
+    world_size = 2 if features == ON_TWO else 4
+    for found in ranks(world_size, column, executor, features, timeout=300):
+        for feature, said in zip(features, found, strict=True):
+            expected = REFUSED.get(feature, "yes") if executor == "portable" else "yes"
+            assert expected in said, feature
