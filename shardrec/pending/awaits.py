@@ -6,6 +6,11 @@ The functions are torch's under public names, and mean the same in eager mode an
 TorchScript compiles ``awaitable(fn, ...)`` and ``fork(fn, ...)`` as syntax, not as calls, since no schema describes a
 function as an argument. It knows them by being torch's own function objects; so these two names *are* torch's objects,
 while the others are functions that TorchScript looks up as operators.
+
+[Note: what torch's Await lacks in eager mode]
+torch's ``_awaitable`` drops keywords and computes with the defaults; ``Await`` forwards attributes of its value, and
+neither operators nor ``[...]``; and no instance is one of ``torch.jit._Await``. All three are added here to torch's own
+objects, as what an ``Await`` is made by cannot be told apart.
 """
 
 from __future__ import annotations
@@ -26,6 +31,34 @@ W = TypeVar("W")
 # Not copies: torch.jit must find its own class in annotations, and its own function in calls.
 Await = torch._awaits._Await
 awaitable: Callable[..., Await[Any]] = torch.jit._awaitable
+
+
+_OPERATORS = (
+    *("add", "radd", "sub", "rsub", "mul", "rmul", "matmul", "rmatmul", "truediv", "rtruediv", "floordiv", "rfloordiv"),
+    *("mod", "rmod", "pow", "rpow", "and", "rand", "or", "ror", "xor", "rxor", "lt", "le", "gt", "ge"),
+    *("neg", "pos", "abs", "invert", "len", "iter", "contains", "getitem", "setitem", "int", "float"),
+)
+
+
+def _forwarded(name: str) -> Callable[..., Any]:
+    def method(self: Any, *args: Any) -> Any:
+        return getattr(as_lazy(self), name)(*args)
+
+    return method
+
+
+def _binding(func: Any, *args: Any, **kwargs: Any) -> Any:
+    # Runs as torch's function, with torch's globals.
+    import functools
+
+    return torch._C._awaitable(functools.partial(func, **kwargs) if kwargs else func, *args)
+
+
+# See [Note: what torch's Await lacks in eager mode].
+awaitable.__code__ = _binding.__code__
+type(Await).__instancecheck__ = lambda cls, one: isinstance(one, torch._C._Await)  # type: ignore[assignment, misc]
+for _name in _OPERATORS:
+    setattr(torch._C._Await, f"__{_name}__", _forwarded(f"__{_name}__"))
 
 
 def awaitable_wait(pending: Await[W]) -> W:

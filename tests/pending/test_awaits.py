@@ -306,3 +306,29 @@ def test_futures_are_awaitables() -> None:
     assert lazy.done()
     assert lazy == 5
     assert shardrec.join(future) == 5
+
+
+def scaled(x: Tensor, by: float = 1.0) -> Tensor:
+    return x * by
+
+
+def test_keywords_are_bound_in_eager_mode_too() -> None:
+    def program(x: Tensor) -> Tensor:
+        return shardrec.awaitable_wait(shardrec.awaitable(scaled, x, by=3.0))
+
+    given = torch.ones(2)
+    assert torch.equal(program(given), 3 * given)
+    assert torch.equal(torch.jit.script(program)(given), 3 * given)
+    assert torch.jit._awaitable(scaled, given).fn() is scaled, "torch's own interface"
+
+
+def test_an_eager_await_is_one_and_acts_as_its_value() -> None:
+    pending: Any = shardrec.awaitable(scaled, torch.arange(3.0), 2.0)
+    assert isinstance(pending, shardrec.Await)
+    assert not isinstance(3, shardrec.Await)
+    assert (pending + 1).tolist() == (1 + pending).tolist() == [1, 3, 5]
+    assert pending[1] == 2
+    assert len(pending) == 3
+    assert [float(one) for one in pending] == [0, 2, 4]
+    assert (-pending @ pending) == -20
+    assert pending.sum() == 6
