@@ -17,9 +17,10 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.data import ClickBatch
-from shardrec.errors import ConfigError, InputError
+from shardrec.errors import AnomalyError, ConfigError, InputError
 from shardrec.layout import Topology
 from shardrec.modules import ShardedModel, shard
+from shardrec.modules.anomaly import detect_anomaly
 from shardrec.pipeline import TrainPipeline
 from tests.batches import random_bags
 from tests.collective_counts import CollectiveOperators
@@ -228,6 +229,30 @@ def test_a_forward_that_fails_on_one_rank_is_told_before_its_backward(n: int) ->
             assert f"rank {size - 1}: the model's forward failed: RuntimeError: breaks before" in errors[0]
 
     ranks(n, run)
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_an_anomaly_is_raised_as_itself_on_every_rank(depth: int) -> None:
+    def run() -> None:
+        rank, _ = world()
+        batches = [batch(step, rank) for step in range(6)]
+        model = clicks()
+        losses: list[float] = []
+        steps = pipeline_of(model, batches, depth)
+        with detect_anomaly(model):
+            losses += [float(next(steps)) for _ in range(3)]
+            spoiled = [one for one in model.parameters() if one.dim() == 2 and one.size(1) == 8][:1] if rank else []
+            before = [one.detach().clone() for one in spoiled]
+            for one in spoiled:
+                one.data.fill_(torch.nan)
+            with pytest.raises(AnomalyError, match=r"rank \d: what was looked up in table .* has nan"):
+                next(steps)
+            for one, value in zip(spoiled, before, strict=True):
+                one.data.copy_(value)
+            losses += [float(loss) for loss in steps]
+        assert losses == plain(clicks(), [one for number, one in enumerate(batches) if number != 3])
+
+    ranks(2, run)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
