@@ -119,6 +119,14 @@ class Lookahead:
         finish(result)
         return result
 
+    def close(self) -> None:
+        """Let go of the batches that are under way: every rank does so after the same step."""
+        self._source = None
+        for slot in self._slots:
+            if slot.ahead is not None:
+                slot.ahead.close()
+        self._slots.clear()
+
     def _fetch(self, count: int) -> None:
         """Have so many batches, as far as there are any."""
         while self._source is not None and len(self._slots) < count and not any(one.error for one in self._slots):
@@ -193,13 +201,15 @@ class Lookahead:
             main = torch.cuda.current_stream(self._device)
             main.wait_event(slot.ready)
             _keep(slot.batch, main)
-            if slot.ahead is not None:
-                _keep([one.call.prepared for one in slot.ahead.queued], main)
         if context is None:
             return forward(slot.batch)
         observed = context.queue.observed = [] if self._depth else None
         context.made_ahead = slot.ahead is not None
         try:
+            if slot.ready is not None and slot.ahead is not None:
+                # What was made on the other stream is read on this one, and freed when the host is done with it.
+                arrived = [one.arriving[0].finish() for one in slot.ahead.queued if one.arriving is not None]
+                _keep([arrived, [one.call.prepared for one in slot.ahead.queued]], main)
             result = forward(slot.batch)
             self._learn(slot, observed)
         except (InputError, AnomalyError, PeerError):

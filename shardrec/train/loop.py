@@ -24,6 +24,7 @@ from shardrec.pipeline.lookahead import tell_others
 from shardrec.pipeline.train import TrainPipeline
 from shardrec.train.display import Display
 from shardrec.train.report import CurvePoint
+from shardrec.train.stop import RunStopped
 
 __all__ = ["Progress", "RecentLoss", "Schedule", "click_loss", "failing_together", "train_epoch"]
 
@@ -219,8 +220,9 @@ def train_epoch(
             _set_rate(optimizer, schedule.rate(progress.steps))
 
     set_rates()
+    steps = TrainPipeline(model, optimizers, batches, loss_fn=_loss_and_rows, depth=depth, device=device)
     with progress.on_the_clock():
-        for loss, rows in TrainPipeline(model, optimizers, batches, loss_fn=_loss_and_rows, depth=depth, device=device):
+        for loss, rows in steps:
             progress.loss.add(loss)
             progress.steps += 1
             progress.epoch_steps += 1
@@ -232,7 +234,11 @@ def train_epoch(
                 display.advance(progress.samples, progress.seconds_now(), mean)
             if due:
                 add_point()
-            after_step()
+            try:
+                after_step()
+            except RunStopped:
+                steps.close()  # all ranks end here
+                raise
         if schedule.total_steps is None and progress.evaluated_at != progress.steps:
             add_point()
     progress.epoch, progress.epoch_steps = progress.epoch + 1, 0

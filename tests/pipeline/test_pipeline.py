@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -279,6 +280,21 @@ def test_modules_stay_what_they_were() -> None:
 def test_options_that_cannot_be(options: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Pipeline(network(), [4, 4], **options)
+
+
+def test_a_layer_may_not_have_a_name_of_the_pipeline_s_own() -> None:
+    with pytest.raises(ConfigError, match=r"a layer is named 'stages', which is a name of the pipeline's own"):
+        Pipeline(nn.Sequential(OrderedDict(stages=nn.Linear(1, 1))), [1])
+
+
+def test_a_layer_that_comes_twice_is_there_twice() -> None:
+    layer = nn.Linear(1, 1)
+    model = nn.Sequential(layer, nn.Tanh(), layer)
+    pipeline = Pipeline(model, [3])
+    assert list(pipeline) == list(model)
+    assert pipeline[-1] is layer
+    x = torch.ones(2, 1)
+    torch.testing.assert_close(pipeline(x), model(x))
 
 
 def test_skips_are_verified_when_a_module_is_wrapped() -> None:

@@ -329,6 +329,30 @@ def test_evaluation_and_prediction_between_steps() -> None:
     ranks(2, run)
 
 
+def test_a_loop_that_ends_early_lets_go_of_what_is_under_way() -> None:
+    def run() -> None:
+        rank, _ = world()
+        model = clicks()
+        steps = pipeline_of(model, (batch(step, rank) for step in range(9)), 2)
+        losses = [float(next(steps)) for _ in range(4)]
+        assert len(model.context.queue.ahead) == 1
+        steps.close()
+        assert not model.context.queue.ahead
+        assert list(steps) == []
+        losses += [float(loss) for loss in pipeline_of(model, [batch(step, rank) for step in range(4, 6)], 2)]
+        assert len(losses) == 6
+
+    ranks(2, run)
+
+
+def test_gradients_of_the_last_step_stay() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps = TrainPipeline(model, optimizer, [torch.ones(3, 2)] * 2, loss_fn=lambda model, x: model(x).sum(), depth=1)
+    assert len(list(steps)) == 2
+    assert model.bias.grad is not None
+
+
 def test_it_says_once_that_nothing_is_exchanged_ahead() -> None:
     def run() -> None:
         rank, _ = world()
