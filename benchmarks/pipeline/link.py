@@ -36,12 +36,14 @@ class Link:
 
     Attributes:
         travelled: seconds that messages took, by what travelled.
-        waited: seconds for which the rank waited for them, late peers included.
+        seen: of these, seconds for which the rank had nothing to do but wait; the others are hidden.
+        waited: seconds in all for which the rank waited: for the link, for the transport below it, and for late peers.
     """
 
     latency_s: float = 0.0
     bytes_per_s: float = math.inf
     travelled: Counter[str] = field(default_factory=Counter)
+    seen: Counter[str] = field(default_factory=Counter)
     waited: Counter[str] = field(default_factory=Counter)
     _free_at: float = 0.0
 
@@ -55,7 +57,9 @@ class Link:
     def wait(self, arrival: float, kind: str, wait: Callable[[], T]) -> T:
         """Wait for what arrives then, and for what the transport itself waits for."""
         begin = time.perf_counter()
-        time.sleep(max(0.0, arrival - begin))
+        left = max(0.0, arrival - begin)
+        time.sleep(left)
+        self.seen[kind] += left
         result = wait()
         self.waited[kind] += time.perf_counter() - begin
         return result

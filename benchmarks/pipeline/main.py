@@ -19,25 +19,19 @@ __all__ = ["main"]
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """Markdown, in milliseconds of a step.
-
-    Hidden is the share of the link's time that no rank waits for; where there is no link, of the plain loop's waiting.
-    """
-    lines = [
-        "| | step | waits for ids | for rows | ids on the link | rows on it | ids hidden | all hidden | core busy |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    plain = rows[0]
+    """Markdown, in milliseconds of a step."""
+    linked = rows[0].ids_link_ms > 0
+    heads = ["", "step", "waits for ids", "for rows", "core busy"]
+    heads[4:4] = ["ids on the link", "hidden", "rows on the link", "hidden", "all hidden"] if linked else []
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in rows:
-        if row.side.endswith("plain loop"):
-            plain = row
-        ids, both = row.ids_link_ms, row.ids_link_ms + row.rows_link_ms
-        if not both:
-            ids, both = plain.ids_ms, plain.ids_ms + plain.rows_ms
-        cells = [row.side, f"{row.step_ms:.0f}"]
-        cells += [f"{one:.1f}" for one in (row.ids_ms, row.rows_ms, row.ids_link_ms, row.rows_link_ms)]
-        cells += [f"{one:.0%}" for one in (1 - row.ids_ms / ids, 1 - (row.ids_ms + row.rows_ms) / both)]
-        lines.append(f"| {' | '.join(cells)} | {row.busy:.0f}% |")
+        cells = [row.side, f"{row.step_ms:.0f}", f"{row.ids_wait_ms:.1f}", f"{row.rows_wait_ms:.1f}"]
+        if linked:
+            ids, rows_of = (row.ids_link_ms, row.ids_seen_ms), (row.rows_link_ms, row.rows_seen_ms)
+            both = ids[0] + rows_of[0], ids[1] + rows_of[1]
+            hidden = [f"{1 - seen / spent:.0%}" for spent, seen in (ids, rows_of, both)]
+            cells += [f"{ids[0]:.1f}", hidden[0], f"{rows_of[0]:.1f}", *hidden[1:]]
+        lines.append(f"| {' | '.join([*cells, f'{row.busy:.0%}'])} |")
     return lines
 
 

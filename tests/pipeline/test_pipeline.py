@@ -225,6 +225,16 @@ def test_an_input_changed_in_place_cannot_be_computed_again() -> None:
     Pipeline(nn.Sequential(*layers), [2, 1], checkpoint="always")(x).sum().backward()
 
 
+def test_an_input_changed_in_place_is_no_fault_of_the_other_micro_batches() -> None:
+    model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 2)).double()
+    pipeline = Pipeline(copy.deepcopy(model), [1, 1], chunks=3, checkpoint="never")
+    x, y = batch()
+    mse_loss(model(x.clone()), y).backward()
+    pipeline.step(x, y, loss_fn=mse_loss)
+    same_gradients(model, pipeline)
+    assert (x >= 0).all()
+
+
 def test_an_output_goes_back_once() -> None:
     output = Pipeline(network(), [4, 4])(batch()[0])
     output.sum().backward(retain_graph=True)
