@@ -160,6 +160,40 @@ def test_no_collective_is_added() -> None:
         assert before == after > 0
 
 
+def test_ids_travel_while_the_batch_before_goes_back() -> None:
+    def run() -> None:
+        rank, _ = world()
+        orders = {}
+        for depth in (0, 1):
+            model, order = clicks(), []
+            send = model.context.collectives.send
+
+            def noted(parts: Any, receive: Any, what: str, streams: Any = None, *, send=send, order=order) -> Any:
+                order.append(what)
+                pending = send(parts, receive, what, streams)
+                wait = pending.wait
+                pending.wait = lambda: (order.append(f"{what} is there"), wait())[1]
+                return pending
+
+            def loss(model: nn.Module, one: ClickBatch, *, order=order) -> Tensor:
+                value = loss_fn(model, one)
+                value.register_hook(lambda _: order.append("backward"))
+                return value
+
+            model.context.collectives.send = noted
+            steps = pipeline_of(model, [batch(step, rank) for step in range(5)], depth, loss)
+            next(steps)
+            next(steps)
+            order.clear()
+            next(steps)
+            orders[depth] = order[: order.index("backward") + 1]
+        header, output = ["header", "header is there"], ["output", "output is there"]
+        assert orders[0] == [*header, "payload", "payload is there", *output, "backward"]
+        assert orders[1] == ["payload is there", *output, *header, "payload", "backward"]
+
+    ranks(2, run)
+
+
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_a_bad_batch_is_lost_alone_and_on_every_rank(depth: int) -> None:
     def run() -> None:
