@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from benchmarks.pipeline.link import Link
 from benchmarks.pipeline.stages import bubbles, skips
-from benchmarks.pipeline.training import Row, compare
+from benchmarks.pipeline.training import Row, Workload, compare
 
 __all__ = ["main"]
 
@@ -39,6 +39,8 @@ def main() -> None:
     """Measure, and print on the first rank."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batch", type=int, nargs="+", default=[512, 4096], help="samples of a rank")
+    parser.add_argument("--dim", type=int, default=32, help="columns of each table")
+    parser.add_argument("--pooling", type=int, default=4, help="ids of each bag")
     parser.add_argument("--rounds", type=int, default=10, help="turns of each loop; four times as many steps of stages")
     parser.add_argument("--latency-ms", type=float, default=0.0, help="of the link between ranks")
     parser.add_argument("--gbit", type=float, default=math.inf, help="its gigabits per second")
@@ -47,23 +49,24 @@ def main() -> None:
     logging.disable(logging.WARNING)
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    lines: list[str] = []
+
+    def show(*lines: str) -> None:
+        if dist.get_rank() == 0:
+            print("\n".join(lines), flush=True)
+
+    def new_link() -> Link:
+        return Link(latency_s=options.latency_ms / 1e3, bytes_per_s=options.gbit * 1.25e8)
+
     if dist.get_world_size() == 3:
-        found = skips(4 * options.rounds)
-        lines += [f"skip {name}: {ms:.1f} ms, {sent} bytes through stage 1" for name, (ms, sent) in found.items()]
+        for name, (ms, sent) in skips(4 * options.rounds).items():
+            show(f"skip {name}: {ms:.1f} ms, {sent} bytes through stage 1")
     else:
-        for batch in options.batch:
-            rows = compare(
-                batch,
-                lambda: Link(latency_s=options.latency_ms / 1e3, bytes_per_s=options.gbit * 1.25e8),
-                options.rounds,
-            )
-            lines += ["", f"batch {batch}", "", *table(rows)]
         if options.latency_ms == 0 and options.gbit == math.inf:
-            found = bubbles(4 * options.rounds)
-            lines += ["", *(f"{count} micro-batches: idle {seen:.2f}, formula {due:.2f}" for count, seen, due in found)]
-    if dist.get_rank() == 0:
-        print("\n".join(lines))
+            for count, seen, due in bubbles(4 * options.rounds):
+                show(f"{count} micro-batches: idle {seen:.2f}, formula {due:.2f}")
+        for batch in options.batch:
+            workload = Workload(batch, options.dim, options.pooling)
+            show("", f"batch {batch}", "", *table(compare(workload, new_link, options.rounds)))
     dist.destroy_process_group()
 
 

@@ -35,11 +35,26 @@ from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.pipeline import TrainPipeline
 from shardrec.planner.torchrec_plan import to_torchrec
 
-__all__ = ["Row", "compare"]
+__all__ = ["Row", "Workload", "compare"]
 
-TABLES, ROWS, DIM, DENSE, POOLING = 26, 10_000, 32, 13, 4
+TABLES, ROWS, DENSE = 26, 10_000, 13
 _TURN = 5
 """Steps of a turn, the first not counted."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and its batches.
+
+    Args:
+        batch: samples of a rank.
+        dim: columns of each table.
+        pooling: ids of each bag.
+    """
+
+    batch: int
+    dim: int
+    pooling: int
 
 
 @dataclass(frozen=True)
@@ -72,31 +87,32 @@ class Row:
 class ClickTrain(nn.Module):
     """A DLRM that looks up before its bottom layers and uses the rows behind them; returns (loss, loss)."""
 
-    def __init__(self, bags: EmbeddingBagCollection) -> None:
+    def __init__(self, bags: EmbeddingBagCollection, dim: int) -> None:
         super().__init__()
         self.bags = bags
-        self.bottom = DenseArch(DENSE, [512, 256, DIM])
+        self.dim = dim
+        self.bottom = DenseArch(DENSE, [512, 256, dim])
         self.interaction = InteractionArch(TABLES)
-        self.over = OverArch(DIM + TABLES * (TABLES + 1) // 2, [512, 256, 1])
+        self.over = OverArch(dim + TABLES * (TABLES + 1) // 2, [512, 256, 1])
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         pooled = self.bags(batch.sparse_features)
         dense = self.bottom(batch.dense_features)
-        logits = self.over(self.interaction(dense, pooled.values().view(-1, TABLES, DIM)))
+        logits = self.over(self.interaction(dense, pooled.values().view(-1, TABLES, self.dim)))
         loss = binary_cross_entropy_with_logits(logits.squeeze(1), batch.labels)
         return loss, loss.detach()
 
 
-def compare(batch_size: int, new_link: Callable[[], Link], rounds: int) -> list[Row]:
+def compare(workload: Workload, new_link: Callable[[], Link], rounds: int) -> list[Row]:
     """Time all the sides; every rank calls it and gets all the rows."""
-    data = _batches(batch_size)
+    data = _batches(workload)
     sides: dict[str, _Side] = {}
     for transport, words in (("auto", "shared memory"), ("group", "process group")):
         for depth in (0, 1, 2):
             name = f"TrainPipeline, depth {depth}" if depth else "plain loop"
-            sides[f"shardrec, {words}: {name}"] = _shardrec(data, new_link(), transport, depth)
-    sides["TorchRec: plain loop"] = _torchrec(data, new_link(), pipelined=False)
-    sides["TorchRec: TrainPipelineSparseDist"] = _torchrec(data, new_link(), pipelined=True)
+            sides[f"shardrec, {words}: {name}"] = _shardrec(workload, data, new_link(), transport, depth)
+    sides["TorchRec: plain loop"] = _torchrec(workload, data, new_link(), pipelined=False)
+    sides["TorchRec: TrainPipelineSparseDist"] = _torchrec(workload, data, new_link(), pipelined=True)
     turns: dict[str, list[Tensor]] = {name: [] for name in sides}
     for _ in range(rounds + 1):
         for name, side in sides.items():
@@ -129,48 +145,49 @@ def _turn(side: _Side) -> Tensor:
     return found / dist.get_world_size()
 
 
-def _batches(size: int) -> list[Batch]:
-    """Uniform ids, ``POOLING`` in each bag."""
+def _batches(workload: Workload) -> list[Batch]:
+    """Uniform ids, as many in each bag."""
+    size, pooling = workload.batch, workload.pooling
     generator = torch.Generator().manual_seed(dist.get_rank())
     made = []
     for _ in range(8):
-        lengths = torch.full((TABLES * size,), POOLING, dtype=torch.int32)
-        values = torch.randint(0, ROWS, (TABLES * size * POOLING,), generator=generator)
+        lengths = torch.full((TABLES * size,), pooling, dtype=torch.int32)
+        values = torch.randint(0, ROWS, (TABLES * size * pooling,), generator=generator)
         ids = KeyedJaggedTensor([f"f{one}" for one in range(TABLES)], values, lengths=lengths, stride=size)
         labels = torch.rand(size, generator=generator).round()
         made.append(Batch(torch.randn(size, DENSE, generator=generator), ids, labels))
     return made
 
 
-def _model(device: str) -> tuple[ClickTrain, ShardingPlan]:
+def _model(device: str, dim: int) -> tuple[ClickTrain, ShardingPlan]:
     """The model, and a plan that gives whole tables to the ranks in turn."""
     torch.manual_seed(0)
     bags = EmbeddingBagCollection(
         [
-            EmbeddingBagConfig(name=f"t{one}", num_embeddings=ROWS, embedding_dim=DIM, feature_names=[f"f{one}"])
+            EmbeddingBagConfig(name=f"t{one}", num_embeddings=ROWS, embedding_dim=dim, feature_names=[f"f{one}"])
             for one in range(TABLES)
         ],
         device=torch.device(device),
     )
     apply_optimizer_in_backward(torch.optim.SGD, bags.parameters(), {"lr": 0.1})
     size = dist.get_world_size()
-    layouts = tuple(cuts.table_wise(f"bags.t{one}", ROWS, DIM, rank=one % size) for one in range(TABLES))
-    return ClickTrain(bags), ShardingPlan(topology=Topology(ranks_per_host=size), tables=layouts)
+    layouts = tuple(cuts.table_wise(f"bags.t{one}", ROWS, dim, rank=one % size) for one in range(TABLES))
+    return ClickTrain(bags, dim), ShardingPlan(topology=Topology(ranks_per_host=size), tables=layouts)
 
 
 def _dense(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([one for name, one in model.named_parameters() if "embedding_bags" not in name], lr=0.1)
 
 
-def _shardrec(data: Sequence[Batch], link: Link, transport: Transport, depth: int) -> _Side:
-    model = shardrec.shard(*_model("cpu"), transport=transport)
+def _shardrec(workload: Workload, data: Sequence[Batch], link: Link, transport: Transport, depth: int) -> _Side:
+    model = shardrec.shard(*_model("cpu", workload.dim), transport=transport)
     linked(link, model.context.collectives)
     steps = TrainPipeline(model, _dense(model), cycle(data), depth=depth)
     return _Side(steps.__next__, link)
 
 
-def _torchrec(data: Sequence[Batch], link: Link, *, pipelined: bool) -> _Side:
-    model, plan = _model("meta")
+def _torchrec(workload: Workload, data: Sequence[Batch], link: Link, *, pipelined: bool) -> _Side:
+    model, plan = _model("meta", workload.dim)
     cpu, group = torch.device("cpu"), dist.group.WORLD
     assert group is not None, "ranks are in a process group"
     sharded: Any = DistributedModelParallel(
