@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -139,7 +140,7 @@ def check_balance(module: nn.Sequential, balance: Sequence[int]) -> list[int]:
 
     Raises:
         TypeError: if the module is not a sequential.
-        ConfigError: if numbers are not positive or do not add up, or stages would share a parameter.
+        ConfigError: if numbers are not positive or do not add up, or stages would share a parameter or a buffer.
     """
     layers = _layers(module)
     balance = list(balance)
@@ -150,18 +151,18 @@ def check_balance(module: nn.Sequential, balance: Sequence[int]) -> list[int]:
             f"balance is {balance}, which is {sum(balance)} layers, and the sequential has {len(layers)}: make them "
             "equal, for example by balance_by_size"
         )
-    owner: dict[nn.Parameter, tuple[int, str]] = {}
+    owner: dict[Tensor, tuple[int, str]] = {}
     faults = []
     stage_of = [stage for stage, count in enumerate(balance) for _ in range(count)]
     for stage, (name, layer) in zip(stage_of, module._modules.items(), strict=True):
         assert layer is not None, "a sequential holds modules"
-        for path, parameter in layer.named_parameters(name):
-            first, first_path = owner.setdefault(parameter, (stage, path))
+        for path, tensor in chain(layer.named_parameters(name), layer.named_buffers(name)):
+            first, first_path = owner.setdefault(tensor, (stage, path))
             if first != stage:
                 faults.append(f"{first_path} (stage {first}) is {path} (stage {stage})")
     if faults:
         raise ConfigError(
-            f"stages share parameters, of which each would train its own copy: {'; '.join(faults)}. Put the layers "
-            "into one stage, or give each a parameter of its own"
+            f"stages share parameters or buffers, of which each would change its own copy: {'; '.join(faults)}. Put "
+            "the layers into one stage, or give each its own"
         )
     return balance

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardrec.errors import ConfigError
-from shardrec.modules.collection import ShardedCollection
-from shardrec.modules.model import ShardedModel
 
 __all__ = ["check_layers"]
 
@@ -28,12 +27,24 @@ def check_layers(module: nn.Sequential) -> None:
 def _faults(module: nn.Sequential) -> Iterator[str]:
     seen: set[int] = set()
     for path, inner in module.named_modules():
-        kind = type(inner).__name__
-        if isinstance(inner, DistributedDataParallel) or (isinstance(inner, ShardedModel) and inner.group is not None):
-            yield (
-                f"{path} ({kind}) reduces gradients over ranks in the backward of each micro-batch: put the plain "
-                "module, or a ShardedEmbeddingBagCollection, into the stage"
-            )
+        if isinstance(inner, DistributedDataParallel):
+            yield _reduces(path, inner)
+    # Nothing is sharded before that was imported, with torchrec and fbgemm-gpu, which a pipeline does without.
+    if "shardrec.modules.model" in sys.modules:
+        yield from _sharded_faults(module, seen)
+    for path, parameter in module.named_parameters():
+        if id(parameter) not in seen and hasattr(parameter, "_in_backward_optimizers"):
+            yield f"{path} has an optimizer in backward, {_UPDATES}"
+
+
+def _sharded_faults(module: nn.Sequential, seen: set[int]) -> Iterator[str]:
+    """Those of what :func:`shardrec.shard` made; notes the parameters that it has looked at."""
+    from shardrec.modules.collection import ShardedCollection
+    from shardrec.modules.model import ShardedModel
+
+    for path, inner in module.named_modules():
+        if isinstance(inner, ShardedModel) and inner.group is not None:
+            yield _reduces(path, inner)
         if not isinstance(inner, ShardedCollection):
             continue
         for name in inner.fused_optimizers():
@@ -42,9 +53,13 @@ def _faults(module: nn.Sequential) -> Iterator[str]:
             seen.update(map(id, table.parameters()))
             if table.layout.replicated and inner.context.collectives.world_size > 1:
                 yield f"table {name!r} of {path} is replicated, and nothing in a stage reduces its gradients: cut it"
-    for path, parameter in module.named_parameters():
-        if id(parameter) not in seen and hasattr(parameter, "_in_backward_optimizers"):
-            yield f"{path} has an optimizer in backward, {_UPDATES}"
+
+
+def _reduces(path: str, module: nn.Module) -> str:
+    return (
+        f"{path} ({type(module).__name__}) reduces gradients over ranks in the backward of each micro-batch: put the "
+        "plain module, or a ShardedEmbeddingBagCollection, into the stage"
+    )
 
 
 _UPDATES = "which would update it in each micro-batch: give it to an ordinary optimizer"

@@ -6,20 +6,20 @@ import dataclasses
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from shardrec.errors import InputError, PeerError, ShardrecError
+from shardrec.errors import AnomalyError, InputError, PeerError, ShardrecError
 from shardrec.exchange.ahead import Ahead, Caller
 from shardrec.exchange.queue import ModelContext
 from shardrec.exchange.step import FORWARD_FAILED, ForwardFailed
 from shardrec.modules.model import dense_signature
 
-__all__ = ["Lookahead"]
+__all__ = ["Lookahead", "tell_others"]
 
 Path = tuple[tuple[str, Any], ...]
 """The way from a batch to a value in it: ("item", key) and ("attribute", name)."""
@@ -100,7 +100,9 @@ class Lookahead:
         if self._learnt and not slot.exchanged and not slot.told:
             self._exchange(slot)
         if slot.error is not None:
-            self._tell(slot)
+            if not slot.told and self._context is not None:
+                # The others are in this step's forward.
+                tell_others(slot.error, self._context)
             raise slot.error
         self._fetch(self._depth)
         following = self._slots[0] if self._slots else None
@@ -117,6 +119,14 @@ class Lookahead:
             raise
         finish(result)
         return result
+
+    def close(self) -> None:
+        """Let go of the batches that are under way: every rank does so after the same step."""
+        self._source = None
+        for slot in self._slots:
+            if slot.ahead is not None:
+                slot.ahead.close()
+        self._slots.clear()
 
     def _fetch(self, count: int) -> None:
         """Have so many batches, as far as there are any."""
@@ -167,7 +177,7 @@ class Lookahead:
             self._prepare(slot)
             if slot.error is not None:
                 slot.told = True
-                context.fail_all(f"{type(slot.error).__name__}: {slot.error}")
+                context.fail_all(_words(slot.error))
             assert slot.ahead is not None, "what has no error has its calls"
             with _on(self._ids, slot.ready):
                 slot.ahead.exchange()
@@ -186,31 +196,24 @@ class Lookahead:
                 slot.ahead.close()
                 slot.ahead = None
 
-    def _tell(self, slot: _Slot) -> None:
-        """Tell the other ranks, which are in this step's forward, that there is no batch here."""
-        if slot.told or self._context is None or self._context.collectives.world_size == 1:
-            return
-        try:
-            self._context.fail_all(f"{type(slot.error).__name__}: {slot.error}")
-        except ShardrecError:
-            return  # the shared form of this error
-
     def _forward(self, slot: _Slot, forward: Callable[[Any], Any]) -> Any:
         context = self._context
         if slot.ready is not None:
             main = torch.cuda.current_stream(self._device)
             main.wait_event(slot.ready)
             _keep(slot.batch, main)
-            if slot.ahead is not None:
-                _keep([one.call.prepared for one in slot.ahead.queued], main)
         if context is None:
             return forward(slot.batch)
         observed = context.queue.observed = [] if self._depth else None
         context.made_ahead = slot.ahead is not None
         try:
+            if slot.ready is not None and slot.ahead is not None:
+                # What was made on the other stream is read on this one, and freed when the host is done with it.
+                arrived = [one.arriving[0].finish() for one in slot.ahead.queued if one.arriving is not None]
+                _keep([arrived, [one.call.prepared for one in slot.ahead.queued]], main)
             result = forward(slot.batch)
             self._learn(slot, observed)
-        except (InputError, PeerError):
+        except (InputError, AnomalyError, PeerError):
             raise  # on every rank
         except Exception as error:
             self._fail(slot, observed, error)
@@ -238,7 +241,7 @@ class Lookahead:
             context.queue.serve(slot.ahead)
         context.queue.forget_habit()
         try:
-            context.fail_all(f"the model's forward failed: {type(error).__name__}: {error}", FORWARD_FAILED)
+            context.fail_all(f"the model's forward failed: {_words(error)}", FORWARD_FAILED)
         except InputError as shared:
             raise shared from error
 
@@ -265,6 +268,20 @@ class Lookahead:
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(f"TrainPipeline exchanges no ids ahead of this step: {reason}", stacklevel=5)
+
+
+def tell_others(error: Exception, context: StepContext) -> None:
+    """Raise an error of this rank, which has no batch for its step, on all the others, at their header exchange."""
+    if context.collectives.world_size == 1:
+        return
+    # This rank raises the error itself, which says more than its shared form, or than news that the others are gone.
+    with suppress(ShardrecError):
+        context.fail_all(_words(error))
+
+
+def _words(error: Exception) -> str:
+    """An error as the other ranks are told it."""
+    return str(error) if isinstance(error, ShardrecError) else f"{type(error).__name__}: {error}"
 
 
 @contextmanager

@@ -111,9 +111,8 @@ class Peers:
 
     def send(self, key: Key, message: Message, ready: Any) -> None:
         """Send a message; waits until it is gone. ``ready`` is recorded when its tensors had been computed."""
-        leaves = [None if leaf is None else leaf.contiguous() for leaf in message.leaves]
         failure = message.failure
-        shapes = [None if leaf is None else (tuple(leaf.shape), leaf.dtype) for leaf in leaves]
+        shapes = [None if leaf is None else (tuple(leaf.shape), leaf.dtype) for leaf in message.leaves]
         words = None if failure is None else (failure.stage, failure.text)
         head = _pickled((tuple(key), shapes, message.spec, list(message.differentiable), words))
         data = len(head).to_bytes(8, "little") + head
@@ -127,11 +126,11 @@ class Peers:
                 if ready is not None:
                     stream = stack.enter_context(_side_stream(self.device))
                     stream.wait_event(ready)
-                for leaf in leaves:
+                for leaf in message.leaves:
                     if leaf is not None and leaf.numel():
                         if ready is not None:
                             leaf.record_stream(torch.cuda.current_stream(self.device))
-                        dist.send(leaf, to, group=group)
+                        dist.send(leaf.contiguous(), to, group=group)
                         self.sent_bytes[key.target] += leaf.numel() * leaf.element_size()
         except RuntimeError as error:
             raise self._gone(error) from error

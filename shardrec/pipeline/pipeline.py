@@ -87,7 +87,7 @@ class Pipeline(nn.Module):
         self.checkpoint: Checkpoint = checkpoint
         self.stages = stages
         given = ["cpu"] * (1 if group is not None else stages) if devices is None else devices
-        self.devices = [torch.device(device) for device in given]
+        self.devices = [_numbered(torch.device(device)) for device in given]
         needed = stages if group is None else 1
         if len(self.devices) < needed:
             raise ConfigError(
@@ -109,6 +109,10 @@ class Pipeline(nn.Module):
             layers = []
             for name, layer in named[ends[number] : ends[number + 1]]:
                 assert layer is not None, "a sequential holds modules"
+                if hasattr(self, name):
+                    raise ConfigError(
+                        f"a layer is named {name!r}, which is a name of the pipeline's own: give the layer another one"
+                    )
                 self.add_module(name, layer.to(device))
                 layers.append(layer)
             self.local_stages.append(Stage(number, stages, layers, device, routes))
@@ -122,11 +126,11 @@ class Pipeline(nn.Module):
 
     def __iter__(self) -> Iterator[nn.Module]:
         """The layers."""
-        return self.children()
+        return iter(self._modules.values())  # type: ignore[arg-type]  # none of them is None
 
     def __getitem__(self, index: int) -> nn.Module:
         """A layer, by number."""
-        return list(self.children())[index]
+        return list(self)[index]
 
     def __getstate__(self) -> dict[str, Any]:
         if self.peers is not None:
@@ -229,6 +233,7 @@ class Pipeline(nn.Module):
             yield timeline
         finally:
             self.recorder = None
+        recorder.finish()
         spans = [recorder.spans] if self.peers is None else self.peers.gather(recorder.spans)
         timeline.spans.extend(one for of_rank in spans for one in of_rank)
 
@@ -239,6 +244,13 @@ class Pipeline(nn.Module):
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self.stages, thread_name_prefix="stage")
         return self._pool
+
+
+def _numbered(device: torch.device) -> torch.device:
+    """With the number of a CUDA device, because each thread has a current one of its own."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def _check_options(chunks: int, schedule: str, checkpoint: str) -> None:

@@ -131,7 +131,8 @@ class Run:
         for batch, part in enumerate(self._parts):
             leaves, spec = tree_flatten(part)
             asks = [with_gradients and leaf is not None and leaf.requires_grad for leaf in leaves]
-            detached = [None if leaf is None else leaf.detach() for leaf in leaves]
+            # Views of one tensor count in-place changes together; each micro-batch's are its own.
+            detached = [None if leaf is None else leaf.data for leaf in leaves]
             port.send(Key(-1, 0, batch), Message(leaves=detached, spec=spec, differentiable=asks))
 
     def _on_threads(self, port: Mailbox, schedule: Schedule) -> None:

@@ -395,5 +395,7 @@ class StageStep:
         return _Exit(message, edges)
 
     def _noted(self, action: Action, what: str) -> Any:
-        recorder = self._step.recorder
-        return nullcontext() if recorder is None else recorder.span(self._stage.index, action, what)
+        recorder, stage = self._step.recorder, self._stage
+        if recorder is None:
+            return nullcontext()
+        return recorder.span(stage.index, action, what, stage.device if what == "compute" else None)

@@ -6,8 +6,10 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from shardrec.pipeline.schedule import Action
 
@@ -33,20 +35,49 @@ class Span:
     end: float
 
 
-@dataclass
 class Recorder:
-    """Collects spans; from several threads."""
+    """Collects spans; from several threads.
 
-    spans: list[Span] = field(default_factory=list)
+    Attributes:
+        spans: so far; those of CUDA devices come with :meth:`finish`.
+    """
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self._marked: list[tuple[int, str, str, torch.device, torch.cuda.Event, torch.cuda.Event]] = []
+        self._origins: dict[torch.device, tuple[float, torch.cuda.Event]] = {}
 
     @contextmanager
-    def span(self, stage: int, action: Action | str, kind: str) -> Iterator[None]:
-        """Note how long the block takes."""
+    def span(self, stage: int, action: Action | str, kind: str, device: torch.device | None = None) -> Iterator[None]:
+        """Note how long the block takes; on a CUDA device, what it issues to the current stream."""
+        gpu = device if device is not None and device.type == "cuda" else None
+        first = None if gpu is None else self._mark(gpu)
         start = time.time()
         try:
             yield
         finally:
-            self.spans.append(Span(stage=stage, name=str(action), kind=kind, start=start, end=time.time()))
+            if gpu is None or first is None:
+                self.spans.append(Span(stage=stage, name=str(action), kind=kind, start=start, end=time.time()))
+            else:
+                self._marked.append((stage, str(action), kind, gpu, first, self._mark(gpu)))
+
+    def finish(self) -> None:
+        """Wait for what was issued, and note when it was done."""
+        for stage, name, kind, device, first, last in self._marked:
+            torch.cuda.synchronize(device)
+            zero, origin = self._origins[device]
+            start, end = (zero + 1e-3 * origin.elapsed_time(event) for event in (first, last))
+            self.spans.append(Span(stage=stage, name=name, kind=kind, start=start, end=end))
+        self._marked.clear()
+
+    def _mark(self, device: torch.device) -> torch.cuda.Event:
+        stream = torch.cuda.current_stream(device)
+        if device not in self._origins:
+            origin = stream.record_event(torch.cuda.Event(enable_timing=True))
+            origin.synchronize()
+            self._origins[device] = time.time(), origin
+        event: torch.cuda.Event = stream.record_event(torch.cuda.Event(enable_timing=True))
+        return event
 
 
 @dataclass(frozen=True)

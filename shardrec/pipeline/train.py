@@ -103,9 +103,14 @@ class TrainPipeline:
             StopIteration: after the last batch.
             InputError: on every rank, if the batch, or the model's forward on it, fails on any.
         """
-        for optimizer in self._optimizers:
-            optimizer.zero_grad(set_to_none=True)
-        return self._steps.step(lambda batch: self._loss_fn(self._model, batch), self._update)
+        return self._steps.step(self._loss, self._update)
+
+    def close(self) -> None:
+        """Let go of the batches that are under way, where a loop ends before its dataloader does.
+
+        Every rank calls it after the same step; there is no further one.
+        """
+        self._steps.close()
 
     def evaluate(self, dataloader: Iterable[Any]) -> Iterator[Any]:
         """Iterate over what ``loss_fn`` returns for each batch, in evaluation mode and without gradients."""
@@ -136,6 +141,11 @@ class TrainPipeline:
 
     def _ahead(self, batches: Iterable[Any], *, gradients: bool) -> Lookahead:
         return Lookahead(batches, self._context, depth=self._depth, device=self._device, gradients=gradients)
+
+    def _loss(self, batch: Any) -> Any:
+        for optimizer in self._optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        return self._loss_fn(self._model, batch)
 
     def _update(self, result: Any) -> None:
         loss: Tensor = result[0] if isinstance(result, (tuple, list)) else result

@@ -116,6 +116,13 @@ class TrainConfig:
         "What torch.compile takes: nothing, the dense part with graph breaks at the tables, or all in one graph.",
         choices=("off", "dense", "full"),
     )
+    pipeline: int = option(
+        0,
+        _RANKS,
+        "Batches to work ahead: 0; 1, whose ids are exchanged while a step computes; 2, copied to the device, too.",
+        minimum=0,
+        below=3,
+    )
     detect_anomaly: str = option(
         "off",
         _RANKS,

@@ -15,16 +15,18 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from shardrec.data import ClickBatch, ClickMetrics
-from shardrec.errors import ShardrecError
 from shardrec.modules import ShardedModel
+from shardrec.pipeline.lookahead import tell_others
+from shardrec.pipeline.train import TrainPipeline
 from shardrec.train.display import Display
 from shardrec.train.report import CurvePoint
+from shardrec.train.stop import RunStopped
 
-__all__ = ["Progress", "RecentLoss", "Schedule", "click_loss", "failing_together", "step_with", "train_epoch"]
+__all__ = ["Progress", "RecentLoss", "Schedule", "click_loss", "failing_together", "train_epoch"]
 
 T = TypeVar("T")
 
@@ -188,6 +190,7 @@ def train_epoch(
     evaluate: Callable[[], ClickMetrics],
     display: Display,
     device: torch.device,
+    depth: int = 0,
     after_step: Callable[[], None] = lambda: None,
 ) -> None:
     """Make a step with each batch; every rank calls it with equally many batches.
@@ -201,6 +204,7 @@ def train_epoch(
         evaluate: held-out metrics, on every rank.
         display: is told of every step.
         device: where the model is.
+        depth: how far the loop works ahead, see :class:`shardrec.pipeline.TrainPipeline`.
         after_step: is called when a step and its evaluation are over; may end the run by raising.
     """
 
@@ -211,42 +215,37 @@ def train_epoch(
             progress.curve.append(point)
             display.evaluated(point)
 
+    def set_rates() -> None:
+        for optimizer in optimizers:
+            _set_rate(optimizer, schedule.rate(progress.steps))
+
+    set_rates()
+    steps = TrainPipeline(model, optimizers, batches, loss_fn=_loss_and_rows, depth=depth, device=device)
     with progress.on_the_clock():
-        for batch in batches:
-            step_with(
-                batch.to(device, non_blocking=True), model, optimizers, schedule.rate(progress.steps), progress.loss
-            )
+        for loss, rows in steps:
+            progress.loss.add(loss)
             progress.steps += 1
             progress.epoch_steps += 1
-            progress.rows += batch.size
+            progress.rows += rows
+            set_rates()
             due = schedule.is_due(progress.steps)
             if due or progress.steps % _SMOOTHING_STEPS == 0:
                 mean = progress.loss.mean()
                 display.advance(progress.samples, progress.seconds_now(), mean)
             if due:
                 add_point()
-            after_step()
+            try:
+                after_step()
+            except RunStopped:
+                steps.close()  # all ranks end here
+                raise
         if schedule.total_steps is None and progress.evaluated_at != progress.steps:
             add_point()
     progress.epoch, progress.epoch_steps = progress.epoch + 1, 0
 
 
-def step_with(
-    batch: ClickBatch,
-    model: ShardedModel,
-    optimizers: Sequence[torch.optim.Optimizer],
-    rate: float,
-    recent: RecentLoss,
-) -> None:
-    """Make one step, with the learning rates that the optimizers were made with times ``rate``."""
-    for optimizer in optimizers:
-        _set_rate(optimizer, rate)
-        optimizer.zero_grad(set_to_none=True)
-    loss = click_loss(model(batch.dense, batch.sparse), batch.labels)
-    loss.backward()  # type: ignore[no-untyped-call,unused-ignore]  # untyped in some releases of torch
-    for optimizer in optimizers:
-        optimizer.step()
-    recent.add(loss)
+def _loss_and_rows(model: nn.Module, batch: ClickBatch) -> tuple[Tensor, int]:
+    return click_loss(model(batch.dense, batch.sparse), batch.labels), batch.size
 
 
 def _set_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
@@ -286,14 +285,6 @@ def failing_together(batches: Iterator[T], model: ShardedModel) -> Iterator[T]:
         except StopIteration:
             return
         except Exception as error:
-            if model.context.collectives.world_size > 1:
-                _tell_others(error, model)
+            tell_others(error, model.context)
             raise
         yield batch
-
-
-def _tell_others(error: Exception, model: ShardedModel) -> None:
-    try:
-        model.context.fail_all(str(error) if isinstance(error, ShardrecError) else f"{type(error).__name__}: {error}")
-    except ShardrecError:
-        return  # the shared form of this error, or news that the others are gone: the error itself says more

@@ -227,7 +227,7 @@ def _train(
                 train_epoch(
                     model,
                     (optimizer, model.fused_optimizer),
-                    failing_together(batches, model),
+                    batches,
                     progress=progress,
                     schedule=Schedule(
                         total_steps=steps and steps * config.epochs,
@@ -237,6 +237,7 @@ def _train(
                     evaluate=lambda: evaluate(model, curve_batches, place.device),
                     display=display,
                     device=place.device,
+                    depth=config.pipeline,
                     after_step=saver.after_step,
                 )
 

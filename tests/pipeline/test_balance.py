@@ -81,10 +81,13 @@ def test_only_sequentials() -> None:
         check_balance(nn.Linear(1, 1), [1])  # type: ignore[arg-type]
 
 
-def test_stages_share_no_parameters() -> None:
+def test_stages_share_no_parameters_and_no_buffers() -> None:
     first, last = nn.Linear(3, 3), nn.Linear(3, 3)
     last.weight = first.weight
     model = nn.Sequential(first, nn.ReLU(), last)
     check_balance(model, [3])
-    with pytest.raises(ConfigError, match=r"0.weight \(stage 0\) is 2.weight \(stage 1\)\. Put the layers"):
+    with pytest.raises(ConfigError, match=r"0.weight \(stage 0\) is 2.weight \(stage 1\)\. Put the"):
         check_balance(model, [2, 1])
+    norm = nn.BatchNorm1d(3, affine=False)
+    with pytest.raises(ConfigError, match=r"0.running_mean \(stage 0\) is 1.running_mean \(stage 1\)"):
+        check_balance(nn.Sequential(norm, norm), [1, 1])

@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -224,6 +225,16 @@ def test_an_input_changed_in_place_cannot_be_computed_again() -> None:
     Pipeline(nn.Sequential(*layers), [2, 1], checkpoint="always")(x).sum().backward()
 
 
+def test_an_input_changed_in_place_is_no_fault_of_the_other_micro_batches() -> None:
+    model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 2)).double()
+    pipeline = Pipeline(copy.deepcopy(model), [1, 1], chunks=3, checkpoint="never")
+    x, y = batch()
+    mse_loss(model(x.clone()), y).backward()
+    pipeline.step(x, y, loss_fn=mse_loss)
+    same_gradients(model, pipeline)
+    assert (x >= 0).all()
+
+
 def test_an_output_goes_back_once() -> None:
     output = Pipeline(network(), [4, 4])(batch()[0])
     output.sum().backward(retain_graph=True)
@@ -279,6 +290,21 @@ def test_modules_stay_what_they_were() -> None:
 def test_options_that_cannot_be(options: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Pipeline(network(), [4, 4], **options)
+
+
+def test_a_layer_may_not_have_a_name_of_the_pipeline_s_own() -> None:
+    with pytest.raises(ConfigError, match=r"a layer is named 'stages', which is a name of the pipeline's own"):
+        Pipeline(nn.Sequential(OrderedDict(stages=nn.Linear(1, 1))), [1])
+
+
+def test_a_layer_that_comes_twice_is_there_twice() -> None:
+    layer = nn.Linear(1, 1)
+    model = nn.Sequential(layer, nn.Tanh(), layer)
+    pipeline = Pipeline(model, [3])
+    assert list(pipeline) == list(model)
+    assert pipeline[-1] is layer
+    x = torch.ones(2, 1)
+    torch.testing.assert_close(pipeline(x), model(x))
 
 
 def test_skips_are_verified_when_a_module_is_wrapped() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -52,3 +53,16 @@ def test_ranks_get_the_spans_of_all() -> None:
     assert one == other
     assert (0, "send", "F1 to 1") in one
     assert (1, "send", "B0 to 0") in one
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_a_gpu_spans_are_those_of_its_work_and_not_of_the_host_s() -> None:
+    pipeline = Pipeline(nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(8))), [8], devices=["cuda"], chunks=2)
+    x = torch.ones(8192, 4096, device="cuda")
+    for _ in range(2):
+        with pipeline.record() as timeline:
+            began = time.time()
+            pipeline.step(x, loss_fn=lambda output, _: output.sum())
+            torch.cuda.synchronize()
+            passed = time.time() - began
+    assert 0.5 * passed < timeline.seconds < 1.1 * passed

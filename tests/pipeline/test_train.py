@@ -17,9 +17,10 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.data import ClickBatch
-from shardrec.errors import ConfigError, InputError
+from shardrec.errors import AnomalyError, ConfigError, InputError
 from shardrec.layout import Topology
 from shardrec.modules import ShardedModel, shard
+from shardrec.modules.anomaly import detect_anomaly
 from shardrec.pipeline import TrainPipeline
 from tests.batches import random_bags
 from tests.collective_counts import CollectiveOperators
@@ -159,6 +160,40 @@ def test_no_collective_is_added() -> None:
         assert before == after > 0
 
 
+def test_ids_travel_while_the_batch_before_goes_back() -> None:
+    def run() -> None:
+        rank, _ = world()
+        orders = {}
+        for depth in (0, 1):
+            model, order = clicks(), []
+            send = model.context.collectives.send
+
+            def noted(parts: Any, receive: Any, what: str, streams: Any = None, *, send=send, order=order) -> Any:
+                order.append(what)
+                pending = send(parts, receive, what, streams)
+                wait = pending.wait
+                pending.wait = lambda: (order.append(f"{what} is there"), wait())[1]
+                return pending
+
+            def loss(model: nn.Module, one: ClickBatch, *, order=order) -> Tensor:
+                value = loss_fn(model, one)
+                value.register_hook(lambda _: order.append("backward"))
+                return value
+
+            model.context.collectives.send = noted
+            steps = pipeline_of(model, [batch(step, rank) for step in range(5)], depth, loss)
+            next(steps)
+            next(steps)
+            order.clear()
+            next(steps)
+            orders[depth] = order[: order.index("backward") + 1]
+        header, output = ["header", "header is there"], ["output", "output is there"]
+        assert orders[0] == [*header, "payload", "payload is there", *output, "backward"]
+        assert orders[1] == ["payload is there", *output, *header, "payload", "backward"]
+
+    ranks(2, run)
+
+
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_a_bad_batch_is_lost_alone_and_on_every_rank(depth: int) -> None:
     def run() -> None:
@@ -228,6 +263,30 @@ def test_a_forward_that_fails_on_one_rank_is_told_before_its_backward(n: int) ->
             assert f"rank {size - 1}: the model's forward failed: RuntimeError: breaks before" in errors[0]
 
     ranks(n, run)
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_an_anomaly_is_raised_as_itself_on_every_rank(depth: int) -> None:
+    def run() -> None:
+        rank, _ = world()
+        batches = [batch(step, rank) for step in range(6)]
+        model = clicks()
+        losses: list[float] = []
+        steps = pipeline_of(model, batches, depth)
+        with detect_anomaly(model):
+            losses += [float(next(steps)) for _ in range(3)]
+            spoiled = [one for one in model.parameters() if one.dim() == 2 and one.size(1) == 8][:1] if rank else []
+            before = [one.detach().clone() for one in spoiled]
+            for one in spoiled:
+                one.data.fill_(torch.nan)
+            with pytest.raises(AnomalyError, match=r"rank \d: what was looked up in table .* has nan"):
+                next(steps)
+            for one, value in zip(spoiled, before, strict=True):
+                one.data.copy_(value)
+            losses += [float(loss) for loss in steps]
+        assert losses == plain(clicks(), [one for number, one in enumerate(batches) if number != 3])
+
+    ranks(2, run)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -302,6 +361,30 @@ def test_evaluation_and_prediction_between_steps() -> None:
             assert torch.equal(one, other)
 
     ranks(2, run)
+
+
+def test_a_loop_that_ends_early_lets_go_of_what_is_under_way() -> None:
+    def run() -> None:
+        rank, _ = world()
+        model = clicks()
+        steps = pipeline_of(model, (batch(step, rank) for step in range(9)), 2)
+        losses = [float(next(steps)) for _ in range(4)]
+        assert len(model.context.queue.ahead) == 1
+        steps.close()
+        assert not model.context.queue.ahead
+        assert list(steps) == []
+        losses += [float(loss) for loss in pipeline_of(model, [batch(step, rank) for step in range(4, 6)], 2)]
+        assert len(losses) == 6
+
+    ranks(2, run)
+
+
+def test_gradients_of_the_last_step_stay() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps = TrainPipeline(model, optimizer, [torch.ones(3, 2)] * 2, loss_fn=lambda model, x: model(x).sum(), depth=1)
+    assert len(list(steps)) == 2
+    assert model.bias.grad is not None
 
 
 def test_it_says_once_that_nothing_is_exchanged_ahead() -> None:

@@ -155,6 +155,25 @@ def test_a_file_of_rows_goes_on_where_it_was(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "later" / "metrics.json").read_text())["skipped_rows"] != {}
 
 
+def as_plain(folder: Path) -> Path:
+    """The results of a run that worked ahead, which differ in that option, as those of one that did not."""
+    path = folder / "metrics.json"
+    metrics = json.loads(path.read_text(encoding="utf-8"))
+    assert metrics["config"].pop("pipeline") > 0
+    path.write_text(json.dumps({**metrics, "config": {**metrics["config"], "pipeline": 0}}), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.filterwarnings("error:TrainPipeline exchanges no ids ahead")
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_run_that_works_ahead_is_the_plain_run_to_the_bit(depth: int, undisturbed: Path, tmp_path: Path) -> None:
+    """Broken off with batches under way, and going on."""
+    config = dataclasses.replace(SMALL, pipeline=depth, out=str(tmp_path))
+    run(config, cut_after=20)
+    assert run(config, resume=True) == list(range(19, 49))
+    assert differences(as_plain(tmp_path), undisturbed) == []
+
+
 # ----------------------------------------------------------------------------------------------------------- options
 
 
@@ -199,6 +218,24 @@ def test_three_ranks_go_on_to_the_bit(tmp_path: Path) -> None:
     ranks(3, run, broken, cut_after=13)
     assert ranks(3, run, broken, resume=True)[0] == list(range(13, 26))
     assert differences(tmp_path / "broken", tmp_path / "whole") == []
+
+
+def test_ranks_that_work_ahead_make_the_plain_run_to_the_bit(tmp_path: Path) -> None:
+    """Told to end with ids under way between the ranks, and going on at another depth."""
+
+    def told_to_end(config: TrainConfig) -> int:
+        try:
+            run(config, told_in=9, rank=1)
+        except RunStopped as stopped:
+            return stopped.step
+        raise AssertionError("the run was not stopped")
+
+    config = dataclasses.replace(SMALL, batch_size=64, epochs=1, constraint=("t_*=row_wise",))
+    whole, ahead = (dataclasses.replace(config, out=str(tmp_path / name)) for name in ("whole", "ahead"))
+    steps = ranks(2, run, whole)[0]
+    assert ranks(2, told_to_end, dataclasses.replace(ahead, pipeline=2)) == [9, 9]
+    assert ranks(2, run, dataclasses.replace(ahead, pipeline=1), resume=True)[0] == steps[9:]
+    assert differences(as_plain(tmp_path / "ahead"), tmp_path / "whole") == []
 
 
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 1), (1, 2)])
