@@ -22,8 +22,8 @@ from shardrec.modules.live import parameters_of
 from shardrec.pending import Await, awaitable
 from shardrec.portable.batch import Checked
 from shardrec.portable.input import ScriptedInput
+from shardrec.portable.options import lookups_in_parallel
 from shardrec.portable.rows import arrived_rows, exchange_rows
-from shardrec.scripting.options import lookups_in_parallel
 
 if TYPE_CHECKING:
     from shardrec.modules.bags import ShardedEmbeddingBagCollection

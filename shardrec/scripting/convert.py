@@ -9,10 +9,10 @@ from shardrec._torchscript import deferred_waits, generic_wait, inline, inlined,
 from shardrec.errors import ConfigError
 from shardrec.pending import wait
 from shardrec.pending.waiting import WAIT_OPERATOR
+from shardrec.portable.options import parallel_lookups as in_parallel
+from shardrec.portable.options import portable_twins
 from shardrec.scripting.error import explain
 from shardrec.scripting.forks import refuse_forked_exchanges
-from shardrec.scripting.options import parallel_lookups as in_parallel
-from shardrec.scripting.options import portable_twins
 from shardrec.scripting.place import place_waits
 from shardrec.scripting.reducer import ignore_in_reducer
 from shardrec.scripting.twins import scriptable_copy

@@ -28,8 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardrec._torchscript import defer
 from shardrec.pending import Await
+from shardrec.portable.options import is_portable
 from shardrec.scripting.error import ScriptError
-from shardrec.scripting.options import is_portable
 
 __all__ = ["ISSUE", "HasScriptedTwin", "lasting_copy", "scriptable_copy"]
 
