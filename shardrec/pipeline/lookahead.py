@@ -270,7 +270,7 @@ class Lookahead:
             warnings.warn(f"TrainPipeline exchanges no ids ahead of this step: {reason}", stacklevel=5)
 
 
-def tell_others(error: Exception, context: StepContext) -> None:
+def tell_others(error: Exception, context: ModelContext) -> None:
     """Raise an error of this rank, which has no batch for its step, on all the others, at their header exchange."""
     if context.collectives.world_size == 1:
         return
