@@ -13,10 +13,9 @@ from typing import Any
 import hypothesis
 import pytest
 
-from tests.rank_process import quiet_environment
 from tests.ranks import BARE, POOL
 from tests.ranks import ranks as run_ranks
-from tests.worker import SEED
+from tests.worker import SEED, quiet_environment
 
 # Before torch is imported: it reads them once. What the user has set goes first.
 for _name, _value in quiet_environment().items():

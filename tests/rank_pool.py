@@ -1,24 +1,33 @@
 """Processes that are kept from one multi-rank test to the next; `tests.ranks` is what tests use.
 
-Forked from one zygote (see `tests.worker`), four ranks start in the time and memory of one. A rank that raised, hung or
-died is killed and forked again for the next call, because the state of its connections is unknown.
+They are forked from multiprocessing's fork server, which has imported torch, fbgemm, torchrec and shardrec: four ranks
+start in the time and memory of one. A rank that raised, hung or died is killed and started again for the next call,
+because the state of its connections is unknown.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import itertools
+import multiprocessing
 import os
 import pickle
+import signal
+import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from multiprocessing import forkserver, reduction
 from multiprocessing.connection import Connection, wait
-from typing import TYPE_CHECKING
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Literal
+from unittest import mock
 
-from tests.rank_process import RankProcess, Zygote, content
-from tests.worker import GO, HOST, JOINED, RELEASE, Call, Reply
+from tests.worker import GO, HOST, JOINED, RELEASE, Call, Reply, quiet_environment, serve
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -28,9 +37,16 @@ __all__ = ["MAX_RANKS", "Died", "Hung", "Outcome", "Pool"]
 MAX_RANKS = 4
 
 _LINGER_S = 0.5
-_JOIN_S = 60.0  # a rank's first collective waits for imports and, on a busy machine, for a processor
+_JOIN_S = 120.0  # a rank's first collective waits for imports and, on a busy machine, for a processor
 _NEVER = float("inf")
 _GLOO_MARGIN_S = 30.0  # gloo's own limit comes after the pool's, whose report has the stacks
+_STOP_S = 10.0
+_STACK_S = 1.0
+
+_ROOT = Path(__file__).resolve().parents[1]
+_PRELOADED = ("torch.distributed", "torch.profiler", "fbgemm_gpu", "torchrec", "numpy", "_pytest.assertion.rewrite")
+# Seconds of importing, which a rank's first torch.compile or torch.export would do.
+_PRELOADED_IF_IMPORTED = ("torch._inductor.compile_fx",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,18 +78,75 @@ class Hung:
 Outcome = Reply | Died | Hung
 
 
+@dataclass
+class RankProcess:
+    """One rank's process, seen from the test's side.
+
+    Attributes:
+        process: started by the pool; has ended once its exit code is known.
+        channel: carries calls and replies, see `tests.worker`.
+        log: its stdout and stderr since the call began.
+        stack: what faulthandler wrote since then.
+    """
+
+    process: BaseProcess
+    channel: Connection
+    log: IO[bytes]
+    stack: IO[bytes]
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        assert self.process.pid is not None, "it was started"
+        return self.process.pid
+
+    def is_idle(self) -> bool:
+        """False if the process ended since its last call: nothing else makes an idle channel readable."""
+        return not self.channel.poll(0)
+
+    def stacks(self) -> str:
+        """Ask for the stack of every thread, also while the process is busy in C++."""
+        os.kill(self.pid, signal.SIGUSR1)
+        give_up = time.monotonic() + _STACK_S
+        text = _content(self.stack)
+        while time.monotonic() < give_up:
+            time.sleep(0.02)
+            text, earlier = _content(self.stack), text
+            if text and text == earlier:
+                break
+        return text
+
+    def ended(self) -> int:
+        """Exit code of a process that closed its channel; minus the signal's number if a signal ended it."""
+        self.process.join(_STOP_S)
+        return self.end()
+
+    def end(self) -> int:
+        """Kill the process if it has not ended by itself; its exit code."""
+        self.process.kill()
+        self.process.join()
+        assert self.process.exitcode is not None, "it has ended"
+        return self.process.exitcode
+
+    def close(self) -> None:
+        """End it, and close this side."""
+        self.channel.close()
+        self.ended()
+        self.log.close()
+        self.stack.close()
+
+
 class Pool:
-    """At most `MAX_RANKS` rank processes, forked when first needed and kept until `close`.
+    """At most `MAX_RANKS` rank processes, started when first needed and kept until `close`.
 
     Not thread-safe: one call at a time.
 
     Args:
-        preloaded: modules that the ranks have from the start; None for what most tests need.
+        start: how; ``"spawn"`` for ranks that have imported torch and no more.
     """
 
-    def __init__(self, preloaded: Sequence[str] | None = None) -> None:
-        self._preloaded = preloaded
-        self._zygote: Zygote | None = None
+    def __init__(self, start: Literal["forkserver", "spawn"] = "forkserver") -> None:
+        self._start: Any = multiprocessing.get_context(start)
         self._store: TCPStore | None = None
         self._workers: dict[int, RankProcess] = {}
         self._numbers = itertools.count()
@@ -82,8 +155,16 @@ class Pool:
 
     def prepare(self) -> None:
         """Start importing in the background, for a call that is to come."""
-        if self._zygote is None:
-            self._zygote = Zygote(self._preloaded)
+        self._start.set_forkserver_preload([*self._preloaded(), "tests.preloaded"])
+        path = os.pathsep.join([str(_ROOT), *(entry or os.getcwd() for entry in sys.path)])
+        with mock.patch.dict(os.environ, quiet_environment(), PYTHONPATH=path):
+            forkserver.ensure_running()
+
+    @staticmethod
+    def _preloaded() -> list[str]:
+        """What the ranks have from the start: of shardrec, what the tests collected so far have imported."""
+        own = sorted(name for name in sys.modules if name.partition(".")[0] == "shardrec")
+        return [*_PRELOADED, *(name for name in _PRELOADED_IF_IMPORTED if name in sys.modules), *own]
 
     def pids(self) -> list[int]:
         """Process ids of the ranks, in order of rank."""
@@ -107,9 +188,10 @@ class Pool:
         """
         number = next(self._numbers)
         try:
-            zygote, workers = self._workers_for(n)
+            workers = self._workers_for(n)
             for rank, worker in enumerate(workers):
-                worker.forget_output()
+                worker.log.truncate(0)
+                worker.stack.truncate(0)
                 call = Call(
                     number=number,
                     rank=rank,
@@ -119,13 +201,13 @@ class Pool:
                     payload=payload,
                 )
                 _send(worker, pickle.dumps(call))
-            outcomes = _Round(zygote, workers, timeout=timeout, grace=grace, mortal=mortal).collect()
+            outcomes = _Round(workers, timeout=timeout, grace=grace, mortal=mortal).collect()
         except BaseException:  # also an interrupt or a test's time limit: the ranks are in the middle of something
             self.close()
             raise
-        outputs = [content(worker.log) for worker in workers]
+        outputs = [_content(worker.log) for worker in workers]
         for rank, worker in enumerate(workers):
-            if worker.code is not None:
+            if worker.process.exitcode is not None:
                 self._workers.pop(rank).close()
         return outcomes, outputs
 
@@ -134,16 +216,12 @@ class Pool:
         if os.getpid() != self._owner:
             return  # a fork of the process that owns the ranks
         for worker in self._workers.values():
+            worker.end()
             worker.close()
         self._workers.clear()
-        if self._zygote is not None:
-            self._zygote.close()
-            self._zygote = None
         self._store = None
 
-    def _workers_for(self, n: int) -> tuple[Zygote, list[RankProcess]]:
-        self.prepare()
-        assert self._zygote is not None, "prepare() starts the zygote"
+    def _workers_for(self, n: int) -> list[RankProcess]:
         if self._store is None:
             from torch.distributed import TCPStore
 
@@ -151,12 +229,55 @@ class Pool:
         for rank in range(n):
             worker = self._workers.get(rank)
             if worker is not None and not worker.is_idle():
-                self._zygote.ended(self._workers.pop(rank))
-                worker.close()
+                self._workers.pop(rank).close()
                 worker = None
             if worker is None:
-                self._workers[rank] = self._zygote.fork(self._store.port)
-        return self._zygote, [self._workers[rank] for rank in range(n)]
+                self._workers[rank] = self._new_worker(self._store.port)
+        return [self._workers[rank] for rank in range(n)]
+
+    def _new_worker(self, port: int) -> RankProcess:
+        mine, theirs = self._start.Pipe()
+        log, stack = _scratch_file(), _scratch_file()
+        with theirs:
+            process = self._start.Process(target=serve, args=(port, theirs, _Inherited(log), _Inherited(stack)))
+            if self._start.get_start_method() == "forkserver":
+                self.prepare()
+            try:
+                process.start()
+            except (EOFError, ConnectionError) as error:
+                raise RuntimeError(
+                    "the fork server of the test ranks ended while it imported torch and shardrec: its stderr says why"
+                ) from error
+        return RankProcess(process=process, channel=mine, log=log, stack=stack)
+
+
+class _Inherited:
+    """A file that a new process gets as a descriptor of its own."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._fd = file.fileno()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _detached, (reduction.DupFd(self._fd),)
+
+
+def _detached(duplicate: Any) -> int:
+    fd: int = duplicate.detach()
+    return fd
+
+
+def _scratch_file() -> IO[bytes]:
+    """A nameless file that a rank appends to, wherever this process truncates it."""
+    file = tempfile.TemporaryFile()  # noqa: SIM115  # the worker closes it
+    flags = fcntl.fcntl(file.fileno(), fcntl.F_GETFL)
+    fcntl.fcntl(file.fileno(), fcntl.F_SETFL, flags | os.O_APPEND)
+    return file
+
+
+def _content(file: IO[bytes]) -> str:
+    """All that a rank has written to one of its files."""
+    size = os.fstat(file.fileno()).st_size
+    return os.pread(file.fileno(), size, 0).decode(errors="replace")
 
 
 class _Round:
@@ -171,10 +292,7 @@ class _Round:
     still be using. Ranks that wait for a rank which has failed are freed by its leaving.
     """
 
-    def __init__(
-        self, zygote: Zygote, workers: Sequence[RankProcess], *, timeout: float, grace: float, mortal: frozenset[int]
-    ) -> None:
-        self._zygote = zygote
+    def __init__(self, workers: Sequence[RankProcess], *, timeout: float, grace: float, mortal: frozenset[int]) -> None:
         self._workers = workers
         self._timeout = timeout
         self._grace = grace
@@ -210,7 +328,7 @@ class _Round:
         try:
             message = worker.channel.recv_bytes()
         except (EOFError, ConnectionResetError):
-            self._outcomes[rank] = Died(code=self._zygote.ended(worker), trace=content(worker.stack))
+            self._outcomes[rank] = Died(code=worker.ended(), trace=_content(worker.stack))
             failed = rank not in self._mortal
         else:
             if message == JOINED:
@@ -242,7 +360,7 @@ class _Round:
                 _send(self._workers[rank], RELEASE)
             else:
                 # Its group may have operations under way that block a clean end until gloo's own time limit.
-                self._zygote.end(self._workers[rank])
+                self._workers[rank].end()
         self._held.clear()
         self._let_go_at = _NEVER
 
@@ -252,7 +370,7 @@ class _Round:
         for rank in hung:  # all stacks first: the end of one rank wakes its peers
             self._outcomes[rank] = Hung(seconds=seconds, trace=self._workers[rank].stacks())
         for rank in hung:
-            self._zygote.end(self._workers[rank])
+            self._workers[rank].end()
 
 
 def _send(worker: RankProcess, message: bytes) -> None:

@@ -48,7 +48,7 @@ T = TypeVar("T")
 POOL = Pool()
 """The processes of this test session."""
 
-BARE = Pool(["torch.distributed", "fbgemm_gpu"])
+BARE = Pool("spawn")
 """Others, which have imported neither shardrec nor torchrec."""
 
 # Sent by name: these run in the ranks or hold the pool; or TorchScript evaluates their annotations in all their names.
@@ -57,7 +57,6 @@ _BY_NAME = frozenset(
         "tests.conftest",
         "tests.parcel",
         "tests.rank_pool",
-        "tests.rank_process",
         "tests.ranks",
         "tests.scripting.exchanges",
         "tests.scripting.scorers",

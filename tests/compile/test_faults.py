@@ -77,7 +77,7 @@ def fails_together(mode: str, name: str, guilty: int, *faults: str) -> None:
 
 @pytest.mark.parametrize("mode", ["boundary", pytest.param("traced", marks=pytest.mark.slow)])
 def test_one_rank(mode: str) -> None:
-    fails_together(mode, "dlrm", 0)
+    fails_together(mode, "least", 0)
 
 
 def test_two_ranks_traced() -> None:
@@ -124,12 +124,12 @@ def test_a_rank_that_is_not_compiled_does_not_mix_with_one_that_is() -> None:
 
 def second_backward() -> None:
     with fresh():
-        models = [make("dlrm", mode, torch.optim.SGD) for mode in ("traced", None)]
+        models = [make("least", mode, torch.optim.SGD) for mode in ("traced", None)]
         runs = [torch.compile(models[0], backend="aot_eager"), models[1]]
         dense, features = batch(Random(0), 4)
         for run in runs:
             run(dense, features)  # its backward never comes
-        tables = models[0].model.sparse_arch.embedding_bag_collection._traced.twin.lookups  # type: ignore[union-attr, operator]
+        tables = models[0].bags._traced.twin.lookups  # type: ignore[union-attr, operator]
         assert all(not lookup._tables._kept for lookup in tables if hasattr(lookup, "_tables"))
         for run in runs:
             run(dense, features).sum().backward()
