@@ -24,7 +24,7 @@ from multiprocessing import forkserver, reduction
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import IO, TYPE_CHECKING, Any
 from unittest import mock
 
 from tests.worker import GO, HOST, JOINED, RELEASE, Call, Reply, quiet_environment, serve
@@ -142,11 +142,12 @@ class Pool:
     Not thread-safe: one call at a time.
 
     Args:
-        start: how; ``"spawn"`` for ranks that have imported torch and no more.
+        preloaded: modules that the ranks have from the start; None for what most tests need.
     """
 
-    def __init__(self, start: Literal["forkserver", "spawn"] = "forkserver") -> None:
-        self._start: Any = multiprocessing.get_context(start)
+    def __init__(self, preloaded: Sequence[str] | None = None) -> None:
+        self._preloaded = preloaded
+        self._server = forkserver.ForkServer()
         self._store: TCPStore | None = None
         self._workers: dict[int, RankProcess] = {}
         self._numbers = itertools.count()
@@ -155,16 +156,11 @@ class Pool:
 
     def prepare(self) -> None:
         """Start importing in the background, for a call that is to come."""
-        self._start.set_forkserver_preload([*self._preloaded(), "tests.preloaded"])
+        modules = _usual() if self._preloaded is None else self._preloaded
+        self._server.set_forkserver_preload([*modules, "tests.preloaded"])
         path = os.pathsep.join([str(_ROOT), *(entry or os.getcwd() for entry in sys.path)])
         with mock.patch.dict(os.environ, quiet_environment(), PYTHONPATH=path):
-            forkserver.ensure_running()
-
-    @staticmethod
-    def _preloaded() -> list[str]:
-        """What the ranks have from the start: of shardrec, what the tests collected so far have imported."""
-        own = sorted(name for name in sys.modules if name.partition(".")[0] == "shardrec")
-        return [*_PRELOADED, *(name for name in _PRELOADED_IF_IMPORTED if name in sys.modules), *own]
+            self._server.ensure_running()
 
     def pids(self) -> list[int]:
         """Process ids of the ranks, in order of rank."""
@@ -219,6 +215,7 @@ class Pool:
             worker.end()
             worker.close()
         self._workers.clear()
+        self._server._stop()  # type: ignore[attr-defined]
         self._store = None
 
     def _workers_for(self, n: int) -> list[RankProcess]:
@@ -236,12 +233,14 @@ class Pool:
         return [self._workers[rank] for rank in range(n)]
 
     def _new_worker(self, port: int) -> RankProcess:
-        mine, theirs = self._start.Pipe()
+        self.prepare()
+        start = multiprocessing.get_context("forkserver")
+        mine, theirs = start.Pipe()
         log, stack = _scratch_file(), _scratch_file()
-        with theirs:
-            process = self._start.Process(target=serve, args=(port, theirs, _Inherited(log), _Inherited(stack)))
-            if self._start.get_start_method() == "forkserver":
-                self.prepare()
+        # The context would use the one server that multiprocessing has, but each pool has other imports.
+        own_server = mock.patch.object(forkserver, "connect_to_new_process", self._server.connect_to_new_process)
+        with theirs, own_server:
+            process = start.Process(target=serve, args=(port, theirs, _Inherited(log), _Inherited(stack)))
             try:
                 process.start()
             except (EOFError, ConnectionError) as error:
@@ -249,6 +248,12 @@ class Pool:
                     "the fork server of the test ranks ended while it imported torch and shardrec: its stderr says why"
                 ) from error
         return RankProcess(process=process, channel=mine, log=log, stack=stack)
+
+
+def _usual() -> list[str]:
+    """What most tests need: of shardrec, what the tests collected so far have imported."""
+    own = sorted(name for name in sys.modules if name.partition(".")[0] == "shardrec")
+    return [*_PRELOADED, *(name for name in _PRELOADED_IF_IMPORTED if name in sys.modules), *own]
 
 
 class _Inherited:

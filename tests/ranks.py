@@ -48,7 +48,7 @@ T = TypeVar("T")
 POOL = Pool()
 """The processes of this test session."""
 
-BARE = Pool("spawn")
+BARE = Pool(["torch.distributed", "fbgemm_gpu"])
 """Others, which have imported neither shardrec nor torchrec."""
 
 # Sent by name: these run in the ranks or hold the pool; or TorchScript evaluates their annotations in all their names.
