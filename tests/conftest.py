@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,19 @@ from typing import Any
 import hypothesis
 import pytest
 
-from tests.ranks import BARE, POOL
-from tests.ranks import ranks as run_ranks
 from tests.worker import SEED, quiet_environment
 
-# Before torch is imported: it reads them once. What the user has set goes first.
+# Before torch is imported (tests.ranks does so): it reads them once. What the user has set goes first.
 for _name, _value in quiet_environment().items():
     os.environ.setdefault(_name, _value)
 
 hypothesis.settings.register_profile(
-    "shardrec", deadline=None, database=None, derandomize=bool(os.environ.get("CI")), print_blob=True
+    "shardrec",
+    max_examples=50,
+    deadline=None,
+    database=None,
+    derandomize=bool(os.environ.get("CI")),
+    print_blob=True,
 )
 hypothesis.settings.load_profile("shardrec")
 
@@ -48,6 +52,12 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     for package in _THIRD_PARTY:
         config.addinivalue_line("filterwarnings", rf"ignore:::{package}(\.|$)")
+    # The compilers' caches, and what torch leaves behind, go to a folder that goes with this process; not tmp_path,
+    # which pytest keeps for a look at what failed.
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    scratch = tempfile.TemporaryDirectory(prefix="shardrec-tests-", ignore_cleanup_errors=True)
+    config.add_cleanup(scratch.cleanup)
+    os.environ["TMPDIR"] = tempfile.tempdir = scratch.name
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -56,6 +66,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.collect()
     gc.freeze()
     if not session.config.option.collectonly and any(map(_uses_ranks, session.items)):
+        from tests.ranks import POOL
+
         POOL.prepare()
 
 
@@ -66,8 +78,9 @@ def _uses_ranks(item: pytest.Item) -> bool:
 
 def pytest_unconfigure() -> None:
     """End the rank processes."""
-    POOL.close()
-    BARE.close()
+    if "tests.ranks" in sys.modules:
+        sys.modules["tests.ranks"].POOL.close()
+        sys.modules["tests.ranks"].BARE.close()
 
 
 @pytest.fixture(autouse=True)
@@ -85,6 +98,8 @@ def seed() -> int:
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[..., list[Any]]]:
     """`tests.ranks.ranks`: ``ranks(n, fn, *args, timeout=60.0, hosts=1, expect_death=(), **kwargs)``."""
+    from tests.ranks import ranks as run_ranks
+
     yield run_ranks
 
 

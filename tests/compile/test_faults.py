@@ -122,25 +122,6 @@ def test_a_rank_that_is_not_compiled_does_not_mix_with_one_that_is() -> None:
     ranks(2, compiled_here_and_not_there, timeout=120)
 
 
-def second_backward() -> None:
-    with fresh():
-        models = [make("least", mode, torch.optim.SGD) for mode in ("traced", None)]
-        runs = [torch.compile(models[0], backend="aot_eager"), models[1]]
-        dense, features = batch(Random(0), 4)
-        for run in runs:
-            run(dense, features)  # its backward never comes
-        tables = models[0].bags._traced.twin.lookups  # type: ignore[union-attr, operator]
-        assert all(not lookup._tables._kept for lookup in tables if hasattr(lookup, "_tables"))
-        for run in runs:
-            run(dense, features).sum().backward()
-        for one, other in zip(*(model.parameters() for model in models), strict=True):
-            torch.testing.assert_close(one, other)
-
-
-def test_a_forward_without_backward_leaves_nothing_behind() -> None:
-    second_backward()
-
-
 def forms_of_faults() -> None:
     with fresh(), torch._dynamo.config.patch(recompile_limit=3):
         model = make("least", "traced", torch.optim.SGD)

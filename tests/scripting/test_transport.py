@@ -191,7 +191,7 @@ def test_a_rank_that_dies_ends_the_others_steps(portable: bool) -> None:
         return "told"
 
     # Without the death it would take the group's time limit, which comes after this one.
-    told, died = ranks(2, rank_main, expect_death={1}, timeout=40)
+    told, died = ranks(2, rank_main, expect_death={1}, timeout=90)
     assert told == "told"
     assert isinstance(died, RankDied)
 
