@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 import torch
-import torch._inductor.compile_fx  # for the ranks, too: tests.rank_process
+import torch._inductor.compile_fx  # for the ranks, too: tests.rank_pool
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward

@@ -55,7 +55,10 @@ def dense_adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam([p for p in model.parameters() if not hasattr(p, "_in_backward_optimizers")], lr=0.02)
 
 
-@pytest.mark.parametrize(("optimizer", "sync_optimizer"), [("adagrad", True), ("adam", False), ("none", True)])
+@pytest.mark.parametrize(
+    ("optimizer", "sync_optimizer"),
+    [("adagrad", True), ("adam", False), pytest.param("none", True, marks=pytest.mark.slow)],
+)
 def test_a_checkpoint_of_drifted_replicas_loads_anywhere(tmp_path: Path, optimizer: str, sync_optimizer: bool) -> None:
     def save_main() -> tuple[Tensor, dict[str, Tensor]]:
         model = checkpoint_model(optimizer, 2, replicas=2, sync_every=9, sync_optimizer=sync_optimizer)
