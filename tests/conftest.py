@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing.util
 import os
 import random
 import sys
@@ -55,6 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # The compilers' caches, and what torch leaves behind, go to a folder that goes with this process; not tmp_path,
     # which pytest keeps for a look at what failed.
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    multiprocessing.util.get_temp_dir()  # multiprocessing's, which it removes itself, later than this one
     scratch = tempfile.TemporaryDirectory(prefix="shardrec-tests-", ignore_cleanup_errors=True)
     config.add_cleanup(scratch.cleanup)
     os.environ["TMPDIR"] = tempfile.tempdir = scratch.name

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import fcntl
 import itertools
 import multiprocessing
 import os
@@ -20,11 +19,11 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing import forkserver, reduction
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from unittest import mock
 
 from tests.worker import GO, HOST, JOINED, RELEASE, Call, Reply, quiet_environment, serve
@@ -91,8 +90,8 @@ class RankProcess:
 
     process: BaseProcess
     channel: Connection
-    log: IO[bytes]
-    stack: IO[bytes]
+    log: Path
+    stack: Path
 
     @property
     def pid(self) -> int:
@@ -108,10 +107,10 @@ class RankProcess:
         """Ask for the stack of every thread, also while the process is busy in C++."""
         os.kill(self.pid, signal.SIGUSR1)
         give_up = time.monotonic() + _STACK_S
-        text = _content(self.stack)
+        text = self.stack.read_text(errors="replace")
         while time.monotonic() < give_up:
             time.sleep(0.02)
-            text, earlier = _content(self.stack), text
+            text, earlier = self.stack.read_text(errors="replace"), text
             if text and text == earlier:
                 break
         return text
@@ -132,8 +131,6 @@ class RankProcess:
         """End it, and close this side."""
         self.channel.close()
         self.ended()
-        self.log.close()
-        self.stack.close()
 
 
 class Pool:
@@ -150,7 +147,8 @@ class Pool:
         self._server = forkserver.ForkServer()
         self._store: TCPStore | None = None
         self._workers: dict[int, RankProcess] = {}
-        self._numbers = itertools.count()
+        self._numbers, self._started = itertools.count(), itertools.count()
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True)
         self._owner = os.getpid()
         atexit.register(self.close)
 
@@ -186,8 +184,8 @@ class Pool:
         try:
             workers = self._workers_for(n)
             for rank, worker in enumerate(workers):
-                worker.log.truncate(0)
-                worker.stack.truncate(0)
+                os.truncate(worker.log, 0)
+                os.truncate(worker.stack, 0)
                 call = Call(
                     number=number,
                     rank=rank,
@@ -201,7 +199,7 @@ class Pool:
         except BaseException:  # also an interrupt or a test's time limit: the ranks are in the middle of something
             self.close()
             raise
-        outputs = [_content(worker.log) for worker in workers]
+        outputs = [worker.log.read_text(errors="replace") for worker in workers]
         for rank, worker in enumerate(workers):
             if worker.process.exitcode is not None:
                 self._workers.pop(rank).close()
@@ -236,11 +234,13 @@ class Pool:
         self.prepare()
         start = multiprocessing.get_context("forkserver")
         mine, theirs = start.Pipe()
-        log, stack = _scratch_file(), _scratch_file()
+        log, stack = (Path(self._folder.name) / f"{next(self._started)}.{what}" for what in ("log", "stack"))
+        log.touch()
+        stack.touch()
         # The context would use the one server that multiprocessing has, but each pool has other imports.
         own_server = mock.patch.object(forkserver, "connect_to_new_process", self._server.connect_to_new_process)
         with theirs, own_server:
-            process = start.Process(target=serve, args=(port, theirs, _Inherited(log), _Inherited(stack)))
+            process = start.Process(target=serve, args=(port, theirs, str(log), str(stack)))
             try:
                 process.start()
             except (EOFError, ConnectionError) as error:
@@ -254,35 +254,6 @@ def _usual() -> list[str]:
     """What most tests need: of shardrec, what the tests collected so far have imported."""
     own = sorted(name for name in sys.modules if name.partition(".")[0] == "shardrec")
     return [*_PRELOADED, *(name for name in _PRELOADED_IF_IMPORTED if name in sys.modules), *own]
-
-
-class _Inherited:
-    """A file that a new process gets as a descriptor of its own."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._fd = file.fileno()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _detached, (reduction.DupFd(self._fd),)
-
-
-def _detached(duplicate: Any) -> int:
-    fd: int = duplicate.detach()
-    return fd
-
-
-def _scratch_file() -> IO[bytes]:
-    """A nameless file that a rank appends to, wherever this process truncates it."""
-    file = tempfile.TemporaryFile()  # noqa: SIM115  # the worker closes it
-    flags = fcntl.fcntl(file.fileno(), fcntl.F_GETFL)
-    fcntl.fcntl(file.fileno(), fcntl.F_SETFL, flags | os.O_APPEND)
-    return file
-
-
-def _content(file: IO[bytes]) -> str:
-    """All that a rank has written to one of its files."""
-    size = os.fstat(file.fileno()).st_size
-    return os.pread(file.fileno(), size, 0).decode(errors="replace")
 
 
 class _Round:
@@ -333,7 +304,7 @@ class _Round:
         try:
             message = worker.channel.recv_bytes()
         except (EOFError, ConnectionResetError):
-            self._outcomes[rank] = Died(code=worker.ended(), trace=_content(worker.stack))
+            self._outcomes[rank] = Died(code=worker.ended(), trace=worker.stack.read_text(errors="replace"))
             failed = rank not in self._mortal
         else:
             if message == JOINED:

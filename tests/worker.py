@@ -131,18 +131,19 @@ def quiet_environment() -> dict[str, str]:
     }
 
 
-def serve(port: int, channel: Connection, log_fd: int, stack_fd: int) -> None:
+def serve(port: int, channel: Connection, log: str, stack: str) -> None:
     """Run calls until the channel closes, then end the process without its clean-up.
 
     Args:
         port: of the pool's store.
         channel: carries calls and replies.
-        log_fd: file that takes stdout and stderr.
-        stack_fd: file for faulthandler: fatal signals, and every thread's stack on SIGUSR1.
+        log: file that takes stdout and stderr; whatever is there stays, and the pool truncates it.
+        stack: the same for faulthandler: fatal signals, and every thread's stack on SIGUSR1.
     """
     code = 1
     try:
         os.setsid()  # Ctrl-C is for pytest, which then closes the pool
+        log_fd, stack_fd = (os.open(path, os.O_WRONLY | os.O_APPEND) for path in (log, stack))
         os.dup2(log_fd, 1)
         os.dup2(log_fd, 2)
         faulthandler.enable(stack_fd)
