@@ -65,7 +65,7 @@ def through_shared_memory(run: Any, *args: Any) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_transports_and_programs_are_alike_to_the_last_bit(world_size: int) -> None:
+def test_transports_are_alike_to_the_last_bit(world_size: int) -> None:
     """Through shared memory and the process group, portable and not."""
 
     def rank_main() -> None:
