@@ -99,7 +99,7 @@ def seed() -> int:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[..., list[Any]]]:
-    """`tests.ranks.ranks`: ``ranks(n, fn, *args, timeout=60.0, hosts=1, expect_death=(), **kwargs)``."""
+    """`tests.ranks.ranks`: ``ranks(n, fn, *args, timeout=120.0, hosts=1, expect_death=(), **kwargs)``."""
     from tests.ranks import ranks as run_ranks
 
     yield run_ranks

@@ -152,7 +152,7 @@ def ranks(
     n: int,
     fn: Callable[..., Any],
     *args: Any,
-    timeout: float = 60.0,
+    timeout: float = 120.0,
     grace: float = 10.0,
     hosts: int = 1,
     expect_death: Collection[int] = (),
