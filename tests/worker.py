@@ -143,6 +143,7 @@ def serve(port: int, channel: Connection, log: str, stack: str) -> None:
     code = 1
     try:
         os.setsid()  # Ctrl-C is for pytest, which then closes the pool
+        multiprocessing.set_start_method(None, force=True)  # the usual one, as in a process that was not forked
         log_fd, stack_fd = (os.open(path, os.O_WRONLY | os.O_APPEND) for path in (log, stack))
         os.dup2(log_fd, 1)
         os.dup2(log_fd, 2)
