@@ -3,6 +3,7 @@
 DEVICE      ?= cpu
 VENV        ?= .venv
 NPROC       ?= 2
+WORKERS     ?= 2
 TRAIN_ARGS  ?=
 PYTEST_ARGS ?=
 BENCH_ARGS  ?=
@@ -43,8 +44,9 @@ help: ## list the targets
 train: $(RUNTIME) ## train a sharded model on NPROC ranks of this machine (DEVICE, NPROC, TRAIN_ARGS)
 	$(BIN)/shardrec train --nproc $(NPROC) $(TRAIN_ARGS)
 
-test: $(DEV) ## run the tests (PYTEST_ARGS)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+# Hundreds of processes import the package, most of them for a moment: they find it compiled, whatever the environment says.
+test: $(DEV) ## run the tests, in so many processes (WORKERS, PYTEST_ARGS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 check: $(DEV) ## lint, format, types, then the tests
 	$(BIN)/ruff check .

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing.util
 import os
 import random
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,17 +15,19 @@ from typing import Any
 import hypothesis
 import pytest
 
-from tests.rank_process import quiet_environment
-from tests.ranks import BARE, POOL
-from tests.ranks import ranks as run_ranks
-from tests.worker import SEED
+from tests.worker import SEED, quiet_environment
 
-# Before torch is imported: it reads them once. What the user has set goes first.
+# Before torch is imported (tests.ranks does so): it reads them once. What the user has set goes first.
 for _name, _value in quiet_environment().items():
     os.environ.setdefault(_name, _value)
 
 hypothesis.settings.register_profile(
-    "shardrec", deadline=None, database=None, derandomize=bool(os.environ.get("CI")), print_blob=True
+    "shardrec",
+    max_examples=50,
+    deadline=None,
+    database=None,
+    derandomize=bool(os.environ.get("CI")),
+    print_blob=True,
 )
 hypothesis.settings.load_profile("shardrec")
 
@@ -49,6 +53,13 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     for package in _THIRD_PARTY:
         config.addinivalue_line("filterwarnings", rf"ignore:::{package}(\.|$)")
+    # The compilers' caches, and what torch leaves behind, go to a folder that goes with this process; not tmp_path,
+    # which pytest keeps for a look at what failed.
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    multiprocessing.util.get_temp_dir()  # multiprocessing's, which it removes itself, later than this one
+    scratch = tempfile.TemporaryDirectory(prefix="shardrec-tests-", ignore_cleanup_errors=True)
+    config.add_cleanup(scratch.cleanup)
+    os.environ["TMPDIR"] = tempfile.tempdir = scratch.name
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -57,6 +68,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.collect()
     gc.freeze()
     if not session.config.option.collectonly and any(map(_uses_ranks, session.items)):
+        from tests.ranks import POOL
+
         POOL.prepare()
 
 
@@ -67,8 +80,9 @@ def _uses_ranks(item: pytest.Item) -> bool:
 
 def pytest_unconfigure() -> None:
     """End the rank processes."""
-    POOL.close()
-    BARE.close()
+    if "tests.ranks" in sys.modules:
+        sys.modules["tests.ranks"].POOL.close()
+        sys.modules["tests.ranks"].BARE.close()
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +99,9 @@ def seed() -> int:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[..., list[Any]]]:
-    """`tests.ranks.ranks`: ``ranks(n, fn, *args, timeout=60.0, hosts=1, expect_death=(), **kwargs)``."""
+    """`tests.ranks.ranks`: ``ranks(n, fn, *args, timeout=120.0, hosts=1, expect_death=(), **kwargs)``."""
+    from tests.ranks import ranks as run_ranks
+
     yield run_ranks
 
 

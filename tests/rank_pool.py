@@ -1,7 +1,8 @@
 """Processes that are kept from one multi-rank test to the next; `tests.ranks` is what tests use.
 
-Forked from one zygote (see `tests.worker`), four ranks start in the time and memory of one. A rank that raised, hung or
-died is killed and forked again for the next call, because the state of its connections is unknown.
+They are forked from multiprocessing's fork server, which has imported torch, fbgemm, torchrec and shardrec: four ranks
+start in the time and memory of one. A rank that raised, hung or died is killed and started again for the next call,
+because the state of its connections is unknown.
 """
 
 from __future__ import annotations
@@ -9,16 +10,23 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
+import multiprocessing
 import os
 import pickle
+import signal
+import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest import mock
 
-from tests.rank_process import RankProcess, Zygote, content
-from tests.worker import GO, HOST, JOINED, RELEASE, Call, Reply
+from tests.worker import GO, HOST, JOINED, RELEASE, Call, Reply, quiet_environment, serve
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -28,9 +36,16 @@ __all__ = ["MAX_RANKS", "Died", "Hung", "Outcome", "Pool"]
 MAX_RANKS = 4
 
 _LINGER_S = 0.5
-_JOIN_S = 60.0  # a rank's first collective waits for imports and, on a busy machine, for a processor
+_JOIN_S = 120.0  # a rank's first collective waits for imports and, on a busy machine, for a processor
 _NEVER = float("inf")
 _GLOO_MARGIN_S = 30.0  # gloo's own limit comes after the pool's, whose report has the stacks
+_STOP_S = 10.0
+_STACK_S = 1.0
+
+_ROOT = Path(__file__).resolve().parents[1]
+_PRELOADED = ("torch.distributed", "torch.profiler", "fbgemm_gpu", "torchrec", "numpy", "_pytest.assertion.rewrite")
+# Seconds of importing, which a rank's first torch.compile or torch.export would do.
+_PRELOADED_IF_IMPORTED = ("torch._inductor.compile_fx",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +77,64 @@ class Hung:
 Outcome = Reply | Died | Hung
 
 
+@dataclass
+class RankProcess:
+    """One rank's process, seen from the test's side.
+
+    Attributes:
+        process: started by the pool; has ended once its exit code is known.
+        channel: carries calls and replies, see `tests.worker`.
+        log: its stdout and stderr since the call began.
+        stack: what faulthandler wrote since then.
+    """
+
+    process: BaseProcess
+    channel: Connection
+    log: Path
+    stack: Path
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        assert self.process.pid is not None, "it was started"
+        return self.process.pid
+
+    def is_idle(self) -> bool:
+        """False if the process ended since its last call: nothing else makes an idle channel readable."""
+        return not self.channel.poll(0)
+
+    def stacks(self) -> str:
+        """Ask for the stack of every thread, also while the process is busy in C++."""
+        os.kill(self.pid, signal.SIGUSR1)
+        give_up = time.monotonic() + _STACK_S
+        text = self.stack.read_text(errors="replace")
+        while time.monotonic() < give_up:
+            time.sleep(0.02)
+            text, earlier = self.stack.read_text(errors="replace"), text
+            if text and text == earlier:
+                break
+        return text
+
+    def ended(self) -> int:
+        """Exit code of a process that closed its channel; minus the signal's number if a signal ended it."""
+        self.process.join(_STOP_S)
+        return self.end()
+
+    def end(self) -> int:
+        """Kill the process if it has not ended by itself; its exit code."""
+        self.process.kill()
+        self.process.join()
+        assert self.process.exitcode is not None, "it has ended"
+        return self.process.exitcode
+
+    def close(self) -> None:
+        """End it, and close this side."""
+        self.channel.close()
+        self.ended()
+
+
 class Pool:
-    """At most `MAX_RANKS` rank processes, forked when first needed and kept until `close`.
+    """At most `MAX_RANKS` rank processes, started when first needed and kept until `close`.
 
     Not thread-safe: one call at a time.
 
@@ -73,17 +144,21 @@ class Pool:
 
     def __init__(self, preloaded: Sequence[str] | None = None) -> None:
         self._preloaded = preloaded
-        self._zygote: Zygote | None = None
+        self._server = forkserver.ForkServer()
         self._store: TCPStore | None = None
         self._workers: dict[int, RankProcess] = {}
-        self._numbers = itertools.count()
+        self._numbers, self._started = itertools.count(), itertools.count()
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True)
         self._owner = os.getpid()
         atexit.register(self.close)
 
     def prepare(self) -> None:
         """Start importing in the background, for a call that is to come."""
-        if self._zygote is None:
-            self._zygote = Zygote(self._preloaded)
+        modules = _usual() if self._preloaded is None else self._preloaded
+        self._server.set_forkserver_preload([*modules, "tests.preloaded"])
+        path = os.pathsep.join([str(_ROOT), *(entry or os.getcwd() for entry in sys.path)])
+        with mock.patch.dict(os.environ, quiet_environment(), PYTHONPATH=path):
+            self._server.ensure_running()
 
     def pids(self) -> list[int]:
         """Process ids of the ranks, in order of rank."""
@@ -107,9 +182,10 @@ class Pool:
         """
         number = next(self._numbers)
         try:
-            zygote, workers = self._workers_for(n)
+            workers = self._workers_for(n)
             for rank, worker in enumerate(workers):
-                worker.forget_output()
+                os.truncate(worker.log, 0)
+                os.truncate(worker.stack, 0)
                 call = Call(
                     number=number,
                     rank=rank,
@@ -119,13 +195,13 @@ class Pool:
                     payload=payload,
                 )
                 _send(worker, pickle.dumps(call))
-            outcomes = _Round(zygote, workers, timeout=timeout, grace=grace, mortal=mortal).collect()
+            outcomes = _Round(workers, timeout=timeout, grace=grace, mortal=mortal).collect()
         except BaseException:  # also an interrupt or a test's time limit: the ranks are in the middle of something
             self.close()
             raise
-        outputs = [content(worker.log) for worker in workers]
+        outputs = [worker.log.read_text(errors="replace") for worker in workers]
         for rank, worker in enumerate(workers):
-            if worker.code is not None:
+            if worker.process.exitcode is not None:
                 self._workers.pop(rank).close()
         return outcomes, outputs
 
@@ -134,16 +210,13 @@ class Pool:
         if os.getpid() != self._owner:
             return  # a fork of the process that owns the ranks
         for worker in self._workers.values():
+            worker.end()
             worker.close()
         self._workers.clear()
-        if self._zygote is not None:
-            self._zygote.close()
-            self._zygote = None
+        self._server._stop()  # type: ignore[attr-defined]
         self._store = None
 
-    def _workers_for(self, n: int) -> tuple[Zygote, list[RankProcess]]:
-        self.prepare()
-        assert self._zygote is not None, "prepare() starts the zygote"
+    def _workers_for(self, n: int) -> list[RankProcess]:
         if self._store is None:
             from torch.distributed import TCPStore
 
@@ -151,12 +224,36 @@ class Pool:
         for rank in range(n):
             worker = self._workers.get(rank)
             if worker is not None and not worker.is_idle():
-                self._zygote.ended(self._workers.pop(rank))
-                worker.close()
+                self._workers.pop(rank).close()
                 worker = None
             if worker is None:
-                self._workers[rank] = self._zygote.fork(self._store.port)
-        return self._zygote, [self._workers[rank] for rank in range(n)]
+                self._workers[rank] = self._new_worker(self._store.port)
+        return [self._workers[rank] for rank in range(n)]
+
+    def _new_worker(self, port: int) -> RankProcess:
+        self.prepare()
+        start = multiprocessing.get_context("forkserver")
+        mine, theirs = start.Pipe()
+        log, stack = (Path(self._folder.name) / f"{next(self._started)}.{what}" for what in ("log", "stack"))
+        log.touch()
+        stack.touch()
+        # The context would use the one server that multiprocessing has, but each pool has other imports.
+        own_server = mock.patch.object(forkserver, "connect_to_new_process", self._server.connect_to_new_process)
+        with theirs, own_server:
+            process = start.Process(target=serve, args=(port, theirs, str(log), str(stack)))
+            try:
+                process.start()
+            except (EOFError, ConnectionError) as error:
+                raise RuntimeError(
+                    "the fork server of the test ranks ended while it imported torch and shardrec: its stderr says why"
+                ) from error
+        return RankProcess(process=process, channel=mine, log=log, stack=stack)
+
+
+def _usual() -> list[str]:
+    """What most tests need: of shardrec, what the tests collected so far have imported."""
+    own = sorted(name for name in sys.modules if name.partition(".")[0] == "shardrec")
+    return [*_PRELOADED, *(name for name in _PRELOADED_IF_IMPORTED if name in sys.modules), *own]
 
 
 class _Round:
@@ -171,10 +268,7 @@ class _Round:
     still be using. Ranks that wait for a rank which has failed are freed by its leaving.
     """
 
-    def __init__(
-        self, zygote: Zygote, workers: Sequence[RankProcess], *, timeout: float, grace: float, mortal: frozenset[int]
-    ) -> None:
-        self._zygote = zygote
+    def __init__(self, workers: Sequence[RankProcess], *, timeout: float, grace: float, mortal: frozenset[int]) -> None:
         self._workers = workers
         self._timeout = timeout
         self._grace = grace
@@ -210,7 +304,7 @@ class _Round:
         try:
             message = worker.channel.recv_bytes()
         except (EOFError, ConnectionResetError):
-            self._outcomes[rank] = Died(code=self._zygote.ended(worker), trace=content(worker.stack))
+            self._outcomes[rank] = Died(code=worker.ended(), trace=worker.stack.read_text(errors="replace"))
             failed = rank not in self._mortal
         else:
             if message == JOINED:
@@ -242,7 +336,7 @@ class _Round:
                 _send(self._workers[rank], RELEASE)
             else:
                 # Its group may have operations under way that block a clean end until gloo's own time limit.
-                self._zygote.end(self._workers[rank])
+                self._workers[rank].end()
         self._held.clear()
         self._let_go_at = _NEVER
 
@@ -252,7 +346,7 @@ class _Round:
         for rank in hung:  # all stacks first: the end of one rank wakes its peers
             self._outcomes[rank] = Hung(seconds=seconds, trace=self._workers[rank].stacks())
         for rank in hung:
-            self._zygote.end(self._workers[rank])
+            self._workers[rank].end()
 
 
 def _send(worker: RankProcess, message: bytes) -> None:

@@ -70,11 +70,10 @@ def test_peers_that_wait_for_a_failed_rank_fail_soon() -> None:
             raise FaultError("gone")
         dist.barrier()
 
-    started = time.monotonic()
     with pytest.raises(RankErrors) as caught:
-        run_ranks(2, fail)
-    assert time.monotonic() - started < 5
+        run_ranks(2, fail, grace=60.0)
     assert isinstance(caught.value.errors[0], RuntimeError)
+    assert not isinstance(caught.value.errors[0], RankHung)
     assert isinstance(caught.value.errors[1], FaultError)
 
 
@@ -85,11 +84,10 @@ def test_a_pending_collective_does_not_delay_the_report() -> None:
             raise FaultError("in the middle of an all-reduce")
         _swap(torch.ones(2))
 
-    started = time.monotonic()
     with pytest.raises(RankErrors) as caught:
-        run_ranks(2, fail)
-    assert time.monotonic() - started < 5
+        run_ranks(2, fail, grace=60.0)
     assert sorted(caught.value.errors) == [0, 1]
+    assert not any(isinstance(error, RankHung) for error in caught.value.errors.values())
     assert run_ranks(2, dist.get_rank) == [0, 1]
 
 
@@ -255,11 +253,9 @@ def test_grace_ends_the_wait_after_a_failure() -> None:
     def fail() -> None:
         if dist.get_rank() == 0:
             raise FaultError("first")
-        time.sleep(60)
+        time.sleep(1000)
 
-    started = time.monotonic()
     with pytest.raises(RankErrors) as caught:
-        run_ranks(2, fail, grace=0.2)
-    assert time.monotonic() - started < 5
+        run_ranks(2, fail, grace=0.2, timeout=1000.0)
     assert isinstance(caught.value.errors[0], FaultError)
     assert isinstance(caught.value.errors[1], RankHung)

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from tests import rank_process
 from tests.parcel import pack
 from tests.rank_pool import MAX_RANKS, Pool
 from tests.ranks import POOL
@@ -37,26 +36,23 @@ def test_impossible_worlds_are_refused(n: int, options: dict[str, Any], remedy: 
         run_ranks(n, _pid, **options)
 
 
-def test_close_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_process, "_preloaded", list)
-    pool = Pool()
-    _, workers = pool._workers_for(3)
-    pids = [worker.pid for worker in workers]
-    zygote = os.getpgid(pids[0])
+def test_close_leaves_no_process() -> None:
+    pool = Pool([])
+    pids = [worker.pid for worker in pool._workers_for(3)]
+    server = int(Path(f"/proc/{pids[0]}/stat").read_text().rpartition(")")[2].split()[1])
     assert pids == pool.pids()
-    assert len({zygote, *pids}) == 4
+    assert len({server, *pids}) == 4
     pool.close()
-    assert not any(Path(f"/proc/{pid}").exists() for pid in [zygote, *pids])
+    assert not any(Path(f"/proc/{pid}").exists() for pid in [server, *pids])
     assert pool.pids() == []
     pool.close()  # twice is fine
-    assert pool._workers_for(1)[1][0].pid not in pids, "a closed pool starts anew"
+    assert pool._workers_for(1)[0].pid not in pids, "a closed pool starts anew"
     pool.close()
 
 
-def test_an_interrupt_ends_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_process, "_preloaded", list)
-    pool = Pool()
-    pids = [worker.pid for worker in pool._workers_for(2)[1]]
+def test_an_interrupt_ends_the_ranks() -> None:
+    pool = Pool([])
+    pids = [worker.pid for worker in pool._workers_for(2)]
     # A shell without job control starts what runs in the background with interrupts ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -69,10 +65,11 @@ def test_an_interrupt_ends_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pool.pids() == []
 
 
-def test_a_zygote_that_cannot_import_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_process, "_preloaded", lambda: ["shardrec_no_such_module"])
-    pool = Pool()
-    with pytest.raises(RuntimeError, match=r"(?s)exit code 1.*shardrec_no_such_module"):
+def test_a_fork_server_that_cannot_import_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "fails_to_import.py").write_text("raise RuntimeError('no luck')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    pool = Pool(["fails_to_import"])
+    with pytest.raises(RuntimeError, match="the fork server of the test ranks ended while it imported"):
         pool.run(1, b"", hosts=1, timeout=5, grace=5, mortal=frozenset())
     assert pool.pids() == []
 

@@ -20,7 +20,7 @@ __all__ = ["ThreadCollectives", "thread_ranks"]
 
 T = TypeVar("T")
 
-_TIMEOUT_S = 20.0
+_TIMEOUT_S = 100.0
 
 
 class ThreadCollectives(Collectives):

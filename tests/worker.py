@@ -1,12 +1,6 @@
-"""The far side of the rank pool: a zygote that forks ranks, and the loop that each rank runs.
+"""The far side of the rank pool: the loop that each rank runs.
 
 ::
-
-    pytest ──control socket──► zygote    imports torch, fbgemm, torchrec and shardrec once, runs nothing
-      │                          │ fork (milliseconds; the imported pages are shared)
-      └──────channel──────────► rank 0, rank 1, …    one call after another
-
-A call on its channel::
 
     pytest              rank
       │── Call ──────────►│  join a fresh gloo group
@@ -19,8 +13,6 @@ A call on its channel::
 GO comes when every rank has joined: a rank that dies at once would otherwise fail the rendezvous of its peers. RELEASE
 comes when every rank has replied: a rank keeps its connections while a peer may still use them, and a collective that
 not all ranks join shows up as a hang with a stack.
-
-The zygote and its one request at a time follow the same idea as Android's zygote and Python's ``forkserver``.
 """
 
 from __future__ import annotations
@@ -28,37 +20,32 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
-import importlib
+import multiprocessing
 import os
 import pickle
 import random
 import signal
 import socket
-import struct
 import sys
 import threading
-import time
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any, NoReturn
+from typing import Any
 
 __all__ = [
-    "FORK",
     "GO",
     "HOST",
     "JOINED",
-    "MESSAGE",
-    "READY",
-    "REAP",
     "RELEASE",
     "SEED",
     "Call",
     "Reply",
     "launch_environment",
+    "quiet_environment",
     "serve",
 ]
 
@@ -66,13 +53,8 @@ HOST = "127.0.0.1"
 SEED = 20
 """Seed of torch, numpy and random at the start of every test, and of every rank at the start of every call."""
 
-# The zygote's messages: one letter and one number, both ways. FORK carries the store's port and three descriptors and
-# is answered with a process id; REAP carries a process id and is answered with an exit code.
-MESSAGE = struct.Struct("=cq")
-READY, FORK, REAP = b"+", b"F", b"R"
 JOINED, GO, RELEASE = b"joined", b"go", b"release"
 
-_REAP_S = 5.0
 _MAX_CLOSING = 8
 
 
@@ -135,89 +117,40 @@ def launch_environment(call: Call, port: int) -> dict[str, str]:
     }
 
 
-# ---------------------------------------------------------------------------------------------------------- zygote
+def quiet_environment() -> dict[str, str]:
+    """Variables for one-threaded ranks that talk over the loopback interface and do not chat on stderr."""
+    names = [name for _, name in socket.if_nameindex()]
+    loopback = next((name for name in ("lo", "lo0") if name in names), None)
+    interfaces = {} if loopback is None else {"GLOO_SOCKET_IFNAME": loopback, "TP_SOCKET_IFNAME": loopback}
+    return {
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # otherwise every rank that compiles starts a pool of its own
+        "KINETO_LOG_LEVEL": "99",
+        **interfaces,
+    }
 
 
-def serve(control_fd: int, modules: Sequence[str]) -> None:
-    """Import everything once, then fork a rank for each FORK until the control socket closes.
+def serve(port: int, channel: Connection, log: str, stack: str) -> None:
+    """Run calls until the channel closes, then end the process without its clean-up.
 
     Args:
-        control_fd: this process's end of a stream socket pair.
-        modules: full names of the modules to import.
-
-    Raises:
-        RuntimeError: an import started a thread, so that a fork would copy locks that nobody releases.
+        port: of the pool's store.
+        channel: carries calls and replies.
+        log: file that takes stdout and stderr; whatever is there stays, and the pool truncates it.
+        stack: the same for faulthandler: fatal signals, and every thread's stack on SIGUSR1.
     """
-    control = socket.socket(fileno=control_fd)
-    _preload(modules)
-    control.sendall(MESSAGE.pack(READY, 0))
-    children: set[int] = set()
-    try:
-        while True:
-            message, fds, _, _ = socket.recv_fds(control, MESSAGE.size, 3, socket.MSG_WAITALL)
-            if len(message) < MESSAGE.size:
-                return
-            kind, number = MESSAGE.unpack(message)
-            if kind == FORK:
-                answer = os.fork()
-                if answer == 0:
-                    control.close()
-                    _become_rank(number, *fds)
-                children.add(answer)
-                for fd in fds:
-                    os.close(fd)
-            else:
-                answer = _reap(number)
-                children.discard(number)
-            control.sendall(MESSAGE.pack(kind, answer))
-    finally:
-        for child in children:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-
-
-def _preload(modules: Sequence[str]) -> None:
-    for module in modules:
-        importlib.import_module(module)
-    threads = _threads()
-    if threads != 1:
-        known = ", ".join(thread.name for thread in threading.enumerate())
-        raise RuntimeError(
-            f"{threads} threads run after importing {', '.join(modules)} (Python knows of {known}); ranks are forked "
-            "from this process, which needs exactly one: start threads at first use instead of at import"
-        )
-    # Collected once here and never looked at again: collections in a rank stay cheap and do not copy shared pages.
-    gc.collect()
-    gc.freeze()
-
-
-def _threads() -> int:
-    tasks = "/proc/self/task"
-    return len(os.listdir(tasks)) if os.path.isdir(tasks) else threading.active_count()
-
-
-def _reap(pid: int) -> int:
-    """Exit code of a child that is about to end; minus the signal's number if a signal ended it."""
-    give_up = time.monotonic() + _REAP_S
-    while True:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        if time.monotonic() > give_up:
-            os.kill(pid, signal.SIGKILL)
-        time.sleep(0.0005)
-
-
-def _become_rank(port: int, channel_fd: int, log_fd: int, stack_fd: int) -> NoReturn:
-    """Run calls until the channel closes, then exit without the zygote's clean-up."""
     code = 1
     try:
+        os.setsid()  # Ctrl-C is for pytest, which then closes the pool
+        multiprocessing.set_start_method(None, force=True)  # the usual one, as in a process that was not forked
+        log_fd, stack_fd = (os.open(path, os.O_WRONLY | os.O_APPEND) for path in (log, stack))
         os.dup2(log_fd, 1)
         os.dup2(log_fd, 2)
         faulthandler.enable(stack_fd)
         faulthandler.register(signal.SIGUSR1, stack_fd, all_threads=True)
-        _Rank(port).run(Connection(channel_fd))
+        threading.Thread(target=_end_with_pytest, name="end-with-pytest", daemon=True).start()
+        _Rank(port).run(channel)
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -227,7 +160,12 @@ def _become_rank(port: int, channel_fd: int, log_fd: int, stack_fd: int) -> NoRe
         os._exit(code)
 
 
-# ------------------------------------------------------------------------------------------------------------ rank
+def _end_with_pytest() -> None:
+    """A rank that is busy when pytest is killed does not see its channel close."""
+    pytest = multiprocessing.parent_process()
+    assert pytest is not None, "the pool started this process"
+    pytest.join()
+    os._exit(1)
 
 
 class _Rank:

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -139,10 +138,3 @@ class TestEnding:
         monkeypatch.setenv("RANK", "0")
         ended_by_error(InputError("rank 0: bad batch"))
         assert capsys.readouterr().err == "shardrec, rank 0: error: rank 0: bad batch\n"
-
-
-@pytest.mark.slow
-def test_help_is_fast() -> None:
-    begin = time.perf_counter()
-    assert run("--help").returncode == 0
-    assert time.perf_counter() - begin < 1.5

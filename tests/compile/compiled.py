@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 import torch
-import torch._inductor.compile_fx  # for the ranks, too: tests.rank_process
+import torch._inductor.compile_fx  # for the ranks, too: tests.rank_pool
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward
@@ -226,6 +226,12 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.detach() if full is None else full().detach()
 
 
+def kept(model: ShardedModel) -> list[Any]:
+    """What a traced model keeps for a backward."""
+    traced = [vars(one)["_traced"] for one in model._sharded if "_traced" in vars(one)]
+    return [call for one in traced for call in one.twin.program._kept]
+
+
 def assert_trains_alike(
     name: str,
     mode: str,
@@ -262,6 +268,9 @@ def assert_trains_alike(
             watched = exchanges is not None and step == steps - 1
             for run, opt in zip((compiled, reference), optimizers, strict=True):
                 opt.zero_grad()
+                if step == 1 and not dist.is_initialized():  # DistributedDataParallel makes another graph of it
+                    run(dense, features)  # its backward never comes
+                    assert not kept(model), "nothing is left behind"
                 with CollectiveOperators() if watched and run is compiled else nullcontext() as called:
                     out = run(dense, features)
                     losses.append(out)

@@ -29,14 +29,12 @@ def slow_unless(fast: bool, *values: str) -> Any:
 
 @pytest.mark.parametrize(("name", "mode"), [slow_unless((name, mode) in ONE, name, mode) for name, mode in PAIRS])
 def test_one_rank(name: str, mode: str) -> None:
-    # Traced models are compiled for one size and then for all, towers and the others for all at once, in half the time.
-    dynamic = True if mode == "boundary" or name == "towers" else None
-    assert_trains_alike(name, mode, fullgraph=mode == "traced", dynamic=dynamic)
+    # Compiled for all sizes at once, which takes half the time; test_shapes.py has models compiled for one size first.
+    assert_trains_alike(name, mode, fullgraph=mode == "traced", dynamic=True)
 
 
 @pytest.mark.parametrize(("name", "mode"), [slow_unless(pair in FAST, *pair) for pair in PAIRS])
 def test_two_ranks(name: str, mode: str) -> None:
-    # Compiled for all sizes at once, which takes half the time.
     ranks(
         2,
         assert_trains_alike,

@@ -179,13 +179,13 @@ def test_inclusion_is_how_often_an_item_is_a_candidate() -> None:
     rows = [torch.multinomial(1 / torch.arange(1, 41.0), 4, generator=generator).tolist() for _ in range(200)]
     sampler = BatchSampler(interactions(rows, 40), users_per_batch=4, num_negatives=5)
     seen, expected = torch.zeros(40), torch.zeros(40)
-    batches = [batch for _ in range(8) for batch in sampler.epoch()]
+    batches = [batch for _ in range(4) for batch in sampler.epoch()]
     for batch in batches:
         candidates = batch.items["item"].values()
         seen[candidates] += 1 / len(batches)
         expected[candidates] = batch.log_inclusion.exp()
-    # 400 batches: four standard deviations of a share are at most 0.1.
-    assert (seen - expected).abs().max() < 0.1
+    # 200 batches: four standard deviations of a share are at most 0.142.
+    assert (seen - expected).abs().max() < 0.15
     assert expected.max() - expected.min() > 0.3
 
 

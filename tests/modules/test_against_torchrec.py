@@ -276,6 +276,9 @@ def same(cut: str, hosts: int = 1) -> list[Setting]:
         if optimizer == "rowwise_adagrad" and several_stripes:
             continue
         found += [Setting(cut=cut, weighted=weighted, optimizer=optimizer, hosts=hosts) for weighted in (False, True)]
+        # The optimizer sees a gradient per row, whatever it comes from.
+        if optimizer not in (None, "adagrad"):
+            continue
         if cut != "grid":
             found.append(Setting(cut=cut, pooling=MEAN, optimizer=optimizer, hosts=hosts))
         if cut in ("table_wise", "row_wise", "column_wise"):

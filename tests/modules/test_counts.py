@@ -24,7 +24,7 @@ from tests.modules.parity import random_case
 from tests.plans import CUTS, cut_plan, random_plan, sums_inside_hosts, topologies_of
 from tests.ranks import ranks
 
-STEPS = 3
+STEPS = 2
 
 
 class Plain(nn.Module):
@@ -96,8 +96,7 @@ def test_every_cut(cut: str, world_size: int) -> None:
         rng = Random(cut)
         configs = random_configs(rng)
         plan = cut_plan(cut, rng, table_sizes(configs, "sparse"), rng.choice(topologies_of(world_size)))
-        for optimizer in ("adagrad", "rowwise_adagrad") if world_size == 2 else ("rowwise_adagrad",):
-            count_click_steps(configs, plan, optimizer, rng)
+        count_click_steps(configs, plan, "adagrad" if world_size == 2 else "rowwise_adagrad", rng)
 
     ranks(world_size, rank_main)
 

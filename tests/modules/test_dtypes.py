@@ -242,8 +242,9 @@ def compare_states(setting: Setting, model: ShardedModel, name: str, whole: Tens
         assert torch.allclose(state, part, rtol=1e-4 + 8 * unit, atol=ATOL + 8 * unit), f"{where}: {name} sum"
 
 
+@pytest.mark.slow  # tests/parity trains these tables, and all others, beside the unsharded ones
 @pytest.mark.parametrize("pooled", [True, False], ids=["bags", "sequences"])
-@pytest.mark.parametrize("world_size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4))])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_trained_as_float32_tables_that_are_rounded(world_size: int, pooled: bool) -> None:
     def rank_main() -> None:
         for cut in sorted(CUTS):

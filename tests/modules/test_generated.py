@@ -29,15 +29,15 @@ def on_two_ranks(executor: str, kind: Kind, seed: int, batches: int) -> None:
 
 @pytest.mark.parametrize("kind", [PLAIN, MIXED, WEIGHTED, SIZES], ids=str)
 def test_eager(kind: Kind) -> None:
-    assert_seen(campaign("eager", kind, 1, 60), 60)
+    assert_seen(campaign("eager", kind, 1, 40), 40)
 
 
 def test_eager_on_two_ranks() -> None:
-    on_two_ranks("eager", MIXED, 2, 60)
+    on_two_ranks("eager", MIXED, 2, 40)
 
 
 def test_scripted() -> None:
-    assert_seen(campaign("scripted", MIXED, 3, 60), 60)
+    assert_seen(campaign("scripted", MIXED, 3, 40), 40)
 
 
 def test_constants_are_kept_for_few_orders_of_keys() -> None:

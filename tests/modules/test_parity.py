@@ -10,7 +10,7 @@ import pytest
 from tests.modules.parity import check, random_case
 from tests.ranks import ranks
 
-CHUNK = 25
+CHUNK = 16
 
 
 def check_seeds(first: int, world_size: int) -> None:

@@ -26,6 +26,7 @@ __all__ = [
     "FEW_FORMATS",
     "FORMATS",
     "MIXTURE",
+    "SIZES",
     "WEIGHTS",
     "WORLDS",
     "Case",
@@ -46,6 +47,7 @@ POOLINGS = {"sum": PoolingType.SUM, "mean": PoolingType.MEAN}
 DTYPES = {"fp32": DataType.FP32, "fp16": DataType.FP16, "bf16": DataType.BF16}
 WEIGHTS = ("none", "given", "learned")
 WORLDS = (1, 2, 4)
+SIZES = ("one", "each")
 FORMATS: tuple[WireType, ...] = ("fp16", "bf16", "int8")
 FEW_FORMATS: list[tuple[int, WireType]] = [(1, "fp16"), (2, "fp16"), (2, "bf16"), (2, "int8"), (4, "int8")]
 """Numbers of ranks and formats that have each of both: for tests that are to be fast."""

@@ -23,6 +23,7 @@ __all__ = [
     "Bags",
     "Numbers",
     "Rows",
+    "Three",
     "assert_equal",
     "batch",
     "check",
@@ -224,3 +225,13 @@ def assert_equal(got: Any, expected: Any) -> None:
             assert_equal(got[key], its)
     else:
         assert got == expected
+
+
+class Three(nn.Module):
+    """The base of the models: three lookups of each kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = Bags("a"), Bags("b"), Bags("c")
+        self.r, self.s = Rows("r"), Rows("s")
+        self.m, self.n = Numbers("m"), Numbers("n")

@@ -30,8 +30,7 @@ def batch() -> KeyedJaggedTensor:
     return KeyedJaggedTensor(keys=keys, values=torch.ones(len(keys)).long(), lengths=torch.ones(len(keys)).long())
 
 
-@pytest.mark.parametrize("transport", ["auto", "group"])
-@pytest.mark.parametrize("portable", [True, False])
+@pytest.mark.parametrize(("transport", "portable"), [("auto", True), ("group", False)])
 def test_exchanges_in_forks_are_refused(transport: str, portable: bool) -> None:
     def rank_main() -> None:
         model = shard(TwoForks(collection(CONFIGS), collection(CONFIGS)), plan(2, "one", "two"), transport=transport)

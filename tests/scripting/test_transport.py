@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import os
-import time
 from random import Random
 from typing import Any
 
@@ -67,23 +66,32 @@ def through_shared_memory(run: Any, *args: Any) -> tuple[int, int]:
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_transports_are_alike_to_the_last_bit(world_size: int) -> None:
+    """Through shared memory and the process group, portable and not."""
+
     def rank_main() -> None:
-        found: dict[str, list[Tensor]] = {}
+        found: dict[bool, list[list[Tensor]]] = {True: [], False: []}
         for transport in ("auto", "group"):
-            model, bags = scorer(transport)  # type: ignore[arg-type]
-            scripted = shardrec.script(model)
-            found[transport] = trained(scripted, model, bags)
-            inside, all_of_them = through_shared_memory(scripted, bags.kjt())
-            assert all_of_them == 3, "header, payload, output"
-            assert inside == (3 if transport == "auto" else 0)
-        assert all(torch.equal(*pair) for pair in zip(found["auto"], found["group"], strict=True))
+            for portable in (True, False):
+                model, bags = scorer(transport)  # type: ignore[arg-type]
+                scripted = shardrec.script(model, portable=portable)
+                found[portable].append(trained(scripted, model, bags))
+                if portable:
+                    inside, all_of_them = through_shared_memory(scripted, bags.kjt())
+                    assert all_of_them == 3, "header, payload, output"
+                    assert inside == (3 if transport == "auto" else 0)
+                else:
+                    with CountCollectives() as counts:
+                        scripted(bags.kjt()).sum().backward()
+                    assert counts == {"all_to_all": 4}, "header, payload, output, gradient"
+        for near, far in found.values():
+            assert all(torch.equal(*pair) for pair in zip(near, far, strict=True))
+        torch.testing.assert_close(found[True], found[False])
 
     ranks(world_size, rank_main)
 
 
-@pytest.mark.parametrize("portable", [True, False])
-def test_two_hosts_of_two_ranks_are_alike_too(portable: bool) -> None:
-    def rank_main() -> None:
+def test_two_hosts_of_two_ranks_are_alike_too() -> None:
+    def near(portable: bool) -> list[Tensor]:
         real = handshake.host_identity
         handshake.host_identity = lambda: f"{real()} {dist.get_rank() // 2}"
         try:
@@ -91,10 +99,13 @@ def test_two_hosts_of_two_ranks_are_alike_too(portable: bool) -> None:
         finally:
             handshake.host_identity = real
         assert len(model.context.collectives.far) == 2  # type: ignore[attr-defined]
-        plain, _ = scorer("group")
-        expected = trained(shardrec.script(plain, portable=portable), plain, bags)
-        found = trained(shardrec.script(model, portable=portable), model, bags)
-        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+        return trained(shardrec.script(model, portable=portable), model, bags)
+
+    def rank_main() -> None:
+        for portable in (True, False):
+            plain, bags = scorer("group")
+            expected = trained(shardrec.script(plain, portable=portable), plain, bags)
+            assert all(torch.equal(*pair) for pair in zip(near(portable), expected, strict=True))
 
     ranks(4, rank_main)
 
@@ -173,34 +184,17 @@ def test_a_rank_that_dies_ends_the_others_steps(portable: bool) -> None:
         dist.barrier()
         if dist.get_rank() == 1:
             os._exit(3)
-        start = time.monotonic()
         words = r"the \S+ exchange (failed, because rank 1's process \d+ has ended|cannot be made after a failure)"
         with pytest.raises(shardrec.PeerError, match=words):
             scores.sum().backward()
         with pytest.raises(RuntimeError, match=words):
             scripted(bags.kjt())
-        assert time.monotonic() - start < 10
         return "told"
 
-    told, died = ranks(2, rank_main, expect_death={1}, timeout=40)
+    # Without the death it would take the group's time limit, which comes after this one.
+    told, died = ranks(2, rank_main, expect_death={1}, timeout=90)
     assert told == "told"
     assert isinstance(died, RankDied)
-
-
-@pytest.mark.parametrize(
-    ("world_size", "transport"),
-    [(2, "auto"), (2, "group"), *(pytest.param(4, one, marks=pytest.mark.slow) for one in ("auto", "group"))],
-)
-def test_what_is_not_portable_is_alike(world_size: int, transport: Transport) -> None:
-    def rank_main() -> None:
-        (one, bags), (two, _) = scorer(transport), scorer(transport)
-        scripted = shardrec.script(one, portable=False)
-        torch.testing.assert_close(trained(scripted, one, bags), trained(shardrec.script(two), two, bags))
-        with CountCollectives() as counts:
-            scripted(bags.kjt()).sum().backward()
-        assert counts == {"all_to_all": 4}, "header, payload, output, gradient"
-
-    ranks(world_size, rank_main)
 
 
 def test_what_is_not_portable_goes_back_twice_and_is_given_back() -> None:

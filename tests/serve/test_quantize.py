@@ -83,9 +83,10 @@ def answers(seed: int, weights: str) -> list[Tensor]:
     own = [one.kjt() for one in bags[rank::world_size]]
     found = [pooled(one).values() for one in own]
     assert not any(one.requires_grad for one in found)
-    scripted = shardrec.script(pooled)
-    with torch.no_grad():
-        assert all(torch.equal(scripted(one).values(), other) for one, other in zip(own, found, strict=True))
+    if seed == 0:  # other seeds: test_rows_are_the_whole_tables_and_scripted_is_eager_exactly
+        scripted = shardrec.script(pooled)
+        with torch.no_grad():
+            assert all(torch.equal(scripted(one).values(), other) for one, other in zip(own, found, strict=True))
     return found
 
 

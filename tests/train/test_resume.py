@@ -87,7 +87,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("cut", [3, 6, 23, 24, 31, 48])
+@pytest.mark.parametrize("cut", [3, 6, pytest.param(23, marks=pytest.mark.slow), 24, 31, 48])
 def test_a_run_that_is_broken_off_goes_on_as_if_nothing_had_happened(
     cut: int, undisturbed: Path, tmp_path: Path
 ) -> None:

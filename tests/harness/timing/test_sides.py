@@ -54,7 +54,11 @@ def differences(case: Case, one: dict[str, Any], other: dict[str, Any]) -> dict[
         (Case(layout="planner", mode="forward", ids="zipf", **TINY), ("torchrec",)),
         (Case(layout="table_wise", mode="train", ranks=1, **TINY), ("torchrec", "torch", "kernels")),
         (Case(layout="table_wise", mode="train", transport="group", **TINY), ()),
-        (Case(layout="mixed", mode="train", optimizer="adagrad", kernels="fbgemm", **TINY), ("torchrec",)),
+        pytest.param(
+            Case(layout="mixed", mode="train", optimizer="adagrad", kernels="fbgemm", **TINY),
+            ("torchrec",),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=lambda value: value.key if isinstance(value, Case) else "",
 )

@@ -87,7 +87,7 @@ def packed_at_random(rng: Random, encoded: Encoded) -> tuple[Packing, list[tuple
     return packing, put
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(rng=randoms())
 def test_the_bound_holds(rng: Random) -> None:
     problem = nearly(rng, random_problem(rng))

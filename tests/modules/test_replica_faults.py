@@ -1,0 +1,220 @@
+"""Replicas of a sharded group: options that do not fit are refused, and what fails in one fails in all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardrec.errors import ConfigError, InputError, PeerError, PlanError
+from shardrec.layout import Topology
+from shardrec.modules import shard
+from shardrec.modules.replicas import ReplicaOptions
+from tests.batches import Bags, joined
+from tests.models import (
+    ClickModel,
+    click_model,
+    collection,
+)
+from tests.modules.clicks import (
+    CONFIGS,
+    ROWS,
+    SIZES,
+    assert_tables_equal,
+    mixed_plan,
+)
+from tests.modules.replicated import Steps, click_loss, replicated
+from tests.plans import random_plan
+from tests.ranks import ranks
+
+
+def build(plan_ranks: int | None = 2, **kwargs: Any) -> None:
+    model = click_model(CONFIGS)
+    shard(model, None if plan_ranks is None else mixed_plan(plan_ranks), **kwargs)
+
+
+MISFITS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"replicas": 3}, ConfigError, r"replicas=3 cannot share 4 rank\(s\) evenly; give a divisor of 4 \(1, 2, 4\)"),
+    ({"replicas": 3, "plan_ranks": None}, ConfigError, "replicas=3 cannot share"),
+    ({"replicas": 0}, ConfigError, "replicas=0; there is at least one copy"),
+    ({"replicas": 2, "sync_every": 0}, ConfigError, "sync_every=0; replicas are averaged after 1 step or more"),
+    ({"sync_every": 2, "plan_ranks": 4}, ConfigError, "sync_every=2 without replicas"),
+    (
+        {"replicas": 2, "plan_ranks": 4},
+        PlanError,
+        r"plan is for 4 ranks and each of the 2 replicas has 2 .* plan for 2, with .*Topology\(ranks_per_host=2\)",
+    ),
+]
+
+
+def test_options_that_do_not_fit() -> None:
+    """On all ranks, or on one of them: all raise."""
+
+    def rank_main() -> None:
+        for kwargs, error, words in MISFITS:
+            with pytest.raises(error, match=words):
+                build(**kwargs)
+            with pytest.raises(error, match=f"rank 3: .*{words}" if dist.get_rank() != 3 else words):
+                build(**(kwargs if dist.get_rank() == 3 else {"replicas": 2}))
+        build(replicas=2)
+
+    ranks(4, rank_main)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_ranks_that_ask_for_different_replicas(replicas: int) -> None:
+    odd: list[tuple[dict[str, Any], str]] = [
+        ({"replicas": 4, "plan_ranks": 1}, "rank 2: replicas=4, sync_every=1"),
+        ({"replicas": replicas, "sync_every": 5}, "rank 2: .* sync_every=5"),
+        ({"replicas": replicas, "sync_optimizer": False}, "rank 2: .* sync_optimizer=False"),
+        ({"plan_ranks": 4}, "rank 2: replicas=None"),
+    ]
+
+    def rank_main() -> None:
+        for kwargs, words in odd:
+            with pytest.raises(ConfigError, match="the ranks ask for different replicas.*\n.*\n.*\n  " + words):
+                build(**(kwargs if dist.get_rank() == 2 else {"replicas": replicas, "plan_ranks": 4 // replicas}))
+
+    ranks(4, rank_main)
+
+
+def test_plans_that_differ_between_replicas() -> None:
+    def rank_main() -> None:
+        inside = random_plan(Random(dist.get_rank() // 3), SIZES, Topology(ranks_per_host=2))
+        with pytest.raises(PlanError, match=r"the plan of rank\(s\) 3 differs"):
+            shard(click_model(CONFIGS), inside, replicas=2)
+
+    ranks(4, rank_main)
+
+
+def test_the_default_plan_is_for_a_replica() -> None:
+    def rank_main() -> tuple[int, int]:
+        topology = shard(click_model(CONFIGS), replicas=2).plan.topology
+        return topology.hosts, topology.ranks_per_host
+
+    assert ranks(4, rank_main, hosts=2) == [(1, 2)] * 4
+    assert ranks(4, rank_main, hosts=4) == [(2, 1)] * 4
+
+
+def test_options_name_every_fault() -> None:
+    assert len(ReplicaOptions(replicas=3, sync_every=-1).faults(4)) == 2
+    assert ReplicaOptions(replicas=2, sync_every=7).faults(4) == []
+
+
+def spoiled(bags: Bags) -> Bags:
+    ids = {**bags.ids, "tag": [[999] for _ in range(bags.size)]}
+    return Bags(keys=bags.keys, size=bags.size, ids=ids)
+
+
+@pytest.mark.parametrize("accumulating", [False, True])
+def test_a_bad_batch_fails_in_every_replica(accumulating: bool) -> None:
+    """At the same step, with the guilty ranks' own numbers; no weight has changed and training goes on."""
+
+    def rank_main() -> list[tuple[tuple[int, ...], str]]:
+        rank, found = dist.get_rank(), []
+        model = replicated(click_model(CONFIGS), mixed_plan(2), replicas=2)
+        reference = click_model(CONFIGS)
+        steps = Steps(ROWS)
+
+        def good() -> None:
+            bags, dense, labels = steps.draw()
+            click_loss(model, dense[steps.mine], bags[rank], labels[steps.mine]).backward()
+            click_loss(reference, dense, joined(bags), labels).backward()
+
+        for guilty in [(1,), (2,), (0, 3), (0, 1, 2, 3)]:
+            good()
+            model.sync_replicas()
+            before = [parameter.detach().clone() for parameter in model.parameters()]
+            bags, dense, _ = steps.draw()
+            features = (spoiled(bags[rank]) if rank in guilty else bags[rank]).kjt()
+            with (
+                pytest.raises(InputError) as caught,
+                model.no_sync() if accumulating else contextlib.nullcontext(),
+            ):
+                model(dense[steps.mine], features)
+            assert all(torch.equal(one, two) for one, two in zip(model.parameters(), before, strict=True))
+            found.append((guilty, str(caught.value)))
+        good()
+        good()
+        model.sync_replicas()
+        assert_tables_equal(model.module, reference, "after")
+        return found
+
+    first, *others = ranks(4, rank_main)
+    assert others == [first] * 3
+    for guilty, text in first:
+        for rank in range(4):
+            assert (f"rank {rank}: feature 'tag' of table 'sparse.tags': id 999" in text) == (rank in guilty), text
+
+
+class FailsLate(ClickModel):
+    """Raises on some ranks, after the last header."""
+
+    guilty: tuple[int, ...] = ()
+
+    def forward(self, dense: Tensor, features: Any) -> Tensor:
+        logits = super().forward(dense, features)
+        if dist.get_rank() in self.guilty:
+            raise KeyError("no such column")
+        return logits
+
+
+def test_an_error_after_the_last_header() -> None:
+    def rank_main() -> str:
+        model = replicated(FailsLate(collection(CONFIGS, optimizers="sgd"), pooled=32), mixed_plan(2), replicas=2)
+        bags, dense, _ = Steps(ROWS).draw()
+        batch = dense[:3], bags[0].kjt()
+        model(*batch).sum().backward()
+        model.module.guilty = (2,)
+        with pytest.raises(InputError) as caught:
+            model(*batch)
+        assert isinstance(caught.value.__cause__, KeyError) == (dist.get_rank() == 2)
+        model.module.guilty = ()
+        model(*batch).sum().backward()
+        return str(caught.value)
+
+    assert ranks(4, rank_main) == ["rank 2: the model's forward failed: KeyError: 'no such column'"] * 4
+
+
+def test_ranks_in_different_steps() -> None:
+    """A replica that left out a batch, or is inside no_sync while others are not, is told before any waits."""
+
+    def rank_main() -> str:
+        model = replicated(click_model(CONFIGS), mixed_plan(2), replicas=2, sync_every=9)
+        bags, dense, _ = Steps(ROWS).draw()
+        accumulate = dist.get_rank() >= 2
+        with (
+            pytest.raises(InputError) as caught,
+            model.no_sync() if accumulate else contextlib.nullcontext(),
+        ):
+            model(dense[:3], bags[0].kjt())
+        return str(caught.value)
+
+    text = ranks(4, rank_main)[0]
+    assert "rank 1: 0 step(s) since the last sync, outside no_sync" in text
+    assert "rank 2: 0 step(s) since the last sync, inside no_sync" in text
+
+
+def test_a_rank_that_is_gone() -> None:
+    """Its replica and its peers notice; as they end, those notice who waited for them. No one needs the timeout."""
+
+    def rank_main() -> None:
+        model = replicated(click_model(CONFIGS), mixed_plan(2), replicas=2)
+        bags, dense, _ = Steps(ROWS).draw()
+        for step in range(4):
+            if step == 2 and dist.get_rank() == 1:
+                os._exit(3)
+            try:
+                model(dense[:3], bags[0].kjt()).sum().backward()
+            except PeerError as error:
+                os._exit(7 if "start all the ranks again" in str(error) else 8)
+
+    results = ranks(4, rank_main, expect_death=range(4), timeout=30.0)
+    codes = [result.code for result in results]
+    assert codes == [7, 3, 7, 7]
