@@ -98,6 +98,7 @@ class _Source:
         self._ranks = ranks
         self._stack = stack
         self._open: dict[int, OpenFile] = {}
+        self._held: dict[str, HeldTensor] = {}
         self.rank_state: dict[str, Tensor] = {}
 
     def verify(self, model: ShardedModel, optimizer: torch.optim.Optimizer | None) -> str:
@@ -107,7 +108,7 @@ class _Source:
             The data folder's name, which is another one for each save.
         """
         self.manifest = read_manifest(self._folder)
-        wanted = model_tensors(model)
+        self._held = wanted = model_tensors(model)
         faults = _faults(self.manifest, wanted) + optimizer_faults(model, optimizer, self.manifest)
         if faults:
             raise ConfigError(
@@ -159,7 +160,7 @@ class _Source:
             for name, one in manifest.tensors.items()
             if name.startswith(start) and len(manifest.files) == self._ranks.size
         }
-        targets = model_tensors(model) | state_targets(model, optimizer, manifest)
+        targets = self._held | state_targets(model, optimizer, manifest)
         targets |= {name: held(value, saved=False) for name, value in own.items()}
         for name, target in targets.items():
             saved = manifest.tensors[name]
