@@ -11,7 +11,7 @@ said to be saved; in the end its weights, optimizer states and curve must equal 
 process, no shared memory, no temporary file may be left that the reference does not leave, too.
 
 The phases are struck equally often: each strike waits for one of those that were struck least. A run that has saved its
-last step is left alone and compared, and the next one begins.
+last step is left alone and compared, and the next one begins. SIGTERM ends a campaign with the run that is under way.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ class Campaign:
         self.blows: Counter[tuple[str, str]] = Counter()
         self.compared = 0
         self._last_step = 0
+        self._kills = 0
 
     @property
     def struck(self) -> int:
@@ -73,6 +74,7 @@ class Campaign:
 
     def run(self, kills: int) -> None:
         """Strike ``kills`` times, and compare every run that comes to its end, the last one included."""
+        self._kills = kills
         before = shared_memory()
         reference = self._job("reference")
         reference.start()
@@ -83,9 +85,13 @@ class Campaign:
             raise SystemExit(f"the undisturbed run failed:\n{reference.log()}")
         self._last_step = reference.acknowledged
         usual = leftovers(self._folder, before)
-        while self.struck < kills:
-            self._disturbed(self._job(f"run-{self.compared}"), reference, kills)
+        while self.struck < self._kills:
+            self._disturbed(self._job(f"run-{self.compared}"), reference)
             self.lost += [f"left behind: {item}" for item in leftovers(self._folder, before) if item not in usual]
+
+    def strike_no_more(self) -> None:
+        """Let the run under way come to its end, and end with it."""
+        self._kills = self.struck
 
     def end(self) -> None:
         """End whatever still runs."""
@@ -97,10 +103,10 @@ class Campaign:
         self._jobs.append(job)
         return job
 
-    def _disturbed(self, job: Job, reference: Job, kills: int) -> None:
+    def _disturbed(self, job: Job, reference: Job) -> None:
         job.start()
         while job.alive():
-            if self.struck < kills and job.acknowledged < self._last_step:
+            if self.struck < self._kills and job.acknowledged < self._last_step:
                 self._strike(job)
             elif job.wait(_REACTION_S) is None:
                 self._lose(job, "hangs")
@@ -187,9 +193,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=2, help="of each run (default: 2)")
     parser.add_argument("--timeout", type=float, default=3.0, help="seconds until a stopped rank is dead (default: 3)")
     given = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="shardrec-campaign-") as folder:
         campaign = Campaign(Path(folder), ranks=given.ranks, seed=given.seed, timeout=given.timeout)
+        signal.signal(signal.SIGTERM, lambda *_: campaign.strike_no_more())
         begin = time.monotonic()
         try:
             campaign.run(given.kills)
