@@ -36,10 +36,10 @@ from zlib_ng.zlib_ng import crc32
 from shardrec.checkpoint.parts import Rect, as_matrix
 from shardrec.errors import CheckpointError
 
-__all__ = ["BLOCK_BYTES", "DTYPES", "OpenFile", "SavedFile", "as_bytes", "sync_folder", "write_file"]
+__all__ = ["BLOCK_BYTES", "CACHED_BYTES", "DTYPES", "OpenFile", "SavedFile", "as_bytes", "sync_folder", "write_file"]
 
 BLOCK_BYTES = 16 * 2**20
-_CACHED_BYTES = 2**19
+CACHED_BYTES = 2**19
 """What is summed and written, or read and summed, at once: it stays in the processor's second cache in between."""
 
 DTYPES = {
@@ -93,7 +93,7 @@ class _Writer:
         while data:
             if self.size % BLOCK_BYTES == 0:
                 self.checksums.append(0)
-            part = data[: min(_CACHED_BYTES, BLOCK_BYTES - self.size % BLOCK_BYTES)]
+            part = data[: min(CACHED_BYTES, BLOCK_BYTES - self.size % BLOCK_BYTES)]
             self.checksums[-1] = crc32(part, self.checksums[-1])
             self._file.write(part)
             self.size += len(part)
@@ -155,7 +155,6 @@ class OpenFile:
     def __init__(self, folder: Path, file: SavedFile, stack: ExitStack) -> None:
         self._path = folder / file.name
         self._file = file
-        self._buffer = memoryview(bytearray(_CACHED_BYTES))
         self._descriptor = os.open(self._path, os.O_RDONLY)
         stack.callback(os.close, self._descriptor)
         size = os.fstat(self._descriptor).st_size
@@ -165,8 +164,12 @@ class OpenFile:
     def _damaged(self, how: str) -> CheckpointError:
         return CheckpointError(f"{self._path} {how}; load an older checkpoint, or restore this one from a copy")
 
-    def verify(self, block: int) -> None:
+    def verify(self, block: int, buffer: memoryview) -> None:
         """Compare a block with its checksum.
+
+        Args:
+            block: its number.
+            buffer: to read into, of a size that stays in the processor's cache.
 
         Raises:
             CheckpointError: naming the file, and where in it the damage is.
@@ -174,8 +177,8 @@ class OpenFile:
         start = block * BLOCK_BYTES
         end = min(start + BLOCK_BYTES, self._file.size)
         checksum = 0
-        for place in range(start, end, _CACHED_BYTES):
-            part = self._buffer[: end - place]
+        for place in range(start, end, len(buffer)):
+            part = buffer[: end - place]
             self._read(part, place)
             checksum = crc32(part, checksum)
         if checksum != self._file.checksums[block]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardrec.checkpoint.agree import Ranks
-from shardrec.checkpoint.files import BLOCK_BYTES, DTYPES, OpenFile
+from shardrec.checkpoint.files import BLOCK_BYTES, CACHED_BYTES, DTYPES, OpenFile
 from shardrec.checkpoint.manifest import MANIFEST, PARTIAL, Manifest, SavedTensor, leftovers, read_manifest
 from shardrec.checkpoint.optimizer import load_settings, optimizer_faults, state_targets
 from shardrec.checkpoint.parts import HeldTensor, as_matrix, held
@@ -119,8 +119,9 @@ class _Source:
             self._find_strangers()
         blocks = [(number, block) for number, file in enumerate(self.manifest.files) for block in range(file.blocks)]
         rank, size = self._ranks.rank, self._ranks.size
+        buffer = memoryview(bytearray(CACHED_BYTES))
         for number, block in blocks[len(blocks) * rank // size : len(blocks) * (rank + 1) // size]:
-            self._file(number).verify(block)
+            self._file(number).verify(block, buffer)
         for name, tensor in wanted.items():
             for saved in self.manifest.tensors[name].parts:
                 if any(saved.rect.common(part.rect) for part in tensor.parts):
