@@ -142,9 +142,8 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             (folder / "theirs new").rename(folder / "theirs")
 
     def load_theirs() -> None:
-        values = everything(other)
-        dcp.load(values, checkpoint_id=folder / "theirs")
-        other.load_state_dict({name: value for name, value in values.items() if not name.startswith("fused.")})
+        # Into the model's own memory, which these tensors share.
+        dcp.load(everything(other), checkpoint_id=folder / "theirs")
 
     def save_behind() -> None:
         pending.append(shardrec.save_checkpoint(folder / "behind", model, wait=False))

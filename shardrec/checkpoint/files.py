@@ -9,8 +9,8 @@
 
 The checksums are of the file's blocks, not of its tensors: so they cover the header, any rank can verify any block, and
 W ranks verify a file of any size in 1/W of the time. Any change inside a run of 32 bits is found for certain, others
-with a probability of 1 - 2^-32 per block. zlib's CRC-32 was the fastest checksum in Python's library (2.5 GiB/s on a
-core; SHA-256 with the processor's instructions 1.4, BLAKE2b 0.6).
+with a probability of 1 - 2^-32 per block. zlib-ng computes it with the processor's carry-less multiplication, 10 GiB/s
+on a core, four times as fast as zlib: with that, verifying a file costs as much as reading it.
 
 Values go from a tensor's memory to the file and back without a copy where they lie in one run on the CPU; else through
 one block's worth of memory.
@@ -21,24 +21,26 @@ from __future__ import annotations
 import json
 import os
 import struct
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+from zlib_ng.zlib_ng import crc32
 
 from shardrec.checkpoint.parts import Rect, as_matrix
 from shardrec.errors import CheckpointError
 
-__all__ = ["BLOCK_BYTES", "DTYPES", "OpenFile", "SavedFile", "sync_folder", "write_file"]
+__all__ = ["BLOCK_BYTES", "CACHED_BYTES", "DTYPES", "OpenFile", "SavedFile", "as_bytes", "sync_folder", "write_file"]
 
 BLOCK_BYTES = 16 * 2**20
-_CACHED_BYTES = 2**20
-"""What is summed and written, or read and summed, at once: it stays in the processor's cache in between."""
+CACHED_BYTES = 2**19
+"""What is summed and written, or read and summed, at once: it stays in the processor's second cache in between."""
 
 DTYPES = {
     "F64": torch.float64,
@@ -91,8 +93,8 @@ class _Writer:
         while data:
             if self.size % BLOCK_BYTES == 0:
                 self.checksums.append(0)
-            part = data[: min(_CACHED_BYTES, BLOCK_BYTES - self.size % BLOCK_BYTES)]
-            self.checksums[-1] = zlib.crc32(part, self.checksums[-1])
+            part = data[: min(CACHED_BYTES, BLOCK_BYTES - self.size % BLOCK_BYTES)]
+            self.checksums[-1] = crc32(part, self.checksums[-1])
             self._file.write(part)
             self.size += len(part)
             data = data[len(part) :]
@@ -130,7 +132,12 @@ def _chunks(values: Tensor) -> Iterator[memoryview]:
     """The bytes of a tensor, row-major, in parts of about a block."""
     matrix = as_matrix(values)
     for part in matrix.split(max(1, BLOCK_BYTES // (matrix.size(1) * matrix.itemsize))):
-        yield part.cpu().contiguous().view(torch.uint8).numpy().data.cast("B")
+        yield as_bytes(part.cpu().contiguous()).data
+
+
+def as_bytes(values: Tensor) -> npt.NDArray[np.uint8]:
+    """(n,) the memory of a contiguous tensor on the CPU."""
+    return values.view(-1).view(torch.uint8).numpy()
 
 
 class OpenFile:
@@ -157,19 +164,23 @@ class OpenFile:
     def _damaged(self, how: str) -> CheckpointError:
         return CheckpointError(f"{self._path} {how}; load an older checkpoint, or restore this one from a copy")
 
-    def verify(self, block: int) -> None:
+    def verify(self, block: int, buffer: memoryview) -> None:
         """Compare a block with its checksum.
+
+        Args:
+            block: its number.
+            buffer: to read into, of a size that stays in the processor's cache.
 
         Raises:
             CheckpointError: naming the file, and where in it the damage is.
         """
         start = block * BLOCK_BYTES
         end = min(start + BLOCK_BYTES, self._file.size)
-        buffer, checksum = memoryview(bytearray(_CACHED_BYTES)), 0
-        for place in range(start, end, _CACHED_BYTES):
+        checksum = 0
+        for place in range(start, end, len(buffer)):
             part = buffer[: end - place]
             self._read(part, place)
-            checksum = zlib.crc32(part, checksum)
+            checksum = crc32(part, checksum)
         if checksum != self._file.checksums[block]:
             raise self._damaged(f"is damaged: bytes {start:,} to {end:,} are not what was written")
 
@@ -198,7 +209,7 @@ class OpenFile:
         start += (common.row_start - saved.row_start) * row_bytes
         into = into[common.rows_in(place), common.cols_in(place)]
         if into.device.type == "cpu" and into.dtype == dtype and into.is_contiguous() and common.cols == saved.cols:
-            self._read(into.view(torch.uint8).numpy().data.cast("B"), start)
+            self._read(as_bytes(into).data, start)
             return
         if row_bytes > buffer.numel():
             buffer = torch.empty(row_bytes, dtype=torch.uint8)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardrec.checkpoint.agree import Ranks
-from shardrec.checkpoint.files import BLOCK_BYTES, DTYPES, OpenFile
+from shardrec.checkpoint.files import BLOCK_BYTES, CACHED_BYTES, DTYPES, OpenFile
 from shardrec.checkpoint.manifest import MANIFEST, PARTIAL, Manifest, SavedTensor, leftovers, read_manifest
 from shardrec.checkpoint.optimizer import load_settings, optimizer_faults, state_targets
 from shardrec.checkpoint.parts import HeldTensor, as_matrix, held
@@ -98,6 +98,7 @@ class _Source:
         self._ranks = ranks
         self._stack = stack
         self._open: dict[int, OpenFile] = {}
+        self._held: dict[str, HeldTensor] = {}
         self.rank_state: dict[str, Tensor] = {}
 
     def verify(self, model: ShardedModel, optimizer: torch.optim.Optimizer | None) -> str:
@@ -107,7 +108,7 @@ class _Source:
             The data folder's name, which is another one for each save.
         """
         self.manifest = read_manifest(self._folder)
-        wanted = model_tensors(model)
+        self._held = wanted = model_tensors(model)
         faults = _faults(self.manifest, wanted) + optimizer_faults(model, optimizer, self.manifest)
         if faults:
             raise ConfigError(
@@ -118,8 +119,9 @@ class _Source:
             self._find_strangers()
         blocks = [(number, block) for number, file in enumerate(self.manifest.files) for block in range(file.blocks)]
         rank, size = self._ranks.rank, self._ranks.size
+        buffer = memoryview(bytearray(CACHED_BYTES))
         for number, block in blocks[len(blocks) * rank // size : len(blocks) * (rank + 1) // size]:
-            self._file(number).verify(block)
+            self._file(number).verify(block, buffer)
         for name, tensor in wanted.items():
             for saved in self.manifest.tensors[name].parts:
                 if any(saved.rect.common(part.rect) for part in tensor.parts):
@@ -159,7 +161,7 @@ class _Source:
             for name, one in manifest.tensors.items()
             if name.startswith(start) and len(manifest.files) == self._ranks.size
         }
-        targets = model_tensors(model) | state_targets(model, optimizer, manifest)
+        targets = self._held | state_targets(model, optimizer, manifest)
         targets |= {name: held(value, saved=False) for name, value in own.items()}
         for name, target in targets.items():
             saved = manifest.tensors[name]

@@ -207,11 +207,6 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         data = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError) as error:
-        if (folder / "shardrec.json").exists():
-            raise CheckpointError(
-                f"{folder} has the first format of checkpoints, which ran code from its files when it was loaded; load "
-                "it with the release that wrote it, and save the model's state_dict from there"
-            ) from error
         raise CheckpointError(
             f"{folder} is not a complete checkpoint: there is no {MANIFEST}; give a folder that save_checkpoint wrote "
             "to its end"

@@ -119,6 +119,25 @@ class Collectives(abc.ABC):
             PeerError: if another rank is gone or did not answer in time.
         """
 
+    def tell(self, fault: str) -> None:  # noqa: B027 - a process group has no way to tell
+        """Tell the other ranks that this one makes no more of the collectives that it has begun.
+
+        They raise PeerError where they wait for them; those that cannot be told wait until the time limit.
+
+        Args:
+            fault: what happened on this rank, as a predicate: "raised in backward: ...".
+        """
+
+    def raise_told(self, what: str) -> None:  # noqa: B027 - likewise
+        """Raise what another rank has told in this step, if any has.
+
+        Args:
+            what: this rank waits for, as a noun.
+
+        Raises:
+            PeerError: naming the rank and its fault.
+        """
+
     def room(self, numel: int, device: torch.device) -> Tensor:
         """Memory to write parts into that :meth:`send` will be given; it may spare a copy.
 

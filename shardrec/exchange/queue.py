@@ -149,7 +149,7 @@ class ExchangeQueue:
         self.ahead: list[Ahead] = []
         self.observed: list[tuple[Caller, object]] | None = None
         self._output = BlockExchange(
-            context.collectives, context.comms, device=context.device, before_gradients=context.raise_anomalies
+            context.collectives, context.comms, device=context.device, before_gradients=context.before_gradients
         )
         self._inside = BlockExchange(context.collectives, QuantizedComms(), "partial sums", context.device)
         self._calls: list[QueuedCall] = []

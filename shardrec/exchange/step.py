@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from shardrec.errors import AnomalyError, InputError
+from shardrec.exchange.backward import BackwardWatch
 from shardrec.exchange.collectives import Collectives
 from shardrec.exchange.wire import QuantizedComms
 
@@ -66,6 +67,7 @@ class StepContext:
         made_ahead: the calls of this forward were made before it; see :mod:`shardrec.exchange.ahead`.
         gradients_are_reduced: a reducer averages the gradients of ordinary parameters over the ranks.
         reduce_this_backward: it does so in the coming backward (False while gradients are accumulated).
+        backward: tells the other ranks of a backward that raises here.
     """
 
     def __init__(self, collectives: Collectives, device: torch.device, comms: QuantizedComms | None = None) -> None:
@@ -84,6 +86,7 @@ class StepContext:
         self.made_ahead = False
         self.gradients_are_reduced = False
         self.reduce_this_backward = True
+        self.backward = BackwardWatch(collectives.tell)
 
     def exchange_header(self, header: Tensor) -> Tensor:
         """Send row q of ``header`` (W, C) int64 to rank q; returns the rows received, one from each rank."""
@@ -149,6 +152,15 @@ class StepContext:
         raise InputError(
             "the ranks disagree about their input; give every rank the same dtypes and modes:\n  " + "\n  ".join(lines)
         )
+
+    def before_gradients(self) -> None:
+        """In each backward, on every rank, before gradients are sent.
+
+        Raises:
+            AnomalyError: the same on every rank.
+        """
+        self.backward.begin()
+        self.raise_anomalies()
 
     def raise_anomalies(self) -> None:
         """Raise what any rank found, on every rank; does nothing unless anomalies are looked for.

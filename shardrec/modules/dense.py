@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, ExitStack
+from datetime import timedelta
 from typing import Any, Literal, Self
 
 import torch
@@ -17,14 +18,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.nn.parallel import DistributedDataParallel
 
 from shardrec._dynamo import left_alone, passed_over
 from shardrec.exchange.delegating import DelegatingGroup
 from shardrec.exchange.flight import flight_record
 from shardrec.exchange.peers import meet, peer_error, peers
+from shardrec.exchange.step import StepContext
 
 _WHAT = "gradient all-reduce"
+_LOOK_EVERY = timedelta(seconds=0.5)
+"""How long to wait for the CPU's all-reduces before looking whether a rank has told that it will not come."""
 
 __all__ = ["DenseReducer", "DenseWrap", "set_gradient_sync", "wrap_dense"]
 
@@ -40,11 +45,13 @@ class _ReducedGroup(DelegatingGroup):
 
     Args:
         base: the group.
+        raise_told: raises what another rank has told (:meth:`shardrec.exchange.collectives.Collectives.raise_told`).
     """
 
-    def __init__(self, base: dist.ProcessGroup) -> None:
+    def __init__(self, base: dist.ProcessGroup, raise_told: Callable[[str], None]) -> None:
         super().__init__(base)
-        self._flying: list[tuple[dist.Work, int]] = []
+        self._raise_told = raise_told
+        self._flying: list[tuple[dist.Work, int, bool]] = []
 
     def allreduce(self, tensors: list[Tensor], *options: Any) -> dist.Work:  # type: ignore[override]
         """Issue an all-reduce of a bucket, and have it waited for at the end of this backward."""
@@ -52,17 +59,27 @@ class _ReducedGroup(DelegatingGroup):
         work: dist.Work = self.base.allreduce(tensors, *options)
         if not self._flying:
             torch.autograd.Variable._execution_engine.queue_callback(self._land)
-        self._flying.append((work, number))
+        self._flying.append((work, number, tensors[0].is_cpu))
         return work
 
     def _land(self) -> None:
         flying, self._flying = self._flying, []
-        for work, number in flying:
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise peer_error(self.base, _WHAT, error) from error
+        for work, number, on_cpu in flying:
+            while not self._done(work, on_cpu):
+                self._raise_told(_WHAT)
             flight_record().end(number)
+
+    def _done(self, work: dist.Work, on_cpu: bool) -> bool:
+        """Wait, on the CPU only for a while; whether the work is done."""
+        try:
+            if not on_cpu:
+                return bool(work.wait())
+            try:
+                return bool(work.wait(_LOOK_EVERY))
+            except RuntimeError:
+                return work.is_completed() and bool(work.wait())
+        except RuntimeError as error:
+            raise peer_error(self.base, _WHAT, error) from error
 
 
 class DenseReducer(DistributedDataParallel):
@@ -71,16 +88,18 @@ class DenseReducer(DistributedDataParallel):
     Args:
         module: the model.
         process_group: of the ranks.
+        raise_told: raises what another rank has told (:meth:`shardrec.exchange.collectives.Collectives.raise_told`).
     """
 
-    def __init__(self, module: nn.Module, process_group: dist.ProcessGroup) -> None:
+    def __init__(self, module: nn.Module, process_group: dist.ProcessGroup, raise_told: Callable[[str], None]) -> None:
+        self._raise_told = raise_told
         meet(process_group)
         with peers(process_group, "start of DistributedDataParallel"):
             super().__init__(module, process_group=process_group)
 
     def _ddp_init_helper(self, *args: Any, **kwargs: Any) -> None:
         # The reducer, made here, takes the group from this attribute, and does not keep its Python object alive.
-        group, self._reduced = self.process_group, _ReducedGroup(self.process_group)
+        group, self._reduced = self.process_group, _ReducedGroup(self.process_group, self._raise_told)
         self.process_group = self._reduced
         super()._ddp_init_helper(*args, **kwargs)  # type: ignore[no-untyped-call]
         self.process_group = group
@@ -92,6 +111,26 @@ class DenseReducer(DistributedDataParallel):
         with _outside(_Outside, self._inside_ddp_forward):
             output = self.module(*inputs, **kwargs)
         return _outside(self._post_forward, output)
+
+
+class _AllGather(DefaultAllGather):
+    """FSDP2's, which tells a rank that is gone."""
+
+    def __call__(  # FSDP2 gives keywords
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        with peers(group, "parameter all-gather"):
+            return super().__call__(output_tensor, input_tensor, group, async_op)
+
+
+class _ReduceScatter(DefaultReduceScatter):
+    """FSDP2's, which tells a rank that is gone."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work:
+        with peers(group, "gradient reduce-scatter"):
+            return super().__call__(output_tensor, input_tensor, group, op, async_op)
 
 
 class _Outside(ExitStack):
@@ -127,7 +166,7 @@ def wrap_dense(
     group: dist.ProcessGroup,
     tables: Collection[nn.Parameter],
     replicated: Collection[nn.Parameter],
-    device: torch.device,
+    context: StepContext,
 ) -> nn.Module:
     """What to call in place of ``module`` so that its gradients are averaged; ``module`` may be changed in place.
 
@@ -137,23 +176,25 @@ def wrap_dense(
         group: of all ranks.
         tables: the parameters of cut tables, which are nobody's to average.
         replicated: those of replicated tables, which kernels read in place: DistributedDataParallel averages them.
-        device: of the model.
+        context: of the model.
     """
     if wrap == "none":
         return module
     ignored = {id(parameter) for parameter in tables}
     if wrap == "fsdp":
-        mesh = DeviceMesh.from_group(group, device.type)
+        mesh = DeviceMesh.from_group(group, context.device.type)
         whole = {id(parameter) for parameter in replicated}
         ignored |= {id(one) for one in module.parameters() if id(one) not in whole}
-        fully_shard(module, mesh=mesh, ignored_params={*tables, *replicated})
+        sharded = fully_shard(module, mesh=mesh, ignored_params={*tables, *replicated})
+        sharded.set_custom_all_gather(_AllGather())
+        sharded.set_custom_reduce_scatter(_ReduceScatter())
         # Parameters are other objects now.
         ignored |= {id(one) for one in module.parameters() if id(one) not in whole}
     names = [name for name, parameter in module.named_parameters() if id(parameter) in ignored]
     if not any(one.requires_grad and id(one) not in ignored for one in module.parameters()):
         return module
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
-    return DenseReducer(module, process_group=group)
+    return DenseReducer(module, group, context.collectives.raise_told)
 
 
 def set_gradient_sync(module: nn.Module, on: bool) -> None:

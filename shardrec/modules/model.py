@@ -75,7 +75,7 @@ class ShardedModel(nn.Module):
         for collection in self._sharded:
             for table in collection.tables().values():
                 (replicated if table.layout.replicated else cut).extend(table.parameters())
-        wrapped = wrap_dense(self.module, dense, group, cut, replicated, self.context.device)
+        wrapped = wrap_dense(self.module, dense, group, cut, replicated, self.context)
         # Out of the module tree, or it would show in every name.
         object.__setattr__(self, "_callable", wrapped)
         self.context.gradients_are_reduced = True
@@ -89,8 +89,8 @@ class ShardedModel(nn.Module):
                 fails on it before its last sharded collection is called.
             PeerError: if another rank is gone or did not come within the process group's timeout.
         """
-        with _step_of(self, args, kwargs, get_eval_frame_callback()):
-            return self._callable(*args, **kwargs)
+        with _step_of(self, args, kwargs, get_eval_frame_callback()) as step:
+            return step.watched(self._callable(*args, **kwargs))
 
     @property
     def fused_optimizer(self) -> FusedOptimizers:
@@ -144,6 +144,8 @@ class ShardedModel(nn.Module):
                 self.context.fail_all(text)
             except InputError as shared:
                 raise shared from error
+        else:
+            self.context.collectives.tell(f"raised in forward: {type(error).__name__}: {error}")
         if cause or refusal:
             raise InputError(f"rank {rank}: {text}") from error
 
@@ -240,6 +242,13 @@ class _Step(ExitStack):
             self.enter_context(compiled_step(self._inputs, traced=traced))
         self.enter_context(context.queue.forward(len(model._sharded)))
         return super().__enter__()
+
+    @left_alone
+    def watched(self, output: Any) -> Any:
+        """The forward's output; if a backward raises on its way from there, the other ranks are told."""
+        if torch.is_grad_enabled() and self._model.group is not None:
+            self._model.context.backward.watch(output)
+        return output
 
     @left_alone
     def __exit__(self, kind: Any, error: Any, trace: Any) -> Literal[False]:

@@ -9,6 +9,9 @@ are killed (SIGKILL), stopped (SIGSTOP) or told to end (SIGTERM), while they sta
 on by itself, or, where its launcher is gone, by ``--resume``. It must not go on from before a checkpoint that it had
 said to be saved; in the end its weights, optimizer states and curve must equal the reference's to the bit; and no
 process, no shared memory, no temporary file may be left that the reference does not leave, too.
+
+The phases are struck equally often: each strike waits for one of those that were struck least. A run that has saved its
+last step is left alone and compared, and the next one begins. SIGTERM ends a campaign with the run that is under way.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 from tests.campaign.job import Job
@@ -58,11 +62,19 @@ class Campaign:
         self._start_s = 0.0
         self._jobs: list[Job] = []
         self.lost: list[str] = []
-        self.blows: Counter[str] = Counter()
+        self.blows: Counter[tuple[str, str]] = Counter()
         self.compared = 0
+        self._last_step = 0
+        self._kills = 0
+
+    @property
+    def struck(self) -> int:
+        """Kills and stops so far."""
+        return sum(self.blows.values())
 
     def run(self, kills: int) -> None:
         """Strike ``kills`` times, and compare every run that comes to its end, the last one included."""
+        self._kills = kills
         before = shared_memory()
         reference = self._job("reference")
         reference.start()
@@ -71,10 +83,15 @@ class Campaign:
         self._start_s = time.monotonic() - begin
         if reference.wait(_REACTION_S) != 0:
             raise SystemExit(f"the undisturbed run failed:\n{reference.log()}")
+        self._last_step = reference.acknowledged
         usual = leftovers(self._folder, before)
-        while sum(self.blows.values()) < kills:
-            self._disturbed(self._job(f"run-{self.compared}"), reference, kills)
+        while self.struck < self._kills:
+            self._disturbed(self._job(f"run-{self.compared}"), reference)
             self.lost += [f"left behind: {item}" for item in leftovers(self._folder, before) if item not in usual]
+
+    def strike_no_more(self) -> None:
+        """Let the run under way come to its end, and end with it."""
+        self._kills = self.struck
 
     def end(self) -> None:
         """End whatever still runs."""
@@ -86,10 +103,10 @@ class Campaign:
         self._jobs.append(job)
         return job
 
-    def _disturbed(self, job: Job, reference: Job, kills: int) -> None:
+    def _disturbed(self, job: Job, reference: Job) -> None:
         job.start()
         while job.alive():
-            if sum(self.blows.values()) < kills:
+            if self.struck < self._kills and job.acknowledged < self._last_step:
                 self._strike(job)
             elif job.wait(_REACTION_S) is None:
                 self._lose(job, "hangs")
@@ -111,14 +128,14 @@ class Campaign:
 
     def _strike(self, job: Job) -> None:
         """Wait for a moment, strike, and wait until the run goes on or its launcher has ended."""
-        phase = self._random.choice(_PHASES)
+        phase = self._least_struck(without="" if job.acknowledged else "load")
         blow = self._random.choices(list(_BLOWS), list(_BLOWS.values()))[0]
         if not job.reach(phase, self._random.random(), self._start_s, _REACTION_S):
             return
         hit, step, begin = job.phase(), job.acknowledged, time.monotonic()
         if not self._do(job, blow):
             return
-        self.blows[f"{blow}, {hit}"] += 1
+        self.blows[blow, hit] += 1
         went_on = job.goes_on(_REACTION_S)
         seconds = time.monotonic() - begin
         if went_on is None:
@@ -126,9 +143,13 @@ class Campaign:
             job.kill_all()
         for fault in job.broken_promises():
             self._lose(job, fault)
-        number = sum(self.blows.values())
         then = f"went on after {seconds:.1f} s" if went_on else f"ended after {seconds:.1f} s"
-        print(f"{number:>4}  {job.folder.name}, saved step {step}: {blow}, {hit}; {then}", flush=True)
+        print(f"{self.struck:>4}  {job.folder.name}, saved step {step}: {blow}, {hit}; {then}", flush=True)
+
+    def _least_struck(self, without: str) -> str:
+        hits = {phase: sum(n for (_, hit), n in self.blows.items() if hit == phase) for phase in _PHASES}
+        hits.pop(without, None)
+        return self._random.choice([phase for phase, n in hits.items() if n == min(hits.values())])
 
     def _do(self, job: Job, blow: str) -> bool:
         """Strike; False if there was nothing to be struck."""
@@ -154,6 +175,16 @@ class Campaign:
         self.lost.append(f"{job.folder.name}: {what}\n{job.log()[-3000:]}")
 
 
+def histogram(blows: Mapping[tuple[str, str], int]) -> str:
+    """A table of what was done in which phase."""
+    hits = [*_PHASES, *sorted({hit for _, hit in blows} - set(_PHASES))]
+    lines = ["".join(f"{title:>9}" for title in (*hits, "all"))]
+    for blow in (*_BLOWS, "all"):
+        counts = [sum(n for one, n in blows.items() if blow in (one[0], "all") and one[1] == hit) for hit in hits]
+        lines.append("".join(f"{count:>9}" for count in (*counts, sum(counts))) + f"  {blow}")
+    return "\n".join(lines)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run a campaign from the command line; 1 if anything was lost."""
     parser = argparse.ArgumentParser(description="Kill and stop training runs at random; say what was lost.")
@@ -162,19 +193,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=2, help="of each run (default: 2)")
     parser.add_argument("--timeout", type=float, default=3.0, help="seconds until a stopped rank is dead (default: 3)")
     given = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="shardrec-campaign-") as folder:
         campaign = Campaign(Path(folder), ranks=given.ranks, seed=given.seed, timeout=given.timeout)
+        signal.signal(signal.SIGTERM, lambda *_: campaign.strike_no_more())
         begin = time.monotonic()
         try:
             campaign.run(given.kills)
         finally:
             campaign.end()
-    for blow, count in sorted(campaign.blows.items()):
-        print(f"{count:>5}  {blow}")
-    total = sum(campaign.blows.values())
     seconds = time.monotonic() - begin
-    print(f"{total} kills and stops in {seconds:.0f} s; {campaign.compared} runs compared with the undisturbed one")
+    print(histogram(campaign.blows))
+    compared = f"{campaign.compared} runs compared with the undisturbed one"
+    print(f"{campaign.struck} kills and stops in {seconds:.0f} s; {compared}")
     print(f"lost: {len(campaign.lost)}" if campaign.lost else "lost: nothing")
     for what in campaign.lost:
         print(f"  {what}")

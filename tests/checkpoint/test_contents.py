@@ -218,9 +218,9 @@ def test_blocks_of_files_are_shared_among_the_ranks(tmp_path: Path) -> None:
         seen = []
         verify = files.OpenFile.verify
 
-        def verified(file: files.OpenFile, block: int) -> None:
+        def verified(file: files.OpenFile, block: int, buffer: memoryview) -> None:
             seen.append((file._path.name, block))
-            verify(file, block)
+            verify(file, block, buffer)
 
         files.OpenFile.verify = verified  # type: ignore[method-assign]
         try:

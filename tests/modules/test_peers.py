@@ -157,11 +157,12 @@ def lose_one(where: str, how: str, transport: str) -> str:
 
     def make() -> ShardedModel:
         model = click_model(CONFIGS)
-        if where == "reducer":
+        if where in ("reducer", "fsdp"):
             model.__class__ = Detached
             sizes = table_sizes(CONFIGS, "sparse").items()
             tables = tuple(cuts.table_wise(name, *size, rank=world_size - 1) for name, size in sizes)
-            return shard(model, ShardingPlan(topology=Topology(ranks_per_host=world_size), tables=tables))
+            plan = ShardingPlan(topology=Topology(ranks_per_host=world_size), tables=tables)
+            return shard(model, plan, dense="fsdp" if where == "fsdp" else "ddp")
         if where == "sync":
             return shard(model, plan_of(1, "sparse"), replicas=world_size, sync_every=100)
         return shard(model, plan_of(world_size, "sparse"))
@@ -183,7 +184,7 @@ def lose_one(where: str, how: str, transport: str) -> str:
     if where == "sync":
         assert isinstance(model, ReplicatedModel)
         return survive(model.sync_replicas, how)
-    if where in ("backward", "reducer"):
+    if where in ("backward", "reducer", "fsdp"):
         return survive(output.backward, how)
     return survive(lambda: model(*inputs), how)
 
@@ -193,6 +194,7 @@ WAITED = {
     "forward": r"header exchange",
     "backward": r"gradient (exchange|all-reduce)",
     "reducer": r"gradient all-reduce",
+    "fsdp": r"gradient reduce-scatter",
     "sync": r"averaging of the replicas' tables",
 }
 
@@ -234,3 +236,87 @@ def test_a_rank_that_does_not_come_in_time(transport: str) -> None:
         return "told"
 
     assert ranks(2, rank_main, timeout=LIMIT_S) == ["told", "late"]
+
+
+# --- A rank that raises, and lives
+
+
+class Faulty(ClickModel):
+    """Raises ``fault`` on the last rank, at one place."""
+
+    where: str = ""
+    everywhere: bool = False
+    fault: Exception = ValueError("a loss that this rank cannot compute")
+
+    def _raise(self, *_: object) -> None:
+        raise self.fault
+
+    def forward(self, dense: Tensor, features: KeyedJaggedTensor) -> Tensor:
+        faulty = self.everywhere or dist.get_rank() == dist.get_world_size() - 1
+        hidden, pooled = self._hidden(dense), self.sparse(features).values()
+        if faulty and self.where == "forward":
+            self._raise()
+        if faulty and self.where == "after the gradient exchange":
+            # The engine takes the nodes made last first: this one comes after those of the lookups.
+            hidden.register_hook(self._raise)
+        both = torch.cat([hidden, pooled], dim=1)
+        if faulty and self.where == "before the gradient exchange":
+            both.register_hook(self._raise)
+        logits: Tensor = self.top(both)
+        return logits
+
+
+def raise_in(where: str) -> tuple[str, str]:
+    """The last rank raises and goes on living; the type and text of each rank's error."""
+    os.environ["SHARDREC_TRANSPORT"] = "auto"
+    inputs = (torch.randn(2, 3), random_bags(Random(0), ROWS, 2).kjt())
+    model = click_model(CONFIGS)
+    model.__class__ = Faulty
+    sharded = shard(model, plan_of(dist.get_world_size(), "sparse"))
+    sharded(*inputs).sum().backward()
+    model.where = where
+    with pytest.raises((PeerError, ValueError)) as caught:
+        sharded(*inputs).sum().backward()
+    # No rank has ended meanwhile.
+    store = dist.distributed_c10d._get_default_store()
+    store.add(where, 1)
+    while store.add(where, 0) < dist.get_world_size():
+        time.sleep(0.01)
+    return type(caught.value).__name__, str(caught.value)
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("where", ["forward", "before the gradient exchange", "after the gradient exchange"])
+def test_a_rank_that_raises_and_lives_is_named_with_its_error(world_size: int, where: str) -> None:
+    *told, (kind, _) = ranks(world_size, raise_in, where, timeout=60.0)
+    assert kind == "ValueError"
+    word = where if where == "forward" else "backward"
+    for rank, (kind, text) in enumerate(told):
+        assert kind == "PeerError"
+        assert re.fullmatch(
+            rf"rank {rank} of {world_size}: the gradient (exchange|all-reduce) failed, because rank {world_size - 1} "
+            rf"raised in {word}: ValueError: a loss that this rank cannot compute\. Mend that, and start all the ranks "
+            "again",
+            text,
+        ), text
+
+
+def test_ranks_that_all_raise_in_backward_can_go_on() -> None:
+    """What they told each other is of a step that is over."""
+
+    def rank_main() -> str:
+        os.environ["SHARDREC_TRANSPORT"] = "auto"
+        inputs = (torch.randn(2, 3), random_bags(Random(0), ROWS, 2).kjt())
+        model = click_model(CONFIGS)
+        model.__class__ = Faulty
+        sharded = shard(model, plan_of(2, "sparse"), dense="none")
+        model.where = "before the gradient exchange"
+        model.everywhere = True
+        for _ in range(2):
+            with pytest.raises(ValueError, match="cannot compute"):
+                sharded(*inputs).sum().backward()
+        model.where = ""
+        sharded(*inputs).sum().backward()
+        return "went on"
+
+    assert ranks(2, rank_main, timeout=60.0) == ["went on"] * 2

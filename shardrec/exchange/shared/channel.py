@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import marshal
 import os
+import select
 import socket
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -32,8 +33,10 @@ Message = tuple[Any, ...]
 """Plain data, as :mod:`marshal` takes it."""
 
 _WINDOW = -1  # in place of an exchange's number: a new window, with its descriptor
+_FAULT = -2  # likewise: what happened to a rank, and how many exchanges it had begun
 _MOST_BYTES = 1 << 16
 _MOST_RELEASED = 4096
+_MOST_TOLD = 4000
 
 
 _OPEN: WeakSet[Channel] = WeakSet()
@@ -74,6 +77,7 @@ class Channel:
         self._inbox: dict[int, dict[Key, Message]] = {peer: {} for peer in sockets}
         self._forgotten: dict[int, dict[Key, Callable[[Message], list[int]]]] = {peer: {} for peer in sockets}
         self._windows = {peer: PeerWindows() for peer in sockets}
+        self._told: dict[int, tuple[int, int, str]] = {}  # by peer: exchanges begun, global rank, its fault
         self._released: dict[int, deque[int]] = {peer: deque() for peer in sockets}  # filled by finalizers
         self._returned: dict[int, list[int]] = {peer: [] for peer in sockets}
         _OPEN.add(self)
@@ -114,30 +118,56 @@ class Channel:
         except (OSError, KeyError) as error:
             self._fail(peer, what, error)
 
+    def tell(self, begun: int, fault: str, rank: int | None = None) -> None:
+        """Tell the peers that nothing more comes of the first ``begun`` exchanges; those that are gone miss it.
+
+        Args:
+            begun: number of exchanges.
+            fault: why, as a predicate.
+            rank: whose fault it is, in the default group; default: this one's.
+        """
+        data = marshal.dumps((_FAULT, 0, (), begun, dist.get_rank() if rank is None else rank, fault[:_MOST_TOLD]))
+        for one in self._sockets.values():
+            with contextlib.suppress(OSError):
+                one.send(data)
+
+    def raise_told(self, begun: int, what: str) -> None:
+        """Raise what a peer has told that had begun at least ``begun`` exchanges, without waiting.
+
+        Raises:
+            PeerError: naming the rank and its fault.
+        """
+        for peer, one in self._sockets.items():
+            ready = select.poll()
+            ready.register(one, select.POLLIN)
+            # A peer that has ended may have made its part of what this rank waits for.
+            while ready.poll(0) and one.recv(1, socket.MSG_PEEK):
+                self._take(peer, what)
+            self._raise_told(peer, begun, what)
+
+    def _raise_told(self, peer: int, begun: int, what: str) -> None:
+        told, rank, fault = self._told.get(peer, (-1, 0, ""))
+        if told >= begun:
+            # This rank makes no more of them either, for which others may wait before they hear of the first.
+            self.tell(told, fault, rank)
+            raise PeerError(
+                f"rank {dist.get_rank()} of {dist.get_world_size()}: the {what} failed, because rank {rank} {fault}. "
+                "Mend that, and start all the ranks again",
+                ranks=(rank,),
+                waited_for=what,
+            )
+
     def receive(self, peer: int, key: Key, what: str) -> Message:
         """Wait for a message.
 
         Raises:
-            PeerError: if ``peer`` is gone, does not answer in time, or is at another exchange.
+            PeerError: if ``peer`` is gone, does not answer in time, is at another exchange, or has told that it will
+                not come.
         """
         inbox = self._inbox[peer]
         while key not in inbox:
-            try:
-                self._sockets[peer].settimeout(self._timeout_s())
-                data, descriptors, _, _ = socket.recv_fds(self._sockets[peer], _MOST_BYTES, 1)
-            except (OSError, KeyError) as error:
-                self._fail(peer, what, error)
-            if not data:
-                self._fail(peer, what, None)
-            number, way, released, *message = marshal.loads(data)
-            if number == _WINDOW:
-                index, size = message
-                self._windows[peer].add(index, size, descriptors[0])
-                continue
-            self._returned[peer].extend(released)
-            inbox[number, way] = tuple(message)
-            if (number, way) in self._forgotten[peer]:
-                self.forget(peer, (number, way), self._forgotten[peer].pop((number, way)))
+            self._raise_told(peer, key[0] + 1, f"{what} exchange")
+            self._take(peer, what)
         sent, *body = inbox.pop(key)
         if sent != what:
             self.close()
@@ -148,6 +178,28 @@ class Channel:
                 waited_for=f"{what} exchange",
             )
         return tuple(body)
+
+    def _take(self, peer: int, what: str) -> None:
+        """Wait for the next message of a peer, whatever it is."""
+        try:
+            self._sockets[peer].settimeout(self._timeout_s())
+            data, descriptors, _, _ = socket.recv_fds(self._sockets[peer], _MOST_BYTES, 1)
+        except (OSError, KeyError) as error:
+            self._fail(peer, what, error)
+        if not data:
+            self._fail(peer, what, None)
+        number, way, released, *message = marshal.loads(data)
+        if number == _WINDOW:
+            index, size = message
+            self._windows[peer].add(index, size, descriptors[0])
+        elif number == _FAULT:
+            begun, rank, fault = message
+            self._told[peer] = begun, rank, fault
+        else:
+            self._returned[peer].extend(released)
+            self._inbox[peer][number, way] = tuple(message)
+            if (number, way) in self._forgotten[peer]:
+                self.forget(peer, (number, way), self._forgotten[peer].pop((number, way)))
 
     def forget(self, peer: int, key: Key, tokens: Callable[[Message], list[int]]) -> None:
         """Nobody will wait for a message: release what it brings, now or when it comes.

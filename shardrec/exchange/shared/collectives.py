@@ -108,6 +108,14 @@ class SharedCollectives(Collectives):
             far = self._send_far(parts, receive, what)
         return _SharedPending(self, number, joined(parts[self.rank]), list(receive), what, far, way_back, recorded)
 
+    def tell(self, fault: str) -> None:
+        with self.channel.lock:
+            self.channel.tell(self._number, fault)
+
+    def raise_told(self, what: str) -> None:
+        with self.channel.lock:
+            self.channel.raise_told(self._number, what)
+
     def room(self, numel: int, device: torch.device) -> Tensor:
         if not numel or device.type != "cpu":
             return super().room(numel, device)

@@ -1,0 +1,77 @@
+"""A backward that raises on this rank while the others wait for its gradients: they are told at once.
+
+[Note: how a backward that raises is noticed]
+autograd calls nobody when a node raises. But what is queued as a callback of a backward lives as long as that backward:
+it is called when all nodes are done, and dropped without a call when one has raised. It is dropped before the exception
+is Python's, so the text is read one step later, by a trace function of the frame in which the exception then appears.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
+from torch.utils._pytree import tree_leaves
+
+from shardrec.errors import ShardrecError
+
+__all__ = ["BackwardWatch"]
+
+
+class BackwardWatch:
+    """Notices backwards that raise.
+
+    Args:
+        tell: called with what happened, in words, unless all ranks raise the same (:class:`ShardrecError`).
+    """
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+        self._task = -1
+
+    def watch(self, outputs: object) -> None:
+        """Watch backwards from the time that they reach one of the tensors in ``outputs``."""
+        leaves = tree_leaves(outputs)
+        nodes = {leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None}
+        for node in nodes:
+            node.register_prehook(lambda _: self.begin())
+
+    def begin(self) -> None:
+        """Watch the backward that calls this."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            torch.autograd.Variable._execution_engine.queue_callback(_Watched(self._tell))
+
+
+class _Watched:
+    """Lives as long as a backward. See [Note: how a backward that raises is noticed]."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell: Callable[[str], None] | None = tell
+
+    def __call__(self) -> None:
+        self._tell = None
+
+    def __del__(self) -> None:
+        tell = self._tell
+        if tell is None:
+            return
+        frame: FrameType | None = sys._getframe().f_back
+        if frame is None or frame.f_code is not _engine_run_backward.__code__ or sys.gettrace() is not None:
+            tell("raised in backward")
+            return
+
+        def raised(frame: FrameType, event: str, value: Any) -> None:
+            sys.settrace(None)
+            frame.f_trace = None
+            if event == "exception" and not isinstance(value[1], ShardrecError):
+                tell(f"raised in backward: {value[0].__name__}: {value[1]}")
+
+        frame.f_trace = raised
+        sys.settrace(lambda *_: None)
