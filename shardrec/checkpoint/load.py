@@ -150,6 +150,8 @@ class _Source:
 
     def read(self, model: ShardedModel, optimizer: torch.optim.Optimizer | None) -> None:
         """Read what this rank holds into its memory."""
+        if model.servers and self._ranks.rank == 0:
+            model.load_servers(self._folder)
         manifest, buffer = self.manifest, torch.empty(BLOCK_BYTES, dtype=torch.uint8)
         if model.context.device.type == "cuda":
             buffer = buffer.pin_memory()
@@ -157,7 +159,7 @@ class _Source:
         own = {
             name: torch.empty(one.shape, dtype=DTYPES[one.dtype])
             for name, one in manifest.tensors.items()
-            if name.startswith(start) and len(manifest.files) == self._ranks.size
+            if name.startswith(start) and len(manifest.files) == self._ranks.size + model.servers
         }
         targets = model_tensors(model) | state_targets(model, optimizer, manifest)
         targets |= {name: held(value, saved=False) for name, value in own.items()}

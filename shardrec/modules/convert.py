@@ -28,7 +28,7 @@ from shardrec.modules.replicas import ReplicaOptions, make_groups
 from shardrec.modules.replicated_model import ReplicatedModel
 from shardrec.modules.sequences import ShardedEmbeddingCollection
 
-__all__ = ["shard"]
+__all__ = ["agree_on_plan", "exchange_faults", "features_of", "model_device", "move_dense", "put_in_place", "shard"]
 
 
 def shard(
@@ -46,6 +46,9 @@ def shard(
     sync_optimizer: bool = True,
     dense: DenseWrap = "ddp",
     on_bad_id: OnBadId | Mapping[str, OnBadId] = "error",
+    servers: Sequence[str | Sequence[str]] | None = None,
+    staleness: int = 0,
+    timeout_s: float = 60.0,
 ) -> ShardedModel:
     """Shard the embedding collections of a model; the rest goes into DistributedDataParallel, or FSDP2.
 
@@ -92,7 +95,7 @@ def shard(
             to rows in their own way (managed collision, pruning); if the replicas do not divide the ranks, or the ranks
             ask for different ones.
     """
-    target = _default_device(model, group) if device is None else torch.device(device)
+    target = model_device(model, group) if device is None else torch.device(device)
     collectives = collectives_of(group)
     collections = collections_of(model)
     if not collections:
@@ -105,7 +108,27 @@ def shard(
         raise ConfigError(f"output_dtype is {output_dtype}; embeddings come as one of {known}")
     if dense not in get_args(DenseWrap):
         raise ConfigError(f"dense is {dense!r}; give one of {', '.join(map(repr, get_args(DenseWrap)))}")
-    policies = policies_of(on_bad_id, (feature for one in collections.values() for feature in _features(one)))
+    if servers is not None:
+        from shardrec.rpc.model import shard_over_servers  # which knows the sharded modules
+
+        given = {"comms": comms, "replicas": replicas, "transport": transport}
+        if any(value is not None for value in given.values()) or output_dtype is not torch.float32:
+            raise ConfigError(
+                f"servers={servers!r} go with none of comms, replicas, transport and output_dtype; leave these out"
+            )
+        return shard_over_servers(
+            model,
+            plan,
+            servers,
+            device=target,
+            group=group,
+            dedup=dedup,
+            dense=dense,
+            on_bad_id=on_bad_id,
+            staleness=staleness,
+            timeout_s=timeout_s,
+        )
+    policies = policies_of(on_bad_id, (feature for one in collections.values() for feature in features_of(one)))
     _refuse_remappers(model, collectives.world_size)
     world = StepContext(collectives, target)
     options = _agreed_options(replicas, sync_every, sync_optimizer, world)
@@ -127,8 +150,8 @@ def shard(
         id(module): _shard_collection(module, plan, path, target, groups.inside, context, dedup)
         for path, module in collections.items()
     }
-    model = _replace(model, replaced)
-    _move_dense(model, target)
+    model = put_in_place(model, replaced)
+    move_dense(model, target)
     everyone = (group or dist.group.WORLD) if collectives.world_size > 1 else None
     from shardrec.compile.annotate import annotate_for_dynamo  # which knows the sharded modules
 
@@ -138,7 +161,7 @@ def shard(
     return ReplicatedModel(model, plan, context, everyone, groups=groups, options=options, dense=dense)
 
 
-def _default_device(model: nn.Module, group: dist.ProcessGroup | None) -> torch.device:
+def model_device(model: nn.Module, group: dist.ProcessGroup | None) -> torch.device:
     """Where a model is sharded if nobody says: where it is, or where its process group can work."""
     for parameter in model.parameters():
         if parameter.is_cuda:
@@ -148,7 +171,7 @@ def _default_device(model: nn.Module, group: dist.ProcessGroup | None) -> torch.
     return torch.device("cpu")
 
 
-def _features(collection: Collection) -> list[str]:
+def features_of(collection: Collection) -> list[str]:
     pooled = isinstance(collection, EmbeddingBagCollection)
     configs = collection.embedding_bag_configs() if pooled else collection.embedding_configs()
     return [feature for config in configs for feature in config.feature_names]
@@ -191,7 +214,7 @@ def _agreed_options(
     if replicas is None and sync_every != 1:
         faults.append(f"sync_every={sync_every} without replicas; say how many copies of the tables there are")
     words = f"replicas={replicas}, sync_every={sync_every}, sync_optimizer={sync_optimizer}"
-    theirs, numbers = _exchange_faults(faults, checksum(words), context)
+    theirs, numbers = exchange_faults(faults, checksum(words), context)
     if any(theirs):
         own = "; ".join(faults)
         raise ConfigError(own or "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(theirs) if text))
@@ -201,7 +224,7 @@ def _agreed_options(
     return options
 
 
-def _exchange_faults(faults: Sequence[str], number: int, context: StepContext) -> tuple[list[str], list[int]]:
+def exchange_faults(faults: Sequence[str], number: int, context: StepContext) -> tuple[list[str], list[int]]:
     """The faults of each rank as one text ("" on all ranks where none has any), and its number."""
     world_size = context.collectives.world_size
     header = torch.tensor([[number, len(faults)]] * world_size, dtype=torch.int64, device=context.device)
@@ -234,8 +257,12 @@ def _plan_faults(plan: ShardingPlan, model: nn.Module, options: ReplicaOptions, 
 
 def _check_plan(plan: ShardingPlan, model: nn.Module, options: ReplicaOptions, context: StepContext) -> None:
     """Raise on every rank if the plan of any does not fit, or differs from another's: none may go on to wait."""
-    faults = _plan_faults(plan, model, options, context.collectives.world_size)
-    theirs, fingerprints = _exchange_faults(faults, plan.fingerprint, context)
+    agree_on_plan(plan, _plan_faults(plan, model, options, context.collectives.world_size), context)
+
+
+def agree_on_plan(plan: ShardingPlan, faults: Sequence[str], context: StepContext) -> None:
+    """Raise on every rank if the plan of any has ``faults``, or differs from another's."""
+    theirs, fingerprints = exchange_faults(faults, plan.fingerprint, context)
     if any(theirs):
         raise PlanError(faults or [f"rank {rank}: {fault}" for rank, fault in enumerate(theirs) if fault])
     differing = [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]
@@ -246,7 +273,8 @@ def _check_plan(plan: ShardingPlan, model: nn.Module, options: ReplicaOptions, c
         )
 
 
-def _replace(model: nn.Module, replaced: dict[int, ShardedCollection]) -> nn.Module:
+def put_in_place(model: nn.Module, replaced: dict[int, ShardedCollection]) -> nn.Module:
+    """The model, with sharded collections in place of those of these ids."""
     if id(model) in replaced:
         return replaced[id(model)]
     for parent in list(model.modules()):
@@ -256,7 +284,7 @@ def _replace(model: nn.Module, replaced: dict[int, ShardedCollection]) -> nn.Mod
     return model
 
 
-def _move_dense(model: nn.Module, device: torch.device) -> None:
+def move_dense(model: nn.Module, device: torch.device) -> None:
     meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if meta:
         raise ConfigError(
