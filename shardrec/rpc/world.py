@@ -175,6 +175,8 @@ class RpcWorld:
     def _wait(self, keys: list[str], seconds: float) -> bool:
         try:
             self._store.wait(keys, timedelta(seconds=seconds))
-        except dist.DistStoreError:
+        except dist.DistNetworkError as error:
+            raise PeerError(f"the store that the job shares is gone ({error}); start the job again") from error
+        except RuntimeError:  # a FileStore's time-out has no class of its own
             return False
         return True
