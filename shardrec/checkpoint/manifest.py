@@ -160,9 +160,7 @@ class Manifest:
         """As JSON, with a checksum of itself at the end."""
         values = {one: getattr(self, one) for one in self.__dataclass_fields__}
         values["files"] = [asdict(file) for file in self.files]
-        values["tensors"] = {
-            name: tensor.to_json() for name, tensor in self.tensors.items()
-        }
+        values["tensors"] = {name: tensor.to_json() for name, tensor in self.tensors.items()}
         text = json.dumps({"format": _FORMAT, **values}).encode()
         body = text.removesuffix(b"}")
         return body + _DIGEST + b'"%s"}\n' % hashlib.sha256(body).hexdigest().encode()

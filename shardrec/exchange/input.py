@@ -152,6 +152,7 @@ class InputExchange:
 
     Attributes:
         columns: width of this module's part of a header.
+        slot_rows: (S_mine,) int64, on the CPU, the rows of the shard of each of this rank's slots.
         bad_ids: (U,) int64, per feature, ids outside its table that were no error, in the batches so far.
     """
 
@@ -169,6 +170,7 @@ class InputExchange:
         self._payload = Payload(route, self._rank, weighted=expect.weighted, device=expect.device)
         self._group_edges = torch.tensor(group_edges(route), dtype=torch.int64, device=expect.device)
         self._drops = "zero" in expect.on_bad_id.values()
+        self.slot_rows = torch.tensor([slot.shard.rows for slot in route.slots[self._rank]], dtype=torch.int64)
         self.bad_ids = torch.zeros(len(expect.features), dtype=torch.int64, device=expect.device)
 
     def prepare(self, features: object, agreement: str, *, prepare: Callable[[Batch], Batch] | None = None) -> Prepared:

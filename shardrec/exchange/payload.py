@@ -142,7 +142,9 @@ class Payload:
             if len(sizes) != self._mine or not fit or self._mine + sum(sizes) != arrival.bag_words:
                 return None
         ids = words[bags : bags + arrival.ids * self._id_words]
-        return self._lengths(words[:bags], arrival.batch_size, sizes), ids.clone().view(torch.int64) if self._wide else ids
+        return self._lengths(words[:bags], arrival.batch_size, sizes), ids.clone().view(
+            torch.int64
+        ) if self._wide else ids
 
     def unpack(self, parts: Sequence[Tensor], arrivals: Sequence[Arrival], *, keep_order: bool = False) -> Unpacked:
         """Put the ids slot by slot, and in a slot rank by rank.

@@ -124,9 +124,7 @@ class RowExchange:
             slot += slots
             places = torch.arange(count, device=self._device)
             if count:
-                _, places, _ = torch.ops.fbgemm.permute_1D_sparse_data(
-                    rank_major[group], lengths, places, None, count
-                )
+                _, places, _ = torch.ops.fbgemm.permute_1D_sparse_data(rank_major[group], lengths, places, None, count)
             orders.append(places)
         return orders
 

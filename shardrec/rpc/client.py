@@ -12,6 +12,7 @@ from torch.distributed import rpc
 from shardrec.errors import BusyError, ConfigError, PeerError
 from shardrec.pending import Awaitable
 from shardrec.rpc.messages import unwrapped
+from shardrec.rpc.server import call
 
 __all__ = ["Answers", "Servers"]
 
@@ -61,11 +62,13 @@ class Servers:
         return Answers([*names[first:], *names[:first]], function, args, what, self.timeout_s)
 
     def call(self, server: int, method: str, *args: Any) -> Any:
-        """Call a method of every replica of a server, and wait; returns the first one's value."""
-        from shardrec.rpc.server import call
+        """Call a method of a server, or of one of its replicas, and wait."""
+        return self.ask(server, call, method, *args, what=method).wait()
 
-        pending = [Answers([name], call, (method, *args), method, self.timeout_s) for name in self.names[server]]
-        return [one.wait() for one in pending][0]
+    def tell(self, server: int, method: str, *args: Any) -> None:
+        """Call a method of a server and all its replicas, and wait."""
+        for one in [Answers([name], call, (method, *args), method, self.timeout_s) for name in self.names[server]]:
+            one.wait()
 
 
 class Answers(Awaitable[Any]):

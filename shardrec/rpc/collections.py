@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, MutableMapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -14,13 +15,14 @@ from shardrec.errors import ConfigError, PlanError
 from shardrec.exchange.blocks import BlocksInFlight, Stream
 from shardrec.exchange.input import Addressed, ShardInput
 from shardrec.exchange.step import StepContext
-from shardrec.layout import ShardingPlan
+from shardrec.layout import Shard, ShardingPlan
 from shardrec.lookup.optimizers import FusedOptimizer
 from shardrec.modules.bags import BagCall, ShardedEmbeddingBagCollection
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.sequences import SequenceCall, ShardedEmbeddingCollection
 from shardrec.modules.table import ShardedTable, load_table
 from shardrec.rpc.collectives import RemoteCollectives, words
+from shardrec.rpc.scripted import RemoteBagsTwin, RemoteSequencesTwin
 
 __all__ = ["RemoteCollection", "RemoteEmbeddingBagCollection", "RemoteEmbeddingCollection"]
 
@@ -81,26 +83,21 @@ class RemoteTable(ShardedTable):
             PlanError: if it has another shape.
         """
         collectives, layout = self._collectives, self.layout
-        shards = {shard: torch.empty((shard.rows, shard.cols), dtype=self.dtype) for shard in layout.shards}
+        shards: dict[Shard | None, Tensor] = {
+            shard: torch.empty((shard.rows, shard.cols), dtype=self.dtype) for shard in layout.shards
+        }
         if collectives.rank:
             shards = {}
-        load_table(layout, dict(shards), value)
+        load_table(layout, shards, value)
         collectives.settle()
         for shard, values in shards.items():
+            assert shard is not None, "a table on servers is cut"
             rect = [shard.row_start, shard.row_end, shard.col_start, shard.col_end]
             server = shard.rank - collectives.trainers.world_size
-            collectives.servers.call(server, "write", layout.name, rect, values)
+            collectives.servers.tell(server, "write", layout.name, rect, values)
 
     def _servers(self) -> list[int]:
         return [rank - self._collectives.trainers.world_size for rank in self.layout.ranks]
-
-
-class _Call(Protocol):
-    _collection: Any
-
-    def look_up(self, addressed: Addressed, served: ShardInput) -> Stream | None: ...
-
-    def outgoing(self, inside: BlocksInFlight | None, stream: int) -> Stream: ...
 
 
 class _Asking:
@@ -125,7 +122,7 @@ class _RemoteBagCall(_Asking, BagCall):
     pass
 
 
-class _RemoteSequenceCall(_Asking, SequenceCall):
+class _RemoteSequenceCall(_Asking, SequenceCall):  # type: ignore[misc]
     pass
 
 
@@ -151,7 +148,7 @@ class RemoteCollection(_Base):
         **options: Any,
     ) -> None:
         self.__dict__["_unsharded"] = [module]  # in a list, or nn.Module would take it for a child
-        super().__init__(module, plan, context=context, **options)  # type: ignore[arg-type,call-arg]
+        super().__init__(module, plan, context=context, **options)  # type: ignore[arg-type]
         del self.__dict__["_unsharded"]
         self.number = number
 
@@ -195,7 +192,7 @@ class RemoteCollection(_Base):
         module = self.__dict__["_unsharded"][0]
         weights = {key.split(".")[1]: weight for key, weight in module.named_parameters()}
         self.first_values = values = {name: weight.detach() for name, weight in weights.items() if not weight.is_meta}
-        for config in self._configs:
+        for config in cast(list[BaseEmbeddingConfig], self._configs):
             if config.name not in values and self._layouts[config.name].replicated:
                 # A cut table on meta is drawn on the servers, and may be larger than this trainer's memory.
                 values[config.name] = torch.empty(weights[config.name].shape, dtype=weights[config.name].dtype)
@@ -227,6 +224,10 @@ class RemoteEmbeddingBagCollection(RemoteCollection, ShardedEmbeddingBagCollecti
         """A forward's call, whose ids are not under way yet."""
         return _RemoteBagCall(self, features)
 
+    def scripted_twin(self) -> nn.Module:
+        """What TorchScript sees in this module's place: the same lookup, in this process."""
+        return RemoteBagsTwin(self)
+
 
 class RemoteEmbeddingCollection(RemoteCollection, ShardedEmbeddingCollection):
     """An EmbeddingCollection whose tables are on embedding servers.
@@ -238,3 +239,7 @@ class RemoteEmbeddingCollection(RemoteCollection, ShardedEmbeddingCollection):
     def new_call(self, features: KeyedJaggedTensor) -> _RemoteSequenceCall:
         """A forward's call, whose ids are not under way yet."""
         return _RemoteSequenceCall(self, features)
+
+    def scripted_twin(self) -> nn.Module:
+        """What TorchScript sees in this module's place: the same lookup, in this process."""
+        return RemoteSequencesTwin(self)

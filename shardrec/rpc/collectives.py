@@ -11,8 +11,8 @@ process group; between a trainer and a server what an all-to-all would carry::
 
 [Note: staleness]
 With staleness 0 backward ends when the servers have made the update, as the sharded model's backward does. With
-staleness k the end of step n's backward waits for the updates of steps up to n - k alone, so that the forward of a step
-sees all updates but the last k, or more.
+staleness k it waits for all updates but the last k, so that a forward sees all but those, or more. A step is one update
+where the model's collections share their exchange, as they do unless one's input needs another's output.
 """
 
 from __future__ import annotations
@@ -41,11 +41,10 @@ class RemoteCollectives(Collectives):
     Args:
         trainers: the collectives of the trainers' process group.
         servers: that hold the shards.
-        staleness: steps that the tables may be behind.
+        staleness: updates that the tables may be behind.
 
     Attributes:
         session: a number that tells this run of the trainers from others, alike on all of them.
-        step: counts the training forwards.
         rates: the learning rate of each fused optimizer, in the order in which the servers know them.
     """
 
@@ -56,11 +55,10 @@ class RemoteCollectives(Collectives):
         self.servers = servers
         self.staleness = staleness
         self.session = 0
-        self.step = 0
         self.rates: dict[FusedOptimizer, float] = {}
         self._asked: list[list[Part]] = []  # per module of the exchange that is to come, the part for each server
         self._lookups = 0
-        self._pushed: deque[tuple[int, Answers]] = deque()
+        self._pushed: deque[list[Answers]] = deque()  # per update, of each server
 
     @property
     def mean_over(self) -> int:
@@ -102,35 +100,33 @@ class RemoteCollectives(Collectives):
             way_back = _Gradients(self, self._lookups, requests, streams, like.device)
         return _Rows(answers, receive, count, like.device, way_back)
 
-    def push(
-        self, step: int, update: tuple[int, int], requests: Sequence[list[Part]], gradients: Sequence[Tensor]
-    ) -> None:
+    def push(self, update: tuple[int, int], requests: Sequence[list[Part]], gradients: Sequence[Tensor]) -> None:
         """Have the servers update the rows of a lookup.
 
         Args:
-            step: of the training.
             update: number of the lookup, and which of its backwards this is; alike on all trainers.
             requests: per server, what was looked up.
             gradients: per server, (n,) of what the lookup gave.
         """
-        trainer = (self.rank, self.trainers.world_size)
-        rates = list(self.rates.values())
-        wait_s = _SHARE_OF_TIMEOUT * self.servers.timeout_s
-        for server, (parts, gradient) in enumerate(zip(requests, gradients, strict=True)):
-            args = ((self.session, *update), trainer, wait_s, rates, parts, gradient.cpu())
-            self._pushed.append((step, self.servers.ask(server, push, *args, what="update")))
+        key, trainer = (self.session, *update), (self.rank, self.trainers.world_size)
+        common = (key, trainer, _SHARE_OF_TIMEOUT * self.servers.timeout_s, list(self.rates.values()))
+        pairs = enumerate(zip(requests, gradients, strict=True))
+        self._pushed.append(
+            [self.servers.ask(server, push, *common, parts, one.cpu(), what="update") for server, (parts, one) in pairs]
+        )
 
     def settle(self, behind: int = 0) -> None:
-        """Wait for the updates of all steps but the last ones.
+        """Wait for all updates but the last ones.
 
         Args:
-            behind: how many steps need not be done.
+            behind: how many need not be done.
 
         Raises:
             PeerError: if a server is gone or did not answer in time.
         """
-        while self._pushed and self._pushed[0][0] <= self.step - behind:
-            self._pushed.popleft()[1].wait()
+        while len(self._pushed) > behind:
+            for one in self._pushed.popleft():
+                one.wait()
 
 
 @dataclass(kw_only=False)
@@ -197,7 +193,7 @@ class _Gradients:
         device: torch.device,
     ) -> None:
         self._collectives = collectives
-        self._step, self._lookup = collectives.step, lookup
+        self._lookup = lookup
         self._backwards = 0
         self._requests = requests
         self._streams = streams
@@ -212,7 +208,7 @@ class _Gradients:
     def send(self) -> None:
         gradients = self._buffers[len(self._buffers) - len(self._requests) :]
         self._backwards += 1
-        self._collectives.push(self._step, (self._lookup, self._backwards), self._requests, gradients)
+        self._collectives.push((self._lookup, self._backwards), self._requests, gradients)
         self._buffers = []
 
     def wait(self) -> list[Tensor]:

@@ -2,8 +2,8 @@
 
 ::
 
-    part      (collection, header, words)   one collection's ids for this server, as a payload all-to-all carries them
-              int, [int], (n,) int32        (:mod:`shardrec.exchange.payload`); the header is its row of the header exchange
+    part      (collection, header, words)   one collection's ids for this server, as a payload all-to-all carries
+              int, [int], (n,) int32        them (:mod:`shardrec.exchange.payload`), and its row of the header exchange
     answer    (True, value) or (False, name of an error class, its text)
 
 An error travels as text: the exception of a callee would come as a RuntimeError without its class.
@@ -53,13 +53,12 @@ def unwrapped(answer: Any, server: str) -> Any:
     raise PeerError(f"{server} answered with a {type(answer).__name__}; use one release of shardrec everywhere")
 
 
-def check_parts(parts: object, collections: Sequence[ShardedCollection], slots: Sequence[Tensor]) -> list[Part]:
+def check_parts(parts: object, collections: Sequence[ShardedCollection]) -> list[Part]:
     """The parts of a request, if a lookup can take them.
 
     Args:
         parts: as they came.
         collections: of the server.
-        slots: per collection, (S,) int64 rows of the shard that each of its slots is looked up in.
 
     Raises:
         InputError: naming what is wrong.
@@ -72,14 +71,14 @@ def check_parts(parts: object, collections: Sequence[ShardedCollection], slots: 
         number, header, words = part
         if type(number) is not int or not 0 <= number < len(collections):
             raise InputError(f"collection {number!r} is asked for and this server has {len(collections)}; {_SAME}")
-        _check_part(header, words, collections[number], slots[number])
+        _check_part(header, words, collections[number])
     return parts
 
 
 _SAME = "give servers and trainers the same model, plan and release of shardrec"
 
 
-def _check_part(header: object, words: object, collection: ShardedCollection, rows: Tensor) -> None:
+def _check_part(header: object, words: object, collection: ShardedCollection) -> None:
     names = ", ".join(map(repr, list(collection.tables())[:5]))
     what = f"the request for tables {names}"
     columns = collection._input.columns
@@ -91,6 +90,7 @@ def _check_part(header: object, words: object, collection: ShardedCollection, ro
     if ids is None:
         raise InputError(f"{what} has {words.numel()} words, which do not fit its header {header}; {_SAME}")
     lengths_SB, values = ids
+    rows = collection._input.slot_rows
     keys = tuple(map(str, range(rows.numel())))
     batch = Batch(keys=keys, lengths=lengths_SB, values=values, weights=None)
     if not bool(ids_are_valid(batch, rows, unused_keys=False)):

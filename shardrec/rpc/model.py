@@ -43,17 +43,6 @@ class RemoteModel(ShardedModel):
 
     _collectives: RemoteCollectives
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward; see :meth:`shardrec.ShardedModel.forward`.
-
-        Raises:
-            InputError: on every trainer at the same step, if the input of any is faulty.
-            PeerError: if a server or a trainer is gone, or did not answer in time.
-        """
-        if torch.is_grad_enabled():
-            self._collectives.step += 1
-        return super().forward(*args, **kwargs)
-
     def flush(self) -> None:
         """Wait until the servers have made all the updates that this trainer has pushed.
 
@@ -89,7 +78,7 @@ class RemoteModel(ShardedModel):
     def load_servers(self, folder: Path) -> None:
         try:
             for number in range(self.servers):
-                self._collectives.servers.call(number, "load", str(folder.absolute()))
+                self._collectives.servers.tell(number, "load", str(folder.absolute()))
         except PeerError as error:
             raise CheckpointError(str(error)) from error
 
@@ -136,7 +125,8 @@ def shard_over_servers(
     remote_collections = list(replaced.values())
     collectives.rates = {one: one.lr for one in fused_optimizers_of(remote_collections)}
     _on_all(context, lambda: _check_servers(plan, list(collections), collectives))
-    _on_all(context, lambda: [one.send_first_values() for one in remote_collections])
+    for one in remote_collections:
+        _on_all(context, one.send_first_values)
     model = put_in_place(model, dict(replaced))
     move_dense(model, device)
     from shardrec.compile.annotate import annotate_for_dynamo  # which knows the sharded modules
@@ -153,9 +143,7 @@ def _after(plan: ShardingPlan, trainers: int) -> ShardingPlan:
     tables = tuple(
         replace(
             one,
-            shards=tuple(
-                replace(shard, rank=shard.rank + trainers) for shard in one.shards
-            ),
+            shards=tuple(replace(shard, rank=shard.rank + trainers) for shard in one.shards),
         )
         for one in plan.tables
     )
@@ -192,12 +180,12 @@ def _check_servers(plan: ShardingPlan, paths: Sequence[str], collectives: Remote
         for key, value in {"rank": number, **wanted}.items():
             if found[key] != value:
                 raise ConfigError(
-                    f"server {servers.names[number][0]!r} has {key} {found[key]!r} and this trainer {value!r}; give both "
-                    "the same model and plan"
+                    f"server {servers.names[number][0]!r} has {key} {found[key]!r} and this trainer {value!r}; give "
+                    "both the same model and plan"
                 )
 
 
-def _on_all(context: StepContext, work: Callable[[], object]) -> None:
+def _on_all(context: StepContext, work: Callable[[], None]) -> None:
     """Do ``work``, and raise on every trainer what goes wrong on any."""
     error: ShardrecError | None = None
     try:

@@ -17,12 +17,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.rpc.functions import async_execution
 from torch.futures import Future
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from shardrec.errors import ConfigError, InputError, PeerError, PlanError
 from shardrec.exchange.blocks import Stream
@@ -44,6 +45,14 @@ from shardrec.rpc.messages import Answer, Part, check_gradient, check_parts, fai
 __all__ = ["EmbeddingServer", "call", "fused_optimizers_of", "look_up", "push"]
 
 _IDLE_S = 60.0
+
+_F = TypeVar("_F", bound=Callable[..., Future[Answer]])
+
+
+def _asynchronous(function: _F) -> _F:
+    """``async_execution`` with types: the function that RPC is given must be the one that it returns."""
+    marked: _F = async_execution(function)
+    return marked
 
 
 class _OneServer(Collectives):
@@ -93,8 +102,8 @@ class EmbeddingServer:
         rank: of this server in the plan.
         device: of the shards; default: the CPU.
         capacity: requests that may wait; one more is answered with BusyError.
-        window_s: seconds to wait for more lookups after the first of a batch; by default, a batch is what has come while
-            the one before was looked up.
+        window_s: seconds to wait for more lookups after the first of a batch; by default, a batch is what has come
+            while the one before was looked up.
         max_requests: lookups of a batch.
         read_only: refuse updates.
 
@@ -131,21 +140,20 @@ class EmbeddingServer:
         collections: dict[str, ShardedCollection] = {}
         replaced: dict[int, ShardedCollection] = {}
         for path, module in collections_of(model).items():
-            kind = (
-                ShardedEmbeddingCollection
-                if hasattr(module, "embedding_configs")
-                else ShardedEmbeddingBagCollection
+            options: dict[str, Any] = {"path": path, "device": target, "context": context}
+            collections[path] = replaced[id(module)] = (
+                ShardedEmbeddingBagCollection(module, plan, **options)
+                if isinstance(module, EmbeddingBagCollection)
+                else ShardedEmbeddingCollection(module, plan, **options)
             )
-            collections[path] = replaced[id(module)] = kind(module, plan, path=path, device=target, context=context)  # type: ignore[arg-type]
         if not collections:
             raise ConfigError(f"{type(model).__name__} holds no torchrec embedding collection to serve")
         self.model = ShardedModel(put_in_place(model, replaced), plan, context, None)
         self._paths = list(collections)
         self._collections = list(collections.values())
-        self._slot_rows = [_slot_rows(one) for one in self._collections]
         self._optimizers = fused_optimizers_of(self._collections)
-        self._no_updates = "this server is read-only; train with servers that are not" if read_only else _no_updates(
-            self._collections
+        self._no_updates = (
+            "this server is read-only; train with servers that are not" if read_only else _no_updates(self._collections)
         )
         self._pushes: dict[tuple[int, int, int], dict[int, _Push]] = {}
         self._lock = threading.Lock()
@@ -156,7 +164,7 @@ class EmbeddingServer:
         global _SERVER
         _SERVER = self
 
-    @async_execution
+    @_asynchronous
     def lookup(self, parts: list[Part]) -> Future[Answer]:
         """Look up the rows of a request.
 
@@ -167,9 +175,9 @@ class EmbeddingServer:
             Future of the answer: per part, one after the other, (B, D) pooled sums or (N, w) rows per lookup group, as
             one flat float32 tensor on the CPU.
         """
-        return self._answered(lambda: Request(parts=check_parts(parts, self._collections, self._slot_rows)))
+        return self._answered(lambda: Request(parts=check_parts(parts, self._collections)))
 
-    @async_execution
+    @_asynchronous
     def update(
         self,
         step: tuple[int, int, int],
@@ -196,15 +204,15 @@ class EmbeddingServer:
         try:
             if self._no_updates:
                 raise ConfigError(self._no_updates)
-            checked = check_parts(parts, self._collections, self._slot_rows)
-            push = _Push(
-                parts=checked, gradient=check_gradient(gradient), answer=answer, deadline=monotonic() + wait_s
-            )
+            checked = check_parts(parts, self._collections)
+            push = _Push(parts=checked, gradient=check_gradient(gradient), answer=answer, deadline=monotonic() + wait_s)
             number, trainers = trainer
             with self._lock:
                 pushes = self._pushes.setdefault(step, {})
                 if number in pushes or not 0 <= number < trainers:
-                    raise InputError(f"trainer {number} of {trainers} has pushed the gradients of lookup {step[1]} already")
+                    raise InputError(
+                        f"trainer {number} of {trainers} has pushed the gradients of lookup {step[1]} already"
+                    )
                 pushes[number] = push
                 complete = len(pushes) == trainers
                 if complete:
@@ -365,9 +373,7 @@ class EmbeddingServer:
             got = [push.gradient.numel() for push in pushes]
             if wanted and got != wanted:
                 raise InputError(f"the trainers push {got} gradients for {wanted} values that they looked up")
-            pieces = [
-                push.gradient.split([of_place[owner] for of_place in sizes]) for owner, push in enumerate(pushes)
-            ]
+            pieces = [push.gradient.split([of_place[owner] for of_place in sizes]) for owner, push in enumerate(pushes)]
             # As autograd goes back: what was looked up last comes first.
             for place in reversed(range(len(streams))):
                 flat = streams[place].flat
@@ -418,20 +424,21 @@ def _no_updates(collections: Sequence[ShardedCollection]) -> str:
                     f"table {layout.name!r} has no optimizer that a server could run; give it one with "
                     "apply_optimizer_in_backward, or freeze it"
                 )
-            if fused[name].rowwise and any(len({one.rank for one in stripe}) > 1 for stripe in _stripes_by_row(layout)):
+            if fused[name].rowwise and _shares_rows(layout):
                 return (
-                    f"table {layout.name!r} is cut by columns over several servers, and its {fused[name].kind.value} needs "
-                    "whole rows; cut it by rows, or give it another optimizer"
+                    f"table {layout.name!r} is cut by columns over several servers, and its {fused[name].kind.value} "
+                    "needs whole rows; cut it by rows, or give it another optimizer"
                 )
     return ""
 
 
-def _stripes_by_row(layout: TableLayout) -> list[list[Shard]]:
-    """Shards that share rows."""
-    return [
-        [other for other in layout.shards if other.row_start < one.row_end and one.row_start < other.row_end]
+def _shares_rows(layout: TableLayout) -> bool:
+    """Whether rows of the table have columns on several servers."""
+    return any(
+        one.rank != other.rank and one.row_start < other.row_end and other.row_start < one.row_end
         for one in layout.shards
-    ]
+        for other in layout.shards
+    )
 
 
 def _complete(pushes: Sequence[_Push], answer: Answer) -> None:
@@ -442,11 +449,6 @@ def _complete(pushes: Sequence[_Push], answer: Answer) -> None:
 def _sizes(stream: Stream) -> list[int]:
     """Elements for each request."""
     return [sum(rows * cols for rows, cols in shapes) for shapes in stream.out]
-
-
-def _slot_rows(collection: ShardedCollection) -> Tensor:
-    slots = collection._route.slots[collection.context.collectives.rank]
-    return torch.tensor([slot.shard.rows for slot in slots], dtype=torch.int64)
 
 
 def _rect(shard: Shard) -> list[int]:
@@ -465,19 +467,19 @@ def _refused() -> Future[Answer]:
     return future
 
 
-@async_execution
+@_asynchronous
 def look_up(parts: list[Part]) -> Future[Answer]:
     """:meth:`EmbeddingServer.lookup` of the server in the process that this is called in."""
     return _refused() if _SERVER is None else _SERVER.lookup(parts)
 
 
-@async_execution
+@_asynchronous
 def push(*args: Any) -> Future[Answer]:
     """:meth:`EmbeddingServer.update` of the server in the process that this is called in."""
     return _refused() if _SERVER is None else _SERVER.update(*args)
 
 
-@async_execution
+@_asynchronous
 def call(method: str, *args: Any) -> Future[Answer]:
     """Another method of that server, on its thread, between lookups."""
     if _SERVER is None or method not in _METHODS:

@@ -17,7 +17,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from itertools import count
 from time import monotonic
 from typing import Any
 
@@ -99,7 +98,7 @@ class RpcWorld:
         store = dist.PrefixStore(f"shardrec/{self._generation}/agent", self._store)
         _JOINING[options.init_method] = (store, rank, size)
         # init_rpc puts the number of its calls in this process before the store's keys; generations do that here.
-        rpc._init_counter = 0  # type: ignore[attr-defined]
+        rpc._init_counter = 0
         rpc.init_rpc(self.name, rank=rank, world_size=size, rpc_backend_options=options)
 
     def leave(self) -> None:
@@ -153,9 +152,9 @@ class RpcWorld:
 
     def _come(self, end: float) -> bool:
         """Whether all have come to the present generation, and it is not over."""
-        for self._generation in count(max(self._generation, 0)):
-            if not self._is_over():
-                break
+        self._generation = max(self._generation, 0)
+        while self._is_over():
+            self._generation += 1
         if self._store.add(self._key(self.name), 1) > 1:
             self._store.set(self._key("over"), "1")
             return False

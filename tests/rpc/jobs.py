@@ -22,9 +22,7 @@ __all__ = ["BAGS", "ROWS", "SEQUENCES", "Model", "batch", "in_job", "make_model"
 
 BAGS = [
     EmbeddingBagConfig(name="user", num_embeddings=40, embedding_dim=8, feature_names=["u", "v"]),
-    EmbeddingBagConfig(
-        name="item", num_embeddings=23, embedding_dim=4, feature_names=["i"], pooling=PoolingType.MEAN
-    ),
+    EmbeddingBagConfig(name="item", num_embeddings=23, embedding_dim=4, feature_names=["i"], pooling=PoolingType.MEAN),
     EmbeddingBagConfig(name="wide", num_embeddings=11, embedding_dim=16, feature_names=["w"]),
     EmbeddingBagConfig(name="small", num_embeddings=5, embedding_dim=4, feature_names=["i"]),
 ]

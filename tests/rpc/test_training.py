@@ -13,7 +13,7 @@ from torch import Tensor
 import shardrec
 from shardrec.rpc import EmbeddingServer, RpcWorld
 from tests.ranks import ranks
-from tests.rpc.jobs import in_job, make_model, make_plan, train
+from tests.rpc.jobs import batch, in_job, make_model, make_plan, train
 
 STEPS = 50
 
@@ -61,3 +61,56 @@ def test_staleness_0_equals_collectives(optimizer: str, tmp_path: Path) -> None:
     assert got.keys() == wanted.keys()
     for name, value in wanted.items():
         torch.testing.assert_close(got[name], value, rtol=0, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_scripted_and_compiled_trainers_equal_the_eager_one(tmp_path: Path) -> None:
+    plan = make_plan()
+
+    def trainer(world: RpcWorld, rank: int, group: Any) -> list[list[float]]:
+        found = []
+        for way in ("eager", "scripted", "compiled"):
+            model = shardrec.shard(make_model("sgd"), plan, servers=world.servers, group=group)
+            called: Any = model
+            if way == "scripted":
+                called = shardrec.script(model)
+            if way == "compiled":
+                called = torch.compile(model, backend="eager")
+            losses = []
+            for step in range(4):
+                loss = (called(batch(0, step)) - 1.0).square().sum() / 6
+                loss.backward()
+                losses.append(float(loss.detach()))
+            found.append(losses)
+        return found
+
+    def run() -> Any:
+        servers = lambda rank: EmbeddingServer(make_model("sgd"), plan, rank)  # noqa: E731
+        return in_job(str(tmp_path / "store"), trainer, servers, trainers=1)
+
+    eager, scripted, compiled = ranks(3, run)[0]
+    assert eager == scripted == compiled
+    assert eager[0] != eager[1]
+
+
+def test_staleness_1_sees_all_updates_but_the_last(tmp_path: Path) -> None:
+    plan = make_plan()
+
+    def trainer(world: RpcWorld, rank: int, group: Any) -> list[tuple[int, int]]:
+        model = shardrec.shard(make_model("sgd"), plan, servers=world.servers, group=group, staleness=1)
+        found = []
+        for step in range(6):
+            model(batch(0, step)).sum().backward()
+            waiting = model._collectives._pushed
+            found.append((len(waiting), model.server_statistics()[0]["updates"]))
+        model.flush()
+        found.append((len(waiting), model.server_statistics()[0]["updates"]))
+        return found
+
+    def run() -> Any:
+        servers = lambda rank: EmbeddingServer(make_model("sgd"), plan, rank)  # noqa: E731
+        return in_job(str(tmp_path / "store"), trainer, servers, trainers=1)
+
+    *found, last = ranks(3, run)[0]
+    assert last == (0, 6)
+    assert all(waiting == 1 for waiting, _ in found)
+    assert all(step <= done <= step + 1 for step, (_, done) in enumerate(found))
