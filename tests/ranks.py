@@ -59,6 +59,7 @@ _BY_NAME = frozenset(
         "tests.rank_pool",
         "tests.rank_process",
         "tests.ranks",
+        "tests.rpc.forms",
         "tests.rpc.jobs",
         "tests.scripting.exchanges",
         "tests.scripting.scorers",

@@ -114,7 +114,7 @@ class Answers(Awaitable[Any]):
                 if isinstance(self._future, RuntimeError):
                     raise self._future
                 answer = self._future.wait()
-            except RuntimeError as error:
+            except Exception as error:  # torch raises the class of the callee's error, if it knows it
                 if len(self._names) > 1:
                     self._names.pop(0)
                     self._future = self._start()
@@ -128,15 +128,8 @@ class Answers(Awaitable[Any]):
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
                 self._future = self._start()
-            finally:
-                if self._is_done:
-                    self._call = (self._call[0], ())
 
-    @property
-    def _is_done(self) -> bool:
-        return not isinstance(self._future, RuntimeError) and bool(self._future.done())
-
-    def _words(self, name: str, error: RuntimeError) -> str:
+    def _words(self, name: str, error: Exception) -> str:
         first = str(error).split("\n", 1)[0][:200]
         return (
             f"server {name!r} is gone or did not answer the {self._what} within {self._timeout_s:g} s ({first}); start "

@@ -1,0 +1,207 @@
+"""Servers and trainers that die or do not answer, replicas, and going on from a checkpoint."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardrec
+from shardrec.errors import ConfigError, PeerError
+from shardrec.rpc import EmbeddingServer, RpcWorld
+from tests.ranks import RankDied, ranks
+from tests.rpc.jobs import batch, in_job, make_model, make_plan, train
+
+
+def _server(rank: int) -> EmbeddingServer:
+    return EmbeddingServer(make_model("adagrad"), make_plan(), rank)
+
+
+def _shard(world: RpcWorld, group: Any, **options: Any) -> Any:
+    return shardrec.shard(make_model("adagrad"), make_plan(), servers=world.servers, group=group, **options)
+
+
+def test_a_server_that_dies_is_named_at_once(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+
+    def server(rank: int) -> EmbeddingServer:
+        if rank == 1:
+            pid.write_text(str(os.getpid()))
+        return _server(rank)
+
+    def trainer(world: RpcWorld, rank: int, group: Any) -> Any:
+        model = _shard(world, group, timeout_s=60.0)
+        loss = model(batch(0, 0)).sum()
+        os.kill(int(pid.read_text()), signal.SIGKILL)
+        begin = time.monotonic()
+        with pytest.raises(PeerError, match="server 'server1' is gone or did not answer the update") as in_backward:
+            loss.backward()
+        with pytest.raises(PeerError, match="server 'server1' is gone or did not answer the lookup"):
+            model(batch(0, 1))["x"]
+        return in_backward.value.waited_for, time.monotonic() - begin < 30
+
+    found = ranks(3, lambda: in_job(str(tmp_path / "s"), trainer, server, trainers=1), expect_death={2})
+    assert isinstance(found[2], RankDied)
+    assert found[0] == ("update", True)
+
+
+def test_a_server_that_does_not_answer_in_time(tmp_path: Path) -> None:
+    def server(rank: int) -> EmbeddingServer:
+        made = _server(rank)
+        if rank == 0:
+            look_up = made._queue._look_up
+            made._queue._look_up = lambda requests: (time.sleep(1.0), look_up(requests))  # type: ignore[assignment]
+        return made
+
+    def trainer(world: RpcWorld, rank: int, group: Any) -> None:
+        model = _shard(world, group, timeout_s=0.3)
+        with pytest.raises(PeerError, match=r"server 'server0' .* within 0\.3 s"):
+            model(batch(0, 1)).sum()
+        time.sleep(1.0)
+
+    ranks(3, lambda: in_job(str(tmp_path / "s"), trainer, server, trainers=1))
+
+
+def test_a_trainer_that_vanishes(tmp_path: Path) -> None:
+    def trainer(world: RpcWorld, rank: int, group: Any) -> Any:
+        model = _shard(world, group, dense="none", timeout_s=1.0)
+        loss = model(batch(rank, 0)).sum()
+        if rank == 1:
+            os._exit(3)
+        with pytest.raises(PeerError, match=r"only the gradients of trainer\(s\) 0 have come"):
+            loss.backward()
+        world.end()
+        return True
+
+    def run() -> Any:
+        try:
+            return in_job(str(tmp_path / "s"), trainer, _server)
+        except RuntimeError:  # the barrier at the end of a job that has lost a trainer
+            return "lost"
+
+    found = ranks(4, run, expect_death={1})
+    assert found[0] == "lost"
+
+
+def test_replicas_answer_in_turn_and_one_may_die(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+
+    def server(rank: int) -> EmbeddingServer:
+        if rank == 1:
+            pid.write_text(str(os.getpid()))
+        plan = shardrec.ShardingPlan(topology=shardrec.Topology(), tables=make_one_rank_plan())
+        return EmbeddingServer(make_model("sgd"), plan, 0, read_only=True)
+
+    def trainer(world: RpcWorld, rank: int, group: Any) -> Any:
+        plan = shardrec.ShardingPlan(topology=shardrec.Topology(), tables=make_one_rank_plan())
+        model = shardrec.shard(make_model("sgd", "meta"), plan, servers=[world.servers], group=group)
+        local = shardrec.shard(make_model("sgd"), plan)
+        local.top.load_state_dict(model.top.state_dict())
+        local.bags.embedding_bags.small.weight.data.copy_(model.bags.embedding_bags.small.weight)
+        with torch.no_grad():
+            for step in range(4):
+                torch.testing.assert_close(model(batch(0, step)), local(batch(0, step)))
+            from shardrec.rpc.server import call
+
+            numbers = [model._collectives.servers.call(0, "describe")["requests"] for _ in world.servers]
+            os.kill(int(pid.read_text()), signal.SIGKILL)
+            for step in range(4, 9):
+                torch.testing.assert_close(model(batch(0, step)), local(batch(0, step)))
+        assert call is not None
+        with pytest.raises(ConfigError, match="read-only"):
+            model(batch(0, 0)).sum().backward()
+        return numbers
+
+    found = ranks(3, lambda: in_job(str(tmp_path / "s"), trainer, server, trainers=1), expect_death={2})
+    assert found[0] == [2, 2]
+
+
+def make_one_rank_plan() -> Any:
+    from dataclasses import replace
+
+    from shardrec.layout import cuts
+
+    return tuple(
+        replace(one) if one.replicated else cuts.table_wise(one.name, one.num_embeddings, one.embedding_dim, rank=0)
+        for one in make_plan().tables
+    )
+
+
+def _go_on(tmp_path: Path, kill_at: int) -> None:
+    """A trainer whose server is killed joins again when the server is back, and goes on from the checkpoint."""
+    store = str(tmp_path / "store")
+    folder = tmp_path / "checkpoints"
+    every, steps = 3, 10
+
+    def server_process(rank: int) -> None:
+        world = RpcWorld(dist.FileStore(store), trainers=1, servers=2, name=f"server{rank}", timeout_s=60.0)
+        made = _server(rank)
+        world.serve()
+        made.close()
+
+    def killed() -> None:
+        if os.fork() == 0:  # the server that comes back, as a supervisor would start it
+            os.setsid()
+            while not (tmp_path / "killed").exists():
+                time.sleep(0.02)
+            try:
+                server_process(1)
+            finally:
+                os._exit(0)
+        (tmp_path / "pid").write_text(str(os.getpid()))
+        server_process(1)
+
+    def run() -> Any:
+        rank = dist.get_rank()
+        if rank == 1:
+            return server_process(0)
+        if rank == 2:
+            return killed()
+        group = dist.new_group([0], use_local_synchronization=True)
+        world = RpcWorld(dist.FileStore(store), trainers=1, servers=2, name="trainer0", timeout_s=60.0)
+        world.join()
+        checkpoints = shardrec.Checkpoints(folder)
+        model = _shard(world, group)
+        step, lost = 0, 0
+        while step < steps:
+            try:
+                if step == kill_at and not lost:
+                    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+                    (tmp_path / "killed").touch()
+                train(model, 0, range(step, step + 1))
+                step += 1
+                if step % every == 0:
+                    checkpoints.save(step, model)
+            except PeerError:
+                lost += 1
+                world.rejoin()
+                last = checkpoints.load_last(model)
+                step = 0 if last is None else last.step
+                if last is None:
+                    model.load_state_dict(make_model("adagrad").state_dict())
+        found = {name: value.clone() for name, value in model.state_dict().items()}
+        world.end()
+        world.leave()
+        return lost, found
+
+    lost, found = ranks(3, run, expect_death={2}, timeout=120.0)[0]
+    assert lost == 1
+    expected = ranks(1, lambda: _without_faults(steps))[0]
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
+
+
+def _without_faults(steps: int) -> dict[str, Any]:
+    model = shardrec.shard(make_model("adagrad"))
+    train(model, 0, range(steps))
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def test_training_goes_on_when_a_server_is_back(tmp_path: Path) -> None:
+    _go_on(tmp_path, 7)
