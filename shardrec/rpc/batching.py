@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
@@ -18,7 +19,7 @@ from torch.futures import Future
 from shardrec.errors import BusyError
 from shardrec.rpc.messages import Answer, Part, failure
 
-__all__ = ["Request", "RequestQueue"]
+__all__ = ["Request", "RequestQueue", "complete"]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -34,6 +35,16 @@ class Request:
     parts: Sequence[Part] = ()
     work: Callable[[], Any] | None = None
     answer: Future[Answer] = field(default_factory=Future)
+
+    def complete(self, answer: Answer) -> None:
+        """Give the answer; there may be nobody left to take it."""
+        complete(self.answer, answer)
+
+
+def complete(future: Future[Answer], answer: Answer) -> None:
+    """Complete a Future, whose callbacks send it to a caller that may be gone."""
+    with suppress(RuntimeError):
+        future.set_result(answer)
 
 
 class RequestQueue:
@@ -121,11 +132,11 @@ class RequestQueue:
                     answer: Answer = (True, one.work())
                 except Exception as error:
                     answer = failure(error)
-                one.answer.set_result(answer)
+                one.complete(answer)
             if lookups:
                 self._look_up(lookups)
         for one in left:
-            one.answer.set_result(failure(BusyError("the server is ending; ask again when it is back")))
+            one.complete(failure(BusyError("the server is ending; ask again when it is back")))
 
     def _gather(self) -> None:
         """Wait out the window, unless a whole batch is there."""

@@ -39,7 +39,7 @@ from shardrec.modules.discover import collections_of, table_shapes
 from shardrec.modules.model import ShardedModel
 from shardrec.modules.sequences import ShardedEmbeddingCollection
 from shardrec.modules.table import ShardedTable
-from shardrec.rpc.batching import Request, RequestQueue
+from shardrec.rpc.batching import Request, RequestQueue, complete
 from shardrec.rpc.messages import Answer, Part, check_gradient, check_parts, failure
 
 __all__ = ["EmbeddingServer", "call", "fused_optimizers_of", "look_up", "push"]
@@ -350,7 +350,7 @@ class EmbeddingServer:
             answers = [failure(error)] * len(requests)
         self._counts["requests"] += len(requests)
         for request, answer in zip(requests, answers, strict=True):
-            request.answer.set_result(answer)
+            request.complete(answer)
 
     def _update(self, pushes: Sequence[_Push], rates: Sequence[float]) -> int:
         """One update of the trainers' gradients; see [Note: an update]."""
@@ -443,7 +443,7 @@ def _shares_rows(layout: TableLayout) -> bool:
 
 def _complete(pushes: Sequence[_Push], answer: Answer) -> None:
     for push in pushes:
-        push.answer.set_result(answer)
+        complete(push.answer, answer)
 
 
 def _sizes(stream: Stream) -> list[int]:

@@ -130,7 +130,7 @@ class RpcWorld:
         while True:
             self.join()
             while not self._is_over():
-                self._wait([self._key("over")], 20 * _LOOK_S)
+                self._wait([self._key("over")], _LOOK_S)
             self.leave()
             if self._store.check(["shardrec/end"]):
                 return

@@ -94,7 +94,7 @@ def test_every_form(tmp_path: Any) -> None:
 def test_a_server_behind_a_reference_and_pending_values(tmp_path: Any) -> None:
     def work() -> list[Any]:
         ref = rpc.remote("server0", forms.make_server)
-        request = [(0, [0, 0, 0], torch.zeros(0, dtype=torch.int32))]
+        request = [(9, [0, 0, 0], torch.zeros(0, dtype=torch.int32))]
         answers = [ref.rpc_sync().lookup([]), ref.rpc_async().lookup([]).wait(), ref.remote().lookup([]).to_here()]
         refused = ref.rpc_sync().lookup(request)
         x = torch.arange(3.0)

@@ -101,7 +101,7 @@ def test_replicas_answer_in_turn_and_one_may_die(tmp_path: Path) -> None:
     def trainer(world: RpcWorld, rank: int, group: Any) -> Any:
         plan = shardrec.ShardingPlan(topology=shardrec.Topology(), tables=make_one_rank_plan())
         model = shardrec.shard(make_model("sgd", "meta"), plan, servers=[world.servers], group=group)
-        local = shardrec.shard(make_model("sgd"), plan)
+        local = shardrec.shard(make_model("sgd"), plan, group=group)
         local.top.load_state_dict(model.top.state_dict())
         local.bags.embedding_bags.small.weight.data.copy_(model.bags.embedding_bags.small.weight)
         with torch.no_grad():
