@@ -101,7 +101,7 @@ def _trainer(store: str, steps: str, trainer: str) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
+    if len(sys.argv) == 4:
         _trainer(*sys.argv[1:])
     else:
-        main()
+        main(*map(int, sys.argv[1:]))

@@ -69,6 +69,8 @@ def load_checkpoint(
                 f"the ranks see different checkpoints in {path}; give a folder on a file system that they all share, "
                 "into which nobody saves at the same time"
             )
+        if model.servers:
+            model.load_servers(Path(path))
         remedy = f"the model is half loaded: {_REMEDY}"
         ranks.agree("load", lambda: source.read(model, optimizer), remedy=remedy)
     if rank_state is not None:
@@ -150,8 +152,6 @@ class _Source:
 
     def read(self, model: ShardedModel, optimizer: torch.optim.Optimizer | None) -> None:
         """Read what this rank holds into its memory."""
-        if model.servers and self._ranks.rank == 0:
-            model.load_servers(self._folder)
         manifest, buffer = self.manifest, torch.empty(BLOCK_BYTES, dtype=torch.uint8)
         if model.context.device.type == "cuda":
             buffer = buffer.pin_memory()

@@ -213,8 +213,7 @@ def save(
     )
     elsewhere: list[Written] = []
     if model.servers:
-        data = folder / manifest.data
-        elsewhere = ranks.agree("save", lambda: model.save_servers(data, ranks.size), remedy=_REMEDY)[0]
+        elsewhere = model.save_servers(folder / manifest.data, ranks.size)
     job = _Job(folder=folder, ranks=ranks, tensors=tensors, manifest=manifest, then=then, elsewhere=elsewhere)
     if wait:
         job.run()

@@ -172,6 +172,7 @@ def model_device(model: nn.Module, group: dist.ProcessGroup | None) -> torch.dev
 
 
 def features_of(collection: Collection) -> list[str]:
+    """The features of an unsharded collection, table after table."""
     pooled = isinstance(collection, EmbeddingBagCollection)
     configs = collection.embedding_bag_configs() if pooled else collection.embedding_configs()
     return [feature for config in configs for feature in config.feature_names]
@@ -285,6 +286,7 @@ def put_in_place(model: nn.Module, replaced: dict[int, ShardedCollection]) -> nn
 
 
 def move_dense(model: nn.Module, device: torch.device) -> None:
+    """Move what is not sharded to ``device``."""
     meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if meta:
         raise ConfigError(

@@ -127,11 +127,14 @@ class ShardedModel(nn.Module):
     """Number of servers that hold the tables (:mod:`shardrec.rpc`)."""
 
     def save_servers(self, data: Path, first: int) -> list[Any]:
-        """Have the servers write their shards into a checkpoint's data folder, as files from number ``first`` on."""
+        """Have the servers write their shards into a checkpoint's data folder, as files from number ``first`` on.
+
+        Every rank calls it; the first one gets what was written.
+        """
         raise AssertionError("this model has no servers")
 
     def load_servers(self, folder: Path) -> None:
-        """Have the servers load their shards from a checkpoint."""
+        """Have the servers load their shards from a checkpoint. Every rank calls it."""
         raise AssertionError("this model has no servers")
 
     def bad_ids(self) -> dict[str, int]:

@@ -57,16 +57,14 @@ class RemoteModel(ShardedModel):
         return [servers.call(number, "describe") for number in range(len(servers))]
 
     def save_servers(self, data: Path, first: int) -> list[Written]:
-        self._collectives.settle()
-        if self._collectives.rank:
-            return []
-        try:
-            found = [
-                self._collectives.servers.call(number, "save", str(data.absolute()), first + number)
-                for number in range(self.servers)
-            ]
-        except PeerError as error:
-            raise CheckpointError(str(error)) from error
+        found: list[Any] = []
+
+        def save() -> None:
+            for number in range(self.servers) if self._collectives.rank == 0 else ():
+                found.append(self._collectives.servers.call(number, "save", str(data.absolute()), first + number))
+
+        _on_all(self.context, self.flush)  # of all trainers, before any server saves
+        _on_all(self.context, save)
         return [
             (
                 SavedFile(**{**file, "checksums": tuple(file["checksums"])}),
@@ -76,11 +74,12 @@ class RemoteModel(ShardedModel):
         ]
 
     def load_servers(self, folder: Path) -> None:
-        try:
-            for number in range(self.servers):
+        def load() -> None:
+            for number in range(self.servers) if self._collectives.rank == 0 else ():
                 self._collectives.servers.tell(number, "load", str(folder.absolute()))
-        except PeerError as error:
-            raise CheckpointError(str(error)) from error
+
+        _on_all(self.context, self.flush)
+        _on_all(self.context, load)
 
 
 def shard_over_servers(
@@ -185,6 +184,9 @@ def _check_servers(plan: ShardingPlan, paths: Sequence[str], collectives: Remote
                 )
 
 
+_CLASSES = (ShardrecError, ConfigError, CheckpointError, PeerError)
+
+
 def _on_all(context: StepContext, work: Callable[[], None]) -> None:
     """Do ``work``, and raise on every trainer what goes wrong on any."""
     error: ShardrecError | None = None
@@ -192,7 +194,7 @@ def _on_all(context: StepContext, work: Callable[[], None]) -> None:
         work()
     except ShardrecError as found:
         error = found
-    theirs, lost = exchange_faults([] if error is None else [str(error)], isinstance(error, PeerError), context)
+    number = max(n for n, cls in enumerate(_CLASSES) if n == 0 or isinstance(error, cls))
+    theirs, numbers = exchange_faults([] if error is None else [str(error)], number, context)
     if any(theirs):
-        cls = PeerError if any(lost) else ConfigError
-        raise cls("; ".join(sorted(set(filter(None, theirs))))) from error
+        raise _CLASSES[max(numbers)]("; ".join(sorted(set(filter(None, theirs))))) from error

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import monotonic
@@ -214,13 +214,13 @@ class EmbeddingServer:
                         f"trainer {number} of {trainers} has pushed the gradients of lookup {step[1]} already"
                     )
                 pushes[number] = push
-                complete = len(pushes) == trainers
-                if complete:
+                is_last = len(pushes) == trainers
+                if is_last:
                     del self._pushes[step]
-            if complete:
+            if is_last:
                 in_order = [pushes[one] for one in sorted(pushes)]
                 done = self._answered(lambda: Request(work=lambda: self._update(in_order, rates)))
-                done.then(lambda one: _complete(in_order, one.value()))
+                done.add_done_callback(lambda one: _answer_all(in_order, one.value()))
             else:
                 self._queue.wake()
         except Exception as error:
@@ -402,7 +402,7 @@ class EmbeddingServer:
                 f"of lookup {step[1]} only the gradients of trainer(s) {here} have come; the others are gone or late. "
                 "Nothing of the step was applied: start the trainers again from the last checkpoint"
             )
-            _complete(list(pushes.values()), failure(error))
+            _answer_all(pushes.values(), failure(error))
         return min(due, default=now + _IDLE_S) - now
 
 
@@ -441,7 +441,7 @@ def _shares_rows(layout: TableLayout) -> bool:
     )
 
 
-def _complete(pushes: Sequence[_Push], answer: Answer) -> None:
+def _answer_all(pushes: Iterable[_Push], answer: Answer) -> None:
     for push in pushes:
         complete(push.answer, answer)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from time import monotonic
 from typing import Any
@@ -29,7 +29,7 @@ from shardrec.errors import ConfigError, PeerError
 __all__ = ["RpcWorld"]
 
 _SCHEME = "shardrec-rpc"
-_LOOK_S = 0.5
+_LOOK_S, _START_S = 0.5, 20.0
 _JOINING: dict[str, tuple[dist.Store, int, int]] = {}
 
 
@@ -89,17 +89,28 @@ class RpcWorld:
             PeerError: if some did not come in time, or the job has ended.
         """
         end = monotonic() + self._timeout_s
-        while not self._come(end):
+        while not (self._come(end) and self._start_agent()):
             pass
+
+    def _start_agent(self) -> bool:
+        """Whether the agents of all have found each other; one may die on the way."""
         options = rpc.TensorPipeRpcBackendOptions(
             num_worker_threads=self._threads, init_method=f"{_SCHEME}://{self._generation}"
         )
         rank, size = self.names.index(self.name), len(self.names)
         store = dist.PrefixStore(f"shardrec/{self._generation}/agent", self._store)
+        store.set_timeout(timedelta(seconds=_START_S))
         _JOINING[options.init_method] = (store, rank, size)
         # init_rpc puts the number of its calls in this process before the store's keys; generations do that here.
         rpc._init_counter = 0
-        rpc.init_rpc(self.name, rank=rank, world_size=size, rpc_backend_options=options)
+        try:
+            rpc.init_rpc(self.name, rank=rank, world_size=size, rpc_backend_options=options)
+        except RuntimeError:
+            self._store.set(self._key("over"), "1")
+            with suppress(RuntimeError):
+                rpc.shutdown(graceful=False)
+            return False
+        return True
 
     def leave(self) -> None:
         """End this process's agent. What is under way fails at the other ends."""

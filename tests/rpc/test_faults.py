@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ import torch.distributed as dist
 
 import shardrec
 from shardrec.errors import ConfigError, PeerError
+from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.rpc import EmbeddingServer, RpcWorld
+from shardrec.rpc.serve import load_server, serve
 from tests.ranks import RankDied, ranks
 from tests.rpc.jobs import batch, in_job, make_model, make_plan, train
 
@@ -60,7 +63,8 @@ def test_a_server_that_does_not_answer_in_time(tmp_path: Path) -> None:
         return made
 
     def trainer(world: RpcWorld, rank: int, group: Any) -> None:
-        model = _shard(world, group, timeout_s=0.3)
+        model = _shard(world, group)
+        model._collectives.servers.timeout_s = 0.3
         with pytest.raises(PeerError, match=r"server 'server0' .* within 0\.3 s"):
             model(batch(0, 1)).sum()
         time.sleep(1.0)
@@ -95,11 +99,11 @@ def test_replicas_answer_in_turn_and_one_may_die(tmp_path: Path) -> None:
     def server(rank: int) -> EmbeddingServer:
         if rank == 1:
             pid.write_text(str(os.getpid()))
-        plan = shardrec.ShardingPlan(topology=shardrec.Topology(), tables=make_one_rank_plan())
+        plan = _whole_tables()
         return EmbeddingServer(make_model("sgd"), plan, 0, read_only=True)
 
     def trainer(world: RpcWorld, rank: int, group: Any) -> Any:
-        plan = shardrec.ShardingPlan(topology=shardrec.Topology(), tables=make_one_rank_plan())
+        plan = _whole_tables()
         model = shardrec.shard(make_model("sgd", "meta"), plan, servers=[world.servers], group=group)
         local = shardrec.shard(make_model("sgd"), plan, group=group)
         local.top.load_state_dict(model.top.state_dict())
@@ -107,94 +111,105 @@ def test_replicas_answer_in_turn_and_one_may_die(tmp_path: Path) -> None:
         with torch.no_grad():
             for step in range(4):
                 torch.testing.assert_close(model(batch(0, step)), local(batch(0, step)))
-            from shardrec.rpc.server import call
-
-            numbers = [model._collectives.servers.call(0, "describe")["requests"] for _ in world.servers]
+            numbers = [model.server_statistics()[0]["requests"] for _ in world.servers]
             os.kill(int(pid.read_text()), signal.SIGKILL)
             for step in range(4, 9):
                 torch.testing.assert_close(model(batch(0, step)), local(batch(0, step)))
-        assert call is not None
+        loss = model(batch(0, 0)).sum()
         with pytest.raises(ConfigError, match="read-only"):
-            model(batch(0, 0)).sum().backward()
+            loss.backward()
         return numbers
 
     found = ranks(3, lambda: in_job(str(tmp_path / "s"), trainer, server, trainers=1), expect_death={2})
     assert found[0] == [2, 2]
 
 
-def make_one_rank_plan() -> Any:
-    from dataclasses import replace
-
-    from shardrec.layout import cuts
-
-    return tuple(
-        replace(one) if one.replicated else cuts.table_wise(one.name, one.num_embeddings, one.embedding_dim, rank=0)
+def _whole_tables() -> ShardingPlan:
+    tables = tuple(
+        one if one.replicated else cuts.table_wise(one.name, one.num_embeddings, one.embedding_dim, rank=0)
         for one in make_plan().tables
     )
+    return ShardingPlan(topology=Topology(), tables=tables)
 
 
-def _go_on(tmp_path: Path, kill_at: int) -> None:
-    """A trainer whose server is killed joins again when the server is back, and goes on from the checkpoint."""
-    store = str(tmp_path / "store")
-    folder = tmp_path / "checkpoints"
-    every, steps = 3, 10
+EVERY = 4
+"""Training steps between two checkpoints."""
 
-    def server_process(rank: int) -> None:
-        world = RpcWorld(dist.FileStore(store), trainers=1, servers=2, name=f"server{rank}", timeout_s=60.0)
-        made = _server(rank)
-        world.serve()
-        made.close()
 
-    def killed() -> None:
-        if os.fork() == 0:  # the server that comes back, as a supervisor would start it
-            os.setsid()
-            while not (tmp_path / "killed").exists():
-                time.sleep(0.02)
-            try:
-                server_process(1)
-            finally:
-                os._exit(0)
-        (tmp_path / "pid").write_text(str(os.getpid()))
-        server_process(1)
+def _supervised(tmp_path: Path, kills: int, seed: int) -> None:
+    """Run two servers, kill one after the other at random moments, and start each again until the trainer is done."""
+    rng = Random(seed)
 
-    def run() -> Any:
-        rank = dist.get_rank()
-        if rank == 1:
-            return server_process(0)
-        if rank == 2:
-            return killed()
-        group = dist.new_group([0], use_local_synchronization=True)
-        world = RpcWorld(dist.FileStore(store), trainers=1, servers=2, name="trainer0", timeout_s=60.0)
-        world.join()
-        checkpoints = shardrec.Checkpoints(folder)
-        model = _shard(world, group)
-        step, lost = 0, 0
-        while step < steps:
-            try:
-                if step == kill_at and not lost:
-                    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
-                    (tmp_path / "killed").touch()
-                train(model, 0, range(step, step + 1))
-                step += 1
-                if step % every == 0:
-                    checkpoints.save(step, model)
-            except PeerError:
-                lost += 1
-                world.rejoin()
+    def start(rank: int) -> int:
+        pid = os.fork()
+        if pid:
+            return pid
+        code = 1
+        try:
+            plan = make_plan()
+            server = load_server(make_model("adagrad"), rank, plan=plan, checkpoint=tmp_path / "checkpoints")
+            serve(server, _store(tmp_path), trainers=1, servers=SERVERS, name=SERVERS[rank], timeout_s=60.0)
+            code = 0
+        finally:
+            os._exit(code)
+
+    children = [start(rank) for rank in range(2)]
+    done, left = tmp_path / "done", kills
+    while not done.exists():
+        time.sleep(rng.uniform(0.05, 1.0))
+        if left and (tmp_path / "begun").exists():
+            victim = rng.randrange(2)
+            os.kill(children[victim], signal.SIGKILL)
+            os.waitpid(children[victim], 0)
+            children[victim] = start(victim)
+            left -= 1
+            if not left:
+                (tmp_path / "killed").touch()
+    for child in children:
+        os.waitpid(child, 0)
+
+
+SERVERS = ["server0", "server1"]
+
+
+def _store(tmp_path: Path) -> dist.FileStore:
+    return dist.FileStore(str(tmp_path / "store"), -1)
+
+
+def _train_through(tmp_path: Path, steps: int) -> Any:
+    """A trainer that goes on from the last checkpoint whenever a server was lost."""
+    world = RpcWorld(_store(tmp_path), trainers=1, servers=SERVERS, name="trainer0", timeout_s=60.0)
+    world.join()
+    group = dist.new_group([0], use_local_synchronization=True)
+    checkpoints = shardrec.Checkpoints(tmp_path / "checkpoints", keep_last=2)
+    model = _shard(world, group, timeout_s=30.0)
+    (tmp_path / "begun").touch()
+    step, lost, saved, back = 0, 0, 0, False
+    while step < steps or not (tmp_path / "killed").exists():
+        try:
+            if back:
                 last = checkpoints.load_last(model)
-                step = 0 if last is None else last.step
                 if last is None:
                     model.load_state_dict(make_model("adagrad").state_dict())
-        found = {name: value.clone() for name, value in model.state_dict().items()}
-        world.end()
-        world.leave()
-        return lost, found
-
-    lost, found = ranks(3, run, expect_death={2}, timeout=120.0)[0]
-    assert lost == 1
-    expected = ranks(1, lambda: _without_faults(steps))[0]
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
+                step, back = 0 if last is None else last.step, False
+                assert step >= saved, "what was saved is not lost"
+            elif step == steps:
+                model.server_statistics()  # until the last kill
+                time.sleep(0.05)
+            else:
+                train(model, 0, range(step, step + 1))
+                step += 1
+                if step % EVERY == 0:
+                    checkpoints.save(step, model)
+                    saved = max(saved, step)
+        except PeerError:
+            lost, back = lost + 1, True
+            world.rejoin()
+    found = {name: value.clone() for name, value in model.state_dict().items()}
+    (tmp_path / "done").touch()
+    world.end()
+    world.leave()
+    return lost, found
 
 
 def _without_faults(steps: int) -> dict[str, Any]:
@@ -203,5 +218,20 @@ def _without_faults(steps: int) -> dict[str, Any]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
+def _killed(tmp_path: Path, *, kills: int, steps: int) -> None:
+    def run() -> Any:
+        return _train_through(tmp_path, steps) if dist.get_rank() == 0 else _supervised(tmp_path, kills, seed=kills)
+
+    lost, found = ranks(2, run, timeout=60.0 + 20.0 * kills)[0]
+    assert lost >= 1
+    for name, value in ranks(1, lambda: _without_faults(steps))[0].items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
+
+
 def test_training_goes_on_when_a_server_is_back(tmp_path: Path) -> None:
-    _go_on(tmp_path, 7)
+    _killed(tmp_path, kills=1, steps=24)
+
+
+@pytest.mark.slow
+def test_20_kills_lose_no_update_before_the_last_checkpoint(tmp_path: Path) -> None:
+    _killed(tmp_path, kills=20, steps=400)
