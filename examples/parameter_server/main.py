@@ -6,6 +6,7 @@ collectives; the first one prints both losses.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -78,9 +79,10 @@ def main(steps: int = STEPS) -> None:
         make_plan().save(plan)
         serve = [*here, "shardrec.cli", "serve-embeddings", "examples.parameter_server.model:build"]
         serve += ["--store", store, "--servers", ",".join(SERVERS), "--trainers", "2", "--plan", str(plan)]
-        processes = [subprocess.Popen([*serve, "--rank", str(rank)]) for rank in range(len(SERVERS))]
+        quiet = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}  # what agents say of those that leave before them
+        processes = [subprocess.Popen([*serve, "--rank", str(rank)], env=quiet) for rank in range(len(SERVERS))]
         own = [*here, "examples.parameter_server.main", store, str(steps)]
-        processes += [subprocess.Popen([*own, str(trainer)]) for trainer in range(2)]
+        processes += [subprocess.Popen([*own, str(trainer)], env=quiet) for trainer in range(2)]
         try:
             for process in reversed(processes):
                 if process.wait():
