@@ -50,6 +50,7 @@ def serve_embeddings_command(
         rank,
         plan=None if plan is None else ShardingPlan.load(plan),
         checkpoint=checkpoint,
+        servers=names if name is None else None,
         read_only=read_only,
         capacity=capacity,
         window_s=window_ms / 1000,

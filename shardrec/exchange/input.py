@@ -326,6 +326,8 @@ class InputExchange:
         found = self._payload.lengths_and_ids(words, arrival)
         if found is None:
             return None
+        if len(counts) < 2:
+            return found
         slots = self._route.slots[self._rank]
         ids_S = found[0].sum(dim=1, dtype=torch.int64).tolist()
         per_group = [0] * len(counts)

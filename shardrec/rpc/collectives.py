@@ -57,7 +57,7 @@ class RemoteCollectives(Collectives):
         self.session = 0
         self.rates: dict[FusedOptimizer, float] = {}
         self._asked: list[list[Part]] = []  # per module of the exchange that is to come, the part for each server
-        self._lookups = 0
+        self._updates = 0
         self._pushed: deque[list[Answers]] = deque()  # per update, of each server
 
     @property
@@ -96,20 +96,19 @@ class RemoteCollectives(Collectives):
         answers = [self.servers.ask(server, look_up, one, what="lookup") for server, one in enumerate(requests)]
         way_back = None
         if streams is not None:
-            self._lookups += 1
-            way_back = _Gradients(self, self._lookups, requests, streams, like.device)
+            way_back = _Gradients(self, requests, streams, like.device)
         return _Rows(answers, receive, count, like.device, way_back)
 
-    def push(self, update: tuple[int, int], requests: Sequence[list[Part]], gradients: Sequence[Tensor]) -> None:
-        """Have the servers update the rows of a lookup.
+    def push(self, requests: Sequence[list[Part]], gradients: Sequence[Tensor]) -> None:
+        """Have the servers update the rows of a lookup; all trainers push in the same order.
 
         Args:
-            update: number of the lookup, and which of its backwards this is; alike on all trainers.
             requests: per server, what was looked up.
             gradients: per server, (n,) of what the lookup gave.
         """
-        key, trainer = (self.session, *update), (self.rank, self.trainers.world_size)
-        common = (key, trainer, _SHARE_OF_TIMEOUT * self.servers.timeout_s, list(self.rates.values()))
+        self._updates += 1
+        update, trainer = (self.session, self._updates), (self.rank, self.trainers.world_size)
+        common = (update, trainer, _SHARE_OF_TIMEOUT * self.servers.timeout_s, list(self.rates.values()))
         pairs = enumerate(zip(requests, gradients, strict=True))
         self._pushed.append(
             [self.servers.ask(server, push, *common, parts, one.cpu(), what="update") for server, (parts, one) in pairs]
@@ -178,7 +177,6 @@ class _Gradients:
 
     Args:
         collectives: of the trainer.
-        lookup: its number.
         requests: per server, what was looked up.
         streams: what came.
         device: of the gradients.
@@ -187,14 +185,11 @@ class _Gradients:
     def __init__(
         self,
         collectives: RemoteCollectives,
-        lookup: int,
         requests: list[list[Part]],
         streams: Streams,
         device: torch.device,
     ) -> None:
         self._collectives = collectives
-        self._lookup = lookup
-        self._backwards = 0
         self._requests = requests
         self._streams = streams
         self._device = device
@@ -207,8 +202,7 @@ class _Gradients:
 
     def send(self) -> None:
         gradients = self._buffers[len(self._buffers) - len(self._requests) :]
-        self._backwards += 1
-        self._collectives.push((self._lookup, self._backwards), self._requests, gradients)
+        self._collectives.push(self._requests, gradients)
         self._buffers = []
 
     def wait(self) -> list[Tensor]:

@@ -90,10 +90,8 @@ def _check_part(header: object, words: object, collection: ShardedCollection) ->
     if ids is None:
         raise InputError(f"{what} has {words.numel()} words, which do not fit its header {header}; {_SAME}")
     lengths_SB, values = ids
-    rows = collection._input.slot_rows
-    keys = tuple(map(str, range(rows.numel())))
-    batch = Batch(keys=keys, lengths=lengths_SB, values=values, weights=None)
-    if not bool(ids_are_valid(batch, rows, unused_keys=False)):
+    batch = Batch(keys=(), lengths=lengths_SB, values=values, weights=None)
+    if not bool(ids_are_valid(batch, collection._input.slot_rows, unused_keys=False)):
         raise InputError(f"{what} has ids outside of their shards, or lengths that do not add up; {_SAME}")
 
 

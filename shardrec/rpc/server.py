@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any, TypeVar
@@ -25,11 +26,10 @@ from torch.distributed.rpc.functions import async_execution
 from torch.futures import Future
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from shardrec.errors import ConfigError, InputError, PeerError, PlanError
+from shardrec.errors import BusyError, ConfigError, InputError, PeerError, PlanError
 from shardrec.exchange.blocks import Stream
-from shardrec.exchange.collectives import Collectives
 from shardrec.exchange.step import StepContext
-from shardrec.layout import Shard, ShardingPlan, TableLayout
+from shardrec.layout import Shard, ShardingPlan
 from shardrec.lookup.optimizers import FusedOptimizer
 from shardrec.memory import keep_large_blocks
 from shardrec.modules.bags import ShardedEmbeddingBagCollection
@@ -40,9 +40,10 @@ from shardrec.modules.model import ShardedModel
 from shardrec.modules.sequences import ShardedEmbeddingCollection
 from shardrec.modules.table import ShardedTable
 from shardrec.rpc.batching import Request, RequestQueue, complete
+from shardrec.rpc.between import ServerCollectives
 from shardrec.rpc.messages import Answer, Part, check_gradient, check_parts, failure
 
-__all__ = ["EmbeddingServer", "call", "fused_optimizers_of", "look_up", "push"]
+__all__ = ["EmbeddingServer", "call", "fused_optimizers_of", "look_up", "push", "take_rows"]
 
 _IDLE_S = 60.0
 
@@ -55,27 +56,6 @@ def _asynchronous(function: _F) -> _F:
     return marked
 
 
-class _OneServer(Collectives):
-    """What the exchange asks of a process group, on a server: nothing is exchanged.
-
-    Args:
-        rank: of the plan, whose shards this server holds.
-        world_size: number of servers.
-    """
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank = rank
-        self.world_size = world_size
-
-    def all_to_all(self, values: Tensor, receive: Sequence[int], send: Sequence[int], what: str) -> Tensor:
-        elsewhere = sum(send) - send[self.rank]
-        assert not elsewhere, f"a server has no way to send {what} to others"
-        return values
-
-    def wait(self, pending: Tensor, what: str) -> Tensor:
-        return pending
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Push:
     """A trainer's gradients of one step: ``gradient`` (n,) float32, of the rows of its ``parts``, as they were sent."""
@@ -84,6 +64,28 @@ class _Push:
     gradient: Tensor
     answer: Future[Answer]
     deadline: float
+
+
+@dataclass(kw_only=True)
+class _Pushes:
+    """What the trainers have pushed of an update, by number of the trainer."""
+
+    trainers: int
+    rates: list[float]
+    of: dict[int, _Push] = field(default_factory=dict)
+
+    def in_order(self) -> list[_Push]:
+        return [self.of[number] for number in sorted(self.of)]
+
+    def deadline(self) -> float:
+        return min(push.deadline for push in self.of.values())
+
+    def answer(self, answer: Answer) -> None:
+        for push in self.of.values():
+            complete(push.answer, answer)
+
+    def answered(self, made: Future[Answer]) -> None:
+        self.answer(made.value())
 
 
 class EmbeddingServer:
@@ -100,6 +102,7 @@ class EmbeddingServer:
             :func:`shardrec.shard`. Optimizers given by ``apply_optimizer_in_backward`` are fused.
         plan: where each table goes among the servers.
         rank: of this server in the plan.
+        servers: RPC names of all servers, by rank; default: ``server0`` and on.
         device: of the shards; default: the CPU.
         capacity: requests that may wait; one more is answered with BusyError.
         window_s: seconds to wait for more lookups after the first of a batch; by default, a batch is what has come
@@ -118,6 +121,7 @@ class EmbeddingServer:
         plan: ShardingPlan,
         rank: int,
         *,
+        servers: Sequence[str] | None = None,
         device: torch.device | str | None = None,
         capacity: int = 256,
         window_s: float = 0.0,
@@ -136,7 +140,11 @@ class EmbeddingServer:
         if target.type == "cpu":
             keep_large_blocks()
         self.rank, self.read_only = rank, read_only
-        context = StepContext(_OneServer(rank, plan.world_size), target)
+        names = list(servers) if servers is not None else [f"server{one}" for one in range(plan.world_size)]
+        if len(names) != plan.world_size:
+            raise ConfigError(f"servers={names}; give a name for each of the plan's {plan.world_size} ranks")
+        self.between = ServerCollectives(rank, names, take_rows)
+        context = StepContext(self.between, target)
         collections: dict[str, ShardedCollection] = {}
         replaced: dict[int, ShardedCollection] = {}
         for path, module in collections_of(model).items():
@@ -155,7 +163,9 @@ class EmbeddingServer:
         self._no_updates = (
             "this server is read-only; train with servers that are not" if read_only else _no_updates(self._collections)
         )
-        self._pushes: dict[tuple[int, int, int], dict[int, _Push]] = {}
+        self._capacity = capacity
+        self._pushes: dict[tuple[int, int], _Pushes] = {}
+        self._next: dict[int, int] = {}  # of the present run, the update that comes next
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._queue = RequestQueue(
@@ -180,7 +190,7 @@ class EmbeddingServer:
     @_asynchronous
     def update(
         self,
-        step: tuple[int, int, int],
+        update: tuple[int, int],
         trainer: tuple[int, int],
         wait_s: float,
         rates: list[float],
@@ -190,7 +200,7 @@ class EmbeddingServer:
         """Update the tables when the gradients of all the trainers have come.
 
         Args:
-            step: which run of the trainers, which lookup, and which of its backwards; alike on all trainers.
+            update: which run of the trainers, and which of its updates; alike on all trainers, and made in this order.
             trainer: number of the trainer, and of trainers.
             wait_s: seconds to wait for the other trainers.
             rates: learning rate of each of the model's fused optimizers.
@@ -205,27 +215,31 @@ class EmbeddingServer:
             if self._no_updates:
                 raise ConfigError(self._no_updates)
             checked = check_parts(parts, self._collections)
-            push = _Push(parts=checked, gradient=check_gradient(gradient), answer=answer, deadline=monotonic() + wait_s)
+            one = _Push(parts=checked, gradient=check_gradient(gradient), answer=answer, deadline=monotonic() + wait_s)
             number, trainers = trainer
             with self._lock:
-                pushes = self._pushes.setdefault(step, {})
-                if number in pushes or not 0 <= number < trainers:
-                    raise InputError(
-                        f"trainer {number} of {trainers} has pushed the gradients of lookup {step[1]} already"
-                    )
-                pushes[number] = push
-                is_last = len(pushes) == trainers
-                if is_last:
-                    del self._pushes[step]
-            if is_last:
-                in_order = [pushes[one] for one in sorted(pushes)]
-                done = self._answered(lambda: Request(work=lambda: self._update(in_order, rates)))
-                done.add_done_callback(lambda one: _answer_all(in_order, one.value()))
-            else:
-                self._queue.wake()
+                if update not in self._pushes and len(self._pushes) >= self._capacity:
+                    raise BusyError(f"{len(self._pushes)} updates wait for their other trainers; nothing was done")
+                pushes = self._pushes.setdefault(update, _Pushes(trainers=trainers, rates=list(rates)))
+                if number in pushes.of or not 0 <= number < pushes.trainers == trainers:
+                    raise InputError(f"trainer {number} of {trainers} has pushed update {update[1]} already")
+                pushes.of[number] = one
+                self._queue_updates(update[0])
+            self._queue.wake()
         except Exception as error:
             answer.set_result(failure(error))
         return answer
+
+    def _queue_updates(self, run: int) -> None:
+        """Queue the updates of a run that are complete, in their order, with the lock held."""
+        for update in sorted(one for one in self._pushes if one[0] == run):
+            pushes = self._pushes[update]
+            if len(pushes.of) < pushes.trainers or update[1] > self._next.get(run, update[1]):
+                return
+            del self._pushes[update]
+            self._next = {run: max(update[1] + 1, self._next.get(run, 0))}
+            done = self._answered(partial(Request, work=partial(self._update, update, pushes)))
+            done.add_done_callback(pushes.answered)
 
     def submit(self, work: Callable[[], Any]) -> Future[Answer]:
         """Have the server's thread do ``work`` between lookups; the answer's value is what it returns."""
@@ -352,8 +366,10 @@ class EmbeddingServer:
         for request, answer in zip(requests, answers, strict=True):
             request.complete(answer)
 
-    def _update(self, pushes: Sequence[_Push], rates: Sequence[float]) -> int:
+    def _update(self, update: tuple[int, int], of_trainers: _Pushes) -> int:
         """One update of the trainers' gradients; see [Note: an update]."""
+        pushes, rates = of_trainers.in_order(), of_trainers.rates
+        self.between.begin(update, of_trainers.deadline())
         numbers = [[part[0] for part in push.parts] for push in pushes]
         if any(one != numbers[0] for one in numbers) or len(rates) != len(self._optimizers):
             raise InputError(
@@ -389,21 +405,19 @@ class EmbeddingServer:
         return collection.serve(collection._input.unpack(headers, words))
 
     def _expire(self) -> float:
-        """Give up pushes whose other trainers have not come; returns the seconds until the next may be due."""
-        now, late = monotonic(), []
+        """Give up updates whose other trainers have not come; returns the seconds until the next may be due."""
+        now = monotonic()
         with self._lock:
-            for step, pushes in list(self._pushes.items()):
-                if min(push.deadline for push in pushes.values()) <= now:
-                    late.append((step, self._pushes.pop(step)))
-            due = [push.deadline for pushes in self._pushes.values() for push in pushes.values()]
-        for step, pushes in late:
-            here = ", ".join(map(str, sorted(pushes)))
+            late = {one: self._pushes.pop(one) for one in list(self._pushes) if self._pushes[one].deadline() <= now}
+            due = min((one.deadline() for one in self._pushes.values()), default=now + _IDLE_S)
+        for update, pushes in late.items():
             error = PeerError(
-                f"of lookup {step[1]} only the gradients of trainer(s) {here} have come; the others are gone or late. "
-                "Nothing of the step was applied: start the trainers again from the last checkpoint"
+                f"of update {update[1]} only the gradients of trainer(s) {', '.join(map(str, sorted(pushes.of)))} have "
+                "come in time; the others, or an update before it, are missing. Nothing of it was applied: start the "
+                "trainers again from the last checkpoint"
             )
-            _answer_all(pushes.values(), failure(error))
-        return min(due, default=now + _IDLE_S) - now
+            pushes.answer(failure(error))
+        return due - now
 
 
 def fused_optimizers_of(collections: Sequence[ShardedCollection]) -> list[FusedOptimizer]:
@@ -424,26 +438,7 @@ def _no_updates(collections: Sequence[ShardedCollection]) -> str:
                     f"table {layout.name!r} has no optimizer that a server could run; give it one with "
                     "apply_optimizer_in_backward, or freeze it"
                 )
-            if fused[name].rowwise and _shares_rows(layout):
-                return (
-                    f"table {layout.name!r} is cut by columns over several servers, and its {fused[name].kind.value} "
-                    "needs whole rows; cut it by rows, or give it another optimizer"
-                )
     return ""
-
-
-def _shares_rows(layout: TableLayout) -> bool:
-    """Whether rows of the table have columns on several servers."""
-    return any(
-        one.rank != other.rank and one.row_start < other.row_end and other.row_start < one.row_end
-        for one in layout.shards
-        for other in layout.shards
-    )
-
-
-def _answer_all(pushes: Iterable[_Push], answer: Answer) -> None:
-    for push in pushes:
-        complete(push.answer, answer)
 
 
 def _sizes(stream: Stream) -> list[int]:
@@ -486,3 +481,9 @@ def call(method: str, *args: Any) -> Future[Answer]:
         return _refused()
     server = _SERVER
     return server.submit(lambda: getattr(server, method)(*args))
+
+
+def take_rows(key: tuple[int, int, int, int], rows: Tensor) -> None:
+    """Sums of squares from another server, for the update that ``key`` names."""
+    if _SERVER is not None:
+        _SERVER.between.put(key, rows)

@@ -41,6 +41,17 @@ def _rendezvous(url: str, *args: Any, **kwargs: Any) -> Iterator[tuple[dist.Stor
 register_rendezvous_handler(_SCHEME, _rendezvous)
 
 
+def _forget_agents() -> None:
+    """Have torch take the agent that is to start for the first one of this process.
+
+    It numbers the agents of a process, and the meetings of agents of the same names, and expects all processes to
+    have had as many; one that was started anew had none. And it gives agents half an hour to find each other.
+    """
+    rpc._init_counter = 0
+    rpc.api._all_gather_sequence_id.clear()
+    rpc.constants.DEFAULT_PROCESS_GROUP_TIMEOUT = timedelta(seconds=_START_S)
+
+
 class RpcWorld:
     """Trainers and servers of one job, as one of them sees it.
 
@@ -95,14 +106,13 @@ class RpcWorld:
     def _start_agent(self) -> bool:
         """Whether the agents of all have found each other; one may die on the way."""
         options = rpc.TensorPipeRpcBackendOptions(
-            num_worker_threads=self._threads, init_method=f"{_SCHEME}://{self._generation}"
+            num_worker_threads=self._threads, init_method=f"{_SCHEME}://{self._generation}", rpc_timeout=_START_S
         )
         rank, size = self.names.index(self.name), len(self.names)
         store = dist.PrefixStore(f"shardrec/{self._generation}/agent", self._store)
         store.set_timeout(timedelta(seconds=_START_S))
         _JOINING[options.init_method] = (store, rank, size)
-        # init_rpc puts the number of its calls in this process before the store's keys; generations do that here.
-        rpc._init_counter = 0
+        _forget_agents()
         try:
             rpc.init_rpc(self.name, rank=rank, world_size=size, rpc_backend_options=options)
         except RuntimeError:

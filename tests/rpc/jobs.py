@@ -65,17 +65,14 @@ def make_model(optimizer: str, device: str = "cpu") -> Model:
     return Model(bags, sequences)
 
 
-def make_plan(optimizer: str = "sgd") -> ShardingPlan:
+def make_plan() -> ShardingPlan:
     """Row-wise, table-wise, column-wise and replicated tables on two ranks."""
-    wide = cuts.row_wise("bags.wide", 11, 16, ranks=[1, 0])
-    if optimizer != "rowwise_adagrad":
-        wide = cuts.column_wise("bags.wide", 11, 16, ranks=[1, 0])
     return ShardingPlan(
         topology=Topology(ranks_per_host=2),
         tables=(
             cuts.row_wise("bags.user", 40, 8, ranks=[0, 1]),
             cuts.table_wise("bags.item", 23, 4, rank=1),
-            wide,
+            cuts.column_wise("bags.wide", 11, 16, ranks=[1, 0]),
             cuts.data_parallel("bags.small", 5, 4),
             cuts.row_wise("sequences.clicks", 31, 8, ranks=[0, 1]),
             cuts.table_wise("sequences.views", 7, 8, rank=0),

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import shardrec
 from shardrec.errors import ConfigError, PeerError
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.rpc import EmbeddingServer, RpcWorld
-from shardrec.rpc.serve import load_server, serve
 from tests.ranks import RankDied, ranks
 from tests.rpc.jobs import batch, in_job, make_model, make_plan, train
 
@@ -132,99 +131,14 @@ def _whole_tables() -> ShardingPlan:
     return ShardingPlan(topology=Topology(), tables=tables)
 
 
-EVERY = 4
-"""Training steps between two checkpoints."""
-
-
-def _supervised(tmp_path: Path, kills: int, seed: int) -> None:
-    """Run two servers, kill one after the other at random moments, and start each again until the trainer is done."""
-    rng = Random(seed)
-
-    def start(rank: int) -> int:
-        pid = os.fork()
-        if pid:
-            return pid
-        code = 1
-        try:
-            plan = make_plan()
-            server = load_server(make_model("adagrad"), rank, plan=plan, checkpoint=tmp_path / "checkpoints")
-            serve(server, _store(tmp_path), trainers=1, servers=SERVERS, name=SERVERS[rank], timeout_s=60.0)
-            code = 0
-        finally:
-            os._exit(code)
-
-    children = [start(rank) for rank in range(2)]
-    done, left = tmp_path / "done", kills
-    while not done.exists():
-        time.sleep(rng.uniform(0.05, 1.0))
-        if left and (tmp_path / "begun").exists():
-            victim = rng.randrange(2)
-            os.kill(children[victim], signal.SIGKILL)
-            os.waitpid(children[victim], 0)
-            children[victim] = start(victim)
-            left -= 1
-            if not left:
-                (tmp_path / "killed").touch()
-    for child in children:
-        os.waitpid(child, 0)
-
-
-SERVERS = ["server0", "server1"]
-
-
-def _store(tmp_path: Path) -> dist.FileStore:
-    return dist.FileStore(str(tmp_path / "store"), -1)
-
-
-def _train_through(tmp_path: Path, steps: int) -> Any:
-    """A trainer that goes on from the last checkpoint whenever a server was lost."""
-    world = RpcWorld(_store(tmp_path), trainers=1, servers=SERVERS, name="trainer0", timeout_s=60.0)
-    world.join()
-    group = dist.new_group([0], use_local_synchronization=True)
-    checkpoints = shardrec.Checkpoints(tmp_path / "checkpoints", keep_last=2)
-    model = _shard(world, group, timeout_s=30.0)
-    (tmp_path / "begun").touch()
-    step, lost, saved, back = 0, 0, 0, False
-    while step < steps or not (tmp_path / "killed").exists():
-        try:
-            if back:
-                last = checkpoints.load_last(model)
-                if last is None:
-                    model.load_state_dict(make_model("adagrad").state_dict())
-                step, back = 0 if last is None else last.step, False
-                assert step >= saved, "what was saved is not lost"
-            elif step == steps:
-                model.server_statistics()  # until the last kill
-                time.sleep(0.05)
-            else:
-                train(model, 0, range(step, step + 1))
-                step += 1
-                if step % EVERY == 0:
-                    checkpoints.save(step, model)
-                    saved = max(saved, step)
-        except PeerError:
-            lost, back = lost + 1, True
-            world.rejoin()
-    found = {name: value.clone() for name, value in model.state_dict().items()}
-    (tmp_path / "done").touch()
-    world.end()
-    world.leave()
-    return lost, found
-
-
-def _without_faults(steps: int) -> dict[str, Any]:
+def _killed(tmp_path: Path, *, kills: int, steps: int) -> None:
+    program = [sys.executable, "-W", "ignore", "-m", "tests.rpc.supervised", str(tmp_path), str(kills), str(steps)]
+    subprocess.run(program, check=True, timeout=120.0 + 20.0 * kills, cwd=Path(__file__).parents[2])
+    lost, found = torch.load(tmp_path / "result")
+    assert lost >= 1
     model = shardrec.shard(make_model("adagrad"))
     train(model, 0, range(steps))
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-def _killed(tmp_path: Path, *, kills: int, steps: int) -> None:
-    def run() -> Any:
-        return _train_through(tmp_path, steps) if dist.get_rank() == 0 else _supervised(tmp_path, kills, seed=kills)
-
-    lost, found = ranks(2, run, timeout=60.0 + 20.0 * kills)[0]
-    assert lost >= 1
-    for name, value in ranks(1, lambda: _without_faults(steps))[0].items():
+    for name, value in model.state_dict().items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
 
 

@@ -57,24 +57,11 @@ def test_any_plan_gives_what_one_rank_gives(rng: Random) -> None:
             expected, found = local(features), remote(features)
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
             scale = torch.randn(expected.size(1), generator=torch.Generator().manual_seed(step))
-            if optimizer == "rowwise_adagrad" and any(_cut_by_columns(plan)):
-                with pytest.raises(ConfigError, match="whole rows"):
-                    (found * scale).sum().backward()
-                return
             (expected * scale).sum().backward()
             (found * scale).sum().backward()
         wanted, got = local.state_dict(), remote.state_dict()
         for name, value in wanted.items():
             torch.testing.assert_close(got[name], value, rtol=0, atol=1e-5)
-
-
-def _cut_by_columns(plan: ShardingPlan) -> list[bool]:
-    return [
-        any(
-            a.rank != b.rank and a.row_start < b.row_end and b.row_start < a.row_end for a in t.shards for b in t.shards
-        )
-        for t in plan.tables
-    ]
 
 
 def _asked(servers: DirectServers, model: Any, step: int) -> list[Any]:
@@ -169,19 +156,41 @@ def test_an_update_waits_for_all_trainers_and_is_given_up_without_them() -> None
         before = {name: value.clone() for name, value in server.model.named_parameters()}
 
         def pushed(key: int, trainer: int, wait_s: float) -> Any:
-            return server.update((1, key, 1), (trainer, 2), wait_s, [0.1], request, torch.ones_like(rows))
+            return server.update((1, key), (trainer, 2), wait_s, [0.1], request, torch.ones_like(rows))
 
         lost = pushed(1, 0, 0.01)
         with pytest.raises(PeerError, match=r"only the gradients of trainer\(s\) 0 have come"):
             unwrapped(lost.wait(), "server0")
         assert all(torch.equal(before[name], value) for name, value in server.model.named_parameters())
         first = pushed(2, 0, 30.0)
-        with pytest.raises(InputError, match="pushed the gradients of lookup 2 already"):
+        with pytest.raises(InputError, match="has pushed update 2 already"):
             unwrapped(pushed(2, 0, 30.0).wait(), "server0")
         assert not first.done()
         second = pushed(2, 1, 30.0)
         assert unwrapped(first.wait(), "s") == unwrapped(second.wait(), "s") == 0
         assert server.describe()["updates"] == 1
+
+
+def test_updates_are_made_in_the_order_in_which_they_were_pushed() -> None:
+    with served(lambda: make_model("sgd"), make_plan()) as (model, servers):
+        server, request = servers.local[0], _asked(servers, model, 0)[0]
+        gradient = torch.ones_like(unwrapped(server.lookup(request).wait(), "s"))
+
+        def pushed(number: int, trainer: int) -> Any:
+            return server.update((1, number), (trainer, 2), 30.0, [0.1], request, gradient)
+
+        made: list[int] = []
+        update = server._update
+        server._update = lambda one, pushes: (made.append(one[1]), update(one, pushes))[1]  # type: ignore[method-assign]
+        first = [pushed(1, 0), pushed(1, 1)]
+        later = [pushed(3, 0), pushed(3, 1), pushed(2, 0)]
+        for one in first:
+            one.wait()
+        assert not any(one.done() for one in later)
+        later.append(pushed(2, 1))
+        for one in later:
+            assert unwrapped(one.wait(), "s") == 0
+        assert made == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -235,7 +244,7 @@ def test_a_wrong_gradient_changes_nothing() -> None:
         before = {name: value.clone() for name, value in server.model.named_parameters()}
         for gradient in (torch.ones(3), torch.ones(3, dtype=torch.float64), "text"):
             with pytest.raises(InputError, match="gradient"):
-                answer = server.update((1, 1, 1), (0, 1), 1.0, [0.1], request, gradient)  # type: ignore[arg-type]
+                answer = server.update((1, 1), (0, 1), 1.0, [0.1], request, gradient)  # type: ignore[arg-type]
                 unwrapped(answer.wait(), "server0")
         assert all(torch.equal(before[name], value) for name, value in server.model.named_parameters())
 

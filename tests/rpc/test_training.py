@@ -34,7 +34,7 @@ def _whole(folder: Path, optimizer: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad", "adam"])
 def test_staleness_0_equals_collectives(optimizer: str, tmp_path: Path) -> None:
-    plan = make_plan(optimizer)
+    plan = make_plan()
 
     def by_collectives() -> list[float]:
         model = shardrec.shard(make_model(optimizer), plan)
