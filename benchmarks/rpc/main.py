@@ -24,6 +24,7 @@ import torch.distributed as dist
 import torchrec
 from torch import Tensor, nn
 from torch.distributed import rpc
+from torchrec.modules.embedding_configs import DataType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import shardrec
@@ -40,13 +41,13 @@ WAYS = {"async_execution": look_up}
 class Bags(nn.Module):
     """Pooled tables by themselves, with fused rowwise Adagrad."""
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, data_type: DataType = DataType.FP32) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.bags = torchrec.EmbeddingBagCollection(
             tables=[
                 torchrec.EmbeddingBagConfig(
-                    name=f"t{n}", num_embeddings=rows, embedding_dim=DIM, feature_names=[f"f{n}"]
+                    name=f"t{n}", num_embeddings=rows, embedding_dim=DIM, feature_names=[f"f{n}"], data_type=data_type
                 )
                 for n in range(TABLES)
             ]
@@ -57,6 +58,12 @@ class Bags(nn.Module):
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
         values: Tensor = self.bags(features).values()
         return values
+
+
+def _bags(options: argparse.Namespace) -> Bags:
+    """Of the load test in half precision, as tables that are served are; those that train in single."""
+    is_load = options.role.startswith("load")
+    return Bags(options.rows, DataType[options.dtype.upper()] if is_load else DataType.FP32)
 
 
 def batch(rows: int, size: int, seed: int) -> KeyedJaggedTensor:
@@ -90,7 +97,7 @@ WAYS["blocking"] = blocking_look_up
 
 def serve(options: argparse.Namespace, world: RpcWorld, rank: int, servers: int) -> None:
     """A server until the run ends."""
-    server = EmbeddingServer(Bags(options.rows), plan(options.rows, servers), rank)
+    server = EmbeddingServer(_bags(options), plan(options.rows, servers), rank)
     _SERVER.append(server)
     world.serve()
     server.close()
@@ -102,7 +109,7 @@ def client(options: argparse.Namespace, world: RpcWorld, number: int) -> list[di
     barrier = dist.PrefixStore("barrier", world._store)
     with world.joined():
         alone = dist.new_group([number], use_local_synchronization=True)
-        model: Any = shardrec.shard(Bags(options.rows), plan(options.rows, 1), servers=world.servers, group=alone)
+        model: Any = shardrec.shard(_bags(options), plan(options.rows, 1), servers=world.servers, group=alone)
         requests = [_request(model, batch(options.rows, options.batch, seed)) for seed in range(16)]
         for turn in range(options.rounds):
             for way, function in WAYS.items():
@@ -219,6 +226,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=20_000)
     parser.add_argument("--batch", type=int, default=16, help="samples of a request")
+    parser.add_argument("--dtype", default="fp16", choices=["fp16", "bf16", "fp32"], help="of the tables under load")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=3.0, help="of each way in a round")
     parser.add_argument("--step-batch", type=int, default=512)
@@ -231,7 +239,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         load = _run(options, "load", 1, folder)
         steps = _run(options, "step", 2, folder)
-    print(f"load average {os.getloadavg()[0]:.1f}; {PROCESSES * THREADS} clients, {options.batch} samples a request")
+    print(
+        f"load average {os.getloadavg()[0]:.1f}; {PROCESSES * THREADS} clients, {options.batch} samples a request, {options.dtype}"
+    )
     print("| way | requests/s, median of the rounds | p50 ms | p99 ms | lookups / requests |\n|---|---|---|---|---|")
     rates: dict[str, list[float]] = {}
     for way in WAYS:
