@@ -240,7 +240,7 @@ def main() -> None:
         load = _run(options, "load", 1, folder)
         steps = _run(options, "step", 2, folder)
     print(
-        f"load average {os.getloadavg()[0]:.1f}; {PROCESSES * THREADS} clients, {options.batch} samples a request, {options.dtype}"
+        f"load average {os.getloadavg()[0]:.1f}; {PROCESSES * THREADS} clients, {options.batch} samples, {options.dtype}"
     )
     print("| way | requests/s, median of the rounds | p50 ms | p99 ms | lookups / requests |\n|---|---|---|---|---|")
     rates: dict[str, list[float]] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import get_args
 
 import torch
@@ -28,7 +29,7 @@ from shardrec.modules.replicas import ReplicaOptions, make_groups
 from shardrec.modules.replicated_model import ReplicatedModel
 from shardrec.modules.sequences import ShardedEmbeddingCollection
 
-__all__ = ["agree_on_plan", "exchange_faults", "features_of", "model_device", "move_dense", "put_in_place", "shard"]
+__all__ = ["agree_on_plan", "exchange_faults", "features_of", "put_in_place", "shard", "with_sharded"]
 
 
 def shard(
@@ -95,7 +96,7 @@ def shard(
             to rows in their own way (managed collision, pruning); if the replicas do not divide the ranks, or the ranks
             ask for different ones.
     """
-    target = model_device(model, group) if device is None else torch.device(device)
+    target = _default_device(model, group) if device is None else torch.device(device)
     collectives = collectives_of(group)
     collections = collections_of(model)
     if not collections:
@@ -109,14 +110,13 @@ def shard(
     if dense not in get_args(DenseWrap):
         raise ConfigError(f"dense is {dense!r}; give one of {', '.join(map(repr, get_args(DenseWrap)))}")
     if servers is not None:
-        from shardrec.rpc.model import shard_over_servers  # which knows the sharded modules
-
         given = {"comms": comms, "replicas": replicas, "transport": transport}
         if any(value is not None for value in given.values()) or output_dtype is not torch.float32:
             raise ConfigError(
                 f"servers={servers!r} go with none of comms, replicas, transport and output_dtype; leave these out"
             )
-        return shard_over_servers(
+        # The package is built on this one; it is loaded for those alone who have servers.
+        remote: ShardedModel = import_module("shardrec.rpc.model").shard_over_servers(
             model,
             plan,
             servers,
@@ -128,6 +128,7 @@ def shard(
             staleness=staleness,
             timeout_s=timeout_s,
         )
+        return remote
     policies = policies_of(on_bad_id, (feature for one in collections.values() for feature in features_of(one)))
     _refuse_remappers(model, collectives.world_size)
     world = StepContext(collectives, target)
@@ -150,18 +151,14 @@ def shard(
         id(module): _shard_collection(module, plan, path, target, groups.inside, context, dedup)
         for path, module in collections.items()
     }
-    model = put_in_place(model, replaced)
-    move_dense(model, target)
+    model = with_sharded(model, replaced, target)
     everyone = (group or dist.group.WORLD) if collectives.world_size > 1 else None
-    from shardrec.compile.annotate import annotate_for_dynamo  # which knows the sharded modules
-
-    annotate_for_dynamo(model)
     if replicas is None:
         return ShardedModel(model, plan, context, everyone, dense=dense)
     return ReplicatedModel(model, plan, context, everyone, groups=groups, options=options, dense=dense)
 
 
-def model_device(model: nn.Module, group: dist.ProcessGroup | None) -> torch.device:
+def _default_device(model: nn.Module, group: dist.ProcessGroup | None) -> torch.device:
     """Where a model is sharded if nobody says: where it is, or where its process group can work."""
     for parameter in model.parameters():
         if parameter.is_cuda:
@@ -274,6 +271,16 @@ def agree_on_plan(plan: ShardingPlan, faults: Sequence[str], context: StepContex
         )
 
 
+def with_sharded(model: nn.Module, replaced: dict[int, ShardedCollection], device: torch.device) -> nn.Module:
+    """The model with sharded collections in place of those of these ids, and the rest of it on ``device``."""
+    from shardrec.compile.annotate import annotate_for_dynamo  # which knows the sharded modules
+
+    model = put_in_place(model, replaced)
+    _move_dense(model, device)
+    annotate_for_dynamo(model)
+    return model
+
+
 def put_in_place(model: nn.Module, replaced: dict[int, ShardedCollection]) -> nn.Module:
     """The model, with sharded collections in place of those of these ids."""
     if id(model) in replaced:
@@ -285,8 +292,7 @@ def put_in_place(model: nn.Module, replaced: dict[int, ShardedCollection]) -> nn
     return model
 
 
-def move_dense(model: nn.Module, device: torch.device) -> None:
-    """Move what is not sharded to ``device``."""
+def _move_dense(model: nn.Module, device: torch.device) -> None:
     meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if meta:
         raise ConfigError(

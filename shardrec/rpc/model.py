@@ -22,7 +22,7 @@ from shardrec.exchange.batch import OnBadId
 from shardrec.exchange.collectives import collectives_of
 from shardrec.exchange.step import StepContext
 from shardrec.layout import ShardingPlan, Topology
-from shardrec.modules.convert import agree_on_plan, exchange_faults, features_of, move_dense, put_in_place
+from shardrec.modules.convert import agree_on_plan, exchange_faults, features_of, with_sharded
 from shardrec.modules.dense import DenseWrap
 from shardrec.modules.discover import collections_of, remappers_of, table_shapes
 from shardrec.modules.model import ShardedModel
@@ -126,11 +126,7 @@ def shard_over_servers(
     _on_all(context, lambda: _check_servers(plan, list(collections), collectives))
     for one in remote_collections:
         _on_all(context, one.send_first_values)
-    model = put_in_place(model, dict(replaced))
-    move_dense(model, device)
-    from shardrec.compile.annotate import annotate_for_dynamo  # which knows the sharded modules
-
-    annotate_for_dynamo(model)
+    model = with_sharded(model, dict(replaced), device)
     everyone = (group or dist.group.WORLD) if trainers.world_size > 1 else None
     remote = RemoteModel(model, plan, context, everyone, dense=dense)
     remote._collectives, remote.servers = collectives, len(servers)

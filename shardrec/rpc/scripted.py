@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from shardrec.errors import ConfigError
-from shardrec.modules.scripted_bags import parameters_of
 from shardrec.pending import Await, awaitable
 
 if TYPE_CHECKING:
@@ -86,6 +85,8 @@ class _Twin(nn.Module):
         super().__init__()
         self.number = next(_NUMBERS)
         _LIVE[self.number] = collection
+        for name, parameter in collection.named_parameters():  # of replicated tables
+            self.register_parameter(name.replace(".", "_"), parameter)
 
     def begin(self, features: KeyedJaggedTensor) -> Tensor:
         """A ticket for the rows."""
@@ -107,7 +108,6 @@ class RemoteBagsTwin(_Twin):
 
     def __init__(self, collection: Any) -> None:
         super().__init__(collection)
-        self.embedding_bags = parameters_of(collection.embedding_bags)
         self.keys: list[str] = list(collection._embedding_names)
         self.dims: list[int] = list(collection._dims)
 
@@ -121,7 +121,6 @@ class RemoteSequencesTwin(_Twin):
 
     def __init__(self, collection: Any) -> None:
         super().__init__(collection)
-        self.embeddings = parameters_of(collection.embeddings)
         self.names: list[str] = [one.output for one in collection._lookups]
         self.need_indices: bool = collection.need_indices()
 
