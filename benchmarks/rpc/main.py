@@ -239,9 +239,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         load = _run(options, "load", 1, folder)
         steps = _run(options, "step", 2, folder)
-    print(
-        f"load average {os.getloadavg()[0]:.1f}; {PROCESSES * THREADS} clients, {options.batch} samples, {options.dtype}"
-    )
+    clients = PROCESSES * THREADS
+    print(f"load average {os.getloadavg()[0]:.1f}; {clients} clients, {options.batch} samples, {options.dtype}")
     print("| way | requests/s, median of the rounds | p50 ms | p99 ms | lookups / requests |\n|---|---|---|---|---|")
     rates: dict[str, list[float]] = {}
     for way in WAYS:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -16,9 +16,6 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from shardrec.errors import ConfigError
 from shardrec.pending import Await, awaitable
-
-if TYPE_CHECKING:
-    from shardrec.rpc.collections import RemoteCollection
 
 __all__ = ["RemoteBagsTwin", "RemoteSequencesTwin"]
 
@@ -81,7 +78,7 @@ class _Twin(nn.Module):
         collection: the eager module, which outlives this one.
     """
 
-    def __init__(self, collection: RemoteCollection) -> None:
+    def __init__(self, collection: Any) -> None:
         super().__init__()
         self.number = next(_NUMBERS)
         _LIVE[self.number] = collection
