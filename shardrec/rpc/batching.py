@@ -53,7 +53,7 @@ class RequestQueue:
     Args:
         look_up: answers several lookups; must not raise.
         tick: called when nothing has come for a while; gives the seconds until the next call.
-        capacity: requests that may wait; one more is refused.
+        capacity: lookups that may wait; one more is refused. Whoever gives other work bounds it.
         window_s: seconds to wait for more after the first request.
         max_requests: requests of one merged lookup.
     """
@@ -86,8 +86,8 @@ class RequestQueue:
             BusyError: if the queue is full, or closed; the request is as if it had not been made.
         """
         with self._changed:
-            size = len(self._waiting) + len(self._work)
-            if self._closed or size >= self._capacity:
+            size = len(self._waiting)
+            if self._closed or (request.work is None and size >= self._capacity):
                 state = "is closed" if self._closed else f"has {size} requests, which is its capacity"
                 raise BusyError(
                     f"the server's queue {state}; nothing was done: ask again later, raise capacity, or add servers"

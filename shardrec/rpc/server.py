@@ -104,7 +104,8 @@ class EmbeddingServer:
         rank: of this server in the plan.
         servers: RPC names of all servers, by rank; default: ``server0`` and on.
         device: of the shards; default: the CPU.
-        capacity: requests that may wait; one more is answered with BusyError.
+        capacity: lookups that may wait, and updates that wait for their other trainers; one more is answered with
+            BusyError.
         window_s: seconds to wait for more lookups after the first of a batch; by default, a batch is what has come
             while the one before was looked up.
         max_requests: lookups of a batch.
