@@ -136,6 +136,18 @@ def test_a_full_queue_refuses_and_does_nothing() -> None:
         unwrapped(server.lookup(request).wait(), "server0")
 
 
+def test_updates_that_wait_for_other_trainers_are_bounded() -> None:
+    with served(lambda: make_model("sgd"), make_plan(), options={"capacity": 2}) as (model, servers):
+        server, request = servers.local[0], _asked(servers, model, 0)[0]
+        gradient = torch.ones_like(unwrapped(server.lookup(request).wait(), "s"))
+        waiting = [server.update((1, number), (0, 2), 5.0, [0.1], request, gradient) for number in (1, 2)]
+        with pytest.raises(BusyError, match="2 updates wait for their other trainers"):
+            unwrapped(server.update((1, 3), (0, 2), 5.0, [0.1], request, gradient).wait(), "server0")
+        for number in (1, 2):
+            waiting.append(server.update((1, number), (1, 2), 5.0, [0.1], request, gradient))
+        assert [unwrapped(one.wait(), "s") for one in waiting] == [0, 0, 0, 0]
+
+
 def test_what_waits_when_a_server_ends_is_answered() -> None:
     with served(lambda: make_model("sgd"), make_plan()) as (model, servers):
         server, request = servers.local[0], _asked(servers, model, 0)[0]
