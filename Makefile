@@ -36,7 +36,7 @@ ifeq ($(filter cpu gpu,$(DEVICE)),)
 $(error DEVICE is "$(DEVICE)"; it can be cpu or gpu)
 endif
 
-.PHONY: help train test check sanitize faults bench cpp-example docs clean
+.PHONY: help train test check sanitize faults bench cpp-example parameter-server docs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 18
@@ -73,6 +73,9 @@ bench: $(RUNTIME) ## run every benchmark under benchmarks/ (BENCH_ARGS)
 
 cpp-example: $(RUNTIME) ## serve a quantized model from C++, and compare its answers with Python's (needs cmake, g++)
 	$(BIN)/python -W ignore -m examples.cpp_serving.main
+
+parameter-server: $(RUNTIME) ## train with 2 embedding servers and 2 trainers, and compare with collectives
+	$(BIN)/python -W ignore -m examples.parameter_server.main
 
 docs: $(DEV) ## write docs/api.md and run the examples of docs/
 	$(BIN)/python docs/make_api.py

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardrec.errors import (
     AnomalyError,
+    BusyError,
     CheckpointError,
     ConfigError,
     DataError,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
         awaitable_nowait,
         awaitable_wait,
         fork,
+        gather,
         join,
         wait,
     )
@@ -60,6 +62,7 @@ __all__ = [
     "AnomalyError",
     "Await",
     "Awaitable",
+    "BusyError",
     "CheckpointError",
     "Checkpoints",
     "ConfigError",
@@ -93,6 +96,7 @@ __all__ = [
     "detect_anomaly",
     "export",
     "fork",
+    "gather",
     "join",
     "load_checkpoint",
     "plan",
@@ -131,6 +135,7 @@ _HOMES = {
     "detect_anomaly": "shardrec.modules",
     "export": "shardrec.serve.export",
     "fork": "shardrec.pending",
+    "gather": "shardrec.pending",
     "join": "shardrec.pending",
     "load_checkpoint": "shardrec.checkpoint",
     "plan": "shardrec.planner",

@@ -10,7 +10,8 @@
     ├── AnomalyError   (RuntimeError)  NaN or Inf in rows or gradients, if it is looked for; raised on every rank
     ├── DataError      (ValueError)    a file with a broken row; names file, line and field
     ├── CheckpointError (ValueError)   a checkpoint that is damaged, or cannot be written; raised on every rank
-    ├── PeerError      (RuntimeError)  another rank failed or is gone
+    ├── PeerError      (RuntimeError)  another rank, or a server, failed or is gone
+    │   └── BusyError                  a server's queue is full, and nothing was done
     ├── PipelineError  (RuntimeError)  a stage failed, or a skip was not used as declared (in shardrec.pipeline)
     ├── ScriptError    (RuntimeError)  a model that TorchScript refuses; names file and line (in shardrec.scripting)
     ├── ExportError    (RuntimeError)  a model that torch.export or AOTInductor refuses (in shardrec.serve)
@@ -25,6 +26,7 @@ from collections.abc import Sequence
 
 __all__ = [
     "AnomalyError",
+    "BusyError",
     "CheckpointError",
     "ConfigError",
     "DataError",
@@ -109,3 +111,7 @@ class PeerError(ShardrecError, RuntimeError):
 
     def __reduce__(self) -> tuple[type[PeerError], tuple[str, tuple[int, ...], str]]:
         return type(self), (str(self), self.ranks, self.waited_for)
+
+
+class BusyError(PeerError):
+    """A server's queue is full, or it is ending. Nothing of the request was done; it can be made again."""

@@ -58,6 +58,8 @@ _BY_NAME = frozenset(
         "tests.parcel",
         "tests.rank_pool",
         "tests.ranks",
+        "tests.rpc.forms",
+        "tests.rpc.jobs",
         "tests.scripting.exchanges",
         "tests.scripting.scorers",
         "tests.worker",

@@ -69,6 +69,8 @@ def load_checkpoint(
                 f"the ranks see different checkpoints in {path}; give a folder on a file system that they all share, "
                 "into which nobody saves at the same time"
             )
+        if model.servers:
+            model.load_servers(Path(path))
         remedy = f"the model is half loaded: {_REMEDY}"
         ranks.agree("load", lambda: source.read(model, optimizer), remedy=remedy)
     if rank_state is not None:
@@ -159,7 +161,7 @@ class _Source:
         own = {
             name: torch.empty(one.shape, dtype=DTYPES[one.dtype])
             for name, one in manifest.tensors.items()
-            if name.startswith(start) and len(manifest.files) == self._ranks.size
+            if name.startswith(start) and len(manifest.files) == self._ranks.size + model.servers
         }
         targets = self._held | state_targets(model, optimizer, manifest)
         targets |= {name: held(value, saved=False) for name, value in own.items()}

@@ -79,6 +79,20 @@ class SavedTensor:
     shape: tuple[int, ...]
     parts: tuple[SavedPart, ...]
 
+    def to_json(self) -> dict[str, Any]:
+        """As JSON-compatible data; a part is ``[row_start, row_end, col_start, col_end, file, start]``."""
+        parts = [[*part.rect, part.file, part.start] for part in self.parts]
+        return {"dtype": self.dtype, "shape": list(self.shape), "parts": parts}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> SavedTensor:
+        """What :meth:`to_json` gave."""
+        parts = tuple(
+            SavedPart(rect=Rect(top, bottom, left, right), file=file, start=start)
+            for top, bottom, left, right, file, start in value["parts"]
+        )
+        return cls(dtype=value["dtype"], shape=tuple(value["shape"]), parts=parts)
+
     def faults(self, name: str, files: Sequence[SavedFile]) -> Iterator[str]:
         """What is wrong with it, one sentence each."""
         whole = Rect.whole(self.shape)
@@ -146,14 +160,7 @@ class Manifest:
         """As JSON, with a checksum of itself at the end."""
         values = {one: getattr(self, one) for one in self.__dataclass_fields__}
         values["files"] = [asdict(file) for file in self.files]
-        values["tensors"] = {
-            name: {
-                "dtype": tensor.dtype,
-                "shape": tensor.shape,
-                "parts": [[*part.rect, part.file, part.start] for part in tensor.parts],
-            }
-            for name, tensor in self.tensors.items()
-        }
+        values["tensors"] = {name: tensor.to_json() for name, tensor in self.tensors.items()}
         text = json.dumps({"format": _FORMAT, **values}).encode()
         body = text.removesuffix(b"}")
         return body + _DIGEST + b'"%s"}\n' % hashlib.sha256(body).hexdigest().encode()
@@ -178,7 +185,7 @@ class Manifest:
             if not isinstance(values[key], dict):
                 raise ValueError(f"its {key!r} is a {type(values[key]).__name__}")
         values["files"] = tuple(SavedFile(**{**one, "checksums": tuple(one["checksums"])}) for one in values["files"])
-        values["tensors"] = {name: _tensor(one) for name, one in values["tensors"].items()}
+        values["tensors"] = {name: SavedTensor.from_json(one) for name, one in values["tensors"].items()}
         manifest = cls(**values)
         names = [manifest.data, *(file.name for file in manifest.files)]
         if not _DATA_FOLDER.fullmatch(names[0]) or any(Path(name).name != name for name in names):
@@ -187,14 +194,6 @@ class Manifest:
         if faults:
             raise ValueError("; ".join(faults[:3]))
         return manifest
-
-
-def _tensor(value: Mapping[str, Any]) -> SavedTensor:
-    parts = tuple(
-        SavedPart(rect=Rect(top, bottom, left, right), file=file, start=start)
-        for top, bottom, left, right, file, start in value["parts"]
-    )
-    return SavedTensor(dtype=value["dtype"], shape=tuple(value["shape"]), parts=parts)
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -42,7 +42,10 @@ from shardrec.modules.model import ShardedModel
 from shardrec.modules.replicas import subgroup
 from shardrec.modules.replicated_model import ReplicatedModel
 
-__all__ = ["PendingSave", "rank_name", "remove", "save", "save_checkpoint", "settle"]
+__all__ = ["PendingSave", "Written", "rank_name", "remove", "save", "save_checkpoint", "settle", "write_part"]
+
+Written = tuple[SavedFile, dict[str, SavedTensor]]
+"""A file of a checkpoint, and what is in it, by name."""
 
 _REMEDY = "see that every rank can write there, that all ranks see the same files, and that there is space left"
 
@@ -208,7 +211,10 @@ def save(
         param_groups=_merged_groups(prepared),
         extra=prepared[0].extra,
     )
-    job = _Job(folder=folder, ranks=ranks, tensors=tensors, manifest=manifest, then=then)
+    elsewhere: list[Written] = []
+    if model.servers:
+        elsewhere = model.save_servers(folder / manifest.data, ranks.size)
+    job = _Job(folder=folder, ranks=ranks, tensors=tensors, manifest=manifest, then=then, elsewhere=elsewhere)
     if wait:
         job.run()
         return PendingSave()
@@ -284,6 +290,7 @@ class _Job:
         tensors: what this rank holds, by name.
         manifest: without files and tensors.
         then: done on rank 0 when the checkpoint is complete.
+        elsewhere: files that others than these ranks have written.
     """
 
     folder: Path
@@ -291,6 +298,7 @@ class _Job:
     tensors: Mapping[str, HeldTensor]
     manifest: Manifest
     then: Callable[[], None] | None
+    elsewhere: list[Written] = field(default_factory=list)
 
     def run(self) -> None:
         try:
@@ -298,25 +306,13 @@ class _Job:
         except CheckpointError:
             shutil.rmtree(self.folder / self.manifest.data, ignore_errors=True)
             raise
-        self.ranks.agree("save", lambda: self._complete(written), remedy=_REMEDY)
+        self.ranks.agree("save", lambda: self._complete(written + self.elsewhere), remedy=_REMEDY)
 
-    def _write(self) -> tuple[SavedFile, dict[str, SavedTensor]]:
-        """Write this rank's file; returns it and what is in it."""
-        data = self.folder / self.manifest.data
-        data.mkdir(exist_ok=True)
-        parts = [(name, one, part) for name, one in self.tensors.items() for part in one.parts if part.saved]
-        named = [(_part_name(name, one, part), part.values) for name, one, part in parts]
-        file, starts = write_file(data / f"rank-{self.ranks.rank:05}.safetensors", named)
-        saved: dict[str, list[SavedPart]] = {name: [] for name in self.tensors}
-        for (name, _, part), start in zip(parts, starts, strict=True):
-            saved[name].append(SavedPart(rect=part.rect, file=self.ranks.rank, start=start))
-        names = {dtype: name for name, dtype in DTYPES.items()}
-        return file, {
-            name: SavedTensor(dtype=names[one.dtype], shape=one.shape, parts=tuple(saved[name]))
-            for name, one in self.tensors.items()
-        }
+    def _write(self) -> Written:
+        """Write this rank's file."""
+        return write_part(self.folder / self.manifest.data, self.ranks.rank, self.tensors)
 
-    def _complete(self, written: list[tuple[SavedFile, dict[str, SavedTensor]]]) -> None:
+    def _complete(self, written: list[Written]) -> None:
         """On rank 0, make the folder a checkpoint of what the ranks have written."""
         if self.ranks.rank:
             return
@@ -339,6 +335,28 @@ class _Job:
             remove(path)
         if self.then is not None:
             self.then()
+
+
+def write_part(data: Path, number: int, tensors: Mapping[str, HeldTensor]) -> Written:
+    """Write one file of a checkpoint.
+
+    Args:
+        data: the checkpoint's data folder.
+        number: of the file.
+        tensors: by name; their parts that are to be saved are written.
+    """
+    data.mkdir(exist_ok=True)
+    parts = [(name, one, part) for name, one in tensors.items() for part in one.parts if part.saved]
+    named = [(_part_name(name, one, part), part.values) for name, one, part in parts]
+    file, starts = write_file(data / f"rank-{number:05}.safetensors", named)
+    saved: dict[str, list[SavedPart]] = {name: [] for name in tensors}
+    for (name, _, part), start in zip(parts, starts, strict=True):
+        saved[name].append(SavedPart(rect=part.rect, file=number, start=start))
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    return file, {
+        name: SavedTensor(dtype=names[one.dtype], shape=one.shape, parts=tuple(saved[name]))
+        for name, one in tensors.items()
+    }
 
 
 def _merged(one: SavedTensor, other: SavedTensor, name: str) -> SavedTensor:

@@ -24,7 +24,7 @@ from shardrec.modules.model import ShardedModel
 from shardrec.modules.replicated_model import ReplicatedModel
 from shardrec.modules.table import ShardedTable
 
-__all__ = ["Place", "model_tensors", "parameter_places", "sharded_collections"]
+__all__ = ["Place", "model_tensors", "parameter_places", "sharded_collections", "table_tensors"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +72,13 @@ def model_tensors(model: ShardedModel) -> dict[str, HeldTensor]:
     Raises:
         ConfigError: if the model's state_dict has an entry that is no tensor.
     """
+    found = table_tensors(model)
+    found |= {f"model.{name}": held(value, saved=_is_lead(model)) for name, value in _dense_values(model)}
+    return found
+
+
+def table_tensors(model: ShardedModel) -> dict[str, HeldTensor]:
+    """Of these, the tables and the states of their fused optimizers."""
     found: dict[str, HeldTensor] = {}
     paths: dict[int, str] = {}
     for path, table in _tables(model):
@@ -85,7 +92,6 @@ def model_tensors(model: ShardedModel) -> dict[str, HeldTensor]:
                 found[f"fused.{paths[id(table)]}.{state}"] = _of_table(
                     model, table, collection.fused_state(name, state), torch.float32, rowwise=optimizer.rowwise
                 )
-    found |= {f"model.{name}": held(value, saved=_is_lead(model)) for name, value in _dense_values(model)}
     return found
 
 

@@ -13,6 +13,7 @@ from shardrec.cli.calibrate import CALIBRATE_HELP, calibrate_command
 from shardrec.cli.doctor import doctor
 from shardrec.cli.ending import ended_by_error
 from shardrec.cli.plan import PLAN_HELP, plan_command
+from shardrec.cli.serve_embeddings import SERVE_HELP, serve_embeddings_command
 from shardrec.cli.train import train_command
 
 __all__ = ["app", "main"]
@@ -46,6 +47,7 @@ _FORWARDED = {"allow_extra_args": True, "ignore_unknown_options": True, "help_op
 app.command("bench", help=BENCH_HELP, context_settings=_FORWARDED)(bench_command)
 app.command("plan", help=PLAN_HELP)(plan_command)
 app.command("calibrate", help=CALIBRATE_HELP)(calibrate_command)
+app.command("serve-embeddings", help=SERVE_HELP)(serve_embeddings_command)
 app.command("doctor")(doctor)
 
 

@@ -97,6 +97,11 @@ class Collectives(abc.ABC):
     def operator_group(self) -> str:
         return self.group_name
 
+    @property
+    def mean_over(self) -> int:
+        """Ranks that have a batch, over which gradients are averaged."""
+        return self.world_size
+
     @abc.abstractmethod
     def all_to_all(self, values: Tensor, receive: Sequence[int], send: Sequence[int], what: str) -> Tensor:
         """Issue an all-to-all.

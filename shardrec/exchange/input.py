@@ -152,6 +152,7 @@ class InputExchange:
 
     Attributes:
         columns: width of this module's part of a header.
+        slot_rows: (S_mine,) int64, on the CPU, the rows of the shard of each of this rank's slots.
         bad_ids: (U,) int64, per feature, ids outside its table that were no error, in the batches so far.
     """
 
@@ -170,6 +171,7 @@ class InputExchange:
         self._payload = Payload(route, self._rank, weighted=expect.weighted, device=expect.device)
         self._group_edges = torch.tensor(group_edges(route), dtype=torch.int64, device=expect.device)
         self._drops = "zero" in expect.on_bad_id.values()
+        self.slot_rows = torch.tensor([slot.shard.rows for slot in route.slots[self._rank]], dtype=torch.int64)
         self.bad_ids = torch.zeros(len(expect.features), dtype=torch.int64, device=expect.device)
 
     def prepare(self, features: object, agreement: str, *, prepare: Callable[[Batch], Batch] | None = None) -> Prepared:
@@ -262,11 +264,7 @@ class InputExchange:
                 sent_key_ids=tuple(notes[0]) if notes else (),
                 key_ids=tuple(notes[1]) if notes else (),
             )
-        received = tuple(tuple(header[_FIXED : _FIXED + groups]) for header in headers)
-        arrivals = tuple(
-            Arrival(batch_size=header[0], bag_words=header[1], ids=sum(counts))
-            for header, counts in zip(headers, received, strict=True)
-        )
+        arrivals, received = self._arrivals(headers)
         local, parts = None, []
         if self._world_size == 1:
             local = ShardInput(
@@ -302,14 +300,67 @@ class InputExchange:
         if addressed.local is not None:
             return addressed.local
         differentiable = addressed.prepared.differentiable
-        unpacked = self._payload.unpack(parts, addressed.arrivals, keep_order=differentiable)
+        return self._in_slots(addressed.arrivals, addressed.received, parts, keep_order=differentiable)
+
+    def requests(self, addressed: Addressed) -> list[list[int]]:
+        """This batch's row of the header for each rank, of numbers that are on the host."""
+        prepared = addressed.prepared
+        sizes, words = prepared.lengths.size(1), self._payload.bag_words(prepared.slot_sizes)
+        return [[sizes, bags, *counts] for bags, counts in zip(words, addressed.sent, strict=True)]
+
+    def unpack(self, headers: Sequence[Sequence[int]], parts: Sequence[Tensor]) -> ShardInput:
+        """Put what came with any number of requests slot by slot.
+
+        Args:
+            headers: of each request, as :meth:`requests` gives them.
+            parts: of each request, int32 words.
+        """
+        arrivals, counts = self._arrivals(headers)
+        return self._in_slots(arrivals, counts, parts, keep_order=False)
+
+    def sound_ids(self, header: Sequence[int], words: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Lengths (S, B) and ids (n,) of a request from outside, or None if header and words do not fit each other.
+
+        Whether the lengths add up to the ids, and the ids are in their tables, is left to the caller.
+        """
+        (arrival,), (counts,) = self._arrivals([header])
+        found = self._payload.lengths_and_ids(words, arrival)
+        if found is None:
+            return None
+        if len(counts) < 2:
+            return found
+        slots = self._route.slots[self._rank]
+        ids_S = found[0].sum(dim=1, dtype=torch.int64).tolist()
+        per_group = [0] * len(counts)
+        for slot, ids in zip(slots, ids_S, strict=True):
+            per_group[slot.group] += ids
+        return found if tuple(per_group) == counts else None
+
+    def _arrivals(self, headers: Sequence[Sequence[int]]) -> tuple[tuple[Arrival, ...], tuple[tuple[int, ...], ...]]:
+        """What each header says, and its ids per group."""
+        counts = tuple(tuple(header[_FIXED : self.columns]) for header in headers)
+        arrivals = tuple(
+            Arrival(batch_size=header[0], bag_words=header[1], ids=sum(ids))
+            for header, ids in zip(headers, counts, strict=True)
+        )
+        return arrivals, counts
+
+    def _in_slots(
+        self,
+        arrivals: tuple[Arrival, ...],
+        counts: tuple[tuple[int, ...], ...],
+        parts: Sequence[Tensor],
+        *,
+        keep_order: bool,
+    ) -> ShardInput:
+        unpacked = self._payload.unpack(parts, arrivals, keep_order=keep_order)
         return ShardInput(
             lengths=unpacked.lengths,
             ids=unpacked.ids,
             weights=unpacked.weights,
-            batch_sizes=tuple(arrival.batch_size for arrival in addressed.arrivals),
-            group_ids=tuple(map(sum, zip(*addressed.received, strict=True))),
-            counts=addressed.received,
+            batch_sizes=tuple(arrival.batch_size for arrival in arrivals),
+            group_ids=tuple(map(sum, zip(*counts, strict=True))),
+            counts=counts,
             slot_sizes=unpacked.slot_sizes,
             order=unpacked.order,
         )

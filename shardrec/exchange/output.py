@@ -46,12 +46,20 @@ class OutputExchange:
         lookups: in the order of the unsharded module's output.
         rank: this rank.
         ranks_per_host: ranks are numbered host by host; default: one host.
+        mean_over: number of ranks whose mean the gradients are; default: all.
 
     Attributes:
         hosts: the exchange inside hosts, where there is something to sum on any; else None.
     """
 
-    def __init__(self, route: Route, lookups: Sequence[Lookup], rank: int, ranks_per_host: int | None = None) -> None:
+    def __init__(
+        self,
+        route: Route,
+        lookups: Sequence[Lookup],
+        rank: int,
+        ranks_per_host: int | None = None,
+        mean_over: int | None = None,
+    ) -> None:
         self.world_size = len(route.slots)
         self._rank = rank
         self._ranks_per_host = ranks_per_host or self.world_size
@@ -66,7 +74,7 @@ class OutputExchange:
         self.widths = tuple(map(sum, self._columns))
         self._slot_counts = route.slot_counts()
         blocks = self.world_size + (0 if sums is None else len(sums.columns))
-        scales = [1.0 / self.world_size] * blocks + [1.0]
+        scales = [1.0 / (mean_over or self.world_size)] * blocks + [1.0]
         self.columns = Columns(output_pieces(lookups, route, () if sums is None else sums.columns), scales)
 
     def stream(
@@ -84,7 +92,23 @@ class OutputExchange:
             slot_sizes: (S,) batch size of each slot of all ranks in the local batch, where they differ.
             sums: from :attr:`hosts`, if that is there.
         """
-        size, mine = served.batch_sizes[self._rank], self.widths[self._rank]
+        flat, out = self.outgoing(pooled, served, sums)
+        size = served.batch_sizes[self._rank]
+        ragged_in = None if slot_sizes is None else self._ragged(size, slot_sizes)
+        into = [self._shapes_in(other, size, ragged_in) for other in range(self.world_size)]
+        return Stream(flat=flat, out=out, into=into)
+
+    def outgoing(
+        self, pooled: Tensor, served: ShardInput, sums: Sequence[Tensor] = ()
+    ) -> tuple[Tensor, list[list[Shape]]]:
+        """What this rank sends to each rank (a server: to each request), one after the other, and its shapes.
+
+        Args:
+            pooled: as :meth:`stream` takes it.
+            served: likewise.
+            sums: likewise.
+        """
+        mine = self.widths[self._rank]
         out: list[list[Shape]] = []
         plain = not any(served.slot_sizes) and self._sums is None
         blocks = [] if plain else list(pooled.split(list(served.batch_sizes)))
@@ -103,9 +127,7 @@ class OutputExchange:
                 pieces.append(part.reshape(-1))
                 shapes.append((rows, part.size(1)))
             out.append(shapes)
-        ragged_in = None if slot_sizes is None else self._ragged(size, slot_sizes)
-        into = [self._shapes_in(other, size, ragged_in) for other in range(self.world_size)]
-        return Stream(flat=torch.cat(pieces) if pieces else pooled, out=out, into=into)
+        return torch.cat(pieces) if pieces else pooled, out
 
     def finish(
         self,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 
 import torch
@@ -22,6 +23,8 @@ from torch import Tensor, nn
 from shardrec.exchange.route import Route
 
 __all__ = ["Arrival", "Payload", "Unpacked"]
+
+_SOURCES = 64  # numbers of sources for which constants are kept; ranks have one, a server that merges requests many
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,9 +78,8 @@ class Payload:
         self._wide = route.wide_ids
         self._weighted = weighted
         self._id_words = 2 if self._wide else 1
-        sources = range(len(self._slot_counts))
-        order = [source * self._mine + slot for slot in range(self._mine) for source in sources]
-        self._slot_major = torch.tensor(order, dtype=torch.int32, device=device)
+        self._device = device
+        self._slot_major = lru_cache(maxsize=_SOURCES)(self._new_slot_major)
 
     def bag_words(self, slot_sizes: Sequence[int] | None) -> list[int]:
         """Per rank, the words of sizes and lengths; 0 where all slots have one batch size.
@@ -129,11 +131,26 @@ class Payload:
             parts.append(part)
         return parts
 
+    def lengths_and_ids(self, words: Tensor, arrival: Arrival) -> tuple[Tensor, Tensor] | None:
+        """(S_mine, B) lengths and (n,) ids of one part, or None if it has not the size that its header says."""
+        if words.numel() != self.words_in(arrival):
+            return None
+        sizes, bags = None, arrival.bag_words or self._mine * arrival.batch_size
+        if arrival.bag_words:
+            sizes = tuple(words[: self._mine].tolist())
+            fit = all(0 <= size <= arrival.batch_size for size in sizes)
+            if len(sizes) != self._mine or not fit or self._mine + sum(sizes) != arrival.bag_words:
+                return None
+        ids = words[bags : bags + arrival.ids * self._id_words]
+        return self._lengths(words[:bags], arrival.batch_size, sizes), ids.clone().view(
+            torch.int64
+        ) if self._wide else ids
+
     def unpack(self, parts: Sequence[Tensor], arrivals: Sequence[Arrival], *, keep_order: bool = False) -> Unpacked:
         """Put the ids slot by slot, and in a slot rank by rank.
 
         Args:
-            parts: what each rank sent.
+            parts: what each rank sent; of servers (:mod:`shardrec.rpc`), what came with each request.
             arrivals: what each rank's header said.
             keep_order: tell where each id was among the received ones.
         """
@@ -153,17 +170,21 @@ class Payload:
         order = None
         if self._mine > 1 and total > 0:
             block_lengths = torch.stack([part.sum(dim=1, dtype=torch.int32) for part in lengths]).view(-1)
+            slot_major = self._slot_major(len(parts))
             if keep_order:
                 places = torch.arange(total, dtype=torch.int32, device=flat_ids.device)
-                _, order, _ = torch.ops.fbgemm.permute_1D_sparse_data(
-                    self._slot_major, block_lengths, places, None, total
-                )
+                _, order, _ = torch.ops.fbgemm.permute_1D_sparse_data(slot_major, block_lengths, places, None, total)
             _, flat_ids, flat_weights = torch.ops.fbgemm.permute_1D_sparse_data(
-                self._slot_major, block_lengths, flat_ids, flat_weights, total
+                slot_major, block_lengths, flat_ids, flat_weights, total
             )
         return Unpacked(
             lengths=torch.cat(lengths, dim=1), ids=flat_ids, weights=flat_weights, order=order, slot_sizes=slot_sizes
         )
+
+    def _new_slot_major(self, sources: int) -> Tensor:
+        """(S_mine · sources,) int32: source-major blocks in slot-major order."""
+        order = [source * self._mine + slot for slot in range(self._mine) for source in range(sources)]
+        return torch.tensor(order, dtype=torch.int32, device=self._device)
 
     def _slot_sizes(self, parts: Sequence[Tensor], arrivals: Sequence[Arrival]) -> tuple[tuple[int, ...] | None, ...]:
         """Read the sizes that some ranks sent; on the host only if any did."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import gcd
 from typing import Any
 
@@ -24,11 +25,13 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from shardrec.exchange.blocks import BlocksInFlight, Stream
-from shardrec.exchange.input import Addressed, ShardInput, Trace
+from shardrec.exchange.input import ShardInput, Trace
 from shardrec.exchange.route import Route
 from shardrec.exchange.wire import Shape
 
 __all__ = ["Placement", "RowExchange"]
+
+_SOURCES = 64  # as in shardrec.exchange.payload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,30 +56,35 @@ class RowExchange:
         dim: columns D of the output.
         rank: this rank.
         device: where the rows are.
+        mean_over: number of ranks whose mean the gradients are; default: all.
     """
 
-    def __init__(self, route: Route, group_widths: Sequence[int], dim: int, rank: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        route: Route,
+        group_widths: Sequence[int],
+        dim: int,
+        rank: int,
+        device: torch.device,
+        mean_over: int | None = None,
+    ) -> None:
         self.dim = dim
         self.widths = tuple(group_widths)
-        self.world_size = len(route.slots)
+        self.mean_over = mean_over or len(route.slots)
         self._device = device
         self._slots = [slot for rank_slots in route.slots for slot in rank_slots]
         self.unit = gcd(dim, *self.widths, *(slot.shard.col_start for slot in self._slots))
-        self._rank_major: list[Tensor] = []
-        self._group_slots: list[int] = []
-        for group in range(route.groups):
-            count = sum(slot.group == group for slot in route.slots[rank])
-            order = [slot * self.world_size + other for other in range(self.world_size) for slot in range(count)]
-            self._rank_major.append(torch.tensor(order, dtype=torch.int32, device=device))
-            self._group_slots.append(count)
+        mine = route.slots[rank]
+        self._group_slots = [sum(slot.group == group for slot in mine) for group in range(route.groups)]
+        self._rank_major = lru_cache(maxsize=_SOURCES)(self._new_rank_major)
 
-    def stream(self, rows: Sequence[Tensor], served: ShardInput, asked: Addressed) -> Stream:
+    def stream(self, rows: Sequence[Tensor], served: ShardInput, sent: Sequence[Sequence[int]]) -> Stream:
         """What this rank sends and receives.
 
         Args:
             rows: per group, (n, w) float32, slot-major.
             served: the ids that the rows are for.
-            asked: the ids that this rank sent.
+            sent: per rank, the number of ids of each group that this rank sent to it.
         """
         flat = torch.zeros(0, device=self._device)
         if rows:
@@ -85,7 +93,7 @@ class RowExchange:
         return Stream(
             flat=flat,
             out=[self._parts(counts) for counts in served.counts],
-            into=[self._parts(counts) for counts in asked.sent],
+            into=[self._parts(counts) for counts in sent],
         )
 
     def placement(self, trace: Trace, starts: Sequence[int], output_rows: int) -> Placement:
@@ -109,17 +117,23 @@ class RowExchange:
 
     def _orders(self, served: ShardInput) -> list[Tensor]:
         orders, slot = [], 0
+        rank_major = self._rank_major(len(served.batch_sizes))
         for group, count in enumerate(served.group_ids):
             slots = self._group_slots[group]
             lengths = served.lengths[slot : slot + slots].reshape(-1)
             slot += slots
             places = torch.arange(count, device=self._device)
             if count:
-                _, places, _ = torch.ops.fbgemm.permute_1D_sparse_data(
-                    self._rank_major[group], lengths, places, None, count
-                )
+                _, places, _ = torch.ops.fbgemm.permute_1D_sparse_data(rank_major[group], lengths, places, None, count)
             orders.append(places)
         return orders
+
+    def _new_rank_major(self, sources: int) -> list[Tensor]:
+        """Per group, (its slots · sources,) int32: slot-major blocks in source-major order."""
+        orders = [
+            [slot * sources + other for other in range(sources) for slot in range(count)] for count in self._group_slots
+        ]
+        return [torch.tensor(order, dtype=torch.int32, device=self._device) for order in orders]
 
     def _target(self, trace: Trace, starts: Sequence[int]) -> Tensor:
         positions, slot_ids = trace.positions, trace.slot_ids
@@ -218,7 +232,7 @@ class _Place(torch.autograd.Function):
         targets = ctx.placement.target.split([view.numel() // exchange.unit for view in views])
         for view, target in zip(views, targets, strict=True):
             torch.index_select(units, 0, target, out=view.view(-1, exchange.unit))
-            if exchange.world_size > 1:
+            if exchange.mean_over > 1:
                 # The mean over ranks: see shardrec.exchange.output.
-                view.div_(exchange.world_size)
+                view.div_(exchange.mean_over)
         return None, None, None, None, *views

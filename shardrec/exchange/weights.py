@@ -70,7 +70,7 @@ class _Received(torch.autograd.Function):
         pending = collectives.all_to_all(gradient.contiguous(), went_to, came_from, "weight gradient")
         back = collectives.wait(pending, "weight gradient")
         total = back.new_zeros(ctx.count).index_add_(0, addressed.trace.positions, back)
-        return total.mul_(collectives.world_size).to(ctx.like.dtype), None, None, None
+        return total.mul_(collectives.mean_over).to(ctx.like.dtype), None, None, None
 
 
 class _Tied(torch.autograd.Function):

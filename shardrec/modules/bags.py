@@ -35,7 +35,7 @@ from shardrec.modules.pooled import OutputColumns, PooledEmbeddings
 from shardrec.modules.table import ShardedTable
 from shardrec.pending import LazyAwaitable
 
-__all__ = ["ShardedEmbeddingBagCollection"]
+__all__ = ["BagCall", "ShardedEmbeddingBagCollection"]
 
 
 class ShardedEmbeddingBagCollection(ShardedCollection):
@@ -105,7 +105,9 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         if self._own_lookups:
             own_tables = [self._replica_number[lookup.layout.name] for lookup in self._own_lookups]
             self._replicas = ReplicatedLookup(self._replicated_tables(), own_tables, self.context, self.device)
-        self._output = OutputExchange(route, lookups, collectives.rank, self._ranks_per_host)
+        self._output = OutputExchange(
+            route, lookups, collectives.rank, self._ranks_per_host, mean_over=collectives.mean_over
+        )
         columns = [index for index, dim in enumerate(self._dims) for _ in range(dim)]
         self._column_lookup = torch.tensor(columns, dtype=torch.int64, device=self.device)
         sums = [index for index, lookup in enumerate(lookups) if not lookup.mean]
@@ -139,9 +141,14 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             columns=self._output_columns,
         )
 
-    def new_call(self, features: KeyedJaggedTensor) -> _BagCall:
+    def new_call(self, features: KeyedJaggedTensor) -> BagCall:
         """A forward's call, whose ids are not under way yet."""
-        return _BagCall(self, features)
+        return BagCall(self, features)
+
+    def serve(self, asked: ShardInput) -> Stream:
+        """What this rank's shards have for requests: the sums that each asks for, one request after the other."""
+        flat, out = self._output.outgoing(self._shards(asked), asked)
+        return Stream(flat=flat, out=out, into=[])
 
     def scripted_twin(self) -> nn.Module:
         """What TorchScript of this process sees in this module's place; :mod:`shardrec.portable` has another."""
@@ -205,7 +212,7 @@ def _positions(features: Sequence[Sequence[str]], device: torch.device, keys: tu
     return [torch.tensor([place[one] for one in some], dtype=torch.int64, device=device) for some in features]
 
 
-class _BagCall:
+class BagCall:
     """One forward."""
 
     def __init__(self, collection: ShardedEmbeddingBagCollection, features: KeyedJaggedTensor) -> None:

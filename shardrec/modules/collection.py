@@ -13,7 +13,8 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
 
 from shardrec.errors import ConfigError
 from shardrec.exchange.batch import Expectation
-from shardrec.exchange.input import InputExchange
+from shardrec.exchange.blocks import Stream
+from shardrec.exchange.input import InputExchange, ShardInput
 from shardrec.exchange.queue import Call, ModelContext
 from shardrec.exchange.route import Lookup
 from shardrec.exchange.transport import transport_of
@@ -97,6 +98,10 @@ class ShardedCollection(nn.Module, abc.ABC):
     @abc.abstractmethod
     def tables(self) -> Mapping[str, ShardedTable]:
         """The sharded tables, by their own names."""
+
+    @abc.abstractmethod
+    def serve(self, asked: ShardInput) -> Stream:
+        """What this rank's shards have for requests, one request after the other; see :mod:`shardrec.rpc`."""
 
     def bad_ids(self) -> dict[str, int]:
         """See :meth:`shardrec.ShardedModel.bad_ids`."""

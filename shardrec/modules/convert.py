@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import get_args
 
 import torch
@@ -21,6 +22,7 @@ from shardrec.exchange.wire import QuantizedComms
 from shardrec.layout import ShardingPlan, Topology
 from shardrec.layout.discover import Collection, collections_of, remappers_of, table_shapes
 from shardrec.memory import keep_large_blocks
+from shardrec.modules.annotate import annotate_for_dynamo
 from shardrec.modules.bags import ShardedEmbeddingBagCollection
 from shardrec.modules.collection import TABLE_DTYPES, ShardedCollection
 from shardrec.modules.dense import DenseWrap
@@ -29,7 +31,7 @@ from shardrec.modules.replicas import ReplicaOptions, make_groups
 from shardrec.modules.replicated_model import ReplicatedModel
 from shardrec.modules.sequences import ShardedEmbeddingCollection
 
-__all__ = ["shard"]
+__all__ = ["agree_on_plan", "exchange_faults", "features_of", "put_in_place", "shard", "with_sharded"]
 
 
 def shard(
@@ -47,6 +49,9 @@ def shard(
     sync_optimizer: bool = True,
     dense: DenseWrap = "ddp",
     on_bad_id: OnBadId | Mapping[str, OnBadId] = "error",
+    servers: Sequence[str | Sequence[str]] | None = None,
+    staleness: int = 0,
+    timeout_s: float = 60.0,
 ) -> ShardedModel:
     """Shard the embedding collections of a model; the rest goes into DistributedDataParallel, or FSDP2.
 
@@ -106,7 +111,27 @@ def shard(
         raise ConfigError(f"output_dtype is {output_dtype}; embeddings come as one of {known}")
     if dense not in get_args(DenseWrap):
         raise ConfigError(f"dense is {dense!r}; give one of {', '.join(map(repr, get_args(DenseWrap)))}")
-    policies = policies_of(on_bad_id, (feature for one in collections.values() for feature in _features(one)))
+    if servers is not None:
+        given = {"comms": comms, "replicas": replicas, "transport": transport}
+        if any(value is not None for value in given.values()) or output_dtype is not torch.float32:
+            raise ConfigError(
+                f"servers={servers!r} go with none of comms, replicas, transport and output_dtype; leave these out"
+            )
+        # The package is built on this one; it is loaded for those alone who have servers.
+        remote: ShardedModel = import_module("shardrec.rpc.model").shard_over_servers(
+            model,
+            plan,
+            servers,
+            device=target,
+            group=group,
+            dedup=dedup,
+            dense=dense,
+            on_bad_id=on_bad_id,
+            staleness=staleness,
+            timeout_s=timeout_s,
+        )
+        return remote
+    policies = policies_of(on_bad_id, (feature for one in collections.values() for feature in features_of(one)))
     _refuse_remappers(model, collectives.world_size)
     world = StepContext(collectives, target)
     options = _agreed_options(replicas, sync_every, sync_optimizer, world)
@@ -128,12 +153,8 @@ def shard(
         id(module): _shard_collection(module, plan, path, target, groups.inside, context, dedup)
         for path, module in collections.items()
     }
-    model = _replace(model, replaced)
-    _move_dense(model, target)
+    model = with_sharded(model, replaced, target)
     everyone = (group or dist.group.WORLD) if collectives.world_size > 1 else None
-    from shardrec.modules.annotate import annotate_for_dynamo  # which knows the sharded modules
-
-    annotate_for_dynamo(model)
     if replicas is None:
         return ShardedModel(model, plan, context, everyone, dense=dense)
     return ReplicatedModel(model, plan, context, everyone, groups=groups, options=options, dense=dense)
@@ -149,7 +170,8 @@ def _default_device(model: nn.Module, group: dist.ProcessGroup | None) -> torch.
     return torch.device("cpu")
 
 
-def _features(collection: Collection) -> list[str]:
+def features_of(collection: Collection) -> list[str]:
+    """The features of an unsharded collection, table after table."""
     pooled = isinstance(collection, EmbeddingBagCollection)
     configs = collection.embedding_bag_configs() if pooled else collection.embedding_configs()
     return [feature for config in configs for feature in config.feature_names]
@@ -192,7 +214,7 @@ def _agreed_options(
     if replicas is None and sync_every != 1:
         faults.append(f"sync_every={sync_every} without replicas; say how many copies of the tables there are")
     words = f"replicas={replicas}, sync_every={sync_every}, sync_optimizer={sync_optimizer}"
-    theirs, numbers = _exchange_faults(faults, checksum(words), context)
+    theirs, numbers = exchange_faults(faults, checksum(words), context)
     if any(theirs):
         own = "; ".join(faults)
         raise ConfigError(own or "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(theirs) if text))
@@ -202,7 +224,7 @@ def _agreed_options(
     return options
 
 
-def _exchange_faults(faults: Sequence[str], number: int, context: StepContext) -> tuple[list[str], list[int]]:
+def exchange_faults(faults: Sequence[str], number: int, context: StepContext) -> tuple[list[str], list[int]]:
     """The faults of each rank as one text ("" on all ranks where none has any), and its number."""
     world_size = context.collectives.world_size
     header = torch.tensor([[number, len(faults)]] * world_size, dtype=torch.int64, device=context.device)
@@ -235,8 +257,12 @@ def _plan_faults(plan: ShardingPlan, model: nn.Module, options: ReplicaOptions, 
 
 def _check_plan(plan: ShardingPlan, model: nn.Module, options: ReplicaOptions, context: StepContext) -> None:
     """Raise on every rank if the plan of any does not fit, or differs from another's: none may go on to wait."""
-    faults = _plan_faults(plan, model, options, context.collectives.world_size)
-    theirs, fingerprints = _exchange_faults(faults, plan.fingerprint, context)
+    agree_on_plan(plan, _plan_faults(plan, model, options, context.collectives.world_size), context)
+
+
+def agree_on_plan(plan: ShardingPlan, faults: Sequence[str], context: StepContext) -> None:
+    """Raise on every rank if the plan of any has ``faults``, or differs from another's."""
+    theirs, fingerprints = exchange_faults(faults, plan.fingerprint, context)
     if any(theirs):
         raise PlanError(faults or [f"rank {rank}: {fault}" for rank, fault in enumerate(theirs) if fault])
     differing = [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]
@@ -247,7 +273,16 @@ def _check_plan(plan: ShardingPlan, model: nn.Module, options: ReplicaOptions, c
         )
 
 
-def _replace(model: nn.Module, replaced: dict[int, ShardedCollection]) -> nn.Module:
+def with_sharded(model: nn.Module, replaced: dict[int, ShardedCollection], device: torch.device) -> nn.Module:
+    """The model with sharded collections in place of those of these ids, and the rest of it on ``device``."""
+    model = put_in_place(model, replaced)
+    _move_dense(model, device)
+    annotate_for_dynamo(model)
+    return model
+
+
+def put_in_place(model: nn.Module, replaced: dict[int, ShardedCollection]) -> nn.Module:
+    """The model, with sharded collections in place of those of these ids."""
     if id(model) in replaced:
         return replaced[id(model)]
     for parent in list(model.modules()):

@@ -14,6 +14,7 @@ import inspect
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
@@ -121,6 +122,20 @@ class ShardedModel(nn.Module):
         finally:
             self._accumulates = False
             set_gradient_sync(self.module, True)
+
+    servers = 0
+    """Number of servers that hold the tables (:mod:`shardrec.rpc`)."""
+
+    def save_servers(self, data: Path, first: int) -> list[Any]:
+        """Have the servers write their shards into a checkpoint's data folder, as files from number ``first`` on.
+
+        Every rank calls it; the first one gets what was written.
+        """
+        raise AssertionError("this model has no servers")
+
+    def load_servers(self, folder: Path) -> None:
+        """Have the servers load their shards from a checkpoint. Every rank calls it."""
+        raise AssertionError("this model has no servers")
 
     def bad_ids(self) -> dict[str, int]:
         """How many ids outside their table this rank's batches had since the model was sharded, by feature.

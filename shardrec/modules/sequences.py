@@ -35,7 +35,7 @@ from shardrec.modules.pending_rows import SequenceEmbeddings, SequenceKey
 from shardrec.modules.table import ShardedTable
 from shardrec.pending import LazyAwaitable
 
-__all__ = ["ShardedEmbeddingCollection"]
+__all__ = ["SequenceCall", "ShardedEmbeddingCollection"]
 
 
 class ShardedEmbeddingCollection(ShardedCollection):
@@ -114,7 +114,9 @@ class ShardedEmbeddingCollection(ShardedCollection):
         if replicated:
             self._replicas = ReplicatedLookup(replicated, range(len(replicated)), self.context, self.device)
         widths = [group.width or 0 for group in groups]
-        self._rows = RowExchange(self._route, widths, self._embedding_dim, collectives.rank, self.device)
+        self._rows = RowExchange(
+            self._route, widths, self._embedding_dim, collectives.rank, self.device, mean_over=collectives.mean_over
+        )
 
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[dict[str, JaggedTensor]]:
         """Look up the local batch.
@@ -136,9 +138,13 @@ class ShardedEmbeddingCollection(ShardedCollection):
         queued = self.context.queue.submit(self, features)
         return SequenceEmbeddings(queued=queued, finish=queued.call.finish, need_indices=self._need_indices)
 
-    def new_call(self, features: KeyedJaggedTensor) -> _SequenceCall:
+    def new_call(self, features: KeyedJaggedTensor) -> SequenceCall:
         """A forward's call, whose ids are not under way yet."""
-        return _SequenceCall(self, features)
+        return SequenceCall(self, features)
+
+    def serve(self, asked: ShardInput) -> Stream:
+        """What this rank's shards have for requests: the rows that each asks for, one request after the other."""
+        return self._rows.stream(self._shards.rows(asked), asked, ())
 
     def scripted_twin(self) -> nn.Module:
         """What TorchScript of this process sees in this module's place; :mod:`shardrec.portable` has another."""
@@ -202,7 +208,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
         return entries
 
 
-class _SequenceCall:
+class SequenceCall:
     """One forward."""
 
     def __init__(self, collection: ShardedEmbeddingCollection, features: KeyedJaggedTensor) -> None:
@@ -225,7 +231,7 @@ class _SequenceCall:
         rows = collection._shards.rows(served)
         if collection.context.detect_anomaly:
             self._note(rows, served)
-        self._stream = collection._rows.stream(rows, served, addressed)
+        self._stream = collection._rows.stream(rows, served, addressed.sent)
 
     def outgoing(self, inside: BlocksInFlight | None, stream: int) -> Stream:
         """The rows for the ranks that asked. There is nothing to sum inside hosts, as each row is whole."""

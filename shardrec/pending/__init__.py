@@ -9,13 +9,14 @@
 
     Await[W]             TorchScript's pending value, by awaitable() and awaitable_nowait(), for awaitable_wait()
     Future[W]            computed on another thread, by fork(), for join()
+    LazyAwaitable.from_future(), then(), gather()   of futures; of a function of the value; of several
     as_lazy(), as_await()   from each to the other; wait() takes all of them
 
 A sharded module returns a ``LazyAwaitable[KeyedTensor]``, so that everything a model does before it touches an
 embedding overlaps with the collective that brings it.
 """
 
-from shardrec.pending.awaits import Await, as_await, as_lazy, awaitable, awaitable_nowait, awaitable_wait
+from shardrec.pending.awaits import Await, as_await, as_lazy, awaitable, awaitable_nowait, awaitable_wait, gather
 from shardrec.pending.base import Awaitable, NoWait
 from shardrec.pending.error import AwaitableError
 from shardrec.pending.futures import fork, join
@@ -38,6 +39,7 @@ __all__ = [
     "awaitable_nowait",
     "awaitable_wait",
     "fork",
+    "gather",
     "join",
     "wait",
 ]

@@ -22,9 +22,9 @@ import torch
 
 from shardrec._torchscript import compiled_nowait, compiles_to
 from shardrec.pending.base import Awaitable
-from shardrec.pending.lazy import LazyAwaitable, LazyNoWait
+from shardrec.pending.lazy import GatheredAwaitable, LazyAwaitable, LazyNoWait, WaiterAwaitable
 
-__all__ = ["Await", "as_await", "as_lazy", "awaitable", "awaitable_nowait", "awaitable_wait"]
+__all__ = ["Await", "as_await", "as_lazy", "awaitable", "awaitable_nowait", "awaitable_wait", "gather"]
 
 W = TypeVar("W")
 
@@ -126,8 +126,23 @@ def as_lazy(pending: Any) -> LazyAwaitable[Any]:
     if isinstance(pending, torch._C._Await):
         return _LazyAwait(pending)
     if isinstance(pending, (Awaitable, torch._C.Future)):
-        return _LazyWaiter(pending)
+        return WaiterAwaitable(pending)
     return LazyNoWait(pending)
+
+
+def gather(*pending: Any) -> LazyAwaitable[list[Any]]:
+    """Several pending values as one. Eager mode only.
+
+    All of them are under way already: collectives, forks and RPCs overlap while the first is waited for.
+
+    Args:
+        pending: each as :func:`as_lazy` takes it.
+
+    Returns:
+        ``LazyAwaitable`` of the list of their values, in the order given. Its first use waits for them one after the
+        other, and raises the first error that it meets.
+    """
+    return GatheredAwaitable([as_lazy(one) for one in pending])
 
 
 class _LazyAwait(LazyAwaitable[W]):
@@ -145,20 +160,3 @@ class _LazyAwait(LazyAwaitable[W]):
         return value
 
     # Whether it is ready cannot be told: is_nowait() is true of whatever was not made in Python.
-
-
-class _LazyWaiter(LazyAwaitable[W]):
-    """A future or another awaitable, lazily awaited."""
-
-    def __init__(self, pending: Any) -> None:
-        super().__init__()
-        self._pending = pending
-
-    def _wait_impl(self) -> W:
-        pending = self._pending
-        self._pending = None
-        value: W = pending.wait()
-        return value
-
-    def _is_ready(self) -> bool:
-        return self._pending is not None and bool(self._pending.done())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import copy
 from collections.abc import Callable
-from typing import Any, Generic, Self, SupportsIndex, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, SupportsIndex, TypeVar
 
 from torch.autograd.profiler import record_function
 
@@ -13,9 +13,13 @@ from shardrec.pending.callbacks import Callbacks
 from shardrec.pending.error import AwaitableError
 from shardrec.pending.once import Once, State
 
+if TYPE_CHECKING:
+    from shardrec.pending.lazy import LazyAwaitable
+
 __all__ = ["Awaitable", "NoWait"]
 
 W = TypeVar("W")
+V = TypeVar("V")
 
 _LONGEST_REPR = 60  # characters of the value
 
@@ -86,6 +90,16 @@ class Awaitable(abc.ABC, Generic[W]):
         """
         self._once.apply(callback)
         return self
+
+    def then(self, function: Callable[[W], V]) -> LazyAwaitable[V]:
+        """An awaitable of ``function(value)``, which waits for this one, and calls ``function``, at its first use.
+
+        Args:
+            function: called once, on this awaitable's value; what it raises is the new one's error.
+        """
+        from shardrec.pending.lazy import ThenAwaitable  # which knows this class
+
+        return ThenAwaitable(self, function)
 
     def __repr__(self) -> str:
         """Tells the state without waiting."""

@@ -19,6 +19,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 import torch.fx
+from torch.futures import Future
 
 from shardrec.pending.base import Awaitable
 from shardrec.pending.operators import Operators, force, force_nested
@@ -89,13 +90,17 @@ class LazyAwaitable(Awaitable[W], Operators, metaclass=_LazyAwaitableMeta):
         """Waits for every lazy awaitable among the arguments, in order, then calls ``func`` on the values."""
         return func(*force_nested(args), **force_nested(kwargs or {}))
 
-    def then(self, function: Callable[[W], V]) -> LazyAwaitable[V]:
-        """An awaitable of ``function(value)``, which waits for this one, and calls ``function``, at its first use.
+    @staticmethod
+    def from_future(future: Future[V]) -> LazyAwaitable[V]:
+        """A future's value, lazily awaited.
 
         Args:
-            function: called once, on this awaitable's value; what it raises is the new one's error.
+            future: of an RPC (``rpc_async``), of ``shardrec.fork``, or made by hand.
+
+        Returns:
+            Acts as the future's value. Its first use waits, and raises what the future was completed with.
         """
-        return _ThenAwaitable(self, function)
+        return WaiterAwaitable(future)
 
     @staticmethod
     def _wait_async(obj: Any) -> Any:
@@ -155,12 +160,45 @@ class LazyNoWait(LazyAwaitable[W]):
         return True
 
 
-class _ThenAwaitable(LazyAwaitable[V], Generic[W, V]):
-    """What ``LazyAwaitable.then`` returns."""
+class WaiterAwaitable(LazyAwaitable[W]):
+    """A future or another awaitable, lazily awaited."""
 
-    def __init__(self, parent: LazyAwaitable[W], function: Callable[[W], V]) -> None:
+    def __init__(self, pending: Any) -> None:
         super().__init__()
-        self._parent: LazyAwaitable[W] | None = parent
+        self._pending = pending
+
+    def _wait_impl(self) -> W:
+        pending = self._pending
+        self._pending = None
+        value: W = pending.wait()
+        return value
+
+    def _is_ready(self) -> bool:
+        return self._pending is not None and bool(self._pending.done())
+
+
+class GatheredAwaitable(LazyAwaitable[list[Any]]):
+    """What ``gather`` returns."""
+
+    def __init__(self, pending: list[Any]) -> None:
+        super().__init__()
+        self._pending: list[Any] | None = pending
+
+    def _wait_impl(self) -> list[Any]:
+        pending, self._pending = self._pending, None
+        assert pending is not None, "_wait_impl() runs once"
+        return [one.wait() for one in pending]
+
+    def _is_ready(self) -> bool:
+        return self._pending is not None and all(one.done() for one in self._pending)
+
+
+class ThenAwaitable(LazyAwaitable[V], Generic[W, V]):
+    """What ``Awaitable.then`` returns."""
+
+    def __init__(self, parent: Awaitable[W], function: Callable[[W], V]) -> None:
+        super().__init__()
+        self._parent: Awaitable[W] | None = parent
         self._function: Callable[[W], V] | None = function
 
     def _wait_impl(self) -> V:

@@ -216,9 +216,9 @@ def _ask(module: Any) -> Any:
     if is_portable() and "shardrec.modules" in sys.modules:  # else nothing is sharded
         from shardrec.portable import twins
 
-        for kind, portable in twins().items():
-            if isinstance(module, kind):
-                return portable(module)
+        portable = twins().get(type(module))
+        if portable is not None:
+            return portable(module)
     return module.scripted_twin()
 
 

@@ -1,0 +1,109 @@
+"""2 embedding servers and 2 trainers on this machine: ``python -m examples.parameter_server.main``.
+
+Each trainer trains the model with its tables on the servers, then the same model sharded over the two trainers by
+collectives; the first one prints both losses.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+import shardrec
+from examples.parameter_server.model import DIM, FEATURES, batch, build
+from shardrec.layout import ShardingPlan, Topology, cuts
+from shardrec.rpc import RpcWorld
+from shardrec.rpc.serve import open_store
+
+__all__ = ["compare", "main", "make_plan", "train"]
+
+SERVERS = ["server0", "server1"]
+STEPS = 200
+
+
+def make_plan() -> ShardingPlan:
+    """Half of the tables whole, half of them cut by rows."""
+    rows = build().sparse_arch.embedding_bag_collection.embedding_bag_configs()[0].num_embeddings
+    path = "sparse_arch.embedding_bag_collection.t"
+    tables = [
+        cuts.row_wise(f"{path}{one}", rows, DIM, ranks=[0, 1])
+        if one % 2
+        else cuts.table_wise(f"{path}{one}", rows, DIM, rank=one // 2 % 2)
+        for one in range(FEATURES)
+    ]
+    return ShardingPlan(topology=Topology(ranks_per_host=2), tables=tuple(tables))
+
+
+def train(model: shardrec.ShardedModel, trainer: int, steps: int) -> list[float]:
+    """Losses of this trainer's batches."""
+    dense_part = [one for one in model.parameters() if not hasattr(one, "_in_backward_optimizers")]
+    optimizer = torch.optim.Adagrad(dense_part, lr=0.01)
+    losses = []
+    for step in range(steps):
+        dense, features, labels = batch(step, trainer)
+        loss = binary_cross_entropy_with_logits(model(dense, features).squeeze(1), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def compare(trainer: int, store: str, steps: int) -> tuple[list[float], list[float]]:
+    """On one of two trainers: its losses with servers, and by collectives."""
+    torch.set_num_threads(1)
+    own = dist.PrefixStore("trainers", open_store(store))
+    dist.init_process_group("gloo", store=own, rank=trainer, world_size=2)
+    world = RpcWorld(open_store(store), trainers=2, servers=SERVERS, name=f"trainer{trainer}")
+    with world.joined():
+        remote = train(shardrec.shard(build(), make_plan(), servers=world.servers), trainer, steps)
+        dist.barrier()
+        world.end()
+    local = train(shardrec.shard(build(), make_plan()), trainer, steps)
+    dist.destroy_process_group()
+    return remote, local
+
+
+def main(steps: int = STEPS) -> None:
+    """Start all processes, and wait for the trainers."""
+    here = [sys.executable, "-W", "ignore", "-m"]
+    with tempfile.TemporaryDirectory() as folder:
+        store, plan = f"file://{folder}/store", Path(folder) / "plan.json"
+        make_plan().save(plan)
+        serve = [*here, "shardrec.cli", "serve-embeddings", "examples.parameter_server.model:build"]
+        serve += ["--store", store, "--servers", ",".join(SERVERS), "--trainers", "2", "--plan", str(plan)]
+        quiet = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}  # what agents say of those that leave before them
+        processes = [subprocess.Popen([*serve, "--rank", str(rank)], env=quiet) for rank in range(len(SERVERS))]
+        own = [*here, "examples.parameter_server.main", store, str(steps)]
+        processes += [subprocess.Popen([*own, str(trainer)], env=quiet) for trainer in range(2)]
+        try:
+            for process in reversed(processes):
+                if process.wait():
+                    raise SystemExit(f"{' '.join(process.args[3:])} ended with {process.returncode}")  # type: ignore[index]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+
+
+def _trainer(store: str, steps: str, trainer: str) -> None:
+    remote, local = compare(int(trainer), store, int(steps))
+    if trainer == "0":
+        last = max(1, len(remote) // 10)
+        for name, losses in {"with 2 embedding servers": remote, "by collectives": local}.items():
+            print(f"{name:24}  first loss {losses[0]:.6f}, mean of the last {last}: {sum(losses[-last:]) / last:.6f}")
+        print(f"largest difference of a step's loss: {max(abs(a - b) for a, b in zip(remote, local, strict=True)):.2g}")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 4:
+        _trainer(*sys.argv[1:])
+    else:
+        main(*map(int, sys.argv[1:]))

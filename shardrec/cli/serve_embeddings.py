@@ -1,0 +1,67 @@
+"""``shardrec serve-embeddings``: one embedding server, its shards from the last checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["SERVE_HELP", "serve_embeddings_command"]
+
+# Typer keeps the line breaks inside a paragraph, so each paragraph is one line.
+SERVE_HELP = (
+    "Serve one rank's shards of a model's tables over RPC, until a trainer ends the job.\n\n"
+    "MODEL is package.module:function, which makes the unsharded model. RPC executes what it is sent and trusts its "
+    "network: it listens on the loopback interface unless --interface names another."
+)
+
+
+def serve_embeddings_command(
+    model: Annotated[str, typer.Argument(help="package.module:function that makes the model.", metavar="MODEL")],
+    store: Annotated[str, typer.Option(help="Store of the job: file:///path or tcp://host:port.")],
+    rank: Annotated[int, typer.Option(help="Rank in the plan whose shards are served.", min=0)] = 0,
+    servers: Annotated[str, typer.Option(help="Names of all servers, with commas.")] = "server0",
+    name: Annotated[str | None, typer.Option(help="Name of this one; default: that at --rank in --servers.")] = None,
+    trainers: Annotated[int, typer.Option(help="Number of trainers.", min=1)] = 1,
+    plan: Annotated[Path | None, typer.Option(help="Plan of the tables; default: the checkpoint's.")] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Checkpoint, or folder of checkpoints, to begin from the last one.")
+    ] = None,
+    read_only: Annotated[bool, typer.Option("--read-only", help="Refuse updates.")] = False,
+    capacity: Annotated[int, typer.Option(help="Requests that may wait.", min=1)] = 256,
+    window_ms: Annotated[float, typer.Option(help="Milliseconds to wait for more lookups after the first.", min=0)] = 0,
+    max_requests: Annotated[int, typer.Option(help="Lookups of one batch.", min=1)] = 64,
+    interface: Annotated[str, typer.Option(help="Network interface to listen on.")] = "lo",
+    timeout: Annotated[float, typer.Option(help="Seconds that the other processes may take to come.", min=1)] = 300,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+) -> None:
+    """Serve shards; see :data:`SERVE_HELP`."""
+    del debug  # read by the entry point
+    from shardrec.errors import ConfigError
+    from shardrec.layout import ShardingPlan
+    from shardrec.rpc.serve import load_server, named_function, open_store, serve
+
+    names = servers.split(",")
+    if name is None and rank >= len(names):
+        raise ConfigError(f"--rank is {rank} and --servers names {len(names)}; name each server, or give --name")
+    server = load_server(
+        named_function(model)(),
+        rank,
+        plan=None if plan is None else ShardingPlan.load(plan),
+        checkpoint=checkpoint,
+        servers=names if name is None else None,
+        read_only=read_only,
+        capacity=capacity,
+        window_s=window_ms / 1000,
+        max_requests=max_requests,
+    )
+    serve(
+        server,
+        open_store(store, timeout),
+        trainers=trainers,
+        servers=names,
+        name=name or names[rank],
+        interface=interface,
+        timeout_s=timeout,
+    )

@@ -1,0 +1,139 @@
+"""What servers tell each other in an update: sums of squares of rows whose columns are on several of them.
+
+Rowwise Adagrad needs the mean square of whole rows (:mod:`shardrec.lookup.whole_rows`). Each server makes the updates
+of a training run in the order in which the trainers pushed them, so that two that wait for each other are at the same
+one. It is the server's own thread that waits; the RPC threads put what comes into a box and answer.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from time import monotonic
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import rpc
+
+from shardrec.errors import PeerError
+from shardrec.exchange.collectives import Collectives, Pending, Streams, WayBack, joined
+
+__all__ = ["ServerCollectives"]
+
+_Key = tuple[int, int, int, int]
+
+
+class ServerCollectives(Collectives):
+    """The collectives of a server: nothing but what is said above.
+
+    Args:
+        rank: of the plan, whose shards this server holds.
+        names: RPC names of all servers.
+        take: the function by which a server takes rows, with (key, rows).
+    """
+
+    def __init__(self, rank: int, names: Sequence[str], take: Callable[[_Key, Tensor], Any]) -> None:
+        self.rank = rank
+        self.world_size = len(names)
+        self.call: Callable[..., Any] = rpc.rpc_async
+        self._names = tuple(names)
+        self._take = take
+        self._update = (0, 0)
+        self._deadline = 0.0
+        self._exchanges = 0
+        self._box: dict[_Key, Tensor] = {}
+        self._came = threading.Condition()
+
+    def begin(self, update: tuple[int, int], deadline: float) -> None:
+        """An update begins.
+
+        Args:
+            update: its run and number, alike on all servers.
+            deadline: on the monotonic clock, for what the others have to tell.
+        """
+        self._update, self._deadline, self._exchanges = update, deadline, 0
+        with self._came:
+            for key in [one for one in self._box if one[0] != update[0] or one[1] < update[1]]:
+                del self._box[key]
+
+    def put(self, key: _Key, rows: Tensor) -> None:
+        """Take what another server tells."""
+        with self._came:
+            self._box[key] = rows
+            self._came.notify_all()
+
+    def send(
+        self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str, streams: Streams | None = None
+    ) -> Pending:
+        self._exchanges += 1
+        exchange = (*self._update, self._exchanges)
+        sent = []
+        for rank, of_rank in enumerate(parts):
+            rows = joined(of_rank)
+            if rank != self.rank and rows.numel():
+                args = ((*exchange, self.rank), rows.cpu().clone())
+                sent.append(self.call(self._names[rank], self._take, args=args))
+        return _Squares(self, exchange, joined(parts[self.rank]), receive, sent)
+
+    def receive(self, key: _Key, like: Tensor, count: int) -> Tensor:
+        """Wait for what another server tells; ``key`` ends with its rank."""
+        with self._came:
+            if not self._came.wait_for(lambda: key in self._box, self._deadline - monotonic()):
+                raise PeerError(
+                    f"server {self._names[key[3]]!r} has not told its part of rows that an update needs; nothing of "
+                    "them was changed: start it again from the last checkpoint"
+                )
+            rows = self._box.pop(key)
+        if rows.numel() != count or rows.dtype is not torch.float32:
+            raise PeerError(
+                f"server {self._names[key[3]]!r} tells of {rows.numel()} rows, and {count} are updated here"
+            )
+        return rows.to(like.device)
+
+    def all_to_all(self, values: Tensor, receive: Sequence[int], send: Sequence[int], what: str) -> Tensor:
+        raise AssertionError(f"a server takes no part in the {what} exchange")
+
+    def wait(self, pending: Tensor, what: str) -> Tensor:
+        raise AssertionError(f"a server takes no part in the {what} exchange")
+
+
+class _Squares:
+    """Sums of squares under way.
+
+    Args:
+        collectives: of this server.
+        exchange: run, number of the update, and of the exchange in it.
+        own: what this server would send to itself.
+        receive: elements from each server.
+        sent: calls under way.
+    """
+
+    way_back: WayBack | None = None
+
+    def __init__(
+        self,
+        collectives: ServerCollectives,
+        exchange: tuple[int, int, int],
+        own: Tensor,
+        receive: Sequence[int],
+        sent: Sequence[Any],
+    ) -> None:
+        self._collectives = collectives
+        self._exchange = exchange
+        self._own = own
+        self._receive = receive
+        self._sent = sent
+
+    def wait(self) -> list[Tensor]:
+        found = []
+        for rank, count in enumerate(self._receive):
+            if rank == self._collectives.rank:
+                found.append(self._own)
+            elif count:
+                found.append(self._collectives.receive((*self._exchange, rank), self._own, count))
+            else:
+                found.append(self._own[:0])
+        for one in self._sent:
+            one.wait()
+        return found

@@ -1,0 +1,137 @@
+"""The servers as a trainer or a serving client sees them: calls with a time limit, answers that are waited for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any
+
+from torch.distributed import rpc
+
+from shardrec.errors import BusyError, ConfigError, PeerError
+from shardrec.pending import Awaitable
+from shardrec.rpc.messages import unwrapped
+from shardrec.rpc.server import call
+
+__all__ = ["Answers", "Servers"]
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
+
+
+class Servers:
+    """The servers of a plan, each with the replicas that stand for it.
+
+    Args:
+        names: per rank of the plan, the RPC name of its server, or the names of read-only replicas of it.
+        timeout_s: of a call, in seconds.
+
+    Raises:
+        ConfigError: for no servers, or a name that comes twice.
+    """
+
+    def __init__(self, names: Sequence[str | Sequence[str]], timeout_s: float) -> None:
+        self.names = tuple((one,) if isinstance(one, str) else tuple(one) for one in names)
+        every = [name for replicas in self.names for name in replicas]
+        if not every or len(set(every)) != len(every) or not all(self.names):
+            raise ConfigError(f"servers={names!r}; give the RPC name of a server for each rank of the plan, each once")
+        if timeout_s <= 0:
+            raise ConfigError(f"timeout_s={timeout_s}; give a number of seconds above 0")
+        self.timeout_s = timeout_s
+        self._turn = count()
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @property
+    def replicated(self) -> bool:
+        """Whether any server has several replicas."""
+        return any(len(one) > 1 for one in self.names)
+
+    def ask(self, server: int, function: Callable[..., Any], *args: Any, what: str) -> Answers:
+        """Call a function on a server, on one of its replicas in turn.
+
+        Args:
+            server: its rank in the plan.
+            function: of :mod:`shardrec.rpc.server`.
+            args: tensors on the CPU, and plain data.
+            what: a word for error messages.
+        """
+        names = self.names[server]
+        first = next(self._turn) % len(names)
+        return Answers([*names[first:], *names[:first]], function, args, what, self.timeout_s)
+
+    def call(self, server: int, method: str, *args: Any) -> Any:
+        """Call a method of a server, or of one of its replicas, and wait."""
+        return self.ask(server, call, method, *args, what=method).wait()
+
+    def tell(self, server: int, method: str, *args: Any) -> None:
+        """Call a method of a server and all its replicas, and wait."""
+        for one in [Answers([name], call, (method, *args), method, self.timeout_s) for name in self.names[server]]:
+            one.wait()
+
+
+class Answers(Awaitable[Any]):
+    """A call under way; what a replica that is gone does not answer, another one is asked for.
+
+    Args:
+        names: RPC names of the replicas; the first is asked first.
+        function: to call.
+        args: of it.
+        what: a word for error messages.
+        timeout_s: in seconds, for all attempts.
+    """
+
+    def __init__(
+        self, names: Sequence[str], function: Callable[..., Any], args: tuple[Any, ...], what: str, timeout_s: float
+    ) -> None:
+        super().__init__()
+        self._names = list(names)
+        self._call = (function, args)
+        self._what = what
+        self._timeout_s = timeout_s
+        self._end = time.monotonic() + timeout_s
+        self._future = self._start()
+
+    def _start(self) -> Any:
+        function, args = self._call
+        try:
+            return rpc.rpc_async(self._names[0], function, args=args, timeout=max(self._left(), 0.001))
+        except RuntimeError as error:  # the agent is not there, or knows no such name
+            return error
+
+    def _left(self) -> float:
+        return self._end - time.monotonic()
+
+    def _is_ready(self) -> bool:
+        return not isinstance(self._future, RuntimeError) and bool(self._future.done())
+
+    def _wait_impl(self) -> Any:
+        pause = _FIRST_PAUSE_S
+        while True:
+            name = self._names[0]
+            try:
+                if isinstance(self._future, RuntimeError):
+                    raise self._future
+                answer = self._future.wait()
+            except Exception as error:  # torch raises the class of the callee's error, if it knows it
+                if len(self._names) > 1:
+                    self._names.pop(0)
+                    self._future = self._start()
+                    continue
+                raise PeerError(self._words(name, error), waited_for=self._what) from error
+            try:
+                return unwrapped(answer, name)
+            except BusyError:
+                if self._left() <= pause:
+                    raise
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE_S)
+                self._future = self._start()
+
+    def _words(self, name: str, error: Exception) -> str:
+        first = str(error).split("\n", 1)[0][:200]
+        return (
+            f"server {name!r} is gone or did not answer the {self._what} within {self._timeout_s:g} s ({first}); start "
+            "it again from the last checkpoint, and connect anew"
+        )

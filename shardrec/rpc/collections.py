@@ -1,0 +1,236 @@
+"""A trainer's collections whose tables are on servers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, MutableMapping
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from shardrec.errors import ConfigError, PlanError
+from shardrec.exchange.blocks import BlocksInFlight, Stream
+from shardrec.exchange.input import Addressed, ShardInput
+from shardrec.exchange.queue import ModelContext
+from shardrec.layout import Shard, ShardingPlan
+from shardrec.lookup.optimizers import FusedOptimizer
+from shardrec.modules.bags import BagCall, ShardedEmbeddingBagCollection
+from shardrec.modules.collection import ShardedCollection
+from shardrec.modules.sequences import SequenceCall, ShardedEmbeddingCollection
+from shardrec.modules.table import ShardedTable, load_table
+from shardrec.rpc.collectives import RemoteCollectives, words
+
+__all__ = ["RemoteCollection", "RemoteEmbeddingBagCollection", "RemoteEmbeddingCollection"]
+
+if TYPE_CHECKING:
+    _Base = ShardedCollection
+else:
+    _Base = object
+
+
+class RemoteTable(ShardedTable):
+    """A table on servers, in a trainer's model: no parameters; its state_dict entry is read from them.
+
+    Args:
+        like: the table as the sharded collection made it.
+        collectives: of the trainer.
+    """
+
+    def __init__(self, like: ShardedTable, collectives: RemoteCollectives) -> None:
+        super().__init__(like.layout, {}, None, like.dtype)
+        self._collectives = collectives
+
+    def _save_to_state_dict(self, destination: MutableMapping[str, Any], prefix: str, keep_vars: bool) -> None:
+        layout = self.layout
+        whole = torch.empty((layout.num_embeddings, layout.embedding_dim), dtype=self.dtype)
+        self._collectives.settle()
+        for server in self._servers():
+            for (top, bottom, left, right), values in self._collectives.servers.call(server, "read", layout.name, ""):
+                whole[top:bottom, left:right] = values
+        destination[prefix + "weight"] = whole
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        key = prefix + "weight"
+        if key not in state_dict:
+            if strict:
+                missing_keys.append(key)
+            return
+        try:
+            self.write(state_dict[key])
+        except PlanError as error:
+            error_msgs.append(f"{key}: {error}")
+
+    def write(self, value: Any) -> None:
+        """Set the table's values on the servers; every trainer calls this, and the first one sends them.
+
+        Args:
+            value: (num_embeddings, embedding_dim).
+
+        Raises:
+            PlanError: if it has another shape.
+        """
+        collectives, layout = self._collectives, self.layout
+        shards: dict[Shard | None, Tensor] = {
+            shard: torch.empty((shard.rows, shard.cols), dtype=self.dtype) for shard in layout.shards
+        }
+        if collectives.rank:
+            shards = {}
+        load_table(layout, shards, value)
+        collectives.settle()
+        for shard, values in shards.items():
+            assert shard is not None, "a table on servers is cut"
+            rect = [shard.row_start, shard.row_end, shard.col_start, shard.col_end]
+            server = shard.rank - collectives.trainers.world_size
+            collectives.servers.tell(server, "write", layout.name, rect, values)
+
+    def _servers(self) -> list[int]:
+        return [rank - self._collectives.trainers.world_size for rank in self.layout.ranks]
+
+
+class _Asking:
+    """What a call does more when its rows come from servers: its ids go with the exchange of the rows."""
+
+    _addressed: Addressed | None = None
+
+    def look_up(self: Any, addressed: Addressed, served: ShardInput) -> Stream | None:
+        self._addressed = addressed
+        found: Stream | None = super().look_up(addressed, served)  # type: ignore[misc]
+        return found
+
+    def outgoing(self: Any, inside: BlocksInFlight | None, stream: int) -> Stream:
+        collection: RemoteCollection = self._collection
+        addressed, self._addressed = self._addressed, None
+        collection.ask(addressed)
+        found: Stream = super().outgoing(inside, stream)  # type: ignore[misc]
+        return found
+
+
+class _RemoteBagCall(_Asking, BagCall):
+    pass
+
+
+class _RemoteSequenceCall(_Asking, SequenceCall):  # type: ignore[misc]
+    pass
+
+
+class RemoteCollection(_Base):
+    """What the remote collections have in common.
+
+    Args:
+        module: the unsharded collection. Values that it has are sent to the servers; one on meta leaves the servers'
+            as they are.
+        plan: over the trainers and the servers, with shards on servers alone.
+        context: of the model; its collectives are a trainer's.
+        number: of the collection among those of the model.
+        options: of the sharded collection.
+    """
+
+    def __init__(
+        self,
+        module: EmbeddingBagCollection | EmbeddingCollection,
+        plan: ShardingPlan,
+        *,
+        context: ModelContext,
+        number: int,
+        **options: Any,
+    ) -> None:
+        self.__dict__["_unsharded"] = [module]  # in a list, or nn.Module would take it for a child
+        super().__init__(module, plan, context=context, **options)  # type: ignore[arg-type]
+        del self.__dict__["_unsharded"]
+        self.number = number
+
+    @property
+    def _servers(self) -> RemoteCollectives:
+        collectives = self.context.collectives
+        assert isinstance(collectives, RemoteCollectives), "a remote collection has a trainer's collectives"
+        return collectives
+
+    def ask(self, addressed: Addressed) -> None:
+        """Let a batch's ids go with the lookup that is to come."""
+        collectives = self._servers
+        if addressed.prepared.differentiable:
+            tables = ", ".join(map(repr, self.tables()))
+            raise ConfigError(
+                f"the ids of tables {tables} have weights that take a gradient, which servers do not send back; detach "
+                "the weights, or shard the tables by collectives"
+            )
+        headers = self._input.requests(addressed)
+        first = collectives.trainers.world_size
+        pairs = zip(headers[first:], addressed.parts[first:], strict=True)
+        collectives.ask([(self.number, header, words(pieces)) for header, pieces in pairs])
+
+    def set_learning_rate(self, optimizer: FusedOptimizer, lr: float) -> None:
+        """Use ``lr`` for the tables that were given ``optimizer``, from the next update on."""
+        super().set_learning_rate(optimizer, lr)
+        self._servers.rates[optimizer] = lr
+
+    def step_counts(self) -> dict[str, int]:
+        """Per table, how many updates its fused optimizer has made; asks the servers."""
+        collectives = self._servers
+        collectives.settle()
+        counts = super().step_counts()
+        for server in range(len(collectives.servers)):
+            for name, count in collectives.servers.call(server, "step_counts").items():
+                if name in counts:
+                    counts[name] = max(counts[name], count)
+        return counts
+
+    def _build_parameters(self, first_values: Iterable[tuple[str, Tensor]]) -> nn.ModuleDict:
+        module = self.__dict__["_unsharded"][0]
+        weights = {key.split(".")[1]: weight for key, weight in module.named_parameters()}
+        self.first_values = values = {name: weight.detach() for name, weight in weights.items() if not weight.is_meta}
+        for config in cast(list[BaseEmbeddingConfig], self._configs):
+            if config.name not in values and self._layouts[config.name].replicated:
+                # A cut table on meta is drawn on the servers, and may be larger than this trainer's memory.
+                values[config.name] = torch.empty(weights[config.name].shape, dtype=weights[config.name].dtype)
+                config.init_fn(values[config.name])
+        own = ((name, values.get(name, torch.empty(0))) for name in self._layouts)
+        modules = super()._build_parameters(own)
+        for name, table in modules.items():
+            if not self._layouts[name].replicated:
+                modules[name] = RemoteTable(table, self._servers)  # type: ignore[arg-type]
+        return modules
+
+    def send_first_values(self) -> None:
+        """Send the values that the unsharded collection had."""
+        for name, table in self.tables().items():
+            if isinstance(table, RemoteTable) and name in self.first_values:
+                table.write(self.first_values[name])
+        self.first_values = {}
+
+
+class RemoteEmbeddingBagCollection(RemoteCollection, ShardedEmbeddingBagCollection):
+    """An EmbeddingBagCollection whose tables are on embedding servers.
+
+    Takes and returns what :class:`shardrec.ShardedEmbeddingBagCollection` does: one lookup per server forward, for all
+    the model's collections whose inputs are ready together, and one update per server in backward.
+    :func:`shardrec.shard` with ``servers`` makes it.
+    """
+
+    def new_call(self, features: KeyedJaggedTensor) -> _RemoteBagCall:
+        """A forward's call, whose ids are not under way yet."""
+        return _RemoteBagCall(self, features)
+
+
+class RemoteEmbeddingCollection(RemoteCollection, ShardedEmbeddingCollection):
+    """An EmbeddingCollection whose tables are on embedding servers.
+
+    Takes and returns what :class:`shardrec.ShardedEmbeddingCollection` does; see
+    :class:`RemoteEmbeddingBagCollection`.
+    """
+
+    def new_call(self, features: KeyedJaggedTensor) -> _RemoteSequenceCall:
+        """A forward's call, whose ids are not under way yet."""
+        return _RemoteSequenceCall(self, features)

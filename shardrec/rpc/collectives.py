@@ -1,0 +1,216 @@
+"""What stands for the collectives of a step on a trainer whose tables are on servers.
+
+To the sharded modules the trainers and the servers are ranks of one group: T trainers, which have batches and no
+shards, then S servers, which have shards and no batches. Between trainers only the header travels, over their own
+process group; between a trainer and a server what an all-to-all would carry::
+
+    header    trainers alone: fault flags and agreement; a server has no batch, and no fault
+    payload   nothing: the ids travel with the lookup
+    output    to server q: lookup(ids) ──► rows, for all the modules that share the exchange
+    backward  to server q: update(ids, gradients) ──► made, once all the trainers' have come
+
+[Note: staleness]
+With staleness 0 backward ends when the servers have made the update, as the sharded model's backward does. With
+staleness k it waits for all updates but the last k, so that a forward sees all but those, or more. A step is one update
+where the model's collections share their exchange, as they do unless one's input needs another's output.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardrec.exchange.collectives import Collectives, Pending, Streams, WayBack, joined
+from shardrec.lookup.optimizers import FusedOptimizer
+from shardrec.rpc.client import Answers, Servers
+from shardrec.rpc.messages import Part
+from shardrec.rpc.server import look_up, push
+
+__all__ = ["RemoteCollectives"]
+
+_SHARE_OF_TIMEOUT = 0.8  # of a trainer's time limit, which a server waits for the other trainers
+
+
+class RemoteCollectives(Collectives):
+    """The collectives of one trainer.
+
+    Args:
+        trainers: the collectives of the trainers' process group.
+        servers: that hold the shards.
+        staleness: updates that the tables may be behind.
+
+    Attributes:
+        session: a number that tells this run of the trainers from others, alike on all of them.
+        rates: the learning rate of each fused optimizer, in the order in which the servers know them.
+    """
+
+    def __init__(self, trainers: Collectives, servers: Servers, *, staleness: int) -> None:
+        self.rank = trainers.rank
+        self.world_size = trainers.world_size + len(servers)
+        self.trainers = trainers
+        self.servers = servers
+        self.staleness = staleness
+        self.session = 0
+        self.rates: dict[FusedOptimizer, float] = {}
+        self._asked: list[list[Part]] = []  # per module of the exchange that is to come, the part for each server
+        self._updates = 0
+        self._pushed: deque[list[Answers]] = deque()  # per update, of each server
+
+    @property
+    def mean_over(self) -> int:
+        return self.trainers.world_size
+
+    def ask(self, parts: list[Part]) -> None:
+        """Add a module's ids to the lookup that is to come: its part for each server."""
+        self._asked.append(parts)
+
+    def all_to_all(self, values: Tensor, receive: Sequence[int], send: Sequence[int], what: str) -> Tensor:
+        """Of the trainers alone, and waited for: words of errors."""
+        count = self.trainers.world_size
+        own = values[: sum(send[:count])]
+        found = self.trainers.wait(self.trainers.all_to_all(own, receive[:count], send[:count], what), what)
+        return torch.cat([found, found.new_zeros(sum(receive[count:]))])
+
+    def wait(self, pending: Tensor, what: str) -> Tensor:
+        return pending
+
+    def send(
+        self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str, streams: Streams | None = None
+    ) -> Pending:
+        count = self.trainers.world_size
+        like = parts[0][0]
+        if what == "header":
+            found = self.trainers.send(parts[:count], receive[:count], what).wait()
+            silent = torch.zeros_like(parts[self.rank][0])
+            silent[:2] = parts[self.rank][0][:2]  # as this trainer's flag and checksum
+            return _Arrived(found + [silent] * len(self.servers))
+        assert not sum(receive[:count]), f"trainers have no shards, and {what} is to come from one"
+        asked, self._asked = self._asked, []
+        if not asked:  # the payload, which goes with the lookup
+            return _Arrived([like.new_zeros(size) for size in receive])
+        requests = [[parts[server] for parts in asked] for server in range(len(self.servers))]
+        answers = [self.servers.ask(server, look_up, one, what="lookup") for server, one in enumerate(requests)]
+        way_back = None
+        if streams is not None:
+            way_back = _Gradients(self, requests, streams, like.device)
+        return _Rows(answers, receive, count, like.device, way_back)
+
+    def push(self, requests: Sequence[list[Part]], gradients: Sequence[Tensor]) -> None:
+        """Have the servers update the rows of a lookup; all trainers push in the same order.
+
+        Args:
+            requests: per server, what was looked up.
+            gradients: per server, (n,) of what the lookup gave.
+        """
+        self._updates += 1
+        update, trainer = (self.session, self._updates), (self.rank, self.trainers.world_size)
+        common = (update, trainer, _SHARE_OF_TIMEOUT * self.servers.timeout_s, list(self.rates.values()))
+        pairs = enumerate(zip(requests, gradients, strict=True))
+        self._pushed.append(
+            [self.servers.ask(server, push, *common, parts, one.cpu(), what="update") for server, (parts, one) in pairs]
+        )
+
+    def settle(self, behind: int = 0) -> None:
+        """Wait for all updates but the last ones.
+
+        Args:
+            behind: how many need not be done.
+
+        Raises:
+            PeerError: if a server is gone or did not answer in time.
+        """
+        while len(self._pushed) > behind:
+            for one in self._pushed.popleft():
+                one.wait()
+
+
+@dataclass(kw_only=False)
+class _Arrived:
+    """What is there already."""
+
+    parts: list[Tensor]
+    way_back: WayBack | None = None
+
+    def wait(self) -> list[Tensor]:
+        return self.parts
+
+
+class _Rows:
+    """Rows on their way from the servers.
+
+    Args:
+        answers: of each server.
+        receive: elements from each rank.
+        trainers: number of them.
+        device: where the rows are wanted.
+        way_back: of their gradients.
+    """
+
+    def __init__(
+        self,
+        answers: Sequence[Answers],
+        receive: Sequence[int],
+        trainers: int,
+        device: torch.device,
+        way_back: WayBack | None,
+    ) -> None:
+        self.way_back = way_back
+        self._answers = answers
+        self._receive = receive
+        self._trainers = trainers
+        self._device = device
+
+    def wait(self) -> list[Tensor]:
+        found = [torch.empty(0, device=self._device)] * self._trainers
+        for answer in self._answers:
+            rows: Tensor = answer.wait()
+            found.append(rows if self._device.type == "cpu" else rows.pin_memory().to(self._device, non_blocking=True))
+        return found
+
+
+class _Gradients:
+    """The gradients of one lookup on their way to the servers.
+
+    Args:
+        collectives: of the trainer.
+        requests: per server, what was looked up.
+        streams: what came.
+        device: of the gradients.
+    """
+
+    def __init__(
+        self,
+        collectives: RemoteCollectives,
+        requests: list[list[Part]],
+        streams: Streams,
+        device: torch.device,
+    ) -> None:
+        self._collectives = collectives
+        self._requests = requests
+        self._streams = streams
+        self._device = device
+        self._buffers: list[Tensor] = []
+
+    def views(self) -> list[Tensor]:
+        sizes = self._streams.into
+        self._buffers = [torch.empty(sum(of_rank), device=self._device) for of_rank in sizes]
+        return [view for one, of_rank in zip(self._buffers, sizes, strict=True) for view in one.split(list(of_rank))]
+
+    def send(self) -> None:
+        gradients = self._buffers[len(self._buffers) - len(self._requests) :]
+        self._collectives.push(self._requests, gradients)
+        self._buffers = []
+
+    def wait(self) -> list[Tensor]:
+        self._collectives.settle(self._collectives.staleness)
+        return [torch.empty(0, device=self._device) for _ in self._streams.out[0]]
+
+
+def words(pieces: Sequence[Tensor]) -> Tensor:
+    """The pieces of a part as one flat int32 tensor on the CPU, in memory of its own: RPC sends whole storages."""
+    flat = joined(pieces).cpu()
+    return flat if flat.untyped_storage().nbytes() == flat.nbytes else flat.clone()

@@ -1,0 +1,196 @@
+"""A trainer's model whose cut tables are on embedding servers."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from shardrec.checkpoint.files import SavedFile
+from shardrec.checkpoint.manifest import SavedTensor
+from shardrec.checkpoint.save import Written
+from shardrec.errors import CheckpointError, ConfigError, PeerError, PlanError, ShardrecError
+from shardrec.exchange.bad_ids import policies_of
+from shardrec.exchange.batch import OnBadId
+from shardrec.exchange.collectives import collectives_of
+from shardrec.exchange.queue import ModelContext
+from shardrec.layout import ShardingPlan, Topology
+from shardrec.layout.discover import collections_of, remappers_of, table_shapes
+from shardrec.modules.convert import agree_on_plan, exchange_faults, features_of, with_sharded
+from shardrec.modules.dense import DenseWrap
+from shardrec.modules.model import ShardedModel
+from shardrec.rpc.client import Servers
+from shardrec.rpc.collections import RemoteCollection, RemoteEmbeddingBagCollection, RemoteEmbeddingCollection
+from shardrec.rpc.collectives import RemoteCollectives
+from shardrec.rpc.server import fused_optimizers_of
+
+__all__ = ["RemoteModel", "shard_over_servers"]
+
+
+class RemoteModel(ShardedModel):
+    """What :func:`shardrec.shard` returns with ``servers``: a :class:`shardrec.ShardedModel` of one trainer.
+
+    Its state_dict has whole tables, read from the servers. A checkpoint has the same form as the sharded model's, and
+    either can load the other's: each server writes and reads its own shards, in a folder that all processes share.
+    """
+
+    _collectives: RemoteCollectives
+
+    def flush(self) -> None:
+        """Wait until the servers have made all the updates that this trainer has pushed.
+
+        Raises:
+            PeerError: if a server is gone or did not answer in time.
+        """
+        self._collectives.settle()
+
+    def server_statistics(self) -> list[dict[str, Any]]:
+        """Per server, what it is and has done: requests, fused lookups made for them, updates."""
+        servers = self._collectives.servers
+        return [servers.call(number, "describe") for number in range(len(servers))]
+
+    def save_servers(self, data: Path, first: int) -> list[Written]:
+        found: list[Any] = []
+
+        def save() -> None:
+            for number in range(self.servers) if self._collectives.rank == 0 else ():
+                found.append(self._collectives.servers.call(number, "save", str(data.absolute()), first + number))
+
+        _on_all(self.context, self.flush)  # of all trainers, before any server saves
+        _on_all(self.context, save)
+        return [
+            (
+                SavedFile(**{**file, "checksums": tuple(file["checksums"])}),
+                {name: SavedTensor.from_json(one) for name, one in tensors.items()},
+            )
+            for file, tensors in found
+        ]
+
+    def load_servers(self, folder: Path) -> None:
+        def load() -> None:
+            for number in range(self.servers) if self._collectives.rank == 0 else ():
+                self._collectives.servers.tell(number, "load", str(folder.absolute()))
+
+        _on_all(self.context, self.flush)
+        _on_all(self.context, load)
+
+
+def shard_over_servers(
+    model: nn.Module,
+    plan: ShardingPlan | None,
+    names: Sequence[str | Sequence[str]],
+    *,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    dedup: bool,
+    dense: DenseWrap,
+    on_bad_id: OnBadId | Mapping[str, OnBadId],
+    staleness: int,
+    timeout_s: float,
+) -> RemoteModel:
+    """:func:`shardrec.shard` with servers, on a trainer whose RPC agent is up."""
+    if staleness < 0:
+        raise ConfigError(f"staleness={staleness}; give the number of steps that tables may be behind, 0 or more")
+    trainers = collectives_of(group)
+    servers = Servers(names, timeout_s)
+    if plan is None:
+        from shardrec.planner import plan as make_plan
+
+        plan = make_plan(model, Topology.of_world(len(servers)))
+    collections = collections_of(model)
+    collectives = RemoteCollectives(trainers, servers, staleness=staleness)
+    context = ModelContext(collectives, device)
+    context.gradients_are_reduced = trainers.world_size == 1  # nothing to reduce
+    context.on_bad_id = policies_of(on_bad_id, (name for one in collections.values() for name in features_of(one)))
+    agree_on_plan(plan, _faults(plan, model, servers), context)
+    _, sessions = exchange_faults([], secrets.randbits(32), context)
+    collectives.session = sessions[0]
+    shifted = _after(plan, trainers.world_size)
+    replaced: dict[int, RemoteCollection] = {}
+    for number, (path, module) in enumerate(collections.items()):
+        options: dict[str, Any] = {"path": path, "device": device, "group": group, "context": context, "number": number}
+        replaced[id(module)] = (
+            RemoteEmbeddingBagCollection(module, shifted, **options)
+            if isinstance(module, EmbeddingBagCollection)
+            else RemoteEmbeddingCollection(module, shifted, dedup=dedup, **options)
+        )
+    remote_collections = list(replaced.values())
+    collectives.rates = {one: one.lr for one in fused_optimizers_of(remote_collections)}
+    _on_all(context, lambda: _check_servers(plan, list(collections), collectives))
+    for one in remote_collections:
+        _on_all(context, one.send_first_values)
+    model = with_sharded(model, dict(replaced), device)
+    everyone = (group or dist.group.WORLD) if trainers.world_size > 1 else None
+    remote = RemoteModel(model, plan, context, everyone, dense=dense)
+    remote._collectives, remote.servers = collectives, len(servers)
+    return remote
+
+
+def _after(plan: ShardingPlan, trainers: int) -> ShardingPlan:
+    """The plan of trainers and servers: trainers come first, and have no shards."""
+    tables = tuple(
+        replace(
+            one,
+            shards=tuple(replace(shard, rank=shard.rank + trainers) for shard in one.shards),
+        )
+        for one in plan.tables
+    )
+    return ShardingPlan(topology=Topology(ranks_per_host=plan.world_size + trainers), tables=tables)
+
+
+def _faults(plan: ShardingPlan, model: nn.Module, servers: Servers) -> Sequence[str]:
+    faults: list[str] = []
+    if plan.world_size != len(servers):
+        faults.append(
+            f"the plan is for {plan.world_size} ranks and there are {len(servers)} servers; plan for as many as there "
+            "are, with shardrec.plan(model, shardrec.Topology(ranks_per_host=...))"
+        )
+    if remappers_of(model):
+        faults.append("a module keeps a map from ids to rows, and each trainer would learn another; map ids beforehand")
+    try:
+        plan.check_tables(table_shapes(model))
+    except PlanError as error:
+        faults += error.faults
+    return faults
+
+
+def _check_servers(plan: ShardingPlan, paths: Sequence[str], collectives: RemoteCollectives) -> None:
+    """Raise if a server is not what the plan and the model ask for."""
+    servers = collectives.servers
+    wanted = {
+        "servers": len(servers),
+        "plan": plan.fingerprint,
+        "collections": list(paths),
+        "optimizers": [repr(one) for one in collectives.rates],
+    }
+    for number in range(len(servers)):
+        found = servers.call(number, "describe")
+        for key, value in {"rank": number, **wanted}.items():
+            if found[key] != value:
+                raise ConfigError(
+                    f"server {servers.names[number][0]!r} has {key} {found[key]!r} and this trainer {value!r}; give "
+                    "both the same model and plan"
+                )
+
+
+_CLASSES = (ShardrecError, ConfigError, CheckpointError, PeerError)
+
+
+def _on_all(context: ModelContext, work: Callable[[], None]) -> None:
+    """Do ``work``, and raise on every trainer what goes wrong on any."""
+    error: ShardrecError | None = None
+    try:
+        work()
+    except ShardrecError as found:
+        error = found
+    number = max(n for n, cls in enumerate(_CLASSES) if n == 0 or isinstance(error, cls))
+    theirs, numbers = exchange_faults([] if error is None else [str(error)], number, context)
+    if any(theirs):
+        raise _CLASSES[max(numbers)]("; ".join(sorted(set(filter(None, theirs))))) from error

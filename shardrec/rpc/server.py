@@ -1,0 +1,490 @@
+"""An embedding server: the shards that a plan gives it, their lookups and updates.
+
+Shapes: S slots of this server, B samples of a request, N ids, D pooled columns of this server.
+
+[Note: an update]
+The trainers of one training step push their gradients, each with its ids again: a server keeps nothing between a lookup
+and its update, so that a trainer which vanishes leaves nothing behind, and a server that was restarted can go on. When
+the last of the trainers has pushed, the gradients of all of them are one update, in the order of the trainers, which is
+what the sharded model's backward does with the gradients of all ranks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from time import monotonic
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.rpc.functions import async_execution
+from torch.futures import Future
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from shardrec.errors import BusyError, ConfigError, InputError, PeerError, PlanError
+from shardrec.exchange.blocks import Stream
+from shardrec.exchange.queue import ModelContext
+from shardrec.layout import Shard, ShardingPlan
+from shardrec.layout.discover import collections_of, table_shapes
+from shardrec.lookup.optimizers import FusedOptimizer
+from shardrec.memory import keep_large_blocks
+from shardrec.modules.bags import ShardedEmbeddingBagCollection
+from shardrec.modules.collection import ShardedCollection
+from shardrec.modules.convert import put_in_place
+from shardrec.modules.model import ShardedModel
+from shardrec.modules.sequences import ShardedEmbeddingCollection
+from shardrec.modules.table import ShardedTable
+from shardrec.rpc.batching import Request, RequestQueue, complete
+from shardrec.rpc.between import ServerCollectives
+from shardrec.rpc.messages import Answer, Part, check_gradient, check_parts, failure
+
+__all__ = ["EmbeddingServer", "call", "fused_optimizers_of", "look_up", "push", "take_rows"]
+
+_IDLE_S = 60.0
+
+_F = TypeVar("_F", bound=Callable[..., Future[Answer]])
+
+
+def _asynchronous(function: _F) -> _F:
+    """``async_execution`` with types: the function that RPC is given must be the one that it returns."""
+    marked: _F = async_execution(function)
+    return marked
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Push:
+    """A trainer's gradients of one step: ``gradient`` (n,) float32, of the rows of its ``parts``, as they were sent."""
+
+    parts: list[Part]
+    gradient: Tensor
+    answer: Future[Answer]
+    deadline: float
+
+
+@dataclass(kw_only=True)
+class _Pushes:
+    """What the trainers have pushed of an update, by number of the trainer."""
+
+    trainers: int
+    rates: list[float]
+    of: dict[int, _Push] = field(default_factory=dict)
+
+    def in_order(self) -> list[_Push]:
+        return [self.of[number] for number in sorted(self.of)]
+
+    def deadline(self) -> float:
+        return min(push.deadline for push in self.of.values())
+
+    def answer(self, answer: Answer) -> None:
+        for push in self.of.values():
+            complete(push.answer, answer)
+
+    def answered(self, made: Future[Answer]) -> None:
+        self.answer(made.value())
+
+
+class EmbeddingServer:
+    """The shards that a plan gives to one of its ranks, looked up and updated over RPC.
+
+    Requests wait in a bounded queue; one thread serves what is there as one fused lookup per collection, or one fused
+    update per training step, and completes the Future of each. Its methods :meth:`lookup` and :meth:`update` run under
+    ``torch.distributed.rpc.functions.async_execution``: no RPC thread waits for tables.
+
+    One server is made per process, before ``init_rpc``; trainers find it by the name of the process.
+
+    Args:
+        model: the model whose tables are served, on the CPU, on ``device`` or on meta; is changed in place, as by
+            :func:`shardrec.shard`. Optimizers given by ``apply_optimizer_in_backward`` are fused.
+        plan: where each table goes among the servers.
+        rank: of this server in the plan.
+        servers: RPC names of all servers, by rank; default: ``server0`` and on.
+        device: of the shards; default: the CPU.
+        capacity: lookups that may wait, and updates that wait for their other trainers; one more is answered with
+            BusyError.
+        window_s: seconds to wait for more lookups after the first of a batch; by default, a batch is what has come
+            while the one before was looked up.
+        max_requests: lookups of a batch.
+        read_only: refuse updates.
+
+    Raises:
+        PlanError: if the plan does not fit the model, or has no such rank.
+        ConfigError: if the model has no tables, or one that cannot be served.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: ShardingPlan,
+        rank: int,
+        *,
+        servers: Sequence[str] | None = None,
+        device: torch.device | str | None = None,
+        capacity: int = 256,
+        window_s: float = 0.0,
+        max_requests: int = 64,
+        read_only: bool = False,
+    ) -> None:
+        if not 0 <= rank < plan.world_size:
+            raise PlanError(f"server {rank} is asked for, and the plan is for {plan.world_size} servers")
+        if capacity < 1 or max_requests < 1 or not 0 <= window_s < _IDLE_S:
+            raise ConfigError(
+                f"capacity={capacity}, max_requests={max_requests}, window_s={window_s}; give at least 1, at least 1, "
+                f"and a time from 0 to {_IDLE_S:.0f} seconds"
+            )
+        plan.check_tables(table_shapes(model))
+        target = torch.device(device or "cpu")
+        if target.type == "cpu":
+            keep_large_blocks()
+        self.rank, self.read_only = rank, read_only
+        names = list(servers) if servers is not None else [f"server{one}" for one in range(plan.world_size)]
+        if len(names) != plan.world_size:
+            raise ConfigError(f"servers={names}; give a name for each of the plan's {plan.world_size} ranks")
+        self.between = ServerCollectives(rank, names, take_rows)
+        context = ModelContext(self.between, target)
+        collections: dict[str, ShardedCollection] = {}
+        replaced: dict[int, ShardedCollection] = {}
+        for path, module in collections_of(model).items():
+            options: dict[str, Any] = {"path": path, "device": target, "context": context}
+            collections[path] = replaced[id(module)] = (
+                ShardedEmbeddingBagCollection(module, plan, **options)
+                if isinstance(module, EmbeddingBagCollection)
+                else ShardedEmbeddingCollection(module, plan, **options)
+            )
+        if not collections:
+            raise ConfigError(f"{type(model).__name__} holds no torchrec embedding collection to serve")
+        self.model = ShardedModel(put_in_place(model, replaced), plan, context, None)
+        self._paths = list(collections)
+        self._collections = list(collections.values())
+        self._optimizers = fused_optimizers_of(self._collections)
+        self._no_updates = (
+            "this server is read-only; train with servers that are not" if read_only else _no_updates(self._collections)
+        )
+        self._capacity = capacity
+        self._pushes: dict[tuple[int, int], _Pushes] = {}
+        self._next: dict[int, int] = {}  # of the present run, the update that comes next
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._queue = RequestQueue(
+            self._look_up, self._expire, capacity=capacity, window_s=window_s, max_requests=max_requests
+        )
+        global _SERVER
+        _SERVER = self
+
+    @_asynchronous
+    def lookup(self, parts: list[Part]) -> Future[Answer]:
+        """Look up the rows of a request.
+
+        Args:
+            parts: see :mod:`shardrec.rpc.messages`.
+
+        Returns:
+            Future of the answer: per part, one after the other, (B, D) pooled sums or (N, w) rows per lookup group, as
+            one flat float32 tensor on the CPU.
+        """
+        return self._answered(lambda: Request(parts=check_parts(parts, self._collections)))
+
+    @_asynchronous
+    def update(
+        self,
+        update: tuple[int, int],
+        trainer: tuple[int, int],
+        wait_s: float,
+        rates: list[float],
+        parts: list[Part],
+        gradient: Tensor,
+    ) -> Future[Answer]:
+        """Update the tables when the gradients of all the trainers have come.
+
+        Args:
+            update: which run of the trainers, and which of its updates; alike on all trainers, and made in this order.
+            trainer: number of the trainer, and of trainers.
+            wait_s: seconds to wait for the other trainers.
+            rates: learning rate of each of the model's fused optimizers.
+            parts: as they were looked up.
+            gradient: (n,) float32, of what the lookup gave.
+
+        Returns:
+            Future of the answer, which is 0; completed when the update is made.
+        """
+        answer: Future[Answer] = Future()
+        try:
+            if self._no_updates:
+                raise ConfigError(self._no_updates)
+            checked = check_parts(parts, self._collections)
+            one = _Push(parts=checked, gradient=check_gradient(gradient), answer=answer, deadline=monotonic() + wait_s)
+            number, trainers = trainer
+            with self._lock:
+                if update not in self._pushes and len(self._pushes) >= self._capacity:
+                    raise BusyError(f"{len(self._pushes)} updates wait for their other trainers; nothing was done")
+                pushes = self._pushes.setdefault(update, _Pushes(trainers=trainers, rates=list(rates)))
+                if number in pushes.of or not 0 <= number < pushes.trainers == trainers:
+                    raise InputError(f"trainer {number} of {trainers} has pushed update {update[1]} already")
+                pushes.of[number] = one
+                self._queue_updates(update[0])
+            self._queue.wake()
+        except Exception as error:
+            answer.set_result(failure(error))
+        return answer
+
+    def _queue_updates(self, run: int) -> None:
+        """Queue the updates of a run that are complete, in their order, with the lock held."""
+        for update in sorted(one for one in self._pushes if one[0] == run):
+            pushes = self._pushes[update]
+            if len(pushes.of) < pushes.trainers or update[1] > self._next.get(run, update[1]):
+                return
+            del self._pushes[update]
+            self._next = {run: max(update[1] + 1, self._next.get(run, 0))}
+            done = self._answered(partial(Request, work=partial(self._update, update, pushes)))
+            done.add_done_callback(pushes.answered)
+
+    def submit(self, work: Callable[[], Any]) -> Future[Answer]:
+        """Have the server's thread do ``work`` between lookups; the answer's value is what it returns."""
+        return self._answered(lambda: Request(work=work))
+
+    def describe(self) -> dict[str, Any]:
+        """What this server is, and what it has done so far, as plain data."""
+        return {
+            "rank": self.rank,
+            "servers": self.model.plan.world_size,
+            "plan": self.model.plan.fingerprint,
+            "collections": self._paths,
+            "optimizers": [repr(one) for one in self._optimizers],
+            "read_only": self.read_only,
+            **{key: self._counts[key] for key in ("requests", "lookups", "updates")},
+        }
+
+    def step_counts(self) -> dict[str, int]:
+        """Per table, the updates that its fused optimizer has made, where this server holds a part of it."""
+        return {name: count for one in self._collections for name, count in one.step_counts().items()}
+
+    def read(self, table: str, state: str) -> list[tuple[list[int], Tensor]]:
+        """This server's shards of a table, or of a state of its fused optimizer.
+
+        Args:
+            table: by its name in the plan.
+            state: name of a state; "" for the weights.
+
+        Returns:
+            Per shard, ``[row_start, row_end, col_start, col_end]`` and a copy on the CPU.
+        """
+        collection, name = self._owner(table)
+        held = {shard: parameter.detach() for shard, parameter in collection.tables()[name].locals.items()}
+        if state:
+            held = collection.fused_state(name, state)
+        return [(_rect(shard), values.cpu().clone()) for shard, values in held.items() if shard is not None]
+
+    def write(self, table: str, rect: list[int], values: Tensor) -> int:
+        """Set a shard's weights, rounded to the table's dtype.
+
+        Args:
+            table: by its name in the plan.
+            rect: of the shard, as :meth:`read` gives it.
+            values: (rows, cols).
+        """
+        collection, name = self._owner(table)
+        for shard, parameter in collection.tables()[name].locals.items():
+            if shard is not None and _rect(shard) == rect and tuple(values.shape) == tuple(parameter.shape):
+                parameter.detach().copy_(values)
+                return 0
+        raise InputError(f"table {table!r} has no shard {rect} of shape {tuple(values.shape)} on server {self.rank}")
+
+    def save(self, data: str, number: int) -> list[Any]:
+        """Write this server's shards into a checkpoint's data folder, as file ``number``.
+
+        Returns:
+            The file, and what is in it, as JSON-compatible data.
+        """
+        from shardrec.checkpoint.save import write_part
+        from shardrec.checkpoint.state import table_tensors
+
+        file, tensors = write_part(Path(data), number, table_tensors(self.model))
+        return [asdict(file), {name: one.to_json() for name, one in tensors.items()}]
+
+    def load(self, folder: str) -> int:
+        """Load this server's shards from a checkpoint, whichever plan it was saved under.
+
+        Raises:
+            CheckpointError: if it is damaged or incomplete.
+            ConfigError: if it is one of another model.
+        """
+        from shardrec.checkpoint import load_checkpoint
+
+        load_checkpoint(folder, self.model)
+        return 0
+
+    def close(self) -> None:
+        """End the server's thread; what waits is answered with BusyError."""
+        self._queue.close()
+
+    def _answered(self, make: Callable[[], Request]) -> Future[Answer]:
+        """Queue a request; what is wrong with it is the answer."""
+        try:
+            request = make()
+            self._queue.put(request)
+        except Exception as error:
+            refused: Future[Answer] = Future()
+            refused.set_result(failure(error))
+            return refused
+        return request.answer
+
+    def _owner(self, table: str) -> tuple[ShardedCollection, str]:
+        for collection in self._collections:
+            for name, one in collection.tables().items():
+                if one.layout.name == table and self._holds(one):
+                    return collection, name
+        raise ConfigError(f"table {table!r} has no shard on server {self.rank}; ask the servers that the plan names")
+
+    def _holds(self, table: ShardedTable) -> bool:
+        return any(shard is not None for shard in table.locals)
+
+    def _look_up(self, requests: Sequence[Request]) -> None:
+        """Answer several lookups, with one fused lookup per collection."""
+        found: list[list[Tensor]] = [[torch.empty(0)] * len(request.parts) for request in requests]
+        try:
+            with torch.no_grad():
+                for number, collection in enumerate(self._collections):
+                    places = [
+                        (owner, place)
+                        for owner, request in enumerate(requests)
+                        for place, part in enumerate(request.parts)
+                        if part[0] == number
+                    ]
+                    if places:
+                        stream = self._serve(collection, [requests[owner].parts[place] for owner, place in places])
+                        flat = stream.flat.reshape(-1).cpu()
+                        for (owner, place), piece in zip(places, flat.split(_sizes(stream)), strict=True):
+                            found[owner][place] = piece
+                        self._counts["lookups"] += 1
+            answers: list[Answer] = [(True, torch.cat(pieces) if pieces else torch.empty(0)) for pieces in found]
+        except Exception as error:
+            answers = [failure(error)] * len(requests)
+        self._counts["requests"] += len(requests)
+        for request, answer in zip(requests, answers, strict=True):
+            request.complete(answer)
+
+    def _update(self, update: tuple[int, int], of_trainers: _Pushes) -> int:
+        """One update of the trainers' gradients; see [Note: an update]."""
+        pushes, rates = of_trainers.in_order(), of_trainers.rates
+        self.between.begin(update, of_trainers.deadline())
+        numbers = [[part[0] for part in push.parts] for push in pushes]
+        if any(one != numbers[0] for one in numbers) or len(rates) != len(self._optimizers):
+            raise InputError(
+                f"the trainers push gradients of collections {numbers}, with {len(rates)} learning rates for "
+                f"{len(self._optimizers)} optimizers; give all of them the same model"
+            )
+        for optimizer, rate in zip(self._optimizers, rates, strict=True):
+            for collection in self._collections:
+                collection.set_learning_rate(optimizer, float(rate))
+        with torch.enable_grad():
+            streams = [
+                self._serve(self._collections[number], [push.parts[place] for push in pushes])
+                for place, number in enumerate(numbers[0])
+            ]
+            sizes = [_sizes(stream) for stream in streams]  # per place and trainer
+            wanted = [sum(of_trainer) for of_trainer in zip(*sizes, strict=True)]
+            got = [push.gradient.numel() for push in pushes]
+            if wanted and got != wanted:
+                raise InputError(f"the trainers push {got} gradients for {wanted} values that they looked up")
+            pieces = [push.gradient.split([of_place[owner] for of_place in sizes]) for owner, push in enumerate(pushes)]
+            # As autograd goes back: what was looked up last comes first.
+            for place in reversed(range(len(streams))):
+                flat = streams[place].flat
+                if flat.requires_grad:
+                    gradient = torch.cat([of_push[place] for of_push in pieces]).to(flat.device)
+                    flat.backward(gradient.view(flat.shape))
+        self._counts["updates"] += 1
+        return 0
+
+    def _serve(self, collection: ShardedCollection, parts: Sequence[Part]) -> Stream:
+        device = collection.device
+        headers, words = [part[1] for part in parts], [part[2].to(device) for part in parts]
+        return collection.serve(collection._input.unpack(headers, words))
+
+    def _expire(self) -> float:
+        """Give up updates whose other trainers have not come; returns the seconds until the next may be due."""
+        now = monotonic()
+        with self._lock:
+            late = {one: self._pushes.pop(one) for one in list(self._pushes) if self._pushes[one].deadline() <= now}
+            due = min((one.deadline() for one in self._pushes.values()), default=now + _IDLE_S)
+        for update, pushes in late.items():
+            error = PeerError(
+                f"of update {update[1]} only the gradients of trainer(s) {', '.join(map(str, sorted(pushes.of)))} have "
+                "come in time; the others, or an update before it, are missing. Nothing of it was applied: start the "
+                "trainers again from the last checkpoint"
+            )
+            pushes.answer(failure(error))
+        return due - now
+
+
+def fused_optimizers_of(collections: Sequence[ShardedCollection]) -> list[FusedOptimizer]:
+    """The distinct fused optimizers of a model, in an order that servers and trainers share."""
+    return list(dict.fromkeys(one for each in collections for one in each.fused_optimizers().values()))
+
+
+def _no_updates(collections: Sequence[ShardedCollection]) -> str:
+    """Why the tables cannot be trained on servers, or ""."""
+    for collection in collections:
+        fused = collection.fused_optimizers()
+        for name, table in collection.tables().items():
+            layout = table.layout
+            if layout.replicated or name in collection._frozen:
+                continue
+            if name not in fused:
+                return (
+                    f"table {layout.name!r} has no optimizer that a server could run; give it one with "
+                    "apply_optimizer_in_backward, or freeze it"
+                )
+    return ""
+
+
+def _sizes(stream: Stream) -> list[int]:
+    """Elements for each request."""
+    return [sum(rows * cols for rows, cols in shapes) for shapes in stream.out]
+
+
+def _rect(shard: Shard) -> list[int]:
+    return [shard.row_start, shard.row_end, shard.col_start, shard.col_end]
+
+
+_SERVER: EmbeddingServer | None = None
+"""Of this process."""
+
+_METHODS = frozenset({"describe", "load", "read", "save", "step_counts", "write"})
+
+
+def _refused() -> Future[Answer]:
+    future: Future[Answer] = Future()
+    future.set_result(failure(PeerError("there is no embedding server in this process; is the name a trainer's?")))
+    return future
+
+
+@_asynchronous
+def look_up(parts: list[Part]) -> Future[Answer]:
+    """:meth:`EmbeddingServer.lookup` of the server in the process that this is called in."""
+    return _refused() if _SERVER is None else _SERVER.lookup(parts)
+
+
+@_asynchronous
+def push(*args: Any) -> Future[Answer]:
+    """:meth:`EmbeddingServer.update` of the server in the process that this is called in."""
+    return _refused() if _SERVER is None else _SERVER.update(*args)
+
+
+@_asynchronous
+def call(method: str, *args: Any) -> Future[Answer]:
+    """Another method of that server, on its thread, between lookups."""
+    if _SERVER is None or method not in _METHODS:
+        return _refused()
+    server = _SERVER
+    return server.submit(lambda: getattr(server, method)(*args))
+
+
+def take_rows(key: tuple[int, int, int, int], rows: Tensor) -> None:
+    """Sums of squares from another server, for the update that ``key`` names."""
+    if _SERVER is not None:
+        _SERVER.between.put(key, rows)

@@ -1,0 +1,202 @@
+"""The processes of a job with servers: how they come to one RPC world, and to another when one was lost.
+
+RPC agents know the processes that were there at the start, and a connection that broke stays broken. So a process that
+comes back begins a new *generation*: all the others leave their agent and join the new one, by a store that outlives
+them. Servers keep their tables meanwhile.
+
+::
+
+    store    <generation>/<name>    has joined it; a second time: the first one is dead, and the generation over
+             <generation>/over      leave it
+             end                    the job is done
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from time import monotonic
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import rpc
+from torch.distributed.rendezvous import register_rendezvous_handler
+
+from shardrec.errors import ConfigError, PeerError
+
+__all__ = ["RpcWorld"]
+
+_SCHEME = "shardrec-rpc"
+_LOOK_S, _START_S = 0.5, 20.0
+_JOINING: dict[str, tuple[dist.Store, int, int]] = {}
+
+
+def _rendezvous(url: str, *args: Any, **kwargs: Any) -> Iterator[tuple[dist.Store, int, int]]:
+    yield _JOINING[url.partition("?")[0]]
+    raise RuntimeError("an RPC agent does not join twice")
+
+
+register_rendezvous_handler(_SCHEME, _rendezvous)
+
+
+def _forget_agents() -> None:
+    """Have torch take the agent that is to start for the first one of this process.
+
+    It numbers the agents of a process, and the meetings of agents of the same names, and expects all processes to
+    have had as many; one that was started anew had none. And it gives agents half an hour to find each other.
+    """
+    rpc._init_counter = 0
+    rpc.api._all_gather_sequence_id.clear()
+    rpc.constants.DEFAULT_PROCESS_GROUP_TIMEOUT = timedelta(seconds=_START_S)
+
+
+class RpcWorld:
+    """Trainers and servers of one job, as one of them sees it.
+
+    RPC runs whatever function a message names, and unpickles what it is given: it trusts its network. Agents listen on
+    the loopback interface unless another one is given; use networks of the job's own, and nothing that others reach.
+
+    Args:
+        store: that all processes share and none of them takes with it when it dies, such as a ``FileStore``.
+        trainers: number of trainers, ``trainer0`` and on.
+        servers: names of the servers; as a number, that of ``server0`` and on.
+        name: of this process.
+        timeout_s: seconds that the other processes may take to come.
+        interface: network interface that RPC listens on.
+        threads: of the RPC agent.
+
+    Raises:
+        ConfigError: for a name that is none of the job's.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        *,
+        trainers: int,
+        servers: int | list[str],
+        name: str,
+        timeout_s: float = 300.0,
+        interface: str = "lo",
+        threads: int = 8,
+    ) -> None:
+        self.servers = [f"server{number}" for number in range(servers)] if isinstance(servers, int) else list(servers)
+        self.names = [f"trainer{number}" for number in range(trainers)] + self.servers
+        if name not in self.names or len(set(self.names)) < len(self.names):
+            raise ConfigError(f"this process is {name!r}, and the job has {', '.join(self.names)}; each name once")
+        self.name = name
+        self._store = store
+        self._timeout_s = timeout_s
+        self._threads = threads
+        self._generation = -1
+        os.environ.setdefault("TP_SOCKET_IFNAME", interface)
+
+    def join(self) -> None:
+        """Come to the RPC world; blocks until all processes have.
+
+        Raises:
+            PeerError: if some did not come in time, or the job has ended.
+        """
+        end = monotonic() + self._timeout_s
+        while not (self._come(end) and self._start_agent()):
+            pass
+
+    def _start_agent(self) -> bool:
+        """Whether the agents of all have found each other; one may die on the way."""
+        options = rpc.TensorPipeRpcBackendOptions(
+            num_worker_threads=self._threads, init_method=f"{_SCHEME}://{self._generation}", rpc_timeout=_START_S
+        )
+        rank, size = self.names.index(self.name), len(self.names)
+        store = dist.PrefixStore(f"shardrec/{self._generation}/agent", self._store)
+        store.set_timeout(timedelta(seconds=_START_S))
+        _JOINING[options.init_method] = (store, rank, size)
+        _forget_agents()
+        try:
+            rpc.init_rpc(self.name, rank=rank, world_size=size, rpc_backend_options=options)
+        except RuntimeError:
+            self._store.set(self._key("over"), "1")
+            with suppress(RuntimeError):
+                rpc.shutdown(graceful=False)
+            return False
+        return True
+
+    def leave(self) -> None:
+        """End this process's agent. What is under way fails at the other ends."""
+        if self._generation >= 0:
+            rpc.shutdown(graceful=False)
+
+    def rejoin(self) -> None:
+        """After a process was lost: leave, have all others leave, and join again.
+
+        Raises:
+            PeerError: if some processes did not come in time.
+        """
+        self._store.set(self._key("over"), "1")
+        self.leave()
+        self.join()
+
+    def end(self) -> None:
+        """The job is done: servers stop."""
+        self._store.set("shardrec/end", "1")
+        self._store.set(self._key("over"), "1")
+
+    def serve(self) -> None:
+        """Be there for calls, in one generation after the other, until a trainer ends the job.
+
+        Raises:
+            PeerError: if the other processes did not come in time.
+        """
+        while True:
+            self.join()
+            while not self._is_over():
+                self._wait([self._key("over")], _LOOK_S)
+            self.leave()
+            if self._store.check(["shardrec/end"]):
+                return
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """Joined inside the block."""
+        self.join()
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def _key(self, what: str) -> str:
+        return f"shardrec/{self._generation}/{what}"
+
+    def _is_over(self) -> bool:
+        return bool(self._store.check([self._key("over")]))
+
+    def _come(self, end: float) -> bool:
+        """Whether all have come to the present generation, and it is not over."""
+        self._generation = max(self._generation, 0)
+        while self._is_over():
+            self._generation += 1
+        if self._store.add(self._key(self.name), 1) > 1:
+            self._store.set(self._key("over"), "1")
+            return False
+        while not self._wait([self._key(name) for name in self.names], _LOOK_S):
+            if self._is_over():
+                return False
+            if monotonic() > end:
+                missing = [name for name in self.names if not self._store.check([self._key(name)])]
+                self._store.set(self._key("over"), "1")
+                raise PeerError(
+                    f"{', '.join(missing)} did not come within {self._timeout_s:g} s; start every process of the job, "
+                    "with the same store",
+                    waited_for="start",
+                )
+        return True
+
+    def _wait(self, keys: list[str], seconds: float) -> bool:
+        try:
+            self._store.wait(keys, timedelta(seconds=seconds))
+        except dist.DistNetworkError as error:
+            raise PeerError(f"the store that the job shares is gone ({error}); start the job again") from error
+        except RuntimeError:  # a FileStore's time-out has no class of its own
+            return False
+        return True

@@ -1,0 +1,74 @@
+"""Servers in the test's own process, called without RPC: their queues, threads and Futures are the real ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from torch import nn
+
+import shardrec
+from shardrec.layout import ShardingPlan
+from shardrec.pending import NoWait
+from shardrec.rpc import EmbeddingServer, RemoteModel
+from shardrec.rpc.client import Servers
+from shardrec.rpc.messages import unwrapped
+from shardrec.rpc.server import look_up, push, take_rows
+
+__all__ = ["DirectServers", "served"]
+
+
+class DirectServers(Servers):
+    """As :class:`Servers`, of servers in this process."""
+
+    def __init__(self, servers: Sequence[EmbeddingServer]) -> None:
+        super().__init__([f"server{one.rank}" for one in servers], timeout_s=5.0)
+        self.local = list(servers)
+        for one in servers:
+            one.between.call = self._tell_another
+
+    def _tell_another(self, name: str, take: Any, args: Any) -> Any:
+        assert take is take_rows
+        self.local[int(name.removeprefix("server"))].between.put(*args)
+        return NoWait(None)
+
+    def ask(self, server: int, function: Callable[..., Any], *args: Any, what: str) -> Any:
+        one = self.local[server]
+        if function is look_up or function is push:
+            future = (one.lookup if function is look_up else one.update)(*args)
+        else:
+            method, *rest = args
+            future = one.submit(lambda: getattr(one, method)(*rest))
+        return shardrec.LazyAwaitable.from_future(future).then(lambda answer: unwrapped(answer, f"server{server}"))
+
+    def call(self, server: int, method: str, *args: Any) -> Any:
+        return shardrec.wait(self.ask(server, NoWait, method, *args, what=method))
+
+    def tell(self, server: int, method: str, *args: Any) -> None:
+        self.call(server, method, *args)
+
+
+@contextmanager
+def served(
+    make: Callable[[], nn.Module], plan: ShardingPlan, *, options: dict[str, Any] | None = None, **settings: Any
+) -> Iterator[tuple[RemoteModel, DirectServers]]:
+    """A trainer's model and its servers.
+
+    Args:
+        make: makes the unsharded model, the same every time.
+        plan: of the tables.
+        options: of each server.
+        settings: of ``shardrec.shard``.
+    """
+    servers = [EmbeddingServer(make(), plan, rank, **(options or {})) for rank in range(plan.world_size)]
+    direct = DirectServers(servers)
+    try:
+        with mock.patch("shardrec.rpc.model.Servers", lambda names, timeout_s: direct):
+            model = shardrec.shard(make(), plan, servers=list(direct.names), **settings)
+        assert isinstance(model, RemoteModel)
+        yield model, direct
+    finally:
+        for one in servers:
+            one.close()

@@ -1,0 +1,151 @@
+"""Servers and trainers that die or do not answer, replicas, and going on from a checkpoint."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardrec
+from shardrec.errors import ConfigError, PeerError
+from shardrec.layout import ShardingPlan, Topology, cuts
+from shardrec.rpc import EmbeddingServer, RpcWorld
+from tests.ranks import RankDied, ranks
+from tests.rpc.jobs import batch, in_job, make_model, make_plan, train
+
+
+def _server(rank: int) -> EmbeddingServer:
+    return EmbeddingServer(make_model("adagrad"), make_plan(), rank)
+
+
+def _shard(world: RpcWorld, group: Any, **options: Any) -> Any:
+    return shardrec.shard(make_model("adagrad"), make_plan(), servers=world.servers, group=group, **options)
+
+
+def test_a_server_that_dies_is_named_at_once(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+
+    def server(rank: int) -> EmbeddingServer:
+        if rank == 1:
+            pid.write_text(str(os.getpid()))
+        return _server(rank)
+
+    def trainer(world: RpcWorld, rank: int, group: Any) -> Any:
+        model = _shard(world, group, timeout_s=60.0)
+        loss = model(batch(0, 0)).sum()
+        os.kill(int(pid.read_text()), signal.SIGKILL)
+        begin = time.monotonic()
+        with pytest.raises(PeerError, match="server 'server1' is gone or did not answer the update") as in_backward:
+            loss.backward()
+        with pytest.raises(PeerError, match="server 'server1' is gone or did not answer the lookup"):
+            model(batch(0, 1))["x"]
+        return in_backward.value.waited_for, time.monotonic() - begin < 30
+
+    found = ranks(3, lambda: in_job(str(tmp_path / "s"), trainer, server, trainers=1), expect_death={2})
+    assert isinstance(found[2], RankDied)
+    assert found[0] == ("update", True)
+
+
+def test_a_server_that_does_not_answer_in_time(tmp_path: Path) -> None:
+    def server(rank: int) -> EmbeddingServer:
+        made = _server(rank)
+        if rank == 0:
+            look_up = made._queue._look_up
+            made._queue._look_up = lambda requests: (time.sleep(1.0), look_up(requests))  # type: ignore[assignment]
+        return made
+
+    def trainer(world: RpcWorld, rank: int, group: Any) -> None:
+        model = _shard(world, group)
+        model._collectives.servers.timeout_s = 0.3
+        with pytest.raises(PeerError, match=r"server 'server0' .* within 0\.3 s"):
+            model(batch(0, 1)).sum()
+        time.sleep(1.0)
+
+    ranks(3, lambda: in_job(str(tmp_path / "s"), trainer, server, trainers=1))
+
+
+def test_a_trainer_that_vanishes(tmp_path: Path) -> None:
+    def trainer(world: RpcWorld, rank: int, group: Any) -> Any:
+        model = _shard(world, group, dense="none", timeout_s=1.0)
+        loss = model(batch(rank, 0)).sum()
+        if rank == 1:
+            os._exit(3)
+        with pytest.raises(PeerError, match=r"only the gradients of trainer\(s\) 0 have come"):
+            loss.backward()
+        world.end()
+        return True
+
+    def run() -> Any:
+        try:
+            return in_job(str(tmp_path / "s"), trainer, _server)
+        except RuntimeError:  # the barrier at the end of a job that has lost a trainer
+            return "lost"
+
+    found = ranks(4, run, expect_death={1})
+    assert found[0] == "lost"
+
+
+def test_replicas_answer_in_turn_and_one_may_die(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+
+    def server(rank: int) -> EmbeddingServer:
+        if rank == 1:
+            pid.write_text(str(os.getpid()))
+        plan = _whole_tables()
+        return EmbeddingServer(make_model("sgd"), plan, 0, read_only=True)
+
+    def trainer(world: RpcWorld, rank: int, group: Any) -> Any:
+        plan = _whole_tables()
+        model = shardrec.shard(make_model("sgd", "meta"), plan, servers=[world.servers], group=group)
+        local = shardrec.shard(make_model("sgd"), plan, group=group)
+        local.top.load_state_dict(model.top.state_dict())
+        local.bags.embedding_bags.small.weight.data.copy_(model.bags.embedding_bags.small.weight)
+        with torch.no_grad():
+            for step in range(4):
+                torch.testing.assert_close(model(batch(0, step)), local(batch(0, step)))
+            numbers = [model.server_statistics()[0]["requests"] for _ in world.servers]
+            os.kill(int(pid.read_text()), signal.SIGKILL)
+            for step in range(4, 9):
+                torch.testing.assert_close(model(batch(0, step)), local(batch(0, step)))
+        loss = model(batch(0, 0)).sum()
+        with pytest.raises(ConfigError, match="read-only"):
+            loss.backward()
+        return numbers
+
+    found = ranks(3, lambda: in_job(str(tmp_path / "s"), trainer, server, trainers=1), expect_death={2})
+    assert found[0] == [2, 2]
+
+
+def _whole_tables() -> ShardingPlan:
+    tables = tuple(
+        one if one.replicated else cuts.table_wise(one.name, one.num_embeddings, one.embedding_dim, rank=0)
+        for one in make_plan().tables
+    )
+    return ShardingPlan(topology=Topology(), tables=tables)
+
+
+def _killed(tmp_path: Path, *, kills: int, steps: int) -> None:
+    program = [sys.executable, "-W", "ignore", "-m", "tests.rpc.supervised", str(tmp_path), str(kills), str(steps)]
+    subprocess.run(program, check=True, timeout=120.0 + 20.0 * kills, cwd=Path(__file__).parents[2])
+    lost, found = torch.load(tmp_path / "result")
+    assert lost >= 1
+    model = shardrec.shard(make_model("adagrad"))
+    train(model, 0, range(steps))
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
+
+
+def test_training_goes_on_when_a_server_is_back(tmp_path: Path) -> None:
+    _killed(tmp_path, kills=1, steps=24)
+
+
+@pytest.mark.slow
+def test_20_kills_lose_no_update_before_the_last_checkpoint(tmp_path: Path) -> None:
+    _killed(tmp_path, kills=20, steps=400)

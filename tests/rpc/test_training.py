@@ -1,0 +1,116 @@
+"""Two trainers with two servers against the same model sharded by collectives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import shardrec
+from shardrec.rpc import EmbeddingServer, RpcWorld
+from tests.ranks import ranks
+from tests.rpc.jobs import batch, in_job, make_model, make_plan, train
+
+STEPS = 50
+
+
+def _whole(folder: Path, optimizer: str) -> dict[str, Tensor]:
+    """Weights, states and step counts of a checkpoint, on one rank."""
+    model = shardrec.shard(make_model(optimizer))
+    shardrec.load_checkpoint(folder, model)
+    found = {name: value.clone() for name, value in model.state_dict().items()}
+    for collection in (model.bags, model.sequences):
+        for name, fused in collection.fused_optimizers().items():
+            for state in fused.states:
+                (part,) = collection.fused_state(name, state).values()
+                found[f"{name}.{state}"] = part.clone()
+        found |= {f"{name}.steps": torch.tensor(count) for name, count in collection.step_counts().items()}
+    return found
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad", "adam"])
+def test_staleness_0_equals_collectives(optimizer: str, tmp_path: Path) -> None:
+    plan = make_plan()
+
+    def by_collectives() -> list[float]:
+        model = shardrec.shard(make_model(optimizer), plan)
+        losses = train(model, dist.get_rank(), range(STEPS))
+        shardrec.save_checkpoint(tmp_path / "collectives", model)
+        return losses
+
+    def trainer(world: RpcWorld, rank: int, group: Any) -> list[float]:
+        model = shardrec.shard(make_model(optimizer), plan, servers=world.servers, group=group)
+        losses = train(model, rank, range(STEPS // 2))
+        shardrec.save_checkpoint(tmp_path / "half", model)
+        shardrec.load_checkpoint(tmp_path / "half", model)
+        losses += train(model, rank, range(STEPS // 2, STEPS))
+        shardrec.save_checkpoint(tmp_path / "servers", model)
+        return losses
+
+    def with_servers() -> Any:
+        return in_job(str(tmp_path / "store"), trainer, lambda rank: EmbeddingServer(make_model(optimizer), plan, rank))
+
+    expected = ranks(2, by_collectives)
+    found = ranks(4, with_servers)[:2]
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=0, atol=1e-6)
+    wanted, got = _whole(tmp_path / "collectives", optimizer), _whole(tmp_path / "servers", optimizer)
+    assert got.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(got[name], value, rtol=0, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_scripted_and_compiled_trainers_equal_the_eager_one(tmp_path: Path) -> None:
+    plan = make_plan()
+
+    def trainer(world: RpcWorld, rank: int, group: Any) -> list[list[float]]:
+        found = []
+        for way in ("eager", "scripted", "compiled"):
+            model = shardrec.shard(make_model("sgd"), plan, servers=world.servers, group=group)
+            called: Any = model
+            if way == "scripted":
+                called = shardrec.script(model)
+            if way == "compiled":
+                called = torch.compile(model, backend="eager")
+            losses = []
+            for step in range(4):
+                loss = (called(batch(0, step)) - 1.0).square().sum() / 6
+                loss.backward()
+                losses.append(float(loss.detach()))
+            found.append(losses)
+        return found
+
+    def run() -> Any:
+        servers = lambda rank: EmbeddingServer(make_model("sgd"), plan, rank)  # noqa: E731
+        return in_job(str(tmp_path / "store"), trainer, servers, trainers=1)
+
+    eager, scripted, compiled = ranks(3, run)[0]
+    assert eager == scripted == compiled
+    assert eager[0] != eager[1]
+
+
+def test_staleness_1_sees_all_updates_but_the_last(tmp_path: Path) -> None:
+    plan = make_plan()
+
+    def trainer(world: RpcWorld, rank: int, group: Any) -> list[tuple[int, int]]:
+        model = shardrec.shard(make_model("sgd"), plan, servers=world.servers, group=group, staleness=1)
+        found = []
+        for step in range(6):
+            model(batch(0, step)).sum().backward()
+            waiting = model._collectives._pushed
+            found.append((len(waiting), model.server_statistics()[0]["updates"]))
+        model.flush()
+        found.append((len(waiting), model.server_statistics()[0]["updates"]))
+        return found
+
+    def run() -> Any:
+        servers = lambda rank: EmbeddingServer(make_model("sgd"), plan, rank)  # noqa: E731
+        return in_job(str(tmp_path / "store"), trainer, servers, trainers=1)
+
+    *found, last = ranks(3, run)[0]
+    assert last == (0, 6)
+    assert all(waiting == 1 for waiting, _ in found)
+    assert all(step <= done <= step + 1 for step, (_, done) in enumerate(found))
