@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 __all__ = ["Job"]
@@ -55,6 +56,7 @@ class Job:
         self._temporary = temporary
         self._log = folder.with_suffix(".log")
         self._begin = 0
+        self._since = 0.0
         self._load_s = 0.1
         self._launcher: subprocess.Popen[bytes] | None = None
 
@@ -62,6 +64,7 @@ class Job:
         """Launch the run; again, with ``--resume``, if it was launched before."""
         self._temporary.mkdir(exist_ok=True)
         self.starts += 1
+        self._since = time.time()
         with self._log.open("ab") as log:
             self._begin = log.tell()
             self._launcher = subprocess.Popen(
@@ -124,15 +127,24 @@ class Job:
         said = self._attempt()
         if _TRAINING.search(said) is None:
             return "start"
-        if _RESUMED.search(said) is None and _SAVED.search(said) is None and self._any_checkpoint(complete=True):
+        if _RESUMED.search(said) is None and _SAVED.search(said) is None and self._any_checkpoint():
             return "load"
         if _RESULTS.search(said) is not None:
             return "results"
-        return "save" if self._any_checkpoint(complete=False) else "step"
+        return "save" if self._saves() else "step"
 
-    def _any_checkpoint(self, *, complete: bool) -> bool:
-        """Whether there is one that has its manifest, which is written last; or one that has not."""
-        return any((path / "manifest.json").exists() == complete for path in self.folder.glob("checkpoints/step-*"))
+    def _saves(self) -> bool:
+        """Whether a checkpoint is being written, and is not what an earlier attempt has left."""
+        for path in self.folder.glob("checkpoints/step-*"):
+            # Unless it has just been removed.
+            with suppress(FileNotFoundError):
+                if not (path / "manifest.json").exists() and path.stat().st_mtime >= self._since:
+                    return True
+        return False
+
+    def _any_checkpoint(self) -> bool:
+        """Whether there is one that has its manifest, which is written last."""
+        return any(self.folder.glob("checkpoints/step-*/manifest.json"))
 
     # ---------------------------------------------------------------------------------------------------- moments
 
@@ -154,7 +166,7 @@ class Job:
         if phase == "step":
             self._until(lambda: False, share * _STEPPING_S)
         else:
-            self._until(lambda: self._any_checkpoint(complete=False), 10 * _STEPPING_S)
+            self._until(self._saves, 10 * _STEPPING_S)
             time.sleep(share * _SAVING_S)
         return self.alive()
 
@@ -164,6 +176,7 @@ class Job:
         self._until(lambda: len(_AGAIN.findall(self.log())) > before, limit)
         if not self.alive():
             return False
+        self._since = time.time()
         return True if len(_AGAIN.findall(self.log())) > before else None
 
     def _until(self, reached: Callable[[], bool], limit: float) -> None:
