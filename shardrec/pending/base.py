@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, Self, SupportsIndex, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, SupportsIndex, TypeVar
 
 from torch.autograd.profiler import record_function
 
@@ -37,6 +37,9 @@ class Awaitable(abc.ABC, Generic[W]):
     """
 
     _once: Once[W]
+
+    _chain: ClassVar[Callable[..., Any]]
+    """What ``then`` returns; of lazy.py, which is built on this class, and sets it."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         # Made here and not in __init__, so that a subclass can set its attributes before or after super().__init__().
@@ -97,9 +100,8 @@ class Awaitable(abc.ABC, Generic[W]):
         Args:
             function: called once, on this awaitable's value; what it raises is the new one's error.
         """
-        from shardrec.pending.lazy import ThenAwaitable  # which knows this class
-
-        return ThenAwaitable(self, function)
+        chained: LazyAwaitable[V] = self._chain(self, function)
+        return chained
 
     def __repr__(self) -> str:
         """Tells the state without waiting."""

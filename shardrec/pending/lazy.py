@@ -211,3 +211,6 @@ class ThenAwaitable(LazyAwaitable[V], Generic[W, V]):
     def _is_ready(self) -> bool:
         parent = self._parent
         return parent is not None and parent.done()
+
+
+Awaitable._chain = ThenAwaitable
