@@ -97,7 +97,8 @@ WAYS["blocking"] = blocking_look_up
 
 def serve(options: argparse.Namespace, world: RpcWorld, rank: int, servers: int) -> None:
     """A server until the run ends."""
-    server = EmbeddingServer(_bags(options), plan(options.rows, servers), rank)
+    window_s = options.window_ms / 1000 if servers == 1 else 0.0
+    server = EmbeddingServer(_bags(options), plan(options.rows, servers), rank, window_s=window_s)
     _SERVER.append(server)
     world.serve()
     server.close()
@@ -227,6 +228,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=20_000)
     parser.add_argument("--batch", type=int, default=16, help="samples of a request")
     parser.add_argument("--dtype", default="fp16", choices=["fp16", "bf16", "fp32"], help="of the tables under load")
+    parser.add_argument("--window-ms", type=float, default=0.0, help="that a server under load waits for more requests")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=3.0, help="of each way in a round")
     parser.add_argument("--step-batch", type=int, default=512)
@@ -238,7 +240,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         load = _run(options, "load", 1, folder)
-        steps = _run(options, "step", 2, folder)
+        steps = _run(options, "step", 2, folder) if options.steps else []
     clients = PROCESSES * THREADS
     print(f"load average {os.getloadavg()[0]:.1f}; {clients} clients, {options.batch} samples, {options.dtype}")
     print("| way | requests/s, median of the rounds | p50 ms | p99 ms | lookups / requests |\n|---|---|---|---|---|")
@@ -256,6 +258,8 @@ def main() -> None:
         print(f"| {way} | {statistics.median(rates[way]):.0f} | {p50:.2f} | {p99:.2f} | {ratio} |")
     ratios = [a / b for a, b in zip(rates["async_execution"], rates["blocking"], strict=True)]
     print(f"\nthroughput, async_execution / blocking, round by round: {', '.join(f'{one:.2f}' for one in ratios)}")
+    if not steps:
+        return
     print(f"\n2 trainers, {options.step_batch} samples each\n| way | step ms, median |\n|---|---|")
     for way in steps[0]:
         print(f"| {way} | {statistics.median(steps[0][way][5:]):.2f} |")

@@ -149,11 +149,16 @@ class RpcWorld:
             PeerError: if the other processes did not come in time.
         """
         while True:
-            self.join()
+            try:
+                self.join()
+            except PeerError:
+                if self._has_ended():
+                    return
+                raise
             while not self._is_over():
                 self._wait([self._key("over")], _LOOK_S)
             self.leave()
-            if self._store.check(["shardrec/end"]):
+            if self._has_ended():
                 return
 
     @contextmanager
@@ -171,6 +176,9 @@ class RpcWorld:
     def _is_over(self) -> bool:
         return bool(self._store.check([self._key("over")]))
 
+    def _has_ended(self) -> bool:
+        return bool(self._store.check(["shardrec/end"]))
+
     def _come(self, end: float) -> bool:
         """Whether all have come to the present generation, and it is not over."""
         self._generation = max(self._generation, 0)
@@ -180,6 +188,8 @@ class RpcWorld:
             self._store.set(self._key("over"), "1")
             return False
         while not self._wait([self._key(name) for name in self.names], _LOOK_S):
+            if self._has_ended():
+                raise PeerError("the job has ended; start another one with a store of its own", waited_for="start")
             if self._is_over():
                 return False
             if monotonic() > end:

@@ -60,15 +60,15 @@ def _trainer(folder: Path, steps: int) -> None:
     world.join()
     checkpoints = shardrec.Checkpoints(folder / "checkpoints", keep_last=2)
     model = shardrec.shard(make_model("adagrad"), make_plan(), servers=SERVERS, timeout_s=30.0)
+    checkpoints.save(0, model)  # a state_dict has no optimizer states, so that it would not take servers back
     (folder / "begun").touch()
     step, lost, saved, back = 0, 0, 0, False
     while step < steps or not (folder / "killed").exists():
         try:
             if back:
                 last = checkpoints.load_last(model)
-                if last is None:
-                    model.load_state_dict(make_model("adagrad").state_dict())
-                step, back = 0 if last is None else last.step, False
+                assert last is not None, "there is a checkpoint from the start"
+                step, back = last.step, False
                 assert step >= saved, "what was saved is not lost"
             elif step == steps:
                 model.server_statistics()  # until the last kill

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import shardrec
 from shardrec.errors import ConfigError, PeerError
@@ -129,6 +130,22 @@ def _whole_tables() -> ShardingPlan:
         for one in make_plan().tables
     )
     return ShardingPlan(topology=Topology(), tables=tables)
+
+
+def test_a_server_that_comes_back_when_the_job_has_ended_ends(tmp_path: Path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), -1)
+    store.set("shardrec/end", "1")
+    RpcWorld(store, trainers=1, servers=1, name="server0", timeout_s=30.0).serve()
+    with pytest.raises(PeerError, match="the job has ended"):
+        RpcWorld(store, trainers=1, servers=1, name="trainer0", timeout_s=30.0).join()
+
+
+def test_processes_that_do_not_come_are_named(tmp_path: Path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), -1)
+    with pytest.raises(PeerError, match=r"trainer0, server1 did not come within 0\.1 s"):
+        RpcWorld(store, trainers=1, servers=2, name="server0", timeout_s=0.1).join()
+    with pytest.raises(ConfigError, match="this process is 'server2', and the job has trainer0, server0"):
+        RpcWorld(store, trainers=1, servers=1, name="server2")
 
 
 def _killed(tmp_path: Path, *, kills: int, steps: int) -> None:

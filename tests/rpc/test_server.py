@@ -40,7 +40,7 @@ class Bags(nn.Module):
 
 
 @given(rng=randoms())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_any_plan_gives_what_one_rank_gives(rng: Random) -> None:
     weighted = rng.random() < 0.3
     configs = random_configs(rng, weighted=weighted)
@@ -226,7 +226,7 @@ def test_what_is_no_request_is_refused(request_: Any, match: str) -> None:
 
 
 @given(rng=randoms())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_spoiled_requests_are_refused_or_looked_up_inside_the_tables(rng: Random) -> None:
     servers, requests = _SPOILED
     request = [(n, list(header), words.clone()) for n, header, words in rng.choice(requests)]

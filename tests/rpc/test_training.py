@@ -32,7 +32,9 @@ def _whole(folder: Path, optimizer: str) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad", "adam"])
+@pytest.mark.parametrize(
+    "optimizer", ["rowwise_adagrad", *(pytest.param(one, marks=pytest.mark.slow) for one in ("sgd", "adagrad", "adam"))]
+)
 def test_staleness_0_equals_collectives(optimizer: str, tmp_path: Path) -> None:
     plan = make_plan()
 
