@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn, Self
+from typing import Any, ClassVar, NoReturn, Self
 
 import torch
 import torch.distributed as dist
@@ -55,6 +55,9 @@ class ShardedCollection(nn.Module, abc.ABC):
     _input: InputExchange
     _shards: ShardLookup
     _replicas: ReplicatedLookup | None
+    portable: ClassVar[bool] = True
+    """Whether TorchScript can have it in a program that runs without shardrec."""
+
     _traced: nn.Module | None = None
     """What a tracer runs in place of forward; None for a graph break. See :mod:`shardrec.modules.annotate`."""
 

@@ -80,7 +80,8 @@ class CandidateMaker:
         whole, stripes = (table.embedding_dim,), tuple(_stripes(table, limit.min_columns))
         if "table_wise" in allowed:
             yield self._free(table, "table_wise", whole, (0, table.num_embeddings), ranks)
-        if "data_parallel" in allowed and (world > 1 or allowed == ("data_parallel",)):
+        # On one rank, table-wise is the same; but a constraint may leave nothing else that one rank can do.
+        if "data_parallel" in allowed and (world > 1 or not {"table_wise", "column_wise", "row_wise"} & set(allowed)):
             yield self._replicas(table)
         if "column_wise" in allowed:
             for widths in stripes:

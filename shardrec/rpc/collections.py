@@ -137,6 +137,8 @@ class RemoteCollection(_Base):
         options: of the sharded collection.
     """
 
+    portable = False  # it needs the connection to the servers
+
     def __init__(
         self,
         module: EmbeddingBagCollection | EmbeddingCollection,

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import inspect
 import linecache
-import sys
 import types
 import typing
 import weakref
@@ -213,12 +212,12 @@ def _twin_of(module: nn.Module, path: str) -> nn.Module:
 
 
 def _ask(module: Any) -> Any:
-    if is_portable() and "shardrec.modules" in sys.modules:  # else nothing is sharded
-        from shardrec.portable import twins
+    if is_portable() and getattr(module, "portable", False):
+        from shardrec.portable import twins  # not for models that have nothing sharded
 
-        portable = twins().get(type(module))
-        if portable is not None:
-            return portable(module)
+        for kind, portable in twins().items():
+            if isinstance(module, kind):
+                return portable(module)
     return module.scripted_twin()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,12 +19,22 @@ def features() -> KeyedJaggedTensor:
     return KeyedJaggedTensor(keys=["a", "b", "c"], values=torch.tensor([0, 10, 4, 6]), lengths=torch.tensor([2, 1, 1]))
 
 
-def bad_gradient(value: float, output: int, words: str) -> None:
+def made(traced: bool) -> tuple[Any, Any]:
+    """A model, and what runs it."""
     model, _ = make(Kind(), "eager")
+    if not traced:
+        return model, model
+    shardrec.annotate_for_dynamo(model, mode="traced")
+    torch._dynamo.reset()
+    return model, torch.compile(model, backend="eager")
+
+
+def bad_gradient(value: float, output: int, words: str, traced: bool = False) -> None:
+    model, run = made(traced)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     rank = dist.get_rank() if dist.is_initialized() else 0
     with shardrec.detect_anomaly(model):
-        outputs = model(features())
+        outputs = run(features())
         loss = sum(one.sum() for one in outputs)
         if not rank:
             loss = loss + (outputs[output][0, -1] * value)
@@ -32,7 +44,7 @@ def bad_gradient(value: float, output: int, words: str) -> None:
             loss.backward()
         assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
         if not dist.is_initialized():  # DistributedDataParallel does not go on after a backward that raised
-            sum(one.sum() for one in model(features())).backward()
+            sum(one.sum() for one in run(features())).backward()
             assert not all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
 
 
@@ -49,20 +61,20 @@ def test_gradients_on_two_ranks(case: tuple[float, int, str]) -> None:
     ranks(2, bad_gradient, *case)
 
 
-def bad_row(table: str) -> None:
-    model, _ = make(Kind(), "eager")
+def bad_row(table: str, traced: bool = False) -> None:
+    model, run = made(traced)
     path, name = table.split(".")
     rank = dist.get_rank() if dist.is_initialized() else 0
     for place, parameter in getattr(model.module, path).tables()[name].locals.items():
         if place is None or place.rank == rank:
             with torch.no_grad():
                 parameter[-1, 0] = float("-inf")
-    model(features())
+    run(features())
     with (
         shardrec.detect_anomaly(model),
         pytest.raises(AnomalyError, match=rf"in table '{table}' has -?(inf|nan): its rows"),
     ):
-        outputs = model(features())
+        outputs = run(features())
         # Of a replicated table it shows in backward.
         sum(one.sum() for one in outputs).backward()
 
@@ -77,8 +89,6 @@ def test_a_model_without_sharded_modules_is_refused() -> None:
         pass
 
 
-def test_a_traced_program_is_refused() -> None:
-    model, _ = make(Kind(), "eager")
-    shardrec.annotate_for_dynamo(model, mode="traced")
-    with shardrec.detect_anomaly(model), pytest.raises(ConfigError, match="does not see into a traced program"):
-        torch.compile(model, backend="eager")(features())
+def test_a_traced_program_is_watched_too() -> None:
+    bad_gradient(*CASES[0], traced=True)
+    bad_row("bags.ta", traced=True)

@@ -93,6 +93,13 @@ def test_covers_every_table_within_the_constraints(rng: Random) -> None:
             assert min(shard.cols for shard in layout.shards) >= limit.min_columns
 
 
+def test_what_a_constraint_leaves_on_one_rank_is_taken() -> None:
+    loads = {"t": next(iter(random_loads(Random(0)).values()))}
+    limit = Constraint(cuts=("grid", "data_parallel"))
+    plan = plan_tables(loads, Topology(), batch_size=64, constraints={"t": limit}, limits=QUICK)
+    assert plan.by_name["t"].replicated
+
+
 @settings(max_examples=6, deadline=None)
 @given(rng=randoms())
 def test_no_plan_by_hand_beats_the_bound(rng: Random) -> None:
