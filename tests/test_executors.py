@@ -192,8 +192,11 @@ def column(executor: str, features: list[str]) -> list[str]:
     return [cell(executor, feature) for feature in features]
 
 
-ON_TWO = [feature for feature, options in FEATURES.items() if "hosts" not in options]
-ON_FOUR = [feature for feature in FEATURES if feature not in ON_TWO]
+SAME = {"shared memory between ranks", "weights of ids"}
+"""What the cells above or below these do, too."""
+
+ON_TWO = [feature for feature, options in FEATURES.items() if "hosts" not in options and feature not in SAME]
+ON_FOUR = [feature for feature, options in FEATURES.items() if "hosts" in options]
 REFUSED = {
     "a batch size per feature": "the features have a batch size each, which scripted models do not take",
     "learned weights": "the weights of the ids take a gradient, which scripted models do not carry back",
