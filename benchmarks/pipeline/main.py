@@ -1,4 +1,4 @@
-"""What pipelines gain: ``torchrun --nproc-per-node 2 benchmarks/pipeline/main.py`` (3 processes for the skips)."""
+"""What pipelines gain: ``torchrun --nproc-per-node 2 -m benchmarks.pipeline.main`` (3 processes for the skips)."""
 
 from __future__ import annotations
 
