@@ -192,8 +192,8 @@ def column(executor: str, features: list[str]) -> list[str]:
     return [cell(executor, feature) for feature in features]
 
 
-SAME = {"shared memory between ranks", "weights of ids"}
-"""What the cells above or below these do, too."""
+SAME = {"shared memory between ranks"}
+"""What all other cells do, too."""
 
 ON_TWO = [feature for feature, options in FEATURES.items() if "hosts" not in options and feature not in SAME]
 ON_FOUR = [feature for feature, options in FEATURES.items() if "hosts" in options]

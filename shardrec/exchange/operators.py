@@ -333,7 +333,7 @@ def _arrive_rows(
     order: Tensor, ticket: Tensor, values: Tensor, width: int, lookups: int, ids: bool, dtype: torch.dtype, number: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, found, numbers = _PROGRAMS[number].arrive(ticket)
-    return rows, found if ids else found.new_empty(0), numbers
+    return rows, found, numbers
 
 
 @torch.library.impl(_LIBRARY, "give_gradient", "CompositeExplicitAutograd")

@@ -8,6 +8,7 @@ before it share an exchange. What runs without shardrec is made of the twins in 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -152,7 +153,7 @@ class LiveSequences(_Live):
     """
 
     def __init__(self, collection: ShardedEmbeddingCollection) -> None:
-        super().__init__(collection, _rows_of)
+        super().__init__(collection, partial(_rows_of, need_ids=collection.need_indices()))
         self.embeddings = parameters_of(collection.embeddings)
         self.names = [lookup.output for lookup in collection._lookups]
         self.features = [lookup.feature for lookup in collection._lookups]
@@ -293,11 +294,12 @@ def finish_sequences(
     return found
 
 
-def _rows_of(output: tuple[Tensor, list[SequenceKey]]) -> tuple[Tensor, ...]:
-    """Rows (N, D) and ids (N,) of all the lookups one after the other, and their numbers (L,)."""
+def _rows_of(output: tuple[Tensor, list[SequenceKey]], *, need_ids: bool) -> tuple[Tensor, ...]:
+    """Rows (N, D) and ids, (N,) or none, of all the lookups one after the other, and their numbers (L,)."""
     rows, entries = output
     counts = [entry.ids.numel() for entry in entries]
     if any(entry.replica is not None for entry in entries):
         parts = iter(rows.split([entry.ids.numel() for entry in entries if entry.replica is None]))
         rows = torch.cat([next(parts) if entry.replica is None else entry.replica for entry in entries])
-    return rows, torch.cat([entry.ids for entry in entries]), torch.tensor(counts)
+    ids = torch.cat([entry.ids for entry in entries]) if need_ids else entries[0].ids[:0]
+    return rows, ids, torch.tensor(counts)

@@ -73,11 +73,22 @@ class ShardedTable(nn.Module):
             if strict:
                 missing_keys.append(key)
             return
-        tensors = {shard: parameter.detach() for shard, parameter in self.locals.items()}
         try:
-            load_table(self.layout, tensors, state_dict[key])
+            self.write(state_dict[key])
         except PlanError as error:
             error_msgs.append(f"{key}: {error}")
+
+    def write(self, value: Any) -> None:
+        """Set the table's values, of which this rank takes its shards.
+
+        Args:
+            value: (num_embeddings, embedding_dim), or a ShardedTensor of it.
+
+        Raises:
+            PlanError: if it has another shape.
+        """
+        tensors = {shard: parameter.detach() for shard, parameter in self.locals.items()}
+        load_table(self.layout, tensors, value)
 
 
 def as_one_tensor(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, MutableMapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -11,7 +11,7 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from shardrec.errors import ConfigError, PlanError
+from shardrec.errors import ConfigError
 from shardrec.exchange.blocks import BlocksInFlight, Stream
 from shardrec.exchange.input import Addressed, ShardInput
 from shardrec.exchange.queue import ModelContext
@@ -51,26 +51,6 @@ class RemoteTable(ShardedTable):
             for (top, bottom, left, right), values in self._collectives.servers.call(server, "read", layout.name, ""):
                 whole[top:bottom, left:right] = values
         destination[prefix + "weight"] = whole
-
-    def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: Mapping[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        key = prefix + "weight"
-        if key not in state_dict:
-            if strict:
-                missing_keys.append(key)
-            return
-        try:
-            self.write(state_dict[key])
-        except PlanError as error:
-            error_msgs.append(f"{key}: {error}")
 
     def write(self, value: Any) -> None:
         """Set the table's values on the servers; every trainer calls this, and the first one sends them.
