@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import multiprocessing
 import os
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +27,9 @@ from examples.gowalla.batches import BatchSampler
 from examples.gowalla.data import Dataset, read_dataset
 from examples.gowalla.evaluate import Metrics, evaluate
 from examples.gowalla.model import TwoTower, sampled_softmax
+from shardrec.layout import ShardingPlan, Topology
+from shardrec.rpc import EmbeddingServer, RemoteModel, RpcWorld
+from shardrec.rpc.serve import open_store, serve
 
 __all__ = ["Settings", "Trainer", "main"]
 
@@ -44,6 +49,8 @@ class Settings:
         balance: a user with n items weighs n ** balance in the loss.
         cut: how the planner has to cut the tables; "any" leaves it the choice.
         eval_every: epochs between evaluations; the last epoch is always evaluated.
+        servers: hold the tables, as processes of their own; 0 shards them over the ranks that train.
+        staleness: updates that a step may leave under way at the servers.
         seed: of first values, order and random items.
     """
 
@@ -57,15 +64,39 @@ class Settings:
     balance: float = 0.5
     cut: str = "row_wise"
     eval_every: int = 10
+    servers: int = 0
+    staleness: int = 0
     seed: int = 0
 
     def __post_init__(self) -> None:
         for name in ("epochs", "users_per_batch", "num_negatives", "dim", "eval_every"):
             if getattr(self, name) < 1:
                 raise shardrec.ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}; give at least 1")
+        for name in ("servers", "staleness"):
+            if getattr(self, name) < 0:
+                raise shardrec.ConfigError(f"--{name} is {getattr(self, name)}; give 0 or more")
+        if self.staleness and not self.servers:
+            raise shardrec.ConfigError(
+                f"--staleness is {self.staleness} without --servers; updates are made at once then"
+            )
         for name in ("lr", "scale", "temperature"):
             if not getattr(self, name) > 0:
                 raise shardrec.ConfigError(f"--{name} is {getattr(self, name)}; give a positive number")
+
+
+def make_model(dataset: Dataset, settings: Settings) -> TwoTower:
+    """The unsharded model with its optimizers, the same in every process."""
+    torch.manual_seed(settings.seed)
+    model = TwoTower(dataset.train.num_users, dataset.train.num_items, dim=settings.dim, scale=settings.scale)
+    apply_optimizer_in_backward(RowWiseAdagrad, model.parameters(), {"lr": settings.lr})
+    return model
+
+
+def make_plan(model: TwoTower, settings: Settings) -> ShardingPlan:
+    """Over the servers, or over the ranks of the process group."""
+    topology = Topology(ranks_per_host=settings.servers) if settings.servers else None
+    constraints = None if settings.cut == "any" else {"*": shardrec.Constraint(cuts=(settings.cut,))}
+    return shardrec.plan(model, topology, batch_size=settings.users_per_batch, constraints=constraints)
 
 
 class Trainer:
@@ -76,23 +107,29 @@ class Trainer:
         settings: the recipe.
         rank: this rank.
         world_size: number of ranks; 1 works without a process group.
+        servers: names of the embedding servers that hold the tables.
 
     Attributes:
         model: the sharded model.
         sampler: of this rank's batches.
     """
 
-    def __init__(self, dataset: Dataset, settings: Settings, *, rank: int = 0, world_size: int = 1) -> None:
+    def __init__(
+        self,
+        dataset: Dataset,
+        settings: Settings,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        servers: Sequence[str] | None = None,
+    ) -> None:
         self._dataset = dataset
         self._settings = settings
         self._rank = rank
         self._world_size = world_size
-        torch.manual_seed(settings.seed)
-        model = TwoTower(dataset.train.num_users, dataset.train.num_items, dim=settings.dim, scale=settings.scale)
-        apply_optimizer_in_backward(RowWiseAdagrad, model.parameters(), {"lr": settings.lr})
-        constraints = None if settings.cut == "any" else {"*": shardrec.Constraint(cuts=(settings.cut,))}
-        plan = shardrec.plan(model, batch_size=settings.users_per_batch, constraints=constraints)
-        self.model = shardrec.shard(model, plan, device="cpu")
+        model = make_model(dataset, settings)
+        plan = make_plan(model, settings)
+        self.model = shardrec.shard(model, plan, device="cpu", servers=servers, staleness=settings.staleness)
         self.sampler = BatchSampler(
             dataset.train,
             users_per_batch=settings.users_per_batch,
@@ -115,6 +152,8 @@ class Trainer:
 
     def evaluate(self) -> Metrics:
         """Recall@20 and NDCG@20 of the model as it is."""
+        if isinstance(self.model, RemoteModel):
+            self.model.flush()
         # A sharded model has the attributes of the model it holds, which a type checker cannot see.
         model = cast(TwoTower, self.model)
         return evaluate(model, self._dataset, rank=self._rank, world_size=self._world_size)
@@ -158,6 +197,44 @@ def _progress(console: Console) -> Progress:
     return Progress(*columns, console=console, disable=not console.is_terminal)
 
 
+def _serve(dataset: Dataset, settings: Settings, store: str, trainers: int, rank: int) -> None:
+    """One embedding server, until the job ends."""
+    torch.set_num_threads(1)
+    model = make_model(dataset, settings)
+    server = EmbeddingServer(model, make_plan(model, settings), rank)
+    names = [f"server{one}" for one in range(settings.servers)]
+    serve(server, open_store(store), trainers=trainers, servers=names, name=names[rank])
+
+
+@contextmanager
+def _embedding_servers(
+    dataset: Dataset, settings: Settings, rank: int, world_size: int
+) -> Iterator[Sequence[str] | None]:
+    """Names of the servers, which rank 0 starts and ends; None if there are to be none."""
+    if not settings.servers:
+        yield None
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        shared: list[str] = [f"file://{folder}/store"]
+        if world_size > 1:
+            dist.broadcast_object_list(shared)
+        start = multiprocessing.get_context("spawn").Process
+        servers = [
+            start(target=_serve, args=(dataset, settings, shared[0], world_size, one), daemon=True)
+            for one in range(settings.servers if rank == 0 else 0)
+        ]
+        for server in servers:
+            server.start()
+        world = RpcWorld(open_store(shared[0]), trainers=world_size, servers=settings.servers, name=f"trainer{rank}")
+        with world.joined():
+            yield world.servers
+            if world_size > 1:
+                dist.barrier()
+            world.end()
+        for server in servers:
+            server.join()
+
+
 @contextmanager
 def _process_group() -> Iterator[tuple[int, int]]:
     """Rank and world size; joins the group if torchrun started this process."""
@@ -195,8 +272,9 @@ def main(arguments: list[str] | None = None) -> None:
     with _process_group() as (rank, world_size):
         console = Console(quiet=rank != 0)
         dataset = read_dataset(folder / "gowalla_m1")
-        trainer = Trainer(dataset, settings, rank=rank, world_size=world_size)
-        records = run(trainer, settings, console)
+        with _embedding_servers(dataset, settings, rank, world_size) as servers:
+            trainer = Trainer(dataset, settings, rank=rank, world_size=world_size, servers=servers)
+            records = run(trainer, settings, console)
         if rank == 0:
             wall = time.perf_counter() - begin
             report = {

@@ -88,6 +88,10 @@ def shard(
             gradient; a pooled bag is as if the id were not in it, also where the mean divides by the number of ids (as
             ``padding_idx`` of ``nn.EmbeddingBag``). ``"wrap"``: it is taken modulo ``num_embeddings``, of the smallest
             table that the feature is looked up in. :meth:`ShardedModel.bad_ids` counts them.
+        servers: names of the embedding servers that hold the tables, one for each rank of the plan; for serving, each
+            may be the names of its replicas (docs/rpc.md). Default: the ranks of the group hold the tables.
+        staleness: updates that ``backward()`` may leave under way at the servers.
+        timeout_s: seconds that a server may take to answer.
 
     Returns:
         The sharded model, which has the attributes and the state_dict keys of ``model``.

@@ -296,7 +296,33 @@ def test_command_writes_metrics(
     assert "Recall@20" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("name", "value"), [("epochs", 0), ("lr", 0.0), ("temperature", math.nan)])
+@pytest.mark.slow
+def test_servers_train_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    write(tmp_path / "gowalla_m1", towns())
+    small = [
+        "--users-per-batch",
+        "40",
+        "--num-negatives",
+        "30",
+        "--dim",
+        "16",
+        "--epochs",
+        "8",
+        "--data",
+        str(tmp_path),
+    ]
+    recalls = []
+    for servers in ([], ["--servers", "2"], ["--servers", "2", "--staleness", "2"]):
+        gowalla.main([*small, *servers, "--out", str(tmp_path / "metrics.json")])
+        recalls.append(json.loads((tmp_path / "metrics.json").read_text())["evaluations"][-1]["recall"])
+    assert recalls[1] == pytest.approx(recalls[0], abs=1e-6)
+    assert recalls[2] > 0.9
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("servers", -1), ("staleness", 2), ("epochs", 0), ("lr", 0.0), ("temperature", math.nan)]
+)
 def test_settings_are_checked(name: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"--{name} is"):
         Settings(**{name: value})  # type: ignore[arg-type]
