@@ -39,31 +39,38 @@ WAYS = {"async_execution": look_up}
 
 
 class Bags(nn.Module):
-    """Pooled tables by themselves, with fused rowwise Adagrad."""
+    """Pooled tables by themselves, in one or several collections, with fused rowwise Adagrad."""
 
-    def __init__(self, rows: int, data_type: DataType = DataType.FP32) -> None:
+    def __init__(self, rows: int, data_type: DataType = DataType.FP32, collections: int = 1) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.bags = torchrec.EmbeddingBagCollection(
-            tables=[
-                torchrec.EmbeddingBagConfig(
-                    name=f"t{n}", num_embeddings=rows, embedding_dim=DIM, feature_names=[f"f{n}"], data_type=data_type
-                )
-                for n in range(TABLES)
-            ]
+        tables = [
+            torchrec.EmbeddingBagConfig(
+                name=f"t{n}", num_embeddings=rows, embedding_dim=DIM, feature_names=[f"f{n}"], data_type=data_type
+            )
+            for n in range(TABLES)
+        ]
+        self.bags = nn.ModuleList(
+            torchrec.EmbeddingBagCollection(tables=tables[one::collections]) for one in range(collections)
         )
         cls = torchrec.optim.RowWiseAdagrad
         torchrec.optim.apply_optimizer_in_backward(cls, self.bags.parameters(), {"lr": 0.1})
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
-        values: Tensor = self.bags(features).values()
-        return values
+        lookups = [bags(features) for bags in self.bags]
+        return torch.cat([lookup.values() for lookup in lookups], dim=1)
 
 
 def _bags(options: argparse.Namespace) -> Bags:
     """Of the load test in half precision, as tables that are served are; those that train in single."""
     is_load = options.role.startswith("load")
-    return Bags(options.rows, DataType[options.dtype.upper()] if is_load else DataType.FP32)
+    data_type = DataType[options.dtype.upper()] if is_load else DataType.FP32
+    return Bags(options.rows, data_type, _collections(options))
+
+
+def _collections(options: argparse.Namespace) -> int:
+    collections: int = options.collections if options.role.startswith("load") else 1
+    return collections
 
 
 def batch(rows: int, size: int, seed: int) -> KeyedJaggedTensor:
@@ -74,9 +81,10 @@ def batch(rows: int, size: int, seed: int) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(keys=keys, values=ids, lengths=lengths, stride=size)
 
 
-def plan(rows: int, servers: int) -> ShardingPlan:
+def plan(rows: int, servers: int, collections: int = 1) -> ShardingPlan:
     """Table-wise, in turn."""
-    tables = tuple(cuts.table_wise(f"bags.t{n}", rows, DIM, rank=n % servers) for n in range(TABLES))
+    paths = [f"bags.{n % collections}.t{n}" for n in range(TABLES)]
+    tables = tuple(cuts.table_wise(path, rows, DIM, rank=n % servers) for n, path in enumerate(paths))
     return ShardingPlan(topology=Topology(ranks_per_host=servers), tables=tables)
 
 
@@ -86,10 +94,10 @@ _SERVER: list[EmbeddingServer] = []
 def blocking_look_up(parts: list[Part]) -> Answer:
     """A lookup without async_execution: the RPC thread makes it, for this request alone."""
     (server,) = _SERVER
-    (part,) = check_parts(parts, server._collections)
     with torch.no_grad():
-        flat = server._serve(server._collections[part[0]], [part]).flat
-    return True, flat.reshape(-1)
+        checked = check_parts(parts, server._collections)
+        found = [server._serve(server._collections[part[0]], [part]).flat.reshape(-1) for part in checked]
+    return True, torch.cat(found)
 
 
 WAYS["blocking"] = blocking_look_up
@@ -98,7 +106,9 @@ WAYS["blocking"] = blocking_look_up
 def serve(options: argparse.Namespace, world: RpcWorld, rank: int, servers: int) -> None:
     """A server until the run ends."""
     window_s = options.window_ms / 1000 if servers == 1 else 0.0
-    server = EmbeddingServer(_bags(options), plan(options.rows, servers), rank, window_s=window_s)
+    server = EmbeddingServer(
+        _bags(options), plan(options.rows, servers, _collections(options)), rank, window_s=window_s
+    )
     _SERVER.append(server)
     world.serve()
     server.close()
@@ -110,7 +120,8 @@ def client(options: argparse.Namespace, world: RpcWorld, number: int) -> list[di
     barrier = dist.PrefixStore("barrier", world._store)
     with world.joined():
         alone = dist.new_group([number], use_local_synchronization=True)
-        model: Any = shardrec.shard(_bags(options), plan(options.rows, 1), servers=world.servers, group=alone)
+        layout = plan(options.rows, 1, options.collections)
+        model: Any = shardrec.shard(_bags(options), layout, servers=world.servers, group=alone)
         requests = [_request(model, batch(options.rows, options.batch, seed)) for seed in range(16)]
         for turn in range(options.rounds):
             for way, function in WAYS.items():
@@ -228,6 +239,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=20_000)
     parser.add_argument("--batch", type=int, default=16, help="samples of a request")
     parser.add_argument("--dtype", default="fp16", choices=["fp16", "bf16", "fp32"], help="of the tables under load")
+    parser.add_argument("--collections", type=int, default=1, help="among which the tables under load are divided")
     parser.add_argument("--window-ms", type=float, default=0.0, help="that a server under load waits for more requests")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=3.0, help="of each way in a round")
@@ -242,7 +254,8 @@ def main() -> None:
         load = _run(options, "load", 1, folder)
         steps = _run(options, "step", 2, folder) if options.steps else []
     clients = PROCESSES * THREADS
-    print(f"load average {os.getloadavg()[0]:.1f}; {clients} clients, {options.batch} samples, {options.dtype}")
+    case = f"{options.batch} samples, {options.dtype}, {options.collections} collections"
+    print(f"load average {os.getloadavg()[0]:.1f}; {clients} clients, {case}")
     print("| way | requests/s, median of the rounds | p50 ms | p99 ms | lookups / requests |\n|---|---|---|---|---|")
     rates: dict[str, list[float]] = {}
     for way in WAYS:
@@ -253,7 +266,7 @@ def main() -> None:
         rates[way] = [sum(len(one["times"]) for one in each) / options.seconds for each in rounds]
         times = sorted(1000 * t for each in rounds for one in each for t in one["times"])
         asked, made = (sum(each[0][key] for each in rounds) for key in ("requests", "lookups"))
-        ratio = f"{made / asked:.2f}" if asked else "1"
+        ratio = f"{made / asked / options.collections:.2f}" if asked else "1"
         p50, p99 = times[len(times) // 2], times[len(times) * 99 // 100]
         print(f"| {way} | {statistics.median(rates[way]):.0f} | {p50:.2f} | {p99:.2f} | {ratio} |")
     ratios = [a / b for a, b in zip(rates["async_execution"], rates["blocking"], strict=True)]
