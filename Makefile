@@ -60,7 +60,7 @@ sanitize: $(DEV) ## run the tests of what C++ does under the address and undefin
 	SHARDREC_SANITIZE=$(SANITIZERS) $(BIN)/python setup.py -q build_ext --build-lib build/sanitize --build-temp build/sanitize-objects
 	SHARDREC_NATIVE=$(CURDIR)/build/sanitize LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
 	  ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 \
-	  $(BIN)/python -m pytest -o timeout=1200 tests/native tests/lookup tests/exchange tests/planner $(PYTEST_ARGS)
+	  $(BIN)/python -m pytest -o timeout=1200 tests/native tests/lookup tests/exchange $(PYTEST_ARGS)
 
 faults: $(DEV) ## kill and stop training runs at random, and say what was lost (KILLS, SEED)
 	$(BIN)/python -m tests.campaign.main --kills $(KILLS) --seed $(SEED)

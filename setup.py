@@ -36,23 +36,6 @@ class ParallelBuild(build_ext):
             self.compiler.compile = compile_all
 
 
-def solver() -> Extension:
-    """The planner's inner loops, called by address: they need neither torch nor Python's headers."""
-    return Extension(
-        "shardrec.planner.native.solve",
-        [
-            f"shardrec/planner/native/{name}.cpp"
-            for name in ("version", "differences", "knapsack", "plane", "rebuild", "sets", "ways")
-        ],
-        depends=["shardrec/planner/native/knapsack.h"],
-        # Python does the same with the same results, so nothing may be rounded once where it is rounded twice.
-        extra_compile_args=["-std=c++20", "-O3", "-g0", "-ffp-contract=off", *_LAST_FLAGS],
-        extra_link_args=_SANITIZE,
-        language="c++",
-        optional=not _SANITIZE,
-    )
-
-
 def operators() -> list[Extension]:
     """The operators, built for the torch that is installed; none without torch."""
     try:
@@ -86,4 +69,4 @@ def operators() -> list[Extension]:
     ]
 
 
-setup(ext_modules=[solver(), *operators()], cmdclass={"build_ext": ParallelBuild})
+setup(ext_modules=operators(), cmdclass={"build_ext": ParallelBuild})

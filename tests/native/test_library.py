@@ -8,7 +8,6 @@ import pytest
 
 from shardrec import native
 from shardrec.errors import ConfigError
-from shardrec.planner.native import library
 
 
 def test_a_folder_of_libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -16,7 +15,7 @@ def test_a_folder_of_libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.delenv("SHARDREC_NATIVE", raising=False)
     usual = native.library_path()
     monkeypatch.setenv("SHARDREC_NATIVE", str(tmp_path))
-    for look in (native.library_path, native.is_loaded.__wrapped__, library.__wrapped__):
+    for look in (native.library_path, native.is_loaded.__wrapped__):
         with pytest.raises(ConfigError, match=r"SHARDREC_NATIVE=.*there is no .*build_ext --build-lib"):
             look()
     if usual is None:

@@ -64,20 +64,13 @@ class Packing:
         other.at = {block: places.copy() for block, places in self.at.items()}
         return other
 
-    def bound_to_places(self) -> Packing:
-        """What is left without the tables whose pieces may be on any rank, or are on none."""
-        encoded = self.encoded
-        counts = self.counts.copy()
-        for option in np.flatnonzero(counts):
-            kinds = [encoded.blocks[block] for block, _ in encoded.option_blocks[option]]
-            if all(kind.single and len(kind.names) == encoded.ranks for kind in kinds):
-                counts[option] = 0
-        left = Packing(encoded, counts)
-        used = {block for option in np.flatnonzero(counts) for block, _ in encoded.option_blocks[option]}
-        for block in sorted(used):
-            for place in np.flatnonzero(self.at[block]).tolist():
-                left.put(block, place, int(self.at[block][place]))
-        return left
+    def of(self, encoded: Encoded) -> Packing:
+        """The same places and options in another problem, whose parts are of other sizes."""
+        other = Packing(encoded, self.counts)
+        for block, at in self.at.items():
+            for place in np.flatnonzero(at).tolist():
+                other.put(block, place, int(at[place]))
+        return other
 
     def solution(self, bound: float, timed_out: bool) -> Solution:
         """Table by table: the first tables of a group take the first options in use, and parts as they come."""

@@ -1,36 +1,30 @@
-"""Local search: a few tables are taken off their ranks and put back, each with whichever option suits the moment best.
+"""Large neighbourhood search: a few tables are taken off their ranks and put back, each with whichever option suits.
 
 What is lowered is not the highest load alone but a soft maximum of all ranks' loads,
 
     sum over ranks of exp(p (load / T - 1)),        T the least cost so far, p its sharpness
 
 which sees every rank that stands in the way. :mod:`rounds` says what a round does; the search goes through them in
-cycles, each longer than the one before, in which p grows and less and less of a loss is gone on from. C++ does the
-rounds where it was compiled, Python where it was not, with the same results.
+cycles, each longer than the one before, in which p grows and less and less of a loss is gone on from.
 
-Ruin and recreate is from Schrimpf et al. (2000). The random numbers have a fixed seed: the result is a function of the
-problem and of the number of rounds.
+The random numbers have a fixed seed: the result is a function of the problem and of the number of rounds.
 
-Shapes: R ranks, D dimensions of a size (load, then bytes of each memory tier), N tables.
+Shapes: as in :mod:`rounds`.
 """
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable
-from dataclasses import fields
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-from shardrec.planner.native import address, library
-from shardrec.planner.solve.choices import Choices, choices_of
-from shardrec.planner.solve.encode import Encoded, Floats
+from shardrec.planner.solve.clock import Clock
+from shardrec.planner.solve.encode import Encoded, Floats, Ints
 from shardrec.planner.solve.packing import Packing
-from shardrec.planner.solve.rounds import DRAWS, Rounds, State, Steep
+from shardrec.planner.solve.rounds import Arrays, State, Undo, rounds
 
-__all__ = ["Rebuilder"]
+__all__ = ["Rebuilder", "by_memory"]
 
 _SHARPNESS = (60.0, 120.0)
 """p at the beginning of a cycle and at its end."""
@@ -40,8 +34,6 @@ _CYCLE = 1024
 """Rounds of the first cycle; each is twice as long as the one before."""
 _BATCH = 128
 """Rounds between two questions whether to stop."""
-_STEEPEST = 230.0
-"""Largest exponent: what is so far above the cost, how far makes no difference."""
 
 
 class Rebuilder:
@@ -49,113 +41,164 @@ class Rebuilder:
 
     Args:
         encoded: the problem.
-        value: (n,) of room on a rank, in even steps.
-        seed: of the random numbers.
-        native: whether C++ does the rounds, if it is there.
-        only: (O,) the options that tables may change to, some of each group; else all but those that do much more work.
+        clock: does not count the seconds that it takes to compile the rounds, once on a machine; default: nothing does.
     """
 
-    def __init__(
-        self,
-        encoded: Encoded,
-        value: Floats,
-        seed: int = 0,
-        native: bool = True,
-        only: NDArray[np.bool_] | None = None,
-    ) -> None:
-        self.encoded, self._only = encoded, only
-        # Values of sizes that no plan used so far come from knapsacks of others and are low; a part is their share.
-        self._value = np.ascontiguousarray(0.6 * value + 0.4 * np.linspace(0, 1, len(value)))
-        self._rng = np.random.default_rng(seed)
-        self._library = library() if native else None
+    def __init__(self, encoded: Encoded, clock: Clock | None = None) -> None:
+        self.encoded = encoded
+        self._arrays = _arrays(encoded)
+        work = encoded.total_load / encoded.ranks
+        least = np.minimum.reduceat(work, [span.start for span in encoded.group_options])
+        self._extra = work - least[encoded.option_group]
+        self._least = float(least @ encoded.sizes)
+        if clock is not None:
+            clock.uncounted(self._compile)
 
-    def run(self, start: Packing, rounds: int, stop: Callable[[], bool], floor: float = 0.0) -> Packing | None:
+    def run(
+        self, start: Packing, most: int, stop: Callable[[], bool], *, floor: float = 0.0, seed: int = 0
+    ) -> Packing | None:
         """A better packing than one that there is.
 
         Args:
             start: where to begin.
-            rounds: of taking off and putting back.
+            most: rounds of taking off and putting back.
             stop: asked now and then; ends the search.
             floor: a cost with which to be content.
+            seed: of the random numbers.
 
         Returns:
             The best found; None if nothing is better than ``start``.
         """
-        choices = choices_of(self.encoded, start.cost, self._only)
-        state = self._unpacked(choices, start)
-        flat = _structure(choices, 1 + len(self.encoded.capacity), len(state.option)), _structure(state)
+        rng = np.random.default_rng(seed)
+        arrays, state, undo = self._below(start.cost), *_unpacked(self._arrays, start)
         done, first, length = 0, 0, _CYCLE
-        while done < rounds and state.cost[1] > floor and not stop():
+        while done < most and state.cost[1] > floor and not stop():
             if done == first + length:
                 first, length = done, 2 * length
-            batch = min(_BATCH, rounds - done, first + length - done)
+            batch = min(_BATCH, most - done, first + length - done)
             part = (done - first) / length
             sharpness = _SHARPNESS[0] * (_SHARPNESS[1] / _SHARPNESS[0]) ** part
-            patience = sharpness * _PATIENCE * (1 - part) * self._rng.random(batch) ** 2
-            drawn, allowed = self._rng.random((batch, DRAWS)), np.exp(patience)
-            steep = self._steep(choices, state, sharpness)
-            if self._library is None:
-                Rounds(choices, state, steep).run(drawn, allowed)
-            else:
-                self._library.shardrec_solve_rebuild(
-                    *map(ctypes.byref, (*flat, _structure(steep, len(steep.value) - 1))),
-                    *map(ctypes.c_int64, drawn.shape),
-                    *map(address, (drawn, allowed)),
-                )
+            state.steep[:] = sharpness / state.cost.min(), sharpness
+            rounds(arrays, state, undo, rng, sharpness * _PATIENCE * (1 - part) * rng.random(batch) ** 2)
             done += batch
-        return self._packed(choices, state) if state.cost[1] < start.cost * (1 - 1e-9) else None
+        return _packed(arrays, state, self.encoded) if state.cost[1] < start.cost * (1 - 1e-9) else None
 
-    def _steep(self, choices: Choices, state: State, sharpness: float) -> Steep:
-        factor = sharpness / float(state.cost.min())
-        grow, rise = (np.exp(np.minimum(factor * each[:, 0], _STEEPEST)) for each in (choices.size, choices.base))
-        return Steep(
-            terms=np.exp(np.minimum(factor * state.sums[0] - sharpness, _STEEPEST)),
-            lift=np.exp(np.minimum(factor * state.base[:1], _STEEPEST)),
-            grow=grow,
-            shrink=1 / grow,
-            rise=rise,
-            fall=1 / rise,
-            value=self._value,
+    def _compile(self) -> None:
+        start = Packing(self.encoded, np.zeros(len(self.encoded.options), dtype=np.int64))
+        rounds(self._below(np.inf), *_unpacked(self._arrays, start), np.random.default_rng(0), np.zeros(0))
+
+    def _below(self, cost: float) -> Arrays:
+        """The arrays with those options that a plan of less than a cost can have.
+
+        An option that does so much more work than the one of its table that does least cannot be in such a plan if all
+        other tables took what does least, and all ranks would still be at the cost.
+        """
+        choice = self._arrays.choice[self._extra[self._arrays.choice] <= cost - self._least]
+        groups = np.arange(len(self.encoded.groups) + 1)
+        return self._arrays._replace(
+            choice=choice, choice_first=np.searchsorted(self.encoded.option_group[choice], groups)
         )
 
-    def _unpacked(self, choices: Choices, packing: Packing) -> State:
-        """The state of a packing: which of equal parts is whose does not matter."""
-        encoded = self.encoded
-        left = {block: [p for p, n in enumerate(at) for _ in range(int(n))] for block, at in packing.at.items()}
-        option = np.repeat(np.arange(len(packing.counts)), packing.counts)
-        spot = np.zeros((len(option), choices.slots), dtype=np.int32)
-        on = np.zeros((encoded.ranks, len(option)), dtype=np.int32)
-        for table, each in enumerate(option.tolist()):
-            parts = range(*choices.option_first[each : each + 2].tolist())
-            blocks = np.repeat(choices.part_kind[parts], choices.part_count[parts]).tolist()
-            for slot, block in enumerate(blocks):
-                place = spot[table, slot] = left[block].pop()
-                np.add.at(on, (encoded.blocks[block].places[place], table), 1)
-        base = packing.counts.astype(np.float64) @ choices.base
-        return State(
-            sums=np.ascontiguousarray(np.column_stack([packing.loads, packing.memory]).T - base[:, None]),
-            base=base,
-            option=option,
-            spot=spot,
-            on=on,
-            cost=np.full(2, packing.cost),
-            best_option=option.copy(),
-            best_spot=spot.copy(),
-        )
 
-    def _packed(self, choices: Choices, state: State) -> Packing | None:
-        packing = Packing(self.encoded, np.bincount(state.best_option, minlength=len(self.encoded.options)))
-        for option, spots in zip(state.best_option.tolist(), state.best_spot.tolist(), strict=True):
-            parts = range(*choices.option_first[option : option + 2].tolist())
-            blocks = np.repeat(choices.part_kind[parts], choices.part_count[parts]).tolist()
-            for block, place in zip(blocks, spots, strict=False):
-                packing.put(block, place)
-        return packing if packing.fits() else None
+def by_memory(encoded: Encoded) -> Encoded:
+    """The problem with bytes for loads, in parts of the capacity of the tier of which an item takes most; no limits.
+
+    A packing of it whose cost is at most 1 fits memory.
+    """
+
+    def part(memory: Floats) -> Floats:
+        found: Floats = (memory / np.maximum(encoded.capacity, 1.0)).max(axis=-1)
+        return found
+
+    return replace(
+        encoded,
+        capacity=np.full(len(encoded.capacity), np.inf),
+        base_load=part(encoded.base_memory),
+        total_load=part(encoded.total_memory),
+        piece_load=part(encoded.piece_memory),
+        blocks=tuple(replace(block, loads=part(block.memory)) for block in encoded.blocks),
+    )
 
 
-def _structure(arrays: Any, *sizes: int) -> ctypes.Structure:
-    """Where the arrays of a dataclass are, in its order, then whole numbers, as C++ has them."""
-    values = [getattr(arrays, field.name) for field in fields(arrays)]
-    members = [address(each) if isinstance(each, np.ndarray) else ctypes.c_int64(each) for each in (*values, *sizes)]
-    kind = type("Arrays", (ctypes.Structure,), {"_fields_": [(f"f{n}", type(each)) for n, each in enumerate(members)]})
-    return kind(*members)  # type: ignore[no-any-return]
+def _arrays(encoded: Encoded) -> Arrays:
+    """The arrays of a problem, with all options."""
+    sets: dict[int, int] = {}
+    places: list[Ints] = []
+    for kind in encoded.blocks:
+        if sets.setdefault(id(kind.names), len(places)) == len(places):
+            places.append(kind.places)
+    largest = [-float(kind.loads.max()) for kind in encoded.blocks]
+    parts = [
+        [block for block, count in sorted(blocks, key=lambda part: largest[part[0]]) for _ in range(count)]
+        for blocks in encoded.option_blocks
+    ]
+    sizes = [np.column_stack([kind.loads, kind.memory]) for kind in encoded.blocks]
+    return Arrays(
+        limit=np.append(np.inf, encoded.capacity * (1 + 1e-12)),
+        group=np.repeat(np.arange(len(encoded.groups)), encoded.sizes),
+        set_first=_firsts([each.size for each in places]),
+        set_width=np.array([each.shape[1] for each in places], dtype=np.int64),
+        set_ranks=_joined(places),
+        kind_set=np.array([sets[id(kind.names)] for kind in encoded.blocks], dtype=np.int64),
+        kind_first=_firsts([len(kind.loads) for kind in encoded.blocks]),
+        size=np.concatenate([np.zeros((0, 1 + len(encoded.capacity))), *sizes]),
+        option_first=_firsts([len(each) for each in parts]),
+        part_kind=np.array([block for each in parts for block in each], dtype=np.int64),
+        base=np.column_stack([encoded.base_load, encoded.base_memory]),
+        work=encoded.total_load,
+        choice_first=np.zeros(0, dtype=np.int64),
+        choice=np.lexsort((encoded.total_load, encoded.option_group)),
+    )
+
+
+def _firsts(counts: Sequence[int]) -> Ints:
+    return np.concatenate([[0], np.cumsum(np.array(counts, dtype=np.int64))]).astype(np.int64)
+
+
+def _joined(arrays: Sequence[Ints]) -> Ints:
+    return np.concatenate([np.zeros(0, dtype=np.int64), *(array.ravel() for array in arrays)]).astype(np.int64)
+
+
+def _unpacked(arrays: Arrays, packing: Packing) -> tuple[State, Undo]:
+    """The state of a packing, which of equal parts is whose does not matter, and room for what rounds undo."""
+    encoded, first = packing.encoded, arrays.option_first
+    left = {block: [p for p, n in enumerate(at) for _ in range(int(n))] for block, at in packing.at.items()}
+    option = np.repeat(np.arange(len(packing.counts)), packing.counts)
+    spot = np.zeros((len(option), max(1, int(np.diff(first).max()))), dtype=np.int32)
+    on = np.zeros((encoded.ranks, len(option)), dtype=np.int32)
+    for table, each in enumerate(option.tolist()):
+        for slot, block in enumerate(arrays.part_kind[first[each] : first[each + 1]].tolist()):
+            place = spot[table, slot] = left[block].pop()
+            np.add.at(on, (encoded.blocks[block].places[place], table), 1)
+    base = packing.counts.astype(np.float64) @ arrays.base
+    state = State(
+        sums=np.ascontiguousarray(np.column_stack([packing.loads, packing.memory]).T - base[:, None]),
+        base=base,
+        option=option,
+        spot=spot,
+        on=on,
+        cost=np.full(2, packing.cost),
+        best_option=option.copy(),
+        best_spot=spot.copy(),
+        terms=np.zeros(encoded.ranks),
+        steep=np.ones(2),
+    )
+    undo = Undo(
+        tables=np.zeros_like(option),
+        chosen=np.zeros_like(option),
+        keys=np.zeros(len(option)),
+        sums=np.zeros_like(state.sums),
+        base=np.zeros_like(base),
+        option=np.zeros_like(option),
+        spot=np.zeros_like(spot),
+    )
+    return state, undo
+
+
+def _packed(arrays: Arrays, state: State, encoded: Encoded) -> Packing | None:
+    first = arrays.option_first
+    packing = Packing(encoded, np.bincount(state.best_option, minlength=len(encoded.options)))
+    for option, spots in zip(state.best_option.tolist(), state.best_spot.tolist(), strict=True):
+        for block, place in zip(arrays.part_kind[first[option] : first[option + 1]].tolist(), spots, strict=False):
+            packing.put(block, place)
+    return packing if packing.fits() else None

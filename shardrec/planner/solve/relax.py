@@ -21,6 +21,7 @@ rounding to multiples of 1/k, and cutting off what is smaller than eps or larger
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
@@ -28,9 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardrec.planner.solve.encode import Encoded, Floats
-from shardrec.planner.solve.knapsack import GRID
 from shardrec.planner.solve.programme import Outcome, Programme
-from shardrec.planner.solve.rows import Rows
 
 __all__ = ["Interval", "Relaxation"]
 
@@ -91,7 +90,6 @@ class Relaxation:
         self._active: set[int] = set()
         # By identity of the array, which is kept so that no other takes its place.
         self._distinct: dict[int, tuple[Floats, Floats, NDArray[np.int64]]] = {}
-        self.value: Floats = np.arange(GRID + 1, dtype=np.float64) / GRID
 
     def least_base(
         self,
@@ -149,18 +147,12 @@ class Relaxation:
             used = used | broken
             self._active |= broken
 
-    def limits(self) -> Rows:
-        """The rows of memory."""
-        self._rows(1.0, 1.0)
-        matrix, limits = self._memory_rows[1.0]
-        fits = self._fits(np.inf, self.encoded.capacity)
-        return Rows(matrix=matrix, limits=limits, slopes=np.zeros(len(limits)), fits=fits)
-
-    def intervals(self, accuracy: float, most: int = 200) -> list[Interval]:
+    def intervals(self, accuracy: float, stop: Callable[[], bool], most: int = 200) -> list[Interval]:
         """Intervals that together hold every c, the deciding one first: its bound is the bound.
 
         Args:
             accuracy: width of the deciding interval, against its bound.
+            stop: asked between two programmes; ends the halving.
             most: programmes to solve.
         """
         unlimited = self._base_at(np.inf)
@@ -177,27 +169,11 @@ class Relaxation:
                 heap.append(Interval(self._base_at(edge), 0.0, edge, self._base_at(edge)))
                 break
         heapify(heap)
-        while most > 0 and heap[0].high - heap[0].low > accuracy * heap[0].bound:
+        while most > 0 and heap[0].high - heap[0].low > accuracy * heap[0].bound and not stop():
             for half in self.halves(heappop(heap)):
                 heappush(heap, half)
             most -= 1
         return sorted(heap)
-
-    def whole(self, interval: Interval, cutoff: float, seconds: float) -> tuple[Interval, Floats | None]:
-        """The interval priced for whole tables, and the choice of options that was found on the way.
-
-        Args:
-            interval: with a finite high end.
-            cutoff: a cost that is known to be possible: the interval's bound is not raised above it.
-            seconds: time limit.
-        """
-        most = cutoff - interval.low
-        found = self.least_base(interval.high, whole=True, most=most, weight=_TIE, seconds=seconds)
-        if found is None:
-            return Interval(cutoff, interval.low, interval.high, most, True), None
-        # The second term of the objective is the average load of the pieces, which is at most c.
-        base = min(most, max(interval.base, found.bound * (1 - 1e-7) - _TIE * interval.high))
-        return Interval(interval.low + base, interval.low, interval.high, base, True), found.values
 
     def halves(self, interval: Interval) -> tuple[Interval, Interval]:
         """The two halves of an interval."""
@@ -208,18 +184,6 @@ class Relaxation:
             Interval(interval.low + base, interval.low, middle, base),
             Interval(middle + interval.base, middle, interval.high, interval.base, interval.whole),
         )
-
-    @staticmethod
-    def merged(intervals: list[Interval], width: float) -> list[Interval]:
-        """Neighbouring intervals joined up to a width, against their bounds."""
-        found: list[Interval] = []
-        for each in sorted(intervals, key=lambda interval: interval.low):
-            last = found[-1] if found else None
-            if last is not None and np.isfinite(last.bound) and each.high - last.low <= width * last.bound:
-                found[-1] = Interval(last.low + each.base, last.low, each.high, each.base)
-            else:
-                found.append(each)
-        return found
 
     def _base_at(self, room: float) -> float:
         found = self.least_base(room)

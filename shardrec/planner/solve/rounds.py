@@ -1,57 +1,105 @@
-"""Rounds of the local search (:mod:`rebuild`), in Python; ``rebuild.cpp`` does the same, operation by operation.
+"""Rounds of the large neighbourhood search (:mod:`rebuild`), compiled by numba.
 
-A round takes some tables off their ranks, puts them back, and keeps that or undoes it. There are two kinds:
+A round takes some tables off their ranks, puts them back, and is kept or undone. There are two kinds:
 
 - One to three tables take options at random, or keep theirs, and go where the soft maximum grows least. In half of
-  these rounds, the tables that they share overloaded ranks with go elsewhere then, in the way of the second kind.
-- Tables of a highly loaded rank and of one or two others go, one after the other, where they take least of the *value*
-  of the room that is left below an aim: all the options of a table are compared, and packed to the brim.
+  these rounds, the tables that they share overloaded ranks with are put back in the way of the second kind.
+- Tables of a highly loaded rank and of one or two others are packed below an aim one by one: each takes the first
+  option that fits, of those with the least work first, and its parts go where they leave the least budget over. Now and
+  then an option or a place is passed over ("blinks"), so that rounds differ.
 
-Whatever is random comes as numbers drawn before, (rounds, DRAWS); sums are in order of their terms.
+Ruin and recreate is from Schrimpf et al. (2000), blinks from Christiaens and Vanden Berghe (2020).
 
-Shapes: as in :mod:`choices`.
+Shapes: R ranks, D dimensions of a size (load, then bytes of each memory tier), N tables, K kinds of parts, J items of
+all kinds, O options, G groups, C options of all groups that are looked at, S most parts of an option.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from math import exp, inf
+from typing import Any, NamedTuple, TypeVar, cast
 
+import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from shardrec.planner.solve.choices import Choices
 from shardrec.planner.solve.encode import Floats, Ints
 
-__all__ = ["DRAWS", "Rounds", "State", "Steep"]
+__all__ = ["Arrays", "State", "Undo", "rounds"]
 
-DRAWS = 48
-"""Most random numbers of a round."""
-_MOST = 1e100
-"""Of a term: products of two of them are still finite."""
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+_STEEPEST = 230.0
+"""Largest exponent: what is so far above the cost, how far makes no difference."""
 _OPTIONS = 24
 """Most options of a table that are tried."""
 _AIM = 0.02
 """How far below the cost, at most, the aim is."""
-_MENDED = 0.5
+_REPAIRED = 0.5
 """Part of the rounds of the first kind after which overloaded ranks are relieved."""
 _EVICTED = 16
 """Most tables that are taken off them."""
+_BLINK = 0.04
+"""How often an option or a place is passed over."""
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class State:
+def _compiled(function: _F) -> _F:
+    """The function in machine code, made when it is first called and kept on disk, where there is a place for it."""
+    try:
+        return cast(_F, numba.njit(cache=True, nogil=True, error_model="numpy")(function))
+    except RuntimeError:  # neither the package's folder nor the user's can be written to
+        return cast(_F, numba.njit(nogil=True, error_model="numpy")(function))
+
+
+class Arrays(NamedTuple):
+    """A problem in flat arrays; those named ``first`` say where a row of a flat one begins, the last where it ends.
+
+    Args:
+        limit: (D,) of a rank; infinite for loads.
+        group: (N,) of each table.
+        set_first: (sets + 1,) of ``set_ranks``; ``set_width``: ranks of a place.
+        set_ranks: places of each set, (places, width) in a row.
+        kind_set: (K,) the places of each kind of part.
+        kind_first: (K + 1,) of ``size``.
+        size: (J, D) of the items.
+        option_first: (O + 1,) of the parts.
+        part_kind: of each of an option's parts, the largest first.
+        base: (O, D) of the options, on every rank.
+        work: (O,) load on all ranks together.
+        choice_first: (G + 1,) of ``choice``.
+        choice: (C,) the options of each group that are looked at, those with the least work first.
+    """
+
+    limit: Floats
+    group: Ints
+    set_first: Ints
+    set_width: Ints
+    set_ranks: Ints
+    kind_set: Ints
+    kind_first: Ints
+    size: Floats
+    option_first: Ints
+    part_kind: Ints
+    base: Floats
+    work: Floats
+    choice_first: Ints
+    choice: Ints
+
+
+class State(NamedTuple):
     """Where everything is, which the rounds change.
 
     Args:
-        sums: (D, R) load and bytes of the pieces.
+        sums: (D, R) load and bytes of the items.
         base: (D,) what the options put on every rank.
         option: (N,).
-        spot: (N, slots) int32, the place of each of its parts.
-        on: (R, N) int32, how many pieces of a table are on a rank.
+        spot: (N, S), the place of each of its parts.
+        on: (R, N), how many items of a table are on a rank.
         cost: (2,) now, and the best so far.
         best_option: (N,) of the best; likewise ``best_spot``.
+        terms: (R,) of the soft maximum.
+        steep: (2,) how it grows with the load, and what is taken off the exponent.
     """
 
     sums: Floats
@@ -62,285 +110,333 @@ class State:
     cost: Floats
     best_option: Ints
     best_spot: NDArray[np.int32]
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Steep:
-    """How the soft maximum grows, for some rounds.
-
-    Args:
-        terms: (R,) exp(factor times load), changed with the state.
-        lift: (1,) exp(factor times the load on every rank), likewise.
-        grow: (J,) of a rank's term, by each piece, a factor; likewise ``shrink``, 1 / grow.
-        rise: (O,) of ``lift``, by each option, a factor; likewise ``fall``, 1 / rise.
-        value: (n,) of room on a rank, in even steps up to all of the room below the aim.
-    """
-
     terms: Floats
-    lift: Floats
-    grow: Floats
-    shrink: Floats
-    rise: Floats
-    fall: Floats
-    value: Floats
+    steep: Floats
 
 
-class Rounds:
-    """The rounds.
+class Undo(NamedTuple):
+    """What a round puts back where it is not kept, and which tables it takes off; plain loops keep compiling short.
 
     Args:
-        choices: the problem.
-        state: to begin with, changed.
-        steep: likewise.
+        tables: (N,) the first of them are taken off.
+        chosen: (N,) options that they are to take.
+        keys: (N,) by which they are sorted.
+        sums: as in the state; likewise ``base``.
+        option: (N,) of the tables taken off, in their order; likewise ``spot``.
     """
 
-    def __init__(self, choices: Choices, state: State, steep: Steep) -> None:
-        self.choices, self.state, self.steep = choices, state, steep
-        self._lift, self._terms = float(steep.lift[0]), steep.terms
-        self._draws: Iterator[float] = iter(())
+    tables: Ints
+    chosen: Ints
+    keys: Floats
+    sums: Floats
+    base: Floats
+    option: Ints
+    spot: NDArray[np.int32]
 
-    def run(self, draws: Floats, allowed: Floats) -> None:
-        """Go through rounds.
 
-        Args:
-            draws: (rounds, DRAWS) from [0, 1).
-            allowed: (rounds,) by which factor the soft maximum may grow.
-        """
-        before = self._height()
-        for row, factor in zip(draws.tolist(), allowed.tolist(), strict=True):
-            self._draws = iter(row)
-            before = self._round(before, factor)
-        self.steep.lift[0] = self._lift
-
-    def _round(self, before: float, factor: float) -> float:
-        """One of them, which leaves the soft maximum that is returned."""
-        state = self.state
-        random = next(self._draws) < 0.5
-        wanted = self._varied() if random else self._ruined()
-        kept, lift = (state.sums.copy(), state.base.copy(), self._terms.copy()), self._lift
-        undo = [self._take(table) for table, _ in wanted]
-        done = not random or all(self._put(table, option, 0.0) for table, option in wanted)
-        if not random or (done and next(self._draws) < _MENDED):
-            aim = min(float(state.cost[0]), float(state.cost[1])) * (1.0 - _AIM * self._square())
-            room = aim - float(state.base[0])
-            done = room > 0
+@_compiled
+def rounds(a: Arrays, s: State, u: Undo, rng: np.random.Generator, patience: Floats) -> None:
+    """Go through rounds, in each of which the logarithm of the soft maximum may grow by so much, (rounds,)."""
+    for rank in range(s.sums.shape[1]):
+        _set_term(s, rank)
+    before = _height(s)
+    for number in range(len(patience)):
+        random = rng.random() < 0.5
+        many = _varied(a, s, u, rng) if random else _ruined(a, s, u, rng)
+        _save(s, u)
+        _take(a, s, u, 0, many)
+        done, back = True, 0
+        if random:
+            while done and back < many:
+                done = _put(a, s, rng, u.tables[back], u.chosen[back], 0.0)
+                back += done
+        if not random or (done and rng.random() < _REPAIRED):
+            aim = min(s.cost[0], s.cost[1]) * (1.0 - _AIM * rng.random() ** 2)
+            budget = aim - s.base[0]
+            done = budget > 0.0
             if random and done:
-                wanted = self._overloaded(room, wanted)
-                undo += [self._take(table) for table, _ in wanted]
-            done = done and all(self._fill(table, room) for table, _ in wanted)
-        after = self._height()
-        if done and after <= before * factor:
-            self._keep()
-            return after
-        state.sums[:], state.base[:], self._terms[:] = kept
-        self._lift = lift
-        for table, option, spot, on in undo:
-            state.option[table], state.spot[table], state.on[:, table] = option, spot, on
-        return before
-
-    def _keep(self) -> None:
-        state = self.state
-        state.cost[0] = state.base[0] + state.sums[0].max()
-        if state.cost[0] < state.cost[1] * (1.0 - 1e-9):
-            state.cost[1] = state.cost[0]
-            state.best_option[:], state.best_spot[:] = state.option, state.spot
-
-    def _below(self, count: int) -> int:
-        return min(int(next(self._draws) * count), count - 1)
-
-    def _square(self) -> float:
-        drawn = next(self._draws)
-        return drawn * drawn
-
-    def _varied(self) -> list[tuple[int, int]]:
-        """A few tables and the options that they are to take."""
-        choices, state = self.choices, self.state
-        drawn = next(self._draws)
-        many = 1 + (drawn >= 0.5) + (drawn >= 0.85)
-        tables: list[int] = []
-        if next(self._draws) < 0.5:
-            here = np.flatnonzero(state.on[int(state.sums[0].argmax())])
-            if len(here):
-                tables.append(int(here[self._below(len(here))]))
-        while len(tables) < many:
-            table = self._below(len(state.option))
-            if table in tables:
-                break
-            tables.append(table)
-        wanted: list[tuple[int, int]] = []
-        for table in tables:
-            group = int(choices.table_group[table])
-            first, last = choices.choice_first[group : group + 2].tolist()
-            option = int(state.option[table])
-            if next(self._draws) < 0.5:
-                option = int(choices.choice[first + self._below(last - first)])
-            wanted.append((table, option))
-        return self._largest_first(wanted)
-
-    def _ruined(self) -> list[tuple[int, int]]:
-        """Some tables of a highly loaded rank, and of a few others, with their options."""
-        state, ranks = self.state, self.choices.ranks
-        worst = int(state.sums[0].argmax()) if next(self._draws) < 0.7 else self._below(ranks)
-        picked = [worst, self._below(ranks)]
-        if next(self._draws) < 0.5:
-            picked.append(self._below(ranks))
-        tables: list[int] = []
-        for number, rank in enumerate(picked):
-            here = [table for table in np.flatnonzero(state.on[rank]).tolist() if table not in tables]
-            many = min(len(here), 1 + self._below(2 if number else 3))
-            for index in range(many):
-                other = index + self._below(len(here) - index)
-                here[index], here[other] = here[other], here[index]
-            tables += here[:many]
-        if next(self._draws) < 0.3:
-            table = self._below(len(state.option))
-            tables += [table] * (table not in tables)
-        return self._largest_first([(table, int(state.option[table])) for table in tables])
-
-    def _overloaded(self, room: float, but: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """The tables of the ranks that have more than there is room for, some left out."""
-        state = self.state
-        left_out = {table for table, _ in but}
-        tables: list[int] = []
-        for rank in np.flatnonzero(state.sums[0] > room).tolist():
-            here = np.flatnonzero(state.on[rank]).tolist()
-            tables += [table for table in here if table not in left_out and table not in tables]
-        return self._largest_first([(table, int(state.option[table])) for table in tables[:_EVICTED]])
-
-    def _largest_first(self, wanted: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """By work, about."""
-        work = [float(self.choices.work[option]) * (0.8 + 0.4 * next(self._draws)) for _, option in wanted]
-        return [wanted[number] for number in sorted(range(len(wanted)), key=lambda number: -work[number])]
-
-    def _take(self, table: int) -> tuple[int, int, NDArray[np.int32], NDArray[np.int32]]:
-        """Take a table off its ranks; returns it, and its option, places and ranks."""
-        choices, state = self.choices, self.state
-        option, spot, on = int(state.option[table]), state.spot[table].copy(), state.on[:, table].copy()
-        spots = iter(spot.tolist())
-        for part in range(*choices.option_first[option : option + 2].tolist()):
-            for _ in range(int(choices.part_count[part])):
-                self._shift(table, int(choices.part_kind[part]), next(spots), -1)
-        state.base[:] -= choices.base[option]
-        self._lift = min(self._lift * float(self.steep.fall[option]), _MOST)
-        return table, option, spot, on
-
-    def _shift(self, table: int, kind: int, place: int, sign: int) -> None:
-        """Add a part at a place, or take it off."""
-        choices, state = self.choices, self.state
-        ranks = self._places(int(choices.kind_set[kind]))[place]
-        pieces = slice(*choices.kind_first[kind : kind + 2].tolist())
-        # A place may name a rank twice, so indexed addition would lose one.
-        np.add.at(state.on, (ranks, table), sign)
-        np.add.at(state.sums.T, ranks, sign * choices.size[pieces])
-        np.multiply.at(self._terms, ranks, (self.steep.grow if sign > 0 else self.steep.shrink)[pieces])
-        self._terms[ranks] = np.minimum(self._terms[ranks], _MOST)
-
-    def _places(self, number: int) -> Ints:
-        """(P, W) ranks of a set of places."""
-        choices = self.choices
-        first, last = choices.set_first[number : number + 2].tolist()
-        return choices.set_ranks[first:last].reshape(-1, int(choices.set_width[number]))
-
-    def _height(self) -> float:
-        return self._lift * float(_total(self._terms))
-
-    def _worth(self, left: Floats, scale: float) -> Floats:
-        value = self.steep.value
-        found: Floats = value[np.clip(left * scale, 0.0, len(value) - 1.0).astype(np.int64)]
-        return found
-
-    def _fill(self, table: int, room: float) -> bool:
-        """Put a table where it takes least of the value of the room that is left; False if it has no place there."""
-        choices = self.choices
-        group = int(choices.table_group[table])
-        price = self._prices(group, room)
-        first = int(choices.choice_first[group])
-        return any(
-            price[number] < np.inf and self._put(table, int(choices.choice[first + number]), room)
-            for number in np.argsort(price, kind="stable")[:_OPTIONS].tolist()
-        )
-
-    def _prices(self, group: int, room: float) -> Floats:
-        """(C,) the value that each option takes, about: its parts do not see each other on a rank."""
-        choices = self.choices
-        options = choices.choice[slice(*choices.choice_first[group : group + 2].tolist())]
-        level = choices.level[slice(*choices.level_first[group : group + 2].tolist())][:, None]
-        left = room - self.state.sums[0]
-        scale = (len(self.steep.value) - 1) / room
-        lost = np.where(level <= left, self._worth(left, scale) - self._worth(left - level, scale), np.inf)
-        # (L + 1, R): the last row is that of no piece.
-        least = np.concatenate([np.sort(lost, axis=1), np.zeros((1, choices.ranks))])
-        price: Floats = np.zeros(len(options))
-        free = slice(*choices.free_first[group : group + 2].tolist())
-        levels = choices.free_level[free].reshape(-1, len(options))
-        for row, turns in zip(levels, choices.free_turn[free].reshape(-1, len(options)), strict=True):
-            price += least[row, turns]
-        price += choices.base[options, 0] * (choices.ranks / room)
-        for number in range(*choices.bound_first[group : group + 2].tolist()):
-            places = self._places(int(choices.bound_set[number]))
-            columns = slice(*choices.column_first[number : number + 2].tolist())
-            counts = choices.column_count[columns]
-            cells = choices.column_level[slice(*choices.cell_first[number : number + 2].tolist())]
-            each = _total(lost[cells.reshape(-1, len(counts)).T[:, None], places[None]])
-            sums = np.add.accumulate(np.sort(each, axis=1), axis=1)[np.arange(len(counts)), counts - 1]
-            np.add.at(price, choices.column_choice[columns], np.where(counts > 0, sums, np.inf))
-        return price
-
-    def _put(self, table: int, option: int, room: float) -> bool:
-        """Put a table on with an option, each part where it takes least.
-
-        Args:
-            table: which is on no rank.
-            option: to take.
-            room: for pieces, whose value counts; 0: the soft maximum counts.
-
-        Returns:
-            Whether there is a place for each part; if not, nothing is done.
-        """
-        choices, state = self.choices, self.state
-        limit = (choices.limit - (state.base + choices.base[option]))[1:, None]
-        if (state.sums[1:] > limit).any():
-            return False
-        spots: list[int] = []
-        kinds: list[int] = []
-        for part in range(*choices.option_first[option : option + 2].tolist()):
-            kind = int(choices.part_kind[part])
-            for _ in range(int(choices.part_count[part])):
-                place = self._least(kind, limit, room)
-                if place >= 0:
-                    self._shift(table, kind, place, 1)
-                    spots.append(place)
-                    kinds.append(kind)
-                # Two pieces of a part may be on one rank.
-                if place < 0 or (state.sums[1:] > limit).any():
-                    for number, place in zip(kinds, spots, strict=True):
-                        self._shift(table, number, place, -1)
-                    return False
-        state.base[:] += choices.base[option]
-        self._lift = min(self._lift * float(self.steep.rise[option]), _MOST)
-        state.option[table] = option
-        state.spot[table, : len(spots)] = spots
-        return True
-
-    def _least(self, kind: int, limit: Floats, room: float) -> int:
-        """The place where a part takes least; -1 if it fits nowhere."""
-        choices, state = self.choices, self.state
-        ranks = self._places(int(choices.kind_set[kind]))
-        pieces = slice(*choices.kind_first[kind : kind + 2].tolist())
-        size = choices.size[pieces]
-        fits = np.all(state.sums[1:, ranks] + size.T[1:, None] <= limit[:, None], axis=(0, 2))
-        if room > 0:
-            left, scale = room - state.sums[0, ranks], (len(self.steep.value) - 1) / room
-            after = left - size[:, 0]
-            fits &= (after >= 0).all(axis=1)
-            score = _total(self._worth(left, scale) - self._worth(after, scale))
+                first, many = many, _overloaded(a, s, u, rng, many, budget)
+                _take(a, s, u, first, many)
+            while done and back < many:
+                done = _fill(a, s, rng, u.tables[back], budget)
+                back += done
+        after = _height(s)
+        if done and after <= before * exp(patience[number]):
+            before = after
+            _keep(s)
         else:
-            score = _total(self._terms[ranks] * (self.steep.grow[pieces] - 1.0))
-        place = int(np.where(fits, score, np.inf).argmin())
-        return place if fits[place] else -1
+            _restore(a, s, u, many, back)
 
 
-def _total(values: NDArray[Any]) -> NDArray[Any]:
-    """Sum along the last axis, one after the other."""
-    found: NDArray[Any] = np.add.accumulate(values, axis=-1)[..., -1]
+@_compiled
+def _save(s: State, u: Undo) -> None:
+    for dim in range(len(s.base)):
+        u.base[dim] = s.base[dim]
+        for rank in range(s.sums.shape[1]):
+            u.sums[dim, rank] = s.sums[dim, rank]
+
+
+@_compiled
+def _restore(a: Arrays, s: State, u: Undo, many: int, back: int) -> None:
+    """Undo a round that took many tables off, some of which are back."""
+    for index in range(back):
+        _count(a, s, u.tables[index], -1)
+    for index in range(many):
+        table = u.tables[index]
+        s.option[table] = u.option[index]
+        for slot in range(s.spot.shape[1]):
+            s.spot[table, slot] = u.spot[index, slot]
+        _count(a, s, table, 1)
+    for dim in range(len(s.base)):
+        s.base[dim] = u.base[dim]
+        for rank in range(s.sums.shape[1]):
+            s.sums[dim, rank] = u.sums[dim, rank]
+    for rank in range(s.sums.shape[1]):
+        _set_term(s, rank)
+
+
+@_compiled
+def _count(a: Arrays, s: State, table: int, sign: int) -> None:
+    """Bring up to date on which ranks a table is."""
+    first = a.option_first[s.option[table]]
+    for part in range(first, a.option_first[s.option[table] + 1]):
+        width = a.set_width[a.kind_set[a.part_kind[part]]]
+        start = a.set_first[a.kind_set[a.part_kind[part]]] + s.spot[table, part - first] * width
+        for index in range(start, start + width):
+            s.on[a.set_ranks[index], table] += sign
+
+
+@_compiled
+def _set_term(s: State, rank: int) -> None:
+    s.terms[rank] = exp(min(s.steep[0] * s.sums[0, rank] - s.steep[1], _STEEPEST))
+
+
+@_compiled
+def _height(s: State) -> float:
+    total = 0.0
+    for rank in range(len(s.terms)):
+        total += s.terms[rank]
+    return exp(min(s.steep[0] * s.base[0], _STEEPEST)) * total
+
+
+@_compiled
+def _keep(s: State) -> None:
+    s.cost[0] = s.base[0] + s.sums[0, _hottest(s)]
+    if s.cost[0] < s.cost[1] * (1.0 - 1e-9):
+        s.cost[1] = s.cost[0]
+        for table in range(len(s.option)):
+            s.best_option[table] = s.option[table]
+            for slot in range(s.spot.shape[1]):
+                s.best_spot[table, slot] = s.spot[table, slot]
+
+
+@_compiled
+def _hottest(s: State) -> int:
+    found = 0
+    for rank in range(s.sums.shape[1]):
+        if s.sums[0, rank] > s.sums[0, found]:
+            found = rank
+    return found
+
+
+@_compiled
+def _below(rng: np.random.Generator, count: int) -> int:
+    return min(int(rng.random() * count), count - 1)
+
+
+@_compiled
+def _among(u: Undo, many: int, table: int) -> bool:
+    found = False
+    for index in range(many):
+        found = found or u.tables[index] == table
+    return found
+
+
+@_compiled
+def _find(s: State, u: Undo, rank: int, many: int) -> int:
+    """Put the tables of a rank after the first so many, unless they are among these; how many there are then."""
+    end = many
+    for table in range(len(s.option)):
+        if s.on[rank, table] and not _among(u, many, table):
+            u.tables[end] = table
+            end += 1
+    return end
+
+
+@_compiled
+def _varied(a: Arrays, s: State, u: Undo, rng: np.random.Generator) -> int:
+    """A few tables and the options that they are to take; how many."""
+    drawn, many = rng.random(), 0
+    most = 1 + (drawn >= 0.5) + (drawn >= 0.85)
+    if rng.random() < 0.5:
+        end = _find(s, u, _hottest(s), 0)
+        if end:
+            u.tables[0], many = u.tables[_below(rng, end)], 1
+    while many < most:
+        table = _below(rng, len(s.option))
+        if _among(u, many, table):
+            break
+        u.tables[many] = table
+        many += 1
+    _largest_first(a, s, u, rng, 0, many)
+    for index in range(many):
+        table = u.tables[index]
+        u.chosen[index] = s.option[table]
+        if rng.random() < 0.5:
+            first = a.choice_first[a.group[table]]
+            u.chosen[index] = a.choice[first + _below(rng, a.choice_first[a.group[table] + 1] - first)]
+    return many
+
+
+@_compiled
+def _ruined(a: Arrays, s: State, u: Undo, rng: np.random.Generator) -> int:
+    """Some tables of a highly loaded rank, and of a few others; how many."""
+    many, picked = 0, 2 + (rng.random() < 0.5)
+    for number in range(picked):
+        rank = _below(rng, s.sums.shape[1])
+        if number == 0 and rng.random() < 0.7:
+            rank = _hottest(s)
+        end = _find(s, u, rank, many)
+        most = 1 + _below(rng, 2 if number else 3)
+        for _ in range(min(end - many, most)):
+            other = many + _below(rng, end - many)
+            u.tables[many], u.tables[other] = u.tables[other], u.tables[many]
+            many += 1
+    table = _below(rng, len(s.option))
+    if rng.random() < 0.3 and not _among(u, many, table):
+        u.tables[many] = table
+        many += 1
+    _largest_first(a, s, u, rng, 0, many)
+    return many
+
+
+@_compiled
+def _overloaded(a: Arrays, s: State, u: Undo, rng: np.random.Generator, many: int, budget: float) -> int:
+    """The tables of the ranks that are over the budget go, too; how many in all."""
+    first, last = many, many + _EVICTED
+    for rank in range(s.sums.shape[1]):
+        if s.sums[0, rank] > budget and many < last:
+            many = min(_find(s, u, rank, many), last)
+    _largest_first(a, s, u, rng, first, many)
+    return many
+
+
+@_compiled
+def _largest_first(a: Arrays, s: State, u: Undo, rng: np.random.Generator, first: int, last: int) -> None:
+    """By work, about; they are few."""
+    for index in range(first, last):
+        table, place = u.tables[index], index
+        key = a.work[s.option[table]] * (0.8 + 0.4 * rng.random())
+        while place > first and u.keys[place - 1] < key:
+            u.tables[place], u.keys[place] = u.tables[place - 1], u.keys[place - 1]
+            place -= 1
+        u.tables[place], u.keys[place] = table, key
+
+
+@_compiled
+def _take(a: Arrays, s: State, u: Undo, first: int, last: int) -> None:
+    """Take tables off their ranks, and keep where they were."""
+    for index in range(first, last):
+        table = u.tables[index]
+        option = u.option[index] = s.option[table]
+        for slot in range(s.spot.shape[1]):
+            u.spot[index, slot] = s.spot[table, slot]
+        start = a.option_first[option]
+        for part in range(start, a.option_first[option + 1]):
+            _shift(a, s, table, a.part_kind[part], s.spot[table, part - start], -1)
+        _add_base(a, s, option, -1)
+
+
+@_compiled
+def _add_base(a: Arrays, s: State, option: int, sign: int) -> None:
+    for dim in range(len(s.base)):
+        s.base[dim] += sign * a.base[option, dim]
+
+
+@_compiled
+def _shift(a: Arrays, s: State, table: int, kind: int, place: int, sign: int) -> None:
+    """Add a part at a place, or take it off."""
+    width, item = a.set_width[a.kind_set[kind]], a.kind_first[kind]
+    first = a.set_first[a.kind_set[kind]] + place * width
+    for index in range(width):
+        rank = a.set_ranks[first + index]
+        s.on[rank, table] += sign
+        for dim in range(len(s.base)):
+            s.sums[dim, rank] += sign * a.size[item + index, dim]
+        _set_term(s, rank)
+
+
+@_compiled
+def _fill(a: Arrays, s: State, rng: np.random.Generator, table: int, budget: float) -> bool:
+    """Put a table on with an option of little work for which there is budget; whether there is one."""
+    tried = 0
+    for number in range(a.choice_first[a.group[table]], a.choice_first[a.group[table] + 1]):
+        if rng.random() < _BLINK:
+            continue
+        if tried == _OPTIONS:
+            break
+        tried += 1
+        if _put(a, s, rng, table, a.choice[number], budget):
+            return True
+    return False
+
+
+@_compiled
+def _put(a: Arrays, s: State, rng: np.random.Generator, table: int, option: int, budget: float) -> bool:
+    """Put a table on with an option, each part where it leaves the least of the budget or, where that is 0, where the
+    soft maximum grows least; if there is no place for one, nothing is done, which is returned."""
+    _add_base(a, s, option, 1)
+    first, end = a.option_first[option], a.option_first[option + 1]
+    fits, part = _within(a, s), first
+    while part < end and fits:
+        place = _best_place(a, s, rng, a.part_kind[part], budget)
+        fits = place >= 0
+        if fits:
+            _shift(a, s, table, a.part_kind[part], place, 1)
+            s.spot[table, part - first] = place
+            part += 1
+            # Two items of a part may be on one rank.
+            fits = a.set_width[a.kind_set[a.part_kind[part - 1]]] == 1 or _within(a, s)
+    if fits:
+        s.option[table] = option
+        return True
+    while part > first:
+        part -= 1
+        _shift(a, s, table, a.part_kind[part], s.spot[table, part - first], -1)
+    _add_base(a, s, option, -1)
+    return False
+
+
+@_compiled
+def _within(a: Arrays, s: State) -> bool:
+    """Whether every rank is within its memory."""
+    for dim in range(1, len(s.base)):
+        for rank in range(s.sums.shape[1]):
+            if s.sums[dim, rank] > a.limit[dim] - s.base[dim]:
+                return False
+    return True
+
+
+@_compiled
+def _best_place(a: Arrays, s: State, rng: np.random.Generator, kind: int, budget: float) -> int:
+    """Where a part leaves the least of the budget, or where the soft maximum grows least; -1 if it fits nowhere."""
+    width, item, first = a.set_width[a.kind_set[kind]], a.kind_first[kind], a.set_first[a.kind_set[kind]]
+    places = (a.set_first[a.kind_set[kind] + 1] - first) // width
+    best, found = inf, -1
+    for place in range(places):
+        score, fits = 0.0, True
+        for index in range(width):
+            rank, load = a.set_ranks[first + place * width + index], a.size[item + index, 0]
+            if budget > 0:
+                left = budget - s.sums[0, rank] - load
+                fits = fits and left >= 0
+                score += left
+            else:
+                score += s.terms[rank] * (exp(min(s.steep[0] * load, _STEEPEST)) - 1.0)
+            for dim in range(1, len(s.base)):
+                fits = fits and s.sums[dim, rank] + a.size[item + index, dim] + s.base[dim] <= a.limit[dim]
+            if not fits or score >= best:
+                break
+        if fits and score < best and (budget <= 0 or rng.random() >= _BLINK):
+            best, found = score, place
     return found

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from shardrec.errors import ConfigError
-from shardrec.planner.solve import Option, Part, Piece, Problem, SolveLimits, solve
+from shardrec.planner.solve import Option, Part, Piece, Problem, SolveLimits, exact, solve
 from shardrec.planner.solve.problem import anywhere
 from tests.planner.problems import best_cost, check, random_problem
 from tests.plans import randoms
@@ -29,6 +29,20 @@ def test_small_problems_are_solved_as_by_trying_everything(rng: Random) -> None:
     check(problem, solution)
     assert solution.bound <= best * (1 + 1e-6) + 1e-9, "the bound is not one"
     assert solution.cost == pytest.approx(best)
+
+
+@settings(max_examples=25, deadline=None)
+@given(rng=randoms())
+def test_small_problems_without_the_exact_programme(rng: Random) -> None:
+    problem = random_problem(rng, most_tables=3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exact, "_MOST_VARIABLES", 0)
+        solution = solve(problem, SolveLimits(gap=0.01, effort=4))
+    best = best_cost(problem)
+    if solution is not None:
+        check(problem, solution)
+        assert solution.bound <= best * (1 + 1e-6) + 1e-9, "the bound is not one"
+        assert solution.cost >= best * (1 - 1e-9)
 
 
 def test_memory_alone_forbids_the_options_without_load() -> None:
