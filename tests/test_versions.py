@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from types import SimpleNamespace
@@ -111,6 +112,26 @@ def test_both_builds_over_each_other(install: Install) -> None:
     text = message()
     assert "uninstall both builds" in text
     assert "libcuda.so.1" in text
+
+
+def test_the_warning_of_fbgemm_about_itself_is_left_out(
+    install: Install, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    install(torch="2.11.0", torchrec="1.6.1", fbgemm_gpu_cpu="1.6.0")
+    load = _versions.importlib.import_module
+
+    def warns(name: str) -> object:
+        if name == "fbgemm_gpu":
+            logging.warning("_fbgemm_torch_compat_table has no entry for 1.6.0 of FBGEMM")
+        logging.warning("another warning")
+        return load(name)
+
+    monkeypatch.setattr(_versions.importlib, "import_module", warns)
+    handlers = list(logging.root.handlers)
+    check_versions()
+    assert {record.getMessage() for record in caplog.records} == {"another warning"}
+    assert logging.root.handlers == handlers
+    assert not logging.root.filters
 
 
 def test_failure_is_not_remembered_and_success_is(install: Install) -> None:
