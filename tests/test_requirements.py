@@ -48,7 +48,7 @@ def test_every_package_has_one_version(one: MatchingSet) -> None:
 
 
 def test_setuptools_suits_every_torch() -> None:
-    """torch 2.11 and 2.12 want it below 82, and 2.13 at least 77.0.3."""
+    """torch 2.11 wants it below 82, and 2.13 at least 77.0.3."""
     assert 78 <= int(pins("base.txt")["setuptools"].partition(".")[0]) < 82
 
 

@@ -62,7 +62,8 @@ def test_matching_sets_pass(install: Install, each: _versions.MatchingSet, build
     [
         ("2.13.0", "1.7.0", "1.8.0"),
         ("2.13.0", "1.8.0", "1.7.0"),
-        ("2.12.0", "1.8.0", "1.7.0"),
+        ("2.11.0", "1.8.0", "1.6.1"),
+        ("2.12.0", "1.7.0", "1.7.0"),
         ("2.1.0", "1.8.0", "1.8.0"),
         ("2.130.0", "1.8.0", "1.8.0"),
         ("2.14.0a0+git1234567", "1.9.0", "1.9.0"),
@@ -75,10 +76,10 @@ def test_mismatch_names_all_three(install: Install, torch: str, fbgemm: str, tor
 
 
 def test_remedy_keeps_the_installed_torch(install: Install) -> None:
-    install(torch="2.12.1", fbgemm_gpu="1.8.0", torchrec="1.8.0")
+    install(torch="2.11.1", fbgemm_gpu="1.8.0", torchrec="1.8.0")
     text = message()
-    assert "torch==2.12.0 and fbgemm-gpu==1.7.0, and torchrec==1.7.0" in text
-    assert "torch 2.13 with 1.8 and 1.8.0 or torch 2.11 with 1.6 and 1.6.1" in text
+    assert "torch==2.11.0 and fbgemm-gpu==1.6.0, and torchrec==1.6.1" in text
+    assert "torch 2.11 goes with fbgemm-gpu 1.6 and torchrec 1.6.1 (torch 2.13 with 1.8 and 1.8.0)" in text
 
 
 @pytest.mark.parametrize("missing", ["torch", "fbgemm_gpu_cpu", "torchrec"])
