@@ -1,12 +1,14 @@
 # make help lists the targets. Each does its own set-up in $(VENV), once: a second run installs nothing and needs no network.
 
-DEVICE      ?= cpu
-VENV        ?= .venv
+DEVICE      ?= $(if $(filter gpu,$(MAKECMDGOALS)),gpu,cpu)
+SET         ?= 2.13
+VENV        ?= .venv$(if $(filter-out 2.13,$(SET)),-$(SET))$(if $(filter gpu,$(DEVICE)),-gpu)
 NPROC       ?= 2
 WORKERS     ?= 2
 TRAIN_ARGS  ?=
 PYTEST_ARGS ?=
 BENCH_ARGS  ?=
+GPU_ARGS    ?=
 SANITIZERS  ?= address,undefined
 KILLS       ?= 200
 SEED        ?= 0
@@ -22,8 +24,8 @@ SHELL       := bash
 .DELETE_ON_ERROR:
 
 BIN     := $(VENV)/bin
-RUNTIME := $(VENV)/.shardrec-$(DEVICE)
-DEV     := $(VENV)/.shardrec-$(DEVICE)-dev
+RUNTIME := $(VENV)/.shardrec-$(DEVICE)-$(SET)
+DEV     := $(VENV)/.shardrec-$(DEVICE)-$(SET)-dev
 
 PIP := PYTHONUNBUFFERED=1 $(BIN)/python -m pip install --disable-pip-version-check --no-input --progress-bar off
 
@@ -36,7 +38,12 @@ ifeq ($(filter cpu gpu,$(DEVICE)),)
 $(error DEVICE is "$(DEVICE)"; it can be cpu or gpu)
 endif
 
-.PHONY: help train test check sanitize faults bench cpp-example parameter-server docs clean
+SETS := $(patsubst requirements/set-%.txt,%,$(wildcard requirements/set-*.txt))
+ifeq ($(filter $(SET),$(SETS)),)
+$(error SET is "$(SET)"; it is a release of torch, one of $(SETS))
+endif
+
+.PHONY: help train test check sanitize faults bench gpu cpp-example parameter-server docs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 18
@@ -45,7 +52,7 @@ train: $(RUNTIME) ## train a sharded model on NPROC ranks of this machine (DEVIC
 	$(BIN)/shardrec train --nproc $(NPROC) $(TRAIN_ARGS)
 
 # Hundreds of processes import the package, most of them for a moment: they find it compiled, whatever the environment says.
-test: $(DEV) ## run the tests, in so many processes (WORKERS, PYTEST_ARGS)
+test: $(DEV) ## run the tests, in so many processes, with a release of torch (WORKERS, PYTEST_ARGS, SET)
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 check: $(DEV) ## lint, format, types, then the tests
@@ -65,11 +72,15 @@ sanitize: $(DEV) ## run the tests of what C++ does under the address and undefin
 faults: $(DEV) ## kill and stop training runs at random, and say what was lost (KILLS, SEED)
 	$(BIN)/python -m tests.campaign.main --kills $(KILLS) --seed $(SEED)
 
-bench: $(RUNTIME) ## run every benchmark under benchmarks/ (BENCH_ARGS)
-	@for main in benchmarks/*/main.py; do \
+bench: $(RUNTIME) ## run every benchmark under benchmarks/ that needs no GPU (BENCH_ARGS)
+	@for main in $(filter-out benchmarks/gpu/main.py,$(wildcard benchmarks/*/main.py)); do \
 	  [ -e "$$main" ] || { echo "there is no benchmarks/*/main.py to run"; break; }; \
 	  echo "==> $$main"; module=$${main%.py}; $(BIN)/python -m "$${module//\//.}" $(BENCH_ARGS); \
 	done
+
+# It installs the CUDA builds. GPU_ARGS: such as --resume, --max-rows 10000000, --parts doctor tests.
+gpu: $(DEV) ## everything that needs a GPU: doctor, tests, benchmark, profile, in runs/gpu (GPU_ARGS)
+	$(BIN)/python -m benchmarks.gpu.main $(GPU_ARGS)
 
 cpp-example: $(RUNTIME) ## serve a quantized model from C++, and compare its answers with Python's (needs cmake, g++)
 	$(BIN)/python -W ignore -m examples.cpp_serving.main
@@ -102,19 +113,19 @@ $(BIN)/python:
 	}
 
 # The CPU and the CUDA build of fbgemm-gpu own one folder: where the other one is, both go before the right one comes.
-$(RUNTIME): requirements/base.txt requirements/$(DEVICE).txt requirements/torchrec.txt setup.cfg pyproject.toml setup.py \
-            shardrec/native/ops.cpp | $(BIN)/python
-	@printf '%s' "==> installing shardrec for $(DEVICE) in $(VENV) (minutes, the first time) "
+$(RUNTIME): requirements/base.txt requirements/$(DEVICE).txt requirements/set-$(SET).txt requirements/torchrec.txt \
+            setup.cfg pyproject.toml setup.py shardrec/native/ops.cpp | $(BIN)/python
+	@printf '%s' "==> installing shardrec for $(DEVICE), with torch $(SET), in $(VENV) (minutes, the first time) "
 	@rm -f "$(VENV)"/.shardrec-*
 	@if $(BIN)/python -m pip show -q $(if $(filter cpu,$(DEVICE)),fbgemm-gpu,fbgemm-gpu-cpu) 2>/dev/null; then \
 	  $(BIN)/python -m pip uninstall --disable-pip-version-check -q -y fbgemm-gpu fbgemm-gpu-cpu; \
 	fi
-	@$(call install,-r requirements/$(DEVICE).txt)
-	@$(call install,--no-deps -r requirements/torchrec.txt)
+	@$(call install,-r requirements/$(DEVICE).txt -c requirements/set-$(SET).txt)
+	@$(call install,--no-deps -r requirements/torchrec.txt -c requirements/set-$(SET).txt)
 	@$(call install,--no-deps --no-build-isolation -e .); echo
 	@touch $@
 
 $(DEV): requirements/dev.txt $(RUNTIME)
 	@printf '%s' "==> installing the test tools in $(VENV) "
-	@$(call install,--no-warn-conflicts -r requirements/$(DEVICE).txt -r requirements/dev.txt); echo
+	@$(call install,--no-warn-conflicts -r requirements/$(DEVICE).txt -r requirements/dev.txt -c requirements/set-$(SET).txt); echo
 	@touch $@

@@ -7,10 +7,12 @@ three is imported, so that the answer is a sentence and not a linker's message.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
+import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata, util
 
@@ -38,10 +40,9 @@ class MatchingSet:
 
 MATCHING_SETS: tuple[MatchingSet, ...] = (
     MatchingSet(torch="2.13", fbgemm="1.8", torchrec="1.8.0"),
-    MatchingSet(torch="2.12", fbgemm="1.7", torchrec="1.7.0"),
     MatchingSet(torch="2.11", fbgemm="1.6", torchrec="1.6.1"),
 )
-"""Every set that shardrec supports, newest first (the table in fbgemm-gpu's release notes)."""
+"""Every set that shardrec supports, which are those that its tests ran with, newest first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,13 +116,32 @@ def _fits(found: _Found, minor: str | None) -> bool:
 def _load(found: Sequence[_Found], wanted: MatchingSet) -> None:
     """Imports fbgemm-gpu and touches one operator: some of its libraries are allowed to fail silently."""
     try:
-        importlib.import_module("fbgemm_gpu")
+        with _without_its_warning():
+            importlib.import_module("fbgemm_gpu")
         torch = importlib.import_module("torch")
         torch.ops.fbgemm.permute_2D_sparse_data  # noqa: B018 - the look-up itself is the test
     except Exception as error:  # a linker's OSError, an ImportError or an AttributeError, all with one meaning
         reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
         text = f"found {_listed(found)}, but fbgemm-gpu does not load ({reason}): {_remedy(wanted, found[1:-1])}"
         raise VersionError(text) from error
+
+
+@contextlib.contextmanager
+def _without_its_warning() -> Iterator[None]:
+    """fbgemm-gpu 1.6 does not know of itself, warns on the root logger, and so gives that a handler."""
+
+    class Hush(logging.NullHandler):
+        def filter(self, record: logging.LogRecord) -> bool:
+            return "_fbgemm_torch_compat_table has no entry" not in record.getMessage()
+
+    root, hush = logging.getLogger(), Hush()
+    root.addHandler(hush)  # with a handler, the root logger is given no other
+    root.addFilter(hush)
+    try:
+        yield
+    finally:
+        root.removeFilter(hush)
+        root.removeHandler(hush)
 
 
 def _listed(found: Sequence[_Found]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from types import SimpleNamespace
@@ -61,7 +62,8 @@ def test_matching_sets_pass(install: Install, each: _versions.MatchingSet, build
     [
         ("2.13.0", "1.7.0", "1.8.0"),
         ("2.13.0", "1.8.0", "1.7.0"),
-        ("2.12.0", "1.8.0", "1.7.0"),
+        ("2.11.0", "1.8.0", "1.6.1"),
+        ("2.12.0", "1.7.0", "1.7.0"),
         ("2.1.0", "1.8.0", "1.8.0"),
         ("2.130.0", "1.8.0", "1.8.0"),
         ("2.14.0a0+git1234567", "1.9.0", "1.9.0"),
@@ -74,10 +76,10 @@ def test_mismatch_names_all_three(install: Install, torch: str, fbgemm: str, tor
 
 
 def test_remedy_keeps_the_installed_torch(install: Install) -> None:
-    install(torch="2.12.1", fbgemm_gpu="1.8.0", torchrec="1.8.0")
+    install(torch="2.11.1", fbgemm_gpu="1.8.0", torchrec="1.8.0")
     text = message()
-    assert "torch==2.12.0 and fbgemm-gpu==1.7.0, and torchrec==1.7.0" in text
-    assert "torch 2.13 with 1.8 and 1.8.0 or torch 2.11 with 1.6 and 1.6.1" in text
+    assert "torch==2.11.0 and fbgemm-gpu==1.6.0, and torchrec==1.6.1" in text
+    assert "torch 2.11 goes with fbgemm-gpu 1.6 and torchrec 1.6.1 (torch 2.13 with 1.8 and 1.8.0)" in text
 
 
 @pytest.mark.parametrize("missing", ["torch", "fbgemm_gpu_cpu", "torchrec"])
@@ -111,6 +113,26 @@ def test_both_builds_over_each_other(install: Install) -> None:
     text = message()
     assert "uninstall both builds" in text
     assert "libcuda.so.1" in text
+
+
+def test_the_warning_of_fbgemm_about_itself_is_left_out(
+    install: Install, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    install(torch="2.11.0", torchrec="1.6.1", fbgemm_gpu_cpu="1.6.0")
+    load = _versions.importlib.import_module
+
+    def warns(name: str) -> object:
+        if name == "fbgemm_gpu":
+            logging.warning("_fbgemm_torch_compat_table has no entry for 1.6.0 of FBGEMM")
+        logging.warning("another warning")
+        return load(name)
+
+    monkeypatch.setattr(_versions.importlib, "import_module", warns)
+    handlers = list(logging.root.handlers)
+    check_versions()
+    assert {record.getMessage() for record in caplog.records} == {"another warning"}
+    assert logging.root.handlers == handlers
+    assert not logging.root.filters
 
 
 def test_failure_is_not_remembered_and_success_is(install: Install) -> None:

@@ -41,6 +41,10 @@ def _criteo() -> list[WorkloadTable]:
     return [WorkloadTable(rows=rows, dim=64) for rows in CRITEO_CARDINALITIES]
 
 
+def _criteo_128() -> list[WorkloadTable]:
+    return [replace(table, dim=128) for table in _criteo()]
+
+
 def _multi_hot() -> list[WorkloadTable]:
     rows = (
         40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282, 10, 2_209,
@@ -54,9 +58,9 @@ def _small() -> list[WorkloadTable]:
     return [WorkloadTable(rows=1000, dim=16)] * 200
 
 
-PRESETS = {"criteo": _criteo, "multi_hot": _multi_hot, "small": _small}
-"""``criteo``: the 26 features of Criteo Kaggle. ``multi_hot``: DLRM-DCN v2 of MLPerf training, 26 features of 1 to 100
-ids. ``small``: 200 tables."""
+PRESETS = {"criteo": _criteo, "criteo_128": _criteo_128, "multi_hot": _multi_hot, "small": _small}
+"""``criteo``: the 26 features of Criteo Kaggle, 64 columns; ``criteo_128``: 128 columns. ``multi_hot``: DLRM-DCN v2 of
+MLPerf training, 26 features of 1 to 100 ids. ``small``: 200 tables."""
 
 
 def parse_tables(texts: Sequence[str], *, max_rows: int, pooling: int | None = None) -> tuple[WorkloadTable, ...]:

@@ -5,20 +5,31 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable
+from functools import partial
 from importlib import metadata
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 import shardrec
-from shardrec.errors import ShardrecError
+from shardrec.cli import selftest
+from shardrec.errors import ConfigError, ShardrecError
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["doctor"]
 
 _PACKAGES = ("torch", "fbgemm-gpu-cpu", "fbgemm-gpu", "torchrec", "torchmetrics", "numpy", "pyarrow")
 
 
-def doctor() -> None:
-    """Show versions, devices and threads, and check that the packages match and that ranks can talk to each other."""
+def doctor(
+    device: Annotated[str, typer.Option(help="cpu or cuda; default: cuda where torch sees it.")] = "",
+) -> None:
+    """Show versions, devices and threads, and check that the packages match, that ranks can talk to each other, and
+    that a small sharded model trains and scripts on the device."""
+    if device not in ("", "cpu", "cuda"):
+        raise ConfigError(f"--device is {device!r}: give cpu or cuda")
     typer.echo(f"shardrec {shardrec.__version__}, Python {platform.python_version()}, {platform.platform(terse=True)}")
     for package in _PACKAGES:
         try:
@@ -28,12 +39,17 @@ def doctor() -> None:
     checks: tuple[tuple[str, Callable[[], str]], ...] = (
         ("versions", _versions),
         ("threads", _threads),
-        ("device", _device),
+        ("device", partial(_device, device)),
         ("gloo", _gloo),
         ("exchange", _exchange),
         ("C++", _native),
     )
     failed = [name for name, check in checks if not _passes(name, check)]
+    if not {"versions", "device"} & set(failed):
+        from shardrec.train.quiet import quiet_libraries
+
+        with quiet_libraries():
+            failed += [name for name, check in _on_device(_chosen(device)) if not _passes(name, check)]
     if failed:
         raise typer.Exit(1)
 
@@ -64,13 +80,45 @@ def _threads() -> str:
     return f"{len(os.sched_getaffinity(0))} cores for this process, {torch.get_num_threads()} threads in torch{set_by}"
 
 
-def _device() -> str:
+def _device(wanted: str) -> str:
     import torch
 
     if not torch.cuda.is_available():
+        built = torch.version.cuda
+        if wanted == "cuda":
+            what = f"it is built for CUDA {built}: install a driver for it" if built else "it is the build for the CPU"
+            raise ConfigError(f"--device is 'cuda' and torch sees no CUDA device ({what})")
         return "cpu (torch sees no CUDA device)"
-    names = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
-    return f"cpu, cuda: {names}"
+    names = ", ".join(
+        f"{one.name} ({one.total_memory / 2**30:.0f} GiB, compute capability {one.major}.{one.minor})"
+        for one in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    )
+    return f"cpu, cuda: {names}; CUDA {torch.version.cuda}, driver {_driver()}"
+
+
+def _driver() -> str:
+    try:
+        with open("/proc/driver/nvidia/version", encoding="utf-8") as file:
+            return next((word for word in file.readline().split() if word[:1].isdigit() and "." in word), "unknown")
+    except OSError:
+        return "unknown"
+
+
+def _chosen(wanted: str) -> torch.device:
+    import torch
+
+    name = wanted or ("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name)
+
+
+def _on_device(device: torch.device) -> tuple[tuple[str, Callable[[], str]], ...]:
+    """Small steps, each by itself."""
+    return (
+        ("fbgemm", partial(selftest.fbgemm_build, device)),
+        ("NCCL" if device.type == "cuda" else "one rank", partial(selftest.collectives, device)),
+        ("training", partial(selftest.training_lookup, device)),
+        ("scripted", partial(selftest.scripted_lookup, device)),
+    )
 
 
 def _exchange() -> str:

@@ -31,6 +31,8 @@ class Columns:
         self.pieces = tuple(pieces)
         self.width = sum(piece.width for piece in pieces)
         self._scales = list(scales)
+        self._on_device: torch.device | None = None
+        self._block_columns: list[Tensor] = []
         self._flat: list[int] = []
         for piece in pieces:
             self._flat += (piece.width, len(piece.sources))
@@ -70,16 +72,25 @@ class Columns:
                 gradient = gradient.contiguous()
             torch.ops.shardrec.distribute(gradient, list(blocks), self._flat, scales[: len(blocks)])
             return
-        start = 0
-        for piece in self.pieces:
-            part = gradient[:, start : start + piece.width]
-            for source in piece.sources:
-                target = _columns(blocks, source, piece.width)
-                if scales[source.block] == 1.0:
-                    target.copy_(part)
-                else:
-                    torch.mul(part, scales[source.block], out=target)
-            start += piece.width
+        for block, columns, scale in zip(blocks, self._columns_of_blocks(gradient.device), scales, strict=False):
+            torch.index_select(gradient, 1, columns, out=block)
+            if scale != 1.0:
+                block.mul_(scale)
+
+    def _columns_of_blocks(self, device: torch.device) -> list[Tensor]:
+        """Per block, the output column of each of its columns: a block is one kernel, however many pieces it has."""
+        if self._on_device != device:
+            found: dict[int, dict[int, range]] = {}
+            start = 0
+            for piece in self.pieces:
+                for source in piece.sources:
+                    found.setdefault(source.block, {})[source.start] = range(start, start + piece.width)
+                start += piece.width
+            blocks = [found.get(block, {}) for block in range(max(found, default=-1) + 1)]
+            columns = [[column for _, run in sorted(runs.items()) for column in run] for runs in blocks]
+            self._block_columns = [torch.tensor(one, dtype=torch.int64, device=device) for one in columns]
+            self._on_device = device
+        return self._block_columns
 
 
 def _is_native(values: Tensor) -> bool:

@@ -314,14 +314,14 @@ def _weight_fault(features: KeyedJaggedTensor, expect: Expectation) -> str | Non
             f"the input has no weights and the collection of feature {feature!r} (table {table!r}) has "
             "is_weighted=True; give the KeyedJaggedTensor weights, one per id"
         )
-    value = _first(weights)
     if not expect.weighted:
         return (
-            f"the input has {weights.numel()} weights{value} and the collection of feature {feature!r} (table "
-            f"{table!r}) has is_weighted=False; drop the weights, or build the collection with is_weighted=True"
+            f"the input has {weights.numel()} weights{_first(weights)} and the collection of feature {feature!r} "
+            f"(table {table!r}) has is_weighted=False; drop the weights, or build the collection with is_weighted=True"
         )
     if not weights.dtype.is_floating_point:
-        return f"the weights are {_name(weights.dtype)}{value}; they must be floating point: convert with .float()"
+        found = f"{_name(weights.dtype)}{_first(weights)}"
+        return f"the weights are {found}; they must be floating point: convert with .float()"
     return _device_fault("weights", weights, expect)
 
 

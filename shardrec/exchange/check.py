@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shardrec import native
 from shardrec.exchange.batch import NO_LIMIT, Batch, Expectation, shown
+from shardrec.exchange.staging import staged
 
 __all__ = ["add_up", "are_sound", "describe_fault", "ids_are_valid"]
 
@@ -40,7 +41,7 @@ def ids_are_valid(batch: Batch, limits: Tensor, *, unused_keys: bool) -> Tensor:
     if batch.offsets_fit is not None:
         sound = sound & batch.offsets_fit
     if batch.inverse is not None:
-        bags_U = torch.tensor(batch.bags, device=batch.inverse.device)
+        bags_U = staged(batch.bags, torch.int64, batch.inverse.device)
         sound = sound & ((batch.inverse >= 0) & (batch.inverse < bags_U.unsqueeze(1))).all()
     return sound
 

@@ -7,6 +7,11 @@ N ids.
 
     (F, B) ── permute ──► (U, B) ── bucketize ──► (K·U, B) ── permute ──► (S, B)
 
+On CUDA the host does not know how many ids the units have, where keys are left out or are in several units. What
+fbgemm's permute is told is then the most that they can have; its kernels go by the lengths, and what is left over at
+the end of values and positions holds no ids. :meth:`Cutter.in_slots`, after the header has told the number, leaves it
+out.
+
 A route with one block needs no bucketizing, and its two permutes are one. On the CPU, where the sizes are known at
 once, one C++ operator (:mod:`shardrec.native`) does all of it: of 819,200 ids for 200 tables, a third of them cut by
 rows, in 5 ms where the three take 38.
@@ -34,7 +39,7 @@ class Cut:
 
     Args:
         rows: (K·U, B) lengths, or (F, B) with one block.
-        values: (N,) ids in that order, local to the block.
+        values: (N,) ids in that order, local to the block; on CUDA more elements may follow, which are none.
         weights: (N,) or None.
         positions: (N,) integer place of each id in the batch, or None where nobody asks.
         slots: (S,) row of each slot.
@@ -68,6 +73,7 @@ class _KeyOrder:
 
     units: Tensor  # (U,) position of each unit's key
     units_in_place: bool
+    most_units: int  # of one key
     described: list[int]  # the units, as the C++ operator takes them
     slots: Tensor  # (S,) position of each slot's key; used when there is one block
     slots_in_place: bool  # they are all the keys, in order
@@ -119,15 +125,21 @@ class Cutter:
             slots, in_place = self._slot_rows, self._in_place
             if not order.units_in_place:
                 units = order.units.to(torch.int32)
+                most = None if self._device.type == "cpu" else values.numel() * order.most_units
                 if positions is not None:
-                    _, positions, _ = torch.ops.fbgemm.permute_2D_sparse_data(units, lengths, positions, None, None)
+                    _, positions, _ = torch.ops.fbgemm.permute_2D_sparse_data(units, lengths, positions, None, most)
                 lengths, values, weights = torch.ops.fbgemm.permute_2D_sparse_data(
-                    units, lengths, values, weights, None
+                    units, lengths, values, weights, most
                 )
             lengths, values, weights, place = self._bucketize(lengths, values, weights, keep_positions)
             if positions is not None:
                 assert place is not None, "a bucketize that keeps the order tells where each id went"
-                positions = torch.empty_like(positions).index_copy_(0, place.to(torch.int64), positions)
+                place = place.to(torch.int64)
+                if self._device.type != "cpu":
+                    # No places are written beyond the ids.
+                    same = torch.arange(place.numel(), device=self._device)
+                    place = torch.where(same < lengths.sum(), place, same)
+                positions = torch.empty_like(positions).index_copy_(0, place, positions)
         return Cut(
             rows=lengths,
             values=values,
@@ -174,6 +186,7 @@ class Cutter:
         return _KeyOrder(
             units=self._tensor(units),
             units_in_place=units == list(range(len(keys))),
+            most_units=max(map(units.count, units), default=0),
             slots=self._tensor(slots),
             slots_in_place=slots == list(range(len(keys))),
             described=_described(self._route, units),
@@ -199,9 +212,9 @@ class Cutter:
     def _permute(self, cut: Cut, values: Tensor, weights: Tensor | None, total: int) -> tuple[Tensor, Tensor | None]:
         if cut.in_place and cut.borrowed:
             # The caller's own memory may change before backward reads it.
-            return values.clone(), None if weights is None else weights.clone()
+            return values[:total].clone(), None if weights is None else weights[:total].clone()
         if cut.in_place:
-            return values, weights
+            return values[:total], None if weights is None else weights[:total]
         _, permuted, permuted_weights = torch.ops.fbgemm.permute_2D_sparse_data(
             cut.slots.to(torch.int32), cut.rows, values, weights, total
         )

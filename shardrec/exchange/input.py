@@ -29,6 +29,7 @@ from shardrec.exchange.check import add_up, describe_fault, ids_are_valid
 from shardrec.exchange.cut import Cut, Cutter
 from shardrec.exchange.payload import Arrival, Payload
 from shardrec.exchange.route import Route
+from shardrec.exchange.staging import staged
 from shardrec.exchange.step import StepContext
 
 __all__ = ["Addressed", "InputExchange", "Prepared", "ShardInput", "Trace", "group_edges"]
@@ -110,6 +111,7 @@ class Addressed:
         received: ids from each rank, per group.
         local: the result itself when there is one rank.
         trace: where the sent ids were in the batch, if the exchange keeps track.
+        notes: values of ``prepared.notes``.
     """
 
     prepared: Prepared
@@ -120,6 +122,7 @@ class Addressed:
     received: tuple[tuple[int, ...], ...]
     local: ShardInput | None
     trace: Trace | None
+    notes: Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,7 +230,7 @@ class InputExchange:
         header = prepared.counts.new_zeros((self._world_size, self.columns))
         header[:, 0] = prepared.lengths.size(1)
         if prepared.slot_sizes is not None:
-            header[:, 1] = torch.tensor(self._payload.bag_words(prepared.slot_sizes), device=header.device)
+            header[:, 1] = staged(self._payload.bag_words(prepared.slot_sizes), torch.int64, header.device)
         header[:, _FIXED:] = prepared.counts
         return header
 
@@ -261,8 +264,8 @@ class InputExchange:
             trace = Trace(
                 positions=positions,
                 slot_ids=prepared.lengths.sum(dim=1),
-                sent_key_ids=tuple(notes[0]) if notes else (),
-                key_ids=tuple(notes[1]) if notes else (),
+                sent_key_ids=tuple(notes[0]) if self._per_id else (),
+                key_ids=tuple(notes[1]) if self._per_id else (),
             )
         arrivals, received = self._arrivals(headers)
         local, parts = None, []
@@ -288,6 +291,7 @@ class InputExchange:
             received=received,
             local=local,
             trace=trace,
+            notes=notes,
         )
 
     def receive(self, addressed: Addressed, parts: Sequence[Tensor]) -> ShardInput:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from shardrec.exchange.route import Route
+from shardrec.exchange.staging import staged
 
 __all__ = ["Arrival", "Payload", "Unpacked"]
 
@@ -123,7 +124,7 @@ class Payload:
                 part = [lengths_SB[slots.start : slots.stop].reshape(-1)]
             else:
                 sizes = [slot_sizes[slot] for slot in slots]
-                part = [torch.tensor(sizes, dtype=torch.int32, device=ids.device)]
+                part = [staged(sizes, torch.int32, ids.device)]
                 part += [lengths_SB[slot, :size] for slot, size in zip(slots, sizes, strict=True)]
             part.append(id_parts[rank].view(torch.int32))
             if weight_parts is not None:

@@ -27,6 +27,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from shardrec.exchange.blocks import BlocksInFlight, Stream
 from shardrec.exchange.input import ShardInput, Trace
 from shardrec.exchange.route import Route
+from shardrec.exchange.staging import staged
 from shardrec.exchange.wire import Shape
 
 __all__ = ["Placement", "RowExchange"]
@@ -74,6 +75,9 @@ class RowExchange:
         self._device = device
         self._slots = [slot for rank_slots in route.slots for slot in rank_slots]
         self.unit = gcd(dim, *self.widths, *(slot.shard.col_start for slot in self._slots))
+        slot_units = [slot.shard.cols // self.unit for slot in self._slots]
+        self._slot_units = set(slot_units)
+        self._slot_width = torch.tensor(slot_units, dtype=torch.int64, device=device)
         mine = route.slots[rank]
         self._group_slots = [sum(slot.group == group for slot in mine) for group in range(route.groups)]
         self._rank_major = lru_cache(maxsize=_SOURCES)(self._new_rank_major)
@@ -104,7 +108,7 @@ class RowExchange:
             starts: per slot of all ranks, an id's output row minus its position in the sent batch.
             output_rows: M.
         """
-        return Placement(target=self._target(trace, starts), output_rows=output_rows)
+        return Placement(target=self._target(trace, starts, output_rows), output_rows=output_rows)
 
     def finish(self, flight: BlocksInFlight, stream: int, placement: Placement) -> Tensor:
         """Wait for the rows: (M, D) float32."""
@@ -135,25 +139,24 @@ class RowExchange:
         ]
         return [torch.tensor(order, dtype=torch.int32, device=self._device) for order in orders]
 
-    def _target(self, trace: Trace, starts: Sequence[int]) -> Tensor:
+    def _target(self, trace: Trace, starts: Sequence[int], output_rows: int) -> Tensor:
         positions, slot_ids = trace.positions, trace.slot_ids
         units = self.dim // self.unit
         first = [
             start * units + slot.shard.col_start // self.unit for slot, start in zip(self._slots, starts, strict=True)
         ]
         count = positions.numel()
-        per_slot = torch.tensor(first, dtype=torch.int64, device=self._device)
+        per_slot = staged(first, torch.int64, self._device)
         base = positions * units + per_slot.repeat_interleave(slot_ids, output_size=count)
-        widths = {slot.shard.cols // self.unit for slot in self._slots}
-        if len(widths) <= 1:
-            width = widths.pop() if widths else 1
+        if len(self._slot_units) <= 1:
+            width = next(iter(self._slot_units), 1)
             return (base.unsqueeze(1) + torch.arange(width, device=self._device)).reshape(-1)
-        slot_width = torch.tensor([slot.shard.cols // self.unit for slot in self._slots], device=self._device)
-        width_N = slot_width.repeat_interleave(slot_ids, output_size=count)
+        width_N = self._slot_width.repeat_interleave(slot_ids, output_size=count)
         ends = width_N.cumsum(0)
-        inside = torch.arange(int(ends[-1]) if count else 0, device=self._device)
-        inside -= (ends - width_N).repeat_interleave(width_N)
-        return base.repeat_interleave(width_N) + inside
+        total = output_rows * units  # each unit of the output comes once
+        inside = torch.arange(total, device=self._device)
+        inside -= (ends - width_N).repeat_interleave(width_N, output_size=total)
+        return base.repeat_interleave(width_N, output_size=total) + inside
 
 
 @dataclass(frozen=True, kw_only=True)

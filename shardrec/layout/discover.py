@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-__all__ = ["Collection", "collections_of", "qualified_name", "remappers_of", "table_configs", "table_shapes"]
+__all__ = [
+    "Collection",
+    "collections_of",
+    "default_device",
+    "qualified_name",
+    "remappers_of",
+    "table_configs",
+    "table_shapes",
+]
 
 Collection: TypeAlias = EmbeddingBagCollection | EmbeddingCollection
 
@@ -32,6 +42,16 @@ def collections_of(model: nn.Module) -> dict[str, Collection]:
         for path, module in model.named_modules()
         if isinstance(module, (EmbeddingBagCollection, EmbeddingCollection))
     }
+
+
+def default_device(model: nn.Module, group: dist.ProcessGroup | None = None) -> torch.device:
+    """Where a model is planned for and sharded by default: where it is, or where its process group can work."""
+    for parameter in model.parameters():
+        if parameter.is_cuda:
+            return parameter.device
+    if dist.is_available() and dist.is_initialized() and dist.get_backend(group) == dist.Backend.NCCL:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def remappers_of(model: nn.Module) -> dict[str, nn.Module]:

@@ -154,13 +154,19 @@ def _host_memory() -> float:
     return found
 
 
-def default_machine() -> Machine:
-    """The preset that a plan without a machine is made for: that of the CUDA device, else ``cpu``.
+def default_machine(device: str | None = None) -> Machine:
+    """The preset that a plan without a machine is made for.
 
     Its figures are the data sheet's, not what is free at the moment, so that every rank comes to the same plan.
+
+    Args:
+        device: ``"cpu"`` or ``"cuda"``, where the tables will be; default: CUDA where torch sees a device.
+
+    Raises:
+        ConfigError: if CUDA is asked for and torch sees no device.
     """
     import torch
 
-    if not torch.cuda.is_available():
+    if device == "cpu" or (device is None and not torch.cuda.is_available()):
         return PRESETS["cpu"]
-    return detect_machine()
+    return detect_machine(device=device)

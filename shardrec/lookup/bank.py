@@ -138,6 +138,8 @@ class TableBank:
             set_first_sums(self.kernel, optimizer)
         self.weights: list[Tensor] = [stored[place[table]] for table in range(len(shapes))]
         self.classes = self._classes(order, flat.detach()) if optimizer is None else ()
+        # Per class, (S,) bool: which slots look its tables up.
+        self._chosen = [cls.bases_of_all.ge(0).to(device) for cls in self.classes]
         widths = [self.shapes[table][1] for table in self.slot_tables]
         self._columns = torch.tensor([0, *accumulate(widths)][:-1], dtype=torch.int64)
         self._own: OwnKernel | None = None
@@ -213,13 +215,31 @@ class TableBank:
         """
         if gradient.device.type == "cpu" and native.is_loaded():
             return [self._summed(cls, ids, lengths, weights, gradient) for cls in self.classes]
-        found = []
+        return [
+            _sum_by_row(cls, rows, values)
+            for cls, rows, values in self._gradients_of_ids(ids, lengths, weights, gradient)
+        ]
+
+    def dense_gradients(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, gradient: Tensor) -> list[Tensor]:
+        """Per width class, the gradient (rows, w) of its matrix; arguments as :meth:`row_gradients` takes them."""
+        if gradient.device.type == "cpu":
+            return [
+                gradient.new_zeros(cls.weight.shape).index_copy_(0, one.rows, one.values)
+                for cls, one in zip(self.classes, self.row_gradients(ids, lengths, weights, gradient), strict=True)
+            ]
+        # Without looking for the distinct rows, whose number the host would wait for.
+        return [
+            gradient.new_zeros(cls.weight.shape).index_add_(0, rows, values)
+            for cls, rows, values in self._gradients_of_ids(ids, lengths, weights, gradient)
+        ]
+
+    def _gradients_of_ids(
+        self, ids: Tensor, lengths: Tensor, weights: Tensor | None, gradient: Tensor
+    ) -> Iterator[tuple[WidthClass, Tensor, Tensor]]:
+        """Per width class, the matrix row (n,) of each id, and its gradient (n, w)."""
         for cls, part in zip(self.classes, self._ids_by_class(ids, lengths, weights), strict=True):
             values = self._bag_gradient(cls, part, lengths.size(1), gradient)
-            if part.weights is not None:
-                values = values * part.weights.unsqueeze(1)
-            found.append(_sum_by_row(cls, part.rows, values))
-        return found
+            yield cls, part.rows, values if part.weights is None else values * part.weights.unsqueeze(1)
 
     def weight_gradient(self, ids: Tensor, lengths: Tensor, gradient: Tensor) -> Tensor:
         """(N,) gradient of the ids' weights; arguments as :meth:`row_gradients` takes them."""
@@ -288,11 +308,9 @@ class TableBank:
         bag_N = bags.repeat_interleave(lengths.reshape(-1).to(torch.int64), output_size=ids.numel())
         # Without samples there are no ids, and the batch size is no divisor.
         slot_N, sample_N = bag_N // max(batch, 1), bag_N % max(batch, 1)
-        for cls in self.classes:
+        for cls, chosen in zip(self.classes, self._chosen, strict=True):
             slots, samples, ids_n, weights_n, places = slot_N, sample_N, ids, weights, None
             if len(cls.slots) < slot_count:
-                chosen = torch.zeros(slot_count, dtype=torch.bool, device=ids.device)
-                chosen[list(cls.slots)] = True
                 places = chosen[slot_N].nonzero().squeeze(1)
                 slots, samples, ids_n = (chosen.cumsum(0) - 1)[slot_N[places]], sample_N[places], ids[places]
                 weights_n = None if weights is None else weights[places]

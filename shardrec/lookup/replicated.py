@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 import torch
@@ -108,17 +108,26 @@ class ReplicatedLookup:
             if update is not None and update.optimizer.optimizer == optimizer:
                 update.optimizer.lr = lr
 
-    def __call__(self, ids: Tensor, lengths: Tensor, weights: Tensor | None) -> Tensor:
-        """(B, D_r) float32 pooled columns of the local batch; shapes as :func:`dense_lookup` takes them."""
+    def __call__(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, counts: Sequence[int]) -> Tensor:
+        """(B, D_r) float32 pooled columns of the local batch.
+
+        Args:
+            ids: (N,) slot after slot.
+            lengths: (S, B).
+            weights: (N,) or None.
+            counts: S numbers of ids.
+        """
         self._queued = False
         weights = None if weights is None else weights.to(torch.float32)
         if len(self._runs) == 1:
             return self._look_up(self._runs[0], ids, lengths, weights)
-        # Tables of several dtypes next to each other: the host needs to know where each run's ids begin.
-        lengths_by_run = lengths.split([run.slots for run in self._runs])
-        counts = torch.stack([part.sum() for part in lengths_by_run]).tolist()
-        ids_by_run = ids.split(counts)
-        weights_by_run = [None] * len(counts) if weights is None else weights.split(counts)
+        # Tables of several dtypes next to each other.
+        slots = [run.slots for run in self._runs]
+        lengths_by_run = lengths.split(slots)
+        edges = [0, *accumulate(slots)]
+        counts_by_run = [sum(counts[start:end]) for start, end in pairwise(edges)]
+        ids_by_run = ids.split(counts_by_run)
+        weights_by_run = [None] * len(slots) if weights is None else weights.split(counts_by_run)
         parts = zip(self._runs, ids_by_run, lengths_by_run, weights_by_run, strict=True)
         return torch.cat([self._look_up(*part) for part in parts], dim=1)
 
@@ -197,9 +206,21 @@ class _RowUpdate:
             width=width, tables=(0,), bases=(0, rows), weight=weight, slots=(), slot_bases=none, bases_of_all=none
         )
         self.optimizer = RowOptimizer([cls], 1, optimizer)
+        self._weight = weight
 
     def step(self, gradient: Tensor) -> None:
         """Update from the dense (rows, dim) gradient."""
-        rows = gradient.any(dim=1).nonzero().squeeze(1)
-        values = gradient.index_select(0, rows).to(torch.float32)
-        self.optimizer.step([RowGradient(rows=rows, values=values)])
+        used = gradient.any(dim=1)
+        if gradient.device.type == "cpu":
+            rows = used.nonzero().squeeze(1)
+            values = gradient.index_select(0, rows).to(torch.float32)
+            self.optimizer.step([RowGradient(rows=rows, values=values)])
+            return
+        # How many rows there are would have to come to the host: all of them are updated, and those put back that are
+        # not used (Adam's moments decay, and Adagrad's step is 0 / 0 without eps).
+        memory = [self._weight, *self.optimizer.states()[0].values()]
+        before = [one.clone() for one in memory]
+        rows = torch.arange(gradient.size(0), device=gradient.device)
+        self.optimizer.step([RowGradient(rows=rows, values=gradient.to(torch.float32))])
+        for one, old in zip(memory, before, strict=True):
+            one.copy_(torch.where(used if one.dim() == 1 else used.unsqueeze(1), one, old))

@@ -50,20 +50,26 @@ class _Catch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def kernel_module(bank: TableBank) -> nn.Module:
+def kernel_module(bank: TableBank, *, updates: bool = True) -> nn.Module:
     """A module that takes ids (N,), lengths (S, B_all), weights (N,) or None and gives what the bank's look-up gives.
 
-    Its backward updates the bank's weights if the bank has a fused optimizer, as the bank's own does.
+    Args:
+        bank: has a kernel of fbgemm's.
+        updates: its backward updates the bank's weights if the bank has a fused optimizer, as the bank's own does; not
+            for one that counts steps (Adam), whose number the operator takes as a constant. Else it has no backward.
     """
+    assert not (updates and bank.optimizer is not None and bank.optimizer.counts_steps), (
+        "the step count would be frozen"
+    )
     ids = torch.zeros(0, dtype=torch.int64, device=bank.device)
     offsets = torch.zeros(len(bank.slot_tables) + 1, dtype=torch.int64, device=bank.device)
     with _Catch() as caught, torch.no_grad():
         bank.kernel(ids, offsets, None)
     ((operator, arguments),) = caught.calls
-    return _operator_module(operator, arguments)
+    return _operator_module(operator, arguments, updates=updates)
 
 
-def _operator_module(operator: Any, arguments: dict[str, Any]) -> nn.Module:
+def _operator_module(operator: Any, arguments: dict[str, Any], *, updates: bool) -> nn.Module:
     """A module with the arguments as attributes, whose forward is the operator's call, made from source text."""
     overload = operator.default
     types = {one.name: str(one.type) for one in overload._schema.arguments}
@@ -77,11 +83,12 @@ def _operator_module(operator: Any, arguments: dict[str, Any]) -> nn.Module:
             passed.append(f"{name}=self.{name}")
         elif types[name].startswith("Optional"):
             passed.append(f"{name}=None")
+    call = [f"    return torch.ops.fbgemm.{overload._schema.name.split('::')[1]}({', '.join(passed)})\n"]
     lines = [
         "def forward(self, ids: Tensor, lengths: Tensor, weights: Tensor | None) -> Tensor:\n",
         "    ids = ids.to(torch.int64)\n",
         "    offsets = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths.reshape(-1)).to(torch.int64)\n",
-        f"    return torch.ops.fbgemm.{overload._schema.name.split('::')[1]}({', '.join(passed)})\n",
+        *(call if updates else ["    with torch.no_grad():\n", "    " + call[0]]),
     ]
     source = f"<shardrec lookup {next(_NUMBERS)}>"
     linecache.cache[source] = (sum(map(len, lines)), None, lines, source)

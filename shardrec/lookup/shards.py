@@ -184,14 +184,17 @@ class ShardLookup:
         """The lookups for TorchScript, one module per group, and the number of this rank's slots in each.
 
         Args:
-            training: update the tables in backward, all of them; else those without a fused kernel are only looked up.
+            training: update the tables in backward, all of them; else those whose optimizer is not the kernel's alone
+                (without a fused one, or one that counts steps) are only looked up.
         """
         modules = [self._scripted(member, training) for member in self._members]
         return nn.ModuleList(modules), [len(member.slots) for member in self._members]
 
     def _scripted(self, member: _Member, training: bool) -> nn.Module:
-        updated_by_rows = member.group.mode in (GroupMode.ROWS, GroupMode.WHOLE_ROWS)
-        if updated_by_rows and training and (member.bank is not None or member.whole_rows is not None):
+        # fbgemm takes the number of the step as a constant: a kernel that needs it is called by Python while it trains.
+        counts = member.group.optimizer is not None and member.group.optimizer.counts_steps
+        by_python = counts or member.group.mode in (GroupMode.ROWS, GroupMode.WHOLE_ROWS)
+        if by_python and training and (member.bank is not None or member.whole_rows is not None):
 
             def look_up(ids: Tensor, lengths: Tensor, weights: Tensor | None) -> Tensor:
                 return self._look_up(member, _GroupInput(ids=ids, lengths=lengths, weights=weights), lengths.size(1))
@@ -202,7 +205,7 @@ class ShardLookup:
         if member.group.mode is GroupMode.DENSE or member.bank.kernel is None:
             weights = member.parameters or [nn.Parameter(one, requires_grad=False) for one in member.bank.weights]
             return DenseTables(weights, member.bank.slot_tables, pooled=member.bank.pooled)
-        return kernel_module(member.bank)
+        return kernel_module(member.bank, updates=not counts)
 
     def _find(self, shard: Shard) -> tuple[_Member, int]:
         for member in self._members:
@@ -366,8 +369,8 @@ class _DenseFunction(torch.autograd.Function):
         bank: TableBank = ctx.bank
         ids, lengths, weights = ctx.input
         per_table: list[Tensor | None] = [None] * len(bank.shapes)
-        for cls, rows in zip(bank.classes, bank.row_gradients(ids, lengths, weights, gradient), strict=True):
-            dense = gradient.new_zeros(cls.weight.shape).index_copy_(0, rows.rows, rows.values).to(bank.dtype)
+        for cls, whole in zip(bank.classes, bank.dense_gradients(ids, lengths, weights, gradient), strict=True):
+            dense = whole.to(bank.dtype)
             for position, table in enumerate(cls.tables):
                 per_table[table] = dense[cls.bases[position] : cls.bases[position + 1]]
         of_weights = bank.weight_gradient(ids, lengths, gradient) if ctx.needs_input_grad[3] else None

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 
 import torch
 from torch import Tensor
 
 from shardrec.exchange.collectives import Collectives
+from shardrec.exchange.staging import staged
 from shardrec.layout import Shard, TableLayout
 from shardrec.lookup.bank import RowGradient, TableBank
 
@@ -181,23 +182,26 @@ class _Spans:
         tables = [local[table] for cls in bank.classes for table in cls.tables]
         self.own = [span(one, rank, one, one.row_start, one.row_end) for one in tables]
         self._dims = [layouts[one.table].embedding_dim for one in tables]
+        self._dims_of_tables = torch.tensor(self._dims, dtype=torch.float32, device=bank.device)
         self._edge_rows = [torch.tensor(list(edges), device=bank.device) for edges in self._edges]
 
     def places(self, gradients: Sequence[RowGradient]) -> list[list[int]]:
         """Per class, where its edges are in the vector of all rows."""
         starts = accumulate((gradient.rows.numel() for gradient in gradients), initial=0)
-        return [
-            [start + place for place in torch.searchsorted(gradient.rows, edges).tolist()]
+        found = [
+            start + torch.searchsorted(gradient.rows, edges)
             for start, gradient, edges in zip(starts, gradients, self._edge_rows, strict=False)
         ]
+        numbers = iter(torch.cat(found).tolist())  # the device is waited for once
+        return [list(islice(numbers, edges.numel())) for edges in self._edge_rows]
 
     def dims_of_rows(self, places: Sequence[Sequence[int]]) -> Tensor | float:
         """Columns of each row's table: (U,), or one number for all."""
         if len(set(self._dims)) == 1:
             return float(self._dims[0])
         counts = [places[one.cls][one.last] - places[one.cls][one.first] for one in self.own]
-        dims = torch.tensor(self._dims, dtype=torch.float32, device=self._device)
-        return dims.repeat_interleave(torch.tensor(counts, device=self._device), output_size=sum(counts))
+        per_table = staged(counts, torch.int64, self._device)
+        return self._dims_of_tables.repeat_interleave(per_table, output_size=sum(counts))
 
     def _edge(self, cls: int, row: int) -> int:
         return self._edges[cls].setdefault(row, len(self._edges[cls]))

@@ -76,7 +76,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         self._is_weighted: bool = module.is_weighted()
         self._embedding_names: list[str] = list(module._embedding_names)
         self._build_lookups()
-        self.embedding_bags = self._build_parameters(first_bag_values(module))
+        self.embedding_bags = self._build_parameters(first_bag_values(module, self._drawn_in_place()))
 
     def _build_lookups(self) -> None:
         collectives = self.context.collectives
@@ -171,23 +171,30 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         """Whether the input carries a weight per id."""
         return self._is_weighted
 
-    def _look_up_replicas(self, batch: Batch, learned_weights: Tensor | None) -> Tensor | None:
-        """(B, D_r) pooled columns of the replicated tables; ``learned_weights`` (N,) are those that take a gradient."""
+    def _look_up_replicas(self, batch: Batch, counts: Sequence[int], learned_weights: Tensor | None) -> Tensor | None:
+        """(B, D_r) pooled columns of the replicated tables.
+
+        Args:
+            batch: of this rank.
+            counts: ids of each lookup of a replicated table.
+            learned_weights: (N,), those that take a gradient; else None.
+        """
         if self._replicas is None:
             return None
         index = self._key_positions(batch.keys)[0]
         lengths = batch.lengths.index_select(0, index)
         order = index.to(torch.int32)
+        total = sum(counts)
         _, ids, weights = torch.ops.fbgemm.permute_2D_sparse_data(
-            order, batch.lengths, batch.values, batch.weights, None
+            order, batch.lengths, batch.values, batch.weights, total
         )
         if learned_weights is not None:
             places = torch.arange(batch.values.numel(), dtype=torch.int32, device=self.device)
-            _, places, _ = torch.ops.fbgemm.permute_2D_sparse_data(order, batch.lengths, places, None, None)
+            _, places, _ = torch.ops.fbgemm.permute_2D_sparse_data(order, batch.lengths, places, None, total)
             if batch.mended is not None:
                 places = batch.mended.order.index_select(0, places)
             weights = learned_weights.index_select(0, places)
-        return self._replicas(ids, lengths, weights)
+        return self._replicas(ids, lengths, weights, counts)
 
     def _bag_lengths(self, batch: Batch) -> Tensor | None:
         """(B, D) bag length behind each mean-pooled column, at least 1; 1 for sums; None without mean pooling."""
@@ -218,7 +225,12 @@ class BagCall:
     def __init__(self, collection: ShardedEmbeddingBagCollection, features: KeyedJaggedTensor) -> None:
         self._collection = collection
         self.input = collection._input
-        self.prepared = self.input.prepare(features, collection._agreement())
+        prepared = self.input.prepare(features, collection._agreement())
+        if collection._replicas is not None:
+            lengths = prepared.batch.lengths.index_select(0, collection._key_positions(prepared.batch.keys)[0])
+            prepared = replace(prepared, notes=(lengths.sum(dim=1, dtype=torch.int64),))
+        self.prepared = prepared
+        self._replica_ids: Sequence[int] = ()
         self._served: ShardInput | None = None
         self._pooled: Tensor | None = None
         self._replicated: Tensor | None = None
@@ -228,6 +240,8 @@ class BagCall:
         """The pooled rows of this rank's shards; those to be summed inside hosts are returned."""
         collection = self._collection
         self._served = served
+        if addressed.notes:
+            (self._replica_ids,) = addressed.notes
         if not self.prepared.differentiable:
             self._pooled = collection._shards(served, self._room)
         else:
@@ -263,7 +277,7 @@ class BagCall:
         """Look up the replicated tables while the others' rows are under way."""
         collection, batch = self._collection, self.prepared.batch
         weights = self.prepared.given.weights if self.prepared.differentiable else None
-        self._replicated = collection._look_up_replicas(batch, weights)
+        self._replicated = collection._look_up_replicas(batch, self._replica_ids, weights)
         self._lengths = collection._bag_lengths(batch)
         if collection.context.detect_anomaly and self._replicated is not None:
             own = [one.layout for one in collection._own_lookups]

@@ -24,6 +24,7 @@ from shardrec.lookup.groups import LookupTable
 from shardrec.lookup.optimizers import FusedOptimizer, fused_optimizer_of
 from shardrec.lookup.replicated import ReplicatedLookup
 from shardrec.lookup.shards import ShardLookup
+from shardrec.modules.initial import draw_in_place
 from shardrec.modules.late import look_up_outside
 from shardrec.modules.table import ShardedTable
 
@@ -77,6 +78,8 @@ class ShardedCollection(nn.Module, abc.ABC):
         self.context = context or ModelContext(transport_of(group, self.device), self.device)
         self._group = (group or dist.group.WORLD) if self.context.collectives.world_size > 1 else None
         self._ranks_per_host = plan.topology.ranks_per_host
+        self._on_meta = {name for name, weight in weights.items() if weight.is_meta}
+        self._config_of = {config.name: config for config in configs}
         self._frozen = {name for name, weight in weights.items() if not weight.requires_grad}
         self._lookup_tables = [_lookup_table(config, weights[config.name], plan, path) for config in configs]
         self._optimizers = {
@@ -145,22 +148,31 @@ class ShardedCollection(nn.Module, abc.ABC):
         mode = "on" if torch.is_grad_enabled() else "off"
         return f"gradients {mode}" + (f", other inputs {dense}" if dense else "")
 
-    def _build_parameters(self, first_values: Iterable[tuple[str, Tensor]]) -> nn.ModuleDict:
-        """Fill this rank's shards from the unsharded values, one table at a time."""
+    def _drawn_in_place(self) -> frozenset[str]:
+        """Tables on meta whose shards are drawn on their own device: see :mod:`shardrec.modules.initial`."""
+        if self.device.type == "cpu":
+            return frozenset()
+        return frozenset(name for name in self._on_meta if not self._layouts[name].replicated)
+
+    def _build_parameters(self, first_values: Iterable[tuple[str, Tensor | None]]) -> nn.ModuleDict:
+        """Fill this rank's shards from the unsharded values, one table at a time; where there are none, draw them."""
         modules = nn.ModuleDict()
         by_shard: dict[Shard, nn.Parameter] = {}
         for name, values in first_values:
             layout = self._layouts[name]
             parameters: dict[Shard | None, nn.Parameter] = {}
             if layout.replicated:
-                assert self._replicas is not None, "a replicated table has a replicated lookup"
+                assert self._replicas is not None and values is not None, "a replicated table has a lookup and values"
                 parameters[None] = self._replicas.parameters[self._replica_number[layout.name]]
                 parameters[None].requires_grad_(name not in self._frozen)
                 with torch.no_grad():
                     parameters[None].copy_(values)
             for shard in layout.on_rank(self.context.collectives.rank):
                 weight = self._shards.weight(shard)
-                weight.copy_(values[shard.row_start : shard.row_end, shard.col_start : shard.col_end])
+                if values is None:
+                    draw_in_place(weight, self._config_of[name], shard)
+                else:
+                    weight.copy_(values[shard.row_start : shard.row_end, shard.col_start : shard.col_end])
                 parameters[shard] = by_shard[shard] = nn.Parameter(weight, requires_grad=name not in self._frozen)
                 if name in self._optimizers:
                     # torchrec.optim's filter for "has its own optimizer" looks for this attribute.

@@ -20,7 +20,7 @@ from shardrec.exchange.step import StepContext, checksum
 from shardrec.exchange.transport import Transport, transport_of
 from shardrec.exchange.wire import QuantizedComms
 from shardrec.layout import ShardingPlan, Topology
-from shardrec.layout.discover import Collection, collections_of, remappers_of, table_shapes
+from shardrec.layout.discover import Collection, collections_of, default_device, remappers_of, table_shapes
 from shardrec.memory import keep_large_blocks
 from shardrec.modules.annotate import annotate_for_dynamo
 from shardrec.modules.bags import ShardedEmbeddingBagCollection
@@ -102,7 +102,7 @@ def shard(
             to rows in their own way (managed collision, pruning); if the replicas do not divide the ranks, or the ranks
             ask for different ones.
     """
-    target = _default_device(model, group) if device is None else torch.device(device)
+    target = default_device(model, group) if device is None else torch.device(device)
     collectives = collectives_of(group)
     collections = collections_of(model)
     if not collections:
@@ -143,7 +143,7 @@ def shard(
     if plan is None:
         from shardrec.planner import plan as make_plan
 
-        plan = make_plan(model, Topology.of_world(size))
+        plan = make_plan(model, Topology.of_world(size), device=target)
     _check_plan(plan, model, options, world)
     groups = make_groups(group, options.replicas, target)
     if target.type == "cpu":
@@ -162,16 +162,6 @@ def shard(
     if replicas is None:
         return ShardedModel(model, plan, context, everyone, dense=dense)
     return ReplicatedModel(model, plan, context, everyone, groups=groups, options=options, dense=dense)
-
-
-def _default_device(model: nn.Module, group: dist.ProcessGroup | None) -> torch.device:
-    """Where a model is sharded if nobody says: where it is, or where its process group can work."""
-    for parameter in model.parameters():
-        if parameter.is_cuda:
-            return parameter.device
-    if dist.is_available() and dist.is_initialized() and dist.get_backend(group) == dist.Backend.NCCL:
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def features_of(collection: Collection) -> list[str]:

@@ -5,41 +5,80 @@ be too large for one device, they are drawn here in the order in which the colle
 fills each table as ``nn.EmbeddingBag`` does, then each config's ``init_fn`` writes over it. So after
 ``torch.manual_seed(s)`` a meta collection that is sharded and a collection built on the CPU hold the same values,
 whatever the plan.
+
+Cut tables on meta whose shards are to be on a GPU are drawn there instead, each shard by its ``init_fn`` where it lies:
+drawing hundreds of gigabytes on the host would take minutes, and a rank needs its own shards only. These values are a
+function of torch's seed, the plan and the kind of GPU; they are not those of the CPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from zlib import crc32
 
 import torch
 from torch import Tensor
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-__all__ = ["first_bag_values", "first_sequence_values"]
+from shardrec.layout import Shard
+
+__all__ = ["draw_in_place", "first_bag_values", "first_sequence_values"]
 
 
-def first_bag_values(collection: EmbeddingBagCollection) -> Iterator[tuple[str, Tensor]]:
-    """Each table's name and its (num_embeddings, embedding_dim) first values on the CPU or where the table is."""
+def draw_in_place(weight: Tensor, config: BaseEmbeddingConfig, shard: Shard) -> None:
+    """Draw the first values of a shard where it lies.
+
+    Args:
+        weight: (rows, cols) of the shard, on a GPU.
+        config: of its table.
+        shard: which makes its values other than its neighbours'.
+    """
+    assert config.init_fn is not None, "embedding configs always have an init_fn"
+    # Alike on ranks that are seeded alike, as the draws of a table on the CPU are.
+    seed = int(torch.randint(2**31, ())) + crc32(f"{shard.table} {shard.row_start} {shard.col_start}".encode())
+    with torch.random.fork_rng([weight.device.index or 0], device_type=weight.device.type):
+        torch.manual_seed(seed)
+        config.init_fn(weight)
+
+
+def first_bag_values(
+    collection: EmbeddingBagCollection, in_place: Collection[str] = ()
+) -> Iterator[tuple[str, Tensor | None]]:
+    """Each table's name and its (num_embeddings, embedding_dim) first values on the CPU or where the table is.
+
+    Args:
+        collection: unsharded.
+        in_place: tables on meta that :func:`draw_in_place` is for; None is given in place of their values.
+    """
     configs = collection.embedding_bag_configs()
     weights = {config.name: collection.embedding_bags[config.name].weight for config in configs}
     if not any(weight.is_meta for weight in weights.values()):
         for name, weight in weights.items():
             yield name, weight.detach()
         return
-    for weight in weights.values():
+    for weight in () if in_place else weights.values():
         # nn.EmbeddingBag's own draw, which the one below writes over.
         torch.nn.init.normal_(torch.empty(weight.shape, dtype=weight.dtype))
     for config in configs:
+        if config.name in in_place:
+            yield config.name, None
+            continue
         values = torch.empty(weights[config.name].shape, dtype=weights[config.name].dtype)
         assert config.init_fn is not None, "EmbeddingBagConfig always has an init_fn"
         config.init_fn(values)
         yield config.name, values
 
 
-def first_sequence_values(collection: EmbeddingCollection) -> Iterator[tuple[str, Tensor]]:
+def first_sequence_values(
+    collection: EmbeddingCollection, in_place: Collection[str] = ()
+) -> Iterator[tuple[str, Tensor | None]]:
     """As :func:`first_bag_values`; ``EmbeddingCollection`` writes over each table's draw before it makes the next."""
     for config in collection.embedding_configs():
         weight = collection.embeddings[config.name].weight
+        if config.name in in_place:
+            yield config.name, None
+            continue
         if not weight.is_meta:
             yield config.name, weight.detach()
             continue

@@ -19,7 +19,7 @@ from shardrec.exchange.anomaly import note_rows, watch_gradient
 from shardrec.exchange.bad_ids import places_of_rows
 from shardrec.exchange.batch import Batch
 from shardrec.exchange.blocks import BlocksInFlight, Stream
-from shardrec.exchange.dedup import distinct_ids
+from shardrec.exchange.dedup import DistinctIds
 from shardrec.exchange.input import Addressed, InputExchange, Prepared, ShardInput, Trace
 from shardrec.exchange.queue import ModelContext
 from shardrec.exchange.route import Lookup, Route, build_route
@@ -80,7 +80,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
         self._names_by_table: list[list[str]] = module.embedding_names_by_table()
         self._dedup = dedup
         self._build_lookups()
-        self.embeddings = self._build_parameters(first_sequence_values(module))
+        self.embeddings = self._build_parameters(first_sequence_values(module, self._drawn_in_place()))
 
     def _build_lookups(self) -> None:
         collectives = self.context.collectives
@@ -103,7 +103,8 @@ class ShardedEmbeddingCollection(ShardedCollection):
         else:
             self._sent_lookups = tuple(sharded)
         self._dedup_lookups = [(lookup.feature, lookup.layout.name) for lookup in sharded]
-        self._dedup_tables = [(one.feature, one.layout.num_embeddings) for one in self._sent_lookups]
+        tables = [(one.feature, one.layout.num_embeddings) for one in self._sent_lookups]
+        self._distinct_ids = DistinctIds(self._dedup_lookups, tables, self.device) if self._dedup else None
         self._route: Route = build_route(self._sent_lookups, collectives.world_size, len(groups))
         self._expect = self._expectation(lookups, weighted=False, pooled=False)
         self._input = InputExchange(self._route, self._expect, self.context, per_id=True)
@@ -247,6 +248,9 @@ class SequenceCall:
         self._placement = collection._rows.placement(trace, starts, output_rows)
         self._entries = collection._entries(self.prepared, trace, self._features)
         given = self.prepared.batch.mended
+        if given is None and self._inverse is not None:
+            ids = dict(zip(self.prepared.given.keys, trace.key_ids, strict=True))
+            self._inverse = self._inverse[: sum(ids[feature] for feature, _ in collection._dedup_lookups)]
         if given is not None:
             kept = _by_key(self.prepared.given.keys, given.kept, trace)
             parts = [kept[feature] for feature, _ in collection._dedup_lookups]
@@ -277,7 +281,9 @@ class SequenceCall:
             note_rows(part, [sizes[number] for number in here], 0, collection.context, tables)
 
     def _distinct(self, batch: Batch) -> Batch:
-        distinct = distinct_ids(batch, self._collection._dedup_lookups, self._collection._dedup_tables)
+        find = self._collection._distinct_ids
+        assert find is not None, "only collections with dedup prepare their batches"
+        distinct = find(batch)
         self._inverse = distinct.inverse
         return distinct.batch
 

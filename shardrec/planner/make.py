@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from shardrec.errors import ConfigError
 from shardrec.layout import ShardingPlan, Topology
-from shardrec.layout.machine import Machine
+from shardrec.layout.presets import default_machine
 from shardrec.layout.report import PlanReport, TableReport
 from shardrec.planner.candidate import Candidate, lay_out
 from shardrec.planner.candidates import CandidateMaker
@@ -19,6 +19,7 @@ from shardrec.planner.report.alternatives import next_best
 from shardrec.planner.solve import Problem, Solution, SolveLimits, solve
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -35,6 +36,7 @@ def plan(
     poolings: Mapping[str, float] | None = None,
     sample_batches: Iterable[KeyedJaggedTensor] | None = None,
     limits: SolveLimits | None = None,
+    device: torch.device | str | None = None,
 ) -> ShardingPlan:
     """Plan where each table of a model's embedding collections goes.
 
@@ -50,6 +52,8 @@ def plan(
         sample_batches: batches as one rank gets them: how many ids a sample has, how often they come again, and which
             rows they hit. Some thousand samples will do.
         limits: when to stop searching.
+        device: where the tables will be, of which the topology's machine says more if it has one; default: where
+            :func:`shardrec.shard` puts the model by default.
 
     Returns:
         The plan; :func:`shardrec.planner.explain`, ``to_html`` and ``to_png`` say what it costs and why it is as it is.
@@ -58,15 +62,15 @@ def plan(
         ConfigError: if the model has no collection, or a constraint is for an unknown table or cannot be met.
         PlanError: if the tables do not fit; says which, and what would do.
     """
-    tables = _tables_of(model, poolings, sample_batches)
-    return plan_tables(
-        tables,
+    planner = Planner(
+        _tables_of(model, poolings, sample_batches),
         topology or _current_topology(),
         batch_size=batch_size,
         constraints=constraints,
         profile=profile,
-        limits=limits,
+        device=_device_type(model, device),
     )
+    return planner.plan(limits)
 
 
 def plan_tables(
@@ -82,17 +86,13 @@ def plan_tables(
 
     Args:
         tables: by name.
-        topology: the ranks.
+        topology: the ranks; without a machine they are CUDA devices where torch sees one.
         batch_size: samples per rank in a step.
         constraints: by table name or pattern.
         profile: time coefficients.
         limits: when to stop searching.
     """
-    planner = Planner(tables, topology, batch_size=batch_size, constraints=constraints, profile=profile)
-    solution = solve(planner.problem(), limits)
-    if solution is None:
-        refuse(planner)
-    return planner.finished(solution)
+    return Planner(tables, topology, batch_size=batch_size, constraints=constraints, profile=profile).plan(limits)
 
 
 def replan(
@@ -106,6 +106,7 @@ def replan(
     poolings: Mapping[str, float] | None = None,
     sample_batches: Iterable[KeyedJaggedTensor] | None = None,
     limits: SolveLimits | None = None,
+    device: torch.device | str | None = None,
 ) -> ShardingPlan:
     """A better plan for the same ranks that moves few bytes.
 
@@ -122,6 +123,7 @@ def replan(
         poolings: ids of a sample.
         sample_batches: batches as one rank gets them.
         limits: when to stop searching.
+        device: where the tables will be.
 
     Returns:
         The plan, whose bound is that of planning anew.
@@ -130,7 +132,14 @@ def replan(
 
     tables = _tables_of(model, poolings, sample_batches)
     old_plan.check_tables({name: (load.num_embeddings, load.embedding_dim) for name, load in tables.items()})
-    planner = Planner(tables, old_plan.topology, batch_size=batch_size, constraints=constraints, profile=profile)
+    planner = Planner(
+        tables,
+        old_plan.topology,
+        batch_size=batch_size,
+        constraints=constraints,
+        profile=profile,
+        device=_device_type(model, device),
+    )
     return replan_tables(planner, old_plan, max_moved_bytes=max_moved_bytes, limits=limits)
 
 
@@ -143,6 +152,7 @@ class Planner:
         batch_size: samples per rank in a step.
         constraints: by table name or pattern.
         profile: time coefficients; default: those of the topology's machine.
+        device: ``"cpu"`` or ``"cuda"``, for the machine of a topology without one; default: CUDA where torch sees it.
     """
 
     def __init__(
@@ -153,13 +163,14 @@ class Planner:
         batch_size: int,
         constraints: Mapping[str, Constraint] | None = None,
         profile: Profile | None = None,
+        device: str | None = None,
     ) -> None:
         if batch_size < 1:
             raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
         self.tables = dict(tables)
         self.topology = topology
         self.constraints = constraints
-        self.machine = topology.machine or _default_machine()
+        self.machine = topology.machine or default_machine(device)
         self.profile = profile or Profile.of_machine(self.machine)
         self.model = CostModel(profile=self.profile, topology=topology, batch_size=batch_size)
         limits = constraints_by_table(self.tables, constraints, topology.world_size)
@@ -187,6 +198,13 @@ class Planner:
             capacity=(self.capacity if capacity is None else capacity,),
             tables=tables,  # type: ignore[arg-type]
         )
+
+    def plan(self, limits: SolveLimits | None = None) -> ShardingPlan:
+        """The best plan that is found; raises PlanError if there is none."""
+        solution = solve(self.problem(), limits)
+        if solution is None:
+            refuse(self)
+        return self.finished(solution)
 
     def finished(self, solution: Solution) -> ShardingPlan:
         """The plan of a solution, with its report."""
@@ -267,8 +285,9 @@ def _current_topology() -> Topology:
     return Topology()
 
 
-def _default_machine() -> Machine:
-    """A preset: that of the CUDA device if there is one. Its figures are the same on every rank of its kind."""
-    from shardrec.layout.presets import default_machine
+def _device_type(model: nn.Module, device: torch.device | str | None) -> str:
+    import torch
 
-    return default_machine()
+    from shardrec.layout.discover import default_device
+
+    return (default_device(model) if device is None else torch.device(device)).type

@@ -140,7 +140,12 @@ class ScriptedInput(ScriptedBatch):
             lengths = lengths.view(self.blocks * len(units), batch)
             if positions is not None:
                 assert place is not None
-                positions = torch.empty_like(positions).index_copy_(0, place.to(torch.int64), positions)
+                places = place.to(torch.int64)
+                if values.is_cuda:
+                    # Of a batch that is refused there are no places, and its lengths are 0.
+                    same = torch.arange(places.size(0), device=device)
+                    places = torch.where(same < lengths.sum(), places, same)
+                positions = torch.empty_like(positions).index_copy_(0, places, positions)
         else:
             of_slots: list[int] = []
             for unit_number in self.slot_units:

@@ -169,7 +169,7 @@ class RemoteCollection(_Base):
                     counts[name] = max(counts[name], count)
         return counts
 
-    def _build_parameters(self, first_values: Iterable[tuple[str, Tensor]]) -> nn.ModuleDict:
+    def _build_parameters(self, first_values: Iterable[tuple[str, Tensor | None]]) -> nn.ModuleDict:
         module = self.__dict__["_unsharded"][0]
         weights = {key.split(".")[1]: weight for key, weight in module.named_parameters()}
         self.first_values = values = {name: weight.detach() for name, weight in weights.items() if not weight.is_meta}

@@ -145,8 +145,8 @@ class ServedReplicas(ReplicatedLookup):
         module, place = self._places[table]
         return module.rows(place)
 
-    def __call__(self, ids: Tensor, lengths: Tensor, weights: Tensor | None) -> Tensor:
-        """(B, D) float32 pooled columns of the local batch, from (N,), (S, B) and (N,)."""
+    def __call__(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, counts: Sequence[int]) -> Tensor:
+        """(B, D) float32 pooled columns of the local batch, from (N,), (S, B) and (N,); the kernel needs no counts."""
         weights = None if weights is None else weights.to(torch.float32)
         pooled: Tensor = self.modules[0](ids, lengths, weights)
         return pooled

@@ -171,6 +171,7 @@ def _sharded_model(config: TrainConfig, source: Source, place: Place, plan: Shar
             batch_size=source.batch_size,
             constraints=planner_constraints(config),
             sample_batches=source.sampled(_SAMPLED),
+            device=place.device,
         )
     meet(place, "planned")  # the first rank has also looked for the best possible metrics
     sharded = shard(model, plan, device=place.device)

@@ -10,10 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import shardrec
-from shardrec.cli import app
+from shardrec.cli import app, selftest
 from shardrec.cli.ending import ended_by_error
 from shardrec.errors import DataError, InputError
 from shardrec.train import TrainConfig
@@ -69,13 +70,17 @@ def test_doctor() -> None:
     shown = CliRunner().invoke(app, ["doctor"])
     assert shown.exit_code == 0, shown.output
     assert "PROBLEM" not in shown.output
-    assert re.findall(r"^ *([\w+]+): ", shown.output, re.MULTILINE) == [
+    assert re.findall(r"^ *([\w+ ]+?): ", shown.output, re.MULTILINE) == [
         "versions",
         "threads",
         "device",
         "gloo",
         "exchange",
         "C++",
+        "fbgemm",
+        "one rank",
+        "training",
+        "scripted",
     ]
     assert re.search(r"torchrec \d", shown.output)
 
@@ -91,6 +96,28 @@ def test_doctor_fails_with_the_remedy_when_versions_do_not_match(monkeypatch: py
     assert shown.exit_code == 1
     assert "versions: PROBLEM: found torch 1.0; install torch==2.13.0" in shown.output
     assert "gloo: two ranks" in shown.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_doctor_without_the_device_that_is_asked_for() -> None:
+    shown = CliRunner().invoke(app, ["doctor", "--device", "cuda"])
+    assert shown.exit_code == 1
+    assert "device: PROBLEM: --device is 'cuda' and torch sees no CUDA device" in shown.output
+    assert "training" not in shown.output
+
+
+def test_doctor_refuses_the_cpu_build_of_fbgemm_on_a_gpu() -> None:
+    if torch._C._dispatch_has_kernel_for_dispatch_key("fbgemm::permute_2D_sparse_data", "CUDA"):
+        pytest.skip("fbgemm-gpu is the build for CUDA here")
+    with pytest.raises(shardrec.VersionError, match="the build for the CPU, which has no CUDA kernel: uninstall"):
+        selftest.fbgemm_build(torch.device("cuda"))
+
+
+def test_doctor_tells_when_values_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    features = selftest._features
+    monkeypatch.setattr(selftest, "_features", lambda step, device="": features(step + bool(device), device or "cpu"))
+    with pytest.raises(shardrec.ConfigError, match="outputs on the device are not those on the CPU; the largest"):
+        selftest.training_lookup(torch.device("cpu"))
 
 
 def test_a_wrong_option_is_one_line_and_exit_code_1() -> None:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from shardrec.exchange.collectives import LocalCollectives
+from shardrec.exchange.route import Lookup, build_route
 from shardrec.layout import TableLayout, cuts
 from shardrec.lookup.groups import GroupMode, LookupTable, group_tables
 from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
+from shardrec.lookup.rows_operator import RowsLookup
+from shardrec.lookup.scripted import kernel_module
+from shardrec.lookup.shards import ShardLookup
 
 CPU = torch.device("cpu")
 SGD = FusedOptimizer(kind=OptimizerKind.SGD, lr=0.5)
@@ -89,3 +96,37 @@ def test_a_group_for_each_dtype(
     assert [[layout.name for layout in group.layouts] for group in groups] == [
         [f"{dtype} 0", f"{dtype} 1"] for dtype in modes
     ]
+
+
+class TestOptimizersThatCountSteps:
+    """fbgemm's CPU build has no Adam, so a kernel of SGD stands for one here."""
+
+    def lookup(self) -> ShardLookup:
+        layout = whole("a")
+        groups = group_tables([table(layout, SGD)], CPU)
+        route = build_route([Lookup(feature="f", layout=layout, group=0, output="f", mean=False)], 1, 1)
+        found = ShardLookup(groups, route.slots[0], LocalCollectives(), CPU)
+        found.weight(layout.shards[0]).fill_(1.0)
+        (member,) = found._members
+        member.group = replace(member.group, optimizer=ADAM)
+        return found
+
+    def test_a_kernel_that_trains_is_called_by_python(self) -> None:
+        lookups, _ = self.lookup().scripted(training=True)
+        assert isinstance(lookups[0], RowsLookup)
+
+    def test_one_that_serves_updates_nothing(self) -> None:
+        found = self.lookup()
+        lookups, _ = found.scripted(training=False)
+        module = torch.jit.script(lookups[0])
+        rows = module(torch.tensor([0, 3, 3]), torch.tensor([[1, 2]], dtype=torch.int32), None)
+        assert torch.equal(rows, torch.tensor([[1.0], [2.0]]).expand(2, 8))
+        assert not rows.requires_grad
+
+    def test_the_step_count_is_never_frozen(self) -> None:
+        found = self.lookup()
+        (member,) = found._members
+        assert member.bank is not None
+        member.bank.optimizer = ADAM
+        with pytest.raises(AssertionError, match="the step count would be frozen"):
+            kernel_module(member.bank)

@@ -14,8 +14,8 @@ from torch._subclasses import FakeTensorMode
 
 from shardrec.errors import ConfigError, PlanError
 from shardrec.layout import Topology
+from shardrec.layout.discover import default_device
 from shardrec.modules import ShardedEmbeddingBagCollection, shard
-from shardrec.modules.convert import _default_device
 from tests.batches import joined, random_bags
 from tests.models import (
     apply_optimizer_in_backward,
@@ -186,9 +186,9 @@ def test_a_group_that_is_not_the_whole_world() -> None:
 def test_the_default_device_is_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
         on_cuda = nn.ParameterList([torch.empty(2, device="cuda")])
-    assert _default_device(on_cuda, None) == torch.device("cuda", 0)
-    assert _default_device(nn.Linear(2, 2), None) == torch.device("cpu")
+    assert default_device(on_cuda, None) == torch.device("cuda", 0)
+    assert default_device(nn.Linear(2, 2), None) == torch.device("cpu")
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend", lambda group: dist.Backend.NCCL)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    assert _default_device(nn.Linear(2, 2, device="meta"), None) == torch.device("cuda", 3)
+    assert default_device(nn.Linear(2, 2, device="meta"), None) == torch.device("cuda", 3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import warnings
 from collections.abc import Callable
 from random import Random
 from typing import Any
@@ -13,7 +14,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
+import shardrec
 from shardrec.errors import InputError
 from shardrec.layout import ShardingPlan, Topology
 from shardrec.modules import ShardedModel, shard
@@ -132,6 +135,70 @@ def train_a_whole_model(world_size: int) -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+
+
+def count_waits(world_size: int) -> None:
+    """From the second step on the host waits for the header alone, and in backward not at all."""
+    rng = Random(5)
+    configs = random_configs(rng)
+    for cut in ("mixed", "row_wise", "data_parallel"):
+        tables, topology = table_sizes(configs), Topology(ranks_per_host=world_size)
+        plan = random_plan(rng, tables, topology) if cut == "mixed" else cut_plan(cut, rng, tables, topology)
+        model = shard(collection(configs, optimizers="adagrad"), plan, device="cuda")
+        batches = [on_device(random_bags(rng, feature_rows(configs), 4, shuffled=False)) for _ in range(3)]
+        for step, features in enumerate(batches):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                torch.cuda.set_sync_debug_mode("warn")
+                try:
+                    values = model(features).values()
+                    torch.cuda.set_sync_debug_mode("error" if step else "default")
+                    values.backward(torch.ones_like(values))
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
+            waits = [f"{one.filename}:{one.lineno}" for one in caught if "synchronizing" in str(one.message)]
+            if step:
+                assert len(waits) == 1, f"{cut}: the host waits at {waits}"
+                assert "exchange/joint.py" in waits[0]
+
+
+def script_with_adam(world_size: int) -> None:
+    """A portable program counts the steps of Adam, too."""
+    rng = Random(6)
+    configs = random_configs(rng)
+    plan = random_plan(rng, table_sizes(configs), Topology(ranks_per_host=world_size))
+    eager, model = (shard(collection(configs, optimizers="adam"), plan, device="cuda") for _ in range(2))
+    scripted = shardrec.script(model, portable=True)
+    for _ in range(4):
+        features = on_device(random_bags(rng, feature_rows(configs), 4))
+        expected, found = eager(features).values(), scripted(features).values()
+        assert torch.allclose(found, expected, atol=ATOL)
+        expected.square().sum().backward()
+        found.square().sum().backward()
+
+
+def draw_on_the_device(world_size: int) -> None:
+    """Tables on meta get values of their own, the same for one seed and plan, within the bounds of their init_fn."""
+    rng = Random(7)
+    configs = [EmbeddingBagConfig(name="t", num_embeddings=100, embedding_dim=8, feature_names=["f"])]
+    plan = cut_plan("row_wise", rng, table_sizes(configs), Topology(ranks_per_host=world_size))
+    drawn = []
+    for seed in (1, 1, 2):
+        module = collection(configs, device="meta")
+        torch.manual_seed(seed)
+        model = shard(module, plan, device="cuda")
+        drawn.append([one.detach().clone() for one in model.parameters()])
+    for first, again, other in zip(*drawn, strict=True):
+        assert torch.equal(first, again)
+        assert not torch.equal(first, other)
+        assert 0.05 < float(first.abs().max()) <= 0.1
+        assert first.unique().numel() > 700 // world_size
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("check", [count_waits, script_with_adam, draw_on_the_device])
+def test_without_waits_by_script_and_from_meta(world_size: int, check: Callable[[int], None]) -> None:
+    cuda_ranks(world_size, check, world_size)
 
 
 @pytest.mark.parametrize("world_size", WORLDS)

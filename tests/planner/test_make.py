@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.errors import ConfigError
-from shardrec.layout import Topology
+from shardrec.layout import ShardingPlan, Topology
 from shardrec.modules import shard
-from shardrec.planner import Constraint, plan
+from shardrec.planner import Constraint, plan, plan_tables, replan
 from shardrec.planner.tables import sampled_features, table_loads
 from tests.batches import random_bags
 from tests.models import click_model, collection, feature_rows
@@ -101,6 +103,31 @@ def test_constraints_name_tables_by_path() -> None:
     }
     with pytest.raises(ConfigError, match=r"unknown table 'movies'; the tables are 'sparse\.movies', 'sparse\.tags'"):
         plan(click_model(CONFIGS), topology, constraints={"movies": Constraint()})
+
+
+def test_figures_are_those_of_where_the_tables_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    h100 = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=85 * 10**9)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: h100)
+    model, topology = click_model(CONFIGS), Topology(ranks_per_host=2)
+
+    def profile(made: ShardingPlan) -> str:
+        assert made.report is not None
+        return made.report.profile
+
+    assert profile(plan(model, topology)) == "cpu"
+    assert profile(replan(plan(model, topology), model, max_moved_bytes=0)) == "cpu"
+    assert profile(plan(model, topology, device="cuda:1")) == h100.name
+    assert profile(plan(model, topology.with_machine("l4"), device="cpu")) == "l4"
+    assert profile(shard(model).plan) == "cpu"
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        there = nn.ParameterList([torch.empty(2, device="cuda")])
+    on_cuda = nn.ModuleDict({"tables": collection(CONFIGS, device="meta"), "there": there})
+    assert profile(plan(on_cuda, topology)) == h100.name
+    assert profile(plan_tables(table_loads(model), topology)) == h100.name
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"torch sees no CUDA device to detect; give device='cpu', or a preset"):
+        plan(on_cuda, topology)
 
 
 @pytest.mark.parametrize("batch_size", [0, -3])

@@ -24,7 +24,7 @@ def cases_of(config: TimingConfig) -> list[Case]:
     if config.preset is None:
         found = list(_combinations(config))
     else:
-        cases = {"quick": _quick, "full": _full, "growth": _growth}[config.preset]()
+        cases = {"quick": _quick, "full": _full, "growth": _growth, "gpu": _gpu}[config.preset]()
         if config.preset != "growth" and config.nproc is not None:
             cases = [replace(case, ranks=config.nproc) for case in cases]
         found = [_with_options(case, config) for case in cases if _is_chosen(case, config)]
@@ -140,6 +140,20 @@ def _full() -> list[Case]:
         *_some(["multi_hot"], ["table_wise"], [512], kernels="fbgemm"),
         *_some(["small"], ["mixed"], [4096], kernels="fbgemm"),
     ]
+
+
+def _gpu() -> list[Case]:
+    """The main ones first, for a time limit may cut the others off."""
+    cases = [
+        *_some(["criteo_128"], ["table_wise"], [16384], ["train", "forward"]),
+        *_some(["criteo_128"], ["table_wise"], [16384], ["dlrm"]),
+        *_some(["criteo_128"], ["table_wise"], [4096, 65536], ["train", "forward"]),
+        *_some(["multi_hot"], ["table_wise"], [4096], ["train", "forward"]),
+        *_some(["small"], ["table_wise"], [4096], ["train", "forward"]),
+    ]
+    sides = ("shardrec", "torchrec", "kernels")
+    alone = [replace(case, ranks=1) for case in cases]
+    return [replace(case, sides=_fitting(case, sides)) for case in alone]
 
 
 def _growth() -> list[Case]:

@@ -14,7 +14,7 @@ from benchmarks.harness.timing.inputs import Batch
 from benchmarks.harness.timing.sides.sharded import gradient_of
 from shardrec.train.ranks import Place
 
-__all__ = ["DenseSide"]
+__all__ = ["DensePart", "DenseSide"]
 
 
 class DenseSide:
@@ -30,7 +30,7 @@ class DenseSide:
         self.keys, self.widths = ["logits"], [1]
         torch.manual_seed(job.seed)
         collection = unsharded_module(case.tables, pooled=True, weighted=False, optimizer=case.optimizer)
-        part: nn.Module = _DensePart(click_model(collection, place.device))
+        part: nn.Module = DensePart(click_model(collection, place.device))
         if dist.get_world_size() > 1:
             part = DistributedDataParallel(part)
         self._part = part
@@ -52,7 +52,7 @@ class DenseSide:
         return logits
 
 
-class _DensePart(nn.Module):
+class DensePart(nn.Module):
     """Dense features (B, 13) and pooled columns (B, F, D) to logits (B, 1)."""
 
     def __init__(self, model: nn.Module) -> None:

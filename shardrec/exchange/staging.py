@@ -1,0 +1,21 @@
+"""Small numbers of the host on their way to the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["staged"]
+
+
+def staged(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """``values`` (n,) as a tensor on ``device``, for which the host does not wait.
+
+    ``torch.tensor(values, device="cuda")`` copies from pageable memory, and so waits until the device has done all that
+    it was given before.
+    """
+    if device.type != "cuda":
+        return torch.tensor(values, dtype=dtype, device=device)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)

@@ -1,0 +1,379 @@
+"""Tensors that Python takes for CUDA's and that are computed on the CPU: a hidden wait for the device is an error.
+
+On a machine without a GPU the code for CUDA would not be run at all. Under :func:`cuda_is_there` and
+:func:`cuda_double` whatever is made on ``cuda`` is a :class:`DeviceTensor`: its ``device`` is ``cuda:0``, its values
+are those of a CPU tensor inside of it, and each operator on it is looked at first:
+
+=======================================================  ==========================================
+operator                                                 on a GPU
+=======================================================  ==========================================
+``item``, ``tolist``, ``bool``, ``nonzero``, ``unique``  the host waits for the device
+``repeat_interleave`` without an output size, masks      likewise
+copies to the host, copies from pageable memory          likewise
+a CPU tensor (of a dimension or more) beside one         an error, or a copy
+an operator of ours that is compiled for the CPU         memory that the host cannot read
+=======================================================  ==========================================
+
+Where the host waits is noted in :attr:`CudaDouble.waits`, or is an error outside of :meth:`CudaDouble.may_wait`.
+fbgemm's operators get inputs of the size that the lengths say, as its CPU build demands, and give outputs of the size
+that CUDA's would have; what is left over is poison, so that code which reads it is found out.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_any, tree_map
+
+from shardrec.lookup import bank, kernels
+
+__all__ = ["CudaDouble", "DeviceTensor", "HiddenWait", "cuda_double", "cuda_is_there"]
+
+CUDA = torch.device("cuda", 0)
+_CPU = torch.device("cpu")
+_make_kernel = kernels.make_kernel
+_POISON = 2**30 + 7  # no table has such a row
+_aten = torch.ops.aten
+
+
+class HiddenWait(AssertionError):
+    """The host would wait for the device here."""
+
+
+_ACTIVE: list[CudaDouble] = []
+
+
+class DeviceTensor(torch.Tensor):
+    """A tensor that says that it is on CUDA; ``inner`` is where its values are."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> DeviceTensor:
+        made: DeviceTensor = torch.Tensor._make_wrapper_subclass(
+            cls,
+            inner.size(),
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            device=_CPU,  # what C++ sees: a build without CUDA has no autograd for its tensors
+            requires_grad=inner.requires_grad,
+        )
+        made.inner = inner.detach()
+        return made
+
+    device = property(lambda self: CUDA)  # type: ignore[assignment]
+    is_cuda = property(lambda self: True)  # type: ignore[assignment]
+    is_cpu = property(lambda self: False)  # type: ignore[assignment]
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.inner.untyped_storage()
+
+    def data_ptr(self) -> int:
+        return self.inner.data_ptr()
+
+    def record_stream(self, stream: Any) -> None:
+        assert stream is CudaDouble.stream, "streams of this double are all one"
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"DeviceTensor({self.inner!r})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _ACTIVE[-1].run(func, args, kwargs or {})
+
+
+class CudaDouble(TorchFunctionMode):
+    """The mode; see the module's docstring.
+
+    Attributes:
+        waits: where the host waited, with leave.
+    """
+
+    stream = object()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[str] = []
+        self._leave = 0
+
+    @contextmanager
+    def may_wait(self) -> Iterator[None]:
+        """Inside, the host may wait for the device."""
+        self._leave += 1
+        try:
+            yield
+        finally:
+            self._leave -= 1
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Makes what is asked for on ``cuda`` here, where a build without CUDA could not."""
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if name == "backward":
+            return self._backward(*args, **kwargs)
+        if _is_cuda(kwargs.get("device")) and name != "to":
+            pinned = kwargs.pop("pin_memory", False)
+            assert not pinned, "memory of the device is not pinned"
+            if name in ("tensor", "as_tensor", "full_like", "scalar_tensor"):
+                self.wait(f"torch.{name}(..., device=cuda): a copy from pageable memory")
+            return _to_device(func(*args, **(kwargs | {"device": _CPU})))
+        if kwargs.get("pin_memory") and not _is_cuda(kwargs.get("device")):
+            del kwargs["pin_memory"]
+            made = func(*args, **kwargs)
+            made.was_pinned = True
+            return made
+        if name == "pin_memory":
+            made = args[0].clone()
+            made.was_pinned = True
+            return made
+        if name in ("to", "cuda") and not isinstance(args[0], DeviceTensor):
+            targets = [one for one in (*args[1:], kwargs.get("device")) if _is_cuda(one)]
+            if targets or name == "cuda":
+                if not (kwargs.get("non_blocking") and getattr(args[0], "was_pinned", False)) and args[0].dim():
+                    self.wait("a copy to the device from pageable memory, or one that blocks")
+                dtypes = [one for one in (*args[1:], kwargs.get("dtype")) if isinstance(one, torch.dtype)]
+                return _to_device(args[0].to(*dtypes))
+        if name == "tolist" and isinstance(args[0], DeviceTensor):
+            self.wait("tolist")
+            return args[0].inner.tolist()
+        if name in ("to", "cpu") and isinstance(args[0], DeviceTensor):
+            targets = [one for one in (*args[1:], kwargs.get("device")) if isinstance(one, (str, torch.device))]
+            if name == "cpu" or any(not _is_cuda(one) for one in targets):
+                self.wait("a copy to the host")
+                return args[0].inner.clone()
+            like = [one.dtype if isinstance(one, Tensor) else one for one in (*args[1:], kwargs.get("dtype"))]
+            dtypes = [one for one in like if isinstance(one, torch.dtype)]
+            return func(args[0], *dtypes) if dtypes else args[0]
+        return func(*args, **kwargs)
+
+    def _backward(self, output: Tensor, gradient: Tensor | None = None, **options: Any) -> None:
+        """``output.backward(gradient)``, with this mode on for what is called meanwhile."""
+        assert not any(options.values()), "plain backwards are all that is needed"
+        with self:
+            first = torch.ones_like(output) if gradient is None else gradient
+            engine = torch.autograd.Variable._execution_engine
+            engine.run_backward((output,), (first,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operator of which an argument is on the device."""
+        name = str(func)
+        if name.startswith("shardrec."):
+            raise AssertionError(f"{name} is compiled for the CPU and was given a tensor of the device")
+        self._judge(func, args, kwargs)
+        if name.startswith("fbgemm.permute_2D_sparse_data"):
+            return _permute_2d(func, *args, **kwargs)
+        if name.startswith("fbgemm.block_bucketize_sparse_features"):
+            return _bucketize(func, args, kwargs)
+        taken = tree_map(_inner, (args, kwargs))
+        found = func(*taken[0], **taken[1])
+        if func is _aten._local_scalar_dense.default:
+            return found
+        written = {id(one.inner): one for one in _tensors((args, kwargs))}
+        return tree_map(lambda one: written[id(one)] if id(one) in written else _to_device(one), found)
+
+    def wait(self, why: str) -> None:
+        """The host would wait here."""
+        lines = [
+            one for one in traceback.extract_stack() if "/shardrec/" in one.filename and "site-pack" not in one.filename
+        ]
+        where = f"{lines[-1].filename.rpartition('/shardrec/')[2]}:{lines[-1].lineno}" if lines else "the test"
+        if not self._leave:
+            raise HiddenWait(f"{where}: {why}")
+        self.waits.append(where)
+
+    def _judge(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Note what makes the host wait, and refuse what fails on a GPU."""
+        packet = func.overloadpacket
+        if packet in _WAITS:
+            self.wait(str(func))
+        if func is _aten.repeat_interleave.Tensor and kwargs.get("output_size") is None:
+            self.wait("repeat_interleave without an output size")
+        if packet in (_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_):
+            if any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in args[1]):
+                self.wait("a mask as an index")
+            if any(one is not None and not isinstance(one, DeviceTensor) for one in args[1]):
+                self.wait("an index on the host")
+            return
+        if packet in (_aten.copy_, _aten._to_copy):
+            here, there = (
+                isinstance(args[0], DeviceTensor),
+                isinstance(args[1] if len(args) > 1 else args[0], DeviceTensor),
+            )
+            if here != there:
+                self.wait("a copy between host and device")
+            return
+        for one in _tensors((args, kwargs), every=True):
+            if not isinstance(one, DeviceTensor) and one.dim() and one.numel():
+                raise AssertionError(f"{func}: a CPU tensor of shape {tuple(one.shape)} beside tensors of the device")
+
+
+_WAITS = {
+    _aten._local_scalar_dense,
+    _aten.is_nonzero,
+    _aten.equal,
+    _aten.nonzero,
+    _aten.masked_select,
+    _aten._unique2,
+    _aten.unique_consecutive,
+    _aten.unique_dim,
+    _aten.bincount,
+}
+
+
+@contextmanager
+def cuda_is_there() -> Iterator[None]:
+    """Inside, torch says that it has a CUDA device."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "device_count", lambda: 1)
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
+        patch.setattr(torch.cuda, "current_stream", lambda device=None: CudaDouble.stream)
+        patch.setattr(torch.cuda, "get_rng_state", lambda device=None: torch.zeros(1, dtype=torch.uint8))
+        patch.setattr(torch.cuda, "set_rng_state", lambda state, device=None: None)
+        patch.setattr(bank, "make_kernel", KernelDouble.make)
+        yield
+
+
+@contextmanager
+def cuda_double() -> Iterator[CudaDouble]:
+    """Inside of :func:`cuda_is_there`: tensors on ``cuda`` are doubles."""
+    double = CudaDouble()
+    _ACTIVE.append(double)
+    try:
+        with double:
+            yield double
+    finally:
+        _ACTIVE.pop()
+
+
+class KernelDouble:
+    """fbgemm's kernel for CUDA, of which its CPU build does the work.
+
+    Args:
+        kernel: on the CPU.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.weights_dev = _to_device(kernel.weights_host.detach())
+        self.iter, self.iter_cpu = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+
+    @staticmethod
+    def make(shapes: Any, tables: Any, optimizer: Any, device: torch.device, **options: Any) -> Any:
+        """As :func:`shardrec.lookup.kernels.make_kernel` does."""
+        kernel = _make_kernel(shapes, tables, optimizer, _CPU, **options)
+        return KernelDouble(kernel) if device.type == "cuda" else kernel
+
+    def split_embedding_weights(self) -> list[Any]:
+        return [_to_device(one) for one in self.kernel.split_embedding_weights()]
+
+    def split_optimizer_states(self) -> list[Any]:
+        return [tuple(_to_device(state) for state in states) for states in self.kernel.split_optimizer_states()]
+
+    @property
+    def embedding_specs(self) -> Any:
+        return self.kernel.embedding_specs
+
+    def set_learning_rate(self, lr: float) -> None:
+        self.kernel.set_learning_rate(lr)
+
+    def __call__(self, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> Any:
+        """Reads as many ids as the offsets say, as CUDA's kernel does."""
+        return _Lookup.apply(self.kernel, ids, offsets, weights, torch.zeros((), requires_grad=True))  # type: ignore[no-untyped-call]
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kernel: Any, ids: Any, offsets: Any, weights: Any, _: Tensor) -> Any:
+        count = int(offsets.inner[-1])
+        assert count <= ids.numel(), "the kernel would read past the ids"
+        given = (
+            None if weights is None else weights.inner[:count].detach().clone().requires_grad_(weights.requires_grad)
+        )
+        with torch.enable_grad():
+            found = kernel(ids.inner[:count], offsets.inner, given)
+        ctx.found, ctx.given = found, given
+        return _to_device(found.detach())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        ctx.found.backward(gradient.inner)
+        of_weights = ctx.given.grad if ctx.given is not None and ctx.given.requires_grad else None
+        return None, None, None, None if of_weights is None else _to_device(of_weights), torch.zeros(())
+
+
+def _permute_2d(
+    func: Any,
+    permute: Tensor,
+    lengths: Tensor,
+    values: Tensor,
+    weights: Tensor | None = None,
+    permuted_lengths_sum: int | None = None,
+) -> Any:
+    if permuted_lengths_sum is None:
+        _ACTIVE[-1].wait("permute_2D_sparse_data without the number of permuted ids")
+    places, of_bags, ids = _inner(permute), _inner(lengths), _inner(values)
+    count = int(of_bags.sum())
+    given = None if weights is None else _inner(weights)[:count]
+    found = func(places, of_bags, ids[:count], given, None)
+    if permuted_lengths_sum is not None:
+        assert found[1].numel() <= permuted_lengths_sum, f"{found[1].numel()} ids do not fit {permuted_lengths_sum}"
+    return tuple(
+        None if one is None else _to_device(one if number == 0 else _padded(one, permuted_lengths_sum))
+        for number, one in enumerate(found)
+    )
+
+
+def _bucketize(func: Any, args: Any, kwargs: Any) -> Any:
+    (lengths, values, *more), named = tree_map(_inner, (args, kwargs))
+    count, size = int(lengths.sum()), values.numel()
+    if named.get("weights") is not None:
+        named["weights"] = named["weights"][:count]
+    found = func(lengths, values[:count], *more, **named)
+    return tuple(
+        None if one is None else _to_device(one if number == 0 else _padded(one, size))
+        for number, one in enumerate(found)
+    )
+
+
+def _padded(values: Tensor, size: int | None) -> Tensor:
+    if size is None or size == values.numel():
+        return values
+    poison = torch.full((size - values.numel(),), _POISON, dtype=torch.int64).to(values.dtype)
+    return torch.cat([values, poison])
+
+
+def _is_cuda(device: Any) -> bool:
+    if isinstance(device, (str, torch.device)):
+        return torch.device(device).type == "cuda"
+    return False
+
+
+def _inner(value: Any) -> Any:
+    if isinstance(value, DeviceTensor):
+        return value.inner
+    return _CPU if isinstance(value, torch.device) and value.type == "cuda" else value
+
+
+def _to_device(value: Any) -> Any:
+    return DeviceTensor(value) if isinstance(value, Tensor) and not isinstance(value, DeviceTensor) else value
+
+
+def _tensors(values: Any, *, every: bool = False) -> list[Any]:
+    found: list[Any] = []
+
+    def look(one: Any) -> bool:
+        if isinstance(one, DeviceTensor) or (every and isinstance(one, Tensor)):
+            found.append(one)
+        return False
+
+    tree_any(look, values)
+    return found

@@ -1,0 +1,109 @@
+"""Wheels as small parts, without the device code of other architectures."""
+
+from __future__ import annotations
+
+import io
+import struct
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu.pack import main, without_other_architectures
+
+CODE, PTX = 2, 1
+
+
+def entry(kind: int, architecture: int, code: bytes, header: int = 64) -> bytes:
+    """As nvcc writes it, with what the header holds besides."""
+    fields = struct.pack("<HHIQIIHHI", kind, 0x101, header, len(code), 0, 64, 0, 1, architecture)
+    return fields + b"\x07" * (header - len(fields)) + code
+
+
+def container(*entries: bytes) -> bytes:
+    body = b"".join(entries)
+    return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(body)) + body
+
+
+def library(*containers: bytes) -> bytes:
+    return b"\x7fELF" + b"host code" + b"".join(one + b"pad" for one in containers) + b"the end"
+
+
+def test_code_of_other_architectures_is_cleared() -> None:
+    def made(of_80: bytes) -> bytes:
+        return library(
+            container(entry(CODE, 80, of_80), entry(CODE, 90, b"H" * 40), entry(PTX, 80, b"ptx" * 9)),
+            container(entry(CODE, 90, b"again" * 7, header=72)),
+            container(entry(CODE, 80, of_80)),
+        )
+
+    assert without_other_architectures(made(b"A" * 50), 90) == made(bytes(50))
+    assert without_other_architectures(made(b"A" * 50), 80) != made(b"A" * 50)
+
+
+def test_code_of_the_same_generation_stays() -> None:
+    """For 8.6 a library may have code for 8.0 alone."""
+    whole = library(container(entry(CODE, 80, b"A" * 50)))
+    assert without_other_architectures(whole, 86) == whole
+
+
+@pytest.mark.parametrize("cut", [3, 40, 90])
+def test_what_is_no_container_is_left_alone(cut: int) -> None:
+    """The number may stand anywhere in a library, and be followed by anything."""
+    whole = library(container(entry(CODE, 80, b"A" * 50)))
+    spoiled = whole[: whole.index(struct.pack("<I", 0xBA55ED50)) + cut]
+    assert without_other_architectures(spoiled, 90) == spoiled
+    wrong = container(entry(CODE, 80, b"A" * 50))
+    wrong = wrong[:8] + struct.pack("<Q", 2**60) + wrong[16:]
+    both = wrong + container(entry(CODE, 80, b"B" * 50))
+    assert without_other_architectures(both, 90) == wrong + container(entry(CODE, 80, bytes(50)))
+
+
+def test_parts_give_the_needed_files(tmp_path: Path) -> None:
+    wheels, out = tmp_path / "wheels", tmp_path / "parts"
+    wheels.mkdir()
+    noise = bytes(number * 7919 % 251 for number in range(300_000))
+    files = {
+        "one/__init__.py": b"x = 1\n",
+        "one/lib.so": library(container(entry(CODE, 80, noise), entry(CODE, 90, b"H" * 40))),
+        "one/data.bin": bytes(reversed(noise)),
+        "one/include/one.h": b"// not needed",
+        "one/tests/test_one.py": b"# neither",
+    }
+    with zipfile.ZipFile(wheels / "one-1.0-py3-none-any.whl", "w") as wheel:
+        for name, data in files.items():
+            wheel.writestr(name, data)
+    assert main([str(wheels), "--out", str(out), "--part-mb", "60"]) == 0
+    assert main([str(wheels), "--out", str(out)]) == 0, "the parts of an earlier run go"
+    parts = sorted(out.iterdir())
+    assert [path.name for path in parts] == ["libraries.tar.xz.000"]
+    with tarfile.open(fileobj=io.BytesIO(b"".join(path.read_bytes() for path in parts))) as archive:
+        names = archive.getnames()
+        assert names == ["one/__init__.py", "one/lib.so", "one/data.bin"]
+        thin = archive.extractfile("one/lib.so")
+        assert thin is not None
+        assert thin.read() == library(container(entry(CODE, 80, bytes(len(noise))), entry(CODE, 90, b"H" * 40)))
+
+
+def test_no_part_is_larger_than_asked_for(tmp_path: Path) -> None:
+    import random
+
+    from benchmarks.gpu.pack import pack
+
+    data = random.Random(0).randbytes(25_000)
+    with zipfile.ZipFile(tmp_path / "one.whl", "w") as wheel:
+        wheel.writestr("one/data.bin", data)
+    parts = pack([tmp_path / "one.whl"], tmp_path / "parts", architecture=90, part_bytes=6_000)
+    sizes = [path.stat().st_size for path in parts]
+    assert max(sizes) == 6_000
+    assert 4 <= len(sizes) <= 6
+    with tarfile.open(fileobj=io.BytesIO(b"".join(path.read_bytes() for path in parts))) as archive:
+        member = archive.extractfile("one/data.bin")
+        assert member is not None
+        assert member.read() == data
+
+
+def test_an_empty_folder_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 1
+    assert "holds no wheel: fill it with pip download --no-deps" in capsys.readouterr().err

@@ -1,0 +1,243 @@
+"""What runs on CUDA, on tensors that only say that they are there: the host waits for the device once a step.
+
+Values and trained weights are those of the same model on the CPU. What a GPU alone can show (its kernels, NCCL,
+streams) is in tests/modules/test_cuda.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from shardrec.errors import InputError
+from shardrec.layout import ShardingPlan, Topology, cuts
+from shardrec.modules import ShardedModel, shard
+from tests.batches import random_bags
+from tests.cuda_double import DeviceTensor, HiddenWait, cuda_double, cuda_is_there
+from tests.models import collection, feature_rows, random_configs, table_sizes
+from tests.modules import test_sequences as sequences
+from tests.plans import cut_plan, random_plan
+from tests.ranks import ranks
+
+HEADER = "exchange/joint.py"
+
+
+def to_double(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    weights = features.weights_or_none()
+    return KeyedJaggedTensor(
+        keys=features.keys(),
+        values=features.values().to("cuda"),
+        lengths=features.lengths().to("cuda"),
+        weights=None if weights is None else weights.to("cuda"),
+        stride=features.stride(),
+    )
+
+
+def value_of(found: Any) -> Tensor:
+    """The values of a KeyedTensor, or of a dict of JaggedTensors, side by side."""
+    values = found.values()
+    return values if isinstance(values, Tensor) else torch.cat([one.values() for one in values])
+
+
+def weights(model: ShardedModel) -> dict[str, Tensor]:
+    return {
+        name: one.inner if isinstance(one, DeviceTensor) else one.detach() for name, one in model.named_parameters()
+    }
+
+
+def compare(
+    make: Callable[[], nn.Module],
+    plan: ShardingPlan,
+    batches: list[KeyedJaggedTensor],
+    *,
+    waits: int = 1,
+    **options: Any,
+) -> None:
+    """Train on both; from the second step on, the host waits so often (by default for the header alone)."""
+    on_cpu = shard(make(), plan, transport="group", **options)
+    with cuda_double() as double:
+        with double.may_wait():
+            on_cuda = shard(make(), plan, device="cuda:0", **options)
+            given = [to_double(one) for one in batches]
+        for step, features in enumerate(given):
+            expected = value_of(on_cpu(batches[step]))
+            gradient = torch.randn(expected.shape, generator=torch.Generator().manual_seed(step))
+            with double.may_wait():
+                there = gradient.to("cuda")
+                double.waits.clear()
+                found = value_of(on_cuda(features))
+                assert found.is_cuda
+                (found * there).sum().backward()
+                if step:
+                    assert [one.partition(":")[0] for one in double.waits][:1] == [HEADER], double.waits
+                    assert len(double.waits) <= waits, double.waits
+            (expected * gradient).sum().backward()
+            assert torch.allclose(found.inner, expected, atol=1e-5)  # type: ignore[attr-defined]
+    expected_weights = weights(on_cpu)
+    for name, weight in weights(on_cuda).items():
+        assert torch.allclose(weight, expected_weights[name], atol=1e-5), name
+    for (name, one), (_, other) in zip(on_cuda.named_parameters(), on_cpu.named_parameters(), strict=True):
+        if other.grad is not None:
+            assert torch.allclose(one.grad.inner, other.grad, atol=1e-2), name  # type: ignore[union-attr]
+
+
+def bags_of(rng: Random, configs: list[EmbeddingBagConfig], weighted: bool = False) -> list[KeyedJaggedTensor]:
+    """Batches of one order of keys, of which one is looked up in no table."""
+    found = [
+        random_bags(rng, feature_rows(configs), 3, weighted=weighted, extra=["unused"], shuffled=False)
+        for _ in range(3)
+    ]
+    return [one.kjt() for one in found]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad"])
+@pytest.mark.parametrize("cut", ["mixed", "row_wise", "table_wise", "data_parallel"])
+def test_pooled(cut: str, optimizer: str) -> None:
+    rng = Random(f"{cut} {optimizer}")
+    weighted = optimizer == "sgd"
+    configs = random_configs(rng, weighted=weighted)
+    sizes = table_sizes(configs)
+    plan = random_plan(rng, sizes, Topology()) if cut == "mixed" else cut_plan(cut, rng, sizes, Topology())
+    with cuda_is_there():
+        compare(
+            lambda: collection(configs, optimizers=optimizer, weighted=weighted),
+            plan,
+            bags_of(rng, configs, weighted),
+            # Rowwise Adagrad on a table cut by columns looks for distinct rows, and tells the other stripes' holders.
+            waits=9 if (cut, optimizer) == ("mixed", "rowwise_adagrad") else 1,
+        )
+
+
+@pytest.mark.parametrize("dedup", [True, False])
+@pytest.mark.parametrize("cut", ["mixed", "row_wise", "column_wise", "data_parallel"])
+def test_sequences(cut: str, dedup: bool) -> None:
+    rng = Random(f"{cut} {dedup}")
+    sizes = {f"sequences.{name}": (rows, sequences.DIM) for name, rows in sequences.ROWS.items()}
+    plan = random_plan(rng, sizes, Topology()) if cut == "mixed" else cut_plan(cut, rng, sizes, Topology())
+    batches = [sequences.batch(rng, ["unused", "c", "a", "b"], 4) for _ in range(3)]
+    with cuda_is_there():
+        compare(lambda: sequences.Holder(sequences.collection(torch.optim.SGD, 0.1)), plan, batches, dedup=dedup)
+
+
+@pytest.mark.parametrize("policy", ["zero", "wrap"])
+def test_ids_outside_their_tables(policy: str) -> None:
+    rng = Random(policy)
+    configs = [
+        EmbeddingBagConfig(name="t0", num_embeddings=9, embedding_dim=8, feature_names=["a", "b"]),
+        EmbeddingBagConfig(name="t1", num_embeddings=7, embedding_dim=8, feature_names=["b"]),
+    ]
+    batches = [random_bags(rng, {"a": 19, "b": 17}, 4, shuffled=False).kjt() for _ in range(3)]
+    plan = ShardingPlan(
+        topology=Topology(),
+        tables=(cuts.row_wise("t0", 9, 8, ranks=[0, 0]), cuts.data_parallel("t1", 7, 8)),
+    )
+    with cuda_is_there():
+        compare(lambda: collection(configs, optimizers="adagrad"), plan, batches, on_bad_id=policy)
+        sizes = {f"sequences.{name}": (rows, sequences.DIM) for name, rows in sequences.ROWS.items()}
+        plan = cut_plan("row_wise", rng, sizes, Topology())
+        batches = [random_bags(rng, {"a": 19, "b": 17, "c": 3}, 4, shuffled=False).kjt() for _ in range(3)]
+        compare(lambda: sequences.Holder(sequences.collection(torch.optim.SGD, 0.1)), plan, batches, on_bad_id=policy)
+
+
+def test_a_gradient_for_an_ordinary_optimizer() -> None:
+    """Tables of two widths, and of a dtype that no kernel knows."""
+    configs = [
+        EmbeddingBagConfig(name="t0", num_embeddings=9, embedding_dim=4, feature_names=["a", "b"]),
+        EmbeddingBagConfig(name="t1", num_embeddings=7, embedding_dim=8, feature_names=["b"]),
+        EmbeddingBagConfig(name="t2", num_embeddings=5, embedding_dim=8, feature_names=["c"], data_type=DataType.BF16),
+    ]
+    rng = Random(0)
+    for cut in ("table_wise", "data_parallel"):
+        plan = cut_plan(cut, rng, table_sizes(configs), Topology())
+        with cuda_is_there():
+            # Which ids are of which width is looked up for each of the two.
+            compare(lambda: collection(configs), plan, bags_of(rng, configs), waits=3)
+
+
+def test_two_ranks() -> None:
+    """Over gloo, which sends what is inside of the doubles."""
+    configs = [
+        EmbeddingBagConfig(name="t0", num_embeddings=9, embedding_dim=8, feature_names=["a", "b"]),
+        EmbeddingBagConfig(name="t1", num_embeddings=7, embedding_dim=8, feature_names=["b"]),
+    ]
+    layouts = [
+        cuts.row_wise("t0", 9, 8, ranks=[0, 1]),
+        cuts.table_wise("t1", 7, 8, rank=1),
+    ]
+    plan = ShardingPlan(topology=Topology(ranks_per_host=2), tables=tuple(layouts))
+
+    def rank_main() -> None:
+        with cuda_is_there():
+            rng = Random(dist.get_rank())
+            compare(lambda: collection(configs, optimizers="adagrad"), plan, bags_of(rng, configs))
+
+    ranks(2, rank_main)
+
+
+def test_a_batch_that_is_refused() -> None:
+    configs = [EmbeddingBagConfig(name="t0", num_embeddings=9, embedding_dim=8, feature_names=["a"])]
+    plan = ShardingPlan(topology=Topology(), tables=(cuts.row_wise("t0", 9, 8, ranks=[0], boundaries=[0, 9]),))
+    with cuda_is_there(), cuda_double() as double, double.may_wait():
+        model = shard(collection(configs, optimizers="sgd"), plan, device="cuda:0")
+        bad = KeyedJaggedTensor(
+            keys=["a"], values=torch.tensor([3, 9]), lengths=torch.tensor([1, 1], dtype=torch.int32)
+        )
+        with pytest.raises(InputError, match="id 9 in sample 1 is outside"):
+            model(to_double(bad))
+        with pytest.raises(
+            InputError, match=r"the ids are on cpu and the tables of this module .* on cuda:0; move the batch"
+        ):
+            model(bad)
+
+
+def test_the_double_finds_what_waits() -> None:
+    with cuda_is_there(), cuda_double() as double:
+        numbers = torch.tensor([1, 2], pin_memory=True).to("cuda", non_blocking=True)
+        for waits in (
+            lambda: int(numbers[0]),
+            lambda: numbers.tolist(),
+            lambda: numbers.nonzero(),
+            lambda: numbers.unique(),
+            lambda: numbers[numbers > 1],
+            lambda: numbers.repeat_interleave(numbers),
+            lambda: numbers.cpu(),
+            lambda: torch.tensor([1], device="cuda"),
+            lambda: torch.ones(2).to("cuda", non_blocking=True),
+            lambda: numbers.copy_(torch.ones(2)),
+        ):
+            with pytest.raises(HiddenWait):
+                waits()
+        assert not double.waits
+        with double.may_wait():
+            assert numbers.tolist() == [1, 2]
+        assert len(double.waits) == 1
+        with pytest.raises(AssertionError, match="a CPU tensor of shape"):
+            numbers + torch.ones(2)
+
+
+def test_tables_on_meta_are_drawn_where_they_lie() -> None:
+    """Not on the host, where it would take minutes; each shard other values, the same for one seed."""
+    configs = [EmbeddingBagConfig(name="t0", num_embeddings=50, embedding_dim=8, feature_names=["a"])]
+    layout = cuts.row_wise("t0", 50, 8, ranks=[0, 0], boundaries=[0, 25, 50])
+    plan = ShardingPlan(topology=Topology(), tables=(layout,))
+    drawn = []
+    with cuda_is_there(), cuda_double() as double, double.may_wait():
+        for seed in (1, 1, 2):
+            module = collection(configs, device="meta")
+            torch.manual_seed(seed)
+            after = shard(module, plan, device="cuda:0")
+            drawn.append([one.inner.clone() for one in after.parameters()])  # type: ignore[attr-defined]
+    (top, bottom), again, other = drawn
+    assert top.shape == bottom.shape == (25, 8)
+    assert not torch.equal(top, bottom)
+    assert torch.equal(torch.stack(again), torch.stack([top, bottom]))
+    assert not torch.equal(other[0], top)
+    assert 0.1 < float(top.abs().max()) <= 50**-0.5
