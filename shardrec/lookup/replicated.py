@@ -202,4 +202,4 @@ class _RowUpdate:
         """Update from the dense (rows, dim) gradient."""
         rows = gradient.any(dim=1).nonzero().squeeze(1)
         values = gradient.index_select(0, rows).to(torch.float32)
-        self.optimizer.step([RowGradient(rows=rows, values=values)])
+        self.optimizer.step(self.optimizer.decayed([RowGradient(rows=rows, values=values)]))
