@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from shardrec.exchange.wire import QuantizedComms
     from shardrec.layout import Shard, ShardingPlan, TableLayout, Topology
     from shardrec.modules import (
+        DistributedModelParallel,
         ReplicatedModel,
         ShardedEmbeddingBagCollection,
         ShardedEmbeddingCollection,
@@ -68,6 +69,7 @@ __all__ = [
     "ConfigError",
     "Constraint",
     "DataError",
+    "DistributedModelParallel",
     "ExportError",
     "InputError",
     "LazyAwaitable",
@@ -112,6 +114,7 @@ _HOMES = {
     "Awaitable": "shardrec.pending",
     "Checkpoints": "shardrec.checkpoint",
     "Constraint": "shardrec.planner",
+    "DistributedModelParallel": "shardrec.modules",
     "ExportError": "shardrec.serve",
     "LazyAwaitable": "shardrec.pending",
     "LazyGetItemMixin": "shardrec.pending",

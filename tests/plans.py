@@ -84,7 +84,8 @@ def topologies_of(world_size: int) -> list[Topology]:
 def random_tables(rng: Random, most: int = 4) -> dict[str, tuple[int, int]]:
     """1 to ``most`` tables: (rows, columns) by name, from a single row up."""
     return {
-        f"t{number}": (rng.randint(1, 20), COLUMN_UNIT * rng.randint(1, 5)) for number in range(rng.randint(1, most))
+        f"t{number}": (rng.randint(1, 20), COLUMN_UNIT * rng.randint(1, 5) - rng.choice([0, 0, 0, 1, 2, 3]))
+        for number in range(rng.randint(1, most))
     }
 
 
@@ -92,9 +93,9 @@ def random_layout(rng: Random, name: str, rows: int, dim: int, world_size: int) 
     """A layout that no cut makes: stripes of random widths, each with row blocks of its own, on any ranks."""
     if rng.random() < 0.15:
         return cuts.data_parallel(name, rows, dim)
-    columns = _edges(rng, dim // COLUMN_UNIT, most=3)
+    columns = _edges(rng, -(-dim // COLUMN_UNIT), most=3)
     shards = []
-    for left, right in pairwise(column * COLUMN_UNIT for column in columns):
+    for left, right in pairwise(min(column * COLUMN_UNIT, dim) for column in columns):
         for top, bottom in pairwise(_edges(rng, rows, most=3)):
             shards.append(
                 Shard(

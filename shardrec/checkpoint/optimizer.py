@@ -109,7 +109,7 @@ def fused_settings(model: ShardedModel) -> dict[str, dict[str, Any]]:
             for one in sharded_collections(model)
             for name, optimizer in one.fused_optimizers().items()
         }
-    own = ("params", "tables", "optimizer", "eps", "betas")
+    own = ("params", "tables", "optimizer", "eps", "betas", "weight_decay")
     return {table: _settings(group, own) for group in model._fused.param_groups for table in group["tables"]}
 
 

@@ -24,7 +24,7 @@ def calibrate_command(
     out: Annotated[Path, typer.Argument(help="JSON file to write the profile to.")] = Path("profile.json"),
     ranks: Annotated[int, typer.Option(help="Ranks to start here.", min=1)] = 2,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    workloads: Annotated[int, typer.Option(help="Different steps to time, on one rank and on all.", min=8)] = 48,
+    workloads: Annotated[int, typer.Option(help="Different steps to time, on one rank and on all.", min=1)] = 48,
     repeats: Annotated[int, typer.Option(help="Times that each is repeated, in two passes.", min=1)] = 7,
     checks: Annotated[int, typer.Option(help="Workloads left out of the fit, to compare with.", min=0)] = 8,
     seed: Annotated[int, typer.Option(help="Draws the workloads.")] = 0,
@@ -40,9 +40,15 @@ def calibrate_command(
 
     if device not in ("cpu", "cuda"):
         raise ConfigError(f"--device is {device!r}: give cpu or cuda")
+    worlds = sorted({1, ranks})
+    fewest = calibrate.fewest_workloads(len(worlds))
+    if workloads < fewest:
+        raise ConfigError(f"--workloads is {workloads}: give at least {fewest}, which determine the coefficients")
+    if not out.parent.is_dir():
+        raise ConfigError(f"there is no folder {out.parent} to write {out.name} to; make it first")
     base = Profile.of_machine(detect_machine(ranks, device=device))
     runs = []
-    for world in sorted({1, ranks}):
+    for world in worlds:
         drawn = calibrate.workloads(workloads, world, seed)
         typer.echo(f"timing {len(drawn)} workloads on {world} rank{'s' * (world > 1)}")
         runs.append((drawn, calibrate.measure(drawn, world, device=device, repeats=repeats)))

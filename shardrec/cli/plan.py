@@ -174,14 +174,19 @@ def _csv_rows(path: Path) -> list[tuple[int, Mapping[str, Any]]]:
 def _yaml_rows(path: Path) -> list[tuple[int, Mapping[str, Any]]]:
     import yaml
 
+    text = path.read_text(encoding="utf-8")
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not YAML ({error})") from error
+        data = yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        line = 1 if error.problem_mark is None else error.problem_mark.line + 1
+        raise ConfigError(f"{path}:{line}: not YAML ({error.problem})") from error
     tables = data.get("tables") if isinstance(data, Mapping) else None
     if not isinstance(tables, list) or not all(isinstance(each, Mapping) for each in tables):
         raise ConfigError(f"{path} has no list of tables; write 'tables:' and one entry for each")
-    return list(enumerate(tables, 1))
+    root = yaml.compose(text)
+    assert root is not None, "a mapping was loaded from it"
+    nodes = next(value.value for key, value in root.value if key.value == "tables")
+    return [(node.start_mark.line + 1, table) for node, table in zip(nodes, tables, strict=True)]
 
 
 def _load(where: str, row: Mapping[str, Any], optimizer: str) -> TableLoad:

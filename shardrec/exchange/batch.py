@@ -305,23 +305,18 @@ def _first(values: Tensor) -> str:
 
 
 def _weight_fault(features: KeyedJaggedTensor, expect: Expectation) -> str | None:
+    if not expect.weighted:
+        return None  # one KeyedJaggedTensor may serve weighted and unweighted collections, as in TorchRec
     weights = features.weights_or_none()
     feature, table, _ = expect.tables[0]
     if weights is None:
-        if not expect.weighted:
-            return None
         return (
             f"the input has no weights and the collection of feature {feature!r} (table {table!r}) has "
             "is_weighted=True; give the KeyedJaggedTensor weights, one per id"
         )
-    if not expect.weighted:
-        return (
-            f"the input has {weights.numel()} weights{_first(weights)} and the collection of feature {feature!r} "
-            f"(table {table!r}) has is_weighted=False; drop the weights, or build the collection with is_weighted=True"
-        )
     if not weights.dtype.is_floating_point:
-        found = f"{_name(weights.dtype)}{_first(weights)}"
-        return f"the weights are {found}; they must be floating point: convert with .float()"
+        name = f"{_name(weights.dtype)}{_first(weights)}"
+        return f"the weights are {name}; they must be floating point: convert with .float()"
     return _device_fault("weights", weights, expect)
 
 

@@ -19,7 +19,7 @@ from itertools import pairwise
 from math import expm1, log1p
 from typing import TYPE_CHECKING
 
-from shardrec.layout import Shard, TableLayout, Topology
+from shardrec.layout import COLUMN_UNIT, Shard, TableLayout, Topology
 
 if TYPE_CHECKING:
     from shardrec.exchange.wire import QuantizedComms
@@ -337,7 +337,8 @@ class _Terms:
 
 
 def _wire_bytes(wire: str, rows: float, cols: int) -> float:
-    return rows * (cols * _ELEMENT[wire] + _ROW_EXTRA.get(wire, 0)) if cols else 0
+    padded = -(-cols // COLUMN_UNIT) * COLUMN_UNIT if wire in _ROW_EXTRA else cols
+    return rows * (padded * _ELEMENT[wire] + _ROW_EXTRA.get(wire, 0)) if cols else 0
 
 
 def _spans(layout: TableLayout) -> dict[Shard, slice]:

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from shardrec.errors import ConfigError
 from shardrec.exchange.collectives import Collectives, Pending, WayBack
+from shardrec.layout import COLUMN_UNIT
 
 __all__ = ["QuantizedComms", "Shape", "Wire"]
 
@@ -105,7 +106,7 @@ class Wire:
     def _elements(self, shape: Shape) -> int:
         rows, cols = shape
         if self._type == "int8":
-            return rows * (cols + _ROW_EXTRA) if cols else 0
+            return rows * (_padded(cols) + _ROW_EXTRA) if cols else 0
         return rows * cols
 
     def _encode(self, flat: Tensor, shapes: Sequence[Shape]) -> Tensor:
@@ -114,7 +115,7 @@ class Wire:
         if self._type != "int8":
             return flat.to(_FLOATS[self._type])
         parts = [
-            _to_bytes(part.view(rows, cols)).view(-1)
+            _to_bytes(_with_padding(part.view(rows, cols))).view(-1)
             for part, (rows, cols) in zip(flat.split([rows * cols for rows, cols in shapes]), shapes, strict=True)
             if rows * cols
         ]
@@ -128,7 +129,9 @@ class Wire:
             return wire.to(torch.float32)
         sizes = [self._elements(shape) for shape in shapes]
         parts = [
-            torch.ops.fbgemm.Fused8BitRowwiseQuantizedToFloat(part.view(rows, cols + _ROW_EXTRA)).view(-1)
+            torch.ops.fbgemm.Fused8BitRowwiseQuantizedToFloat(part.view(rows, _padded(cols) + _ROW_EXTRA))[
+                :, :cols
+            ].reshape(-1)
             for part, (rows, cols) in zip(wire.split(sizes), shapes, strict=True)
             if rows * cols
         ]
@@ -136,10 +139,21 @@ class Wire:
 
 
 def _to_bytes(rows: Tensor) -> Tensor:
-    """(rows, cols) float32 as (rows, cols + 8) bytes; cols is a multiple of 4, as every shard's width."""
+    """(rows, cols) float32 as (rows, cols + 8) bytes; cols is a multiple of 4."""
     found: Tensor = torch.ops.fbgemm.FloatToFused8BitRowwiseQuantized(rows * _LIFT)
     found.view(torch.float32)[:, -2:].mul_(1 / _LIFT)
     return found
+
+
+def _padded(cols: int) -> int:
+    """Columns that travel as INT8: a multiple of 4, so that what follows them is aligned."""
+    return -(-cols // COLUMN_UNIT) * COLUMN_UNIT
+
+
+def _with_padding(rows: Tensor) -> Tensor:
+    """(rows, cols) with the last column again and again, which leaves a row's range as it is."""
+    missing = _padded(rows.size(1)) - rows.size(1)
+    return torch.cat([rows, rows[:, -1:].expand(-1, missing)], dim=1) if missing else rows
 
 
 class _Encoded:

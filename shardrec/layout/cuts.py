@@ -179,17 +179,11 @@ def _column_edges(name: str, cols: int, parts: int, widths: Sequence[int] | None
     if parts < 1:
         raise PlanError(f"table {name!r}: a cut needs at least one rank or host, got none")
     if widths is None:
-        units, rest = divmod(cols, COLUMN_UNIT)
-        if rest and parts > 1:
-            raise PlanError(
-                f"table {name!r}: {cols} columns cannot be cut into stripes of a multiple of {COLUMN_UNIT}; "
-                f"round embedding_dim up to {(units + 1) * COLUMN_UNIT}, or cut it by rows"
-            )
-        if not rest:
-            base, more = divmod(units, parts)
-            widths = [COLUMN_UNIT * (base + (part < more)) for part in range(parts)]
-        else:
-            widths = [cols]
+        base, more = divmod(-(-cols // COLUMN_UNIT), parts)
+        # Of columns that are no multiple, the last stripe has less than its units, and is one of the wider ones.
+        first = parts - more if cols % COLUMN_UNIT and base else 0
+        edges = accumulate((COLUMN_UNIT * (base + (0 <= part - first < more)) for part in range(parts)), initial=0)
+        return [min(edge, cols) for edge in edges]
     if len(widths) != parts or sum(widths) != cols or min(widths) < 0:
         raise PlanError(
             f"table {name!r}: column widths {list(widths)} do not cut {cols} columns into {parts} stripes; give "

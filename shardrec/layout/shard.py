@@ -21,7 +21,7 @@ from itertools import pairwise
 __all__ = ["COLUMN_UNIT", "Shard", "Stripe", "TableLayout", "miscovered"]
 
 COLUMN_UNIT = 4
-"""fbgemm's kernels move four floats at a time: each shard's width must be a multiple of this."""
+"""Kernels move four floats at a time: tables are cut between columns at multiples of this."""
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -158,11 +158,6 @@ class TableLayout:
                 f"table {self.name!r} is replicated and has {len(self.shards)} shards as well; "
                 "leave shards empty, or set replicated=False"
             )
-        if self.embedding_dim % COLUMN_UNIT:
-            yield (
-                f"table {self.name!r} is {self.embedding_dim} columns wide; the kernels need a multiple of "
-                f"{COLUMN_UNIT}{_dim_remedy(self.embedding_dim)}"
-            )
 
     def _contains(self, shard: Shard) -> bool:
         return self._has_rows_of(shard) and self._has_columns_of(shard)
@@ -188,10 +183,10 @@ class TableLayout:
             yield f"{shard}: rows must be a non-empty part of [0, {self.num_embeddings}); {remedy}"
         if not self._has_columns_of(shard):
             yield f"{shard}: columns must be a non-empty part of [0, {self.embedding_dim}); {remedy}"
-        elif shard.cols % COLUMN_UNIT:
+        elif shard.col_start % COLUMN_UNIT or (shard.col_end % COLUMN_UNIT and shard.col_end < self.embedding_dim):
             yield (
-                f"{shard} is {shard.cols} columns wide; the kernels need a multiple of {COLUMN_UNIT}: "
-                f"move the column boundary{_dim_remedy(self.embedding_dim)}"
+                f"{shard}: the kernels take columns that are cut at multiples of {COLUMN_UNIT}: move the column "
+                "boundary"
             )
 
     def _cover_faults(self) -> list[str]:
@@ -217,12 +212,6 @@ class TableLayout:
 
 def _by_row(shard: Shard) -> int:
     return shard.row_start
-
-
-def _dim_remedy(dim: int) -> str:
-    if dim % COLUMN_UNIT == 0:
-        return ""
-    return f", or round embedding_dim {dim} up to {-(-dim // COLUMN_UNIT) * COLUMN_UNIT}"
 
 
 _Range = tuple[int, int]

@@ -10,7 +10,8 @@ by width, so that the tables of one width are also one matrix, whose rows the ro
     flat   | t1 (500 × 16) | t3 (90 × 16) | t2 (40 × 8) |
     class    width 16: matrix (590, 16)     width 8: matrix (40, 8)
 
-Weights of a dtype without a kernel (bfloat16) lie in a tensor of the same form, and are looked up by torch operators.
+Weights that fbgemm has no kernel for (bfloat16, a number of columns that is no multiple of 4) lie in a tensor of the
+same form, and are looked up by torch operators, or float32 ones on the CPU by the own kernel.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ class TableBank:
         self._place = place
         in_order = [self.shapes[table] for table in order]
         self.kernel: Any = None
-        if has_kernel(dtype):
+        if has_kernel(dtype, (columns for _, columns in shapes)):
             features = [place[table] for table in slot_tables]
             self.kernel = make_kernel(in_order, features, optimizer, device, pooled=pooled, dtype=dtype)
             flat = self.kernel.weights_dev if device.type == "cuda" else self.kernel.weights_host

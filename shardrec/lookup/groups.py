@@ -116,6 +116,7 @@ def _mode(table: LookupTable, device: torch.device) -> GroupMode:
         return GroupMode.DENSE
     if table.optimizer.kind is OptimizerKind.ROWWISE_ADAGRAD and len(table.layout.stripes()) > 1:
         return GroupMode.WHOLE_ROWS
-    if not has_fused_kernel(table.optimizer, device, table.dtype):
+    widths = [stripe.col_end - stripe.col_start for stripe in table.layout.stripes()]
+    if not has_fused_kernel(table.optimizer, device, table.dtype, widths):
         return GroupMode.ROWS
     return GroupMode.FUSED

@@ -12,7 +12,7 @@ Stochastic rounding, which is fbgemm's default for FP16 on CUDA, is off: two run
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from torch import Tensor
 
+from shardrec.layout import COLUMN_UNIT
 from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
 from shardrec.lookup.pages import renew_in_huge_pages
 
@@ -43,14 +44,20 @@ _FBGEMM_OPTIMIZERS = {
 }
 
 
-def has_kernel(dtype: torch.dtype) -> bool:
-    """Whether fbgemm looks up weights of ``dtype`` (see the note above)."""
-    return dtype in _PRECISIONS
+def has_kernel(dtype: torch.dtype, widths: Iterable[int] = ()) -> bool:
+    """Whether fbgemm looks up weights of ``dtype`` (see the note above) and these widths."""
+    return dtype in _PRECISIONS and not any(width % COLUMN_UNIT for width in widths)
 
 
-def has_fused_kernel(optimizer: FusedOptimizer, device: torch.device, dtype: torch.dtype = torch.float32) -> bool:
+def has_fused_kernel(
+    optimizer: FusedOptimizer,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    widths: Iterable[int] = (),
+) -> bool:
     """Whether fbgemm has the optimizer's backward on ``device``, exact for weights of ``dtype`` (see the note)."""
-    if not has_kernel(dtype):
+    # fbgemm's kernels decay weights by other rules than torch's classes, or not at all.
+    if not has_kernel(dtype, widths) or optimizer.weight_decay:
         return False
     if device.type == "cuda":
         return True

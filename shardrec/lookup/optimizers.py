@@ -3,6 +3,7 @@
 The fused optimizers change only the rows that a batch looks up. For SGD, Adagrad and rowwise Adagrad that is just what
 the dense optimizer does, for a row without gradient keeps its value and its state. Adam is lazy, as in fbgemm, TorchRec
 and :class:`torch.optim.SparseAdam`: the moments of a row that is not looked up do not decay, and the row does not move.
+Weight decay is lazy in the same way: it is the L2 term of torch's classes, on the rows that a batch looks up.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class FusedOptimizer:
         eps: added to the root of the second moment.
         betas: decay of Adam's two moments.
         initial_accumulator_value: first value of Adagrad's sums of squares.
+        weight_decay: times the row is added to the gradient of a row that is looked up.
     """
 
     kind: OptimizerKind
@@ -46,6 +48,7 @@ class FusedOptimizer:
     eps: float = 0.0
     betas: tuple[float, float] = (0.0, 0.0)
     initial_accumulator_value: float = 0.0
+    weight_decay: float = 0.0
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -70,17 +73,16 @@ class FusedOptimizer:
 
 
 _DEFAULTS: dict[OptimizerKind, dict[str, Any]] = {
-    OptimizerKind.SGD: {"lr": 1e-3},
-    OptimizerKind.ADAGRAD: {"lr": 1e-2, "eps": 1e-10, "initial_accumulator_value": 0.0},
-    OptimizerKind.ROWWISE_ADAGRAD: {"lr": 1e-2, "eps": 1e-10, "initial_accumulator_value": 0.0},
-    OptimizerKind.ADAM: {"lr": 1e-3, "eps": 1e-8, "betas": (0.9, 0.999)},
+    OptimizerKind.SGD: {"lr": 1e-3, "weight_decay": 0.0},
+    OptimizerKind.ADAGRAD: {"lr": 1e-2, "eps": 1e-10, "initial_accumulator_value": 0.0, "weight_decay": 0.0},
+    OptimizerKind.ROWWISE_ADAGRAD: {"lr": 1e-2, "eps": 1e-10, "initial_accumulator_value": 0.0, "weight_decay": 0.0},
+    OptimizerKind.ADAM: {"lr": 1e-3, "eps": 1e-8, "betas": (0.9, 0.999), "weight_decay": 0.0},
 }
 
 # Settings that change the rule; each is accepted only at the value that leaves it alone.
 _NEUTRAL: dict[str, Any] = {
     "momentum": 0.0,
     "dampening": 0.0,
-    "weight_decay": 0.0,
     "lr_decay": 0.0,
     "nesterov": False,
     "amsgrad": False,
@@ -131,6 +133,7 @@ def fused_optimizer_of(parameter: nn.Parameter, table: str) -> FusedOptimizer | 
         eps=float(values.get("eps", 0.0)),
         betas=(float(values["betas"][0]), float(values["betas"][1])) if "betas" in values else (0.0, 0.0),
         initial_accumulator_value=float(values.get("initial_accumulator_value", 0.0)),
+        weight_decay=float(values["weight_decay"]),
     )
 
 

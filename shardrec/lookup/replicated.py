@@ -214,13 +214,14 @@ class _RowUpdate:
         if gradient.device.type == "cpu":
             rows = used.nonzero().squeeze(1)
             values = gradient.index_select(0, rows).to(torch.float32)
-            self.optimizer.step([RowGradient(rows=rows, values=values)])
+            self.optimizer.step(self.optimizer.decayed([RowGradient(rows=rows, values=values)]))
             return
         # How many rows there are would have to come to the host: all of them are updated, and those put back that are
         # not used (Adam's moments decay, and Adagrad's step is 0 / 0 without eps).
         memory = [self._weight, *self.optimizer.states()[0].values()]
         before = [one.clone() for one in memory]
         rows = torch.arange(gradient.size(0), device=gradient.device)
-        self.optimizer.step([RowGradient(rows=rows, values=gradient.to(torch.float32))])
+        gradients = [RowGradient(rows=rows, values=gradient.to(torch.float32))]
+        self.optimizer.step(self.optimizer.decayed(gradients))
         for one, old in zip(memory, before, strict=True):
             one.copy_(torch.where(used if one.dim() == 1 else used.unsqueeze(1), one, old))

@@ -1,9 +1,10 @@
 """Fused optimizers row by row in torch, for what fbgemm's kernels cannot do.
 
-Used for Adam on the CPU (fbgemm's CPU build has none), for rowwise Adagrad on a table cut by columns (whose mean square
-is over the whole row, of which a rank holds a part), for replicated tables (whose gradient is complete only after the
-all-reduce) and for 16-bit tables without an exact kernel (:mod:`shardrec.lookup.kernels`). States are float32, and so
-is the update; the rows of a 16-bit table are rounded to nearest when they are written back. The rules are those of
+Used for Adam on the CPU (fbgemm's CPU build has none), for rowwise Adagrad on a table cut by columns (whose mean
+square is over the whole row, of which a rank holds a part), for replicated tables (whose gradient is complete only
+after the all-reduce), for weight decay (for which fbgemm's kernels have other rules), for widths that are no multiple
+of 4 and for 16-bit tables without an exact kernel (:mod:`shardrec.lookup.kernels`). States are float32, and so is the
+update; the rows of a 16-bit table are rounded to nearest when they are written back. The rules are those of
 :mod:`torch.optim` and ``torchrec.optim.RowWiseAdagrad``, on the rows given.
 """
 
@@ -59,11 +60,25 @@ class RowOptimizer:
         return per_table
 
     @torch.no_grad()
+    def decayed(self, gradients: Sequence[RowGradient]) -> Sequence[RowGradient]:
+        """The gradients with the weight decay of their rows, for :meth:`step`."""
+        factor = self.optimizer.weight_decay
+        if not factor:
+            return gradients
+        return [
+            RowGradient(
+                rows=one.rows,
+                values=one.values.add(entry.cls.weight.index_select(0, one.rows).to(torch.float32), alpha=factor),
+            )
+            for entry, one in zip(self._classes, gradients, strict=True)
+        ]
+
+    @torch.no_grad()
     def step(self, gradients: Sequence[RowGradient], mean_squares: Sequence[Tensor] | None = None) -> None:
         """Update the rows of ``gradients``, one entry per width class.
 
         Args:
-            gradients: distinct rows and their gradients.
+            gradients: distinct rows and their gradients, :meth:`decayed`.
             mean_squares: rowwise Adagrad's mean square (U,) of each row's gradient, where it is not the mean over the
                 columns at hand.
         """

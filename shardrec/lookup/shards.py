@@ -310,9 +310,11 @@ class _RowsFunction(torch.autograd.Function):
         if ctx.needs_input_grad[1] and member.bank is not None:
             # The weights' gradient is of the rows as they were looked up, so before the step.
             of_weights = member.bank.weight_gradient(part.ids, part.lengths, gradient)
-        gradients: list[RowGradient] = []
+        gradients: Sequence[RowGradient] = []
         if member.bank is not None:
             gradients = member.bank.row_gradients(part.ids, part.lengths, part.weights, gradient)
+        if member.rows is not None:
+            gradients = member.rows.decayed(gradients)
         squares = None
         if member.whole_rows is not None:
             squares = member.whole_rows.mean_squares(member.bank, gradients)

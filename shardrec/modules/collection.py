@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, NoReturn, Self
+from typing import Any, ClassVar, Self, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -28,10 +28,14 @@ from shardrec.modules.initial import draw_in_place
 from shardrec.modules.late import look_up_outside
 from shardrec.modules.table import ShardedTable
 
-__all__ = ["TABLE_DTYPES", "ShardedCollection"]
+__all__ = ["TABLE_DTYPES", "ShardedCollection", "Values"]
 
 TABLE_DTYPES = {DataType.FP32: torch.float32, DataType.FP16: torch.float16, DataType.BF16: torch.bfloat16}
 """The weights' dtype for each ``data_type`` of a table that can be sharded."""
+
+
+Values: TypeAlias = Tensor | Mapping[Shard | None, Tensor]
+"""A table's values: (num_embeddings, embedding_dim), or those of each of this rank's shards, the replica under None."""
 
 
 class ShardedCollection(nn.Module, abc.ABC):
@@ -154,8 +158,12 @@ class ShardedCollection(nn.Module, abc.ABC):
             return frozenset()
         return frozenset(name for name in self._on_meta if not self._layouts[name].replicated)
 
-    def _build_parameters(self, first_values: Iterable[tuple[str, Tensor | None]]) -> nn.ModuleDict:
-        """Fill this rank's shards from the unsharded values, one table at a time; where there are none, draw them."""
+    @abc.abstractmethod
+    def _build_lookups(self) -> None:
+        """Make what looks tables up and exchanges ids and rows, out of configs, layouts and context."""
+
+    def _build_parameters(self, first_values: Iterable[tuple[str, Values | None]]) -> nn.ModuleDict:
+        """Fill this rank's shards, one table at a time, from its values; where there are none, draw them in place."""
         modules = nn.ModuleDict()
         by_shard: dict[Shard, nn.Parameter] = {}
         for name, values in first_values:
@@ -166,11 +174,13 @@ class ShardedCollection(nn.Module, abc.ABC):
                 parameters[None] = self._replicas.parameters[self._replica_number[layout.name]]
                 parameters[None].requires_grad_(name not in self._frozen)
                 with torch.no_grad():
-                    parameters[None].copy_(values)
+                    parameters[None].copy_(values[None] if isinstance(values, Mapping) else values)
             for shard in layout.on_rank(self.context.collectives.rank):
                 weight = self._shards.weight(shard)
                 if values is None:
                     draw_in_place(weight, self._config_of[name], shard)
+                elif isinstance(values, Mapping):
+                    weight.copy_(values[shard].detach())
                 else:
                     weight.copy_(values[shard.row_start : shard.row_end, shard.col_start : shard.col_end])
                 parameters[shard] = by_shard[shard] = nn.Parameter(weight, requires_grad=name not in self._frozen)
@@ -223,12 +233,33 @@ class ShardedCollection(nn.Module, abc.ABC):
         if self._replicas is not None:
             self._replicas.set_learning_rate(optimizer, lr)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        """A parameter is copied by value, so that the copy's parameters would not be what its kernels train."""
-        raise ConfigError(
-            "a sharded collection cannot be copied, for its parameters share the memory of its kernels; shard another "
-            "model and load this one's state_dict into it"
-        )
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """The same tables and states in kernels of its own, on the same ranks; see :class:`ShardedModel`."""
+        context = memo.get(id(self.context))
+        if context is None:
+            raise ConfigError(
+                "a sharded collection cannot be copied by itself, for it exchanges together with the others of its "
+                "model: copy the model that shardrec.shard returned"
+            )
+        other = type(self).__new__(type(self))
+        nn.Module.__init__(other)
+        # Options and layouts, which do not change; what is built on them is made anew.
+        own = {name: value for name, value in self.__dict__.items() if name not in other.__dict__}
+        other.__dict__.update(own, context=context, training=self.training, _traced=None)
+        other._build_lookups()
+        parts = ((name, table.locals) for name, table in self.tables().items())
+        (holder,) = (name for name, child in self.named_children() if isinstance(child, nn.ModuleDict))
+        setattr(other, holder, other._build_parameters(parts))
+        for name, optimizer in self._optimizers.items():
+            for state in optimizer.states:
+                theirs = other.fused_state(name, state)
+                for shard, values in self.fused_state(name, state).items():
+                    theirs[shard].copy_(values)
+        other.load_step_counts(self.step_counts())
+        for name, table in self.tables().items():
+            for shard, parameter in table.locals.items():
+                memo[id(parameter)] = other.tables()[name].locals[shard]
+        return other
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Kernels own the weights' memory, so a sharded collection stays where and what it is."""

@@ -9,6 +9,9 @@ from typing import get_args
 import torch
 import torch.distributed as dist
 from torch import nn
+from torchrec.distributed.types import Awaitable as TorchRecAwaitable
+from torchrec.distributed.types import LazyAwaitable as TorchRecLazyAwaitable
+from torchrec.distributed.types import ShardingPlan as TorchRecPlan
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from shardrec.errors import ConfigError, PlanError
@@ -30,13 +33,18 @@ from shardrec.modules.model import ShardedModel
 from shardrec.modules.replicas import ReplicaOptions, make_groups
 from shardrec.modules.replicated_model import ReplicatedModel
 from shardrec.modules.sequences import ShardedEmbeddingCollection
+from shardrec.pending import Awaitable, LazyAwaitable
+
+# isinstance(output, torchrec's LazyAwaitable) is asked by code that waits by hand.
+TorchRecAwaitable.register(Awaitable)
+TorchRecLazyAwaitable.register(LazyAwaitable)
 
 __all__ = ["agree_on_plan", "exchange_faults", "features_of", "put_in_place", "shard", "with_sharded"]
 
 
 def shard(
     model: nn.Module,
-    plan: ShardingPlan | None = None,
+    plan: ShardingPlan | TorchRecPlan | None = None,
     *,
     device: torch.device | str | None = None,
     group: dist.ProcessGroup | None = None,
@@ -65,8 +73,8 @@ def shard(
     Args:
         model: holds ``torchrec.EmbeddingBagCollection`` or ``EmbeddingCollection`` modules, on the CPU or on meta;
             is changed in place. Optimizers that ``apply_optimizer_in_backward`` gave to tables are fused.
-        plan: where each table goes among the ranks of the group (of a replica, where there are several); default:
-            :func:`shardrec.plan` for so many.
+        plan: where each table goes among the ranks of the group (of a replica, where there are several); one of
+            TorchRec's planner is taken, too. Default: :func:`shardrec.plan` for so many.
         device: of the tables and of the model; default: the model's own CUDA device if it is on one, this process's
             current one where the group has the backend NCCL alone, or else the CPU.
         group: the process group; default: the default group.
@@ -115,6 +123,11 @@ def shard(
         raise ConfigError(f"output_dtype is {output_dtype}; embeddings come as one of {known}")
     if dense not in get_args(DenseWrap):
         raise ConfigError(f"dense is {dense!r}; give one of {', '.join(map(repr, get_args(DenseWrap)))}")
+    if isinstance(plan, TorchRecPlan):
+        from shardrec.planner import from_torchrec
+
+        size = collectives.world_size // (replicas or 1)
+        plan = from_torchrec(plan, Topology.of_world(size), table_shapes(model))
     if servers is not None:
         given = {"comms": comms, "replicas": replicas, "transport": transport}
         if any(value is not None for value in given.values()) or output_dtype is not torch.float32:

@@ -56,6 +56,7 @@ class _Live(nn.Module):
         self.program = Program(collection, collection.context, collection._expect, results, replicas)
         self.replicas = list_of(Tensor, replicas)
         self.number = self.program.number
+        self.weighted = collection._expect.weighted
         self.collective = collection.context.collectives.world_size > 1
         self.anchor = torch.zeros(0, device=collection.device, requires_grad=True)
 
@@ -73,7 +74,7 @@ class _Live(nn.Module):
 
     def begin(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
         """Queue the lookup of the local batch; gives what the operators of its arrival take."""
-        weights = features.weights_or_none()
+        weights = features.weights_or_none() if self.weighted else None
         learned = False
         if weights is not None:
             learned = weights.requires_grad

@@ -9,6 +9,7 @@ calls for itself is disabled; the user's model in between is not.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 from collections import Counter
@@ -25,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from shardrec._dynamo import left_alone, passed_over
-from shardrec.errors import InputError, ShardrecError
+from shardrec.errors import ConfigError, InputError, ShardrecError
 from shardrec.exchange.peers import failed_in_a_collective, peer_error
 from shardrec.exchange.queue import ModelContext
 from shardrec.layout import ShardingPlan
@@ -66,6 +67,7 @@ class ShardedModel(nn.Module):
         self._headers = min(1, len(self._sharded))
         self._accumulates = False
         self._fused: FusedOptimizers | None = None
+        self._dense: DenseWrap = dense
         self._callable: nn.Module = module
         if group is not None:
             self._wrap(group, dense)
@@ -101,7 +103,8 @@ class ShardedModel(nn.Module):
             NoFusedOptimizer: if no table has a fused optimizer; a ConfigError and an AttributeError.
         """
         if self._fused is None:
-            self._fused = FusedOptimizers(self._sharded)
+            names = {id(parameter): name for name, parameter in self.named_parameters()}
+            self._fused = FusedOptimizers(self._sharded, names)
         return self._fused
 
     @contextmanager
@@ -122,6 +125,28 @@ class ShardedModel(nn.Module):
         finally:
             self._accumulates = False
             set_gradient_sync(self.module, True)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModel:
+        """A model of its own, under the same plan: tables, fused optimizers' states and dense part are copied.
+
+        For averages of weights, such as ``torch.optim.swa_utils.AveragedModel``. Every rank calls it.
+
+        Raises:
+            ConfigError: for a model with servers, replicas or FSDP2, whose parts are not this process's to copy.
+        """
+        if type(self) is not ShardedModel or self.servers or (self._dense == "fsdp" and self.group is not None):
+            raise ConfigError(
+                f"this {type(self).__name__} cannot be copied: tables on servers, replicas, FSDP2 and served tables "
+                "have parts that are not its own; shard another model and load this one's state_dict into it"
+            )
+        from shardrec.modules.annotate import annotate_for_dynamo  # which knows the sharded collections
+
+        context = ModelContext(self.context.collectives, self.context.device, self.context.comms)
+        context.output_dtype, context.on_bad_id = self.context.output_dtype, self.context.on_bad_id
+        memo[id(self.context)] = context
+        module = copy.deepcopy(self.module, memo)
+        annotate_for_dynamo(module)
+        return ShardedModel(module, self.plan, context, self.group, dense=self._dense).train(self.training)
 
     servers = 0
     """Number of servers that hold the tables (:mod:`shardrec.rpc`)."""

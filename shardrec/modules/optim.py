@@ -6,11 +6,12 @@ The weights are updated inside backward, so ``step()`` has nothing to do. What a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchrec.optim.keyed import KeyedOptimizer
 
 from shardrec.errors import ConfigError
 from shardrec.lookup.optimizers import FusedOptimizer
@@ -23,22 +24,25 @@ class NoFusedOptimizer(ConfigError, AttributeError):
     """A model without fused optimizers was asked for them; ``hasattr`` says so, too."""
 
 
-class FusedOptimizers(torch.optim.Optimizer):
+class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no types
     """A view of the optimizers that update the tables of this rank.
+
+    It is a ``KeyedOptimizer``, so TorchRec's ``CombinedOptimizer``, ``WarmupOptimizer`` and the like take it.
 
     ``param_groups`` has one group for each distinct optimizer setting (class, learning rate, betas, ...), alike on
     every rank; its ``params`` are this rank's shards, possibly none, and ``tables`` all its tables. ``state[param]``
     holds views of the states: ``sum`` for Adagrad (one value per row if rowwise), ``exp_avg``, ``exp_avg_sq`` and
-    ``step`` for Adam.
+    ``step`` for Adam. ``params`` has this rank's shards by name.
 
     Args:
         collections: the sharded collections of a model.
+        names: of their parameters in the model, by id.
 
     Raises:
         NoFusedOptimizer: if no table has a fused optimizer; a ConfigError and an AttributeError.
     """
 
-    def __init__(self, collections: Iterable[ShardedCollection]) -> None:
+    def __init__(self, collections: Iterable[ShardedCollection], names: Mapping[int, str]) -> None:
         self._collections = list(collections)
         tables: dict[FusedOptimizer, list[str]] = {}
         params: dict[FusedOptimizer, list[nn.Parameter]] = {}
@@ -54,30 +58,48 @@ class FusedOptimizers(torch.optim.Optimizer):
             )
         self._specs = list(tables)
         groups = [{"params": params[spec], "tables": tables[spec], **_settings(spec)} for spec in self._specs]
-        super().__init__(groups, {})
+        # KeyedOptimizer's own takes states and groups that are there already, and has no add_param_group.
+        torch.optim.Optimizer.__init__(self, groups, {})
+        self.defaults["_save_param_groups"] = False
+        self.params = {names[id(one)]: one for group in self.param_groups for one in group["params"]}
+        self._table_of: dict[nn.Parameter, str] = {}
+        self._shown: dict[nn.Parameter, int] = {}  # counts of updates, as they were written into the states
         self._refresh()
 
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    add_param_group = torch.optim.Optimizer.add_param_group
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Nothing to update; hands the learning rates to the kernels."""
         loss = None if closure is None else closure()
         self.push()
+        if any(spec.counts_steps for spec in self._specs):
+            self._refresh()
         return loss
 
     def push(self) -> None:
-        """Hand the groups' learning rates to the kernels, for the next forward."""
+        """Hand the groups' learning rates to the kernels, for the next forward; and counts that were loaded."""
         for spec, group in zip(self._specs, self.param_groups, strict=True):
             for collection in self._collections:
                 collection.set_learning_rate(spec, float(group["lr"]))
+        self._take_steps()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing to do: fused tables have no gradients."""
 
     def state_dict(self) -> dict[str, Any]:
-        """As any torch optimizer's: this rank's states by parameter number, and the groups' settings."""
+        """This rank's states by parameter name, and the groups' settings with the names."""
         self._refresh()
-        return super().state_dict()
+        names = {parameter: name for name, parameter in self.params.items()}
+        return {
+            "state": {
+                name: self.state[parameter] for name, parameter in self.params.items() if parameter in self.state
+            },
+            "param_groups": [
+                {**group, "params": [names[parameter] for parameter in group["params"]]} for group in self.param_groups
+            ],
+        }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Copy states into the kernels and take over the settings.
 
         Raises:
@@ -91,14 +113,32 @@ class FusedOptimizers(torch.optim.Optimizer):
                 f"the state_dict has groups of {theirs} shards and this rank's optimizer groups of {mine}; load it "
                 "under the plan it was saved under, or use shardrec.load_checkpoint"
             )
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        numbers = [number for group in groups for number in group["params"]]
-        for parameter, number in zip(parameters, numbers, strict=True):
-            self._load_one(parameter, state_dict["state"].get(number, {}))
+        own = {parameter for group in self.param_groups for parameter in group["params"]}
+        for name, parameter in self.params.items():
+            saved = state_dict["state"].get(name, {})
+            if parameter in own:
+                self._load_one(parameter, saved)
+            else:
+                self.state[parameter] = saved  # of a wrapper, such as WarmupOptimizer
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update({key: value for key, value in saved.items() if key not in ("params", "tables")})
         self._refresh()
         self.push()
+
+    def post_load_state_dict(self) -> None:
+        """Take over what TorchRec's optimizers have copied into :attr:`state` and the groups."""
+        self.push()
+
+    def _take_steps(self) -> None:
+        """Hand the counts that somebody else has written into :attr:`state` to the kernels."""
+        for parameter, shown in self._shown.items():
+            count = int(self.state[parameter]["step"])
+            if count == shown:
+                continue
+            self._shown[parameter], name = count, self._table_of[parameter]
+            for collection in self._collections:
+                if name in collection.step_counts():
+                    collection.load_step_counts(collection.step_counts() | {name: count})
 
     def _load_one(self, parameter: nn.Parameter, saved: dict[str, Any]) -> None:
         state = self.state[parameter]
@@ -108,12 +148,7 @@ class FusedOptimizers(torch.optim.Optimizer):
                 "of the same optimizer"
             )
         for key, value in saved.items():
-            if key == "step":
-                name = self._table_of[parameter]
-                for collection in self._collections:
-                    if name in collection.step_counts():
-                        collection.load_step_counts(collection.step_counts() | {name: int(value)})
-            elif value.shape != state[key].shape:
+            if value.shape != state[key].shape:
                 raise ConfigError(
                     f"the saved {key} has shape {tuple(value.shape)} and the shard's {tuple(state[key].shape)}; load "
                     "it under the plan it was saved under, or use shardrec.load_checkpoint"
@@ -123,7 +158,7 @@ class FusedOptimizers(torch.optim.Optimizer):
 
     def _refresh(self) -> None:
         """Point ``state`` at the kernels' memory, and count Adam's steps."""
-        self._table_of: dict[nn.Parameter, str] = {}
+        self._take_steps()
         for collection in self._collections:
             counts = collection.step_counts()
             for name, optimizer in collection.fused_optimizers().items():
@@ -133,7 +168,8 @@ class FusedOptimizers(torch.optim.Optimizer):
                     self._table_of[parameter] = table.layout.name
                     entry: dict[str, Tensor] = {state: tensors[shard] for state, tensors in parts.items()}
                     if optimizer.counts_steps:
-                        entry["step"] = torch.tensor(float(counts[table.layout.name]))
+                        self._shown[parameter] = counts[table.layout.name]
+                        entry["step"] = torch.tensor(float(self._shown[parameter]))
                     self.state[parameter] = entry
 
 
@@ -141,6 +177,8 @@ def _settings(spec: FusedOptimizer) -> dict[str, Any]:
     settings: dict[str, Any] = {"optimizer": spec.kind.value, "lr": spec.lr, "initial_lr": spec.lr}
     if spec.eps:
         settings["eps"] = spec.eps
+    if spec.weight_decay:
+        settings["weight_decay"] = spec.weight_decay
     if spec.counts_steps:
         settings["betas"] = spec.betas
     return settings

@@ -68,7 +68,16 @@ def is_loaded() -> bool:
         ConfigError: if ``SHARDREC_NATIVE`` is a folder without them.
     """
     path = library_path()
-    if path is None or os.environ.get("SHARDREC_NATIVE") == "0":
+    if os.environ.get("SHARDREC_NATIVE") == "0":
+        return False
+    if path is None:
+        warnings.warn(
+            f"shardrec was installed without C++ operators for torch {torch.__version__}; torch's are used instead, "
+            "and training on CPUs takes about twice as long: install shardrec from its sources beside torch with "
+            "`pip install --no-build-isolation .`, which compiles them (SHARDREC_NATIVE=0 silences this)",
+            RuntimeWarning,
+            stacklevel=2,
+        )
         return False
     try:
         torch.ops.load_library(str(path))

@@ -78,6 +78,8 @@ class LazyAwaitable(Awaitable[W], Operators, metaclass=_LazyAwaitableMeta):
     """
 
     _is_made = False
+    _result: Any = None
+    """What TorchRec's ``LazyAwaitable._wait_async`` keeps of one that comes with one of its own."""
 
     @classmethod
     def __torch_function__(

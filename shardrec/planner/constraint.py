@@ -55,15 +55,23 @@ def constraints_by_table(
 ) -> dict[str, Constraint]:
     """Each table's constraint: that of its name, else of the first pattern (``*``, ``?``) that matches.
 
+    A name or pattern that matches no whole name (``"path.of.collection.table"``) stands for the tables' own names.
+
     Raises:
-        ConfigError: for a name or pattern that matches no table, or a rank that does not exist.
+        ConfigError: for a name or pattern that matches no table, a table's own name that several collections have, or
+            a rank that does not exist.
     """
     found: dict[str, Constraint] = {}
     for pattern, constraint in (constraints or {}).items():
-        matching = [pattern] if pattern in tables else [name for name in tables if fnmatchcase(name, pattern)]
+        matching = [pattern] if pattern in tables else _matching(tables, pattern) or _matching(tables, f"*.{pattern}")
         if not matching:
             known = ", ".join(map(repr, tables))
             raise ConfigError(f"a constraint is for an unknown table {pattern!r}; the tables are {known}")
+        if len(matching) > 1 and not set("*?[") & set(pattern):
+            several = ", ".join(map(repr, matching))
+            raise ConfigError(
+                f"a constraint is for table {pattern!r} and there are {several}; give one of these, or '*.{pattern}'"
+            )
         wrong = [rank for rank in constraint.ranks if not 0 <= rank < world_size]
         if wrong:
             raise ConfigError(
@@ -73,3 +81,7 @@ def constraints_by_table(
             if name not in found or pattern in tables:
                 found[name] = constraint
     return found
+
+
+def _matching(tables: Mapping[str, object], pattern: str) -> list[str]:
+    return [name for name in tables if fnmatchcase(name, pattern)]

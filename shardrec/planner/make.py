@@ -46,7 +46,8 @@ def plan(
         model: holds ``torchrec.EmbeddingBagCollection`` or ``EmbeddingCollection`` modules; meta tables are fine.
         topology: the ranks; default: those of the default process group (one rank without a group).
         batch_size: samples per rank in a step.
-        constraints: limits by table name (``"path.to.collection.table"``) or pattern with ``*`` and ``?``.
+        constraints: limits by table name (``"path.to.collection.table"``, or ``"table"`` where one collection has it)
+            or pattern with ``*`` and ``?``.
         profile: time coefficients (``shardrec calibrate``); default: those of the topology's machine.
         poolings: ids of a sample, by feature or table; default: 1, or as in ``sample_batches``.
         sample_batches: batches as one rank gets them: how many ids a sample has, how often they come again, and which

@@ -88,7 +88,7 @@ class ScriptedBatch(nn.Module):
     def structural_fault(self, features: KeyedJaggedTensor) -> int:
         """A number of :data:`FAULTS` that shows without reading a tensor; 0 if there is none."""
         keys = features.keys()
-        values, weights = features.values(), features.weights_or_none()
+        values, weights = features.values(), self.weights_of(features)
         for feature in self.features:
             if feature not in keys:
                 return 2
@@ -114,6 +114,10 @@ class ScriptedBatch(nn.Module):
         if not exported and features.lengths().numel() == 0 and values.numel() > 0:
             return 8
         return 0
+
+    def weights_of(self, features: KeyedJaggedTensor) -> Tensor | None:
+        """The weights of the ids; those given to a collection that is not weighted are ignored."""
+        return features.weights_or_none() if self.weighted else None
 
     def count_bad_ids(self, bad_ids: Tensor) -> None:
         """Add a batch's to those so far; not in an exported program, which has no state."""
@@ -150,7 +154,7 @@ class ScriptedBatch(nn.Module):
         given, offsets = features.lengths_or_none(), features.offsets_or_none()
         lengths = features.lengths().view(len(keys), -1 if len(keys) > 0 else 0)
         values = features.values()
-        weights = features.weights_or_none()
+        weights = self.weights_of(features)
         limits_F = torch.tensor(limits, dtype=torch.int64, device=values.device)
         looked_up, whole, kept, bad_ids, dropped = values, lengths, self.nothing.to(torch.bool), self.nothing, False
         if torch.jit.is_scripting():

@@ -18,7 +18,7 @@ from shardrec.exchange.queue import ModelContext
 from shardrec.layout import Shard, ShardingPlan
 from shardrec.lookup.optimizers import FusedOptimizer
 from shardrec.modules.bags import BagCall, ShardedEmbeddingBagCollection
-from shardrec.modules.collection import ShardedCollection
+from shardrec.modules.collection import ShardedCollection, Values
 from shardrec.modules.sequences import SequenceCall, ShardedEmbeddingCollection
 from shardrec.modules.table import ShardedTable, load_table
 from shardrec.rpc.collectives import RemoteCollectives, words
@@ -169,7 +169,7 @@ class RemoteCollection(_Base):
                     counts[name] = max(counts[name], count)
         return counts
 
-    def _build_parameters(self, first_values: Iterable[tuple[str, Tensor | None]]) -> nn.ModuleDict:
+    def _build_parameters(self, first_values: Iterable[tuple[str, Values | None]]) -> nn.ModuleDict:
         module = self.__dict__["_unsharded"][0]
         weights = {key.split(".")[1]: weight for key, weight in module.named_parameters()}
         self.first_values = values = {name: weight.detach() for name, weight in weights.items() if not weight.is_meta}

@@ -6,9 +6,10 @@ import inspect
 import keyword
 import linecache
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +19,35 @@ from shardrec.errors import ConfigError
 from shardrec.modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection, ShardedModel
 from shardrec.modules.collection import ShardedCollection
 
-__all__ = ["Entry", "from_tensors"]
+__all__ = ["Entry", "Features", "Jagged", "from_tensors"]
 
 _NUMBERS = count()
-_OWN = ("values", "lengths", "weights")
+_RESERVED = ("self", "torch", "Tensor", "KeyedJaggedTensor")
+
+Features: TypeAlias = Sequence[str] | Mapping[str, Sequence[str]]
+"""The keys of a request: of the model's KeyedJaggedTensor, or, of several, by the name of the parameter."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Jagged:
+    """A KeyedJaggedTensor that the entry makes.
+
+    Args:
+        parameter: of the model's forward.
+        keys: its keys, in the order of the lengths.
+        weighted: whether a weighted collection may look it up, so that requests bring weights.
+        prefix: of the names of its tensors: empty if it is the only one.
+    """
+
+    parameter: str
+    keys: tuple[str, ...]
+    weighted: bool
+    prefix: str
+
+    @property
+    def inputs(self) -> list[str]:
+        """Names of the tensors that it is made of."""
+        return [f"{self.prefix}{name}" for name in ("values", "lengths", *(["weights"] if self.weighted else []))]
 
 
 class Entry(nn.Module):
@@ -29,53 +55,82 @@ class Entry(nn.Module):
 
     Args:
         model: what is called.
-        features: the keys, in the order of the lengths.
+        jagged: the KeyedJaggedTensors that it takes.
         inputs: names of the arguments.
+
+    Attributes:
+        features: the keys of a request, as :func:`from_tensors` took them.
     """
 
     # What is for Python only, by the name under which torch.jit looks for it.
-    __jit_ignored_attributes__: typing.ClassVar = ["inputs"]
+    __jit_ignored_attributes__: typing.ClassVar = ["inputs", "jagged", "features"]
 
-    def __init__(self, model: nn.Module, features: Sequence[str], inputs: Sequence[str]) -> None:
+    def __init__(self, model: nn.Module, jagged: Sequence[Jagged], inputs: Sequence[str]) -> None:
         super().__init__()
         self.model = model
-        self.features = list(features)
+        self.jagged = tuple(jagged)
+        self.keys = [list(one.keys) for one in jagged]
         self.inputs = tuple(inputs)
+        by_parameter = {one.parameter: list(one.keys) for one in jagged}
+        self.features = by_parameter if len(jagged) > 1 else self.keys[0]
 
 
-def from_tensors(model: nn.Module, features: Sequence[str]) -> Entry:
+def from_tensors(model: nn.Module, features: Features) -> Entry:
     """A module that makes the model's KeyedJaggedTensor from plain tensors and calls the model, without gradients.
 
     Its ``forward`` takes, in this order, each a tensor:
 
     - ``values`` (N,) int32 or int64, the ids: those of the first feature, sample after sample, then of the second, ...;
     - ``lengths`` (F·B,) int32 or int64, the number of ids of each feature and sample, in the same order;
-    - ``weights`` (N,) float32, one per id; only of a model whose collections are weighted;
+    - ``weights`` (N,) float32, one per id; only where a weighted collection looks up one of the features;
     - what the model's ``forward`` takes besides, under its own names.
 
-    and returns what the model returns. ``shardrec.script`` takes it.
+    and returns what the model returns. ``shardrec.script`` takes it. Of a model that takes several KeyedJaggedTensors,
+    the first three come for each, with the parameter's name before: ``user_values``, ``user_lengths``, ...
 
     Args:
-        model: one of whose ``forward``'s parameters is annotated ``KeyedJaggedTensor``, and the others, as far as they
-            have no default, ``Tensor``.
-        features: the F keys of the KeyedJaggedTensor; all that the model looks up are among them.
+        model: at least one of whose ``forward``'s parameters is annotated ``KeyedJaggedTensor``, and the others, as far
+            as they have no default, ``Tensor``. It is sharded, or holds a sharded model.
+        features: the F keys of the KeyedJaggedTensor, by the parameter's name if there are several; all that the model
+            looks up are among them.
 
     Raises:
         ConfigError: for a model with another signature, or features that lack one, or come twice.
     """
-    keys = list(features)
     inner = model.module if isinstance(model, ShardedModel) else model
     collections = [child for child in inner.modules() if isinstance(child, ShardedCollection)]
+    arguments = _arguments(inner)
+    keys = _keys_of(inner, features, [name for name, is_jagged in arguments.items() if is_jagged])
     _check_features(keys, collections)
-    weighted = any(child.is_weighted() for child in collections if isinstance(child, ShardedEmbeddingBagCollection))
-    passed, dense = _arguments(inner)
-    inputs = ["values", "lengths", *(["weights"] if weighted else []), *dense]
-    given = "weights=weights, " if weighted else ""
-    lines = [
-        f"def forward(self, {', '.join(f'{name}: Tensor' for name in inputs)}):\n",
-        f"    features = KeyedJaggedTensor(self.features, values, {given}lengths=lengths)\n",
+    looked_up_weighted = {
+        feature
+        for child in collections
+        if isinstance(child, ShardedEmbeddingBagCollection) and child.is_weighted()
+        for feature in child._expect.features
+    }
+    jagged = [
+        Jagged(
+            parameter=name,
+            keys=own,
+            weighted=not looked_up_weighted.isdisjoint(own),
+            prefix="" if len(keys) == 1 else f"{name}_",
+        )
+        for name, own in keys.items()
+    ]
+    dense = [name for name, is_jagged in arguments.items() if not is_jagged]
+    inputs = [name for one in jagged for name in one.inputs]
+    taken = [name for name in dense if name in inputs or name in _RESERVED or keyword.iskeyword(name)]
+    if taken:
+        raise _unfit(inner, f"its {taken[0]!r} has the name of an argument that the entry has already")
+    inputs += dense
+    made = {one.parameter: f"_jagged{number}" for number, one in enumerate(jagged)}
+    lines = [f"def forward(self, {', '.join(f'{name}: Tensor' for name in inputs)}):\n"]
+    for number, one in enumerate(jagged):
+        given = "".join(f"{name.removeprefix(one.prefix)}={name}, " for name in one.inputs)
+        lines.append(f"    {made[one.parameter]} = KeyedJaggedTensor(self.keys[{number}], {given.rstrip(', ')})\n")
+    lines += [
         "    with torch.no_grad():\n",
-        f"        return self.model({', '.join(passed)})\n",
+        f"        return self.model({', '.join(f'{name}={made.get(name, name)}' for name in arguments)})\n",
     ]
     # TorchScript reads the source, and each model needs arguments of its own.
     source = f"<shardrec.serve entry {next(_NUMBERS)}>"
@@ -83,19 +138,38 @@ def from_tensors(model: nn.Module, features: Sequence[str]) -> Entry:
     names: dict[str, Any] = {"torch": torch, "Tensor": Tensor, "KeyedJaggedTensor": KeyedJaggedTensor}
     exec(compile("".join(lines), source, "exec"), names)
     cls = type("TensorEntry", (Entry,), {"forward": names["forward"], "__module__": __name__})
-    entry: Entry = cls(model, keys, inputs)
+    entry: Entry = cls(model, jagged, inputs)
     return entry.train(model.training)
 
 
-def _check_features(keys: Sequence[str], collections: Sequence[ShardedCollection]) -> None:
-    twice = sorted({key for key in keys if keys.count(key) > 1})
-    if twice:
-        raise ConfigError(f"features has {', '.join(map(repr, twice))} more than once: name each key once")
+def _keys_of(module: nn.Module, features: Features, parameters: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """The keys of each KeyedJaggedTensor, by its parameter."""
+    if not isinstance(features, Mapping):
+        if len(parameters) > 1:
+            example = ", ".join(f"{name!r}: [...]" for name in parameters)
+            raise ConfigError(
+                f"{type(module).__name__}.forward takes {len(parameters)} KeyedJaggedTensors: say which has which "
+                f"keys, with features={{{example}}}"
+            )
+        return {parameters[0]: tuple(features)}
+    if set(features) != set(parameters):
+        raise ConfigError(
+            f"features is for {', '.join(map(repr, features)) or 'nothing'}, and {type(module).__name__}.forward takes "
+            f"KeyedJaggedTensors as {', '.join(map(repr, parameters))}: give the keys of each of these"
+        )
+    return {name: tuple(features[name]) for name in parameters}
+
+
+def _check_features(features: Mapping[str, Sequence[str]], collections: Sequence[ShardedCollection]) -> None:
+    for keys in features.values():
+        twice = sorted({key for key in keys if keys.count(key) > 1})
+        if twice:
+            raise ConfigError(f"features has {', '.join(map(repr, twice))} more than once: name each key once")
     needed: dict[str, None] = {}
     for child in collections:
         if isinstance(child, (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)):
             needed.update(dict.fromkeys(child._expect.features))
-    missing = [key for key in needed if key not in keys]
+    missing = [key for key in needed if not any(key in keys for keys in features.values())]
     if missing:
         raise ConfigError(
             f"features lacks {', '.join(map(repr, missing))}, which the model looks up: name every key that requests "
@@ -103,8 +177,8 @@ def _check_features(keys: Sequence[str], collections: Sequence[ShardedCollection
         )
 
 
-def _arguments(module: nn.Module) -> tuple[list[str], list[str]]:
-    """The call's arguments, and the names of those that are tensors."""
+def _arguments(module: nn.Module) -> dict[str, bool]:
+    """The call's arguments by name, and whether each is a KeyedJaggedTensor; the others are tensors."""
     forward = type(module).forward
     try:
         hints = typing.get_type_hints(forward)
@@ -113,29 +187,22 @@ def _arguments(module: nn.Module) -> tuple[list[str], list[str]]:
             f"the annotations of {type(module).__name__}.forward cannot be read ({error}): import their names in its "
             "module, and not under TYPE_CHECKING"
         ) from error
-    passed, dense, jagged = [], [], 0
+    found: dict[str, bool] = {}
     for parameter in list(inspect.signature(forward).parameters.values())[1:]:
         kind = hints.get(parameter.name, Tensor)
-        name = parameter.name
-        value = name
-        if kind is KeyedJaggedTensor:
-            value, jagged = "features", jagged + 1
-        elif parameter.default is not parameter.empty:
-            continue
-        elif kind is not Tensor or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            raise _unfit(module, f"its {name!r} is neither a KeyedJaggedTensor nor a Tensor")
-        elif name in (*_OWN, "features", "self", "torch") or keyword.iskeyword(name):
-            raise _unfit(module, f"its {name!r} has the name of an argument that the entry has already")
-        else:
-            dense.append(name)
-        passed.append(f"{name}={value}")
-    if jagged != 1:
-        raise _unfit(module, f"it takes {jagged} parameters annotated KeyedJaggedTensor, not one")
-    return passed, dense
+        if kind is not KeyedJaggedTensor:
+            if parameter.default is not parameter.empty:
+                continue
+            if kind is not Tensor or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                raise _unfit(module, f"its {parameter.name!r} is neither a KeyedJaggedTensor nor a Tensor")
+        found[parameter.name] = kind is KeyedJaggedTensor
+    if not any(found.values()):
+        raise _unfit(module, "it takes no parameter annotated KeyedJaggedTensor")
+    return found
 
 
 def _unfit(module: nn.Module, reason: str) -> ConfigError:
     return ConfigError(
         f"{type(module).__name__}.forward cannot be given plain tensors by shardrec.serve: {reason}. Put the model "
-        "into a module whose forward takes one KeyedJaggedTensor, annotated so, and tensors; or script your own entry"
+        "into a module whose forward takes KeyedJaggedTensors, annotated so, and tensors; or script your own entry"
     )

@@ -38,5 +38,5 @@ class WeightFormat(enum.Enum):
         return (1 << self.bits) - 1
 
     def row_bytes(self, columns: int) -> int:
-        """Bytes of a row of so many columns, a multiple of 4."""
+        """Bytes of a row of so many columns, which fill bytes."""
         return columns * self.bits // 8 + (HEAD_BYTES if self.is_quantized else 0)

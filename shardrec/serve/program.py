@@ -54,6 +54,11 @@ def served(model: ShardedModel) -> ServedModel:
     Raises:
         ConfigError: for a model that is not sharded, or trains.
     """
+    if any(isinstance(child, ShardedModel) for child in model.children()):
+        raise ConfigError(
+            f"{type(model).__name__} holds a sharded model, and what is exported is sharded as a whole: put the "
+            "wrapper around the model before shardrec.shard, or use shardrec.serve.save"
+        )
     if not isinstance(model, ShardedModel):
         raise ConfigError(
             f"what is exported is what shardrec.shard or shardrec.serve.quantize returns, not {type(model).__name__}: "

@@ -25,6 +25,9 @@ __all__ = ["quantize"]
 CHUNK = 2**20
 """Rows converted at a time, which bounds the memory that conversion takes."""
 
+_UNITS = {False: 16, True: 32}
+"""Bits that a row's columns come in multiples of, on the CPU and on CUDA."""
+
 
 def quantize(model: ShardedModel, weights: str = "int8", *, tables: Mapping[str, str] | None = None) -> ServedModel:
     """Make an inference model of a trained, sharded one: its tables in fbgemm's inference kernels.
@@ -76,13 +79,13 @@ def _formats(sources: list[ShardedCollection], weights: str, tables: Mapping[str
     formats = {layout.name: _format(tables.get(layout.name, weights)) for layout in layouts}
     on_cuda = any(source.device.type == "cuda" for source in sources)
     for layout in layouts:
-        if not on_cuda or formats[layout.name] is not WeightFormat.INT4:
-            continue
+        form, unit = formats[layout.name], _UNITS[on_cuda]
         widths = {stripe.col_end - stripe.col_start for stripe in layout.stripes()} or {layout.embedding_dim}
-        if any(width % 8 for width in widths):
+        if any(width * form.bits % unit for width in widths):
             raise ConfigError(
-                f"table {layout.name!r} has shards of {', '.join(map(str, sorted(widths)))} columns; INT4 rows on CUDA "
-                "have a multiple of 8: give the table another format with tables={...}, or cut it elsewhere"
+                f"table {layout.name!r} has shards of {', '.join(map(str, sorted(widths)))} columns; {form.name} rows"
+                f"{' on CUDA' * on_cuda} have a multiple of {unit // form.bits}: give the table another format with "
+                "tables={...}, or cut it elsewhere"
             )
     return formats
 

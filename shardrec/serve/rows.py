@@ -41,7 +41,7 @@ def encode(weight: Tensor, form: WeightFormat, ranges: Tensor | None = None) -> 
 
     Args:
         weight: (n, w) of any floating dtype, on any device; its values are finite, and within float16's range unless
-            ``form`` is FP32. w is a multiple of 4.
+            ``form`` is FP32. The columns of a quantized row fill pairs of bytes.
         form: how they are kept.
         ranges: (n, 2) of the whole rows, as :func:`row_ranges` gives them; default: those of ``weight``.
 

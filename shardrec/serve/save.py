@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from shardrec._torchscript import quiet
 from shardrec.errors import ConfigError
 from shardrec.modules import ShardedModel
 from shardrec.modules.collection import ShardedCollection
 from shardrec.scripting import script
-from shardrec.serve.entry import from_tensors
+from shardrec.serve.entry import Features, from_tensors
 from shardrec.serve.model import ServedModel
 
 __all__ = ["NOTES", "save"]
@@ -23,7 +23,7 @@ NOTES = "shardrec.json"
 """Name of the file inside the saved one that says what the model takes."""
 
 
-def save(model: ShardedModel, path: str | os.PathLike[str], *, features: Sequence[str]) -> Path:
+def save(model: nn.Module, path: str | os.PathLike[str], *, features: Features) -> Path:
     """Save a model for inference, as TorchScript with an entry that takes plain tensors.
 
     The file's ``forward`` takes what :func:`shardrec.serve.from_tensors` says. Beside the model the file holds
@@ -32,34 +32,42 @@ def save(model: ShardedModel, path: str | os.PathLike[str], *, features: Sequenc
     has to register). To load it takes torch and fbgemm's operators: ``import fbgemm_gpu``, or in C++ its libraries.
 
     Args:
-        model: sharded, or made by :func:`shardrec.serve.quantize`; in eval mode.
+        model: sharded, or made by :func:`shardrec.serve.quantize`, or a module that holds one of these; in eval mode.
         path: where to. On several ranks each saves a file of its own, and ``{rank}`` in the path is the rank.
-        features: the keys of a request, in the order of its lengths.
+        features: the keys of a request, in the order of its lengths; by parameter if there are several
+            KeyedJaggedTensors.
 
     Returns:
         The path of this rank's file. It is complete, or what was there before.
 
     Raises:
-        ConfigError: if the model is in training mode, if the ranks would write one file, or if its ``forward`` cannot
-            be given plain tensors.
+        ConfigError: if no model in it is sharded, if it is in training mode, if the ranks would write one file, or if
+            its ``forward`` cannot be given plain tensors.
         ScriptError: if TorchScript refuses the model's code.
     """
     if model.training:
         raise ConfigError(
             f"{type(model).__name__} is in training mode, and its file would update tables: call model.eval() first"
         )
-    collectives = model.context.collectives
+    held = [child for child in model.modules() if isinstance(child, ShardedModel)]
+    if len(held) != 1:
+        raise ConfigError(
+            f"{type(model).__name__} holds {len(held)} sharded models, not one: shard the model that it calls, or all "
+            "of it, with shardrec.shard"
+        )
+    collectives = held[0].context.collectives
     if collectives.world_size > 1 and "{rank}" not in str(path):
         raise ConfigError(f"{collectives.world_size} ranks would all write {path}: put {{rank}} into its name")
     # Not str.format, which would take any other braces in the path for its own.
     target = Path(str(path).replace("{rank}", str(collectives.rank)))
     entry = from_tensors(model, features)
     scripted = script(entry)
-    groups = [child._group for child in model.module.modules() if isinstance(child, ShardedCollection)]
+    groups = [child._group for child in model.modules() if isinstance(child, ShardedCollection)]
+    formats = held[0].formats if isinstance(held[0], ServedModel) else {}
     notes = {
-        "features": list(features),
+        "features": entry.features,
         "inputs": list(entry.inputs),
-        "formats": {name: form.value for name, form in model.formats.items()} if isinstance(model, ServedModel) else {},
+        "formats": {name: form.value for name, form in formats.items()},
         "rank": collectives.rank,
         "world_size": collectives.world_size,
         "group": next((group.group_name for group in groups if group is not None), ""),

@@ -254,25 +254,30 @@ def load_config(
     Raises:
         ConfigError: for a file that cannot be read, an option that does not exist, or a value that cannot be honoured.
     """
-    values = _read(Path(path)) if path is not None else {}
+    read = _read(Path(path)) if path is not None else {}
+    values = {name: value for name, (value, _) in read.items()}
     given = {name: value for name, value in (flags or {}).items() if value is not None}
-    _check_names(given, "the flags")
+    _check_names(dict.fromkeys(given, "the flags"))
     values |= given
     started = Path(str(values.get("out")), FILE)
     if resume and "out" in values and started.is_file():
-        values = _read(started) | values
-    return TrainConfig(**values)
+        values = {name: value for name, (value, _) in _read(started).items()} | values
+    try:
+        return TrainConfig(**values)
+    except ConfigError as error:
+        text = str(error)
+        for name in read.keys() - given.keys():
+            text = text.replace(f"{name} ({flag(name)})", f"{name} ({path}:{read[name][1]})")
+        raise ConfigError(text) from None
 
 
 def load_config_text(text: str, path: Path) -> TrainConfig:
     """:func:`load_config` of a file that has been read; ``path`` is for messages."""
-    return TrainConfig(**_parse(text, path))
+    return TrainConfig(**{name: value for name, (value, _) in _parse(text, path).items()})
 
 
 def parse_constraint(text: str) -> tuple[str, tuple[str, ...], tuple[int, ...]]:
     """``'t_*=row_wise,column_wise@0,1'`` as (pattern of plan names, cuts, ranks).
-
-    A pattern without a dot is for the table's own name; plans call a table by its collection's path and that name.
 
     Raises:
         ConfigError: for another form, or an unknown cut.
@@ -293,10 +298,11 @@ def parse_constraint(text: str) -> tuple[str, tuple[str, ...], tuple[int, ...]]:
         raise ConfigError(
             f"constraint (--constraint) is {text!r}: there is no cut {unknown[0]!r}; the cuts are {', '.join(CUTS)}"
         )
-    return pattern if "." in pattern else f"*.{pattern}", cuts, tuple(map(int, ranks))
+    return pattern, cuts, tuple(map(int, ranks))
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, tuple[Any, int]]:
+    """The options of a file, and the line of each."""
     try:
         return _parse(path.read_text(encoding="utf-8"), path)
     except FileNotFoundError as error:
@@ -305,15 +311,17 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"config file {path} cannot be read ({error}): give a YAML file of options") from error
 
 
-def _parse(text: str, path: Path) -> dict[str, Any]:
+def _parse(text: str, path: Path) -> dict[str, tuple[Any, int]]:
     import yaml
 
     try:
         loaded = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        place = " ".join(str(error).split())
+        mark = getattr(error, "problem_mark", None)
+        where = path if mark is None else f"{path}:{mark.line + 1}"
+        reason = getattr(error, "problem", None) or " ".join(str(error).split())
         raise ConfigError(
-            f"config file {path} is not YAML ({place}): write lines such as 'batch_size: 2048'"
+            f"config file {where} is not YAML ({reason}): write lines such as 'batch_size: 2048'"
         ) from error
     if loaded is None:
         return {}
@@ -321,15 +329,19 @@ def _parse(text: str, path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"config file {path} holds a {type(loaded).__name__}: give options, in lines like 'batch_size: 2048'"
         )
-    values = {str(key).replace("-", "_"): value for key, value in loaded.items()}
-    _check_names(values, f"config file {path}")
+    root = yaml.compose(text)
+    assert root is not None, "a mapping was loaded from it"
+    lines = {str(key.value): key.start_mark.line + 1 for key, _ in root.value}
+    values = {str(key).replace("-", "_"): (value, lines.get(str(key), 1)) for key, value in loaded.items()}
+    _check_names({name: f"config file {path}:{line}" for name, (_, line) in values.items()})
     return values
 
 
-def _check_names(values: Mapping[str, Any], where: str) -> None:
+def _check_names(given: Mapping[str, str]) -> None:
+    """Refuse names that are no options; where each was given comes with it."""
     known = [field.name for field in dataclasses.fields(TrainConfig)]
     faults = []
-    for name in values:
+    for name, where in given.items():
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f", did you mean {close[0]!r}?" if close else ""

@@ -34,6 +34,25 @@ def test_csv_and_yaml_say_the_same(tmp_path: Path) -> None:
     assert loads["user"].poolings == (1.0, 10.0)
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (YAML.replace("name: day", "nam: day"), r"t\.yaml:4: a table has no 'nam'"),
+        (YAML.replace("embedding_dim: 8", "embedding_dim: lots"), r"t\.yaml:4: embedding_dim is 'lots'"),
+        (YAML + "tables\n", r"t\.yaml:6: not YAML \(could not find expected ':'\)"),
+    ],
+)
+def test_yaml_faults_are_named_by_their_line(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        read_tables(write(tmp_path, "t.yaml", text))
+
+
+def test_a_calibration_with_too_few_workloads_does_not_begin() -> None:
+    shown = CliRunner().invoke(app, ["calibrate", "--workloads", "11"])
+    assert shown.exit_code == 1
+    assert str(shown.exception) == "--workloads is 11: give at least 12, which determine the coefficients"
+
+
 def test_json_and_files(tmp_path: Path) -> None:
     path = write(tmp_path, "t.csv", CSV)
     arguments = ["plan", str(path), "--ranks", "4", "--hosts", "2", "--json", "--constraint", "user=row_wise"]

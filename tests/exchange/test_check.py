@@ -171,12 +171,6 @@ IDS = [
 ]
 WEIGHTS = [
     (
-        lambda: KeyedJaggedTensor(keys=AB, values=ints(1, 1), lengths=ints(1, 1), weights=torch.tensor([0.5, 2])),
-        EXPECT,
-        r"the input has 2 weights, the first is 0\.5 and the collection of feature 'a' \(table 'movies'\) has "
-        r"is_weighted=False; drop the weights, or build the collection with is_weighted=True",
-    ),
-    (
         lambda: KeyedJaggedTensor(keys=AB, values=ints(1, 1), lengths=ints(1, 1)),
         WEIGHTED,
         r"has no weights and the collection of feature 'a' \(table 'movies'\) has is_weighted=True; give",
@@ -200,11 +194,6 @@ WEIGHTS = [
         lambda: KeyedJaggedTensor(keys=AB, values=ints(1, 1), lengths=ints(1, 1), weights=torch.ones(2, device="meta")),
         WEIGHTED,
         r"the weights are on meta",
-    ),
-    (
-        lambda: KeyedJaggedTensor(keys=AB, values=ints(1, 1), lengths=ints(1, 1), weights=torch.ones(2, device="meta")),
-        EXPECT,
-        r"the input has 2 weights and the collection",
     ),
 ]
 

@@ -128,8 +128,8 @@ def test_all_the_faults_of_all_the_tables_at_once() -> None:
         "table 'twice': rows 0:10, columns 4:8 are in two shards "
         "(twice[0:10, 0:8] on rank 0; twice[0:10, 4:8] on rank 1); keep one",
         "lost[0:10, 0:8] on rank 2: there is no rank 2; the plan is for ranks 0 to 1, move the shard to one of them",
-        "odd[0:10, 0:2] on rank 0 is 2 columns wide; the kernels need a multiple of 4: move the column boundary",
-        "odd[0:10, 2:8] on rank 0 is 6 columns wide; the kernels need a multiple of 4: move the column boundary",
+        "odd[0:10, 0:2] on rank 0: the kernels take columns that are cut at multiples of 4: move the column boundary",
+        "odd[0:10, 2:8] on rank 0: the kernels take columns that are cut at multiples of 4: move the column boundary",
         "empty[3:3, 0:8] on rank 1: rows must be a non-empty part of [0, 10); correct the shard, or leave it out",
         "table 'bare' has no shard; give it to a rank with a cut, or replicate it",
         "table 'stray' holds a shard of table 'other': other[0:10, 0:8] on rank 0; put it into that table's layout",

@@ -58,6 +58,9 @@ def test_every_setting() -> None:
     assert given(
         torch.optim.Adam, lr=0.5, betas=(0.5, 0.75), eps=1e-3, weight_decay=0, amsgrad=False
     ) == FusedOptimizer(kind=OptimizerKind.ADAM, lr=0.5, betas=(0.5, 0.75), eps=1e-3)
+    assert given(torch.optim.SGD, lr=0.5, weight_decay=0.25) == FusedOptimizer(
+        kind=OptimizerKind.SGD, lr=0.5, weight_decay=0.25
+    )
     assert given(torch.optim.Adagrad, lr=torch.tensor(0.5), eps=1e-3, initial_accumulator_value=2) == FusedOptimizer(
         kind=OptimizerKind.ADAGRAD, lr=0.5, eps=1e-3, initial_accumulator_value=2.0
     )
@@ -76,7 +79,6 @@ def test_none_was_given() -> None:
             {"lr": 1, "momentum": 0.9},
             r"SGD\(momentum=0\.9\) has no fused form; leave momentum at 0\.0, or",
         ),
-        (torch.optim.SGD, {"lr": 1, "weight_decay": 0.1}, r"SGD\(weight_decay=0\.1\) has no fused form"),
         (
             torch.optim.SGD,
             {"lr": 1, "maximize": True},
@@ -85,11 +87,6 @@ def test_none_was_given() -> None:
         (torch.optim.SGD, {"lr": 1, "momentum": 0.9, "nesterov": True}, r"has no fused form"),
         (torch.optim.Adagrad, {"lr_decay": 0.1}, r"Adagrad\(lr_decay=0\.1\) has no fused form; leave lr_decay at 0\.0"),
         (torch.optim.Adam, {"amsgrad": True}, r"Adam\(amsgrad=True\) has no fused form; leave amsgrad at False"),
-        (
-            torchrec.optim.RowWiseAdagrad,
-            {"weight_decay": 0.1},
-            r"RowWiseAdagrad\(weight_decay=0\.1\) has no fused form",
-        ),
         (
             torch.optim.AdamW,
             {},
@@ -111,7 +108,7 @@ def test_what_has_no_fused_form(cls: type[torch.optim.Optimizer], settings: dict
 
 
 def test_a_setting_that_only_fbgemm_knows() -> None:
-    with pytest.raises(ConfigError, match=r"SGD has no fused setting 'max_gradient'; it has lr"):
+    with pytest.raises(ConfigError, match=r"SGD has no fused setting 'max_gradient'; it has lr, weight_decay"):
         given(torchrec.optim.SGD, lr=0.5, max_gradient=1.0)
 
 

@@ -23,20 +23,27 @@ OPTIMIZERS = [
     FusedOptimizer(kind=OptimizerKind.ROWWISE_ADAGRAD, lr=0.5, eps=1e-3, initial_accumulator_value=0.25),
     FusedOptimizer(kind=OptimizerKind.ADAM, lr=0.1, eps=1e-8, betas=(0.9, 0.999)),
     FusedOptimizer(kind=OptimizerKind.ADAM, lr=0.1, eps=1e-2, betas=(0.5, 0.75)),
+    FusedOptimizer(kind=OptimizerKind.SGD, lr=0.25, weight_decay=0.5),
+    FusedOptimizer(kind=OptimizerKind.ADAGRAD, lr=0.25, eps=1e-3, weight_decay=0.5),
+    FusedOptimizer(kind=OptimizerKind.ROWWISE_ADAGRAD, lr=0.25, eps=1e-3, weight_decay=0.5),
+    FusedOptimizer(kind=OptimizerKind.ADAM, lr=0.2, eps=1e-8, betas=(0.9, 0.999), weight_decay=0.5),
 ]
 
 
 def torch_optimizer(spec: FusedOptimizer, parameter: nn.Parameter) -> torch.optim.Optimizer:
     match spec.kind:
         case OptimizerKind.SGD:
-            return torch.optim.SGD([parameter], lr=spec.lr)
+            return torch.optim.SGD([parameter], lr=spec.lr, weight_decay=spec.weight_decay)
         case OptimizerKind.ADAM:
-            return torch.optim.Adam([parameter], lr=spec.lr, betas=spec.betas, eps=spec.eps)
+            return torch.optim.Adam(
+                [parameter], lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay
+            )
         case OptimizerKind.ADAGRAD:
             cls: Callable[..., torch.optim.Optimizer] = torch.optim.Adagrad
         case OptimizerKind.ROWWISE_ADAGRAD:
             cls = torchrec.optim.RowWiseAdagrad
-    return cls([parameter], lr=spec.lr, eps=spec.eps, initial_accumulator_value=spec.initial_accumulator_value)
+    first = spec.initial_accumulator_value
+    return cls([parameter], lr=spec.lr, eps=spec.eps, initial_accumulator_value=first, weight_decay=spec.weight_decay)
 
 
 def one_class(weight: Tensor, rows_of_tables: list[int]) -> WidthClass:
@@ -65,13 +72,13 @@ def test_steps_as_torch_does(spec: FusedOptimizer, rng: Random) -> None:
     fused = RowOptimizer([one_class(weight, [rows])], 1, spec)
     optimizer = torch_optimizer(spec, parameter)
     for _ in range(4):
-        # Only Adam would do something to a row without gradient, which the fused one leaves alone.
-        few = rows if spec.kind is OptimizerKind.ADAM else rng.randint(0, rows)
+        # Only Adam and weight decay would do something to a row without gradient, which the fused ones leave alone.
+        few = rows if spec.kind is OptimizerKind.ADAM or spec.weight_decay else rng.randint(0, rows)
         chosen = torch.tensor(sorted(rng.sample(range(rows), few)), dtype=torch.int64)
         values = torch.randn(len(chosen), width, generator=generator)
         parameter.grad = torch.zeros(rows, width).index_copy_(0, chosen, values)
         optimizer.step()
-        fused.step([RowGradient(rows=chosen, values=values)])
+        fused.step(fused.decayed([RowGradient(rows=chosen, values=values)]))
         assert torch.allclose(weight, parameter, atol=1e-6)
     assert fused.step_count == 4
 

@@ -163,11 +163,6 @@ STRUCTURE_FAULTS = [
         r"convert them with \.long\(\)",
     ),
     Fault(
-        name="weights",
-        change=lambda x: rebuilt(x, weights=torch.full((x.values().numel(),), 0.5)),
-        words=r"the input has \d+ weights, the first is 0\.5 and .* is_weighted=False; drop the weights, or",
-    ),
-    Fault(
         name="meta",
         change=lambda x: rebuilt(x, values=x.values().to("meta"), lengths=x.lengths().to("meta")),
         words=r"the ids are on meta and the tables of this module .* on cpu; move the batch with \.to\('cpu'\)",

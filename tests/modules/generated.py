@@ -284,11 +284,6 @@ BAD: dict[str, Change] = {
     "a length missing": _update(lengths=lambda parts: parts["lengths"][:-1]),
     "missing key": _update(keys=lambda parts: [key if key != "b" else "other" for key in parts["keys"]]),
     "all keys missing": _update(keys=lambda parts: [f"{key}!" for key in parts["keys"]]),
-    "weights that do not belong": _update(
-        weights=lambda parts: None if parts.get("weights") is not None else torch.ones(4)
-    ),
-    "whole weights": _update(weights=lambda parts: torch.ones(4, dtype=torch.int64)),
-    "a weight missing": _update(weights=lambda parts: torch.ones(3)),
     "offsets that begin later": _update(
         lengths=lambda parts: None, offsets=lambda parts: nn.functional.pad(parts["lengths"].cumsum(0), [1, 0]) + 1
     ),

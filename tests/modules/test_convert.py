@@ -11,11 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import EmbeddingShardingPlanner
+from torchrec.distributed.planner import Topology as TorchRecTopology
+from torchrec.distributed.types import Awaitable as TorchRecAwaitable
+from torchrec.distributed.types import LazyAwaitable as TorchRecLazyAwaitable
 
 from shardrec.errors import ConfigError, PlanError
 from shardrec.layout import Topology
 from shardrec.layout.discover import default_device
-from shardrec.modules import ShardedEmbeddingBagCollection, shard
+from shardrec.modules import DistributedModelParallel, ShardedEmbeddingBagCollection, shard
+from shardrec.pending import LazyNoWait
 from tests.batches import joined, random_bags
 from tests.models import (
     apply_optimizer_in_backward,
@@ -192,3 +198,51 @@ def test_the_default_device_is_the_models(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(dist, "get_backend", lambda group: dist.Backend.NCCL)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     assert default_device(nn.Linear(2, 2, device="meta"), None) == torch.device("cuda", 3)
+
+
+def test_a_plan_of_torchrecs_planner_and_isinstance_of_its_awaitables() -> None:
+    torch.manual_seed(0)
+    model = click_model(CONFIGS)
+    planner = EmbeddingShardingPlanner(topology=TorchRecTopology(world_size=1, compute_device="cpu"), stats=[])
+    theirs = planner.plan(model, [EmbeddingBagCollectionSharder()])
+    sharded = shard(model, theirs)
+    assert set(sharded.plan.by_name) == set(table_sizes(CONFIGS, "sparse"))
+    output = sharded.module.sparse(random_bags(Random(0), ROWS, 2).kjt())
+    assert isinstance(output, TorchRecLazyAwaitable)
+    assert isinstance(output, TorchRecAwaitable)
+    # TorchRec's own lazy values, and ours, in one torch function.
+    both = torch.cat([output.values(), TheirLazy(torch.ones(2, 1))], dim=1)
+    assert both.shape == (2, output.values().size(1) + 1)
+
+
+class TheirLazy(TorchRecLazyAwaitable[Tensor]):
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        self._value = value
+
+    def _wait_impl(self) -> Tensor:
+        return self._value
+
+
+def test_their_lazy_values_force_ours() -> None:
+    ours = shard(click_model(CONFIGS)).module.sparse(random_bags(Random(0), ROWS, 2).kjt())
+    assert TorchRecLazyAwaitable._wait_async(ours) is ours.wait()
+    assert torch.add(TheirLazy(torch.ones(2)), LazyNoWait(torch.ones(2))).tolist() == [2.0, 2.0]
+
+
+def test_torchrecs_signature() -> None:
+    model = click_model(CONFIGS)
+    apply_optimizer_in_backward(torch.optim.SGD, model.sparse.parameters(), {"lr": 0.1})
+    sharders = [EmbeddingBagCollectionSharder()]
+    planner = EmbeddingShardingPlanner(topology=TorchRecTopology(world_size=1, compute_device="cpu"), stats=[])
+    found = DistributedModelParallel(
+        model, device=torch.device("cpu"), plan=planner.plan(model, sharders), sharders=sharders
+    )
+    assert found(torch.ones(2, 3), random_bags(Random(0), ROWS, 2).kjt()).shape == (2,)
+    assert found.fused_optimizer.param_groups[0]["lr"] == 0.1
+    with pytest.raises(ConfigError, match=r"fused_params: give .* apply_optimizer_in_backward.*init_data_parallel is"):
+        DistributedModelParallel(
+            click_model(CONFIGS),
+            sharders=[EmbeddingBagCollectionSharder(fused_params={"learning_rate": 0.1})],
+            init_data_parallel=False,
+        )

@@ -274,7 +274,54 @@ def test_a_sharded_model_cannot_be_moved_or_cast() -> None:
     assert model(torch.randn(2, 3), random_bags(Random(0), ROWS, 2).kjt()).shape == (2,)
 
 
-def test_a_sharded_model_cannot_be_copied() -> None:
+def copied(optimizer: str) -> None:
+    """A copy learns from the next step on as the model does, by itself; an average is that of the weights."""
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+
+    def made() -> ShardedModel:
+        torch.manual_seed(0)
+        return shard(click_model(CONFIGS, optimizer=optimizer), mixed_plan(world_size))
+
+    model, reference = made(), made()
+
+    def step(models: list[nn.Module], seed: int) -> None:
+        bags = [random_bags(Random(seed * world_size + other), ROWS, 3) for other in range(world_size)]
+        for one in models:
+            loss = one(torch.linspace(-1, 1, 9).view(3, 3), bags[rank].kjt()).square().sum()
+            loss.backward()
+            with torch.no_grad():
+                for parameter in one.parameters():
+                    if parameter.grad is not None:
+                        parameter -= 0.05 * parameter.grad
+                        parameter.grad = None
+
+    step([model, reference], 0)
+    other = copy.deepcopy(model)
+    assert other.plan is model.plan
+    assert list(other.state_dict()) == list(model.state_dict())
+    step([other, reference], 1)
+    for mine, theirs in zip(other.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.75))
+    average.update_parameters(model)
+    average.update_parameters(other)
+    for mean, one, two in zip(average.parameters(), model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mean, 0.75 * one + 0.25 * two)
+    found = average(torch.ones(2, 3), random_bags(Random(9), ROWS, 2).kjt())
+    assert found.shape == (2,)
+    assert torch.isfinite(found).all()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_sharded_model_can_be_copied_and_averaged(world_size: int) -> None:
+    for optimizer in ("adagrad", "adam", "none"):
+        ranks(world_size, copied, optimizer)
+
+
+def test_what_cannot_be_copied() -> None:
     model = shard(click_model(CONFIGS), mixed_plan(1))
-    with pytest.raises(ConfigError, match=r"cannot be copied.*load this one's state_dict into it"):
-        copy.deepcopy(model)
+    with pytest.raises(ConfigError, match=r"cannot be copied by itself.*copy the model that shardrec\.shard returned"):
+        copy.deepcopy(model.module.sparse)
+    replicated = shard(click_model(CONFIGS), mixed_plan(1), replicas=1)
+    with pytest.raises(ConfigError, match=r"ReplicatedModel cannot be copied.*load this one's state_dict into it"):
+        copy.deepcopy(replicated)

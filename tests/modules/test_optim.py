@@ -11,6 +11,8 @@ import torchrec
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 from shardrec.errors import ConfigError
 from shardrec.layout import ShardingPlan, TableLayout, Topology, cuts
@@ -59,10 +61,10 @@ def layouts(world: int) -> tuple[TableLayout, ...]:
     )
 
 
-def sharded(name: str) -> ShardedModel:
+def sharded(name: str, **settings: Any) -> ShardedModel:
     torch.manual_seed(1)
     model = Model()
-    _apply_optimizer_in_backward(CLASSES[name], model.parameters(), {"lr": 0.5})
+    _apply_optimizer_in_backward(CLASSES[name], model.parameters(), {"lr": 0.5, **settings})
     world = dist.get_world_size() if dist.is_initialized() else 1
     return shard(model, ShardingPlan(topology=Topology(ranks_per_host=world), tables=layouts(world)))
 
@@ -74,11 +76,11 @@ def weights_after(model: nn.Module, scheduler: Any, steps: range) -> None:
         scheduler.step()
 
 
-def schedule(name: str) -> None:
-    model = sharded(name)
+def schedule(name: str, **settings: Any) -> None:
+    model = sharded(name, **settings)
     torch.manual_seed(1)
     reference = Model()
-    optimizer = CLASSES[name](reference.parameters(), lr=0.5)
+    optimizer = CLASSES[name](reference.parameters(), lr=0.5, **settings)
     dense = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     fused = torch.optim.lr_scheduler.ExponentialLR(model.fused_optimizer, 0.5)
     for step in range(4):
@@ -97,6 +99,61 @@ def schedule(name: str) -> None:
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_a_learning_rate_schedule_reaches_every_kernel(world: int, name: str) -> None:
     ranks(world, schedule, name)
+
+
+def with_weight_decay() -> None:
+    for name in CLASSES:
+        schedule(name, weight_decay=0.25)
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_weight_decay_is_that_of_the_unsharded_optimizer_on_rows_that_are_looked_up(world: int) -> None:
+    ranks(world, with_weight_decay)
+
+
+def combined() -> None:
+    """TorchRec's own wrappers over the view: the same weights as two that step by themselves, and states that load."""
+    models = [sharded("Adam"), sharded("Adam")]
+    warmup = [WarmupStage(WarmupPolicy.LINEAR, max_iters=4, value=0.0)]
+    theirs = CombinedOptimizer([("fused", WarmupOptimizer(models[0].fused_optimizer, warmup, lr=0.5))])
+    for step in range(3):
+        models[1].fused_optimizer.param_groups[0]["lr"] = 0.5 * step / 4
+        for model in models:
+            (model(batch()) * (step + 1)).sum().backward()
+        theirs.step()
+    torch.testing.assert_close(models[0](batch()), models[1](batch()), atol=0, rtol=0)
+    saved = theirs.state_dict()
+    assert all(name.startswith("fused.") for name in saved["state"])
+    steps = {float(state["step"]) for name, state in saved["state"].items() if "warmup" not in name}
+    assert steps == ({3.0} if models[0].fused_optimizer.param_groups[0]["params"] else set())
+    other = sharded("Adam")
+    again = CombinedOptimizer([("fused", WarmupOptimizer(other.fused_optimizer, warmup, lr=0.5))])
+    again.step()  # TorchRec's loading takes states that are there
+    again.load_state_dict(saved)
+    own = other.fused_optimizer.state_dict()["state"]
+    for name, state in models[0].fused_optimizer.state_dict()["state"].items():
+        for key, value in state.items():
+            torch.testing.assert_close(own[name][key], value)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_torchrecs_optimizers_take_the_view(world: int) -> None:
+    ranks(world, combined)
+
+
+def test_a_dense_optimizer_goes_beside_it() -> None:
+    model = sharded("Adagrad")
+    top = nn.Linear(3 * DIM, 1)
+    dense = KeyedOptimizerWrapper(dict(top.named_parameters()), lambda p: torch.optim.SGD(p, lr=0.1))
+    both = CombinedOptimizer([model.fused_optimizer, dense])
+    before = top.weight.detach().clone()
+    for _ in range(2):
+        both.zero_grad()
+        top(model(batch())).sum().backward()
+        both.step()
+    assert not torch.equal(top.weight, before)
+    assert sorted(both.state_dict()["state"])[:2] == ["bags.embedding_bags.t0.weight", "bags.embedding_bags.t1.weight"]
+    assert [group["lr"] for group in both.param_groups] == [0.5, 0.1]
 
 
 def save_and_load(name: str) -> None:

@@ -35,7 +35,19 @@ def test_a_name_with_brackets_is_a_name() -> None:
     assert constraints_by_table(TABLES, {"news[0]": ROWS}, 2) == {"news[0]": ROWS}
 
 
-@pytest.mark.parametrize("unknown", ["shops", "shops.*", "ADS.user", "user"])
+def test_a_tables_own_name_will_do_where_one_collection_has_it() -> None:
+    assert constraints_by_table(TABLES, {"item": ROWS, "us*": COLUMNS}, 2) == {
+        "ads.item": ROWS,
+        "ads.user": COLUMNS,
+        "news.user": COLUMNS,
+    }
+    with pytest.raises(
+        ConfigError, match=r"table 'user' and there are 'ads\.user', 'news\.user'; give one of these, or"
+    ):
+        constraints_by_table(TABLES, {"user": ROWS}, 2)
+
+
+@pytest.mark.parametrize("unknown", ["shops", "shops.*", "ADS.user", "users"])
 def test_unknown_tables(unknown: str) -> None:
     with pytest.raises(ConfigError) as caught:
         constraints_by_table(TABLES, {"ads.*": ROWS, unknown: ROWS}, 2)

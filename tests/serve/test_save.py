@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec._torchscript import quiet
@@ -17,6 +18,7 @@ from shardrec.errors import ConfigError
 from shardrec.layout import Topology
 from shardrec.modules import ShardedModel, shard
 from shardrec.serve import from_tensors, quantize, save
+from shardrec.serve.export import export
 from tests.batches import random_bags
 from tests.models import ClickModel, collection, feature_rows, random_configs, table_sizes
 from tests.plans import random_plan
@@ -150,8 +152,16 @@ def test_what_cannot_be_given_plain_tensors_is_named(tmp_path: Path) -> None:
         from_tensors(model, keys[1:])
     with pytest.raises(ConfigError, match=f"features has {keys[0]!r} more than once"):
         from_tensors(model, [*keys, keys[0]])
-    with pytest.raises(ConfigError, match="takes 2 parameters annotated KeyedJaggedTensor, not one"):
+    with pytest.raises(
+        ConfigError, match=r"takes 2 KeyedJaggedTensors: .* features=\{'one': \[\.\.\.\], 'other': \[\.\.\.\]\}"
+    ):
         from_tensors(TwoInputs(), ["f"])
+    with pytest.raises(ConfigError, match=r"features is for 'two', and TwoInputs\.forward takes .* as 'one', 'other'"):
+        from_tensors(TwoInputs(), {"two": ["f"]})
+    with pytest.raises(ConfigError, match="takes no parameter annotated KeyedJaggedTensor"):
+        from_tensors(nn.Linear(1, 1), ["f"])
+    with pytest.raises(ConfigError, match="Linear holds 0 sharded models, not one"):
+        save(nn.Linear(1, 1).eval(), tmp_path / "m.pt", features=["f"])
     with pytest.raises(ConfigError, match="its 'name' is neither a KeyedJaggedTensor nor a Tensor"):
         from_tensors(TakesText(), ["f"])
     with pytest.raises(ConfigError, match="its 'values' has the name of an argument that the entry has already"):
@@ -164,3 +174,90 @@ def test_arguments_with_a_default_are_left_out() -> None:
     entry = from_tensors(TakesMore(), ["f"])
     assert entry.inputs == ("values", "lengths", "dense")
     assert entry(torch.tensor([7, 8]), torch.tensor([2]), torch.ones(1)).tolist() == [4.0]
+
+
+def bags_of(prefix: str, *, weighted: bool) -> EmbeddingBagCollection:
+    torch.manual_seed(len(prefix))
+    return EmbeddingBagCollection(
+        tables=[
+            EmbeddingBagConfig(name=f"{prefix}{n}", num_embeddings=9, embedding_dim=8, feature_names=[f"{prefix}_{n}"])
+            for n in range(2)
+        ],
+        is_weighted=weighted,
+    )
+
+
+class TwoTowers(nn.Module):
+    """One of its KeyedJaggedTensors has weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users, self.items = bags_of("user", weighted=False), bags_of("item", weighted=True)
+
+    def forward(self, user: KeyedJaggedTensor, item: KeyedJaggedTensor) -> Tensor:
+        return (self.users(user).values() * self.items(item).values()).sum(dim=1)
+
+
+class OneForAll(TwoTowers):
+    """One with weights for both collections."""
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:  # type: ignore[override]
+        return (self.users(features).values() * self.items(features).values()).sum(dim=1)
+
+
+class Probability(nn.Module):
+    """Around a model that is sharded already."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        return torch.sigmoid(self.model(features))
+
+
+def request(*prefixes: str) -> dict[str, Tensor]:
+    count = 2 * len(prefixes)
+    return {
+        "values": torch.arange(2 * count) % 9,
+        "lengths": torch.tensor([2, 0, 1, 1] * len(prefixes)),
+        "weights": torch.linspace(0.5, 2, 2 * count),
+    }
+
+
+def test_a_model_of_two_keyed_jagged_tensors_is_saved(tmp_path: Path) -> None:
+    model = shard(TwoTowers()).eval()
+    keys = {"user": ["user_0", "user_1"], "item": ["item_0", "item_1"]}
+    notes = {"shardrec.json": ""}
+    with quiet():
+        loaded = torch.jit.load(save(model, tmp_path / "m.pt", features=keys), _extra_files=notes)
+    said = json.loads(notes["shardrec.json"])
+    assert said["inputs"] == ["user_values", "user_lengths", "item_values", "item_lengths", "item_weights"]
+    assert said["features"] == keys
+    user, item = request("user"), request("item")
+    expected = model(
+        KeyedJaggedTensor(keys["user"], user["values"], lengths=user["lengths"]),
+        KeyedJaggedTensor(keys["item"], **item),
+    )
+    found = loaded(user["values"], user["lengths"], item["values"], item["lengths"], item["weights"])
+    assert torch.equal(found, expected)
+
+
+def test_one_weighted_request_serves_weighted_and_unweighted_collections(tmp_path: Path) -> None:
+    """As in the unsharded model, which ignores the weights where a collection is not weighted."""
+    model, unsharded = shard(OneForAll()).eval(), OneForAll()
+    keys = ["user_0", "user_1", "item_0", "item_1"]
+    given = request("user", "item")
+    expected = unsharded(KeyedJaggedTensor(keys, **given))
+    torch.testing.assert_close(model(KeyedJaggedTensor(keys, **given)), expected)
+    around = Probability(model).eval()
+    for one, answer in ((model, expected), (quantize(model, "fp32"), expected), (around, expected.sigmoid())):
+        with quiet():
+            loaded = torch.jit.load(save(one, tmp_path / "m.pt", features=keys))
+        torch.testing.assert_close(loaded(*given.values()), answer.detach())
+    with pytest.raises(
+        ConfigError, match=r"Probability holds a sharded model.*put the wrapper around the model before"
+    ):
+        export(around, (KeyedJaggedTensor(keys, **given),))
+    program = export(model, (KeyedJaggedTensor(keys, **given),))
+    torch.testing.assert_close(program.module()(*given.values()), expected.detach())

@@ -31,7 +31,7 @@ from shardrec.planner.cost import CostModel, Profile
 from shardrec.planner.price import predicted_phases
 from shardrec.planner.solve.encode import Floats
 
-__all__ = ["fit", "predicted_ms", "relative_errors"]
+__all__ = ["fewest_workloads", "fit", "predicted_ms", "relative_errors"]
 
 _FITTED = (
     "lookup_id_ns",
@@ -95,6 +95,11 @@ def relative_errors(profile: Profile, workloads: Sequence[Workload], measured: M
         predicted_ms(profile, workload, measured.world) / time - 1
         for workload, time in zip(workloads, measured.steps, strict=True)
     ]
+
+
+def fewest_workloads(numbers_of_ranks: int) -> int:
+    """Workloads that determine the coefficients, if each is timed on so many numbers of ranks."""
+    return -(-len(_FITTED) // numbers_of_ranks)
 
 
 def fit(base: Profile, runs: Sequence[tuple[Sequence[Workload], Measured]], *, name: str, source: str) -> Profile:

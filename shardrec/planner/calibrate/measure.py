@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -148,6 +149,7 @@ def _rank(
     import torch.distributed as dist
 
     warnings.filterwarnings("ignore")
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     where = torch.device(device, rank) if device == "cuda" else torch.device(device)
     if device == "cuda":
