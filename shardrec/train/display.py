@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -156,13 +156,15 @@ class Announcer:
 
     @staticmethod
     @contextmanager
-    def display(announcer: Announcer | None, total: int | None) -> Iterator[Display]:
+    def display(
+        announcer: Announcer | None, total: int | None, around: Callable[[Display], Display] = lambda shown: shown
+    ) -> Iterator[Display]:
         """A display for the training loop of ``total`` rows, closed in the end; a silent one without an announcer."""
         if announcer is None:
             yield SilentDisplay()
             return
         out = announcer._console
-        display: Display = TerminalDisplay(out, total) if out.is_terminal else LogDisplay(out, total)
+        display = around(TerminalDisplay(out, total) if out.is_terminal else LogDisplay(out, total))
         try:
             yield display
         finally:
