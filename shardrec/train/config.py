@@ -96,7 +96,7 @@ class TrainConfig:
     model: str = option(
         "dlrm",
         _MODEL,
-        "dlrm: dot products between features; dcn: a low-rank cross network; or package.module:Model of your own.",
+        "Dot products between features (dlrm), a low-rank cross network (dcn), or package.module:Model of your own.",
         metavar="dlrm|dcn|MODULE:NAME",
     )
     embedding_dim: int = option(16, _MODEL, "Columns of every embedding table.", minimum=1)

@@ -120,7 +120,7 @@ def bags(batch: ClickBatch, name: str) -> list[list[int]]:
     return [bag.tolist() for bag in batch.sparse[name].to_dense()]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(rows=rows_of, kind=st.sampled_from(["parquet", "csv", "tsv"]), block=st.sampled_from([1, 60, 1 << 20]))
 def test_every_kind_of_column_from_every_kind_of_file(
     folder: Path, rows: list[dict[str, Any]], kind: str, block: int
