@@ -24,18 +24,25 @@ class Board:
         folder: of the event files.
         rates: gives the learning rates by name.
         samples: rows trained on before; what a run that was cut off has written after them is not shown.
+        seconds: that they took.
     """
 
     def __init__(
-        self, shown: Display, folder: Path, rates: Callable[[], Mapping[str, float]], *, samples: int = 0
+        self,
+        shown: Display,
+        folder: Path,
+        rates: Callable[[], Mapping[str, float]],
+        *,
+        samples: int = 0,
+        seconds: float = 0.0,
     ) -> None:
         # A second of imports, on one rank.
         from torch.utils.tensorboard import SummaryWriter
 
         self._shown = shown
         self._rates = rates
-        self._writer = SummaryWriter(str(folder), purge_step=samples or None)  # type: ignore[no-untyped-call]
-        self._last = (samples, 0.0)
+        self._writer = SummaryWriter(str(folder), purge_step=samples or None)
+        self._last = (samples, seconds)
 
     def advance(self, samples: int, seconds: float, loss: float) -> None:
         """Show that ``samples`` rows, over all ranks, took ``seconds``; ``loss`` is a recent mean, in nats per row."""
@@ -57,7 +64,7 @@ class Board:
     def close(self) -> None:
         """The loop is over, or broken."""
         self._shown.close()
-        self._writer.close()  # type: ignore[no-untyped-call]
+        self._writer.close()
 
     def _write(self, name: str, value: float, samples: int) -> None:
-        self._writer.add_scalar(name, value, samples)  # type: ignore[no-untyped-call]
+        self._writer.add_scalar(name, value, samples)

@@ -233,12 +233,13 @@ def _train(
     total = None if source.train_rows is None else source.train_rows * config.epochs
 
     def with_board(shown: Display) -> Display:
-        rates = {"dense": optimizer, "tables": model.fused_optimizer}
+        rates: dict[str, torch.optim.Optimizer] = {"dense": optimizer, "tables": model.fused_optimizer}
         return Board(
             shown,
             Path(str(config.out), BOARD),
             lambda: {name: float(one.param_groups[0]["lr"]) for name, one in rates.items()},
             samples=progress.samples,
+            seconds=progress.seconds,
         )
 
     with Announcer.display(announcer, total, with_board) as display:
