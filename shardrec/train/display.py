@@ -180,12 +180,12 @@ class Announcer:
             f"{report.samples:,} samples in {duration(report.seconds)}, {report.samples_per_second:,.0f} samples/s; "
             f"results in {folder}"
         )
-        self._say(summary_line(report))
         if report.final.normalized_entropy > 1:
             self._say(
                 f"normalized entropy {report.final.normalized_entropy:.4f} is above 1: always predicting the click "
                 "rate would be better. Train on more rows, or lower --embedding-lr and --lr"
             )
+        self._say(summary_line(report))
 
     def _say(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
