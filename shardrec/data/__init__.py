@@ -1,12 +1,12 @@
-"""Click data for recommender models: Criteo-format and Parquet files, and a generator whose optimum is known.
+"""Rows of clicks for recommender models: files of columns, and a generator whose optimum is known.
 
     data = open_click_data("day_0.tsv.gz", holdout=0.1)           # or open_click_data(SyntheticConfig(seed=1))
     for batch in data.train_batches(rank, world_size, batch_size=2048):
         loss = model(batch.dense, batch.sparse, batch.labels)
 
-Files are named for the steps of the data: ``compression`` (bytes) → ``lines`` → ``fields`` → ``tsv`` (or ``parquet``)
-with ``fault`` for what is wrong → ``preprocess`` → ``rows`` → ``split`` (ranks, held-out part) → ``batch``; and
-``zipf`` → ``planted`` → ``synthetic`` for generated rows, which ``write`` turns into files.
+Files are named for the steps of the data: ``spec`` (what the columns are) → ``tables`` (a file as Arrow tables) →
+``encode`` with ``fault`` for what is wrong → ``preprocess`` → ``rows`` → ``split`` (ranks, held-out part) → ``batch``;
+and ``zipf`` → ``planted`` → ``synthetic`` for generated rows, which ``write`` turns into files.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from shardrec.data.metrics import ClickMetrics, area_under_roc, click_metrics
 from shardrec.data.preprocess import hash_categories, transform_dense
 from shardrec.data.schema import CRITEO_CARDINALITIES, ClickSchema, criteo_schema
 from shardrec.data.source import ClickData, open_click_data
+from shardrec.data.spec import Feature, FeatureSpec, Label, click_spec, criteo_spec, load_spec
 from shardrec.data.synthetic import BestMetrics, SyntheticClickData
 from shardrec.data.write import write_criteo_tsv, write_parquet
 
@@ -29,14 +30,20 @@ __all__ = [
     "ClickData",
     "ClickMetrics",
     "ClickSchema",
+    "Feature",
+    "FeatureSpec",
     "FileClickData",
+    "Label",
     "Reason",
     "SyntheticClickData",
     "SyntheticConfig",
     "area_under_roc",
     "click_metrics",
+    "click_spec",
     "criteo_schema",
+    "criteo_spec",
     "hash_categories",
+    "load_spec",
     "open_click_data",
     "transform_dense",
     "write_criteo_tsv",

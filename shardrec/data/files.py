@@ -1,76 +1,91 @@
-"""``FileClickData``: batches from Criteo-format text and Parquet files."""
+"""``FileClickData``: batches from files of columns, by a spec of the features."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+import os
+from collections.abc import Iterator, Sequence
+from glob import glob
+
+import numpy as np
 
 from shardrec.data.batch import ClickBatch
-from shardrec.data.compression import FileKind, detect_kind
+from shardrec.data.encode import encode
 from shardrec.data.fault import FaultLog
-from shardrec.data.parquet import check_parquet, read_parquet
-from shardrec.data.rows import ClickRows, NumberedRows, join_rows
+from shardrec.data.rows import ClickRows, join_rows
 from shardrec.data.schema import ClickSchema
+from shardrec.data.spec import FeatureSpec
 from shardrec.data.split import BatchRequest, held_out
-from shardrec.data.tsv import read_tsv
+from shardrec.data.tables import check_file, read_blocks
 from shardrec.errors import ConfigError, DataError
 
-__all__ = ["FileClickData"]
+__all__ = ["FileClickData", "files_of"]
+
+
+def files_of(pattern: str) -> list[str]:
+    """The files that a name, a URL, a folder or a pattern (``day_*.parquet``) stands for, in order.
+
+    Raises:
+        DataError: if there is none.
+    """
+    if "://" in pattern or not (set("*?[") & set(pattern) or os.path.isdir(pattern)) or os.path.isfile(pattern):
+        return [pattern]
+    inside = os.path.join(pattern, "*") if os.path.isdir(pattern) else pattern
+    found = sorted(name for name in glob(inside) if os.path.isfile(name))
+    if not found:
+        raise DataError(f"no data file is named {inside}: check the path")
+    return found
 
 
 class FileClickData:
-    """Click data read from files, in constant memory; every call of a batches method is a pass of its own.
+    """Rows read from files, in constant memory; every call of a batches method is a pass of its own.
 
     Every rank reads and checks every row, and keeps its share. That costs ranks the decoding of the others' rows, and
     buys that all ranks make the same steps, and fail at the same step with the same message, without exchanging
     anything.
 
     Args:
-        paths: files, read in this order as one stream.
-        schema: columns and table sizes.
+        paths: files, or URLs of them, read in this order as one stream: Parquet, or text by a delimiter, plain or
+            ``.gz``, ``.xz``, ``.bz2``, ``.zst``.
+        spec: what the columns are.
         holdout: expected share of held-out rows, from 0 to 1 (not included); see ``split.held_out``.
         on_bad_row: ``"raise"``, or ``"skip"`` to leave broken rows out and count them.
-        columns: names in Parquet files where they differ from the schema's: schema name (or ``label``) to file name.
+        shuffle: training rows that are put in a random order, so many at a time; 0 for the order of the files.
+        seed: of that order, with the number of the pass.
 
     Attributes:
         paths: the files.
 
     Raises:
         ConfigError: an option that is out of range.
-        DataError: a file that is missing, empty, or not what its suffix says; a Parquet file without the columns.
+        DataError: a file that is missing, empty, or without the columns.
     """
 
     def __init__(
         self,
-        paths: Sequence[Path],
-        schema: ClickSchema,
+        paths: Sequence[str | os.PathLike[str]],
+        spec: FeatureSpec,
         *,
         holdout: float = 0.1,
         on_bad_row: str = "raise",
-        columns: Mapping[str, str] | None = None,
+        shuffle: int = 0,
+        seed: int = 0,
     ) -> None:
         if not 0 <= holdout < 1:
             raise ConfigError(f"holdout is {holdout}: give a share from 0 to 1 (not included)")
         if not paths:
             raise ConfigError("paths is empty: give at least one file")
-        self.paths = tuple(paths)
-        self._schema = schema
-        self._holdout, self._on_bad_row, self._columns = holdout, on_bad_row, dict(columns or {})
+        self.paths = tuple(os.fspath(path) for path in paths)
+        self.spec = spec
+        self._holdout, self._on_bad_row = holdout, on_bad_row
+        self._shuffle, self._seed = shuffle, seed
         self._log = FaultLog(on_bad_row)
-        unknown = sorted(set(self._columns) - {"label", *schema.dense_names, *schema.sparse_names})
-        if unknown:
-            raise ConfigError(f"columns names {', '.join(unknown)}: give names of the schema, or 'label'")
-        self._kinds = [detect_kind(path) for path in self.paths]
-        if self._columns and FileKind.PARQUET not in self._kinds:
-            raise ConfigError("columns is given for text files, which have no column names: leave it out")
-        for path, kind in zip(self.paths, self._kinds, strict=True):
-            if kind is FileKind.PARQUET:
-                check_parquet(path, schema, self._columns)
+        for path in self.paths:
+            check_file(path, spec)
 
     @property
     def schema(self) -> ClickSchema:
         """Names and table sizes."""
-        return self._schema
+        return self.spec.schema_
 
     @property
     def train_rows(self) -> int | None:
@@ -91,6 +106,7 @@ class FileClickData:
         first_batch: int = 0,
         drop_last: bool = False,
         global_rows: int | None = None,
+        epoch: int = 0,
     ) -> Iterator[ClickBatch]:
         """One rank's training batches of one pass; see :class:`~shardrec.data.ClickData`."""
         request = BatchRequest(
@@ -101,70 +117,79 @@ class FileClickData:
             drop_last=drop_last,
             global_rows=global_rows,
         )
-        return self._batches(request, held=False)
+        rows = self._selected_rows(held=False)
+        return self._batches(request, self._shuffled(rows, epoch) if self._shuffle else rows)
 
     def holdout_batches(
         self, rank: int, world_size: int, batch_size: int, *, global_rows: int | None = None
     ) -> Iterator[ClickBatch]:
         """One rank's share of the held-out rows; see :class:`~shardrec.data.ClickData`."""
         request = BatchRequest(rank=rank, world_size=world_size, batch_size=batch_size, global_rows=global_rows)
-        return self._batches(request, held=True)
+        return self._batches(request, self._selected_rows(held=True))
 
     def describe(self) -> str:
         """Files, columns and options in a few lines of text."""
-        tables = self._schema.num_embeddings
+        tables = self.schema.num_embeddings
+        shown = [*self.paths[:3], *([f"and {len(self.paths) - 3} more files"] if len(self.paths) > 3 else [])]
+        order = f"; rows shuffled {self._shuffle:,} at a time" if self._shuffle else ""
         return "\n".join(
             [
-                *(
-                    f"{path}: {kind.value}, {path.stat().st_size:,} bytes"
-                    for path, kind in zip(self.paths, self._kinds, strict=True)
-                ),
-                f"{len(self._schema.dense_names)} dense and {len(tables)} sparse features, {sum(tables):,} embedding "
-                f"rows, the largest table {max(tables):,}",
+                *shown,
+                f"{len(self.spec.dense)} dense and {len(tables)} sparse features, {sum(tables):,} embedding rows, the "
+                f"largest table {max(tables):,}",
                 f"{self._holdout:.1%} of the rows held out; a broken row "
-                + ("ends the run" if self._on_bad_row == "raise" else "is left out and counted"),
+                + ("ends the run" if self._on_bad_row == "raise" else "is left out and counted")
+                + order,
             ]
         )
 
-    def _batches(self, request: BatchRequest, *, held: bool) -> Iterator[ClickBatch]:
-        for index, rows in enumerate(self._global_batches(request.global_size, held=held)):
-            if request.wants(index, len(rows)):
-                start, stop = request.share(len(rows))
-                yield rows.between(start, stop).to_batch(self._schema)
+    def _batches(self, request: BatchRequest, rows: Iterator[ClickRows]) -> Iterator[ClickBatch]:
+        for index, part in enumerate(_in_parts(rows, request.global_size)):
+            if request.wants(index, len(part)):
+                start, stop = request.share(len(part))
+                yield part.between(start, stop).to_batch(self.schema)
 
-    def _global_batches(self, size: int, *, held: bool) -> Iterator[ClickRows]:
-        """The training or held-out rows, ``size`` at a time; what is left at the end is a smaller one."""
-        waiting: list[ClickRows] = []
-        count = 0
-        for rows in self._selected_rows(held=held):
-            waiting.append(rows)
-            count += len(rows)
-            if count < size:
-                continue
-            joined = join_rows(waiting)
-            for start in range(0, count - size + 1, size):
-                yield joined.between(start, start + size)
-            waiting, count = [joined.between(count - count % size, count)], count % size
-        if count:
-            yield join_rows(waiting)
+    def _shuffled(self, rows: Iterator[ClickRows], epoch: int) -> Iterator[ClickRows]:
+        """A function of the seed, the epoch and the files, so that a run that goes on finds the same order."""
+        for window, part in enumerate(_in_parts(rows, self._shuffle)):
+            draws = np.random.Generator(np.random.Philox(key=self._seed, counter=[window, epoch, 0, 0]))
+            yield part.take(draws.permutation(len(part)))
 
     def _selected_rows(self, *, held: bool) -> Iterator[ClickRows]:
         log = self._log = FaultLog(self._on_bad_row)
         before, good = 0, 0
-        for path, kind in zip(self.paths, self._kinds, strict=True):
+        for path in self.paths:
             seen = 0
-            for block in self._blocks(path, kind, log):
-                seen, good = block.seen, good + len(block.rows)
-                yield block.rows.where(held_out(block.numbers + before, self._holdout) == held)
+            for block in read_blocks(path, self.spec):
+                encoded = encode(block.table, self.spec)
+                keep = np.ones(len(block.numbers), dtype=np.bool_)
+                keep[list(encoded.faults)] = False
+                faults = {int(block.numbers[row]): fault for row, fault in encoded.faults.items()} | block.faults
+                for number in sorted(faults):
+                    log.report(path, number + block.first_line, faults[number])
+                seen, good = block.seen, good + int(keep.sum())
+                yield encoded.rows.where(keep & (held_out(block.numbers + before, self._holdout) == held))
             before += seen
         if not good:
             counts = ", ".join(f"{count} {reason}" for reason, count in log.skipped.items()) or "none skipped"
             raise DataError(
-                f"{', '.join(map(str, self.paths))}: no row could be read ({counts}): check that the files have the "
-                f"schema's {1 + len(self._schema.dense_names) + len(self._schema.sparse_names)} columns"
+                f"{', '.join(self.paths)}: no row could be read ({counts}): check that the files have the columns "
+                f"{', '.join(self.spec.sources)}"
             )
 
-    def _blocks(self, path: Path, kind: FileKind, log: FaultLog) -> Iterator[NumberedRows]:
-        if kind is FileKind.PARQUET:
-            return read_parquet(path, self._schema, log, self._columns)
-        return read_tsv(path, kind, self._schema, log)
+
+def _in_parts(rows: Iterator[ClickRows], size: int) -> Iterator[ClickRows]:
+    """The rows, ``size`` at a time; what is left at the end is a smaller part."""
+    waiting: list[ClickRows] = []
+    count = 0
+    for part in rows:
+        waiting.append(part)
+        count += len(part)
+        if count < size:
+            continue
+        joined = join_rows(waiting)
+        for start in range(0, count - size + 1, size):
+            yield joined.between(start, start + size)
+        waiting, count = [joined.between(count - count % size, count)], count % size
+    if count:
+        yield join_rows(waiting)

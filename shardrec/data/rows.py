@@ -24,7 +24,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from shardrec.data.batch import ClickBatch
 from shardrec.data.schema import ClickSchema
 
-__all__ = ["ClickRows", "NumberedRows", "join_rows"]
+__all__ = ["ClickRows", "join_rows"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -36,12 +36,14 @@ class ClickRows:
         dense: float32 (N, D), transformed.
         ids: int64 (V,), row-major: row after row, feature after feature.
         lengths: int64 (N, F), ids of each feature of each row; None where each has exactly one (V = N * F).
+        weights: float32 (V,), of the ids; None without.
     """
 
     labels: NDArray[np.float32]
     dense: NDArray[np.float32]
     ids: NDArray[np.int64]
     lengths: NDArray[np.int64] | None = None
+    weights: NDArray[np.float32] | None = None
 
     def __len__(self) -> int:
         return int(self.labels.shape[0])
@@ -69,48 +71,50 @@ class ClickRows:
             dense=self.dense[start:stop],
             ids=self.ids[first:last],
             lengths=self.lengths[start:stop],
+            weights=None if self.weights is None else self.weights[first:last],
         )
 
     def where(self, keep: NDArray[np.bool_]) -> ClickRows:
         """The rows for which ``keep``, bool (N,), is true, in their order."""
-        if keep.all():
-            return self
+        return self if keep.all() else self.take(np.flatnonzero(keep))
+
+    def take(self, places: NDArray[np.int64]) -> ClickRows:
+        """The rows at these places (M,), in this order."""
         if self.lengths is None:
-            ids = self.ids.reshape(len(self), -1)[keep].reshape(-1) if len(self) else self.ids
-            return ClickRows(labels=self.labels[keep], dense=self.dense[keep], ids=ids)
-        ids = self.ids[np.repeat(keep, self.lengths.sum(axis=1))]
-        return ClickRows(labels=self.labels[keep], dense=self.dense[keep], ids=ids, lengths=self.lengths[keep])
+            ids = self.ids.reshape(len(self), -1)[places].reshape(-1) if len(self) else self.ids
+            return ClickRows(labels=self.labels[places], dense=self.dense[places], ids=ids)
+        counts = self.lengths.sum(axis=1)
+        starts, taken = np.cumsum(counts) - counts, counts[places]
+        # Each row's ids lie together: the first of them, and how many come before in the result.
+        of_ids = np.arange(int(taken.sum())) + np.repeat(starts[places] - (np.cumsum(taken) - taken), taken)
+        return ClickRows(
+            labels=self.labels[places],
+            dense=self.dense[places],
+            ids=self.ids[of_ids],
+            lengths=self.lengths[places],
+            weights=None if self.weights is None else self.weights[of_ids],
+        )
 
     def to_batch(self, schema: ClickSchema) -> ClickBatch:
         """These rows as tensors, ids feature-major under ``schema.sparse_names``; no memory is shared."""
         count, features = len(self), len(schema.sparse_names)
+        weights = None
         if self.lengths is None:
             ids_FN = np.array(self.ids.reshape(count, features).T, order="C").reshape(-1)
             values, lengths = torch.from_numpy(ids_FN), torch.ones(count * features, dtype=torch.int64)
         else:
             feature_V = np.repeat(np.tile(np.arange(features, dtype=np.int16), count), self.lengths.reshape(-1))
-            values = torch.from_numpy(self.ids[np.argsort(feature_V, kind="stable")])
+            order = np.argsort(feature_V, kind="stable")
+            values = torch.from_numpy(self.ids[order])
+            weights = None if self.weights is None else torch.from_numpy(self.weights[order])
             lengths = torch.from_numpy(self.lengths.T.reshape(-1).copy())
         return ClickBatch(
             dense=torch.from_numpy(self.dense.copy()),
-            sparse=KeyedJaggedTensor(keys=list(schema.sparse_names), values=values, lengths=lengths, stride=count),
+            sparse=KeyedJaggedTensor(
+                keys=list(schema.sparse_names), values=values, lengths=lengths, weights=weights, stride=count
+            ),
             labels=torch.from_numpy(self.labels.copy()),
         )
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class NumberedRows:
-    """Good rows and where they stand in their file.
-
-    Attributes:
-        rows: N decoded rows.
-        numbers: int64 (N,), each row's number in the file, from 0; broken rows are counted too.
-        seen: rows of the file read so far, broken ones included.
-    """
-
-    rows: ClickRows
-    numbers: NDArray[np.int64]
-    seen: int
 
 
 def join_rows(parts: Sequence[ClickRows]) -> ClickRows:
@@ -123,9 +127,11 @@ def join_rows(parts: Sequence[ClickRows]) -> ClickRows:
         lengths = np.concatenate(
             [np.ones((len(part), width), np.int64) if part.lengths is None else part.lengths for part in parts]
         )
+    weights = [part.weights for part in parts if part.weights is not None]
     return ClickRows(
         labels=np.concatenate([part.labels for part in parts]),
         dense=np.concatenate([part.dense for part in parts]),
         ids=np.concatenate([part.ids for part in parts]),
         lengths=lengths,
+        weights=np.concatenate(weights) if len(weights) == len(parts) else None,
     )

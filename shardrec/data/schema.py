@@ -26,6 +26,7 @@ class ClickSchema:
             ``KeyedJaggedTensor``, in this order.
         num_embeddings: rows of the embedding table of each categorical feature. Row 0 is for a missing value, so
             that each is at least 2.
+        weighted: whether each id comes with a weight.
 
     Raises:
         ConfigError: no feature at all, a name used twice, sizes that do not match the names, or a table of fewer
@@ -35,6 +36,7 @@ class ClickSchema:
     dense_names: tuple[str, ...]
     sparse_names: tuple[str, ...]
     num_embeddings: tuple[int, ...]
+    weighted: bool = False
 
     def __post_init__(self) -> None:
         for field in ("dense_names", "sparse_names", "num_embeddings"):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Protocol, overload
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 from shardrec.data.batch import ClickBatch
 from shardrec.data.config import SyntheticConfig
-from shardrec.data.files import FileClickData
-from shardrec.data.schema import ClickSchema, criteo_schema
+from shardrec.data.files import FileClickData, files_of
+from shardrec.data.schema import ClickSchema
+from shardrec.data.spec import FeatureSpec, criteo_spec
 from shardrec.data.synthetic import SyntheticClickData
 from shardrec.errors import ConfigError
 
@@ -45,6 +45,7 @@ class ClickData(Protocol):
         first_batch: int = 0,
         drop_last: bool = False,
         global_rows: int | None = None,
+        epoch: int = 0,
     ) -> Iterator[ClickBatch]:
         """One rank's training batches of one pass.
 
@@ -56,6 +57,7 @@ class ClickData(Protocol):
             drop_last: leave out the last global batch when it is not full.
             global_rows: rows of a global batch where they are not ``world_size * batch_size``, such as those of a run
                 that goes on with another number of ranks; they are spread evenly.
+            epoch: number of the pass, from 0, which decides the order of shuffled rows.
 
         Raises:
             ConfigError: an argument out of range, at the call.
@@ -74,38 +76,18 @@ class ClickData(Protocol):
         ...
 
 
-@overload
-def open_click_data(source: SyntheticConfig) -> SyntheticClickData: ...
-
-
-@overload
-def open_click_data(
-    source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-    *,
-    schema: ClickSchema | None = None,
-    holdout: float | None = None,
-    on_bad_row: str | None = None,
-    columns: Mapping[str, str] | None = None,
-) -> FileClickData: ...
-
-
 def open_click_data(
     source: SyntheticConfig | str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-    *,
-    schema: ClickSchema | None = None,
-    holdout: float | None = None,
-    on_bad_row: str | None = None,
-    columns: Mapping[str, str] | None = None,
+    spec: FeatureSpec | None = None,
+    **options: Any,
 ) -> FileClickData | SyntheticClickData:
-    """Opens click data.
+    """Opens rows of clicks.
 
     Args:
-        source: a :class:`SyntheticConfig`, or the path of a file (or a sequence of paths, read as one stream): Criteo
-            text (tabs, no header; plain, ``.gz`` or ``.xz``) or ``.parquet``.
-        schema: columns and table sizes of the files; :func:`criteo_schema` by default.
-        holdout: expected share of held-out rows of the files, 0.1 by default.
-        on_bad_row: ``"raise"`` (the default) or ``"skip"``, for files.
-        columns: names in Parquet files that differ from the schema's.
+        source: a :class:`SyntheticConfig`; or files, read as one stream: a name, a pattern, a URL, or a sequence of
+            these.
+        spec: what the files' columns are; :func:`criteo_spec` by default.
+        options: of :class:`FileClickData`.
 
     Returns:
         The source, as a :class:`ClickData`; a synthetic one also has ``best_metrics()``, a file ``skipped``.
@@ -115,16 +97,10 @@ def open_click_data(
         DataError: a file that cannot be read.
     """
     if isinstance(source, SyntheticConfig):
-        options = {"schema": schema, "holdout": holdout, "on_bad_row": on_bad_row, "columns": columns}
-        given = [name for name, value in options.items() if value is not None]
+        given = [*options, *(["spec"] if spec is not None else [])]
         if given:
             raise ConfigError(f"{', '.join(given)} given with a SyntheticConfig: set its own fields instead")
         return SyntheticClickData(source)
     paths = [source] if isinstance(source, (str, os.PathLike)) else source
-    return FileClickData(
-        [Path(path) for path in paths],
-        criteo_schema() if schema is None else schema,
-        holdout=0.1 if holdout is None else holdout,
-        on_bad_row="raise" if on_bad_row is None else on_bad_row,
-        columns=columns,
-    )
+    found = [name for path in paths for name in files_of(os.fspath(path))]
+    return FileClickData(found, criteo_spec() if spec is None else spec, **options)

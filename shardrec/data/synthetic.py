@@ -70,8 +70,10 @@ class SyntheticClickData:
         first_batch: int = 0,
         drop_last: bool = False,
         global_rows: int | None = None,
+        epoch: int = 0,
     ) -> Iterator[ClickBatch]:
         """One rank's training batches of one pass; see :class:`~shardrec.data.ClickData`."""
+        del epoch  # every pass has the same rows, in the same order
         request = BatchRequest(
             rank=rank,
             world_size=world_size,

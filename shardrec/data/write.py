@@ -19,7 +19,6 @@ from typing import IO
 import numpy as np
 from numpy.typing import NDArray
 
-from shardrec.data.compression import FileKind, promised_kind
 from shardrec.data.config import SyntheticConfig
 from shardrec.data.planted import PlantedModel, Stream
 from shardrec.errors import ConfigError
@@ -27,6 +26,7 @@ from shardrec.errors import ConfigError
 __all__ = ["write_criteo_tsv", "write_parquet"]
 
 _ROWS_AT_ONCE = 16_384
+_PARQUET = (".parquet", ".pq")
 
 
 def write_criteo_tsv(
@@ -46,10 +46,9 @@ def write_criteo_tsv(
         ConfigError: fewer than 1 row, a bad seed, or a suffix of Parquet.
     """
     path = Path(path)
-    kind = promised_kind(path)
-    if kind is FileKind.PARQUET:
+    if path.suffix.lower() in _PARQUET:
         raise ConfigError(f"path {path} has a suffix of Parquet: call write_parquet, or give .tsv, .tsv.gz or .tsv.xz")
-    with _complete_or_absent(path) as temporary, _open_text(temporary, kind) as file:
+    with _complete_or_absent(path) as temporary, _open_text(temporary, path.suffix) as file:
         for block in _raw_blocks(rows, seed, config):
             file.write(_text(block))
 
@@ -74,7 +73,7 @@ def write_parquet(
     import pyarrow.parquet as pq
 
     path = Path(path)
-    if promised_kind(path) is not FileKind.PARQUET:
+    if path.suffix.lower() not in _PARQUET:
         raise ConfigError(f"path {path} has no suffix of Parquet: name it .parquet, which the reader goes by")
     schema = (config or SyntheticConfig()).schema
     fields = [("label", pa.int8()), *((name, pa.int64()) for name in schema.dense_names)]
@@ -141,13 +140,13 @@ def _text(block: _RawBlock) -> bytes:
 
 
 @contextmanager
-def _open_text(path: Path, kind: FileKind) -> Iterator[IO[bytes] | gzip.GzipFile | lzma.LZMAFile]:
+def _open_text(path: Path, suffix: str) -> Iterator[IO[bytes] | gzip.GzipFile | lzma.LZMAFile]:
     with path.open("wb") as file:
-        if kind is FileKind.GZIP:
+        if suffix == ".gz":
             # no name and no time in the header: the same rows make the same file
             with gzip.GzipFile(filename="", mode="wb", compresslevel=6, fileobj=file, mtime=0) as packed:
                 yield packed
-        elif kind is FileKind.XZ:
+        elif suffix == ".xz":
             with lzma.open(file, "wb", preset=1) as packed:
                 yield packed
         else:

@@ -14,9 +14,11 @@ from shardrec.errors import ConfigError
 from shardrec.train.options import check_fields, flag, option, rule_of, together
 
 __all__ = [
+    "BOARD",
     "CHECKPOINTS",
     "FILE",
     "PLAN",
+    "SPEC",
     "SYNTHETIC",
     "TrainConfig",
     "load_config",
@@ -33,14 +35,22 @@ CHECKPOINTS = "checkpoints"
 FILE = "config.yaml"
 """The effective options, in a run's results."""
 
+SPEC = "features.yaml"
+"""What the columns of its files are, likewise; of runs with such a file."""
+
 PLAN = "plan.json"
 """The sharding plan, likewise."""
+
+BOARD = "tensorboard"
+"""The folder of TensorBoard's event files, likewise."""
 
 _RESTARTS = 3
 
 _DATA, _MODEL, _LEARNING, _RANKS, _OUTPUT = "Data", "Model", "Learning", "Ranks", "Output"
 _OF_THE_RUN = (_DATA, _MODEL, _LEARNING)
 
+_MODELS = ("dlrm", "dcn")
+_OWN_MODEL = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _EVERY = re.compile(r"0*[1-9][0-9]*|(?=.*[1-9])[0-9]+(\.[0-9]+)?m")
 
 
@@ -53,7 +63,20 @@ class TrainConfig:
     """
 
     data: str = option(
-        SYNTHETIC, _DATA, "A Criteo file (.tsv, .tsv.gz, .tsv.xz, .parquet), or 'synthetic' for generated rows."
+        SYNTHETIC,
+        _DATA,
+        "Files of rows: a name, a pattern such as 'day_*.parquet', a folder or a URL (.parquet, .csv, .tsv; text also "
+        ".gz, .xz, .bz2, .zst); or 'synthetic' for generated rows.",
+    )
+    features: str | None = option(
+        None, _DATA, "YAML file that says what the columns are (default: those of Criteo's files)", metavar="YAML"
+    )
+    valid: str | None = option(None, _DATA, "Files of held-out rows, in place of a share of --data.", metavar="FILES")
+    test: str | None = option(
+        None, _DATA, "Files of rows for the final metrics (default: the held-out rows)", metavar="FILES"
+    )
+    shuffle: int | None = option(
+        None, _DATA, "Rows of a file to put in a random order at a time (default: the file's order)", minimum=2
     )
     samples: int | None = option(
         None, _DATA, "Rows to train on in an epoch, over all ranks (default: 2.4 million; of a file, all)", minimum=1
@@ -71,7 +94,10 @@ class TrainConfig:
     )
 
     model: str = option(
-        "dlrm", _MODEL, "Dot products between features, or a low-rank cross network.", choices=("dlrm", "dcn")
+        "dlrm",
+        _MODEL,
+        "Dot products between features (dlrm), a low-rank cross network (dcn), or package.module:Model of your own.",
+        metavar="dlrm|dcn|MODULE:NAME",
     )
     embedding_dim: int = option(16, _MODEL, "Columns of every embedding table.", minimum=1)
     dense_layers: tuple[int, ...] = option(
@@ -104,6 +130,9 @@ class TrainConfig:
         "Share of the steps, at the end, in which both learning rates fall to 0; not in a file's first epoch.",
         minimum=0,
         below=1,
+    )
+    patience: int | None = option(
+        None, _LEARNING, "End after so many points of the held-out curve without a better logloss.", minimum=1
     )
     seed: int = option(0, _LEARNING, "Seed of the first weights and of generated rows.", minimum=0)
 
@@ -174,6 +203,17 @@ class TrainConfig:
                 "detect_anomaly (--detect-anomaly) is 'on', which cannot look into one graph of compile (--compile) "
                 "'full': give compile 'dense' or 'off'"
             )
+        if self.model not in _MODELS and _OWN_MODEL.fullmatch(self.model) is None:
+            faults.append(
+                f"model (--model) is {self.model!r}: give one of {', '.join(_MODELS)}, or your own as "
+                "package.module:Model"
+            )
+        if self.is_synthetic:
+            faults += [
+                f"{name} ({flag(name)}) is for files, and data (--data) is {SYNTHETIC!r}: leave it out, or name files"
+                for name in ("features", "valid", "test", "shuffle")
+                if getattr(self, name) is not None
+            ]
         if self.model == "dcn" and not self.over_layers:
             faults.append("over_layers (--over-layers) is empty: model dcn needs one layer at least")
         if self.checkpoint_every is not None and _EVERY.fullmatch(self.checkpoint_every) is None:

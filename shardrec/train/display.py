@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -156,13 +156,15 @@ class Announcer:
 
     @staticmethod
     @contextmanager
-    def display(announcer: Announcer | None, total: int | None) -> Iterator[Display]:
+    def display(
+        announcer: Announcer | None, total: int | None, around: Callable[[Display], Display] = lambda shown: shown
+    ) -> Iterator[Display]:
         """A display for the training loop of ``total`` rows, closed in the end; a silent one without an announcer."""
         if announcer is None:
             yield SilentDisplay()
             return
         out = announcer._console
-        display: Display = TerminalDisplay(out, total) if out.is_terminal else LogDisplay(out, total)
+        display = around(TerminalDisplay(out, total) if out.is_terminal else LogDisplay(out, total))
         try:
             yield display
         finally:
@@ -178,12 +180,12 @@ class Announcer:
             f"{report.samples:,} samples in {duration(report.seconds)}, {report.samples_per_second:,.0f} samples/s; "
             f"results in {folder}"
         )
-        self._say(summary_line(report))
         if report.final.normalized_entropy > 1:
             self._say(
                 f"normalized entropy {report.final.normalized_entropy:.4f} is above 1: always predicting the click "
                 "rate would be better. Train on more rows, or lower --embedding-lr and --lr"
             )
+        self._say(summary_line(report))
 
     def _say(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -139,6 +139,11 @@ class Progress:
     curve: list[CurvePoint] = field(default_factory=list)
     evaluated_at: int = 0
 
+    def stalled(self, patience: int | None) -> bool:
+        """Whether the last ``patience`` points of the curve had no better logloss than one before."""
+        losses = [point.logloss for point in self.curve]
+        return patience is not None and len(losses) > patience and min(losses[-patience:]) >= min(losses[:-patience])
+
     @property
     def samples(self) -> int:
         """Rows over all ranks, as if each had as many as this one: in the last step of an epoch they may not."""
@@ -192,6 +197,7 @@ def train_epoch(
     device: torch.device,
     depth: int = 0,
     after_step: Callable[[], None] = lambda: None,
+    patience: int | None = None,
 ) -> None:
     """Make a step with each batch; every rank calls it with equally many batches.
 
@@ -206,6 +212,7 @@ def train_epoch(
         device: where the model is.
         depth: how far the loop works ahead, see :class:`shardrec.pipeline.TrainPipeline`.
         after_step: is called when a step and its evaluation are over; may end the run by raising.
+        patience: points without a better held-out logloss after which the epoch ends.
     """
 
     def add_point() -> None:
@@ -239,6 +246,9 @@ def train_epoch(
             except RunStopped:
                 steps.close()  # all ranks end here
                 raise
+            if due and progress.stalled(patience):
+                steps.close()  # here, too: their metrics are the same
+                return
         if schedule.total_steps is None and progress.evaluated_at != progress.steps:
             add_point()
     progress.epoch, progress.epoch_steps = progress.epoch + 1, 0

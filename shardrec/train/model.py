@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
+import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torchrec.models.dlrm import DLRM, DLRM_DCN
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from shardrec.data import ClickSchema
+from shardrec.errors import ConfigError
 from shardrec.modules import ShardedModel
 from shardrec.modules.table import ShardedTable
 from shardrec.train.config import TrainConfig, parse_constraint
@@ -46,21 +50,30 @@ def table_name(feature: str) -> str:
 def build_model(config: TrainConfig, schema: ClickSchema) -> nn.Module:
     """A DLRM (Naumov et al., 2019) or, for ``model="dcn"``, one with DCN v2's cross network (Wang et al., 2021).
 
+    Of ``package.module:Model`` it is what ``Model(schema)`` gives.
+
     Args:
         config: kind and sizes.
         schema: one table per sparse feature.
 
     Returns:
-        TorchRec's module, from (dense (B, D) float32, sparse KeyedJaggedTensor) to (B, 1) logits; its tables are on
-        meta, the rest on the CPU.
+        A module from (dense (B, D) float32, sparse KeyedJaggedTensor) to (B,) or (B, 1) logits; TorchRec's has its
+        tables on meta, the rest on the CPU.
+
+    Raises:
+        ConfigError: if there is no such model, or it makes something else.
     """
+    if ":" in config.model:
+        return _own_model(config.model, schema)
     dim = config.embedding_dim
     tables = [
         EmbeddingBagConfig(name=table_name(feature), embedding_dim=dim, num_embeddings=rows, feature_names=[feature])
         for feature, rows in zip(schema.sparse_names, schema.num_embeddings, strict=True)
     ]
     parts: dict[str, Any] = {
-        "embedding_bag_collection": EmbeddingBagCollection(tables=tables, device=torch.device("meta")),
+        "embedding_bag_collection": EmbeddingBagCollection(
+            tables=tables, is_weighted=schema.weighted, device=torch.device("meta")
+        ),
         "dense_in_features": len(schema.dense_names),
         "dense_arch_layer_sizes": [*config.dense_layers, dim],
         "dense_device": torch.device("cpu"),
@@ -78,12 +91,34 @@ def build_model(config: TrainConfig, schema: ClickSchema) -> nn.Module:
     return model
 
 
+def _own_model(name: str, schema: ClickSchema) -> nn.Module:
+    """``package.module:Model``, looked for in the working directory, too."""
+    module_name, _, attribute = name.partition(":")
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        make = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"model (--model) is {name!r}: {error}; give package.module:Model") from error
+    try:
+        model = make(schema)
+    except TypeError as error:
+        raise ConfigError(
+            f"model (--model) is {name!r}: {attribute}(schema) fails ({error}); it takes a shardrec.data.ClickSchema"
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model (--model) is {name!r}: it makes a {type(model).__name__}, not an nn.Module")
+    return model
+
+
 def fuse_optimizer(model: nn.Module, config: TrainConfig) -> None:
     """Give every table the config's optimizer; to be called before :func:`shardrec.shard`."""
     cls, settings = _TABLE_OPTIMIZERS[config.embedding_optimizer]
     for module in model.modules():
-        if isinstance(module, EmbeddingBagCollection):
-            apply_optimizer_in_backward(cls, module.parameters(), {"lr": config.embedding_lr, **settings})
+        if isinstance(module, (EmbeddingBagCollection, EmbeddingCollection)):
+            # A model of one's own may have given some tables an optimizer already.
+            own = [one for one in module.parameters() if not getattr(one, "_optimizer_classes", [])]
+            apply_optimizer_in_backward(cls, own, {"lr": config.embedding_lr, **settings})
 
 
 def dense_optimizer(model: ShardedModel, config: TrainConfig) -> torch.optim.Optimizer:

@@ -18,14 +18,16 @@ from pathlib import Path
 
 import torch
 
-from shardrec.data import ClickBatch, ClickMetrics
+from shardrec.data import ClickBatch, ClickMetrics, load_spec
+from shardrec.data.spec import parse_spec
 from shardrec.errors import ConfigError
 from shardrec.layout import ShardingPlan
 from shardrec.modules import ShardedModel, shard
 from shardrec.modules.annotate import annotate_for_dynamo
 from shardrec.modules.anomaly import detect_anomaly
-from shardrec.train.config import FILE, PLAN, TrainConfig, load_config_text
-from shardrec.train.display import Announcer
+from shardrec.train.board import Board
+from shardrec.train.config import BOARD, FILE, PLAN, SPEC, TrainConfig, load_config_text
+from shardrec.train.display import Announcer, Display
 from shardrec.train.locking import locked
 from shardrec.train.loop import Progress, RecentLoss, Schedule, click_loss, failing_together, train_epoch
 from shardrec.train.metrics import evaluate
@@ -101,13 +103,16 @@ def _run(config: TrainConfig, place: Place, folder: Path, resume: bool) -> Calla
     if place.is_lead:
         with _replacing(folder / FILE) as file:
             file.write_text(config.to_yaml(), encoding="utf-8")
+        if config.features is not None:
+            with _replacing(folder / SPEC) as file:
+                file.write_text(Path(config.features).read_text(encoding="utf-8"), encoding="utf-8")
         with _replacing(folder / PLAN) as file:
             model.plan.save(file)
     watched = detect_anomaly(model) if config.detect_anomaly == "on" else nullcontext()
     with saver.watching(), watched:
         _train(config, source, model, optimizer, place, announcer, progress, saver)
     saver.finish()
-    with Prefetcher(source.holdout_batches()) as batches:
+    with Prefetcher(source.test_batches()) as batches:
         final = evaluate(model, failing_together(batches, model), place.device)
     samples = over_ranks(progress.rows, place)
 
@@ -131,13 +136,20 @@ def _as_started(config: TrainConfig, place: Place, folder: Path) -> ShardingPlan
     Raises:
         ConfigError: on every rank, if the run was started with other options.
     """
-    files = [folder / FILE, folder / PLAN]
-    there = place.is_lead and all(file.is_file() for file in files)
-    options, plan = (same_everywhere(file.read_text(encoding="utf-8") if there else "", place) for file in files)
+    files = [folder / FILE, folder / PLAN, folder / SPEC]
+    there = place.is_lead and all(file.is_file() for file in files[:2])
+    options, plan, spec = (
+        same_everywhere(file.read_text(encoding="utf-8") if there and file.is_file() else "", place) for file in files
+    )
     if not options:
         return None
     started = load_config_text(options, files[0])
     config.check_resumes(started.to_mapping())
+    if config.features is not None and parse_spec(spec, str(files[2])) != load_spec(Path(config.features)):
+        raise ConfigError(
+            f"features (--features) is {config.features!r}, which says something else than {files[2]}, with which the "
+            "run was started: give that one, or start a new run in another folder (--out)"
+        )
     found = ShardingPlan.from_json(json.loads(plan))
     same = (config.plan, config.constraint) == (started.plan, started.constraint)
     return found if same and found.world_size == place.world_size else None
@@ -220,11 +232,24 @@ def _train(
 ) -> None:
     curve_batches = _kept(source.holdout_batches(_CURVE_ROWS), model)
     total = None if source.train_rows is None else source.train_rows * config.epochs
-    with Announcer.display(announcer, total) as display:
+
+    def with_board(shown: Display) -> Display:
+        rates: dict[str, torch.optim.Optimizer] = {"dense": optimizer, "tables": model.fused_optimizer}
+        return Board(
+            shown,
+            Path(str(config.out), BOARD),
+            lambda: {name: float(one.param_groups[0]["lr"]) for name, one in rates.items()},
+            samples=progress.samples,
+            seconds=progress.seconds,
+        )
+
+    with Announcer.display(announcer, total, with_board) as display:
         for epoch in range(progress.epoch, config.epochs):
+            if progress.stalled(config.patience):
+                break
             # The first epoch counts the steps of a file.
             steps = source.steps or ((progress.steps - progress.epoch_steps) // epoch if epoch else None)
-            with Prefetcher(source.train_batches(progress.epoch_steps)) as batches:
+            with Prefetcher(source.train_batches(progress.epoch_steps, epoch)) as batches:
                 train_epoch(
                     model,
                     (optimizer, model.fused_optimizer),
@@ -240,6 +265,7 @@ def _train(
                     device=place.device,
                     depth=config.pipeline,
                     after_step=saver.after_step,
+                    patience=config.patience,
                 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import islice
+from pathlib import Path
 
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -11,16 +12,19 @@ from shardrec.data import (
     ClickBatch,
     ClickMetrics,
     ClickSchema,
+    FeatureSpec,
     FileClickData,
     SyntheticClickData,
     SyntheticConfig,
     criteo_schema,
+    criteo_spec,
+    load_spec,
     open_click_data,
 )
 from shardrec.train.config import TrainConfig
 from shardrec.train.ranks import Place
 
-__all__ = ["Source"]
+__all__ = ["Source", "spec_of"]
 
 _SYNTHETIC_ROWS = 2_400_000
 _SYNTHETIC_HOLDOUT_ROWS = 100_000
@@ -46,6 +50,10 @@ class Source:
         self._samples = config.samples
         self._holdout_samples = config.holdout_samples
         self._data = _open(config)
+        # Held-out rows, and those of the final metrics, in files of their own: all their rows.
+        self._valid, self._test = (
+            None if name is None else _files(config, name) for name in (config.valid, config.test)
+        )
         self.skipped: Mapping[str, int] = {}
 
     @property
@@ -73,11 +81,16 @@ class Source:
         """Most rows of a step on a rank."""
         return -(-self._rows_of_a_step // self._place.world_size)
 
-    def train_batches(self, first: int = 0) -> Iterator[ClickBatch]:
+    def train_batches(self, first: int = 0, epoch: int = 0) -> Iterator[ClickBatch]:
         """This rank's batches of an epoch, as many as every other rank has, without the ``first`` ones."""
         place = self._place
         batches = self._data.train_batches(
-            place.rank, place.world_size, self.batch_size, first_batch=first, global_rows=self._rows_of_a_step
+            place.rank,
+            place.world_size,
+            self.batch_size,
+            first_batch=first,
+            global_rows=self._rows_of_a_step,
+            epoch=epoch,
         )
         return self._first_rows(batches, self._samples, first)
 
@@ -89,10 +102,19 @@ class Source:
     def holdout_batches(self, limit: int | None = None) -> Iterator[ClickBatch]:
         """This rank's batches of the held-out rows, or of the first ``limit`` of them, to whole batches."""
         place = self._place
-        batches = self._data.holdout_batches(
-            place.rank, place.world_size, self.batch_size, global_rows=self._rows_of_a_step
-        )
+        arguments = (place.rank, place.world_size, self.batch_size)
+        if self._valid is not None:
+            batches = self._valid.train_batches(*arguments, global_rows=self._rows_of_a_step)
+        else:
+            batches = self._data.holdout_batches(*arguments, global_rows=self._rows_of_a_step)
         return self._first_rows(batches, limit or self._holdout_samples)
+
+    def test_batches(self) -> Iterator[ClickBatch]:
+        """This rank's batches for the final metrics: of the test files, or else the held-out rows."""
+        if self._test is None:
+            return self.holdout_batches()
+        place = self._place
+        return self._test.train_batches(place.rank, place.world_size, self.batch_size, global_rows=self._rows_of_a_step)
 
     def best_metrics(self) -> ClickMetrics | None:
         """The best that any model can have on the held-out rows; None for data whose optimum nobody knows."""
@@ -104,16 +126,31 @@ class Source:
             self.skipped = max(self.skipped, self._data.skipped, key=lambda counts: sum(counts.values()))
 
 
+def spec_of(config: TrainConfig) -> FeatureSpec:
+    """What the columns of the config's files are."""
+    if config.features is None:
+        return criteo_spec(max_embeddings=config.max_embeddings)
+    return load_spec(Path(config.features))
+
+
+def _files(config: TrainConfig, names: str, *, holdout: float = 0.0, shuffle: int = 0) -> FileClickData:
+    on_bad_row = "raise" if config.on_bad_row == "error" else config.on_bad_row
+    data = open_click_data(
+        names, spec_of(config), holdout=holdout, on_bad_row=on_bad_row, shuffle=shuffle, seed=config.seed
+    )
+    assert isinstance(data, FileClickData), "only a SyntheticConfig gives generated rows"
+    return data
+
+
 def _open(config: TrainConfig) -> FileClickData | SyntheticClickData:
-    schema = criteo_schema(max_embeddings=config.max_embeddings)
     if not config.is_synthetic:
-        on_bad_row = "raise" if config.on_bad_row == "error" else config.on_bad_row
-        return open_click_data(config.data, schema=schema, holdout=config.holdout, on_bad_row=on_bad_row)
+        holdout = config.holdout if config.valid is None else 0.0
+        return _files(config, config.data, holdout=holdout, shuffle=config.shuffle or 0)
     return open_click_data(
         SyntheticConfig(
             rows=config.samples or _SYNTHETIC_ROWS,
             holdout_rows=config.holdout_samples or _SYNTHETIC_HOLDOUT_ROWS,
             seed=config.seed,
-            schema=schema,
+            schema=criteo_schema(max_embeddings=config.max_embeddings),
         )
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 __all__ = ["differences", "leftovers", "shared_memory"]
 
-_RESULTS = {"checkpoints", "config.yaml", "curve.png", "metrics.json", "plan.json"}
+_RESULTS = {"checkpoints", "config.yaml", "curve.png", "features.yaml", "metrics.json", "plan.json", "tensorboard"}
 _SHARED_MEMORY = Path("/dev/shm")
 _TIMES = frozenset({"seconds", "samples_per_second"})
 

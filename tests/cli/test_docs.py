@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.harness import BenchConfig
 from benchmarks.harness.timing import TimingConfig
+from shardrec.data import load_spec
 from shardrec.train import TrainConfig, load_config
 from shardrec.train.options import flag
 
@@ -52,8 +53,12 @@ def test_defaults(command: str) -> None:
 
 
 def test_yaml_example(tmp_path: Path) -> None:
-    (example,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    examples = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    (example,) = (one for one in examples if "features:" not in one)
+    (spec,) = (one for one in examples if "features:" in one)
     path = tmp_path / "run.yaml"
+    path.write_text(spec, encoding="utf-8")
+    assert {one.kind for one in load_spec(path).features} == {"id", "multi_hot", "sequence", "weighted", "dense"}
     path.write_text(example, encoding="utf-8")
     assert load_config(path).constraint == ("t_*=row_wise", "t_cat_3=table_wise@1")
 

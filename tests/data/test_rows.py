@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import dataclasses
+from random import Random
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -53,6 +56,21 @@ def test_where(bags: Bags, keep: list[bool]) -> None:
     kept = rows_of(bags, multi=True).where(mask).to_batch(SCHEMA)
     assert bags_of(kept) == [row for row, good in zip(bags, keep, strict=False) if good]
     assert kept.dense[:, 0].tolist() == np.flatnonzero(mask).tolist()
+
+
+@settings(max_examples=40)
+@given(bags=multi_hot, multi=st.booleans(), weighted=st.booleans(), rng=st.randoms(use_true_random=False))
+def test_take(bags: Bags, multi: bool, weighted: bool, rng: Random) -> None:
+    if not multi:
+        bags = [[[*feature, 7][:1] for feature in row] for row in bags]
+    rows = rows_of(bags, multi=multi)
+    if multi and weighted:
+        rows = dataclasses.replace(rows, weights=rows.ids.astype(np.float32) / 2)
+    order = np.array([rng.randrange(len(bags)) for _ in range(5)] if bags else [], dtype=np.int64)
+    batch = rows.take(order).to_batch(SCHEMA)
+    assert bags_of(batch) == [bags[place] for place in order]
+    if multi and weighted:
+        assert batch.sparse.weights().tolist() == [value / 2 for value in batch.sparse.values().tolist()]
 
 
 @settings(max_examples=40)

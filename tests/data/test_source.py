@@ -6,7 +6,7 @@ import pytest
 
 from shardrec.data import ClickData, FileClickData, SyntheticClickData, criteo_schema, open_click_data
 from shardrec.errors import ConfigError
-from tests.data.raw import SCHEMA, SMALL_CONFIG, lines, write
+from tests.data.raw import SCHEMA, SMALL_CONFIG, SPEC, lines, write
 
 
 def rows_in(data: ClickData) -> int:
@@ -18,7 +18,7 @@ def rows_in(data: ClickData) -> int:
 
 def test_both_kinds_have_one_interface(tmp_path: Path) -> None:
     path = write(tmp_path / "data.tsv", lines(40))
-    files, synthetic = open_click_data(str(path), schema=SCHEMA), open_click_data(SMALL_CONFIG)
+    files, synthetic = open_click_data(str(path), spec=SPEC), open_click_data(SMALL_CONFIG)
     assert isinstance(files, FileClickData)
     assert isinstance(synthetic, SyntheticClickData)
     assert (rows_in(files), rows_in(synthetic)) == (40, 20_100)
@@ -34,5 +34,5 @@ def test_a_file_has_criteos_schema_unless_told(tmp_path: Path) -> None:
 
 
 def test_options_of_files_do_not_go_with_generated_data() -> None:
-    with pytest.raises(ConfigError, match="schema, holdout given with a SyntheticConfig: set its own fields instead"):
-        open_click_data(SMALL_CONFIG, schema=SCHEMA, holdout=0.1)  # type: ignore[call-overload]
+    with pytest.raises(ConfigError, match="holdout, spec given with a SyntheticConfig: set its own fields instead"):
+        open_click_data(SMALL_CONFIG, spec=SPEC, holdout=0.1)

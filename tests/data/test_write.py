@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardrec.data import hash_categories, open_click_data, write_criteo_tsv, write_parquet
+from shardrec.data import click_spec, hash_categories, open_click_data, write_criteo_tsv, write_parquet
 from shardrec.data.write import _categories
 from shardrec.errors import ConfigError
 from tests.data.raw import SMALL, SMALL_CONFIG, equal
@@ -19,7 +19,7 @@ def test_a_file_gives_the_batches_of_the_generator(tmp_path: Path, name: str) ->
     path = tmp_path / name
     write_rows = write_parquet if name.endswith("parquet") else write_criteo_tsv
     write_rows(path, 100, 7, config=SMALL_CONFIG)
-    written = open_click_data(path, schema=SMALL, holdout=0.0)
+    written = open_click_data(path, spec=click_spec(SMALL), holdout=0.0)
     generated = open_click_data(replace(SMALL_CONFIG, seed=7))
     for rank in range(2):
         pairs = zip(written.train_batches(rank, 2, 16), generated.train_batches(rank, 2, 16), strict=True)

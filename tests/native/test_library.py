@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import warnings
+import zipfile
 from pathlib import Path
 
 import pytest
 
+import shardrec
 from shardrec import native
 from shardrec.errors import ConfigError
 
@@ -24,3 +29,32 @@ def test_a_folder_of_libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     there.parent.mkdir(parents=True)
     there.symlink_to(usual)
     assert native.library_path() == there
+
+
+def test_an_install_without_operators_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, with what to do; and not where somebody has turned them off."""
+    monkeypatch.setattr(native, "library_path", lambda: None)
+    monkeypatch.delenv("SHARDREC_NATIVE", raising=False)
+    with pytest.warns(RuntimeWarning, match=r"without C\+\+ operators .*`pip install --no-build-isolation \.`"):
+        assert not native.is_loaded.__wrapped__()
+    monkeypatch.setenv("SHARDREC_NATIVE", "0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not native.is_loaded.__wrapped__()
+
+
+def test_an_editable_install_of_these_settings_is_a_path_that_type_checkers_follow(tmp_path: Path) -> None:
+    root = Path(shardrec.__file__).parents[1]
+    text = (root / "setup.cfg").read_text(encoding="utf-8").split("[editable_wheel]")[1]
+    (tmp_path / "setup.cfg").write_text(
+        f"[metadata]\nname = tiny\nversion = 1\n[options]\npackages = tiny\n[editable_wheel]{text.split('[')[0]}",
+        encoding="utf-8",
+    )
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "__init__.py").touch()
+    code = "from setuptools import build_meta; build_meta.build_editable('.')"
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True)
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
+        (path,) = (name for name in wheel.namelist() if name.endswith(".pth"))
+        assert wheel.read(path).decode().strip() == str(tmp_path)
+    assert (root / "shardrec" / "py.typed").is_file()

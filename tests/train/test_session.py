@@ -67,7 +67,7 @@ def test_learns(trained: tuple[Path, RunReport]) -> None:
 def test_writes_its_results(trained: tuple[Path, RunReport]) -> None:
     folder, report = trained
     names = {path.name for path in folder.iterdir()}
-    assert names == {"plan.json", "metrics.json", "curve.png", "config.yaml", "checkpoints"}
+    assert names == {"plan.json", "metrics.json", "curve.png", "config.yaml", "checkpoints", "tensorboard"}
     metrics = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
     assert metrics["final"]["auc"] == report.final.auc
     assert metrics["optimum"]["auc"] > 0.75

@@ -1,0 +1,92 @@
+"""``shardrec eval``, ``export``, ``inspect`` and ``compare``: what a finished run is good for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shardrec.console import console
+from shardrec.train.runs import TARGETS, RunFolder, differing
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from rich.table import Table
+
+__all__ = ["compare_command", "eval_command", "export_command", "inspect_command"]
+
+_Run = Annotated[Path, typer.Argument(help="Folder of results of shardrec train.", metavar="RUN")]
+_Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+
+
+def eval_command(
+    run: _Run,
+    data: Annotated[
+        str | None, typer.Option(help="Files of rows (default: those that the run's own metrics are of)")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the metrics as JSON.")] = False,
+    debug: _Debug = False,
+) -> None:
+    """Compute the metrics of a run's last checkpoint on other rows, of files with the run's columns."""
+    del debug  # read by the entry point
+    import dataclasses
+
+    from shardrec.train.quiet import environment_for_torch, quiet_libraries
+
+    with environment_for_torch(), quiet_libraries():
+        found = dataclasses.asdict(RunFolder(run).evaluate(data))
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+        return
+    console().print(_table(found.items(), "metric", "value"))
+
+
+def export_command(
+    run: _Run,
+    out: Annotated[Path, typer.Argument(help="File to write: .pt for script, .pt2 for aoti.", metavar="FILE")],
+    to: Annotated[str, typer.Option(help="TorchScript, or machine code by AOTInductor.", metavar="|".join(TARGETS))],
+    weights: Annotated[str, typer.Option(help="Format of the tables: fp32, fp16, int8, int4.")] = "fp32",
+    debug: _Debug = False,
+) -> None:
+    """Write a run's last checkpoint as a file for programs that serve it; docs/serving.md says what it takes."""
+    del debug  # read by the entry point
+    from shardrec.train.quiet import environment_for_torch, quiet_libraries
+
+    with environment_for_torch(), quiet_libraries():
+        path = RunFolder(run).export(to, out, weights)
+    typer.echo(f"wrote {path}, {path.stat().st_size:,} bytes")
+
+
+def inspect_command(run: _Run, debug: _Debug = False) -> None:
+    """Say what a run is and what it came to."""
+    del debug  # read by the entry point
+    console().print(_table(RunFolder(run).summary().items(), "", str(run)))
+
+
+def compare_command(
+    left: _Run,
+    right: Annotated[Path, typer.Argument(help="Another.", metavar="RUN")],
+    debug: _Debug = False,
+) -> None:
+    """Show the options that two runs differ in, and their metrics side by side."""
+    del debug  # read by the entry point
+    runs = [RunFolder(path) for path in (left, right)]
+    rows: list[tuple[Any, ...]] = [(name, *values) for name, values in differing(*(one.config for one in runs)).items()]
+    first, second = (one.summary() for one in runs)
+    names = [name for name in (*first, *second) if name not in ("data", "model", "checkpoints")]
+    rows += [(name, first.get(name, ""), second.get(name, "")) for name in dict.fromkeys(names)]
+    console().print(_table(rows, "", str(left), str(right)))
+
+
+def _table(rows: Iterable[tuple[Any, ...]], *headings: str) -> Table:
+    from rich.table import Table
+
+    table = Table()
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    for row in rows:
+        table.add_row(*(f"{value:.6g}" if isinstance(value, float) else str(value) for value in row))
+    return table

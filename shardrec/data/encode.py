@@ -1,0 +1,367 @@
+"""Columns of an Arrow table as a model's input, by a :class:`~shardrec.data.spec.FeatureSpec`.
+
+What is wrong with a row is found by vectorised checks, which say *that* it is; a message is made of its value then.
+
+pyarrow is imported by the functions that need it: generated data do without.
+
+Legend: N rows, D dense features, F sparse features, V ids of one feature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardrec.data.fault import Reason, RowFault
+from shardrec.data.preprocess import hash_categories, transform_dense
+from shardrec.data.rows import ClickRows
+from shardrec.data.spec import Feature, FeatureSpec
+
+__all__ = ["Encoded", "column_fault", "encode", "hash_texts"]
+
+_NUMBER = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
+_NIBBLES = np.full(256, 255, dtype=np.uint8)
+for _digits in (b"0123456789abcdef", b"0123456789ABCDEF"):
+    _NIBBLES[np.frombuffer(_digits, dtype=np.uint8)] = np.arange(16)
+_SHOWN = 60
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Encoded:
+    """N rows of a table.
+
+    Attributes:
+        rows: all of them; what a bad one has is not to be used.
+        faults: of bad rows, by their number from 0.
+    """
+
+    rows: ClickRows
+    faults: dict[int, RowFault]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Bags:
+    """One feature: ``ids`` int64 (V,), ``lengths`` int64 (N,) or None for ones, ``weights`` float32 (V,) or None."""
+
+    ids: NDArray[np.int64]
+    lengths: NDArray[np.int64] | None
+    weights: NDArray[np.float32] | None
+    bad: NDArray[np.bool_]
+
+
+def encode(table: Any, spec: FeatureSpec) -> Encoded:
+    """The rows of a table (N rows) that has the spec's columns."""
+    count = int(table.num_rows)
+    label, missing, bad = _numbers(table[spec.label.column])
+    bad = bad | missing
+    if spec.label.above is None:
+        bad |= (label != 0) & (label != 1)
+    else:
+        label = (label > spec.label.above).astype(np.float64)
+    bads = [(spec.label.column, Reason.LABEL, _label_words(spec), bad)]
+    dense = np.ones((count, len(spec.dense) or 1), dtype=np.float32)
+    for index, feature in enumerate(spec.dense):
+        values, missing, bad = _numbers(table[feature.source])
+        dense[:, index] = _transformed(feature, np.where(bad, 0.0, values), missing)
+        bads.append((feature.source, Reason.NUMBER, "is not a finite number", bad))
+    bags = [_bags(table, feature) for feature in spec.sparse]
+    for feature, found in zip(spec.sparse, bags, strict=True):
+        bads.append((feature.source, Reason.ID, _id_words(feature), found.bad))
+    weighted = spec.schema_.weighted
+    ids, lengths, weights = _interleave(bags, count, weighted=weighted)
+    rows = ClickRows(labels=np.where(bads[0][3], 0, label).astype(np.float32), dense=dense, ids=ids, lengths=lengths)
+    if weighted:
+        rows = ClickRows(labels=rows.labels, dense=dense, ids=ids, lengths=lengths, weights=weights)
+    return Encoded(rows=rows, faults=_faults(table, bads))
+
+
+def _faults(table: Any, bads: Sequence[tuple[str, Reason, str, NDArray[np.bool_]]]) -> dict[int, RowFault]:
+    """The first fault of each bad row, in the order of the rows."""
+    found: dict[int, RowFault] = {}
+    for column, reason, words, bad in bads:
+        for row in np.flatnonzero(bad).tolist():
+            if row not in found:
+                where = f"field {column!r}: value {_shown(table[column][row].as_py())} {words}"
+                found[row] = RowFault(reason=reason, where=where, remedy="correct it")
+    return dict(sorted(found.items()))
+
+
+def column_fault(kind: Any, name: str, spec: FeatureSpec) -> str:
+    """What to give instead of a column of this type; empty when it can be read."""
+    import pyarrow as pa
+
+    inner = kind.value_type if _is_list(kind) else kind
+    inner = inner.value_type if pa.types.is_dictionary(inner) else inner
+    number = pa.types.is_integer(inner) or pa.types.is_floating(inner) or pa.types.is_boolean(inner)
+    readable = number or _is_text(inner) or pa.types.is_null(inner)
+    numeric = {spec.label.column, *(one.source for one in spec.dense)}
+    if name in numeric and (_is_list(kind) or not readable):
+        return "write numbers"
+    return "" if readable else "write ids as texts or numbers, or lists of either"
+
+
+def hash_texts(data: NDArray[np.uint8], starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """64-bit hashes of texts, the same on every machine: a polynomial of the bytes, then mixed.
+
+    Args:
+        data: the bytes of all of them.
+        starts: (V,) first byte of each.
+        lengths: (V,) bytes of each.
+    """
+    total = int(lengths.sum())
+    ends = np.cumsum(lengths)
+    place = np.arange(total) - np.repeat(ends - lengths, lengths)
+    most = int(lengths.max()) if len(lengths) else 0
+    powers = np.cumprod(np.full(most + 1, 0x9E3779B97F4A7C15, dtype=np.uint64))
+    terms = (data[np.repeat(starts, lengths) + place].astype(np.uint64) + np.uint64(1)) * powers[place]
+    sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(terms)])
+    return _mixed(sums[ends] - sums[ends - lengths])
+
+
+def _mixed(raw: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finalizer of SplitMix64 (Steele, Lea and Flood, 2014)."""
+    raw = (raw ^ (raw >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    raw = (raw ^ (raw >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return raw ^ (raw >> np.uint64(31))
+
+
+def _numbers(array: Any) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_]]:
+    """A column of numbers, or of texts of them, as float64 (N,): values, which are missing, which are bad."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    array = _plain(array)
+    empty = np.asarray(array.is_null().to_numpy(zero_copy_only=False))
+    if _is_text(array.type):
+        array = array.cast(pa.large_binary())
+        missing = empty | np.asarray(pc.equal(array, b"").fill_null(True).to_numpy(zero_copy_only=False))
+        bad = np.zeros(len(array), dtype=np.bool_)
+        zero = pa.scalar(b"0", pa.large_binary())
+        try:
+            numbers = pc.if_else(pa.array(missing), zero, array).cast(pa.large_string()).cast(pa.float64())
+        except pa.ArrowInvalid:  # which does not say where
+            good = pc.match_substring_regex(array, _NUMBER).fill_null(False)
+            bad = ~np.asarray(good.to_numpy(zero_copy_only=False)) & ~missing
+            numbers = pc.if_else(good, array, zero).cast(pa.large_string()).cast(pa.float64())
+        values = np.asarray(numbers.to_numpy(zero_copy_only=False))
+        return values, missing, bad | ~np.isfinite(values)
+    if pa.types.is_null(array.type):
+        return np.zeros(len(array)), empty, np.zeros(len(array), dtype=np.bool_)
+    values = np.asarray(array.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False), dtype=np.float64)
+    missing = empty | np.isnan(values)
+    return np.where(missing, 0.0, values), missing, np.isinf(values)
+
+
+def _transformed(feature: Feature, values: NDArray[np.float64], missing: NDArray[np.bool_]) -> NDArray[np.float32]:
+    log = feature.transform == "log"
+    found = transform_dense(values, missing) if log else values.astype(np.float32)
+    if feature.mean == 0.0 and feature.std == 1.0:
+        return np.where(missing, np.float32(0.0), found)
+    scaled = (found - np.float32(feature.mean)) / np.float32(feature.std)
+    return np.where(missing, np.float32(0.0), scaled).astype(np.float32)
+
+
+def _bags(table: Any, feature: Feature) -> _Bags:
+    """A feature with a table, one id a row or any number."""
+    array, lengths = _flat(table[feature.source], feature)
+    ids, bad_V = _ids(array, feature)
+    if lengths is None:
+        return _Bags(ids=ids, lengths=None, weights=None, bad=bad_V)
+    row_V = np.repeat(np.arange(len(lengths)), lengths)
+    bad = np.bincount(row_V[bad_V], minlength=len(lengths)) > 0
+    weights = None
+    if feature.weights is not None:
+        given, of_each = _flat(table[feature.weights], feature)
+        values, missing, bad_W = _numbers(given)
+        if of_each is None or not np.array_equal(of_each, lengths):
+            differ = np.ones(len(lengths), np.bool_) if of_each is None else of_each != lengths
+            bad |= differ
+            weights = np.ones(len(ids), dtype=np.float32)
+        else:
+            bad |= np.bincount(row_V[bad_W | missing], minlength=len(lengths)) > 0
+            weights = values.astype(np.float32)
+    if feature.max_length is not None:
+        ends = np.cumsum(lengths)
+        keep = np.repeat(ends, lengths) - np.arange(len(ids)) <= feature.max_length
+        ids, lengths = ids[keep], np.minimum(lengths, feature.max_length)
+        weights = None if weights is None else weights[keep]
+    return _Bags(ids=ids, lengths=lengths, weights=weights, bad=bad)
+
+
+def _flat(array: Any, feature: Feature) -> tuple[Any, NDArray[np.int64] | None]:
+    """The values of a column, and how many each row has; None for one each.
+
+    A null is a row without ids, or of a feature with one id a row a missing one.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    array = _plain(array)
+    if feature.is_list and _is_text(array.type):
+        texts = array.cast(pa.large_binary())
+        array = pc.split_pattern(pc.if_else(pc.equal(texts, b""), None, texts), feature.separator)
+    if not _is_list(array.type):
+        return (array, np.ones(len(array), dtype=np.int64)) if feature.is_list else (array, None)
+    counts = array.value_lengths().fill_null(0 if feature.is_list else 1)
+    lengths = counts.to_numpy(zero_copy_only=False).astype(np.int64)
+    null = np.asarray(array.is_null().to_numpy(zero_copy_only=False))
+    values = array.flatten()
+    if feature.is_list or not null.any():
+        return values, lengths
+    present = np.repeat(~null, lengths)
+    places = np.cumsum(present) - 1
+    return values.take(pa.array(places, mask=~present)), lengths
+
+
+def _ids(array: Any, feature: Feature) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Embedding rows (V,), and which values are bad."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    array = _plain(array)
+    null = np.asarray(array.is_null().to_numpy(zero_copy_only=False))
+    none = np.zeros(len(array), dtype=np.bool_)
+    if pa.types.is_null(array.type):
+        return np.zeros(len(array), dtype=np.int64), none
+    size = np.asarray(feature.num_embeddings, dtype=np.uint64)
+    coding = feature.coding
+    if coding == "buckets":
+        values, missing, bad = _numbers(array)
+        assert feature.boundaries is not None, "buckets have boundaries"
+        ids = np.searchsorted(np.asarray(feature.boundaries), values, side="right") + 1
+        return np.where(missing | bad, 0, ids).astype(np.int64), bad
+    if coding == "number":
+        values, missing, bad = _numbers(array)
+        bad |= ~missing & ((values < 0) | (values >= feature.num_embeddings) | (values != np.floor(values)))
+        return np.where(missing | bad, 0, values).astype(np.int64), bad
+    if coding == "vocabulary":
+        texts = array.cast(pa.large_string()) if not pa.types.is_floating(array.type) else array.cast(pa.string())
+        places = pc.index_in(texts, value_set=pa.array(feature.vocabulary, texts.type)).fill_null(-1)
+        return places.to_numpy(zero_copy_only=False).astype(np.int64) + 1, none
+    if not _is_text(array.type):
+        if pa.types.is_floating(array.type):
+            # A column of whole numbers with nulls is one of floats in pandas.
+            values, missing, bad = _numbers(array)
+            bad |= values != np.floor(values)
+            raw = np.where(missing | bad, 0, values).astype(np.int64).astype(np.uint64)
+            return hash_categories(raw if coding == "hexadecimal" else _mixed(raw), missing, size), bad
+        kept = array.cast(pa.int8()) if pa.types.is_boolean(array.type) else array
+        raw = (
+            np.asarray(kept.fill_null(0).to_numpy(zero_copy_only=False)).astype(np.int64, copy=False).astype(np.uint64)
+        )
+        return hash_categories(raw if coding == "hexadecimal" else _mixed(raw), null, size), none
+    data, starts, lengths = _bytes(array.cast(pa.large_binary()))
+    missing = null | (lengths == 0)
+    if coding == "hexadecimal":
+        raw, bad = _hexadecimal(data, starts, lengths)
+        bad &= ~missing
+    else:
+        raw, bad = hash_texts(data, starts, lengths), none
+    return hash_categories(raw, missing, size), bad
+
+
+def _hexadecimal(
+    data: NDArray[np.uint8], starts: NDArray[np.int64], lengths: NDArray[np.int64]
+) -> tuple[NDArray[np.uint64], NDArray[np.bool_]]:
+    """Numbers of 1 to 16 hexadecimal digits, and which texts are not such."""
+    raw = np.zeros(len(starts), dtype=np.uint64)
+    bad = (lengths < 1) | (lengths > 16)
+    width = int(lengths.max(initial=0))
+    there = np.flatnonzero(lengths)
+    if 1 <= width <= 16 and (lengths[there] == width).all():
+        # As most files have them: texts of one length, which lie one after the other.
+        first = int(starts[there[0]])
+        nibbles = _NIBBLES[data[first : first + len(there) * width]].reshape(-1, width)
+        bad[there] = (nibbles > 15).any(axis=1)
+        raw[there] = nibbles.astype(np.uint64) @ (np.uint64(16) ** np.arange(width, dtype=np.uint64)[::-1])
+        return raw, bad
+    for place in range(min(16, int(lengths.max(initial=0)))):
+        inside = place < lengths
+        nibble = _NIBBLES[data[np.where(inside, starts + place, 0)]]
+        bad |= inside & (nibble > 15)
+        raw = np.where(inside, raw * np.uint64(16) + nibble, raw)
+    return raw, bad
+
+
+def _bytes(array: Any) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.int64]]:
+    """The bytes of a large_binary column, and the first of each value and how many it has (none of a null)."""
+    _, offsets_buffer, data_buffer = array.buffers()
+    offsets = np.frombuffer(offsets_buffer, dtype=np.int64, count=array.offset + len(array) + 1)[array.offset :]
+    data = np.zeros(1, dtype=np.uint8)
+    if data_buffer is not None and data_buffer.size:
+        data = np.frombuffer(data_buffer, dtype=np.uint8)
+    return data, offsets[:-1], np.diff(offsets)
+
+
+def _interleave(
+    bags: Sequence[_Bags], count: int, *, weighted: bool
+) -> tuple[NDArray[np.int64], NDArray[np.int64] | None, NDArray[np.float32] | None]:
+    """Row-major ids, lengths (N, F) and weights of features that come one after the other."""
+    if all(feature.lengths is None for feature in bags):
+        return np.column_stack([feature.ids for feature in bags]).reshape(-1), None, None
+    one = np.ones(count, dtype=np.int64)
+    lengths_NF = np.column_stack([one if feature.lengths is None else feature.lengths for feature in bags])
+    ends = np.cumsum(lengths_NF.reshape(-1)).reshape(lengths_NF.shape)
+    ids = np.empty(int(lengths_NF.sum()), dtype=np.int64)
+    weights = np.ones(len(ids), dtype=np.float32) if weighted else None
+    for index, feature in enumerate(bags):
+        lengths = lengths_NF[:, index]
+        # bag n of the feature moves from where the feature's own bags before it end to its place in row n
+        shift = ends[:, index] - np.cumsum(lengths)
+        places = np.arange(len(feature.ids)) + np.repeat(shift, lengths)
+        ids[places] = feature.ids
+        if weights is not None and feature.weights is not None:
+            weights[places] = feature.weights
+    return ids, lengths_NF, weights
+
+
+def _plain(array: Any) -> Any:
+    """One array, without a dictionary."""
+    import pyarrow as pa
+
+    if isinstance(array, pa.ChunkedArray):
+        array = array.combine_chunks()
+    if pa.types.is_dictionary(array.type):
+        return array.dictionary_decode()
+    if _is_list(array.type) and pa.types.is_dictionary(array.type.value_type):
+        return array.cast(pa.large_list(array.type.value_type.value_type))
+    return array
+
+
+def _is_list(kind: Any) -> bool:
+    import pyarrow as pa
+
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
+
+
+def _is_text(kind: Any) -> bool:
+    import pyarrow as pa
+
+    checks = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
+    return any(check(kind) for check in checks)
+
+
+def _label_words(spec: FeatureSpec) -> str:
+    return "is not 0 or 1" if spec.label.above is None else "is not a number"
+
+
+def _id_words(feature: Feature) -> str:
+    match feature.coding:
+        case "hexadecimal":
+            return "is not a number of 1 to 16 hexadecimal digits"
+        case "number":
+            return f"is no whole number from 0 to {feature.num_embeddings - 1}"
+        case "buckets":
+            return "is not a finite number"
+    return f"has ids and weights ({feature.weights!r}) that do not go together" if feature.weights else "is no id"
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bytes):
+        value = value.decode("utf-8", errors="backslashreplace")
+    text = repr(value)
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."

@@ -1,0 +1,266 @@
+"""``FeatureSpec``: what the columns of a data set are, and how each becomes a model's input.
+
+As a YAML file::
+
+    label: {column: rating, above: 3.5}      # or a column of 0 and 1
+    features:
+      - {name: user, kind: id, rows: 100_000}                       # any text or number, hashed
+      - {name: country, kind: id, vocabulary: [de, fr, it]}
+      - {name: age, kind: id, boundaries: [18, 30, 50]}             # a number, by bucket
+      - {name: genres, kind: multi_hot, rows: 50, separator: "|"}   # a list, or a text of several
+      - {name: history, kind: sequence, rows: 100_000, max_length: 50}
+      - {name: tags, kind: weighted, rows: 1000, weights: scores}   # a weight for each id, in another column
+      - {name: price, kind: dense, transform: log}
+
+Row 0 of each table is for a missing or unknown value.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from shardrec.data.schema import ClickSchema, criteo_schema
+from shardrec.errors import ConfigError
+
+__all__ = ["Feature", "FeatureSpec", "Label", "click_spec", "criteo_spec", "load_spec", "parse_spec"]
+
+Kind = Literal["id", "multi_hot", "weighted", "sequence", "dense"]
+Ids = Literal["hash", "number", "vocabulary", "buckets", "hexadecimal"]
+
+CONSTANT = "constant"
+"""Name of the dense column of ones that data without dense columns have, for models that need one."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Label(_Strict):
+    """The label: a column of 0 and 1, or whether a number is above a limit.
+
+    Attributes:
+        column: its name in the files.
+        above: labels are 1 for numbers above this; None for columns of 0 and 1.
+    """
+
+    column: str = "label"
+    above: float | None = None
+
+
+class Feature(_Strict):
+    """One feature.
+
+    Attributes:
+        name: in the model; a key of the ``KeyedJaggedTensor``, or a dense column.
+        kind: ``id`` (one a row), ``multi_hot`` (any number), ``weighted`` (with a weight each), ``sequence`` (in order)
+            or ``dense`` (a number).
+        column: name in the files; default: ``name``.
+        rows: of the table, row 0 included, into which ids are hashed; or, with ``ids="number"``, more than any id.
+        ids: how values become rows: ``hash``; ``number``, as they are; by ``vocabulary``; by ``buckets``; or
+            ``hexadecimal``, numbers of up to 16 digits modulo the rows. Default: what the other settings say.
+        vocabulary: values that have a row each; others have row 0.
+        boundaries: of buckets of a number, ascending.
+        separator: between the ids in a text.
+        weights: column of the weights of ``weighted`` ids.
+        max_length: of a sequence; the last ids are kept.
+        transform: of a dense number x: ``log`` is log(max(x, -1) + 3), and 0 for a missing one; ``none`` leaves it.
+        mean: is subtracted after the transform.
+        std: what is divided by, then.
+    """
+
+    name: str = Field(min_length=1)
+    kind: Kind
+    column: str = ""
+    rows: int | None = Field(default=None, ge=2, lt=2**31)
+    ids: Ids | None = None
+    vocabulary: tuple[str, ...] | None = Field(default=None, min_length=1)
+    boundaries: tuple[float, ...] | None = Field(default=None, min_length=1)
+    separator: str = Field(default="|", min_length=1)
+    weights: str | None = None
+    max_length: int | None = Field(default=None, ge=1)
+    transform: Literal["log", "none"] = "none"
+    mean: float = 0.0
+    std: float = Field(default=1.0, gt=0)
+
+    @field_validator("vocabulary", mode="before")
+    @classmethod
+    def _texts(cls, value: Any) -> Any:
+        """YAML reads words such as ``1`` and ``no`` as other types."""
+        return tuple(map(str, value)) if isinstance(value, (list, tuple)) else value
+
+    @model_validator(mode="after")
+    def _fits(self) -> Feature:
+        given = [name for name in ("rows", "vocabulary", "boundaries") if getattr(self, name) is not None]
+        if self.kind == "dense" and given:
+            raise ValueError(f"a dense feature has no {given[0]}: leave it out, or give kind: id")
+        if self.kind != "dense" and len(given) != 1:
+            raise ValueError("give one of rows, vocabulary and boundaries, which say how many rows its table has")
+        if (self.kind == "weighted") != (self.weights is not None):
+            raise ValueError("weights names the column of a weighted feature's weights, and of no other's")
+        if self.max_length is not None and self.kind != "sequence":
+            raise ValueError("max_length is for a sequence")
+        if self.boundaries is not None and list(self.boundaries) != sorted(set(self.boundaries)):
+            raise ValueError("boundaries must ascend")
+        if self.vocabulary is not None and len(set(self.vocabulary)) < len(self.vocabulary):
+            raise ValueError("the vocabulary has a value twice")
+        needs = {"vocabulary": "vocabulary", "buckets": "boundaries"}
+        if self.ids is not None and needs.get(self.ids, "rows") not in given:
+            raise ValueError(f"ids: {self.ids} needs {needs.get(self.ids, 'rows')}")
+        return self
+
+    @property
+    def source(self) -> str:
+        """Its column in the files."""
+        return self.column or self.name
+
+    @property
+    def is_list(self) -> bool:
+        """Whether a row has any number of ids."""
+        return self.kind in ("multi_hot", "weighted", "sequence")
+
+    @property
+    def coding(self) -> Ids:
+        """How values become rows."""
+        if self.ids is not None:
+            return self.ids
+        return "vocabulary" if self.vocabulary else "buckets" if self.boundaries else "hash"
+
+    @property
+    def num_embeddings(self) -> int:
+        """Rows of its table."""
+        if self.vocabulary is not None:
+            return len(self.vocabulary) + 1
+        if self.boundaries is not None:
+            return len(self.boundaries) + 2
+        assert self.rows is not None, "checked above"
+        return self.rows
+
+
+class FeatureSpec(_Strict):
+    """What the columns of a data set are.
+
+    Attributes:
+        label: the label.
+        features: dense ones and those with tables, in the order in which the model has them.
+        columns: of text files without a header line; None where the first line is the header.
+        delimiter: of text files; default: a comma in ``.csv`` files, else a tab.
+        quoted: whether fields of text files may be in double quotes.
+    """
+
+    label: Label = Label()
+    features: tuple[Feature, ...]
+    columns: tuple[str, ...] | None = None
+    delimiter: str | None = Field(default=None, min_length=1, max_length=1)
+    quoted: bool = True
+
+    @field_validator("label", mode="before")
+    @classmethod
+    def _label(cls, value: Any) -> Any:
+        return {"column": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _fits(self) -> FeatureSpec:
+        if not self.sparse:
+            raise ValueError("no feature has a table: give one of kind id, multi_hot, weighted or sequence")
+        self.schema_  # noqa: B018  # checks the names
+        missing = [name for name in self.sources if self.columns is not None and name not in self.columns]
+        if missing:
+            raise ValueError(f"columns lacks {', '.join(map(repr, missing))}")
+        return self
+
+    @cached_property
+    def dense(self) -> tuple[Feature, ...]:
+        """The dense features."""
+        return tuple(one for one in self.features if one.kind == "dense")
+
+    @cached_property
+    def sparse(self) -> tuple[Feature, ...]:
+        """Those with tables."""
+        return tuple(one for one in self.features if one.kind != "dense")
+
+    @cached_property
+    def sources(self) -> tuple[str, ...]:
+        """The columns of the files that are read, each once: the label's first."""
+        names = [self.label.column]
+        for one in (*self.dense, *self.sparse):
+            names += [one.source, *([one.weights] if one.weights else [])]
+        return tuple(dict.fromkeys(names))
+
+    @cached_property
+    def schema_(self) -> ClickSchema:
+        """Names and table sizes, for models."""
+        return ClickSchema(
+            dense_names=tuple(one.name for one in self.dense) or (CONSTANT,),
+            sparse_names=tuple(one.name for one in self.sparse),
+            num_embeddings=tuple(one.num_embeddings for one in self.sparse),
+            weighted=any(one.kind == "weighted" for one in self.sparse),
+        )
+
+
+def load_spec(path: Path) -> FeatureSpec:
+    """A spec from a YAML file.
+
+    Raises:
+        ConfigError: naming file, feature and field of each fault.
+    """
+
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"features (--features) is {path}, which cannot be read ({error}): give a YAML file"
+        ) from error
+    return parse_spec(text, str(path))
+
+
+def parse_spec(text: str, where: str) -> FeatureSpec:
+    """:func:`load_spec` of a file that has been read."""
+    import yaml
+
+    try:
+        return FeatureSpec.model_validate(yaml.safe_load(text))
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = "" if mark is None else f":{mark.line + 1}"
+        raise ConfigError(f"{where}{line} is not YAML ({getattr(error, 'problem', error)})") from error
+    except ValidationError as error:
+        faults = [
+            f"{_place(fault['loc'], text)}{fault['msg'].removeprefix('Value error, ')}" for fault in error.errors()
+        ]
+        raise ConfigError(f"{where}: " + "; ".join(faults)) from error
+
+
+def _place(loc: tuple[int | str, ...], text: str) -> str:
+    """``features.2.rows`` as the feature's name and the field."""
+    import yaml
+
+    words = [str(part) for part in loc]
+    if len(loc) > 1 and loc[0] == "features" and isinstance(loc[1], int):
+        given = yaml.safe_load(text)["features"][loc[1]]
+        name = given.get("name", loc[1]) if isinstance(given, dict) else loc[1]
+        words = [f"feature {name!r}", *words[2:]]
+    return f"{', '.join(words)}: " if words else ""
+
+
+def click_spec(schema: ClickSchema) -> FeatureSpec:
+    """The spec of files in Criteo's format: tabs, no header, label, counts, hexadecimal categories.
+
+    Args:
+        schema: names and table sizes; Parquet files have the names, with ``label``.
+    """
+    features = [Feature(name=name, kind="dense", transform="log") for name in schema.dense_names]
+    features += [
+        Feature(name=name, kind="id", ids="hexadecimal", rows=rows)
+        for name, rows in zip(schema.sparse_names, schema.num_embeddings, strict=True)
+    ]
+    columns = ("label", *schema.dense_names, *schema.sparse_names)
+    return FeatureSpec(features=tuple(features), columns=columns, delimiter="\t", quoted=False)
+
+
+def criteo_spec(*, max_embeddings: int = 100_000) -> FeatureSpec:
+    """The spec of the Criteo Kaggle files; see :func:`shardrec.data.criteo_schema`."""
+    return click_spec(criteo_schema(max_embeddings=max_embeddings))

@@ -1,0 +1,248 @@
+"""The rows of one file, block by block, as Arrow tables: Parquet and delimited text, read by pyarrow.
+
+Text is cut into blocks of whole lines first, so that each row's line is known whatever pyarrow leaves out of a block. A
+quoted field cannot go over a line's end.
+"""
+
+from __future__ import annotations
+
+import lzma
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardrec.data.encode import column_fault
+from shardrec.data.fault import Reason, RowFault
+from shardrec.data.spec import FeatureSpec
+from shardrec.errors import DataError
+
+__all__ = ["TableBlock", "check_file", "read_blocks"]
+
+_ROWS_AT_ONCE = 16_384
+_BLOCK_BYTES = 4 << 20
+_LONGEST_LINE = 64 << 20
+_COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".xz": "xz"}
+_PARQUET = (".parquet", ".pq")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TableBlock:
+    """Rows of a file.
+
+    Attributes:
+        table: N rows.
+        numbers: int64 (N,), the number of each among the file's rows, from 0; broken ones are counted too.
+        faults: of rows that are not in the table, by their number.
+        seen: rows of the file so far.
+        first_line: line of row 0; 1 for Parquet, of which rows are counted.
+    """
+
+    table: Any
+    numbers: NDArray[np.int64]
+    faults: dict[int, RowFault]
+    seen: int
+    first_line: int
+
+
+def check_file(path: str, spec: FeatureSpec) -> None:
+    """Check that a file is there and has the columns, from its first bytes or footer only.
+
+    Raises:
+        DataError: naming all that is wrong.
+    """
+    if _is_parquet(path):
+        found = _parquet(path).schema_arrow
+        names = found.names
+    else:
+        with _opened(path) as stream, _undamaged(path, 1):
+            names = _header(path, stream.read(_BLOCK_BYTES), spec)[0]
+    faults = [
+        f"column {name!r} is missing: name the file's column in the spec (column:)"
+        for name in spec.sources
+        if name not in names
+    ]
+    if _is_parquet(path):
+        for name in spec.sources:
+            remedy = column_fault(found.field(name).type, name, spec) if name in names else ""
+            if remedy:
+                faults.append(f"column {name!r} has type {found.field(name).type}: {remedy}")
+    if faults:
+        shown = ", ".join(names[:50]) + (", ..." if len(names) > 50 else "")
+        raise DataError(f"data file {path} (columns {shown}): " + "; ".join(faults))
+
+
+def read_blocks(path: str, spec: FeatureSpec) -> Iterator[TableBlock]:
+    """The rows of one file, which :func:`check_file` has passed, in order.
+
+    Raises:
+        DataError: for a file that is damaged.
+    """
+    seen = 0
+    blocks = _parquet_blocks(path, spec) if _is_parquet(path) else _text_blocks(path, spec)
+    while True:
+        with _undamaged(path, seen + 1):
+            block = next(blocks, None)
+        if block is None:
+            return
+        seen = block.seen
+        yield block
+
+
+@contextmanager
+def _undamaged(path: str, line: int) -> Iterator[None]:
+    """Inside, what pyarrow and the decompressors say of a file becomes a DataError."""
+    import pyarrow as pa
+
+    try:
+        yield
+    except (pa.ArrowException, OSError, EOFError, lzma.LZMAError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise DataError(f"{path}:{line}: the file is damaged ({reason}): copy or write it again") from error
+
+
+def _is_parquet(path: str) -> bool:
+    return Path(path).suffix.lower() in _PARQUET
+
+
+def _parquet(path: str) -> Any:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return pq.ParquetFile(_input(path))
+    except (pa.ArrowException, OSError) as error:
+        text = str(error).splitlines()[0]
+        raise DataError(f"data file {path} is not a complete Parquet file ({text}): copy or write it again") from error
+
+
+def _parquet_blocks(path: str, spec: FeatureSpec) -> Iterator[TableBlock]:
+    import pyarrow as pa
+
+    seen = 0
+    with _parquet(path) as file:
+        for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=list(spec.sources), use_threads=False):
+            numbers = np.arange(seen, seen + batch.num_rows)
+            seen += batch.num_rows
+            table = pa.Table.from_batches([batch])
+            yield TableBlock(table=table, numbers=numbers, faults={}, seen=seen, first_line=1)
+
+
+def _text_blocks(path: str, spec: FeatureSpec) -> Iterator[TableBlock]:
+    seen = 0
+    names: list[str] = []
+    with _opened(path) as stream:
+        for data in _whole_lines(path, stream):
+            if not names:
+                names, rest = _header(path, data, spec)
+                data = data[rest:]
+            if data:
+                block = _parsed(path, data, names, spec, seen)
+                seen = block.seen
+                yield block
+
+
+def _parsed(path: str, data: bytes, names: list[str], spec: FeatureSpec, seen: int) -> TableBlock:
+    import pyarrow as pa
+    from pyarrow import csv
+
+    broken: dict[int, RowFault] = {}
+    last = data.count(b"\n") + (not data.endswith(b"\n"))
+
+    def leave_out(row: Any) -> str:
+        remedy = "separate the columns by single delimiters"
+        if row.number == last and not data.endswith(b"\n"):
+            remedy = "it is the file's end, without a line feed: copy the file again if it is cut short"
+        where = f"the line has {row.actual_columns} of {row.expected_columns} columns: {row.text[:60]!r}"
+        broken[row.number - 1 + seen] = RowFault(reason=Reason.COLUMNS, where=where, remedy=remedy)
+        return "skip"
+
+    table = csv.read_csv(
+        pa.BufferReader(data),
+        read_options=csv.ReadOptions(column_names=names, use_threads=False, block_size=len(data) + 1),
+        parse_options=csv.ParseOptions(
+            delimiter=_delimiter(path, spec),
+            quote_char='"' if spec.quoted else False,
+            ignore_empty_lines=False,
+            invalid_row_handler=leave_out,
+        ),
+        convert_options=csv.ConvertOptions(
+            column_types=dict.fromkeys(spec.sources, pa.binary()),
+            include_columns=list(spec.sources),
+            check_utf8=False,
+            strings_can_be_null=False,
+        ),
+    )
+    rows = table.num_rows + len(broken)
+    numbers = np.setdiff1d(np.arange(seen, seen + rows), np.fromiter(broken, dtype=np.int64), assume_unique=True)
+    first_line = 1 + (spec.columns is None)
+    return TableBlock(table=table, numbers=numbers, faults=broken, seen=seen + rows, first_line=first_line)
+
+
+def _header(path: str, data: bytes, spec: FeatureSpec) -> tuple[list[str], int]:
+    """The names of a text file's columns, and where its rows begin."""
+    if spec.columns is not None:
+        return list(spec.columns), 0
+    line, feed, _ = data.partition(b"\n")
+    delimiter = _delimiter(path, spec)
+    texts = line.decode("utf-8-sig", errors="replace").rstrip("\r").split(delimiter)
+    return [text.strip().strip('"') for text in texts], len(line) + len(feed)
+
+
+def _delimiter(path: str, spec: FeatureSpec) -> str:
+    name = Path(path)
+    suffix = Path(name.stem).suffix if name.suffix.lower() in _COMPRESSED else name.suffix
+    return spec.delimiter or ("," if suffix.lower() == ".csv" else "\t")
+
+
+def _whole_lines(path: str, stream: Any) -> Iterator[bytes]:
+    """Blocks that end with a line feed, but perhaps the last one."""
+    rest = b""
+    while data := stream.read(_BLOCK_BYTES):
+        end = data.rfind(b"\n") + 1
+        if end:
+            yield rest + data[:end]
+            rest = data[end:]
+        else:
+            rest += data
+        if len(rest) > _LONGEST_LINE:
+            raise DataError(f"data file {path} has a line of more than {_LONGEST_LINE >> 20} MiB: give a text file")
+    if rest:
+        yield rest
+
+
+def _input(path: str) -> Any:
+    """A file of this machine, or of another by its URL."""
+    import pyarrow as pa
+    from pyarrow import fs
+
+    if "://" not in path:
+        return pa.OSFile(path)
+    system, name = fs.FileSystem.from_uri(path)
+    return system.open_input_file(name)
+
+
+def _opened(path: str) -> AbstractContextManager[Any]:
+    """A stream of the text, decompressed.
+
+    Raises:
+        DataError: no such file, a directory, or an unreadable or empty file.
+    """
+    import pyarrow as pa
+
+    kind = _COMPRESSED.get(Path(path).suffix.lower())
+    try:
+        file = _input(path)
+        if file.size() == 0:
+            raise DataError(f"data file {path} is empty: copy or write it again")
+        if kind == "xz":
+            return lzma.open(file)
+        return pa.CompressedInputStream(file, kind) if kind else file  # type: ignore[no-any-return]
+    except FileNotFoundError:
+        raise DataError(f"data file {path} does not exist: check the path") from None
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"data file {path} cannot be read ({error}): give a file that can") from error

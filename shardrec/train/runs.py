@@ -1,0 +1,168 @@
+"""What can be done with a run's folder afterwards: evaluate it on other rows, export it, look into it, compare two."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardrec.errors import ConfigError
+from shardrec.train.config import CHECKPOINTS, FILE, PLAN, SPEC, TrainConfig, load_config
+
+if TYPE_CHECKING:
+    from shardrec.data import ClickMetrics, ClickSchema
+    from shardrec.modules import ShardedModel
+
+__all__ = ["TARGETS", "RunFolder", "differing"]
+
+TARGETS = ("script", "aoti")
+"""What a run can be exported to: a TorchScript file, or AOTInductor's package."""
+
+
+class RunFolder:
+    """The results of ``shardrec train``.
+
+    Args:
+        path: the folder.
+
+    Raises:
+        ConfigError: if it holds no run.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if not (path / FILE).is_file():
+            raise ConfigError(f"{path} holds no run: it has no {FILE}; give the folder of results of shardrec train")
+        self.path = path
+        config = load_config(path / FILE)
+        if (path / SPEC).is_file():
+            # The run's own copy: the file that it was started with may have changed.
+            config = dataclasses.replace(config, features=str(path / SPEC))
+        self.config = dataclasses.replace(config, nproc=1, device="cpu", compile="off")
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """``metrics.json``; empty while the run has no results."""
+        file = self.path / "metrics.json"
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        return found
+
+    @property
+    def schema(self) -> ClickSchema:
+        """Features and table sizes."""
+        from shardrec.data import criteo_schema
+        from shardrec.train.source import spec_of
+
+        if self.config.is_synthetic:
+            return criteo_schema(max_embeddings=self.config.max_embeddings)
+        return spec_of(self.config).schema_
+
+    def model(self) -> ShardedModel:
+        """The model of the last good checkpoint, on one rank, in eval mode.
+
+        Raises:
+            CheckpointError: if all of them are damaged.
+            ConfigError: if there is none.
+        """
+        from shardrec.checkpoint import Checkpoints
+        from shardrec.modules import shard
+        from shardrec.train.model import build_model, fuse_optimizer
+
+        model = build_model(self.config, self.schema)
+        fuse_optimizer(model, self.config)
+        sharded = shard(model)
+        if Checkpoints(self.path / CHECKPOINTS).load_last(sharded) is None:
+            raise ConfigError(f"{self.path} has no checkpoint: train it with --checkpoint last, or --checkpoint-every")
+        sharded.eval()
+        return sharded
+
+    def evaluate(self, data: str | None = None) -> ClickMetrics:
+        """Metrics of the model on all rows of some files, or on the run's own held-out rows.
+
+        Args:
+            data: files, as the run's; None for the rows that the run's final metrics are of.
+        """
+        import torch
+
+        from shardrec.train.metrics import evaluate
+        from shardrec.train.ranks import Place
+        from shardrec.train.source import Source
+
+        cpu = torch.device("cpu")
+        config = self.config
+        if data is not None:
+            # The file's rows alone: what the run was trained on need not be there any more.
+            config = dataclasses.replace(config, data=data, valid=data, test=None, samples=None, holdout_samples=None)
+        place = Place(rank=0, world_size=1, device=cpu, threads=torch.get_num_threads())
+        source = Source(dataclasses.replace(config, global_batch_size=config.batch_size), place)
+        batches = source.test_batches() if data is None else source.holdout_batches()
+        return evaluate(self.model(), batches, cpu)
+
+    def export(self, target: str, out: Path, weights: str = "fp32") -> Path:
+        """Write the model for serving, with its tables in inference kernels; see :mod:`shardrec.serve`.
+
+        Args:
+            target: one of :data:`TARGETS`.
+            out: the file.
+            weights: format of the tables: fp32, fp16, int8 or int4.
+
+        Raises:
+            ConfigError: for another target.
+        """
+        import torch
+        from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+        from shardrec import serve
+
+        if target not in TARGETS:
+            raise ConfigError(f"--to is {target!r}: give one of {', '.join(TARGETS)}")
+        schema = self.schema
+        served = serve.quantize(self.model(), weights)
+        keys = list(schema.sparse_names)
+        if target == "script":
+            return serve.save(served, out, features=keys)
+        count = len(keys)
+        sample = KeyedJaggedTensor(
+            keys=keys,
+            values=torch.zeros(count, dtype=torch.int64),
+            lengths=torch.ones(count, dtype=torch.int64),
+            weights=torch.ones(count) if schema.weighted else None,
+        )
+        return serve.package(served, out, (torch.zeros(1, len(schema.dense_names)), sample))
+
+    def summary(self) -> dict[str, Any]:
+        """What the run is and came to: data, model, steps, checkpoints, cuts and metrics."""
+        metrics = self.metrics
+        checkpoints = sorted(path.name for path in (self.path / CHECKPOINTS).glob("step-*"))
+        found: dict[str, Any] = {
+            "data": self.config.data,
+            "model": self.config.model,
+            "checkpoints": ", ".join(checkpoints) or "none",
+        }
+        if (self.path / PLAN).is_file():
+            from shardrec.layout import ShardingPlan
+
+            plan = ShardingPlan.load(self.path / PLAN)
+            cuts: dict[str, int] = {}
+            for table in plan.tables:
+                cuts[table.cut] = cuts.get(table.cut, 0) + 1
+            found["plan"] = f"{plan.world_size} ranks: " + ", ".join(f"{n} {cut}" for cut, n in sorted(cuts.items()))
+        if not metrics:
+            return {**found, "results": "none yet; go on with shardrec train --resume --out " + str(self.path)}
+        training, final = metrics["training"], metrics["final"]
+        names = ("auc", "normalized_entropy", "logloss")
+        return {
+            **found,
+            "samples": f"{training['samples']:,}",
+            "steps": f"{training['steps']:,}",
+            "samples_per_second": f"{training['samples_per_second']:,.0f}",
+            **{name: f"{final[name]:.4f}" for name in names},
+            "rows behind them": f"{final['rows']:,}",
+        }
+
+
+def differing(left: TrainConfig, right: TrainConfig) -> Mapping[str, tuple[Any, Any]]:
+    """The options that two runs differ in, but for their folders."""
+    first, second = left.to_mapping(), right.to_mapping()
+    return {name: (first[name], second[name]) for name in first if name != "out" and first[name] != second[name]}

@@ -1,0 +1,335 @@
+"""Columns of Parquet and text files as a model's input, by a spec; against Python's own reading of the values."""
+
+from __future__ import annotations
+
+import ast
+import csv
+import lzma
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shardrec.data
+from shardrec.data import ClickBatch, Feature, FeatureSpec, Label, criteo_spec, open_click_data, tables
+from shardrec.data.encode import hash_texts
+from shardrec.errors import ConfigError, DataError
+from tests.data.raw import SPEC, line, lines, write
+
+SPECS = FeatureSpec(
+    label=Label(column="stars", above=2.5),
+    features=(
+        Feature(name="user", column="who", kind="id", rows=1000),
+        Feature(name="country", kind="id", vocabulary=("de", "fr", "1")),
+        Feature(name="age", kind="id", boundaries=(18, 30.5)),
+        Feature(name="code", kind="id", rows=50, ids="number"),
+        Feature(name="tags", kind="weighted", rows=97, weights="scores"),
+        Feature(name="history", kind="sequence", rows=97, max_length=2),
+        Feature(name="price", kind="dense", transform="log"),
+        Feature(name="size", kind="dense", mean=2.0, std=4.0),
+    ),
+)
+
+texts = st.text("abz09é|", max_size=4).map(lambda text: text.replace("|", ""))
+some = st.lists(texts.filter(bool), max_size=4)
+rows_of = st.lists(
+    st.fixed_dictionaries(
+        {
+            "stars": st.sampled_from([1.0, 2.5, 2.75, 5.0]),
+            "who": texts,
+            "country": st.sampled_from(["de", "fr", "1", "xx", ""]),
+            "age": st.none() | st.sampled_from([0.0, 17.9, 18.0, 30.5, 99.0]),
+            "code": st.none() | st.integers(0, 49),
+            "tags": some,
+            "history": some,
+            "price": st.none() | st.floats(-5, 1e6, width=32),
+            "size": st.none() | st.floats(-9, 9, width=32),
+        }
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+def score(tag: str) -> float:
+    return len(tag) / 4
+
+
+def hashed(value: str | None, rows: int) -> int:
+    if not value:
+        return 0
+    data = value.encode()
+    digest = hash_texts(np.frombuffer(data, np.uint8), np.array([0]), np.array([len(data)]))[0]
+    return int(digest) % (rows - 1) + 1
+
+
+def expected(row: dict[str, Any]) -> dict[str, list[int]]:
+    def of_list(values: list[str]) -> list[int]:
+        return [hashed(value, 97) for value in values]
+
+    return {
+        "user": [hashed(row["who"], 1000)],
+        "country": [{"de": 1, "fr": 2, "1": 3}.get(row["country"], 0)],
+        "age": [0 if row["age"] is None else 1 + (row["age"] >= 18) + (row["age"] >= 30.5)],
+        "code": [row["code"] or 0],
+        "tags": of_list(row["tags"]),
+        "history": of_list(row["history"])[-2:],
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("encode")
+
+
+def save(folder: Path, rows: list[dict[str, Any]], kind: str) -> Path:
+    if kind == "parquet":
+        columns = {name: [row[name] for row in rows] for name in rows[0]}
+        columns["tags"] = [row["tags"] or None for row in rows]
+        columns["history"] = [row["history"] or None for row in rows]
+        columns["scores"] = [[score(tag) for tag in row["tags"]] or None for row in rows]
+        types = {"age": pa.float64(), "code": pa.int64(), "price": pa.float64(), "size": pa.float64()}
+        types |= {"tags": pa.list_(pa.string()), "history": pa.list_(pa.string()), "scores": pa.list_(pa.float64())}
+        path = folder / "rows.parquet"
+        pq.write_table(pa.table({name: pa.array(values, types.get(name)) for name, values in columns.items()}), path)
+        return path
+    path = folder / f"rows.{kind}"
+    with path.open("w", encoding="utf-8", newline="") as file:
+        names = [*rows[0], "scores", "unused"]
+        writer = csv.writer(file, delimiter="," if kind == "csv" else "\t")
+        writer.writerow(names)
+        for row in rows:
+            joined = {**row, "tags": "|".join(row["tags"]), "history": "|".join(row["history"]), "unused": 'a "b", c'}
+            joined["scores"] = "|".join(str(score(tag)) for tag in row["tags"])
+            writer.writerow(["" if joined[name] is None else joined[name] for name in names])
+    return path
+
+
+def read(path: Path, spec: FeatureSpec, **options: Any) -> ClickBatch:
+    (batch,) = open_click_data(path, spec, holdout=0.0, **options).train_batches(0, 1, 10_000)
+    return batch
+
+
+def bags(batch: ClickBatch, name: str) -> list[list[int]]:
+    return [bag.tolist() for bag in batch.sparse[name].to_dense()]
+
+
+@settings(max_examples=30, deadline=None)
+@given(rows=rows_of, kind=st.sampled_from(["parquet", "csv", "tsv"]), block=st.sampled_from([1, 60, 1 << 20]))
+def test_every_kind_of_column_from_every_kind_of_file(
+    folder: Path, rows: list[dict[str, Any]], kind: str, block: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tables, "_BLOCK_BYTES", max(block, 60))
+        patch.setattr(tables, "_ROWS_AT_ONCE", block)
+        batch = read(save(folder, rows, kind), SPECS)
+    assert batch.labels.tolist() == [row["stars"] > 2.5 for row in rows]
+    for name in SPECS.schema_.sparse_names:
+        assert bags(batch, name) == [expected(row)[name] for row in rows], name
+    weights = batch.sparse["tags"].weights().tolist()
+    assert weights == [score(tag) for row in rows for tag in row["tags"]]
+    for row, (price, size) in zip(rows, batch.dense.tolist(), strict=True):
+        assert price == pytest.approx(0 if row["price"] is None else math.log(max(row["price"], -1) + 3), abs=1e-5)
+        assert size == pytest.approx(0 if row["size"] is None else (row["size"] - 2) / 4, abs=1e-5)
+
+
+PLAIN = FeatureSpec(features=(Feature(name="id", kind="id", rows=9, ids="number"), Feature(name="x", kind="dense")))
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason", "message"),
+    [
+        (
+            b"1\t2\t3\tab",
+            "wrong number of columns",
+            r"the line has 4 of 5 columns: .*the file's end, without a line feed",
+        ),
+        (
+            b"1\t2\t3\t0000000a\t\t9\n",
+            "wrong number of columns",
+            r"the line has 6 of 5 columns: '1\\t2\\t3.*; separate",
+        ),
+        (
+            b"1\tabc\t3\t\t\n",
+            "bad number",
+            r"field 'int_1': value 'abc' is not a finite number; correct it, or leave such",
+        ),
+        (b"1\t1e999\t3\t\t\n", "bad number", r"field 'int_1': value '1e999' is not a finite number"),
+        (b"2\t2\t3\t\t\n", "bad label", r"field 'label': value '2' is not 0 or 1"),
+        (b"\n", "bad label", r"field 'label': value '' is not 0 or 1"),
+        (b"1\t2\t3\t0000000g\t\n", "bad id", r"field 'cat_1': value '0000000g' is not a number of 1 to 16 hexadecimal"),
+        (b"1\t2\t3\xff\t\t\n", "bad number", r"field 'int_2': value '3\\\\xff' is not a finite number"),
+        (b"1\t2\t3\t0000\x00000\t\n", "bad id", r"field 'cat_1': value '0000\\x00000' is not a number"),
+    ],
+)
+def test_a_broken_line(tmp_path: Path, broken: bytes, reason: str, message: str) -> None:
+    path = write(tmp_path / "data.tsv", lines(3) + broken + (lines(2) if broken.endswith(b"\n") else b""))
+    with pytest.raises(DataError, match=rf"data\.tsv:4: {message}"):
+        read(path, SPEC)
+    data = open_click_data(path, SPEC, holdout=0.0, on_bad_row="skip")
+    assert sum(batch.size for batch in data.train_batches(0, 1, 2)) == (5 if broken.endswith(b"\n") else 3)
+    assert data.skipped == {reason: 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"label": [0, 2]}, r":2: field 'label': value 2 is not 0 or 1"),
+        ({"label": [None, 1]}, r":1: field 'label': value None is not 0 or 1"),
+        ({"x": [0.5, float("inf")]}, r":2: field 'x': value inf is not a finite number"),
+        ({"id": [9, 1]}, r":1: field 'id': value 9 is no whole number from 0 to 8"),
+        ({"id": [1, -1]}, r":2: field 'id': value -1 is no whole number"),
+        ({"id": [1.5, 1]}, r":1: field 'id': value 1\.5 is no whole number"),
+    ],
+)
+def test_a_broken_row_of_a_parquet_file(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"label": [0, 1], "x": [0.5, 1.5], "id": [0, 8], **changes}), path)
+    with pytest.raises(DataError, match=rf"a\.parquet{message}"):
+        read(path, PLAIN)
+    assert read(path, PLAIN, on_bad_row="skip").size == 1
+
+
+def test_ids_and_weights_that_do_not_go_together(tmp_path: Path) -> None:
+    spec = FeatureSpec(features=(Feature(name="t", kind="weighted", rows=9, weights="w"),))
+    path = tmp_path / "a.csv"
+    path.write_text("label,t,w\n1,a|b,1|2\n0,a|b,1\n", encoding="utf-8")
+    with pytest.raises(
+        DataError, match=r"a\.csv:3: field 't': value 'a\|b' has ids and weights \('w'\) that do not go"
+    ):
+        read(path, spec)
+
+
+def test_dictionaries_numbers_and_booleans_are_ids(tmp_path: Path) -> None:
+    spec = FeatureSpec(features=tuple(Feature(name=name, kind="id", rows=10**6) for name in "abcd"))
+    encoded = pa.array(["x", None, "y"]).dictionary_encode()
+    columns = {"a": encoded, "b": [7, None, 7], "c": [7.0, None, 7.0], "d": [True, False, None]}
+    pq.write_table(pa.table({"label": [True, False, True], **columns}), tmp_path / "a.parquet")
+    batch = read(tmp_path / "a.parquet", spec)
+    a, b, c, d = ([bag[0] for bag in bags(batch, name)] for name in "abcd")
+    assert a == [hashed("x", 10**6), 0, hashed("y", 10**6)]
+    assert b == c
+    assert b[0] == b[2] > 0 == b[1]
+    assert (d[2], len(set(d))) == (0, 3)
+    assert batch.dense.tolist() == [[1.0]] * 3  # a column of ones where there is no dense one
+
+
+def test_what_a_file_lacks_is_told_before_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"label": [[1]], "id": [{"k": 1}], "y": [1]}), path)
+    with pytest.raises(DataError) as caught:
+        read(path, PLAIN)
+    text = str(caught.value)
+    assert "(columns label, id, y): column 'x' is missing: name the file's column in the spec (column:)" in text
+    assert "column 'label' has type list<element: int64>: write numbers" in text
+    assert "column 'id' has type struct<k: int64>: write ids as texts or numbers" in text
+    (tmp_path / "a.csv").write_text("label,id\n1,2\n", encoding="utf-8")
+    with pytest.raises(DataError, match=r"a\.csv \(columns label, id\): column 'x' is missing"):
+        read(tmp_path / "a.csv", PLAIN)
+    (tmp_path / "b.csv").write_text("", encoding="utf-8")
+    with pytest.raises(DataError, match=r"b\.csv is empty"):
+        read(tmp_path / "b.csv", PLAIN)
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".xz", ".parquet"])
+def test_a_damaged_file_is_an_error_even_when_skipping(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"data{suffix}"
+    if suffix == ".parquet":
+        table = pa.table({"label": [1] * 50, **{name: ["1"] * 50 for name in SPEC.sources[1:]}})
+        pq.write_table(table, path)
+    else:
+        write(path, lines(2000))
+    packed = path.read_bytes()
+    path.write_bytes(packed[: len(packed) * 3 // 5])
+    with pytest.raises(DataError, match=r"is damaged|is not a complete Parquet file"):
+        for _ in open_click_data(path, SPEC, holdout=0.0, on_bad_row="skip").train_batches(0, 1, 8):
+            pass
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
+@pytest.mark.parametrize("ended", [True, False])
+def test_line_ends(tmp_path: Path, end: bytes, ended: bool) -> None:
+    path = tmp_path / "data.tsv"
+    path.write_bytes(end.join(line(number) for number in range(5)) + end * ended)
+    assert read(path, SPEC).size == 5
+
+
+def test_hashes_are_the_same_everywhere_and_spread() -> None:
+    data = [f"user-{number}".encode() for number in range(20_000)]
+    sizes = np.array([len(one) for one in data])
+    found = hash_texts(np.frombuffer(b"".join(data), np.uint8), np.cumsum(sizes) - sizes, sizes)
+    assert len(set(found.tolist())) == len(data)
+    counts = np.bincount((found % np.uint64(100)).astype(int), minlength=100)
+    assert counts.std() < 25  # 14 by chance
+    assert (
+        hash_texts(np.frombuffer(b"xab", np.uint8), np.array([1]), np.array([2]))[0]
+        == hash_texts(np.frombuffer(b"ab", np.uint8), np.array([0]), np.array([2]))[0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("features: [{name: a, kind: id}]", r"feature 'a': give one of rows, vocabulary and boundaries"),
+        ("features: [{name: a, kind: ids, rows: 3}]", r"feature 'a', kind: Input should be 'id'"),
+        ("features: [{name: a, kind: id, rows: 1}]", r"feature 'a', rows: Input should be greater than or equal to 2"),
+        ("features: [{name: a, kind: dense, row: 3}]", r"feature 'a', row: Extra inputs are not permitted"),
+        ("features: [{name: a, kind: dense, rows: 3}]", r"feature 'a': a dense feature has no rows"),
+        ("features: [{name: a, kind: dense}]", r"no feature has a table"),
+        ("features: [{name: a, kind: id, rows: 3}, {name: a, kind: dense}]", r"names used more than once: 'a'"),
+        ("features: [{name: a, kind: id, boundaries: [2, 1]}]", r"feature 'a': boundaries must ascend"),
+        ("features: [{name: a, kind: weighted, rows: 3}]", r"feature 'a': weights names the column"),
+        ("label: clicked\nfeatures: []", r"spec\.yaml: no feature has a table"),
+        ("label: a: b", r"spec\.yaml:1 is not YAML \(mapping values are not allowed here\)"),
+    ],
+)
+def test_faults_of_a_spec_name_the_feature(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "spec.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=words):
+        shardrec.data.load_spec(path)
+
+
+def test_a_spec_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "spec.yaml"
+    path.write_text(
+        "label: clicked\nfeatures:\n  - {name: day, kind: id, vocabulary: [1, no, mon]}\n  - {name: x, kind: dense}\n",
+        encoding="utf-8",
+    )
+    spec = shardrec.data.load_spec(path)
+    assert spec.label.column == "clicked"
+    assert spec.schema_.num_embeddings == (4,)
+    assert spec.features[0].vocabulary == ("1", "False", "mon")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        shardrec.data.load_spec(tmp_path / "nowhere.yaml")
+
+
+def test_real_rows(data_dir: Path) -> None:
+    """Every field of Criteo's first rows, against Python's own parsing."""
+    path, spec = data_dir / "criteo_raw_sample" / "kaggle_head.tsv.xz", criteo_spec()
+    if not path.is_file():
+        pytest.skip(f"no {path}: set SHARDREC_DATA to the folder that has it")
+    batch = read(path, spec)
+    with lzma.open(path, "rt") as file:
+        table = [text.rstrip("\n").split("\t") for text in file]
+    assert batch.labels.tolist() == [int(row[0]) for row in table]
+    ids = batch.sparse.values().view(26, -1).t().tolist()
+    for row, dense, found in zip(table, batch.dense.tolist(), ids, strict=True):
+        wanted = [math.log(max(int(field), -1) + 3) if field else 0.0 for field in row[1:14]]
+        assert dense == pytest.approx(wanted, rel=1e-5)
+        sizes = spec.schema_.num_embeddings
+        assert found == [int(field, 16) % (n - 1) + 1 if field else 0 for field, n in zip(row[14:], sizes, strict=True)]
+
+
+def test_pyarrow_is_imported_inside_of_functions_only() -> None:
+    for path in Path(shardrec.data.__file__).parent.glob("*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            names = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+            assert not any(name.startswith("pyarrow") for name in names)
+            assert not (isinstance(node, ast.ImportFrom) and (node.module or "").startswith("pyarrow"))
