@@ -12,6 +12,7 @@ operator                                                 on a GPU
 copies to the host, copies from pageable memory          likewise
 a CPU tensor (of a dimension or more) beside one         an error, or a copy
 an operator of ours that is compiled for the CPU         memory that the host cannot read
+a tensor of another stream that was not waited for       half-written memory
 =======================================================  ==========================================
 
 Where the host waits is noted in :attr:`CudaDouble.waits`, or is an error outside of :meth:`CudaDouble.may_wait`.
@@ -30,11 +31,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_any, tree_map
+from torch.utils._pytree import tree_any, tree_leaves, tree_map
 
 from shardrec.lookup import bank, kernels
 
-__all__ = ["CudaDouble", "DeviceTensor", "HiddenWait", "cuda_double", "cuda_is_there"]
+__all__ = ["CudaDouble", "DeviceTensor", "HiddenWait", "Race", "cuda_double", "cuda_is_there"]
 
 CUDA = torch.device("cuda", 0)
 _CPU = torch.device("cpu")
@@ -47,6 +48,61 @@ class HiddenWait(AssertionError):
     """The host would wait for the device here."""
 
 
+class Race(AssertionError):
+    """One stream reads what another may not have written yet."""
+
+
+class StreamDouble:
+    """A stream of the double: how much was issued on it, how much of that the host has waited for, and how much of the
+    others it waits for itself."""
+
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
+        self.issued = self.completed = 0
+        self.waits_for: dict[StreamDouble, int] = {}
+
+    def record_event(self, event: EventDouble | None = None) -> EventDouble:
+        event = event or EventDouble()
+        event.after = {**self.waits_for, self: self.issued}
+        return event
+
+    def wait_event(self, event: EventDouble) -> None:
+        for stream, issued in event.after.items():
+            self.waits_for[stream] = max(issued, self.waits_for.get(stream, 0))
+
+    def wait_stream(self, other: StreamDouble) -> None:
+        self.wait_event(other.record_event())
+
+    def synchronize(self) -> None:
+        _ACTIVE[-1].wait("a stream is waited for")
+
+
+class EventDouble:
+    """What was issued, and waited for, when it was recorded."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.after: dict[StreamDouble, int] = {}
+
+    def record(self, stream: StreamDouble | None = None) -> None:
+        (stream or _ACTIVE[-1].stream).record_event(self)
+
+    def wait(self, stream: StreamDouble | None = None) -> None:
+        (stream or _ACTIVE[-1].stream).wait_event(self)
+
+    def synchronize(self) -> None:
+        _ACTIVE[-1].wait("an event is waited for")
+
+
+@contextmanager
+def _on_stream(stream: StreamDouble | None) -> Iterator[None]:
+    """``torch.cuda.stream``."""
+    double = _ACTIVE[-1]
+    before, double.stream = double.stream, stream or double.stream
+    try:
+        yield
+    finally:
+        double.stream = before
+
+
 _ACTIVE: list[CudaDouble] = []
 
 
@@ -54,6 +110,7 @@ class DeviceTensor(torch.Tensor):
     """A tensor that says that it is on CUDA; ``inner`` is where its values are."""
 
     inner: Tensor
+    written: tuple[StreamDouble, int]
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> DeviceTensor:
@@ -67,6 +124,9 @@ class DeviceTensor(torch.Tensor):
             requires_grad=inner.requires_grad,
         )
         made.inner = inner.detach()
+        stream = _ACTIVE[-1].stream
+        stream.issued += 1
+        made.written = stream, stream.issued
         return made
 
     device = property(lambda self: CUDA)  # type: ignore[assignment]
@@ -80,7 +140,7 @@ class DeviceTensor(torch.Tensor):
         return self.inner.data_ptr()
 
     def record_stream(self, stream: Any) -> None:
-        assert stream is CudaDouble.stream, "streams of this double are all one"
+        assert isinstance(stream, StreamDouble), "streams on the double are doubles"
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"DeviceTensor({self.inner!r})"
@@ -95,12 +155,13 @@ class CudaDouble(TorchFunctionMode):
 
     Attributes:
         waits: where the host waited, with leave.
+        stream: the current one.
     """
-
-    stream = object()
 
     def __init__(self) -> None:
         super().__init__()
+        self.stream = StreamDouble()
+        self._in_backward = False
         self.waits: list[str] = []
         self._leave = 0
 
@@ -122,9 +183,13 @@ class CudaDouble(TorchFunctionMode):
         if _is_cuda(kwargs.get("device")) and name != "to":
             pinned = kwargs.pop("pin_memory", False)
             assert not pinned, "memory of the device is not pinned"
-            if name in ("tensor", "as_tensor", "full_like", "scalar_tensor"):
+            copied = name in ("tensor", "as_tensor", "scalar_tensor")
+            if copied:
                 self.wait(f"torch.{name}(..., device=cuda): a copy from pageable memory")
-            return _to_device(func(*args, **(kwargs | {"device": _CPU})))
+            made = _to_device(func(*args, **(kwargs | {"device": _CPU})))
+            if copied:
+                self.stream.completed = self.stream.issued
+            return made
         if kwargs.get("pin_memory") and not _is_cuda(kwargs.get("device")):
             del kwargs["pin_memory"]
             made = func(*args, **kwargs)
@@ -157,16 +222,28 @@ class CudaDouble(TorchFunctionMode):
     def _backward(self, output: Tensor, gradient: Tensor | None = None, **options: Any) -> None:
         """``output.backward(gradient)``, with this mode on for what is called meanwhile."""
         assert not any(options.values()), "plain backwards are all that is needed"
+        self._in_backward = True
         with self:
             first = torch.ones_like(output) if gradient is None else gradient
             engine = torch.autograd.Variable._execution_engine
-            engine.run_backward((output,), (first,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+            try:
+                engine.run_backward((output,), (first,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+            finally:
+                self._in_backward = False
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An operator of which an argument is on the device."""
         name = str(func)
         if name.startswith("shardrec."):
             raise AssertionError(f"{name} is compiled for the CPU and was given a tensor of the device")
+        self.stream.issued += 1
+        given = _tensors((args, kwargs))
+        for one in given:
+            stream, issued = one.written
+            # In backward autograd itself makes the streams wait for each other.
+            late = stream is not self.stream and max(stream.completed, self.stream.waits_for.get(stream, 0)) < issued
+            if late and not self._in_backward:
+                raise Race(f"{func} reads a tensor of another stream, for which this one does not wait")
         self._judge(func, args, kwargs)
         if name.startswith("fbgemm.permute_2D_sparse_data"):
             return _permute_2d(func, *args, **kwargs)
@@ -176,7 +253,10 @@ class CudaDouble(TorchFunctionMode):
         found = func(*taken[0], **taken[1])
         if func is _aten._local_scalar_dense.default:
             return found
-        written = {id(one.inner): one for one in _tensors((args, kwargs))}
+        written = {id(one.inner): one for one in given}
+        for one in tree_leaves(found):
+            if id(one) in written:
+                written[id(one)].written = self.stream, self.stream.issued
         return tree_map(lambda one: written[id(one)] if id(one) in written else _to_device(one), found)
 
     def wait(self, why: str) -> None:
@@ -188,6 +268,7 @@ class CudaDouble(TorchFunctionMode):
         if not self._leave:
             raise HiddenWait(f"{where}: {why}")
         self.waits.append(where)
+        self.stream.completed = self.stream.issued
 
     def _judge(self, func: Any, args: Any, kwargs: Any) -> None:
         """Note what makes the host wait, and refuse what fails on a GPU."""
@@ -233,12 +314,18 @@ def cuda_is_there() -> Iterator[None]:
     """Inside, torch says that it has a CUDA device."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.accelerator, "is_available", lambda: True)
         patch.setattr(torch.cuda, "device_count", lambda: 1)
         patch.setattr(torch.cuda, "current_device", lambda: 0)
-        patch.setattr(torch.cuda, "current_stream", lambda device=None: CudaDouble.stream)
+        patch.setattr(torch.cuda, "current_stream", lambda device=None: _ACTIVE[-1].stream)
+        patch.setattr(torch.cuda, "Stream", StreamDouble)
+        patch.setattr(torch.cuda, "Event", EventDouble)
+        patch.setattr(torch.cuda, "stream", _on_stream)
         patch.setattr(torch.cuda, "get_rng_state", lambda device=None: torch.zeros(1, dtype=torch.uint8))
         patch.setattr(torch.cuda, "set_rng_state", lambda state, device=None: None)
         patch.setattr(bank, "make_kernel", KernelDouble.make)
+        # A module that moves gets new parameters: the memory of its own cannot become a double's.
+        patch.setattr(torch.__future__, "get_overwrite_module_params_on_conversion", lambda: True)
         yield
 
 

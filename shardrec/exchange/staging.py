@@ -14,7 +14,8 @@ def staged(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> T
     """``values`` (n,) as a tensor on ``device``, for which the host does not wait.
 
     ``torch.tensor(values, device="cuda")`` copies from pageable memory, and so waits until the device has done all that
-    it was given before.
+    it was given before. Constants that are kept are best made so: then they are there for every stream. This is for the
+    numbers of one step, on its own stream.
     """
     if device.type != "cuda":
         return torch.tensor(values, dtype=dtype, device=device)

@@ -7,6 +7,7 @@ streams) is in tests/modules/test_cuda.py.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -20,10 +21,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from shardrec.errors import InputError
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.modules import ShardedModel, shard
+from shardrec.pipeline import TrainPipeline
 from tests.batches import random_bags
-from tests.cuda_double import DeviceTensor, HiddenWait, cuda_double, cuda_is_there
-from tests.models import collection, feature_rows, random_configs, table_sizes
+from tests.cuda_double import DeviceTensor, HiddenWait, Race, cuda_double, cuda_is_there
+from tests.models import click_model, collection, feature_rows, random_configs, table_sizes
 from tests.modules import test_sequences as sequences
+from tests.modules.clicks import CONFIGS, dense_parameters, mixed_plan
+from tests.pipeline import test_train as clicks
 from tests.plans import cut_plan, random_plan
 from tests.ranks import ranks
 
@@ -106,13 +110,17 @@ def test_pooled(cut: str, optimizer: str) -> None:
     configs = random_configs(rng, weighted=weighted)
     sizes = table_sizes(configs)
     plan = random_plan(rng, sizes, Topology()) if cut == "mixed" else cut_plan(cut, rng, sizes, Topology())
+    # Which ids are of which width is looked up in the backward of replicated tables. Rowwise Adagrad on a table cut by
+    # columns looks for distinct rows, and tells the other stripes' holders.
+    widths = len({config.embedding_dim for config in configs})
+    waits = 1 + widths if cut == "data_parallel" and widths > 1 else 1
+    waits = 9 if (cut, optimizer) == ("mixed", "rowwise_adagrad") else waits
     with cuda_is_there():
         compare(
             lambda: collection(configs, optimizers=optimizer, weighted=weighted),
             plan,
             bags_of(rng, configs, weighted),
-            # Rowwise Adagrad on a table cut by columns looks for distinct rows, and tells the other stripes' holders.
-            waits=9 if (cut, optimizer) == ("mixed", "rowwise_adagrad") else 1,
+            waits=waits,
         )
 
 
@@ -241,3 +249,48 @@ def test_tables_on_meta_are_drawn_where_they_lie() -> None:
     assert torch.equal(torch.stack(again), torch.stack([top, bottom]))
     assert not torch.equal(other[0], top)
     assert 0.1 < float(top.abs().max()) <= 50**-0.5
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_pipeline_waits_between_its_streams(depth: int) -> None:
+    """The next batch is copied, and its ids are exchanged, on streams of their own."""
+    batches = []
+    for step in range(5):
+        sparse = random_bags(Random(step), feature_rows(CONFIGS), 3, shuffled=False).kjt()
+        batches.append(replace(clicks.batch(step, 0), dense=torch.rand(3, 3), sparse=sparse, labels=torch.ones(3)))
+
+    def steps(device: str) -> TrainPipeline:
+        model = shard(click_model(CONFIGS), mixed_plan(1), device=device)
+        optimizer = torch.optim.SGD(dense_parameters(model), lr=0.1, foreach=False)
+        return TrainPipeline(model, optimizer, batches, loss_fn=clicks.loss_fn, depth=depth)
+
+    expected = [float(loss) for loss in steps("cpu")]
+    with cuda_is_there(), cuda_double() as double, double.may_wait():
+        pipeline = steps("cuda:0")
+        losses = [float(next(pipeline))]
+        double.waits.clear()
+        later = [loss.detach() for loss in pipeline]
+        assert [one.partition(":")[0] for one in double.waits] == [HEADER] * (4 - (depth > 0)), double.waits
+        losses += map(float, later)
+        assert losses == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_double_finds_races() -> None:
+    with cuda_is_there(), cuda_double():
+        numbers = torch.ones(3, device="cuda")
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side), pytest.raises(Race, match="reads a tensor of another stream"):
+            numbers + 1
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            more = numbers + 1
+            done = side.record_event()
+            late = more + 1
+        torch.cuda.current_stream().wait_event(done)
+        assert more.add_(1).is_cuda
+        with pytest.raises(Race):
+            late + 1
+        with torch.cuda.stream(side), pytest.raises(Race):
+            more + 1
+        with pytest.raises(HiddenWait):
+            done.synchronize()
