@@ -40,7 +40,7 @@ _ROUNDED = ((1.0, 0.1), (1.0, 1.0), (0.5, 1.0))
 _MEMORY_SHARES = (1.0, 0.99, 0.97)
 """Shares of the capacity that the choice of options may use: what fits on the whole may not fit rank by rank."""
 _FILLS = ((0.0, 0.0), (0.0, 0.5), (0.3, 0.5), (1.0, 0.9))
-"""Ways to pack, the next where with one memory does not suffice: how much bytes count for the rank, and in the order."""
+"""Ways to pack, the next where one does not fit memory: how much bytes count for the rank, and in the order."""
 _MOVES = 400
 """Most steps of improving one packing."""
 _BUDGETS = (1.0, 1.1, 1.25, 1.5, 2.0)
