@@ -41,9 +41,10 @@ class Generated:
     capacity: float
 
 
-def generated(count: int) -> list[Generated]:
-    """The first so many problems, in turn of each family; a problem depends on its number alone."""
-    return [_problem(FAMILIES[number % len(FAMILIES)], number // len(FAMILIES)) for number in range(count)]
+def generated(count: int, first: int = 0) -> list[Generated]:
+    """So many problems from number ``first`` on, in turn of each family; a problem depends on its number alone."""
+    numbers = range(first, first + count)
+    return [_problem(FAMILIES[number % len(FAMILIES)], number // len(FAMILIES)) for number in numbers]
 
 
 def _problem(family: str, seed: int) -> Generated:

@@ -29,7 +29,7 @@ from shardrec.layout.presets import preset
 from shardrec.planner import Profile, SolveLimits, TableLoad
 from shardrec.planner.infeasible import least_capacity
 from shardrec.planner.make import Planner
-from shardrec.planner.solve import Option, Part, Piece, Problem, Solution, solve
+from shardrec.planner.solve import Gang, Item, Option, Problem, Solution, solve
 from shardrec.planner.solve.problem import anywhere, host_places
 
 GIB = 2**30
@@ -136,33 +136,33 @@ def as_problem(options: list[Any], ranks: int, capacity: float) -> Problem:
     per_host = min(8, ranks)
     free, hosts = anywhere(ranks), host_places(max(1, ranks // 8), per_host)
     fixed = (tuple(range(ranks)),)
-    # Fewer pieces than a host has ranks: on neighbouring ones, counted round.
+    # Fewer items than a host has ranks: on neighbouring ones, counted round.
     turned = {
         size: tuple(tuple((*host, *host)[start : start + size]) for host in hosts for start in range(per_host))
         for size in range(1, per_host)
     }
-    nothing = Piece(memory=(0.0, 0.0))
+    nothing = Item(memory=(0.0, 0.0))
     tables: dict[str, list[Option]] = {}
     for option in options:
-        pieces = [
-            Piece(load=shard.perf.total, memory=(float(shard.storage.hbm), float(shard.storage.ddr)))
+        items = [
+            Item(load=shard.perf.total, memory=(float(shard.storage.hbm), float(shard.storage.ddr)))
             for shard in option.shards
         ]
-        everywhere, parts = nothing, ()
-        if option.partition_by == "uniform" and len(set(pieces)) == 1:
-            everywhere = pieces[0]
+        everywhere, gangs = nothing, ()
+        if option.partition_by == "uniform" and len(set(items)) == 1:
+            everywhere = items[0]
         elif option.partition_by == "uniform":
-            parts = (Part(pieces=tuple(pieces), places=fixed),)
+            gangs = (Gang(items=tuple(items), places=fixed),)
         elif option.partition_by == "device":
-            counts: dict[Piece, int] = {}
-            for piece in pieces:
-                counts[piece] = counts.get(piece, 0) + 1
-            parts = tuple(Part(pieces=(piece,), places=free, count=count) for piece, count in counts.items())
+            counts: dict[Item, int] = {}
+            for item in items:
+                counts[item] = counts.get(item, 0) + 1
+            gangs = tuple(Gang(items=(item,), places=free, count=count) for item, count in counts.items())
         else:
-            groups = [tuple(pieces[start : start + per_host]) for start in range(0, len(pieces), per_host)]
-            parts = tuple(Part(pieces=group, places=turned.get(len(group), hosts)) for group in groups)
+            groups = [tuple(items[start : start + per_host]) for start in range(0, len(items), per_host)]
+            gangs = tuple(Gang(items=group, places=turned.get(len(group), hosts)) for group in groups)
         label = f"{option.sharding_type} {option.compute_kernel}"
-        tables.setdefault(option.name, []).append(Option(label=label, everywhere=everywhere, parts=parts))
+        tables.setdefault(option.name, []).append(Option(label=label, everywhere=everywhere, gangs=gangs))
     return Problem(
         ranks=ranks,
         capacity=(capacity, float(2**50)),
@@ -238,10 +238,10 @@ def against_torchrec(
     }
 
 
-def own_generated(count: int, limits: SolveLimits) -> list[dict[str, Any]]:
+def own_generated(count: int, first: int, limits: SolveLimits) -> list[dict[str, Any]]:
     """shardrec's planner on generated problems, for which no list of its own speaks."""
     profile, rows = Profile.of_machine(preset("h100")), []
-    for problem in generated(count):
+    for problem in generated(count, first):
         topology, batch = topology_of(problem.ranks, problem.capacity), max(1, GLOBAL_BATCH // problem.ranks)
         planner = Planner(problem.tables, topology, batch_size=batch, profile=profile)
         options = planner.problem()
@@ -300,6 +300,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tables", type=Path, nargs="?", help="CSV: instance,count,num_embeddings,embedding_dim,pooling")
     parser.add_argument("--generated", type=int, default=0, help="so many generated problems instead of a file's")
+    parser.add_argument("--first", type=int, default=0, help="number of the first of them")
     parser.add_argument("--against", type=Path, help="JSON that an earlier run wrote: compare the costs")
     parser.add_argument("--instances", nargs="+", help="default: all of the file")
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 128])
@@ -316,7 +317,9 @@ def main() -> None:
     rows = []
     if options.generated:
         seconds = options.seconds if options.seconds > 0 else inf
-        rows = own_generated(options.generated, SolveLimits(gap=options.gap, effort=1000, seconds=seconds))
+        rows = own_generated(
+            options.generated, options.first, SolveLimits(gap=options.gap, effort=1000, seconds=seconds)
+        )
     for name in [] if options.generated else options.instances or instances(options.tables):
         tables = read_tables(options.tables, instance=name)
         for ranks in options.ranks:

@@ -37,7 +37,7 @@ class Candidate:
 
 
 def lay_out(name: str, table: TableLoad, candidate: Candidate, places: Sequence[Place], world: int) -> TableLayout:
-    """The layout of a candidate whose parts were placed."""
+    """The layout of a candidate whose gangs were placed."""
     rows, cols = table.num_embeddings, table.embedding_dim
     if candidate.pinned is not None:
         pinned = candidate.pinned

@@ -22,7 +22,7 @@ from shardrec.planner.candidate import Candidate
 from shardrec.planner.constraint import CUTS, Constraint
 from shardrec.planner.cost import Cost, CostModel, TableLoad
 from shardrec.planner.price import priced_layout
-from shardrec.planner.solve.problem import Option, Part, Piece, Place
+from shardrec.planner.solve.problem import Gang, Item, Option, Place
 
 __all__ = ["CandidateMaker"]
 
@@ -185,44 +185,44 @@ class CandidateMaker:
         label = _label(table, cut, widths, edges)
         if len(widths) == 1 and blocks == self._topology.world_size == len(ranks) and blocks > 1:
             largest = _largest(self._blocks(table, widths[0], len(widths), edges))
-            option = Option(label=label, everywhere=_piece(everywhere + largest))
+            option = Option(label=label, everywhere=_item(everywhere + largest))
             return Candidate(cut=cut, widths=widths, edges=edges, option=option, on_all=True)
         places = self._anywhere.setdefault(ranks, tuple((rank,) for rank in ranks))
-        pieces = [_piece(cost) for width in widths for cost in self._blocks(table, width, len(widths), edges)]
-        parts = tuple(Part(pieces=(piece,), places=places, count=len(list(same))) for piece, same in groupby(pieces))
-        option = Option(label=label, everywhere=_piece(everywhere), parts=parts)
+        items = [_item(cost) for width in widths for cost in self._blocks(table, width, len(widths), edges)]
+        gangs = tuple(Gang(items=(item,), places=places, count=len(list(same))) for item, same in groupby(items))
+        option = Option(label=label, everywhere=_item(everywhere), gangs=gangs)
         return Candidate(cut=cut, widths=widths, edges=edges, option=option)
 
     def _by_host(
         self, table: TableLoad, cut: str, widths: tuple[int, ...], edges: tuple[int, ...], hosts: tuple[int, ...]
     ) -> Candidate:
-        pieces = tuple(_piece(cost) for cost in self._blocks(table, widths[0], len(widths), edges))
+        items = tuple(_item(cost) for cost in self._blocks(table, widths[0], len(widths), edges))
         count = len(widths)
         if cut == "table_column_wise":
-            pieces, count = pieces * count, 1
-        ranks = [self._topology.host_ranks(host)[: len(pieces)] for host in hosts]
-        places = self._hosts.setdefault((len(pieces), *hosts), tuple(ranks))
-        part = Part(pieces=pieces, places=places, count=count)
+            items, count = items * count, 1
+        ranks = [self._topology.host_ranks(host)[: len(items)] for host in hosts]
+        places = self._hosts.setdefault((len(items), *hosts), tuple(ranks))
+        gang = Gang(items=items, places=places, count=count)
         blocks = len(edges) - 1
         shards = len(widths) * blocks
         everywhere = self._model.everywhere(table, stripes=len(widths), shards=shards, sources=float(blocks))
-        option = Option(label=_label(table, cut, widths, edges), everywhere=_piece(everywhere), parts=(part,))
+        option = Option(label=_label(table, cut, widths, edges), everywhere=_item(everywhere), gangs=(gang,))
         return Candidate(cut=cut, widths=widths, edges=edges, option=option)
 
     def _fixed(self, table: TableLoad, edges: tuple[int, ...], ranks: tuple[int, ...]) -> Candidate:
         """A row block on each of the first of these ranks, summed where they share a host."""
         rows, cols, world, blocks = table.num_embeddings, table.embedding_dim, self._topology.world_size, len(edges) - 1
         layout = cuts.row_wise("", rows, cols, ranks=ranks[:blocks], boundaries=edges)
-        everywhere, parts = priced_layout(self._model, table, layout)
+        everywhere, shards = priced_layout(self._model, table, layout)
         whole, label = (cols,), _label(table, "row_wise", (cols,), edges)
         if blocks == world:
             per_rank = [Cost()] * world
-            for rank, cost in parts:
+            for rank, cost in shards:
                 per_rank[rank] += cost
-            option = Option(label=label, everywhere=_piece(everywhere + _largest(per_rank)))
+            option = Option(label=label, everywhere=_item(everywhere + _largest(per_rank)))
             return Candidate(cut="row_wise", widths=whole, edges=edges, option=option, on_all=True)
-        part = Part(pieces=tuple(_piece(cost) for _, cost in parts), places=(tuple(rank for rank, _ in parts),))
-        option = Option(label=label, everywhere=_piece(everywhere), parts=(part,))
+        gang = Gang(items=tuple(_item(cost) for _, cost in shards), places=(tuple(rank for rank, _ in shards),))
+        option = Option(label=label, everywhere=_item(everywhere), gangs=(gang,))
         return Candidate(cut="row_wise", widths=whole, edges=edges, option=option, holders=blocks)
 
     def _summed(
@@ -239,15 +239,15 @@ class CandidateMaker:
         shards, places = len(widths) * blocks, self._runs_of(holders, ranks)
         everywhere = self._model.everywhere(table, stripes=len(widths), shards=shards, sources=float(hosts))
         others = self._model.host_sum(table, cols=widths[0], blocks=holders)
-        rest = (_piece(others),) * (per_host - holders)
+        rest = (_item(others),) * (per_host - holders)
         for edges in _row_edges(table, blocks):
             costs = self._blocks(table, widths[0], len(widths), edges, summed=True)
-            held = [_piece(cost + others) for cost in costs]
+            held = [_item(cost + others) for cost in costs]
             patterns = [tuple(held[first : first + holders]) for first in range(0, blocks, holders)] * len(widths)
-            parts = tuple(
-                Part(pieces=pieces + rest, places=places, count=len(list(same))) for pieces, same in groupby(patterns)
+            gangs = tuple(
+                Gang(items=items + rest, places=places, count=len(list(same))) for items, same in groupby(patterns)
             )
-            option = Option(label=_label(table, cut, widths, edges), everywhere=_piece(everywhere), parts=parts)
+            option = Option(label=_label(table, cut, widths, edges), everywhere=_item(everywhere), gangs=gangs)
             yield Candidate(cut=cut, widths=widths, edges=edges, option=option, holders=holders)
 
     def _runs_of(self, holders: int, ranks: tuple[int, ...]) -> tuple[Place, ...]:
@@ -265,7 +265,7 @@ class CandidateMaker:
         return self._runs[(holders, *ranks)]
 
     def _replicas(self, table: TableLoad) -> Candidate:
-        option = Option(label="data_parallel", everywhere=_piece(self._model.replicated(table)))
+        option = Option(label="data_parallel", everywhere=_item(self._model.replicated(table)))
         return Candidate(
             cut="data_parallel", widths=(table.embedding_dim,), edges=(0, table.num_embeddings), option=option
         )
@@ -282,14 +282,14 @@ class CandidateMaker:
             raise ConfigError(f"table {name!r} is pinned to a layout that cannot be: {'; '.join(faults)}")
         if layout.replicated:
             return replace(self._replicas(table), cut=layout.cut, pinned=layout)
-        everywhere, parts = priced_layout(self._model, table, layout)
-        pieces = tuple(_piece(cost) for _, cost in parts)
+        everywhere, shards = priced_layout(self._model, table, layout)
+        items = tuple(_item(cost) for _, cost in shards)
         widths = tuple(stripe.col_end - stripe.col_start for stripe in layout.stripes())
-        place = tuple(rank for rank, _ in parts)
+        place = tuple(rank for rank, _ in shards)
         option = Option(
             label=f"{layout.cut} (pinned)",
-            everywhere=_piece(everywhere),
-            parts=(Part(pieces=pieces, places=(place,)),),
+            everywhere=_item(everywhere),
+            gangs=(Gang(items=items, places=(place,)),),
         )
         return Candidate(cut=layout.cut, widths=widths, edges=(0, shape[0]), option=option, pinned=layout)
 
@@ -324,8 +324,8 @@ def _largest(costs: Sequence[Cost]) -> Cost:
     return Cost(times=slowest.times, memory=biggest.memory)
 
 
-def _piece(cost: Cost) -> Piece:
-    return Piece(load=cost.ms, memory=(cost.bytes,))
+def _item(cost: Cost) -> Item:
+    return Item(load=cost.ms, memory=(cost.bytes,))
 
 
 def _label(table: TableLoad, cut: str, widths: tuple[int, ...], edges: tuple[int, ...]) -> str:

@@ -31,7 +31,7 @@ def refuse(planner: Planner) -> NoReturn:
     needs = {
         name: min(
             candidate.option.everywhere.memory[0] * ranks
-            + sum(part.count * piece.memory[0] for part in candidate.option.parts for piece in part.pieces)
+            + sum(gang.count * item.memory[0] for gang in candidate.option.gangs for item in gang.items)
             for candidate in candidates
         )
         for name, candidates in planner.candidates.items()
@@ -44,7 +44,7 @@ def refuse(planner: Planner) -> NoReturn:
     )
     for name, candidates in planner.candidates.items():
         least = min(
-            max([piece.memory[0] for part in c.option.parts for piece in part.pieces], default=0.0)
+            max([item.memory[0] for gang in c.option.gangs for item in gang.items], default=0.0)
             + c.option.everywhere.memory[0]
             for c in candidates
         )

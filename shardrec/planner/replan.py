@@ -113,35 +113,35 @@ class _Moves:
         return top * float(((loads / top) ** _NORM).sum()) ** (1 / _NORM) if top > 0 else 0.0
 
     def _price(self, name: str, layout: TableLayout) -> tuple[Floats, Floats]:
-        everywhere, parts = priced_layout(self.model, self.planner.tables[name], layout)
+        everywhere, shards = priced_layout(self.model, self.planner.tables[name], layout)
         loads = np.full(self.old.world_size, everywhere.ms)
         memory = np.full(self.old.world_size, everywhere.bytes)
-        for rank, cost in parts:
+        for rank, cost in shards:
             loads[rank] += cost.ms
             memory[rank] += cost.bytes
         return loads, memory
 
     def _placed(self, name: str, candidate: Candidate, loads: Floats, memory: Floats) -> TableLayout:
-        """A candidate with each part where the load is least and the memory is enough."""
+        """A candidate with each gang where the load is least and the memory is enough."""
         loads, memory = loads.copy(), memory.copy()
         places: list[Place] = []
-        for part in candidate.option.parts:
-            ranks = np.array(part.places)
-            time = np.array([piece.load for piece in part.pieces])
-            size = np.array([piece.memory[0] for piece in part.pieces])
-            for _ in range(part.count):
+        for gang in candidate.option.gangs:
+            ranks = np.array(gang.places)
+            time = np.array([item.load for item in gang.items])
+            size = np.array([item.memory[0] for item in gang.items])
+            for _ in range(gang.count):
                 over = np.maximum(memory[ranks] + size - self.planner.capacity, 0).max(axis=1)
                 score = (loads[ranks] + time).max(axis=1)
                 place = int(np.lexsort((score, over))[0])
                 np.add.at(loads, ranks[place], time)
                 np.add.at(memory, ranks[place], size)
-                places.append(part.places[place])
+                places.append(gang.places[place])
         table = self.planner.tables[name]
         return lay_out(name, table, candidate, self._near(name, table, candidate, places), self.old.world_size)
 
     def _near(self, name: str, table: TableLoad, candidate: Candidate, places: Sequence[Place]) -> Sequence[Place]:
         """The same ranks, with blocks left on ranks that hold some of them already, where blocks are alike."""
-        if len(places) < 2 or len(candidate.option.parts) != 1 or len(places[0]) != 1:
+        if len(places) < 2 or len(candidate.option.gangs) != 1 or len(places[0]) != 1:
             return places
         old = self.old.by_name[name]
         left = list(places)

@@ -7,14 +7,14 @@ from itertools import combinations_with_replacement, product
 from math import inf
 from random import Random
 
-from shardrec.planner.solve import Option, Part, Piece, Problem, Solution
+from shardrec.planner.solve import Gang, Item, Option, Problem, Solution
 from shardrec.planner.solve.problem import Place, anywhere, host_places
 
 __all__ = ["best_cost", "check", "random_problem"]
 
 
 def random_problem(rng: Random, *, most_tables: int = 4, ranks: int | None = None) -> Problem:
-    """Tables with single pieces, pieces by host, pieces at a fixed place, and loads on every rank."""
+    """Tables with single items, items by host, items at a fixed place, and loads on every rank."""
     hosts, per_host = rng.choice([(1, 2), (1, 3), (2, 2)])
     if ranks is not None:
         hosts, per_host = 1, ranks
@@ -23,22 +23,22 @@ def random_problem(rng: Random, *, most_tables: int = 4, ranks: int | None = Non
     fixed = (tuple(range(world)),)
     few = free[: rng.randint(1, world)]
 
-    def piece() -> Piece:
-        return Piece(load=rng.choice([0.0, 1.0, 2.0, 3.5, 5.0]), memory=(float(rng.randint(0, 6)),))
+    def item() -> Item:
+        return Item(load=rng.choice([0.0, 1.0, 2.0, 3.5, 5.0]), memory=(float(rng.randint(0, 6)),))
 
     def option() -> Option:
-        parts: list[Part] = []
+        gangs: list[Gang] = []
         kind = rng.randrange(5)
         if kind == 0:
-            parts = [Part(pieces=(piece(),), places=rng.choice([free, few]), count=rng.randint(1, 2))]
+            gangs = [Gang(items=(item(),), places=rng.choice([free, few]), count=rng.randint(1, 2))]
         elif kind == 1:
-            parts = [Part(pieces=tuple(piece() for _ in range(per_host)), places=by_host)]
+            gangs = [Gang(items=tuple(item() for _ in range(per_host)), places=by_host)]
         elif kind == 2:
-            parts = [Part(pieces=tuple(piece() for _ in range(world)), places=fixed)]
+            gangs = [Gang(items=tuple(item() for _ in range(world)), places=fixed)]
         elif kind == 3:
-            parts = [Part(pieces=(piece(),), places=free), Part(pieces=(piece(),), places=free)]
-        everywhere = Piece(load=rng.choice([0.0, 0.5, 1.0]), memory=(float(rng.randint(0, 1)),))
-        return Option(label=str(kind), everywhere=everywhere, parts=tuple(parts))
+            gangs = [Gang(items=(item(),), places=free), Gang(items=(item(),), places=free)]
+        everywhere = Item(load=rng.choice([0.0, 0.5, 1.0]), memory=(float(rng.randint(0, 1)),))
+        return Option(label=str(kind), everywhere=everywhere, gangs=tuple(gangs))
 
     tables: dict[str, tuple[Option, ...]] = {}
     for number in range(rng.randint(1, most_tables)):
@@ -50,7 +50,7 @@ def random_problem(rng: Random, *, most_tables: int = 4, ranks: int | None = Non
 
 
 def _placements(option: Option) -> Iterator[tuple[Place, ...]]:
-    each = [combinations_with_replacement(part.places, part.count) for part in option.parts]
+    each = [combinations_with_replacement(gang.places, gang.count) for gang in option.gangs]
     for chosen in product(*each):
         yield tuple(place for places in chosen for place in places)
 
@@ -59,8 +59,8 @@ def _loads(problem: Problem, choice: dict[str, int], places: dict[str, tuple[Pla
     """Per rank: load, then bytes of each tier."""
     found = [[0.0] * (1 + len(problem.capacity)) for _ in range(problem.ranks)]
 
-    def put(rank: int, piece: Piece) -> None:
-        for index, value in enumerate((piece.load, *piece.memory)):
+    def put(rank: int, item: Item) -> None:
+        for index, value in enumerate((item.load, *item.memory)):
             found[rank][index] += value
 
     for name, number in choice.items():
@@ -68,12 +68,12 @@ def _loads(problem: Problem, choice: dict[str, int], places: dict[str, tuple[Pla
         for rank in range(problem.ranks):
             put(rank, option.everywhere)
         spots = iter(places[name])
-        for part in option.parts:
-            for _ in range(part.count):
+        for gang in option.gangs:
+            for _ in range(gang.count):
                 place = next(spots)
-                assert place in part.places
-                for piece, rank in zip(part.pieces, place, strict=True):
-                    put(rank, piece)
+                assert place in gang.places
+                for item, rank in zip(gang.items, place, strict=True):
+                    put(rank, item)
         assert next(spots, None) is None
     return found
 
@@ -96,7 +96,7 @@ def best_cost(problem: Problem) -> float:
 
 
 def check(problem: Problem, solution: Solution) -> None:
-    """The solution places every part of every table, fits, and costs what it says."""
+    """The solution places every gang of every table, fits, and costs what it says."""
     assert solution.choice.keys() == solution.places.keys() == problem.tables.keys()
     ranks = _loads(problem, dict(solution.choice), dict(solution.places))
     for rank, values in enumerate(ranks):

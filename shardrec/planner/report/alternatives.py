@@ -77,21 +77,21 @@ def _add(option: Option, places: Sequence[Place], loads: Floats, memory: Floats,
     loads += sign * option.everywhere.load
     memory += sign * option.everywhere.memory[0]
     spots = iter(places)
-    for part in option.parts:
-        for _ in range(part.count):
-            for piece, rank in zip(part.pieces, next(spots), strict=True):
-                loads[rank] += sign * piece.load
-                memory[rank] += sign * piece.memory[0]
+    for gang in option.gangs:
+        for _ in range(gang.count):
+            for item, rank in zip(gang.items, next(spots), strict=True):
+                loads[rank] += sign * item.load
+                memory[rank] += sign * item.memory[0]
 
 
 def _with(option: Option, loads: Floats, memory: Floats, capacity: float) -> tuple[float, float]:
     """Cost with an option added where it hurts least, and the bytes by which a rank is over."""
     loads, memory = loads + option.everywhere.load, memory + option.everywhere.memory[0]
-    for part in sorted(option.parts, key=lambda part: -max(piece.load for piece in part.pieces)):
-        ranks = np.array(part.places)
-        time = np.array([piece.load for piece in part.pieces])
-        size = np.array([piece.memory[0] for piece in part.pieces])
-        for _ in range(part.count):
+    for gang in sorted(option.gangs, key=lambda gang: -max(item.load for item in gang.items)):
+        ranks = np.array(gang.places)
+        time = np.array([item.load for item in gang.items])
+        size = np.array([item.memory[0] for item in gang.items])
+        for _ in range(gang.count):
             over = np.maximum(memory[ranks] + size - capacity, 0).max(axis=1)
             score = (loads[ranks] + time).max(axis=1)
             place = ranks[np.lexsort((score, over))[0]]
@@ -101,5 +101,5 @@ def _with(option: Option, loads: Floats, memory: Floats, capacity: float) -> tup
 
 
 def _total(option: Option, ranks: int) -> float:
-    pieces = sum(part.count * piece.load for part in option.parts for piece in part.pieces)
-    return option.everywhere.load * ranks + pieces
+    items = sum(gang.count * item.load for gang in option.gangs for item in gang.items)
+    return option.everywhere.load * ranks + items

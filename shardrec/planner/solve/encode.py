@@ -1,6 +1,6 @@
-"""A problem as arrays: equal tables grouped, equal pieces counted.
+"""A problem as arrays: equal tables grouped, equal items counted.
 
-Shapes: G groups, O options of all groups, K distinct pieces of all options, M memory tiers, R ranks.
+Shapes: G groups, O options of all groups, K distinct items of all options, M memory tiers, R ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardrec.planner.solve.problem import Option, Part, Piece, Place, Problem
+from shardrec.planner.solve.problem import Gang, Item, Option, Place, Problem
 
 __all__ = ["Block", "Encoded", "Floats", "encode"]
 
@@ -23,10 +23,10 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """A kind of part: parts of equal pieces and places, of whichever table.
+    """A kind of gang: gangs of equal items and places, of whichever table.
 
     Args:
-        loads: (n,) of its pieces.
+        loads: (n,) of its items.
         memory: (n, M).
         places: (P, n) ranks.
         names: the places as the problem gave them.
@@ -39,7 +39,7 @@ class Block:
 
     @property
     def single(self) -> bool:
-        """Whether it is one piece."""
+        """Whether it is one item."""
         return len(self.loads) == 1
 
     @property
@@ -63,14 +63,14 @@ class Encoded:
         base_memory: (O, M).
         total_load: (O,) load on all ranks together.
         total_memory: (O, M).
-        piece_option: (K,) which option a piece is of.
-        piece_load: (K,).
-        piece_memory: (K, M).
-        piece_count: (K,).
-        piece_reach: (K,) number of the set of ranks that the piece can be on; 0 is all.
+        item_option: (K,) which option a item is of.
+        item_load: (K,).
+        item_memory: (K, M).
+        item_count: (K,).
+        item_reach: (K,) number of the set of ranks that the item can be on; 0 is all.
         reaches: the sets of ranks.
-        blocks: kinds of parts.
-        option_blocks: per option, (block, count) pairs in the order of its parts.
+        blocks: kinds of gangs.
+        option_blocks: per option, (block, count) pairs in the order of its gangs.
     """
 
     ranks: int
@@ -83,11 +83,11 @@ class Encoded:
     base_memory: Floats
     total_load: Floats
     total_memory: Floats
-    piece_option: Ints
-    piece_load: Floats
-    piece_memory: Floats
-    piece_count: Floats
-    piece_reach: Ints
+    item_option: Ints
+    item_load: Floats
+    item_memory: Floats
+    item_count: Floats
+    item_reach: Ints
     reaches: tuple[frozenset[int], ...]
     blocks: tuple[Block, ...]
     option_blocks: tuple[tuple[tuple[int, int], ...], ...]
@@ -106,40 +106,40 @@ class _Encoder:
         self.blocks: list[Block] = []
         self.reach_number: dict[frozenset[int], int] = {frozenset(range(problem.ranks)): 0}
         self.reach_of: dict[int, int] = {}
-        self.pieces: list[tuple[int, float, tuple[float, ...], int, int]] = []
+        self.items: list[tuple[int, float, tuple[float, ...], int, int]] = []
 
-    def block(self, part: Part) -> int:
-        key = (tuple((piece.load, piece.memory) for piece in part.pieces), id(part.places))
+    def block(self, gang: Gang) -> int:
+        key = (tuple((item.load, item.memory) for item in gang.items), id(gang.places))
         number = self.block_number.get(key)
         if number is None:
             number = self.block_number[key] = len(self.blocks)
             self.blocks.append(
                 Block(
-                    loads=np.array([piece.load for piece in part.pieces]),
-                    memory=np.array([piece.memory for piece in part.pieces]).reshape(-1, self.tiers),
-                    places=np.array(part.places, dtype=np.int64),
-                    names=part.places,
+                    loads=np.array([item.load for item in gang.items]),
+                    memory=np.array([item.memory for item in gang.items]).reshape(-1, self.tiers),
+                    places=np.array(gang.places, dtype=np.int64),
+                    names=gang.places,
                 )
             )
         return number
 
-    def reach(self, part: Part) -> int:
-        """Pieces that are placed together reach as far as all of them: one set of ranks for them, not one for each."""
-        key = id(part.places)
+    def reach(self, gang: Gang) -> int:
+        """Items that are placed together reach as far as all of them: one set of ranks for them, not one for each."""
+        key = id(gang.places)
         if key not in self.reach_of:
-            ranks = frozenset(rank for place in part.places for rank in place)
+            ranks = frozenset(rank for place in gang.places for rank in place)
             self.reach_of[key] = self.reach_number.setdefault(ranks, len(self.reach_number))
         return self.reach_of[key]
 
-    def add_pieces(self, number: int, option: Option) -> None:
+    def add_items(self, number: int, option: Option) -> None:
         counts: dict[tuple[float, tuple[float, ...], int], int] = {}
-        for part in option.parts:
-            reach = self.reach(part)
-            for piece in part.pieces:
-                if piece.load or any(piece.memory):
-                    key = (piece.load, piece.memory, reach)
-                    counts[key] = counts.get(key, 0) + part.count
-        self.pieces += [(number, load, memory, count, reach) for (load, memory, reach), count in counts.items()]
+        for gang in option.gangs:
+            reach = self.reach(gang)
+            for item in gang.items:
+                if item.load or any(item.memory):
+                    key = (item.load, item.memory, reach)
+                    counts[key] = counts.get(key, 0) + gang.count
+        self.items += [(number, load, memory, count, reach) for (load, memory, reach), count in counts.items()]
 
 
 def encode(problem: Problem) -> Encoded:
@@ -158,22 +158,22 @@ def encode(problem: Problem) -> Encoded:
     for group, key in enumerate(grouped):
         ranges.append(range(len(options_all), len(options_all) + len(first[key])))
         for option in map(partial(_lifted, problem.ranks), first[key]):
-            coder.add_pieces(len(options_all), option)
+            coder.add_items(len(options_all), option)
             options_all.append(option)
             option_group.append(group)
-    option_blocks = tuple(tuple((coder.block(part), part.count) for part in option.parts) for option in options_all)
-    piece_option = np.array([piece[0] for piece in coder.pieces], dtype=np.int64)
-    piece_load = np.array([piece[1] for piece in coder.pieces], dtype=np.float64)
-    piece_memory = np.array([piece[2] for piece in coder.pieces], dtype=np.float64).reshape(-1, tiers)
-    piece_count = np.array([piece[3] for piece in coder.pieces], dtype=np.float64)
+    option_blocks = tuple(tuple((coder.block(gang), gang.count) for gang in option.gangs) for option in options_all)
+    item_option = np.array([item[0] for item in coder.items], dtype=np.int64)
+    item_load = np.array([item[1] for item in coder.items], dtype=np.float64)
+    item_memory = np.array([item[2] for item in coder.items], dtype=np.float64).reshape(-1, tiers)
+    item_count = np.array([item[3] for item in coder.items], dtype=np.float64)
     count = len(options_all)
     base_load = np.array([option.everywhere.load for option in options_all])
     base_memory = np.array([option.everywhere.memory for option in options_all]).reshape(-1, tiers)
     total_load = base_load * problem.ranks
-    total_load += np.bincount(piece_option, piece_load * piece_count, count)
+    total_load += np.bincount(item_option, item_load * item_count, count)
     total_memory = base_memory * problem.ranks
     for tier in range(tiers):
-        total_memory[:, tier] += np.bincount(piece_option, piece_memory[:, tier] * piece_count, count)
+        total_memory[:, tier] += np.bincount(item_option, item_memory[:, tier] * item_count, count)
     return Encoded(
         ranks=problem.ranks,
         capacity=np.array(problem.capacity, dtype=np.float64),
@@ -185,11 +185,11 @@ def encode(problem: Problem) -> Encoded:
         base_memory=base_memory,
         total_load=total_load,
         total_memory=total_memory,
-        piece_option=piece_option,
-        piece_load=piece_load,
-        piece_memory=piece_memory,
-        piece_count=piece_count,
-        piece_reach=np.array([piece[4] for piece in coder.pieces], dtype=np.int64),
+        item_option=item_option,
+        item_load=item_load,
+        item_memory=item_memory,
+        item_count=item_count,
+        item_reach=np.array([item[4] for item in coder.items], dtype=np.int64),
         reaches=tuple(coder.reach_number),
         blocks=tuple(coder.blocks),
         option_blocks=option_blocks,
@@ -197,29 +197,28 @@ def encode(problem: Problem) -> Encoded:
 
 
 def _lifted(ranks: int, option: Option) -> Option:
-    """The same option, where what a part puts on every rank, wherever it goes, is no piece.
+    """The same option, where what a gang puts on every rank, wherever it goes, is no item.
 
-    A bound that knows pieces only by their ranks would put two of them on one.
+    A bound that knows items only by their ranks would put two of them on one.
     """
-    everywhere, parts = option.everywhere, []
-    for part in option.parts:
-        if all(sorted(place) == list(range(ranks)) for place in part.places):
-            load = min(piece.load for piece in part.pieces)
-            memory = tuple(map(min, zip(*(piece.memory for piece in part.pieces), strict=True)))
-            everywhere = _plus(everywhere, load, memory, part.count)
-            part = replace(part, pieces=tuple(_plus(piece, load, memory, -1) for piece in part.pieces))
-        parts.append(part)
-    return replace(option, everywhere=everywhere, parts=tuple(parts))
+    everywhere, gangs = option.everywhere, []
+    for gang in option.gangs:
+        if all(sorted(place) == list(range(ranks)) for place in gang.places):
+            load = min(item.load for item in gang.items)
+            memory = tuple(map(min, zip(*(item.memory for item in gang.items), strict=True)))
+            everywhere = _plus(everywhere, load, memory, gang.count)
+            gang = replace(gang, items=tuple(_plus(item, load, memory, -1) for item in gang.items))
+        gangs.append(gang)
+    return replace(option, everywhere=everywhere, gangs=tuple(gangs))
 
 
-def _plus(piece: Piece, load: float, memory: tuple[float, ...], times: int) -> Piece:
-    held = tuple(mine + times * more for mine, more in zip(piece.memory, memory, strict=True))
-    return Piece(load=piece.load + times * load, memory=held)
+def _plus(item: Item, load: float, memory: tuple[float, ...], times: int) -> Item:
+    held = tuple(mine + times * more for mine, more in zip(item.memory, memory, strict=True))
+    return Item(load=item.load + times * load, memory=held)
 
 
 def _key(option: Option) -> Any:
-    parts = tuple(
-        (tuple((piece.load, piece.memory) for piece in part.pieces), id(part.places), part.count)
-        for part in option.parts
+    gangs = tuple(
+        (tuple((item.load, item.memory) for item in gang.items), id(gang.places), gang.count) for gang in option.gangs
     )
-    return option.label, option.everywhere.load, option.everywhere.memory, parts
+    return option.label, option.everywhere.load, option.everywhere.memory, gangs

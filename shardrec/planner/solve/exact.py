@@ -41,7 +41,7 @@ def solve_exactly(
         nodes: most branches.
         seconds: time limit.
     """
-    # A kind of part is counted per option: parts of two tables may be alike, and both counts must come out.
+    # A kind of gang is counted per option: gangs of two tables may be alike, and both counts must come out.
     used = sorted({block for blocks in encoded.option_blocks for block, _ in blocks})
     starts, count = {}, len(encoded.options)
     for block in used:
@@ -54,14 +54,14 @@ def solve_exactly(
     # A bound may be next to nothing, where only memory keeps tables from their cheapest options.
     largest = float(encoded.total_load.max(initial=0.0))
     load_scale = 1.0 / (bound if bound > _SMALL * largest else largest or 1.0)
-    # Rows: one per group, one per kind of part, then load and memory of each rank. The last column is the cost.
+    # Rows: one per group, one per kind of gang, then load and memory of each rank. The last column is the cost.
     matrix = lil_matrix((groups + len(used) + ranks * (1 + len(tiers)), count + 1))
     for option, group in enumerate(encoded.option_group):
         matrix[int(group), option] = 1.0
     row_of = {block: groups + index for index, block in enumerate(used)}
     for option, blocks in enumerate(encoded.option_blocks):
-        for block, parts in blocks:
-            matrix[row_of[block], option] -= parts
+        for block, gangs in blocks:
+            matrix[row_of[block], option] -= gangs
     first = groups + len(used)
     for rank in range(ranks):
         matrix[first + rank, : len(encoded.options)] = encoded.base_load * load_scale
@@ -75,10 +75,10 @@ def solve_exactly(
         for place in range(len(kind.names)):
             column = starts[block] + place
             matrix[row_of[block], column] = 1.0
-            for piece, rank in enumerate(kind.places[place]):
-                matrix[first + rank, column] += kind.loads[piece] * load_scale
+            for item, rank in enumerate(kind.places[place]):
+                matrix[first + rank, column] += kind.loads[item] * load_scale
                 for index, tier in enumerate(tiers):
-                    share = kind.memory[piece, tier] / max(encoded.capacity[tier], 1.0)
+                    share = kind.memory[item, tier] / max(encoded.capacity[tier], 1.0)
                     matrix[first + ranks * (1 + index) + rank, column] += share
     lower = np.concatenate([encoded.sizes, np.zeros(len(used)), np.full(matrix.shape[0] - first, -np.inf)])
     upper = np.concatenate([encoded.sizes, np.zeros(len(used) + ranks), np.ones(ranks * len(tiers))])

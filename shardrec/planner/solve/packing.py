@@ -1,9 +1,9 @@
-"""Parts on ranks: placed largest first, then moved, swapped and shared out anew as long as the most loaded rank gains.
+"""Gangs on ranks: placed largest first, then moved, swapped and shared out anew as long as the most loaded rank gains.
 
-A packing knows kinds of parts (:class:`~shardrec.planner.solve.encode.Block`), not tables: how many parts of each kind
-are at each place. Which table's part is which does not matter until the end.
+A packing knows kinds of gangs (:class:`~shardrec.planner.solve.encode.Block`), not tables: how many gangs of each kind
+are at each place. Which table's gang is which does not matter until the end.
 
-Shapes: R ranks, M memory tiers, S kinds of single pieces in use, P places of a kind.
+Shapes: R ranks, M memory tiers, S kinds of single items in use, P places of a kind.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MOST_PARTNERS = 24
 
 
 class Packing:
-    """Where the parts of a choice of options are.
+    """Where the gangs of a choice of options are.
 
     Args:
         encoded: the problem.
@@ -34,7 +34,7 @@ class Packing:
     Attributes:
         loads: (R,).
         memory: (R, M).
-        at: per kind of part, (P,) how many are at each place.
+        at: per kind of gang, (P,) how many are at each place.
     """
 
     def __init__(self, encoded: Encoded, counts: Ints) -> None:
@@ -65,7 +65,7 @@ class Packing:
         return other
 
     def of(self, encoded: Encoded) -> Packing:
-        """The same places and options in another problem, whose parts are of other sizes."""
+        """The same places and options in another problem, whose gangs are of other sizes."""
         other = Packing(encoded, self.counts)
         for block, at in self.at.items():
             for place in np.flatnonzero(at).tolist():
@@ -73,7 +73,7 @@ class Packing:
         return other
 
     def solution(self, bound: float, timed_out: bool) -> Solution:
-        """Table by table: the first tables of a group take the first options in use, and parts as they come."""
+        """Table by table: the first tables of a group take the first options in use, and gangs as they come."""
         encoded = self.encoded
         left = {block: [p for p, n in enumerate(at) for _ in range(int(n))] for block, at in self.at.items()}
         choice: dict[str, int] = {}
@@ -101,7 +101,7 @@ class Packing:
         return bool((self.memory <= self._limit).all())
 
     def put(self, block: int, place: int, count: int = 1) -> None:
-        """Add ``count`` parts of a kind at a place; take them off if negative."""
+        """Add ``count`` gangs of a kind at a place; take them off if negative."""
         kind = self.encoded.blocks[block]
         at = self.at.get(block)
         if at is None:
@@ -112,7 +112,7 @@ class Packing:
         np.add.at(self.memory, kind.places[place], count * kind.memory)
 
     def place_best(self, block: int, memory_weight: float = 0.0) -> bool:
-        """Add one part where the highest rank of its place is lowest; False if it fits nowhere."""
+        """Add one gang where the highest rank of its place is lowest; False if it fits nowhere."""
         kind = self.encoded.blocks[block]
         if kind.single:
             ranks = kind.places[:, 0]
@@ -131,7 +131,7 @@ class Packing:
         return True
 
     def fill(self, demand: Iterable[tuple[int, int]], memory_weight: float = 0.0, memory_order: float = 0.0) -> bool:
-        """Place ``(block, count)`` parts, the largest first; False if some fit nowhere.
+        """Place ``(block, count)`` gangs, the largest first; False if some fit nowhere.
 
         Args:
             demand: what to place.
@@ -165,7 +165,7 @@ class Packing:
                 return
 
     def _move_row(self, worst: int) -> bool:
-        """Move a part of several pieces away from a rank."""
+        """Move a gang of several items away from a rank."""
         best: tuple[float, int, int, int] | None = None
         for block, at in self.at.items():
             kind = self.encoded.blocks[block]
@@ -190,7 +190,7 @@ class Packing:
 
 
 class _Singles:
-    """The kinds of single free pieces in use, as matrices."""
+    """The kinds of single free items in use, as matrices."""
 
     def __init__(self, packing: Packing) -> None:
         self.packing = packing
@@ -215,7 +215,7 @@ class _Singles:
         self.count[kind, target] += count
 
     def move_or_swap(self, worst: int) -> bool:
-        """The best move of a piece off a rank, or swap of one for another's."""
+        """The best move of a item off a rank, or swap of one for another's."""
         state = self.packing
         here = np.flatnonzero(self.count[:, worst])
         if not len(here):
@@ -256,7 +256,7 @@ class _Singles:
         return True
 
     def share_anew(self, worst: int) -> bool:
-        """Split the pieces of a rank and of a less loaded one between the two in the best way."""
+        """Split the items of a rank and of a less loaded one between the two in the best way."""
         state = self.packing
         order = np.argsort(state.loads, kind="stable")
         return any(other != worst and self._split(worst, int(other)) for other in order[:_MOST_PARTNERS])
@@ -286,7 +286,7 @@ class _Singles:
 
 
 def demand(encoded: Encoded, counts: Ints) -> dict[int, int]:
-    """How many parts of each kind a choice of options, (O,), asks for."""
+    """How many gangs of each kind a choice of options, (O,), asks for."""
     found: dict[int, int] = {}
     for option in np.flatnonzero(counts).tolist():
         for block, count in encoded.option_blocks[option]:
@@ -298,9 +298,9 @@ def rounded(encoded: Encoded, values: Floats) -> Ints:
     """(O,) whole counts: in each group, the largest remainders are rounded up."""
     counts = np.floor(values + 1e-9).astype(np.int64)
     for size, span in zip(encoded.sizes, encoded.group_options, strict=True):
-        part = slice(span.start, span.stop)
-        order = np.argsort(counts[part] - values[part], kind="stable")
-        counts[part][order[: int(size - counts[part].sum())]] += 1
+        columns = slice(span.start, span.stop)
+        order = np.argsort(counts[columns] - values[columns], kind="stable")
+        counts[columns][order[: int(size - counts[columns].sum())]] += 1
     return counts
 
 
@@ -310,9 +310,9 @@ def spread(encoded: Encoded) -> Ints:
     That is to have all tables on all ranks, mostly: it fits if anything does, but for what cuts do not divide.
     """
     most = np.zeros_like(encoded.base_memory)
-    np.maximum.at(most, encoded.piece_option, encoded.piece_memory)
-    pieces = np.bincount(encoded.piece_option, encoded.piece_count, len(encoded.options))
-    memory = encoded.base_memory + most * np.ceil(pieces / encoded.ranks)[:, None]
+    np.maximum.at(most, encoded.item_option, encoded.item_memory)
+    items = np.bincount(encoded.item_option, encoded.item_count, len(encoded.options))
+    memory = encoded.base_memory + most * np.ceil(items / encoded.ranks)[:, None]
     share = (memory / np.maximum(encoded.capacity, 1.0)).max(axis=1)
     load = encoded.base_load + encoded.total_load / encoded.ranks
     counts = np.zeros(len(encoded.options), dtype=np.int64)

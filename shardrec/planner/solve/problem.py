@@ -3,10 +3,10 @@
 ::
 
     Problem ── tables ──► Option "column_wise ×4"          of each table exactly one option is chosen
-                            everywhere: Piece               what every rank bears: routing, assembling, copies
-                            parts: Part × 4                 what has to be placed
-                                     pieces: (Piece,)       a part is one piece, or pieces that move together
-                                     places: ((0,), (1,))   and a place is one rank for each of its pieces
+                            everywhere: Item                common load: routing, assembling, copies
+                            gangs: Gang × 4                 what has to be placed
+                                     items: (Item,)         one item, or items that are placed together
+                                     places: ((0,), (1,))   a place is one rank for each of them
 
 Nothing here knows about embeddings: a load is any additive cost of a rank, a memory any additive byte count per tier.
 So the options may come from shardrec's cost model or from another planner's.
@@ -22,13 +22,13 @@ from math import inf
 
 from shardrec.errors import ConfigError
 
-__all__ = ["Option", "Part", "Piece", "Place", "Problem", "Solution", "SolveLimits", "anywhere", "host_places"]
+__all__ = ["Gang", "Item", "Option", "Place", "Problem", "Solution", "SolveLimits", "anywhere", "host_places"]
 
 Place = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class Item:
     """What one rank has to do and to hold.
 
     Args:
@@ -41,16 +41,16 @@ class Piece:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
-    """Pieces that are placed together.
+class Gang:
+    """Items that are placed together.
 
     Args:
-        pieces: at least one.
-        places: where the part may go; each place gives the rank of each piece.
-        count: so many equal parts, each placed for itself.
+        items: at least one.
+        places: where the gang may go; each place gives the rank of each item.
+        count: so many equal gangs, each placed for itself.
     """
 
-    pieces: tuple[Piece, ...]
+    items: tuple[Item, ...]
     places: tuple[Place, ...]
     count: int = 1
 
@@ -62,12 +62,12 @@ class Option:
     Args:
         label: for people.
         everywhere: what the option puts on every rank.
-        parts: what it puts on some.
+        gangs: what it puts on some.
     """
 
     label: str
-    everywhere: Piece
-    parts: tuple[Part, ...] = ()
+    everywhere: Item
+    gangs: tuple[Gang, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +91,8 @@ class SolveLimits:
 
     Args:
         gap: stop when the plan is proven to be within this fraction of the best.
-        effort: rounds of each part of the search, in proportion. 40 takes a second where the gap closes and a minute
-            where it does not; 10 takes some seconds.
+        effort: rounds of the search, and branches of HiGHS, in proportion. 40 takes less than a second where the gap
+            closes, and some seconds on hundreds of tables where it does not.
         seconds: of processor time; of what is done at once, that of the longest. On an idle machine with two cores that
             is the clock's. Stop then with the best so far. A run that ends earlier is a function of the problem alone.
     """
@@ -115,7 +115,7 @@ class Solution:
 
     Args:
         choice: number of the chosen option, by table.
-        places: per table, the place of each part: parts in order, ``count`` places for each.
+        places: per table, the place of each gang: gangs in order, ``count`` places for each.
         loads: load of each rank.
         memory: per rank, bytes in each tier.
         bound: no assignment of these options has a lower cost.
@@ -143,10 +143,10 @@ class Solution:
 
 
 def anywhere(ranks: int) -> tuple[Place, ...]:
-    """The places of a single piece that may be on any rank."""
+    """The places of a single item that may be on any rank."""
     return tuple((rank,) for rank in range(ranks))
 
 
 def host_places(hosts: int, ranks_per_host: int) -> tuple[Place, ...]:
-    """The places of a part with one piece for each rank of a host."""
+    """The places of a gang with one item for each rank of a host."""
     return tuple(tuple(range(host * ranks_per_host, (host + 1) * ranks_per_host)) for host in range(hosts))

@@ -1,4 +1,4 @@
-"""Linear and integer programmes over "how many tables take which option", by HiGHS."""
+"""Linear programs over "how many tables take which option", by HiGHS."""
 
 from __future__ import annotations
 
@@ -11,10 +11,6 @@ import numpy as np
 from shardrec.planner.solve.encode import Floats, Ints
 
 __all__ = ["Outcome", "Programme"]
-
-_NODES = 300
-_GAP = 1e-3
-_FEASIBLE = 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +44,7 @@ class Programme:
         self._sizes = sizes.astype(np.float64)
         self._basis: dict[tuple[int, ...], Any] = {}
         self._solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
-        for name, value in (("output_flag", False), ("threads", 1), ("random_seed", 0)):
+        for name, value in (("output_flag", False), ("threads", 1), ("random_seed", 0), ("presolve", "off")):
             self._solver.setOptionValue(name, value)
 
     def minimise(
@@ -59,8 +55,6 @@ class Programme:
         limits: Floats,
         *,
         key: tuple[int, ...] = (),
-        whole: bool = False,
-        seconds: float = 1e9,
     ) -> Outcome | None:
         """The best solution, or None if there is none.
 
@@ -70,11 +64,6 @@ class Programme:
             rows: (N, O).
             limits: (N,).
             key: which rows these are.
-            whole: whole numbers only.
-            seconds: time limit, with ``whole``.
-
-        Returns:
-            With ``whole``, a solution that may be a little above the best.
         """
         solver, columns, groups = self._solver, len(objective), len(self._sizes)
         top = float(np.abs(objective).max(initial=0.0)) or 1.0
@@ -82,10 +71,6 @@ class Programme:
         row_of, column_of = np.nonzero(rows)
         starts = np.concatenate([self._starts, columns + np.searchsorted(row_of, np.arange(len(rows)))])
         solver.clearModel()
-        solver.setOptionValue("presolve", "on" if whole else "off")
-        solver.setOptionValue("time_limit", float(seconds) if whole else 1e9)
-        solver.setOptionValue("mip_max_nodes", _NODES)
-        solver.setOptionValue("mip_rel_gap", _GAP)
         solver.passModel(
             columns,
             groups + len(rows),
@@ -101,9 +86,9 @@ class Programme:
             starts.astype(np.int32),
             np.concatenate([self._by_group, column_of]).astype(np.int32),
             np.concatenate([np.ones(columns), rows[row_of, column_of]]),
-            np.full(columns, int(whole), dtype=np.int32),
+            np.zeros(columns, dtype=np.int32),
         )
-        if not whole and key in self._basis:
+        if key in self._basis:
             solver.setBasis(self._basis[key])
         solver.run()
         status = solver.getModelStatus()
@@ -111,11 +96,6 @@ class Programme:
             return None
         solution = solver.getSolution()
         info = solver.getInfo()
-        if whole:
-            bound = float(info.mip_dual_bound) * top if np.isfinite(info.mip_dual_bound) else -np.inf
-            if info.primal_solution_status != _FEASIBLE:
-                return Outcome(None, np.inf, bound)
-            return Outcome(np.rint(solution.col_value), float(info.objective_function_value) * top, bound)
         if status != highspy.HighsModelStatus.kOptimal:
             return Outcome(None, np.inf, -np.inf)
         self._basis[key] = solver.getBasis()

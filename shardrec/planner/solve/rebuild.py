@@ -76,10 +76,10 @@ class Rebuilder:
             if done == first + length:
                 first, length = done, 2 * length
             batch = min(_BATCH, most - done, first + length - done)
-            part = (done - first) / length
-            sharpness = _SHARPNESS[0] * (_SHARPNESS[1] / _SHARPNESS[0]) ** part
+            progress = (done - first) / length
+            sharpness = _SHARPNESS[0] * (_SHARPNESS[1] / _SHARPNESS[0]) ** progress
             state.steep[:] = sharpness / state.cost.min(), sharpness
-            rounds(arrays, state, undo, rng, sharpness * _PATIENCE * (1 - part) * rng.random(batch) ** 2)
+            rounds(arrays, state, undo, rng, sharpness * _PATIENCE * (1 - progress) * rng.random(batch) ** 2)
             done += batch
         return _packed(arrays, state, self.encoded) if state.cost[1] < start.cost * (1 - 1e-9) else None
 
@@ -93,7 +93,8 @@ class Rebuilder:
         An option that does so much more work than the one of its table that does least cannot be in such a plan if all
         other tables took what does least, and all ranks would still be at the cost.
         """
-        choice = self._arrays.choice[self._extra[self._arrays.choice] <= cost - self._least]
+        # Rounding may have the cost below what the options of least work come to; these are always there.
+        choice = self._arrays.choice[self._extra[self._arrays.choice] <= max(0.0, cost - self._least)]
         groups = np.arange(len(self.encoded.groups) + 1)
         return self._arrays._replace(
             choice=choice, choice_first=np.searchsorted(self.encoded.option_group[choice], groups)
@@ -101,22 +102,22 @@ class Rebuilder:
 
 
 def by_memory(encoded: Encoded) -> Encoded:
-    """The problem with bytes for loads, in parts of the capacity of the tier of which an item takes most; no limits.
+    """The problem with bytes for loads, as fractions of the capacity of the tier that an item takes most of.
 
-    A packing of it whose cost is at most 1 fits memory.
+    There are no limits on memory in it. A packing of it whose cost is at most 1 fits memory.
     """
 
-    def part(memory: Floats) -> Floats:
+    def share(memory: Floats) -> Floats:
         found: Floats = (memory / np.maximum(encoded.capacity, 1.0)).max(axis=-1)
         return found
 
     return replace(
         encoded,
         capacity=np.full(len(encoded.capacity), np.inf),
-        base_load=part(encoded.base_memory),
-        total_load=part(encoded.total_memory),
-        piece_load=part(encoded.piece_memory),
-        blocks=tuple(replace(block, loads=part(block.memory)) for block in encoded.blocks),
+        base_load=share(encoded.base_memory),
+        total_load=share(encoded.total_memory),
+        item_load=share(encoded.item_memory),
+        blocks=tuple(replace(block, loads=share(block.memory)) for block in encoded.blocks),
     )
 
 
@@ -128,8 +129,8 @@ def _arrays(encoded: Encoded) -> Arrays:
         if sets.setdefault(id(kind.names), len(places)) == len(places):
             places.append(kind.places)
     largest = [-float(kind.loads.max()) for kind in encoded.blocks]
-    parts = [
-        [block for block, count in sorted(blocks, key=lambda part: largest[part[0]]) for _ in range(count)]
+    gangs = [
+        [block for block, count in sorted(blocks, key=lambda each: largest[each[0]]) for _ in range(count)]
         for blocks in encoded.option_blocks
     ]
     sizes = [np.column_stack([kind.loads, kind.memory]) for kind in encoded.blocks]
@@ -142,8 +143,8 @@ def _arrays(encoded: Encoded) -> Arrays:
         kind_set=np.array([sets[id(kind.names)] for kind in encoded.blocks], dtype=np.int64),
         kind_first=_firsts([len(kind.loads) for kind in encoded.blocks]),
         size=np.concatenate([np.zeros((0, 1 + len(encoded.capacity))), *sizes]),
-        option_first=_firsts([len(each) for each in parts]),
-        part_kind=np.array([block for each in parts for block in each], dtype=np.int64),
+        option_first=_firsts([len(each) for each in gangs]),
+        gang_kind=np.array([block for each in gangs for block in each], dtype=np.int64),
         base=np.column_stack([encoded.base_load, encoded.base_memory]),
         work=encoded.total_load,
         choice_first=np.zeros(0, dtype=np.int64),
@@ -160,14 +161,14 @@ def _joined(arrays: Sequence[Ints]) -> Ints:
 
 
 def _unpacked(arrays: Arrays, packing: Packing) -> tuple[State, Undo]:
-    """The state of a packing, which of equal parts is whose does not matter, and room for what rounds undo."""
+    """The state of a packing, which of equal gangs is whose does not matter, and room for what rounds undo."""
     encoded, first = packing.encoded, arrays.option_first
     left = {block: [p for p, n in enumerate(at) for _ in range(int(n))] for block, at in packing.at.items()}
     option = np.repeat(np.arange(len(packing.counts)), packing.counts)
     spot = np.zeros((len(option), max(1, int(np.diff(first).max()))), dtype=np.int32)
     on = np.zeros((encoded.ranks, len(option)), dtype=np.int32)
     for table, each in enumerate(option.tolist()):
-        for slot, block in enumerate(arrays.part_kind[first[each] : first[each + 1]].tolist()):
+        for slot, block in enumerate(arrays.gang_kind[first[each] : first[each + 1]].tolist()):
             place = spot[table, slot] = left[block].pop()
             np.add.at(on, (encoded.blocks[block].places[place], table), 1)
     base = packing.counts.astype(np.float64) @ arrays.base
@@ -199,6 +200,6 @@ def _packed(arrays: Arrays, state: State, encoded: Encoded) -> Packing | None:
     first = arrays.option_first
     packing = Packing(encoded, np.bincount(state.best_option, minlength=len(encoded.options)))
     for option, spots in zip(state.best_option.tolist(), state.best_spot.tolist(), strict=True):
-        for block, place in zip(arrays.part_kind[first[option] : first[option + 1]].tolist(), spots, strict=False):
+        for block, place in zip(arrays.gang_kind[first[option] : first[option + 1]].tolist(), spots, strict=False):
             packing.put(block, place)
     return packing if packing.fits() else None

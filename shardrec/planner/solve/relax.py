@@ -2,18 +2,18 @@
 prove.
 
 [Note: the bound]
-In an assignment each rank bears E, the sum of the chosen options' loads on every rank, and pieces; let c be the most
-that the pieces of a rank come to, so that the cost is E + c. Relative to c, sizes s in [0, 1] that share a rank add up
+In an assignment each rank bears E, the sum of the chosen options' loads on every rank, and items; let c be the most
+that the items of a rank come to, so that the cost is E + c. Relative to c, sizes s in [0, 1] that share a rank add up
 to at most 1. A *dual feasible function* f keeps that property: if sizes add up to at most 1, so do their f(s). Hence
 over R ranks
 
-    sum over all pieces of f(load / c)  <=  R        for every dual feasible f
+    sum over all items of f(load / c)  <=  R        for every dual feasible f
 
 which, for a given c, is linear in the choice of options. With f(s) = s this is the average load; the others see that
-two pieces of 0.6 do not fit one rank. The same holds for the bytes of each memory tier. Let E(c) be the least E under
-all these rows, with fractional tables or with whole ones. The more room, the less E, so an assignment with c1 <= c <=
-c2 costs at least c1 + E(c2), and the least of these over intervals that hold every c is a bound for all. The interval
-that decides is cut in two until the bound stands still.
+two items of 0.6 do not fit one rank. The same holds for the bytes of each memory tier. Let E(c) be the least E under
+all these rows, with fractional tables. The larger the budget, the less E, so an assignment with c1 <= c <= c2 costs at
+least c1 + E(c2), and the least of these over intervals that hold every c is a bound for all. The interval that decides
+is cut in two until the bound stands still.
 
 The functions are those of Fekete and Schepers, "New classes of fast lower bounds for bin packing problems" (2001):
 rounding to multiples of 1/k, and cutting off what is smaller than eps or larger than 1 - eps.
@@ -35,8 +35,6 @@ __all__ = ["Interval", "Relaxation"]
 
 _ROUNDING = tuple(range(1, 13))
 _CUTOFFS = 8
-_TIE = 1e-4
-"""Weight of the pieces' load among choices that put the same on every rank."""
 _FUNCTIONS = len(_ROUNDING) + _CUTOFFS
 _SLACK = 1e-9
 """Sizes are taken this much smaller, so that rounding errors cannot prove what is not so."""
@@ -44,21 +42,19 @@ _SLACK = 1e-9
 
 @dataclass(frozen=True, order=True)
 class Interval:
-    """A range of c, the load of the pieces of the most loaded rank.
+    """A range of c, the load of the items of the most loaded rank.
 
     Args:
         bound: what an assignment with its c in the range costs at least.
         low: least c.
         high: most c.
         base: E at ``high``, or a bound of it.
-        whole: whether ``base`` is that of whole tables.
     """
 
     bound: float
     low: float
     high: float
     base: float
-    whole: bool = False
 
 
 class Relaxation:
@@ -75,15 +71,15 @@ class Relaxation:
         self._upper = encoded.sizes[encoded.option_group].astype(np.float64)
         self._starts = np.array([span.start for span in encoded.group_options], dtype=np.int64)
         self._least_memory = self._least(encoded.base_memory)
-        # Pieces in order of their options, so that a sum per option is a difference of running sums.
-        order = np.argsort(encoded.piece_option, kind="stable")
-        self._order, self._count = order, encoded.piece_count[order]
-        self._edges = np.searchsorted(encoded.piece_option[order], np.arange(options + 1))
-        # Per set of ranks, which pieces can be nowhere else.
+        # Items in order of their options, so that a sum per option is a difference of running sums.
+        order = np.argsort(encoded.item_option, kind="stable")
+        self._order, self._count = order, encoded.item_count[order]
+        self._edges = np.searchsorted(encoded.item_option[order], np.arange(options + 1))
+        # Per set of ranks, which items can be nowhere else.
         self._inside: list[tuple[int, Floats]] = []
         for ranks in encoded.reaches:
             within = np.array([other <= ranks for other in encoded.reaches])
-            inside = within[encoded.piece_reach]
+            inside = within[encoded.item_reach]
             if inside.any() or not self._inside:
                 self._inside.append((len(ranks), inside[order].astype(np.float64)))
         self._memory_rows: dict[float, tuple[Floats, Floats]] = {}
@@ -93,52 +89,35 @@ class Relaxation:
 
     def least_base(
         self,
-        room: float,
+        budget: float,
         *,
-        whole: bool = False,
-        most: float = np.inf,
         weight: float = 0.0,
         memory_share: float = 1.0,
-        piece_share: float = 1.0,
-        seconds: float = 10.0,
+        item_share: float = 1.0,
     ) -> Outcome | None:
-        """E: the least that the options chosen put on every rank, where pieces have so much room; None if none fit.
+        """E: the least that the options chosen put on every rank, where items have so much budget; None if none fit.
 
         Args:
-            room: c.
-            whole: whole tables only.
-            most: E at most.
-            weight: of the average load of the pieces in the objective, against E.
-            memory_share: the part of the capacity that may be used.
-            piece_share: the part of the room that a single piece may take.
-            seconds: time limit, with ``whole``.
+            budget: c.
+            weight: of the average load of the items in the objective, against E.
+            memory_share: the share of the capacity that may be used.
+            item_share: the share of the budget that a single item may take.
         """
         encoded = self.encoded
         objective = encoded.base_load
         if weight:
             objective = objective + weight * (encoded.total_load / encoded.ranks - encoded.base_load)
-        upper = np.where(self._fits(room * piece_share, encoded.capacity * memory_share), self._upper, 0.0)
-        rows, limits = self._rows(room, memory_share)
-        if np.isfinite(most):
-            scale = max(float(encoded.base_load.max(initial=0.0)), 1e-300)
-            rows, limits = np.vstack([rows, encoded.base_load / scale]), np.append(limits, most / scale)
+        upper = np.where(self._fits(budget * item_share, encoded.capacity * memory_share), self._upper, 0.0)
+        rows, limits = self._rows(budget, memory_share)
         # Sums that no choice of the options allowed can make too large tell nothing.
         allowed = np.where(upper > 0, rows, 0.0)
         highest = np.maximum.reduceat(allowed, self._starts, axis=1) @ encoded.sizes
         telling = set(np.flatnonzero(highest > limits).tolist())
-        used = telling if whole else telling & self._active
+        used = telling & self._active
         while True:
             picked = np.array(sorted(used), dtype=np.int64)
-            found = self._programme.minimise(
-                objective,
-                upper,
-                rows[picked],
-                limits[picked],
-                key=tuple(picked.tolist()),
-                whole=whole,
-                seconds=seconds,
-            )
-            if found is None or whole or found.values is None:
+            found = self._programme.minimise(objective, upper, rows[picked], limits[picked], key=tuple(picked.tolist()))
+            if found is None or found.values is None:
                 return found
             over = np.flatnonzero(rows @ found.values > limits * (1 + 1e-7) + 1e-12)
             broken = (set(over.tolist()) & telling) - used
@@ -158,8 +137,8 @@ class Relaxation:
         unlimited = self._base_at(np.inf)
         if not np.isfinite(unlimited):
             return [Interval(np.inf, 0.0, np.inf, unlimited)]
-        pieces = self.encoded.total_load / self.encoded.ranks - self.encoded.base_load
-        edge = max(float(np.maximum.reduceat(pieces, self._starts) @ self.encoded.sizes), 1e-12)
+        items = self.encoded.total_load / self.encoded.ranks - self.encoded.base_load
+        edge = max(float(np.maximum.reduceat(items, self._starts) @ self.encoded.sizes), 1e-12)
         heap = [Interval(edge + unlimited, edge, np.inf, unlimited)]
         while most > 0 and np.isfinite(base := self._base_at(edge)):
             # Downwards in steps of a half, to where nothing fits any more.
@@ -182,11 +161,11 @@ class Relaxation:
         base = max(interval.base, self._base_at(middle))
         return (
             Interval(interval.low + base, interval.low, middle, base),
-            Interval(middle + interval.base, middle, interval.high, interval.base, interval.whole),
+            Interval(middle + interval.base, middle, interval.high, interval.base),
         )
 
-    def _base_at(self, room: float) -> float:
-        found = self.least_base(room)
+    def _base_at(self, budget: float) -> float:
+        found = self.least_base(budget)
         if found is None:
             return np.inf
         return max(found.bound * (1 - 1e-7), 0.0)
@@ -199,31 +178,31 @@ class Relaxation:
         least: Floats = np.minimum.reduceat(per_option, self._starts, axis=0).T @ encoded.sizes.astype(np.float64)
         return least
 
-    def _fits(self, room: float, capacity: Floats) -> NDArray[np.bool_]:
-        """(O,) whether each of an option's pieces fits an empty rank."""
+    def _fits(self, budget: float, capacity: Floats) -> NDArray[np.bool_]:
+        """(O,) whether each of an option's items fits an empty rank."""
         encoded = self.encoded
-        too_big = encoded.piece_load > room * (1 + _SLACK)
-        too_big |= (encoded.piece_memory > (capacity - self._least_memory) * (1 + _SLACK)).any(axis=1)
-        fits: NDArray[np.bool_] = np.bincount(encoded.piece_option[too_big], minlength=len(encoded.options)) == 0
+        too_big = encoded.item_load > budget * (1 + _SLACK)
+        too_big |= (encoded.item_memory > (capacity - self._least_memory) * (1 + _SLACK)).any(axis=1)
+        fits: NDArray[np.bool_] = np.bincount(encoded.item_option[too_big], minlength=len(encoded.options)) == 0
         return fits
 
-    def _rows(self, room: float, memory_share: float) -> tuple[Floats, Floats]:
+    def _rows(self, budget: float, memory_share: float) -> tuple[Floats, Floats]:
         """All the rows: the same number, in the same order, for every c."""
         encoded = self.encoded
         if memory_share not in self._memory_rows:
-            parts = []
+            tiers = []
             for tier, capacity in enumerate(encoded.capacity * memory_share):
                 left = capacity - self._least_memory[tier]
-                parts.append(self._sums(encoded.piece_memory[:, tier], encoded.base_memory[:, tier], capacity, left))
+                tiers.append(self._sums(encoded.item_memory[:, tier], encoded.base_memory[:, tier], capacity, left))
             self._memory_rows[memory_share] = (
-                np.concatenate([rows for rows, _ in parts]),
-                np.concatenate([limits for _, limits in parts]),
+                np.concatenate([rows for rows, _ in tiers]),
+                np.concatenate([limits for _, limits in tiers]),
             )
-        rows, limits = self._sums(encoded.piece_load, np.zeros(len(encoded.options)), room, room)
+        rows, limits = self._sums(encoded.item_load, np.zeros(len(encoded.options)), budget, budget)
         memory_rows, memory_limits = self._memory_rows[memory_share]
         return np.concatenate([rows, memory_rows]), np.concatenate([limits, memory_limits])
 
-    def _sums(self, sizes: Floats, everywhere: Floats, most: float, room: float) -> tuple[Floats, Floats]:
+    def _sums(self, sizes: Floats, everywhere: Floats, most: float, budget: float) -> tuple[Floats, Floats]:
         """The rows of one quantity, scaled to coefficients of at most 1."""
         rows, limits = [], []
         bounded = bool(np.isfinite(most))
@@ -233,8 +212,8 @@ class Relaxation:
         _, distinct, which = self._distinct[key]
         sizes = sizes[self._order]
         values = np.zeros((_FUNCTIONS, len(sizes)))
-        if bounded and room > 0:
-            values = _dual_feasible(distinct / room * (1 - _SLACK))[:, which]
+        if bounded and budget > 0:
+            values = _dual_feasible(distinct / budget * (1 - _SLACK))[:, which]
         for ranks, inside in self._inside:
             counted = self._count * inside
             total = self._per_option((sizes * counted)[None]) + ranks * everywhere
@@ -245,7 +224,7 @@ class Relaxation:
         return _scaled(np.concatenate(rows), np.concatenate(limits))
 
     def _per_option(self, values: Floats) -> Floats:
-        """(n, O) sums over the pieces of each option, of (n, K)."""
+        """(n, O) sums over the items of each option, of (n, K)."""
         running = np.zeros((len(values), values.shape[1] + 1))
         np.cumsum(values, axis=1, out=running[:, 1:])
         sums: Floats = running[:, self._edges[1:]] - running[:, self._edges[:-1]]
@@ -262,8 +241,8 @@ def _scaled(rows: Floats, limits: Floats) -> tuple[Floats, Floats]:
 def _dual_feasible(sizes: Floats) -> Floats:
     """(functions, K) values of sizes."""
     sizes = np.minimum(sizes, 1.0)
-    parts = np.array(_ROUNDING)[:, None]
-    rounded = np.floor((parts + 1) * sizes[None]) / parts
+    steps = np.array(_ROUNDING)[:, None]
+    rounded = np.floor((steps + 1) * sizes[None]) / steps
     small = np.unique(sizes[(sizes > 0.02) & (sizes <= 0.5)])
     if not len(small):
         small = np.array([0.5])

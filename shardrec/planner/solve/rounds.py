@@ -5,13 +5,13 @@ A round takes some tables off their ranks, puts them back, and is kept or undone
 - One to three tables take options at random, or keep theirs, and go where the soft maximum grows least. In half of
   these rounds, the tables that they share overloaded ranks with are put back in the way of the second kind.
 - Tables of a highly loaded rank and of one or two others are packed below an aim one by one: each takes the first
-  option that fits, of those with the least work first, and its parts go where they leave the least budget over. Now and
+  option that fits, of those with the least work first, and its gangs go where they leave the least budget over. Now and
   then an option or a place is passed over ("blinks"), so that rounds differ.
 
 Ruin and recreate is from Schrimpf et al. (2000), blinks from Christiaens and Vanden Berghe (2020).
 
-Shapes: R ranks, D dimensions of a size (load, then bytes of each memory tier), N tables, K kinds of parts, J items of
-all kinds, O options, G groups, C options of all groups that are looked at, S most parts of an option.
+Shapes: R ranks, D dimensions of a size (load, then bytes of each memory tier), N tables, K kinds of gangs, J items of
+all kinds, O options, G groups, C options of all groups that are looked at, S most gangs of an option.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _OPTIONS = 24
 _AIM = 0.02
 """How far below the cost, at most, the aim is."""
 _REPAIRED = 0.5
-"""Part of the rounds of the first kind after which overloaded ranks are relieved."""
+"""Share of the rounds of the first kind after which overloaded ranks are relieved."""
 _EVICTED = 16
 """Most tables that are taken off them."""
 _BLINK = 0.04
@@ -45,11 +45,15 @@ _BLINK = 0.04
 
 
 def _compiled(function: _F) -> _F:
-    """The function in machine code, made when it is first called and kept on disk, where there is a place for it."""
+    return cast(_F, numba.njit(nogil=True, error_model="numpy")(function))
+
+
+def _kept(function: _F) -> _F:
+    """Compiled together with what it calls, when it is first called, and kept on disk where there is a place for it."""
     try:
         return cast(_F, numba.njit(cache=True, nogil=True, error_model="numpy")(function))
     except RuntimeError:  # neither the package's folder nor the user's can be written to
-        return cast(_F, numba.njit(nogil=True, error_model="numpy")(function))
+        return _compiled(function)
 
 
 class Arrays(NamedTuple):
@@ -60,11 +64,11 @@ class Arrays(NamedTuple):
         group: (N,) of each table.
         set_first: (sets + 1,) of ``set_ranks``; ``set_width``: ranks of a place.
         set_ranks: places of each set, (places, width) in a row.
-        kind_set: (K,) the places of each kind of part.
+        kind_set: (K,) the places of each kind of gang.
         kind_first: (K + 1,) of ``size``.
         size: (J, D) of the items.
-        option_first: (O + 1,) of the parts.
-        part_kind: of each of an option's parts, the largest first.
+        option_first: (O + 1,) of the gangs.
+        part_kind: of each of an option's gangs, the largest first.
         base: (O, D) of the options, on every rank.
         work: (O,) load on all ranks together.
         choice_first: (G + 1,) of ``choice``.
@@ -80,7 +84,7 @@ class Arrays(NamedTuple):
     kind_first: Ints
     size: Floats
     option_first: Ints
-    part_kind: Ints
+    gang_kind: Ints
     base: Floats
     work: Floats
     choice_first: Ints
@@ -94,7 +98,7 @@ class State(NamedTuple):
         sums: (D, R) load and bytes of the items.
         base: (D,) what the options put on every rank.
         option: (N,).
-        spot: (N, S), the place of each of its parts.
+        spot: (N, S), the place of each of its gangs.
         on: (R, N), how many items of a table are on a rank.
         cost: (2,) now, and the best so far.
         best_option: (N,) of the best; likewise ``best_spot``.
@@ -134,16 +138,16 @@ class Undo(NamedTuple):
     spot: NDArray[np.int32]
 
 
-@_compiled
+@_kept
 def rounds(a: Arrays, s: State, u: Undo, rng: np.random.Generator, patience: Floats) -> None:
     """Go through rounds, in each of which the logarithm of the soft maximum may grow by so much, (rounds,)."""
     for rank in range(s.sums.shape[1]):
-        _set_term(s, rank)
-    before = _height(s)
+        _set_term(s.terms, s.sums, s.steep, rank)
+    before = _height(s.terms, s.base, s.steep)
     for number in range(len(patience)):
         random = rng.random() < 0.5
         many = _varied(a, s, u, rng) if random else _ruined(a, s, u, rng)
-        _save(s, u)
+        _copy(s.sums, s.base, u.sums, u.base)
         _take(a, s, u, 0, many)
         done, back = True, 0
         if random:
@@ -160,7 +164,7 @@ def rounds(a: Arrays, s: State, u: Undo, rng: np.random.Generator, patience: Flo
             while done and back < many:
                 done = _fill(a, s, rng, u.tables[back], budget)
                 back += done
-        after = _height(s)
+        after = _height(s.terms, s.base, s.steep)
         if done and after <= before * exp(patience[number]):
             before = after
             _keep(s)
@@ -169,11 +173,11 @@ def rounds(a: Arrays, s: State, u: Undo, rng: np.random.Generator, patience: Flo
 
 
 @_compiled
-def _save(s: State, u: Undo) -> None:
-    for dim in range(len(s.base)):
-        u.base[dim] = s.base[dim]
-        for rank in range(s.sums.shape[1]):
-            u.sums[dim, rank] = s.sums[dim, rank]
+def _copy(sums: Floats, base: Floats, kept_sums: Floats, kept_base: Floats) -> None:
+    for dim in range(len(base)):
+        kept_base[dim] = base[dim]
+        for rank in range(sums.shape[1]):
+            kept_sums[dim, rank] = sums[dim, rank]
 
 
 @_compiled
@@ -187,41 +191,38 @@ def _restore(a: Arrays, s: State, u: Undo, many: int, back: int) -> None:
         for slot in range(s.spot.shape[1]):
             s.spot[table, slot] = u.spot[index, slot]
         _count(a, s, table, 1)
-    for dim in range(len(s.base)):
-        s.base[dim] = u.base[dim]
-        for rank in range(s.sums.shape[1]):
-            s.sums[dim, rank] = u.sums[dim, rank]
+    _copy(u.sums, u.base, s.sums, s.base)
     for rank in range(s.sums.shape[1]):
-        _set_term(s, rank)
+        _set_term(s.terms, s.sums, s.steep, rank)
 
 
 @_compiled
 def _count(a: Arrays, s: State, table: int, sign: int) -> None:
     """Bring up to date on which ranks a table is."""
     first = a.option_first[s.option[table]]
-    for part in range(first, a.option_first[s.option[table] + 1]):
-        width = a.set_width[a.kind_set[a.part_kind[part]]]
-        start = a.set_first[a.kind_set[a.part_kind[part]]] + s.spot[table, part - first] * width
+    for gang in range(first, a.option_first[s.option[table] + 1]):
+        width = a.set_width[a.kind_set[a.gang_kind[gang]]]
+        start = a.set_first[a.kind_set[a.gang_kind[gang]]] + s.spot[table, gang - first] * width
         for index in range(start, start + width):
             s.on[a.set_ranks[index], table] += sign
 
 
 @_compiled
-def _set_term(s: State, rank: int) -> None:
-    s.terms[rank] = exp(min(s.steep[0] * s.sums[0, rank] - s.steep[1], _STEEPEST))
+def _set_term(terms: Floats, sums: Floats, steep: Floats, rank: int) -> None:
+    terms[rank] = exp(min(steep[0] * sums[0, rank] - steep[1], _STEEPEST))
 
 
 @_compiled
-def _height(s: State) -> float:
+def _height(terms: Floats, base: Floats, steep: Floats) -> float:
     total = 0.0
-    for rank in range(len(s.terms)):
-        total += s.terms[rank]
-    return exp(min(s.steep[0] * s.base[0], _STEEPEST)) * total
+    for rank in range(len(terms)):
+        total += terms[rank]
+    return exp(min(steep[0] * base[0], _STEEPEST)) * total
 
 
 @_compiled
 def _keep(s: State) -> None:
-    s.cost[0] = s.base[0] + s.sums[0, _hottest(s)]
+    s.cost[0] = s.base[0] + s.sums[0, _hottest(s.sums)]
     if s.cost[0] < s.cost[1] * (1.0 - 1e-9):
         s.cost[1] = s.cost[0]
         for table in range(len(s.option)):
@@ -231,10 +232,10 @@ def _keep(s: State) -> None:
 
 
 @_compiled
-def _hottest(s: State) -> int:
+def _hottest(sums: Floats) -> int:
     found = 0
-    for rank in range(s.sums.shape[1]):
-        if s.sums[0, rank] > s.sums[0, found]:
+    for rank in range(sums.shape[1]):
+        if sums[0, rank] > sums[0, found]:
             found = rank
     return found
 
@@ -245,20 +246,20 @@ def _below(rng: np.random.Generator, count: int) -> int:
 
 
 @_compiled
-def _among(u: Undo, many: int, table: int) -> bool:
+def _among(tables: Ints, many: int, table: int) -> bool:
     found = False
     for index in range(many):
-        found = found or u.tables[index] == table
+        found = found or tables[index] == table
     return found
 
 
 @_compiled
-def _find(s: State, u: Undo, rank: int, many: int) -> int:
+def _find(on: NDArray[np.int32], tables: Ints, rank: int, many: int) -> int:
     """Put the tables of a rank after the first so many, unless they are among these; how many there are then."""
     end = many
-    for table in range(len(s.option)):
-        if s.on[rank, table] and not _among(u, many, table):
-            u.tables[end] = table
+    for table in range(len(tables)):
+        if on[rank, table] and not _among(tables, many, table):
+            tables[end] = table
             end += 1
     return end
 
@@ -269,16 +270,16 @@ def _varied(a: Arrays, s: State, u: Undo, rng: np.random.Generator) -> int:
     drawn, many = rng.random(), 0
     most = 1 + (drawn >= 0.5) + (drawn >= 0.85)
     if rng.random() < 0.5:
-        end = _find(s, u, _hottest(s), 0)
+        end = _find(s.on, u.tables, _hottest(s.sums), 0)
         if end:
             u.tables[0], many = u.tables[_below(rng, end)], 1
     while many < most:
         table = _below(rng, len(s.option))
-        if _among(u, many, table):
+        if _among(u.tables, many, table):
             break
         u.tables[many] = table
         many += 1
-    _largest_first(a, s, u, rng, 0, many)
+    _largest_first(a.work, s.option, u.tables, u.keys, rng, 0, many)
     for index in range(many):
         table = u.tables[index]
         u.chosen[index] = s.option[table]
@@ -295,18 +296,18 @@ def _ruined(a: Arrays, s: State, u: Undo, rng: np.random.Generator) -> int:
     for number in range(picked):
         rank = _below(rng, s.sums.shape[1])
         if number == 0 and rng.random() < 0.7:
-            rank = _hottest(s)
-        end = _find(s, u, rank, many)
+            rank = _hottest(s.sums)
+        end = _find(s.on, u.tables, rank, many)
         most = 1 + _below(rng, 2 if number else 3)
         for _ in range(min(end - many, most)):
             other = many + _below(rng, end - many)
             u.tables[many], u.tables[other] = u.tables[other], u.tables[many]
             many += 1
     table = _below(rng, len(s.option))
-    if rng.random() < 0.3 and not _among(u, many, table):
+    if rng.random() < 0.3 and not _among(u.tables, many, table):
         u.tables[many] = table
         many += 1
-    _largest_first(a, s, u, rng, 0, many)
+    _largest_first(a.work, s.option, u.tables, u.keys, rng, 0, many)
     return many
 
 
@@ -316,21 +317,23 @@ def _overloaded(a: Arrays, s: State, u: Undo, rng: np.random.Generator, many: in
     first, last = many, many + _EVICTED
     for rank in range(s.sums.shape[1]):
         if s.sums[0, rank] > budget and many < last:
-            many = min(_find(s, u, rank, many), last)
-    _largest_first(a, s, u, rng, first, many)
+            many = min(_find(s.on, u.tables, rank, many), last)
+    _largest_first(a.work, s.option, u.tables, u.keys, rng, first, many)
     return many
 
 
 @_compiled
-def _largest_first(a: Arrays, s: State, u: Undo, rng: np.random.Generator, first: int, last: int) -> None:
+def _largest_first(
+    work: Floats, option: Ints, tables: Ints, keys: Floats, rng: np.random.Generator, first: int, last: int
+) -> None:
     """By work, about; they are few."""
     for index in range(first, last):
-        table, place = u.tables[index], index
-        key = a.work[s.option[table]] * (0.8 + 0.4 * rng.random())
-        while place > first and u.keys[place - 1] < key:
-            u.tables[place], u.keys[place] = u.tables[place - 1], u.keys[place - 1]
+        table, place = tables[index], index
+        key = work[option[table]] * (0.8 + 0.4 * rng.random())
+        while place > first and keys[place - 1] < key:
+            tables[place], keys[place] = tables[place - 1], keys[place - 1]
             place -= 1
-        u.tables[place], u.keys[place] = table, key
+        tables[place], keys[place] = table, key
 
 
 @_compiled
@@ -342,20 +345,20 @@ def _take(a: Arrays, s: State, u: Undo, first: int, last: int) -> None:
         for slot in range(s.spot.shape[1]):
             u.spot[index, slot] = s.spot[table, slot]
         start = a.option_first[option]
-        for part in range(start, a.option_first[option + 1]):
-            _shift(a, s, table, a.part_kind[part], s.spot[table, part - start], -1)
-        _add_base(a, s, option, -1)
+        for gang in range(start, a.option_first[option + 1]):
+            _shift(a, s, table, a.gang_kind[gang], s.spot[table, gang - start], -1)
+        _add_base(s.base, a.base, option, -1)
 
 
 @_compiled
-def _add_base(a: Arrays, s: State, option: int, sign: int) -> None:
-    for dim in range(len(s.base)):
-        s.base[dim] += sign * a.base[option, dim]
+def _add_base(base: Floats, of_option: Floats, option: int, sign: int) -> None:
+    for dim in range(len(base)):
+        base[dim] += sign * of_option[option, dim]
 
 
 @_compiled
 def _shift(a: Arrays, s: State, table: int, kind: int, place: int, sign: int) -> None:
-    """Add a part at a place, or take it off."""
+    """Add a gang at a place, or take it off."""
     width, item = a.set_width[a.kind_set[kind]], a.kind_first[kind]
     first = a.set_first[a.kind_set[kind]] + place * width
     for index in range(width):
@@ -363,7 +366,7 @@ def _shift(a: Arrays, s: State, table: int, kind: int, place: int, sign: int) ->
         s.on[rank, table] += sign
         for dim in range(len(s.base)):
             s.sums[dim, rank] += sign * a.size[item + index, dim]
-        _set_term(s, rank)
+        _set_term(s.terms, s.sums, s.steep, rank)
 
 
 @_compiled
@@ -383,43 +386,43 @@ def _fill(a: Arrays, s: State, rng: np.random.Generator, table: int, budget: flo
 
 @_compiled
 def _put(a: Arrays, s: State, rng: np.random.Generator, table: int, option: int, budget: float) -> bool:
-    """Put a table on with an option, each part where it leaves the least of the budget or, where that is 0, where the
+    """Put a table on with an option, each gang where it leaves the least of the budget or, where that is 0, where the
     soft maximum grows least; if there is no place for one, nothing is done, which is returned."""
-    _add_base(a, s, option, 1)
+    _add_base(s.base, a.base, option, 1)
     first, end = a.option_first[option], a.option_first[option + 1]
-    fits, part = _within(a, s), first
-    while part < end and fits:
-        place = _best_place(a, s, rng, a.part_kind[part], budget)
+    fits, gang = _within(a.limit, s.sums, s.base), first
+    while gang < end and fits:
+        place = _best_place(a, s, rng, a.gang_kind[gang], budget)
         fits = place >= 0
         if fits:
-            _shift(a, s, table, a.part_kind[part], place, 1)
-            s.spot[table, part - first] = place
-            part += 1
-            # Two items of a part may be on one rank.
-            fits = a.set_width[a.kind_set[a.part_kind[part - 1]]] == 1 or _within(a, s)
+            _shift(a, s, table, a.gang_kind[gang], place, 1)
+            s.spot[table, gang - first] = place
+            gang += 1
+            # Two items of a gang may be on one rank.
+            fits = a.set_width[a.kind_set[a.gang_kind[gang - 1]]] == 1 or _within(a.limit, s.sums, s.base)
     if fits:
         s.option[table] = option
         return True
-    while part > first:
-        part -= 1
-        _shift(a, s, table, a.part_kind[part], s.spot[table, part - first], -1)
-    _add_base(a, s, option, -1)
+    while gang > first:
+        gang -= 1
+        _shift(a, s, table, a.gang_kind[gang], s.spot[table, gang - first], -1)
+    _add_base(s.base, a.base, option, -1)
     return False
 
 
 @_compiled
-def _within(a: Arrays, s: State) -> bool:
+def _within(limit: Floats, sums: Floats, base: Floats) -> bool:
     """Whether every rank is within its memory."""
-    for dim in range(1, len(s.base)):
-        for rank in range(s.sums.shape[1]):
-            if s.sums[dim, rank] > a.limit[dim] - s.base[dim]:
+    for dim in range(1, len(base)):
+        for rank in range(sums.shape[1]):
+            if sums[dim, rank] > limit[dim] - base[dim]:
                 return False
     return True
 
 
 @_compiled
 def _best_place(a: Arrays, s: State, rng: np.random.Generator, kind: int, budget: float) -> int:
-    """Where a part leaves the least of the budget, or where the soft maximum grows least; -1 if it fits nowhere."""
+    """Where a gang leaves the least of the budget, or where the soft maximum grows least; -1 if it fits nowhere."""
     width, item, first = a.set_width[a.kind_set[kind]], a.kind_first[kind], a.set_first[a.kind_set[kind]]
     places = (a.set_first[a.kind_set[kind] + 1] - first) // width
     best, found = inf, -1

@@ -16,6 +16,7 @@ longer, not worse.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -31,13 +32,15 @@ from shardrec.planner.solve.relax import Relaxation
 __all__ = ["solve"]
 
 _BOUNDING = 0.25
-"""Part of the time, where it is limited, after which the bound is not raised further."""
+"""Share of the time, where it is limited, after which the bound is not raised further."""
+_STARTING = 0.25
+"""Share of the time that is left then, after which no other first plan is made."""
 _ROUNDED = ((1.0, 0.1), (1.0, 1.0), (0.5, 1.0))
 """Limits on the size of an item, against c, and weights of the items' load, for the first plans."""
 _MEMORY_SHARES = (1.0, 0.99, 0.97)
-"""Parts of the capacity that the choice of options may use: what fits on the whole may not fit rank by rank."""
+"""Shares of the capacity that the choice of options may use: what fits on the whole may not fit rank by rank."""
 _FILLS = ((0.0, 0.0), (0.0, 0.5), (0.3, 0.5), (1.0, 0.9))
-"""Ways to pack: how much bytes count in the choice of the rank, and in the order."""
+"""Ways to pack, the next where one does not fit memory: how much bytes count for the rank, and in the order."""
 _MOVES = 400
 """Most steps of improving one packing."""
 _BUDGETS = (1.0, 1.1, 1.25, 1.5, 2.0)
@@ -81,42 +84,41 @@ class _Search:
         if not np.isfinite(self.bound):
             return None
         budget = next((each.high for each in intervals if np.isfinite(each.high)), 2 * intervals[0].low)
+        stop = partial(self._only, self._time_left() * (1 - _STARTING))
         for factor in _BUDGETS:
             if factor == _BUDGETS[0] or self.best is not None:  # else memory decides, which other budgets do not change
-                self._round(relaxation, budget * factor)
+                self._round(relaxation, budget * factor, stop)
         if self.best is None:
             self._try(spread(self.encoded))
         if self.best is None:
             self._repair()
         if not self._exact():
             self._rebuild()
-        return None if self.best is None else self.best.solution(self.bound, self.timed_out)
+        timed_out = not self._closed() and self._out_of_time()
+        return None if self.best is None else self.best.solution(self.bound, self.timed_out or timed_out)
 
-    def _round(self, relaxation: Relaxation, budget: float) -> None:
+    def _round(self, relaxation: Relaxation, budget: float, stop: Callable[[], bool]) -> None:
         """Quick first plans: fractional choices for a budget c, rounded table by table.
 
         Smaller items cost more in all and pack better, so the choices are made with several limits on their size.
         """
         for item_share, weight in _ROUNDED:
             for memory_share in _MEMORY_SHARES:
-                if self._closed() or self._out_of_time():
+                if self._closed() or stop():
                     return
-                found = relaxation.least_base(budget, weight=weight, memory_share=memory_share, piece_share=item_share)
+                found = relaxation.least_base(budget, weight=weight, memory_share=memory_share, item_share=item_share)
                 if found is None or found.values is None or self._try(rounded(self.encoded, found.values)):
                     break
 
     def _try(self, counts: Ints) -> bool:
         """Pack a choice of options; whether it fits memory."""
-        best: Packing | None = None
         for memory_weight, memory_order in _FILLS:
             packing = Packing(self.encoded, counts)
             if packing.fits() and packing.fill(demand(self.encoded, counts).items(), memory_weight, memory_order):
                 packing.improve(_MOVES, self.bound)
-                if best is None or packing.cost < best.cost:
-                    best = packing
-        if best is not None:
-            self._add(best)
-        return best is not None
+                self._add(packing)
+                return True
+        return False
 
     def _repair(self) -> None:
         """A first plan where no choice of options could be packed: the memory of the fullest rank is lowered."""

@@ -100,20 +100,20 @@ def test_every_candidate_costs_what_its_layout_does(rng: Random) -> None:
     model = CostModel(profile=Profile.of_machine(preset("h100")), topology=topology, batch_size=BATCH)
     for candidate in CandidateMaker(model).candidates("t", load, Constraint()):
         places: list[Place] = []
-        for part in candidate.option.parts:
+        for gang in candidate.option.gangs:
             # Patterns of one table on hosts of their own: on one host they would share a sum, which costs less.
-            spots = list({place[0] // topology.ranks_per_host: place for place in part.places}.values())
-            if len(part.pieces) == 1 or part.count > len(spots):
-                spots = list(part.places)
-            places += [spots[number % len(spots)] for number in range(len(places), len(places) + part.count)]
+            spots = list({place[0] // topology.ranks_per_host: place for place in gang.places}.values())
+            if len(gang.items) == 1 or gang.count > len(spots):
+                spots = list(gang.places)
+            places += [spots[number % len(spots)] for number in range(len(places), len(places) + gang.count)]
         loads = [candidate.option.everywhere.load] * topology.world_size
         memory = [candidate.option.everywhere.memory[0]] * topology.world_size
         spot = iter(places)
-        for part in candidate.option.parts:
-            for _ in range(part.count):
-                for rank, piece in zip(next(spot), part.pieces, strict=True):
-                    loads[rank] += piece.load
-                    memory[rank] += piece.memory[0]
+        for gang in candidate.option.gangs:
+            for _ in range(gang.count):
+                for rank, item in zip(next(spot), gang.items, strict=True):
+                    loads[rank] += item.load
+                    memory[rank] += item.memory[0]
         layout = lay_out("t", load, candidate, places, topology.world_size)
         plan = ShardingPlan(topology=topology, tables=(layout,))
         ranks, _ = priced_plan(model, {"t": load}, plan)

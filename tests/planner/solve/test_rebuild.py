@@ -7,7 +7,7 @@ from random import Random
 import numpy as np
 from hypothesis import given, settings
 
-from shardrec.planner.solve import Option, Part, Piece, Problem
+from shardrec.planner.solve import Gang, Item, Option, Problem
 from shardrec.planner.solve.encode import Encoded, encode
 from shardrec.planner.solve.packing import Packing
 from shardrec.planner.solve.problem import anywhere, host_places
@@ -30,29 +30,27 @@ def random_packing(rng: Random, encoded: Encoded) -> Packing | None:
     return packing if packing.fits() else None
 
 
-def many_pieces(rng: Random, hosts: int = 3, local: int = 4) -> Problem:
+def many_items(rng: Random, hosts: int = 3, local: int = 4) -> Problem:
     """Tables cut in several ways, on hosts and on any rank, with little memory to spare."""
     free, by_host = anywhere(hosts * local), host_places(hosts, local)
 
     def options(work: float, bytes_: float) -> tuple[Option, ...]:
         found: list[Option] = []
         for count in (1, 2, 3, 4):
-            piece = Piece(load=work / count + 0.05, memory=(float(int(bytes_ / count)),))
-            everywhere = Piece(load=0.02 * count * rng.random(), memory=(1.0,))
+            item = Item(load=work / count + 0.05, memory=(float(int(bytes_ / count)),))
+            everywhere = Item(load=0.02 * count * rng.random(), memory=(1.0,))
             found.append(
-                Option(
-                    label=f"{count}", everywhere=everywhere, parts=(Part(pieces=(piece,), places=free, count=count),)
-                )
+                Option(label=f"{count}", everywhere=everywhere, gangs=(Gang(items=(item,), places=free, count=count),))
             )
-            pieces = tuple(
-                Piece(load=work / local / count * rng.uniform(0.8, 1.2), memory=(float(int(bytes_ / local / count)),))
+            items = tuple(
+                Item(load=work / local / count * rng.uniform(0.8, 1.2), memory=(float(int(bytes_ / local / count)),))
                 for _ in range(local)
             )
             found.append(
                 Option(
                     label=f"host {count}",
                     everywhere=everywhere,
-                    parts=(Part(pieces=pieces, places=by_host, count=count), Part(pieces=(piece,), places=free[:3])),
+                    gangs=(Gang(items=items, places=by_host, count=count), Gang(items=(item,), places=free[:3])),
                 )
             )
         return tuple(found)
@@ -85,17 +83,17 @@ def test_what_is_found_is_better_and_fits(rng: Random) -> None:
     assert counts == encoded.sizes.tolist()
     for option in np.flatnonzero(found.counts).tolist():
         assert all(block in found.at for block, _ in encoded.option_blocks[option])
-    parts = sum(
+    gangs = sum(
         int(found.counts[option]) * sum(count for _, count in blocks)
         for option, blocks in enumerate(encoded.option_blocks)
     )
-    assert sum(int(at.sum()) for at in found.at.values()) == parts
+    assert sum(int(at.sum()) for at in found.at.values()) == gangs
 
 
 @settings(max_examples=12, deadline=None)
 @given(rng=randoms())
 def test_the_same_is_found_every_time(rng: Random) -> None:
-    encoded = encode(many_pieces(rng) if rng.random() < 0.7 else random_problem(rng, most_tables=6))
+    encoded = encode(many_items(rng) if rng.random() < 0.7 else random_problem(rng, most_tables=6))
     start = start_of(rng, encoded)
     if start is None:
         return
@@ -112,7 +110,7 @@ def test_the_same_is_found_every_time(rng: Random) -> None:
 
 def test_it_mends_a_bad_packing() -> None:
     rng = Random(3)
-    encoded = encode(many_pieces(rng))
+    encoded = encode(many_items(rng))
     start = start_of(rng, encoded)
     assert start is not None
     found = Rebuilder(encoded).run(start, 1000, lambda: False)
@@ -125,7 +123,7 @@ def test_it_mends_a_bad_packing() -> None:
 
 def test_it_ends_when_it_is_told() -> None:
     rng = Random(5)
-    encoded = encode(many_pieces(rng))
+    encoded = encode(many_items(rng))
     start = start_of(rng, encoded)
     assert start is not None
     rebuilder = Rebuilder(encoded)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from shardrec.errors import ConfigError
-from shardrec.planner.solve import Option, Part, Piece, Problem, SolveLimits, exact, solve
+from shardrec.planner.solve import Gang, Item, Option, Problem, SolveLimits, exact, solve
 from shardrec.planner.solve.problem import anywhere
 from tests.planner.problems import best_cost, check, random_problem
 from tests.plans import randoms
@@ -50,11 +50,11 @@ def test_memory_alone_forbids_the_options_without_load() -> None:
     spots = anywhere(3)
     cheap = Option(
         label="cheap",
-        everywhere=Piece(memory=(1.0,)),
-        parts=(Part(pieces=(Piece(memory=(4.0,)),), places=spots, count=2),),
+        everywhere=Item(memory=(1.0,)),
+        gangs=(Gang(items=(Item(memory=(4.0,)),), places=spots, count=2),),
     )
-    pieces = (Piece(memory=(3.0,)), Piece(load=1.0, memory=(6.0,)), Piece(load=5.0))
-    fixed = Option(label="fixed", everywhere=Piece(load=0.5), parts=(Part(pieces=pieces, places=((0, 1, 2),)),))
+    items = (Item(memory=(3.0,)), Item(load=1.0, memory=(6.0,)), Item(load=5.0))
+    fixed = Option(label="fixed", everywhere=Item(load=0.5), gangs=(Gang(items=items, places=((0, 1, 2),)),))
     problem = Problem(ranks=3, capacity=(8.0,), tables={"a": (fixed, cheap), "b": (fixed, cheap)})
     solution = solve(problem, EXACT)
     assert solution is not None
@@ -72,15 +72,15 @@ def test_larger_problems(rng: Random) -> None:
         assert solve(problem, SolveLimits(gap=0.02, effort=10)) == solution, "the same every time"
 
 
-def pieces(ranks: int, *loads: float, capacity: float = inf, memory: float = 0.0) -> Problem:
-    """One table of one free piece for each load."""
-    spots, nothing = anywhere(ranks), Piece()
+def items(ranks: int, *loads: float, capacity: float = inf, memory: float = 0.0) -> Problem:
+    """One table of one free item for each load."""
+    spots, nothing = anywhere(ranks), Item()
     tables = {
         f"t{number}": (
             Option(
                 label="whole",
                 everywhere=nothing,
-                parts=(Part(pieces=(Piece(load=load, memory=(memory,)),), places=spots),),
+                gangs=(Gang(items=(Item(load=load, memory=(memory,)),), places=spots),),
             ),
         )
         for number, load in enumerate(loads)
@@ -89,38 +89,38 @@ def pieces(ranks: int, *loads: float, capacity: float = inf, memory: float = 0.0
 
 
 def test_the_bound_sees_more_than_the_average() -> None:
-    """Three pieces of 6 on two ranks: 9 on average, 12 in truth."""
-    solution = solve(pieces(2, 6, 6, 6), EXACT)
+    """Three items of 6 on two ranks: 9 on average, 12 in truth."""
+    solution = solve(items(2, 6, 6, 6), EXACT)
     assert solution is not None
     assert (solution.bound, solution.cost) == (pytest.approx(12, rel=1e-4), 12)
 
 
 def test_longest_first_is_improved_on() -> None:
     """Longest first puts 3, 3, 2, 2, 2 on two ranks as 7 and 5."""
-    solution = solve(pieces(2, 3, 3, 2, 2, 2), EXACT)
+    solution = solve(items(2, 3, 3, 2, 2, 2), EXACT)
     assert solution is not None
     assert solution.cost == 6
     assert solution.gap <= 1e-4
 
 
 def test_memory_may_force_what_time_would_not() -> None:
-    solution = solve(pieces(2, 9, 1, 1, 1, capacity=2, memory=1), EXACT)
+    solution = solve(items(2, 9, 1, 1, 1, capacity=2, memory=1), EXACT)
     assert solution is not None
     assert sorted(solution.loads) == [2, 10]
 
 
 def test_what_does_not_fit_has_no_solution() -> None:
-    assert solve(pieces(2, 1, 1, 1, capacity=1, memory=1)) is None
-    assert solve(pieces(2, 1, 1, 1, capacity=1.5, memory=1)) is None, "on average it would"
+    assert solve(items(2, 1, 1, 1, capacity=1, memory=1)) is None
+    assert solve(items(2, 1, 1, 1, capacity=1.5, memory=1)) is None, "on average it would"
 
 
 def test_several_tiers() -> None:
-    nothing = Piece(memory=(0.0, 0.0))
+    nothing = Item(memory=(0.0, 0.0))
     spots = anywhere(2)
 
     def held(load: float, *memory: float) -> Option:
-        part = Part(pieces=(Piece(load=load, memory=memory),), places=spots)
-        return Option(label="", everywhere=nothing, parts=(part,))
+        gang = Gang(items=(Item(load=load, memory=memory),), places=spots)
+        return Option(label="", everywhere=nothing, gangs=(gang,))
 
     options = (held(1.0, 4.0, 0.0), held(5.0, 0.0, 4.0))
     problem = Problem(ranks=2, capacity=(4.0, 8.0), tables={"a": options, "b": options, "c": options})
@@ -138,7 +138,7 @@ def test_no_tables() -> None:
 
 def test_a_time_limit_gives_the_best_so_far() -> None:
     rng = Random(0)
-    problem = pieces(7, *(rng.random() for _ in range(60)))
+    problem = items(7, *(rng.random() for _ in range(60)))
     solution = solve(problem, SolveLimits(gap=0.0, seconds=1e-3))
     if solution is not None:
         check(problem, solution)

@@ -7,7 +7,7 @@ from random import Random
 import numpy as np
 from hypothesis import given, settings
 
-from shardrec.planner.solve import Option, Part, Piece, Problem, SolveLimits, solve
+from shardrec.planner.solve import Gang, Item, Option, Problem, SolveLimits, solve
 from shardrec.planner.solve.encode import encode
 from shardrec.planner.solve.packing import Packing, demand, spread
 from shardrec.planner.solve.problem import anywhere, host_places
@@ -17,7 +17,7 @@ from tests.plans import randoms
 
 FULL = 100.0
 KINDS = ((48.0, 22.0), (19.0, 1.0), (4.0, 21.0), (3.9, 43.0), (2.0, 0.6), (1.9, 0.1))
-"""Time and memory of pieces: much of the one, much of the other, little of both."""
+"""Time and memory of items: much of the one, much of the other, little of both."""
 
 
 def planted(rng: Random, ranks: int, hosts: int = 0) -> Problem:
@@ -26,28 +26,28 @@ def planted(rng: Random, ranks: int, hosts: int = 0) -> Problem:
     Args:
         rng: draws them.
         ranks: how many.
-        hosts: tables with a part on each rank of a host.
+        hosts: tables with a gang on each rank of a host.
     """
     spots = anywhere(ranks)
     tables: dict[str, tuple[Option, ...]] = {}
     for rank in range(ranks):
         # Ranks of hosts of four have less room where a table is on all of them.
         left = np.array([FULL, FULL]) - np.array([5.0, 8.0]) * (rank // 4 < hosts)
-        pieces = []
+        items = []
         while (fit := [kind for kind in KINDS if (left >= kind).all()]) and rng.random() < 0.96:
-            pieces.append(rng.choice(fit))
-            left -= pieces[-1]
+            items.append(rng.choice(fit))
+            left -= items[-1]
         # Two more take what is left, to the next half, that there are not too many kinds.
-        pieces += [tuple(np.floor(left) / 2)] * 2
-        for load, memory in pieces:
+        items += [tuple(np.floor(left) / 2)] * 2
+        for load, memory in items:
             options = [_option("one", load, memory, spots, 1)]
             options.append(_option("two", load * 0.53, memory * 0.502, spots, 2))
             options.append(_option("four", load * 0.3, memory * 0.252, spots, 4))
             tables[f"t{len(tables)}"] = tuple(options)
     for number in range(hosts):
-        pieces = (Piece(load=5.0, memory=(8.0,)),) * 4
-        part = Part(pieces=pieces, places=host_places(ranks // 4, 4))
-        host = Option(label="host", everywhere=Piece(), parts=(part,))
+        items = (Item(load=5.0, memory=(8.0,)),) * 4
+        gang = Gang(items=items, places=host_places(ranks // 4, 4))
+        host = Option(label="host", everywhere=Item(), gangs=(gang,))
         tables[f"host{number}"] = (_option("far", 2 * FULL, 1.0, spots, 1), host)
     return Problem(ranks=ranks, capacity=(FULL * 1.01,), tables=tables)
 
@@ -61,15 +61,15 @@ def crowded(rng: Random, ranks: int) -> Problem:
     for (load, memory), count in kinds:
         for _ in range(ranks * count + (rng.randint(-3, 3) if count > 2 else 0)):
             options = [_option("one", load, memory, spots, 1), _option("two", load * 0.6, memory * 0.502, spots, 2)]
-            options.append(Option(label="all", everywhere=Piece(load=load / (ranks + 1), memory=(memory,))))
+            options.append(Option(label="all", everywhere=Item(load=load / (ranks + 1), memory=(memory,))))
             tables[f"t{len(tables)}"] = tuple(options)
             used += memory
     return Problem(ranks=ranks, capacity=(1.02 * used / ranks,), tables=tables)
 
 
 def _option(label: str, load: float, memory: float, spots: tuple[tuple[int, ...], ...], count: int) -> Option:
-    part = Part(pieces=(Piece(load=load, memory=(memory,)),), places=spots, count=count)
-    return Option(label=label, everywhere=Piece(load=1e-3 * count, memory=(1e-5 * count,)), parts=(part,))
+    gang = Gang(items=(Item(load=load, memory=(memory,)),), places=spots, count=count)
+    return Option(label=label, everywhere=Item(load=1e-3 * count, memory=(1e-5 * count,)), gangs=(gang,))
 
 
 @settings(max_examples=10, deadline=None)
