@@ -6,11 +6,12 @@ import dataclasses
 import json
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from shardrec.data import ClickMetrics
 from shardrec.train import TrainConfig
-from shardrec.train.display import duration
+from shardrec.train.display import Announcer, duration
 from shardrec.train.report import (
     CurvePoint,
     RunReport,
@@ -94,3 +95,12 @@ def test_curve_is_a_picture_with_and_without_an_optimum(tmp_path: Path) -> None:
 
 def test_duration() -> None:
     assert [duration(s) for s in (0.2, 59.6, 75.2, 3599.4, 3725)] == ["0:00", "1:00", "1:15", "59:59", "1:02:05"]
+
+
+def test_worse_than_a_constant_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    for entropy, said in ((0.999, False), (1.04, True)):
+        final = dataclasses.replace(FINAL, normalized_entropy=entropy)
+        Announcer().results(dataclasses.replace(report(), final=final), Path("runs/a"))
+        shown = capsys.readouterr().out
+        assert ("normalized entropy 1.0400 is above 1" in shown) == said
+        assert shown.splitlines()[-1].startswith("AUC 0.8012")
