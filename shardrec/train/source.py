@@ -17,8 +17,8 @@ from shardrec.data import (
     criteo_schema,
     open_click_data,
 )
+from shardrec.launch.ranks import Place
 from shardrec.train.config import TrainConfig
-from shardrec.train.ranks import Place
 
 __all__ = ["Source"]
 
