@@ -94,7 +94,7 @@ def _check_features(keys: Sequence[str], collections: Sequence[ShardedCollection
     needed: dict[str, None] = {}
     for child in collections:
         if isinstance(child, (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)):
-            needed.update(dict.fromkeys(child._expect.features))
+            needed.update(dict.fromkeys(child.input.expect.features))
     missing = [key for key in needed if key not in keys]
     if missing:
         raise ConfigError(

@@ -55,7 +55,7 @@ def save(model: ShardedModel, path: str | os.PathLike[str], *, features: Sequenc
     target = Path(str(path).replace("{rank}", str(collectives.rank)))
     entry = from_tensors(model, features)
     scripted = script(entry)
-    groups = [child._group for child in model.module.modules() if isinstance(child, ShardedCollection)]
+    groups = [child.group for child in model.module.modules() if isinstance(child, ShardedCollection)]
     notes = {
         "features": list(features),
         "inputs": list(entry.inputs),
