@@ -1,4 +1,5 @@
-"""The package's layers point one way: no file imports itself by way of others, and no folder one above it."""
+"""The package's layers: no file imports itself by way of others, no folder one above it, and none reads another's
+private attributes."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ LAYERS = [
     {"native", "pending"},
     {"layout"},
     {"exchange"},
-    {"lookup"},
+    {"launch", "lookup"},
     {"planner"},
     {"modules"},
     {"portable"},
@@ -77,3 +78,52 @@ def test_layers_point_one_way() -> None:
             if one and other and one != other and level[other] >= level[one]:
                 wrong.append(f"{name} imports {target}")
     assert not wrong, "\n".join(sorted(wrong))
+
+
+TORCHS = {"_library", "_modules", "_save_to_state_dict", "_schema", "_timeout", "_type"}
+"""Private names of torch's that are also names of ours."""
+
+
+def folder_of(name: str) -> str:
+    return ".".join(name.split(".")[:2])
+
+
+def defined(tree: ast.Module) -> Iterator[str]:
+    """Names of the attributes that a file's classes have."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            for member in node.body:
+                if isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef):
+                    yield member.name
+                for target in getattr(member, "targets", [getattr(member, "target", None)]):
+                    if isinstance(target, ast.Name):
+                        yield target.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_own(node.value):
+            yield node.attr
+
+
+def is_own(value: ast.expr) -> bool:
+    """Whether an expression is the object itself: ``self``, ``cls`` or ``super()``."""
+    inner = value.func if isinstance(value, ast.Call) else value
+    return isinstance(inner, ast.Name) and inner.id in ("self", "cls", "super")
+
+
+def test_private_attributes_stay_in_their_folder() -> None:
+    trees = {name: ast.parse(path.read_text()) for name, path in files().items()}
+    owners: dict[str, set[str]] = {}
+    for name, tree in trees.items():
+        for attribute in defined(tree):
+            owners.setdefault(attribute, set()).add(folder_of(name))
+    wrong = []
+    for name, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("shardrec."):
+                private = [one.name for one in node.names if one.name.startswith("_")]
+                if private and folder_of(str(node.module)) != folder_of(name):
+                    wrong.append(f"{name}:{node.lineno} imports {private} of {node.module}")
+            if not isinstance(node, ast.Attribute) or not node.attr.startswith("_") or node.attr in TORCHS:
+                continue
+            found = owners.get(node.attr, set())
+            if found and folder_of(name) not in found and not is_own(node.value) and not node.attr.startswith("__"):
+                wrong.append(f"{name}:{node.lineno} reads .{node.attr} of {sorted(found)}")
+    assert not wrong, "\n".join(wrong)

@@ -8,10 +8,8 @@ model's state_dict and the fused optimizers' states.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
-import socket
 import statistics
 import time
 import warnings
@@ -30,6 +28,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import shardrec
 from shardrec.checkpoint.state import model_tensors
+from shardrec.launch.ranks import Place
+from shardrec.launch.run import on_new_ranks
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.modules.table import as_one_tensor
 
@@ -170,17 +170,10 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return found
 
 
-def rank_process(rank: int, port: int, options: argparse.Namespace) -> None:
-    """One rank: measures, and the first one writes."""
+def on_a_rank(place: Place, options: argparse.Namespace) -> dict[str, Any]:
+    """One rank's part."""
     warnings.filterwarnings("ignore")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(options.threads)
-    dist.init_process_group("gloo", rank=rank, world_size=options.ranks)
-    found = measure(options, options.folder / "files")
-    if rank == 0:
-        (options.folder / "result.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    return measure(options, options.folder / "files")
 
 
 def shown(found: dict[str, Any]) -> None:
@@ -213,13 +206,10 @@ def main() -> None:
     options = parser.parse_args()
     shutil.rmtree(options.folder, ignore_errors=True)
     options.folder.mkdir(parents=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     print(f"load before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
-    torch.multiprocessing.spawn(rank_process, args=(port, options), nprocs=options.ranks)
+    found = on_new_ranks(on_a_rank, options, nproc=options.ranks, threads=options.threads, debug=True)
     print(f"load after: {os.getloadavg()[0]:.1f}")
-    shown(json.loads((options.folder / "result.json").read_text()))
+    shown(found)
     shutil.rmtree(options.folder / "files")
 
 

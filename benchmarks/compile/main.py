@@ -9,7 +9,6 @@ import argparse
 import json
 import logging
 import os
-import socket
 import statistics
 import time
 import warnings
@@ -30,6 +29,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import shardrec
+from shardrec.launch.ranks import Place
+from shardrec.launch.run import on_new_ranks
 from shardrec.layout import ShardingPlan, Topology, cuts
 
 DENSE = 13
@@ -225,21 +226,18 @@ def measure(name: str, options: argparse.Namespace, rank: int) -> dict[str, Any]
     return result
 
 
-def rank_process(rank: int, port: int, options: argparse.Namespace, folder: str) -> None:
-    """One rank: measures, and the first one writes."""
+def on_a_rank(place: Place, options: argparse.Namespace) -> dict[str, Any]:
+    """One rank's part."""
     warnings.filterwarnings("ignore")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(options.threads)
     # The sides share the code of the model, and so dynamo's list of what it compiled for it.
     torch._dynamo.config.recompile_limit = 64
-    dist.init_process_group("gloo", rank=rank, world_size=options.ranks)
+    found = {}
     for name in options.models:
         torch._dynamo.reset()
-        result = measure(name, options, rank)
-        if rank == 0:
-            (Path(folder) / f"{name}.json").write_text(json.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
+        found[name] = measure(name, options, place.rank)
+        if place.is_lead:
+            (options.out / f"{name}.json").write_text(json.dumps(found[name]))
+    return found
 
 
 def shown(result: dict[str, Any]) -> None:
@@ -274,15 +272,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/compile"))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     print(f"load before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
-    torch.multiprocessing.spawn(rank_process, args=(port, options, str(options.out)), nprocs=options.ranks)
+    found = on_new_ranks(on_a_rank, options, nproc=options.ranks, threads=options.threads, debug=True)
     print(f"load after: {os.getloadavg()[0]:.1f}")
     for name in options.models:
         print(name)
-        shown(json.loads((options.out / f"{name}.json").read_text()))
+        shown(found[name])
 
 
 if __name__ == "__main__":

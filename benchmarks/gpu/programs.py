@@ -26,7 +26,7 @@ from benchmarks.harness.timing.clock import time_steps
 from benchmarks.harness.timing.dense import DENSE_LR, DenseInputs, click_model, dense_parameters
 from benchmarks.harness.timing.sides.dense import DensePart
 from benchmarks.harness.workload import parse_tables
-from shardrec.train.ranks import Place
+from shardrec.launch.ranks import Place
 
 __all__ = ["PARTS", "Step", "main"]
 

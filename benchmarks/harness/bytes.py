@@ -1,4 +1,4 @@
-"""The bytes that a workload's steps send, counted, and by the closed formula of :mod:`shardrec.exchange.volume`.
+"""The bytes that a workload's steps send, counted, and by the closed formula of :mod:`benchmarks.harness.volume`.
 
 ::
 
@@ -17,18 +17,18 @@ import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.harness.config import PLANNER, BenchConfig
+from benchmarks.harness.counting import CountingCollectives, Sent
 from benchmarks.harness.formula import WorkloadFormula, batches_of, comms_of
 from benchmarks.harness.layouts import cut_plan, given_plan
 from benchmarks.harness.module import sharded_module, total_of, unsharded_module
 from benchmarks.harness.report import ByteReport
+from benchmarks.harness.volume import EXCHANGES, Volume
 from benchmarks.harness.workload import WorkloadTable
 from shardrec.exchange.collectives import collectives_of
-from shardrec.exchange.counting import CountingCollectives, Sent
 from shardrec.exchange.queue import ModelContext
-from shardrec.exchange.volume import EXCHANGES, Volume
+from shardrec.launch.ranks import Place, joined, same_everywhere
 from shardrec.layout import ShardingPlan, Topology
 from shardrec.planner import plan as make_plan
-from shardrec.train.ranks import Place, joined, same_everywhere
 from shardrec.train.report import environment
 
 __all__ = ["count_bytes"]

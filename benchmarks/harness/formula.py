@@ -1,4 +1,4 @@
-"""The closed formula of :mod:`shardrec.exchange.volume` for a workload: with the ids drawn, and in expectation."""
+"""The closed formula of :mod:`benchmarks.harness.volume` for a workload: with the ids drawn, and in expectation."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from benchmarks.harness.batches import BatchMaker
 from benchmarks.harness.config import BenchConfig
 from benchmarks.harness.traffic import counted_traffic
-from benchmarks.harness.workload import WorkloadTable
-from shardrec.exchange.volume import (
+from benchmarks.harness.volume import (
     CollectionTraffic,
     TableTraffic,
     Volume,
@@ -16,6 +15,7 @@ from shardrec.exchange.volume import (
     step_volume,
     uniform_traffic,
 )
+from benchmarks.harness.workload import WorkloadTable
 from shardrec.exchange.wire import QuantizedComms
 from shardrec.layout import ShardingPlan, TableLayout
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shardrec.exchange.volume import EXCHANGES, Volume
+from benchmarks.harness.volume import EXCHANGES, Volume
 from shardrec.layout import ShardingPlan
 
 if TYPE_CHECKING:

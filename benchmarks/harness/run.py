@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.harness.config import BenchConfig
 from shardrec.errors import ConfigError
-from shardrec.train.launch import launched_rank, run_on_ranks
+from shardrec.launch.run import launched_rank, run_on_ranks
 
 if TYPE_CHECKING:
     from benchmarks.harness.report import ByteReport

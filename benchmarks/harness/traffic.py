@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardrec.exchange.volume import TableTraffic, row_edges
+from benchmarks.harness.volume import TableTraffic, row_edges
 from shardrec.layout import TableLayout
 
 __all__ = ["counted_traffic"]
@@ -30,7 +30,7 @@ def counted_traffic(
         layout: where the table lives.
         ids: per rank and lookup, (n,) integer ids on the CPU.
         distinct: each rank sends a row's id once, for all the lookups.
-        whole_rows: as in :class:`~shardrec.exchange.volume.TableTraffic`.
+        whole_rows: as in :class:`~benchmarks.harness.volume.TableTraffic`.
         bags: as there.
     """
     per_rank = [torch.cat(list(lookups)) if lookups else torch.zeros(0, dtype=torch.int64) for lookups in ids]

@@ -103,14 +103,15 @@ def optimizer_groups(model: ShardedModel, optimizer: Optimizer | None) -> list[d
 
 def fused_settings(model: ShardedModel) -> dict[str, dict[str, Any]]:
     """Per table with a fused optimizer, what a schedule changes of it: the learning rate, and what schedulers add."""
-    if model._fused is None:
+    made = model.made_fused_optimizer
+    if made is None:
         return {
             one.tables()[name].layout.name: {"lr": optimizer.lr, "initial_lr": optimizer.lr}
             for one in sharded_collections(model)
             for name, optimizer in one.fused_optimizers().items()
         }
     own = ("params", "tables", "optimizer", "eps", "betas", "weight_decay")
-    return {table: _settings(group, own) for group in model._fused.param_groups for table in group["tables"]}
+    return {table: _settings(group, own) for group in made.param_groups for table in group["tables"]}
 
 
 def _settings(group: Mapping[str, Any], without: tuple[str, ...]) -> dict[str, Any]:
@@ -160,8 +161,8 @@ def load_settings(model: ShardedModel, optimizer: Optimizer | None, manifest: Ma
     for group in _fused_groups(model, manifest):
         for settings in _saved_fused(group, manifest):
             _update(group, settings)
-    if model._fused is not None:
-        model._fused.push()
+    if model.made_fused_optimizer is not None:
+        model.made_fused_optimizer.push()
     if optimizer is not None:
         for group, saved in zip(optimizer.param_groups, manifest.param_groups or (), strict=True):
             _update(group, saved["settings"])

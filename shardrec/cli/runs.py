@@ -34,7 +34,7 @@ def eval_command(
     del debug  # read by the entry point
     import dataclasses
 
-    from shardrec.train.quiet import environment_for_torch, quiet_libraries
+    from shardrec.launch.quiet import environment_for_torch, quiet_libraries
 
     with environment_for_torch(), quiet_libraries():
         found = dataclasses.asdict(RunFolder(run).evaluate(data))
@@ -53,7 +53,7 @@ def export_command(
 ) -> None:
     """Write a run's last checkpoint as a file for programs that serve it; docs/serving.md says what it takes."""
     del debug  # read by the entry point
-    from shardrec.train.quiet import environment_for_torch, quiet_libraries
+    from shardrec.launch.quiet import environment_for_torch, quiet_libraries
 
     with environment_for_torch(), quiet_libraries():
         path = RunFolder(run).export(to, out, weights)

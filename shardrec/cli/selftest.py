@@ -53,7 +53,7 @@ def collectives(device: torch.device) -> str:
     import torch
 
     from shardrec.exchange.collectives import FunctionalCollectives
-    from shardrec.exchange.step import StepContext
+    from shardrec.exchange.context import StepContext
 
     with _group_of_one(device) as group:
         over = FunctionalCollectives(group)

@@ -13,21 +13,16 @@ An id exchange reads no weights, so that it may come before the last update; row
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
-from shardrec.exchange.joint import begin_exchange
+from shardrec.errors import ShardrecError
+from shardrec.exchange.step import Call, Caller, exchange_ids
 
 if TYPE_CHECKING:
-    from shardrec.exchange.queue import Call, ExchangeQueue, QueuedCall
+    from shardrec.exchange.queue import ExchangeQueue
 
-__all__ = ["Ahead", "Caller"]
-
-
-class Caller(Protocol):
-    """A sharded module."""
-
-    def new_call(self, features: object) -> Call:
-        """A call with these features, which it checks and cuts."""
+__all__ = ["Ahead"]
 
 
 class Ahead:
@@ -41,11 +36,11 @@ class Ahead:
     def __init__(self, queue: ExchangeQueue, calls: Sequence[tuple[Caller, object]]) -> None:
         self._queue = queue
         self._sources = list(calls)
-        self.queued = [queue.new_call(module, features) for module, features in calls]
+        self.queued = [module.new_call(features) for module, features in calls]
         self._taken: set[int] = set()
         queue.ahead.append(self)
 
-    def take(self, module: Caller, features: object) -> QueuedCall | None:
+    def take(self, module: Caller, features: object) -> Call | None:
         """The call of a module with these very features, once."""
         for number, (known_module, known_features) in enumerate(self._sources):
             if known_module is module and known_features is features and number not in self._taken:
@@ -66,14 +61,21 @@ class Ahead:
             PeerError: if another rank is gone.
         """
         for calls in self._queue.fitting(self.queued):
-            exchange = begin_exchange(self._queue.context, [(one.call.input, one.call.prepared) for one in calls])
-            for number, one in enumerate(calls):
-                one.arriving = (exchange, number)
+            exchange_ids(self._queue.context, calls)
+
+    def arrived(self) -> list[Any]:
+        """The calls' records of tensors; waits for the ids that were exchanged."""
+        return [(one.prepared, one.sent, None if one.sent is None else one.received()) for one in self.queued]
 
     def close(self) -> None:
         """Let go of what the forward did not call."""
         if self in self._queue.ahead:
             self._queue.ahead.remove(self)
         for number, one in enumerate(self.queued):
-            if number not in self._taken and one.arriving is not None:
-                one.arriving[0].finish()
+            if number in self._taken:
+                continue
+            if one.is_launched:
+                with suppress(ShardrecError):  # whose cause the next exchange meets, too
+                    one.value()
+            elif one.sent is not None:
+                one.received()

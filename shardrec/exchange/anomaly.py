@@ -12,8 +12,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from shardrec.exchange.context import StepContext
 from shardrec.exchange.route import Lookup
-from shardrec.exchange.step import StepContext
 
 __all__ = ["note_rows", "watch_gradient"]
 

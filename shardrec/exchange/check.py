@@ -37,7 +37,7 @@ def ids_are_valid(batch: Batch, limits: Tensor, *, unused_keys: bool) -> Tensor:
         lengths, values = batch.lengths.contiguous(), batch.values.contiguous()
         sound: Tensor = torch.ops.shardrec.are_sound(lengths, values, limits)
     else:
-        sound = are_sound(batch.lengths, batch.values, limits, unused_keys)
+        sound = are_sound(batch.lengths, batch.values, limits, unused_keys, True)
     if batch.offsets_fit is not None:
         sound = sound & batch.offsets_fit
     if batch.inverse is not None:
@@ -46,21 +46,24 @@ def ids_are_valid(batch: Batch, limits: Tensor, *, unused_keys: bool) -> Tensor:
     return sound
 
 
-def are_sound(lengths: Tensor, values: Tensor, limits: Tensor, unused_keys: bool) -> Tensor:
-    """:func:`ids_are_valid` of plain tensors: ``lengths`` (F, B), ``values`` (N,). TorchScript compiles it, too."""
-    count = values.numel()
+def are_sound(lengths: Tensor, values: Tensor, limits: Tensor, unused_keys: bool, asking: bool) -> Tensor:
+    """:func:`ids_are_valid` of plain tensors: ``lengths`` (F, B), ``values`` (N,). TorchScript compiles it, too.
+
+    With ``asking`` it may read values on the host where they are there, which a tracer cannot.
+    """
+    count = values.size(0)
     lengths_F = lengths.sum(dim=1, dtype=torch.int64)
     sound = add_up(lengths, lengths_F, count)
-    if count == 0:
+    if limits.numel() == 0 or (asking and count == 0):
         return sound
-    if not values.is_cuda:
+    if asking and not values.is_cuda:
         if not bool(sound):
             return sound
         limit_N = limits.repeat_interleave(lengths_F, output_size=count)
     else:
         ends_F = lengths_F.cumsum(0)
         feature_N = torch.searchsorted(ends_F, torch.arange(count, device=ends_F.device), right=True)
-        limit_N = limits[feature_N.clamp_(max=limits.numel() - 1)]
+        limit_N = limits.index_select(0, feature_N.clamp(max=limits.numel() - 1))
     inside = (values >= 0) & (values < limit_N)
     if unused_keys:
         inside = inside | (limit_N == 9223372036854775807)  # NO_LIMIT, of which TorchScript sees no global name

@@ -20,7 +20,7 @@ rows, in 5 ms where the three take 38.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import torch
@@ -30,7 +30,7 @@ from shardrec import native
 from shardrec.exchange.batch import KEY_ORDERS, Batch
 from shardrec.exchange.route import Route
 
-__all__ = ["Cut", "Cutter", "SlotIds"]
+__all__ = ["Cut", "Cutter", "bucketized", "permuted"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Cut:
         rows: (K·U, B) lengths, or (F, B) with one block.
         values: (N,) ids in that order, local to the block; on CUDA more elements may follow, which are none.
         weights: (N,) or None.
-        positions: (N,) integer place of each id in the batch, or None where nobody asks.
+        positions: (N,) integer place of each id in the batch, or None where nobody asks; int64 once in place.
         slots: (S,) row of each slot.
         lengths: (S, B) lengths of each slot.
         in_place: the rows are the slots, in order.
@@ -56,15 +56,6 @@ class Cut:
     lengths: Tensor
     in_place: bool
     borrowed: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class SlotIds:
-    """Ids slot by slot: ``ids`` (n,), ``weights`` (n,) or None, ``positions`` (n,) int64 or None."""
-
-    ids: Tensor
-    weights: Tensor | None
-    positions: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,16 +76,21 @@ class Cutter:
     Args:
         route: where the ids of each lookup go.
         device: of the batches.
+
+    Attributes:
+        block_sizes: (U,) rows of each unit's table.
+        boundaries: per unit, (K + 1,) the rows at which its blocks begin and end.
+        slot_rows: (S,) int64, row of each slot in the cut lengths.
     """
 
     def __init__(self, route: Route, device: torch.device) -> None:
         self._route = route
         self._device = device
         self._order = lru_cache(maxsize=KEY_ORDERS)(self._new_order)
-        self._slot_rows = self._tensor(route.slot_rows)
+        self.slot_rows = self._tensor(route.slot_rows)
         self._in_place = route.slot_rows == tuple(range(route.blocks * len(route.unit_keys)))
-        self._block_sizes = self._tensor([boundaries[-1] for boundaries in route.unit_boundaries], self.id_dtype)
-        self._boundaries = [
+        self.block_sizes = self._tensor([boundaries[-1] for boundaries in route.unit_boundaries], self.id_dtype)
+        self.boundaries = [
             self._tensor([*edges, *[edges[-1]] * (route.blocks + 1 - len(edges))], self.id_dtype)
             for edges in route.unit_boundaries
         ]
@@ -122,24 +118,14 @@ class Cutter:
         if cut_before and self._device.type == "cpu" and native.is_loaded():
             return self._cut_at_once(batch, order, keep_positions)
         if self._route.blocks > 1:
-            slots, in_place = self._slot_rows, self._in_place
+            slots, in_place = self.slot_rows, self._in_place
             if not order.units_in_place:
                 units = order.units.to(torch.int32)
                 most = None if self._device.type == "cpu" else values.numel() * order.most_units
-                if positions is not None:
-                    _, positions, _ = torch.ops.fbgemm.permute_2D_sparse_data(units, lengths, positions, None, most)
-                lengths, values, weights = torch.ops.fbgemm.permute_2D_sparse_data(
-                    units, lengths, values, weights, most
-                )
-            lengths, values, weights, place = self._bucketize(lengths, values, weights, keep_positions)
-            if positions is not None:
-                assert place is not None, "a bucketize that keeps the order tells where each id went"
-                place = place.to(torch.int64)
-                if self._device.type != "cpu":
-                    # No places are written beyond the ids.
-                    same = torch.arange(place.numel(), device=self._device)
-                    place = torch.where(same < lengths.sum(), place, same)
-                positions = torch.empty_like(positions).index_copy_(0, place, positions)
+                lengths, values, weights, positions = permuted(units, lengths, values, weights, positions, most)
+            lengths, values, weights, positions = bucketized(
+                lengths, values, weights, positions, self.block_sizes, self._route.blocks, self.boundaries
+            )
         return Cut(
             rows=lengths,
             values=values,
@@ -162,19 +148,33 @@ class Cutter:
             values=ids,
             weights=None if batch.weights is None else weights,
             positions=positions if keep_positions else None,
-            slots=self._slot_rows,
+            slots=self.slot_rows,
             lengths=lengths,
             in_place=True,
             borrowed=False,
         )
 
-    def in_slots(self, cut: Cut, total: int) -> SlotIds:
+    def in_slots(self, cut: Cut, total: int) -> Cut:
         """The ids in the order of the slots; ``total`` is how many, with those of several column stripes counted."""
-        ids, weights = self._permute(cut, cut.values, cut.weights, total)
-        positions = None
-        if cut.positions is not None:
-            positions = self._permute(cut, cut.positions, None, total)[0].to(torch.int64)
-        return SlotIds(ids=ids, weights=weights, positions=positions)
+        values, weights, positions = cut.values, cut.weights, cut.positions
+        if not cut.in_place:
+            order = cut.slots.to(torch.int32)
+            _, values, weights, positions = permuted(order, cut.rows, values, weights, positions, total)
+        else:
+            values, weights = values[:total], None if weights is None else weights[:total]
+            positions = None if positions is None else positions[:total]
+            if cut.borrowed:
+                # The caller's own memory may change before backward reads it.
+                values, weights = values.clone(), None if weights is None else weights.clone()
+        return replace(
+            cut,
+            rows=cut.lengths,
+            values=values,
+            weights=weights,
+            positions=None if positions is None else positions.to(torch.int64),
+            in_place=True,
+            borrowed=False,
+        )
 
     def _tensor(self, values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(list(values), dtype=dtype, device=self._device)
@@ -192,33 +192,68 @@ class Cutter:
             described=_described(self._route, units),
         )
 
-    def _bucketize(
-        self, lengths: Tensor, values: Tensor, weights: Tensor | None, keep_positions: bool
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """(K·U, B) lengths, ids local to their blocks, weights, and where each id went."""
-        cut_lengths, cut_values, cut_weights, _, place = torch.ops.fbgemm.block_bucketize_sparse_features(
-            lengths.reshape(-1),
-            values,
-            bucketize_pos=False,
-            sequence=keep_positions,
-            block_sizes=self._block_sizes,
-            my_size=self._route.blocks,
-            weights=weights,
-            block_bucketize_pos=self._boundaries,
-        )
-        rows = self._route.blocks * len(self._route.unit_keys)
-        return cut_lengths.view(rows, lengths.size(1)), cut_values, cut_weights, place
 
-    def _permute(self, cut: Cut, values: Tensor, weights: Tensor | None, total: int) -> tuple[Tensor, Tensor | None]:
-        if cut.in_place and cut.borrowed:
-            # The caller's own memory may change before backward reads it.
-            return values[:total].clone(), None if weights is None else weights[:total].clone()
-        if cut.in_place:
-            return values[:total], None if weights is None else weights[:total]
-        _, permuted, permuted_weights = torch.ops.fbgemm.permute_2D_sparse_data(
-            cut.slots.to(torch.int32), cut.rows, values, weights, total
-        )
-        return permuted, permuted_weights
+def permuted(
+    order: Tensor, lengths: Tensor, values: Tensor, weights: Tensor | None, positions: Tensor | None, total: int | None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Rows of lengths (F, B) and what belongs to them, in another order. TorchScript compiles it, too.
+
+    Args:
+        order: int32 rows to take, some of them several times, some never.
+        lengths: (F, B).
+        values: (N,).
+        weights: (N,) or None.
+        positions: (N,) or None.
+        total: the new N, where that is known on the host.
+    """
+    if positions is not None:
+        positions = torch.ops.fbgemm.permute_2D_sparse_data(order, lengths, positions, None, total)[1]
+    lengths, values, weights = torch.ops.fbgemm.permute_2D_sparse_data(order, lengths, values, weights, total)
+    return lengths, values, weights, positions
+
+
+def bucketized(
+    lengths: Tensor,
+    values: Tensor,
+    weights: Tensor | None,
+    positions: Tensor | None,
+    sizes: Tensor,
+    blocks: int,
+    boundaries: list[Tensor],
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Ids of units in blocks of rows, and local to them. TorchScript compiles it, too.
+
+    Args:
+        lengths: (U, B).
+        values: (N,).
+        weights: (N,) or None.
+        positions: (N,) or None.
+        sizes: (U,) rows of each unit.
+        blocks: K, of the unit that has the most.
+        boundaries: per unit, (K + 1,).
+
+    Returns:
+        (K·U, B) lengths, ids, weights, and positions.
+    """
+    cut, values, weights, _, place = torch.ops.fbgemm.block_bucketize_sparse_features(
+        lengths.reshape(-1),
+        values,
+        False,
+        positions is not None,
+        sizes,
+        blocks,
+        weights,
+        block_bucketize_pos=boundaries,
+    )
+    if positions is not None:
+        assert place is not None, "a bucketize that keeps the order tells where each id went"
+        places = place.to(torch.int64)
+        if places.is_cuda:
+            # No places are written beyond the ids, nor of a batch that is refused, whose lengths are 0.
+            same = torch.arange(places.size(0), device=places.device)
+            places = torch.where(same < cut.sum(), places, same)
+        positions = torch.empty_like(positions).index_copy_(0, places, positions)
+    return cut.view(blocks * lengths.size(0), lengths.size(1)), values, weights, positions
 
 
 def _described(route: Route, keys: Sequence[int]) -> list[int]:

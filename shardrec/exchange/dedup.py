@@ -17,20 +17,7 @@ from torch import Tensor, nn
 
 from shardrec.exchange.batch import KEY_ORDERS, Batch
 
-__all__ = ["Distinct", "DistinctIds"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Distinct:
-    """Distinct ids of a batch.
-
-    Args:
-        batch: one key per table, batch size 1, sorted distinct ids.
-        inverse: (N,) int64, for each id of the lookups, lookup after lookup, its place in ``batch.values``.
-    """
-
-    batch: Batch
-    inverse: Tensor
+__all__ = ["DistinctIds", "distinct", "distinct_of_any"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +31,8 @@ class _KeyOrder:
 class DistinctIds:
     """Finds the distinct ids of each table in a batch.
 
-    On the CPU there are U of them. On CUDA the host would have to wait to know U: ``values`` has an element for each id
-    there, of which the first U count, and ``inverse`` one for each id that the keys could have.
+    On the CPU there are U of them. On CUDA the host would have to wait to know U: there is an element for each id that
+    the keys could have, of which the first U count, and a place for each.
 
     Args:
         lookups: (feature, table), in output order.
@@ -61,52 +48,24 @@ class DistinctIds:
         self._features = [feature for feature, _ in lookups]
         self._tables = tuple(name for name, _ in tables)
         self._edges = torch.tensor(edges, dtype=torch.int64, device=device)
-        self._first = torch.tensor([starts[table] for _, table in lookups], dtype=torch.int64, device=device)
+        self._firsts = torch.tensor([starts[table] for _, table in lookups], dtype=torch.int64, device=device)
         self._device = device
         self._order = lru_cache(maxsize=KEY_ORDERS)(self._new_order)
 
-    def __call__(self, batch: Batch) -> Distinct:
-        """The distinct ids of a checked batch."""
-        on_cpu = self._device.type == "cpu"
+    def __call__(self, batch: Batch) -> tuple[Batch, Tensor]:
+        """The distinct ids of a checked batch.
+
+        Returns:
+            A batch of one key per table, batch size 1, sorted distinct ids; and for each id of the lookups, lookup
+            after lookup, its place in that batch's values, (N,) int64.
+        """
         order = self._order(batch.keys)
-        lengths, ids, _ = torch.ops.fbgemm.permute_2D_sparse_data(
-            order.keys, batch.lengths, batch.values, None, None if on_cpu else batch.values.numel() * order.most
-        )
-        ids_L = lengths.sum(dim=1, dtype=torch.int64)
-        values, inverse, counts = self._distinct(ids, ids_L) if on_cpu else self._distinct_of_any(ids, ids_L)
-        return Distinct(
-            batch=Batch(
-                keys=self._tables,
-                lengths=counts.to(torch.int32).unsqueeze(1),
-                values=values.to(batch.values.dtype),
-                weights=None,
-            ),
-            inverse=inverse,
-        )
-
-    def _distinct(self, ids: Tensor, ids_L: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(U,) distinct ids, (N,) place of each id among them, and (T,) how many of each table there are."""
-        linear = ids + self._first.repeat_interleave(ids_L, output_size=ids.numel())
-        values, inverse = torch.unique(linear, sorted=True, return_inverse=True)
-        counts = torch.searchsorted(values, self._edges).diff()
-        return values - self._edges[:-1].repeat_interleave(counts, output_size=values.numel()), inverse, counts
-
-    def _distinct_of_any(self, ids: Tensor, ids_L: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The same without knowing U, nor how many of ``ids`` the lengths tell of; the others follow at the end."""
-        numbers = torch.arange(ids.numel(), device=self._device)
-        lookup_N = torch.searchsorted(ids_L.cumsum(0), numbers, right=True)
-        first_N = self._first[lookup_N.clamp(max=self._first.numel() - 1)]
-        linear = torch.where(lookup_N < self._first.numel(), ids + first_N, self._edges[-1])
-        ordered, order = linear.sort()
-        is_new = torch.ones_like(ordered, dtype=torch.bool)
-        is_new[1:] = ordered[1:] != ordered[:-1]
-        seen = is_new.cumsum(0)
-        inverse = torch.empty_like(order).scatter_(0, order, seen - 1)
-        table_N = torch.searchsorted(self._edges[1:], ordered, right=True)
-        # Equal ids write one value to one place.
-        values = torch.zeros_like(ordered).scatter_(0, seen - 1, ordered - self._edges[table_N])
-        ends = torch.searchsorted(ordered, self._edges)
-        return values, inverse, nn.functional.pad(seen, [1, 0])[ends].diff()
+        if self._device.type == "cpu":
+            find, total = distinct, None
+        else:
+            find, total = distinct_of_any, batch.values.numel() * order.most
+        lengths, values, inverse = find(order.keys, batch.lengths, batch.values, self._firsts, self._edges, total)
+        return Batch(keys=self._tables, lengths=lengths, values=values, weights=None), inverse
 
     def _new_order(self, keys: tuple[str, ...]) -> _KeyOrder:
         place = {key: index for index, key in enumerate(keys)}
@@ -115,3 +74,52 @@ class DistinctIds:
             keys=torch.tensor(index, dtype=torch.int32, device=self._device),
             most=max(map(index.count, index), default=0),
         )
+
+
+def distinct(
+    order: Tensor, lengths: Tensor, values: Tensor, firsts: Tensor, edges: Tensor, total: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:class:`DistinctIds` of plain tensors. TorchScript compiles it, too.
+
+    Args:
+        order: (L,) int32, the key of each lookup.
+        lengths: (F, B).
+        values: (N,).
+        firsts: (L,) int64, where the rows of each lookup's table begin, if tables lie one after the other.
+        edges: (T + 1,) int64, where those of each table begin.
+        total: ids of the lookups, where that is known on the host.
+
+    Returns:
+        (T, 1) int32 numbers of distinct ids, the ids, and for each id of the lookups its place among them, int64.
+    """
+    lengths, ids, _ = torch.ops.fbgemm.permute_2D_sparse_data(order, lengths, values, None, total)
+    linear = ids + firsts.repeat_interleave(lengths.sum(dim=1, dtype=torch.int64), output_size=ids.numel())
+    found, inverse, _ = torch._unique2(linear, sorted=True, return_inverse=True)
+    counts = torch.searchsorted(found, edges).diff()
+    local = found - edges[:-1].repeat_interleave(counts, output_size=found.numel())
+    return counts.to(torch.int32).unsqueeze(1), local.to(values.dtype), inverse
+
+
+def distinct_of_any(
+    order: Tensor, lengths: Tensor, values: Tensor, firsts: Tensor, edges: Tensor, total: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`distinct`, without a wait of the host; ``total`` is the most ids that the lookups can have.
+
+    Returns:
+        As :func:`distinct`; behind the ids and behind the places there may be more elements, which are none.
+    """
+    lengths, ids, _ = torch.ops.fbgemm.permute_2D_sparse_data(order, lengths, values, None, total)
+    numbers = torch.arange(ids.numel(), device=ids.device)
+    lookup_N = torch.searchsorted(lengths.sum(dim=1, dtype=torch.int64).cumsum(0), numbers, right=True)
+    first_N = firsts[lookup_N.clamp(max=firsts.numel() - 1)]
+    linear = torch.where(lookup_N < firsts.numel(), ids + first_N, edges[-1])
+    ordered, places = linear.sort()
+    is_new = torch.ones_like(ordered, dtype=torch.bool)
+    is_new[1:] = ordered[1:] != ordered[:-1]
+    seen = is_new.cumsum(0)
+    inverse = torch.empty_like(places).scatter_(0, places, seen - 1)
+    table_N = torch.searchsorted(edges[1:], ordered, right=True)
+    # Equal ids write one value to one place.
+    local = torch.zeros_like(ordered).scatter_(0, seen - 1, ordered - edges[table_N])
+    counts = nn.functional.pad(seen, [1, 0])[torch.searchsorted(ordered, edges)].diff()
+    return counts.to(torch.int32).unsqueeze(1), local.to(values.dtype), inverse

@@ -5,13 +5,13 @@ G lookup groups, N ids.
 
 ::
 
-    prepare   KeyedJaggedTensor ──► Prepared: checked, ids cut into blocks
+    prepare   KeyedJaggedTensor ──► Batch: read and checked ──► Cut: its ids in blocks ──► Prepared: with their numbers
     header    (W, 2 + G) int64, row q to rank q:  batch size | words of bags | ids in group 0 | ... | in group G-1
-    address   what the headers say of all ranks ──► Addressed: the pieces for each rank (shardrec.exchange.payload)
+    send      ──► SentIds: the pieces for each rank (shardrec.exchange.payload), and where their ids were in the batch
     receive   the parts of all ranks ──► ShardInput: ids slot by slot, each slot's samples rank by rank, which is what a
               table-batched kernel takes; its pooled rows (sum of B, D) are then rank by rank, ready to be sent back
 
-:mod:`shardrec.exchange.joint` sends the headers and payloads of several modules together.
+:mod:`shardrec.exchange.step` exchanges the headers and payloads of several modules together.
 """
 
 from __future__ import annotations
@@ -26,41 +26,15 @@ from torch import Tensor
 from shardrec.exchange.bad_ids import POLICIES, mended
 from shardrec.exchange.batch import KEY_ORDERS, NO_LIMIT, Batch, Expectation, read_batch
 from shardrec.exchange.check import add_up, describe_fault, ids_are_valid
+from shardrec.exchange.context import StepContext
 from shardrec.exchange.cut import Cut, Cutter
-from shardrec.exchange.payload import Arrival, Payload
+from shardrec.exchange.payload import HEADER_SIZES, Payload, ShardInput
 from shardrec.exchange.route import Route
 from shardrec.exchange.staging import staged
-from shardrec.exchange.step import StepContext
 
-__all__ = ["Addressed", "InputExchange", "Prepared", "ShardInput", "Trace", "group_edges"]
+__all__ = ["InputExchange", "Prepared", "SentIds", "group_edges"]
 
-_FIXED = 2  # columns of a module's part of the header before its id counts
 _REPEATS = 4  # calls of one module that a header has room for; further ones go into another exchange
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardInput:
-    """The ids for this rank's shards.
-
-    Args:
-        lengths: (S_mine, B_all) int32; a slot's samples are ordered by the rank they come from.
-        ids: (n,) int32 or int64, rows inside the shard.
-        weights: (n,) float32, or None.
-        batch_sizes: W sizes B_w; B_all is their sum.
-        group_ids: number of ids of each lookup group; they lie in ``ids`` one group after the other.
-        counts: ids from each rank, per group.
-        slot_sizes: per rank, the batch size of each slot where they differ; the rest of B_w are empty bags.
-        order: (n,) int32, place of each id among those received, if the weights need a gradient and it differs.
-    """
-
-    lengths: Tensor
-    ids: Tensor
-    weights: Tensor | None
-    batch_sizes: tuple[int, ...]
-    group_ids: tuple[int, ...]
-    counts: tuple[tuple[int, ...], ...]
-    slot_sizes: tuple[tuple[int, ...] | None, ...]
-    order: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,48 +73,27 @@ class Prepared:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Addressed:
-    """A batch ready to be sent, once the headers have told the sizes.
+class SentIds:
+    """A batch as it is sent, once the header has told the sizes.
 
     Args:
-        prepared: the batch.
-        parts: per rank, the pieces of its part; empty when there is one rank.
-        words_in: per rank, the words that come from it.
-        arrivals: per rank, what its header said.
-        sent: ids to each rank, per group.
-        received: ids from each rank, per group.
-        local: the result itself when there is one rank.
-        trace: where the sent ids were in the batch, if the exchange keeps track.
-        notes: values of ``prepared.notes``.
-    """
-
-    prepared: Prepared
-    parts: list[list[Tensor]]
-    words_in: list[int]
-    arrivals: tuple[Arrival, ...]
-    sent: tuple[tuple[int, ...], ...]
-    received: tuple[tuple[int, ...], ...]
-    local: ShardInput | None
-    trace: Trace | None
-    notes: Sequence[Sequence[int]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trace:
-    """Where the ids that were sent come from.
-
-    Args:
-        positions: (N_sent,) int64, position of each sent id, in order of travel: in the sent batch's values if each id
-            gets a row of its own, else in the local batch's as they were given.
+        parts: per rank, the pieces of its part; see :meth:`Payload.pack`.
+        counts: ids to each rank, per group.
         slot_ids: (S,) number of ids of each slot of all ranks.
+        positions: (N_sent,) int64, position of each sent id, in order of travel: in the sent batch's values if each id
+            gets a row of its own, else in the local batch's as they were given. None where nobody asks.
         sent_key_ids: number of ids of each key of the sent batch; empty unless each id gets a row of its own.
         key_ids: number of ids of each key of the local batch as it was given; likewise.
+        replica_ids: number of ids of each lookup of a replicated table; empty if each id gets a row of its own.
     """
 
-    positions: Tensor
-    slot_ids: Tensor
+    parts: list[list[Tensor]]
+    counts: tuple[tuple[int, ...], ...]
+    slot_ids: Tensor | None
+    positions: Tensor | None
     sent_key_ids: tuple[int, ...]
     key_ids: tuple[int, ...]
+    replica_ids: tuple[int, ...]
 
 
 class InputExchange:
@@ -154,25 +107,28 @@ class InputExchange:
             positions of the ids are kept.
 
     Attributes:
+        cutter: cuts batches into slots.
+        payload: packs what is sent and unpacks what is received.
+        group_edges: (W·G + 1,) int64, where each rank's groups begin among the slots.
         columns: width of this module's part of a header.
         slot_rows: (S_mine,) int64, on the CPU, the rows of the shard of each of this rank's slots.
         bad_ids: (U,) int64, per feature, ids outside its table that were no error, in the batches so far.
     """
 
     def __init__(self, route: Route, expect: Expectation, context: StepContext, *, per_id: bool = False) -> None:
-        self._per_id = per_id
-        self._route = route
-        self._expect = expect
+        self.per_id = per_id
+        self.route = route
+        self.expect = expect
         self._rank = context.collectives.rank
         self._world_size = context.collectives.world_size
-        self.columns = _FIXED + route.groups
+        self.columns = HEADER_SIZES + route.groups
         context.header_columns += _REPEATS * self.columns
         context.modules += 1
         self._key_limits = lru_cache(maxsize=KEY_ORDERS)(self._new_limits)
         self._key_policies = lru_cache(maxsize=KEY_ORDERS)(self._new_policies)
-        self._cutter = Cutter(route, expect.device)
-        self._payload = Payload(route, self._rank, weighted=expect.weighted, device=expect.device)
-        self._group_edges = torch.tensor(group_edges(route), dtype=torch.int64, device=expect.device)
+        self.cutter = Cutter(route, expect.device)
+        self.payload = Payload(route, self._rank, weighted=expect.weighted, device=expect.device)
+        self.group_edges = torch.tensor(group_edges(route), dtype=torch.int64, device=expect.device)
         self._drops = "zero" in expect.on_bad_id.values()
         self.slot_rows = torch.tensor([slot.shard.rows for slot in route.slots[self._rank]], dtype=torch.int64)
         self.bad_ids = torch.zeros(len(expect.features), dtype=torch.int64, device=expect.device)
@@ -185,7 +141,7 @@ class InputExchange:
             agreement: what the ranks must have in common beyond the ids' dtype.
             prepare: makes the batch to send out of the checked one.
         """
-        given = read_batch(features, self._expect)
+        given = read_batch(features, self.expect)
         fault = given if isinstance(given, str) else ""
         if isinstance(given, str):
             given = self._empty_batch()
@@ -195,15 +151,15 @@ class InputExchange:
         limits, unused_keys = self._key_limits(given.keys)
         valid = ids_are_valid(given, limits, unused_keys=unused_keys)
         whole, bad_ids = given, None
-        if self._expect.on_bad_id and given.size and (valid.is_cuda or not bool(valid)):
+        if self.expect.on_bad_id and given.size and (valid.is_cuda or not bool(valid)):
             whole, valid, bad_ids = self._mended(given)
         safe = self._safe(whole, valid)
         sent = safe if prepare is None else prepare(safe)
-        cut = self._cutter.cut(sent, keep_positions=self._per_id or differentiable, given=given)
+        cut = self.cutter.cut(sent, keep_positions=self.per_id or differentiable, given=given)
         lengths_SB = cut.lengths
         slot_sizes = None
         notes: tuple[Tensor, ...] = ()
-        if self._per_id:
+        if self.per_id:
             lengths_SB = lengths_SB.sum(dim=1, keepdim=True, dtype=torch.int32)
             local = safe.lengths if safe.mended is None else safe.mended.lengths
             notes = (sent.lengths.sum(dim=1, dtype=torch.int64), local.sum(dim=1, dtype=torch.int64))
@@ -230,149 +186,93 @@ class InputExchange:
         header = prepared.counts.new_zeros((self._world_size, self.columns))
         header[:, 0] = prepared.lengths.size(1)
         if prepared.slot_sizes is not None:
-            header[:, 1] = staged(self._payload.bag_words(prepared.slot_sizes), torch.int64, header.device)
-        header[:, _FIXED:] = prepared.counts
+            header[:, 1] = staged(self.payload.bag_words(prepared.slot_sizes), torch.int64, header.device)
+        header[:, HEADER_SIZES:] = prepared.counts
         return header
 
     def describe(self, prepared: Prepared) -> str:
         """What is wrong with the batch, or "". Reads tensors on the host."""
         if prepared.fault or bool(prepared.valid):
             return prepared.fault
-        return describe_fault(prepared.given, self._expect)
+        return describe_fault(prepared.given, self.expect)
 
-    def address(
-        self, prepared: Prepared, sent: Sequence[int], notes: Sequence[Sequence[int]], headers: Sequence[Sequence[int]]
-    ) -> Addressed:
-        """Pack, now that the sizes are known.
+    def send(self, prepared: Prepared, counts: Sequence[int], notes: Sequence[Sequence[int]]) -> SentIds:
+        """Pack, now that the header exchange has brought the sizes to the host.
 
         Args:
             prepared: the batch.
-            sent: (W · G) ids for each rank and group.
+            counts: values of ``prepared.counts``.
             notes: values of ``prepared.notes``.
-            headers: this module's part of each rank's header.
         """
         if prepared.bad_ids is not None:
             self.bad_ids += prepared.bad_ids
-        groups = self._route.groups
-        sent_WG = tuple(tuple(sent[q * groups : (q + 1) * groups]) for q in range(self._world_size))
-        slot_ids = self._cutter.in_slots(prepared.cut, sum(sent))
-        trace = None
-        if slot_ids.positions is not None:
-            positions, given = slot_ids.positions, prepared.batch.mended
-            if given is not None and not self._per_id:
-                positions = given.order.index_select(0, positions)
-            trace = Trace(
-                positions=positions,
-                slot_ids=prepared.lengths.sum(dim=1),
-                sent_key_ids=tuple(notes[0]) if self._per_id else (),
-                key_ids=tuple(notes[1]) if self._per_id else (),
-            )
-        arrivals, received = self._arrivals(headers)
-        local, parts = None, []
-        if self._world_size == 1:
-            local = ShardInput(
-                lengths=prepared.lengths,
-                ids=slot_ids.ids,
-                weights=slot_ids.weights,
-                batch_sizes=(arrivals[0].batch_size,),
-                group_ids=received[0],
-                counts=received,
-                slot_sizes=(None,),
-            )
-        else:
-            totals = [sum(counts) for counts in sent_WG]
-            parts = self._payload.pack(prepared.lengths, slot_ids.ids, slot_ids.weights, totals, prepared.slot_sizes)
-        return Addressed(
-            prepared=prepared,
-            parts=parts,
-            words_in=[self._payload.words_in(arrival) for arrival in arrivals],
-            arrivals=arrivals,
-            sent=sent_WG,
-            received=received,
-            local=local,
-            trace=trace,
-            notes=notes,
+        groups = self.route.groups
+        counts_WG = tuple(tuple(counts[q * groups : (q + 1) * groups]) for q in range(self._world_size))
+        cut = self.cutter.in_slots(prepared.cut, sum(counts))
+        positions, given = cut.positions, prepared.batch.mended
+        if positions is not None and given is not None and not self.per_id:
+            positions = given.order.index_select(0, positions)
+        totals = [sum(one) for one in counts_WG]
+        return SentIds(
+            parts=self.payload.pack(prepared.lengths, cut.values, cut.weights, totals, prepared.slot_sizes),
+            counts=counts_WG,
+            slot_ids=None if positions is None else prepared.lengths.sum(dim=1),
+            positions=positions,
+            sent_key_ids=tuple(notes[0]) if self.per_id else (),
+            key_ids=tuple(notes[1]) if self.per_id else (),
+            replica_ids=tuple(notes[0]) if notes and not self.per_id else (),
         )
 
-    def receive(self, addressed: Addressed, parts: Sequence[Tensor]) -> ShardInput:
-        """Put what the ranks sent slot by slot.
+    def words_in(self, headers: Sequence[Sequence[int]]) -> list[int]:
+        """Per rank, the words that come from it.
 
         Args:
-            addressed: this rank's own batch.
-            parts: from each rank, int32 words.
+            headers: this module's part of each rank's header.
         """
-        if addressed.local is not None:
-            return addressed.local
-        differentiable = addressed.prepared.differentiable
-        return self._in_slots(addressed.arrivals, addressed.received, parts, keep_order=differentiable)
+        return [self.payload.words_in(header) for header in headers]
 
-    def requests(self, addressed: Addressed) -> list[list[int]]:
-        """This batch's row of the header for each rank, of numbers that are on the host."""
-        prepared = addressed.prepared
-        sizes, words = prepared.lengths.size(1), self._payload.bag_words(prepared.slot_sizes)
-        return [[sizes, bags, *counts] for bags, counts in zip(words, addressed.sent, strict=True)]
-
-    def unpack(self, headers: Sequence[Sequence[int]], parts: Sequence[Tensor]) -> ShardInput:
-        """Put what came with any number of requests slot by slot.
+    def receive(
+        self, headers: Sequence[Sequence[int]], parts: Sequence[Tensor], *, keep_order: bool = False
+    ) -> ShardInput:
+        """Put what the ranks sent slot by slot. (What came with requests, as :meth:`requests` gives their headers, is
+        put so by ``payload.unpack``, also where one server is by itself.)
 
         Args:
-            headers: of each request, as :meth:`requests` gives them.
-            parts: of each request, int32 words.
+            headers: this module's part of each rank's header.
+            parts: of each rank, int32 words; of one rank by itself, the pieces that :meth:`send` gave.
+            keep_order: tell where each id was among the received ones.
         """
-        arrivals, counts = self._arrivals(headers)
-        return self._in_slots(arrivals, counts, parts, keep_order=False)
+        if self._world_size == 1:
+            return self.payload.own(parts, headers[0])
+        return self.payload.unpack(parts, headers, keep_order=keep_order)
+
+    def requests(self, prepared: Prepared, sent: SentIds) -> list[list[int]]:
+        """A batch's row of the header for each rank, of numbers that are on the host."""
+        size, words = prepared.lengths.size(1), self.payload.bag_words(prepared.slot_sizes)
+        return [[size, bags, *counts] for bags, counts in zip(words, sent.counts, strict=True)]
 
     def sound_ids(self, header: Sequence[int], words: Tensor) -> tuple[Tensor, Tensor] | None:
         """Lengths (S, B) and ids (n,) of a request from outside, or None if header and words do not fit each other.
 
         Whether the lengths add up to the ids, and the ids are in their tables, is left to the caller.
         """
-        (arrival,), (counts,) = self._arrivals([header])
-        found = self._payload.lengths_and_ids(words, arrival)
+        counts = tuple(header[HEADER_SIZES:])
+        found = self.payload.lengths_and_ids(words, header)
         if found is None:
             return None
         if len(counts) < 2:
             return found
-        slots = self._route.slots[self._rank]
+        slots = self.route.slots[self._rank]
         ids_S = found[0].sum(dim=1, dtype=torch.int64).tolist()
         per_group = [0] * len(counts)
         for slot, ids in zip(slots, ids_S, strict=True):
             per_group[slot.group] += ids
         return found if tuple(per_group) == counts else None
 
-    def _arrivals(self, headers: Sequence[Sequence[int]]) -> tuple[tuple[Arrival, ...], tuple[tuple[int, ...], ...]]:
-        """What each header says, and its ids per group."""
-        counts = tuple(tuple(header[_FIXED : self.columns]) for header in headers)
-        arrivals = tuple(
-            Arrival(batch_size=header[0], bag_words=header[1], ids=sum(ids))
-            for header, ids in zip(headers, counts, strict=True)
-        )
-        return arrivals, counts
-
-    def _in_slots(
-        self,
-        arrivals: tuple[Arrival, ...],
-        counts: tuple[tuple[int, ...], ...],
-        parts: Sequence[Tensor],
-        *,
-        keep_order: bool,
-    ) -> ShardInput:
-        unpacked = self._payload.unpack(parts, arrivals, keep_order=keep_order)
-        return ShardInput(
-            lengths=unpacked.lengths,
-            ids=unpacked.ids,
-            weights=unpacked.weights,
-            batch_sizes=tuple(arrival.batch_size for arrival in arrivals),
-            group_ids=tuple(map(sum, zip(*counts, strict=True))),
-            counts=counts,
-            slot_sizes=unpacked.slot_sizes,
-            order=unpacked.order,
-        )
-
     def _new_limits(self, keys: tuple[str, ...]) -> tuple[Tensor, bool]:
         """(F,) one more than the largest id allowed, per key, and whether some keys are not looked up."""
-        limits = [self._expect.rows(key) for key in keys]
-        return torch.tensor(limits, dtype=torch.int64, device=self._expect.device), NO_LIMIT in limits
+        limits = [self.expect.rows(key) for key in keys]
+        return torch.tensor(limits, dtype=torch.int64, device=self.expect.device), NO_LIMIT in limits
 
     def _mended(self, given: Batch) -> tuple[Batch, Tensor, Tensor]:
         """The batch without the bad ids that are no error, whether it is sound, and their number per feature (U,)."""
@@ -386,29 +286,29 @@ class InputExchange:
 
     def _new_policies(self, keys: tuple[str, ...]) -> tuple[Tensor, Tensor]:
         """(F,) number of each key's policy, and (U,) place of each feature among the keys."""
-        numbers = [POLICIES.index(self._expect.on_bad_id.get(key, "error")) for key in keys]
-        places = [keys.index(feature) for feature in self._expect.features]
-        device = self._expect.device
+        numbers = [POLICIES.index(self.expect.on_bad_id.get(key, "error")) for key in keys]
+        places = [keys.index(feature) for feature in self.expect.features]
+        device = self.expect.device
         return torch.tensor(numbers, device=device), torch.tensor(places, dtype=torch.int64, device=device)
 
     def _slot_sizes(self, keys: tuple[str, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
         size_of = dict(zip(keys, sizes, strict=True))
-        unit_sizes = [size_of[key] for key in self._route.unit_keys]
-        return tuple(unit_sizes[slot.unit] for rank_slots in self._route.slots for slot in rank_slots)
+        unit_sizes = [size_of[key] for key in self.route.unit_keys]
+        return tuple(unit_sizes[slot.unit] for rank_slots in self.route.slots for slot in rank_slots)
 
     def _empty_batch(self) -> Batch:
-        keys = self._expect.features
-        device = self._expect.device
+        keys = self.expect.features
+        device = self.expect.device
         return Batch(
             keys=keys,
             lengths=torch.zeros((len(keys), 0), dtype=torch.int32, device=device),
             values=torch.zeros(0, dtype=torch.int64, device=device),
-            weights=torch.zeros(0, device=device) if self._expect.weighted else None,
+            weights=torch.zeros(0, device=device) if self.expect.weighted else None,
         )
 
     def _safe(self, batch: Batch, valid: Tensor) -> Batch:
         """The batch as the kernels take it: contiguous, and of empty bags if it is not valid."""
-        values, weights = batch.values.to(self._cutter.id_dtype), batch.weights
+        values, weights = batch.values.to(self.cutter.id_dtype), batch.weights
         if values.device.type == "cpu" and not bool(valid):
             # The CPU's kernels compare the number of ids with the lengths; those of CUDA read by the lengths alone.
             values, weights = values[:0], None if weights is None else weights[:0]
@@ -429,8 +329,8 @@ class InputExchange:
         # A slot's ids fit 32 bits, and torch adds int32 up as int32 ten times as fast as it does as int64.
         ids_S = lengths_SB.sum(dim=1, dtype=torch.int32).to(torch.int64)
         ends_S = torch.ops.fbgemm.asynchronous_complete_cumsum(ids_S)
-        edges: Tensor = ends_S.index_select(0, self._group_edges)
-        return edges.diff().view(self._world_size, self._route.groups)
+        edges: Tensor = ends_S.index_select(0, self.group_edges)
+        return edges.diff().view(self._world_size, self.route.groups)
 
 
 def group_edges(route: Route) -> list[int]:

@@ -37,12 +37,11 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from shardrec.errors import InputError
-from shardrec.exchange.ahead import Caller
+from shardrec.errors import ConfigError, InputError
 from shardrec.exchange.batch import Expectation, form_fault
 from shardrec.exchange.blocks import BlocksInFlight
-from shardrec.exchange.live import Live
-from shardrec.exchange.queue import ModelContext, QueuedCall
+from shardrec.exchange.queue import ModelContext
+from shardrec.exchange.step import Call, Caller
 
 __all__ = ["Program"]
 
@@ -90,17 +89,17 @@ def _with_autograd(gradients: bool) -> Iterator[None]:
         yield
 
 
-class _Call:
-    """A call, from its issue to the last of its backwards.
+class _Issued:
+    """A call under a ticket, from its issue to the last of its backwards.
 
     Args:
-        queued: the call.
+        call: the module's.
         weights: (N,) of its ids if they take a gradient, a leaf; else None.
         replicas: parameters of the module's replicated tables.
     """
 
-    def __init__(self, queued: QueuedCall, weights: Tensor | None, replicas: Sequence[Tensor]) -> None:
-        self.queued = queued
+    def __init__(self, call: Call, weights: Tensor | None, replicas: Sequence[Tensor]) -> None:
+        self.call = call
         self.weights = weights
         self.replicas = replicas
         self.value: Tensor | None = None
@@ -116,16 +115,16 @@ class _Backward:
 
     def __init__(self, flight: BlocksInFlight) -> None:
         self._sent, self._leaves = flight.cut_graph()
-        self._arrived: list[weakref.ref[_Call]] = []
-        self._given: dict[_Call, Tensor] = {}
+        self._arrived: list[weakref.ref[_Issued]] = []
+        self._given: dict[_Issued, Tensor] = {}
         self._returning: list[tuple[Tensor, Tensor]] = []
         self._gradients: dict[int, Tensor] = {}  # of replicas and weights, by id
 
-    def arrived(self, call: _Call) -> None:
+    def arrived(self, call: _Issued) -> None:
         """A value that will be given its gradient, or take no part in the loss."""
         self._arrived.append(weakref.ref(call))
 
-    def give(self, call: _Call, gradient: Tensor) -> None:
+    def give(self, call: _Issued, gradient: Tensor) -> None:
         """The gradient of a call's value; the last one lets all of them go."""
         self._given[call] = gradient
         if all(one() is None or one() in self._given for one in self._arrived):
@@ -190,8 +189,9 @@ class Program:
         self._results = results
         self._replicas = replicas
         self._tickets = count()
-        self._kept: dict[int, _Call] = {}
-        self.number = _PROGRAMS.add(self)
+        self._kept: dict[int, _Issued] = {}
+        self.number = next(_NUMBERS)
+        _PROGRAMS[self.number] = self
 
     def issue(self, features: KeyedJaggedTensor, learned: bool, gradients: bool, scripted: bool) -> Tensor:
         """Queue a call; gives its ticket."""
@@ -201,7 +201,7 @@ class Program:
         with _with_autograd(gradients):
             if learned and gradients:
                 weights.requires_grad_()
-            self._kept[number] = _Call(
+            self._kept[number] = _Issued(
                 self._context.queue.submit(self._module, features, by_operator=True, scripted=scripted),
                 weights if learned and gradients else None,
                 self._replicas,
@@ -211,17 +211,18 @@ class Program:
 
     def arrive(self, ticket: Tensor) -> tuple[Tensor, ...]:
         """Wait for a call's rows; the value first."""
-        call = self._kept[int(ticket)]
-        flight, stream = call.queued.flight()
-        with _with_autograd(call.queued.with_gradients), call.queued.mode():
-            if call.queued.with_gradients:
+        issued = self._kept[int(ticket)]
+        call = issued.call
+        with _with_autograd(call.with_gradients), call.mode():
+            if call.with_gradients:
+                flight = call.flight()
                 if flight not in _BACKWARDS:
                     _BACKWARDS[flight] = _Backward(flight)
-                call.backward = _BACKWARDS[flight]
-            value, *others = self._results(call.queued.call.finish(flight, stream))
-            if call.backward is not None and value.requires_grad:
-                call.value = value
-                call.backward.arrived(call)
+                issued.backward = _BACKWARDS[flight]
+            value, *others = self._results(call.value())
+            if issued.backward is not None and value.requires_grad:
+                issued.value = value
+                issued.backward.arrived(issued)
         return value.detach(), *others
 
     def give_gradient(self, gradient: Tensor, ticket: Tensor) -> None:
@@ -261,7 +262,20 @@ class Program:
         raise InputError(fault)
 
 
-_PROGRAMS: Live[Program] = Live("the sharded module")
+_PROGRAMS: weakref.WeakValueDictionary[int, Program] = weakref.WeakValueDictionary()
+"""By the numbers that operators call them by, for as long as their owners live."""
+
+_NUMBERS = count()
+
+
+def _program(number: int) -> Program:
+    found = _PROGRAMS.get(number)
+    if found is None:
+        raise ConfigError(
+            f"a compiled program uses sharded module number {number} of a sharded model that is gone, or that lived in "
+            "another process; compile the model again, and keep it for as long as the program runs"
+        )
+    return found
 
 
 def _features(
@@ -319,26 +333,26 @@ def _issue(
         inverse_keys=inverse_keys,
         stride=stride,
     )
-    ticket = _PROGRAMS[number].issue(features, learned, gradients, scripted)
+    ticket = _program(number).issue(features, learned, gradients, scripted)
     return anchor.new_zeros(0), ticket
 
 
 @torch.library.impl(_LIBRARY, "arrive_columns", "CompositeExplicitAutograd")
 def _arrive_columns(order: Tensor, ticket: Tensor, batch: int, width: int, dtype: torch.dtype, number: int) -> Tensor:
-    return _PROGRAMS[number].arrive(ticket)[0]
+    return _program(number).arrive(ticket)[0]
 
 
 @torch.library.impl(_LIBRARY, "arrive_rows", "CompositeExplicitAutograd")
 def _arrive_rows(
     order: Tensor, ticket: Tensor, values: Tensor, width: int, lookups: int, ids: bool, dtype: torch.dtype, number: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rows, found, numbers = _PROGRAMS[number].arrive(ticket)
+    rows, found, numbers = _program(number).arrive(ticket)
     return rows, found, numbers
 
 
 @torch.library.impl(_LIBRARY, "give_gradient", "CompositeExplicitAutograd")
 def _give_gradient(gradient: Tensor, ticket: Tensor, number: int) -> Tensor:
-    _PROGRAMS[number].give_gradient(gradient, ticket)
+    _program(number).give_gradient(gradient, ticket)
     return gradient.new_zeros(0, dtype=torch.float32)
 
 
@@ -346,7 +360,7 @@ def _give_gradient(gradient: Tensor, ticket: Tensor, number: int) -> Tensor:
 def _finish_backward(
     order: Tensor, ticket: Tensor, weights: int, replicas: Sequence[Tensor], number: int
 ) -> list[Tensor]:
-    of_weights, others = _PROGRAMS[number].finish_backward(ticket)
+    of_weights, others = _program(number).finish_backward(ticket)
     return [
         order.new_zeros(weights) if of_weights is None else of_weights.to(torch.float32),
         *(torch.zeros_like(one) if found is None else found for found, one in zip(others, replicas, strict=True)),
@@ -356,7 +370,7 @@ def _finish_backward(
 def _issue_fake(anchor: Tensor, replicas: Sequence[Tensor], *given: Any) -> tuple[Tensor, Tensor]:
     number: int = given[9]
     keys, inverse_keys, stride = given[6:9]
-    _PROGRAMS[number].refuse(_features(*given[:6], keys=keys, inverse_keys=inverse_keys, stride=stride))
+    _program(number).refuse(_features(*given[:6], keys=keys, inverse_keys=inverse_keys, stride=stride))
     return anchor.new_empty(0), torch.empty((), dtype=torch.int64, device="cpu")
 
 

@@ -30,7 +30,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from shardrec.exchange.assemble import Columns
 from shardrec.exchange.blocks import BlocksInFlight, Stream
 from shardrec.exchange.hosts import HostExchange, host_sums
-from shardrec.exchange.input import ShardInput
+from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.ragged import Ragged, strip
 from shardrec.exchange.route import Lookup, Route, output_pieces
 from shardrec.exchange.wire import Shape

@@ -5,9 +5,13 @@
     part for rank q:  bags | ids (n_q,) | weights (n_q,)
     bags:             lengths (S_q, B), or, where slots have a batch size each, sizes (S_q,) | lengths (their sum,)
 
-An id is one word, or two where a shard has more rows than 32 bits can number.
+An id is one word, or two where a shard has more rows than 32 bits can number. What a part holds is told by the row of
+the header that comes before it::
 
-Shapes: S_q slots of rank q, S of all ranks, B local batch size, W ranks, n ids.
+    row for rank q:   batch size B | words of bags, 0 if they are lengths alone | ids in group 0 | ... | in group G-1
+
+Shapes: S_q slots of rank q, S of all ranks, B local batch size, W ranks, G lookup
+groups, n ids.
 """
 
 from __future__ import annotations
@@ -23,43 +27,37 @@ from torch import Tensor, nn
 from shardrec.exchange.route import Route
 from shardrec.exchange.staging import staged
 
-__all__ = ["Arrival", "Payload", "Unpacked"]
+__all__ = ["HEADER_SIZES", "Payload", "ShardInput"]
+
+HEADER_SIZES = 2
+"""Columns of a row of the header before its counts of ids."""
 
 _SOURCES = 64  # numbers of sources for which constants are kept; ranks have one, a server that merges requests many
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arrival:
-    """What a header says of one rank's part.
+class ShardInput:
+    """The ids for this rank's shards.
 
     Args:
-        batch_size: samples B_w.
-        bag_words: words of sizes and lengths, where slots have a batch size each; else 0.
-        ids: number of ids.
-    """
-
-    batch_size: int
-    bag_words: int
-    ids: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Unpacked:
-    """What the ranks sent, slot by slot and in a slot rank by rank.
-
-    Args:
-        lengths: (S_mine, sum of B_w) int32.
-        ids: (n,) int32 or int64.
-        weights: (n,) float32 or None.
-        order: (n,) int32 place of each id among the received ones; None where nobody asks or they are in place.
-        slot_sizes: per rank, the batch size of each slot where they differ, else None.
+        lengths: (S_mine, B_all) int32; a slot's samples are ordered by the rank they come from.
+        ids: (n,) int32 or int64, rows inside the shard.
+        weights: (n,) float32, or None.
+        batch_sizes: W sizes B_w; B_all is their sum.
+        group_ids: number of ids of each lookup group; they lie in ``ids`` one group after the other.
+        counts: ids from each rank, per group.
+        slot_sizes: per rank, the batch size of each slot where they differ; the rest of B_w are empty bags.
+        order: (n,) int32, place of each id among those received, if the weights need a gradient and it differs.
     """
 
     lengths: Tensor
     ids: Tensor
     weights: Tensor | None
-    order: Tensor | None
+    batch_sizes: tuple[int, ...]
+    group_ids: tuple[int, ...]
+    counts: tuple[tuple[int, ...], ...]
     slot_sizes: tuple[tuple[int, ...] | None, ...]
+    order: Tensor | None = None
 
 
 class Payload:
@@ -80,7 +78,7 @@ class Payload:
         self._weighted = weighted
         self._id_words = 2 if self._wide else 1
         self._device = device
-        self._slot_major = lru_cache(maxsize=_SOURCES)(self._new_slot_major)
+        self.slot_major = lru_cache(maxsize=_SOURCES)(self._new_slot_major)
 
     def bag_words(self, slot_sizes: Sequence[int] | None) -> list[int]:
         """Per rank, the words of sizes and lengths; 0 where all slots have one batch size.
@@ -93,10 +91,9 @@ class Payload:
         edges = zip(self._slot_edges, self._slot_edges[1:], strict=False)
         return [end - start + sum(slot_sizes[start:end]) for start, end in edges]
 
-    def words_in(self, arrival: Arrival) -> int:
-        """Words from one rank."""
-        bags = arrival.bag_words or self._mine * arrival.batch_size
-        return bags + arrival.ids * (self._id_words + self._weighted)
+    def words_in(self, header: Sequence[int]) -> int:
+        """Words from one rank, by its row of the header."""
+        return self._edges(header)[2]
 
     def pack(
         self,
@@ -106,7 +103,7 @@ class Payload:
         counts: Sequence[int],
         slot_sizes: Sequence[int] | None = None,
     ) -> list[list[Tensor]]:
-        """Per rank, the pieces of its part, int32.
+        """Per rank, the pieces of its part: int32, or as they are where there is one rank, for :meth:`own`.
 
         Args:
             lengths_SB: (S, B) int32.
@@ -115,6 +112,8 @@ class Payload:
             counts: number of ids for each rank.
             slot_sizes: (S,) batch size of each slot, where they differ.
         """
+        if len(counts) == 1:
+            return [[lengths_SB, ids, *([] if weights is None else [weights])]]
         id_parts = ids.to(torch.int64 if self._wide else torch.int32).split(list(counts))
         weight_parts = weights.split(list(counts)) if weights is not None else None
         parts: list[list[Tensor]] = []
@@ -132,71 +131,98 @@ class Payload:
             parts.append(part)
         return parts
 
-    def lengths_and_ids(self, words: Tensor, arrival: Arrival) -> tuple[Tensor, Tensor] | None:
+    def lengths_and_ids(self, words: Tensor, header: Sequence[int]) -> tuple[Tensor, Tensor] | None:
         """(S_mine, B) lengths and (n,) ids of one part, or None if it has not the size that its header says."""
-        if words.numel() != self.words_in(arrival):
+        batch_size, bag_words = header[:HEADER_SIZES]
+        bags, weights_from, end = self._edges(header)
+        if words.numel() != end:
             return None
-        sizes, bags = None, arrival.bag_words or self._mine * arrival.batch_size
-        if arrival.bag_words:
+        sizes = None
+        if bag_words:
             sizes = tuple(words[: self._mine].tolist())
-            fit = all(0 <= size <= arrival.batch_size for size in sizes)
-            if len(sizes) != self._mine or not fit or self._mine + sum(sizes) != arrival.bag_words:
+            fit = all(0 <= size <= batch_size for size in sizes)
+            if len(sizes) != self._mine or not fit or self._mine + sum(sizes) != bag_words:
                 return None
-        ids = words[bags : bags + arrival.ids * self._id_words]
-        return self._lengths(words[:bags], arrival.batch_size, sizes), ids.clone().view(
-            torch.int64
-        ) if self._wide else ids
+        ids = words[bags:weights_from]
+        return self._lengths(words[:bags], batch_size, sizes), ids.clone().view(torch.int64) if self._wide else ids
 
-    def unpack(self, parts: Sequence[Tensor], arrivals: Sequence[Arrival], *, keep_order: bool = False) -> Unpacked:
+    def unpack(
+        self, parts: Sequence[Tensor], headers: Sequence[Sequence[int]], *, keep_order: bool = False
+    ) -> ShardInput:
         """Put the ids slot by slot, and in a slot rank by rank.
 
         Args:
             parts: what each rank sent; of servers (:mod:`shardrec.rpc`), what came with each request.
-            arrivals: what each rank's header said.
+            headers: each rank's row of the header.
             keep_order: tell where each id was among the received ones.
         """
-        slot_sizes = self._slot_sizes(parts, arrivals)
+        slot_sizes = self._slot_sizes(parts, headers)
         lengths, ids, weights = [], [], []
-        for part, arrival, sizes in zip(parts, arrivals, slot_sizes, strict=True):
-            bags = arrival.bag_words or self._mine * arrival.batch_size
-            weights_from = bags + arrival.ids * self._id_words
-            lengths.append(self._lengths(part[:bags], arrival.batch_size, sizes))
+        for part, header, sizes in zip(parts, headers, slot_sizes, strict=True):
+            bags, weights_from, _ = self._edges(header)
+            lengths.append(self._lengths(part[:bags], header[0], sizes))
             ids.append(part[bags:weights_from])
             weights.append(part[weights_from:])
         flat_ids = torch.cat(ids)
         if self._wide:
             flat_ids = flat_ids.view(torch.int64)
         flat_weights = torch.cat(weights).view(torch.float32) if self._weighted else None
-        total = sum(arrival.ids for arrival in arrivals)
+        counts = _counts(headers)
+        total = sum(map(sum, counts))
         order = None
         if self._mine > 1 and total > 0:
             block_lengths = torch.stack([part.sum(dim=1, dtype=torch.int32) for part in lengths]).view(-1)
-            slot_major = self._slot_major(len(parts))
+            slot_major = self.slot_major(len(parts))
             if keep_order:
                 places = torch.arange(total, dtype=torch.int32, device=flat_ids.device)
                 _, order, _ = torch.ops.fbgemm.permute_1D_sparse_data(slot_major, block_lengths, places, None, total)
             _, flat_ids, flat_weights = torch.ops.fbgemm.permute_1D_sparse_data(
                 slot_major, block_lengths, flat_ids, flat_weights, total
             )
-        return Unpacked(
-            lengths=torch.cat(lengths, dim=1), ids=flat_ids, weights=flat_weights, order=order, slot_sizes=slot_sizes
+        return ShardInput(
+            lengths=torch.cat(lengths, dim=1),
+            ids=flat_ids,
+            weights=flat_weights,
+            batch_sizes=tuple(header[0] for header in headers),
+            group_ids=tuple(map(sum, zip(*counts, strict=True))),
+            counts=counts,
+            slot_sizes=slot_sizes,
+            order=order,
         )
+
+    def own(self, pieces: Sequence[Tensor], header: Sequence[int]) -> ShardInput:
+        """What one rank by itself has packed, which does not travel."""
+        lengths, ids, *weights = pieces
+        counts = _counts([header])
+        return ShardInput(
+            lengths=lengths,
+            ids=ids,
+            weights=weights[0] if weights else None,
+            batch_sizes=(header[0],),
+            group_ids=counts[0],
+            counts=counts,
+            slot_sizes=(None,),
+        )
+
+    def _edges(self, header: Sequence[int]) -> tuple[int, int, int]:
+        """In a part, the ends of its bags, of its ids and of its weights."""
+        ids = sum(header[HEADER_SIZES:])
+        bags = header[1] or self._mine * header[0]
+        weights_from = bags + ids * self._id_words
+        return bags, weights_from, weights_from + ids * self._weighted
 
     def _new_slot_major(self, sources: int) -> Tensor:
         """(S_mine · sources,) int32: source-major blocks in slot-major order."""
         order = [source * self._mine + slot for slot in range(self._mine) for source in range(sources)]
         return torch.tensor(order, dtype=torch.int32, device=self._device)
 
-    def _slot_sizes(self, parts: Sequence[Tensor], arrivals: Sequence[Arrival]) -> tuple[tuple[int, ...] | None, ...]:
+    def _slot_sizes(
+        self, parts: Sequence[Tensor], headers: Sequence[Sequence[int]]
+    ) -> tuple[tuple[int, ...] | None, ...]:
         """Read the sizes that some ranks sent; on the host only if any did."""
-        heads = [part[: self._mine] for part, arrival in zip(parts, arrivals, strict=True) if arrival.bag_words]
-        numbers: list[int] = torch.cat(heads).tolist() if heads else []
-        found: list[tuple[int, ...] | None] = []
-        for arrival in arrivals:
-            found.append(tuple(numbers[: self._mine]) if arrival.bag_words else None)
-            if arrival.bag_words:
-                del numbers[: self._mine]
-        return tuple(found)
+        heads = [part[: self._mine] for part, header in zip(parts, headers, strict=True) if header[1]]
+        found = iter(torch.stack(heads).tolist() if heads else [])
+        return tuple(tuple(next(found)) if header[1] else None for header in headers)
 
     def _lengths(self, words: Tensor, batch_size: int, sizes: tuple[int, ...] | None) -> Tensor:
         """(S_mine, B_w) lengths, slots with fewer samples filled up with empty bags."""
@@ -205,3 +231,8 @@ class Payload:
         rows = words[self._mine :].split(list(sizes))
         padded = [nn.functional.pad(row, (0, batch_size - size)) for row, size in zip(rows, sizes, strict=True)]
         return torch.stack(padded) if padded else words.new_zeros((0, batch_size))
+
+
+def _counts(headers: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """Ids from each rank, per group."""
+    return tuple(tuple(header[HEADER_SIZES:]) for header in headers)

@@ -22,105 +22,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from threading import RLock
-from typing import Any, Protocol
 
 import torch
 
 from shardrec.errors import ConfigError, ShardrecError
-from shardrec.exchange.ahead import Ahead, Caller
-from shardrec.exchange.blocks import BlockExchange, BlocksInFlight, Stream
+from shardrec.exchange.ahead import Ahead
+from shardrec.exchange.blocks import BlockExchange
 from shardrec.exchange.collectives import Collectives
-from shardrec.exchange.input import Addressed, InputExchange, Prepared, ShardInput
-from shardrec.exchange.joint import InputsInFlight, begin_exchange
-from shardrec.exchange.step import FIXED_COLUMNS, StepContext
+from shardrec.exchange.context import FIXED_COLUMNS, StepContext
+from shardrec.exchange.step import Call, Caller, run_step
 from shardrec.exchange.wire import QuantizedComms
 
-__all__ = ["Call", "ExchangeQueue", "ModelContext", "QueuedCall"]
-
-
-class Call(Protocol):
-    """One call of a sharded module.
-
-    Args:
-        input: the module's input exchange.
-        prepared: the batch.
-    """
-
-    input: InputExchange
-    prepared: Prepared
-
-    def look_up(self, addressed: Addressed, served: ShardInput) -> Stream | None:
-        """Look up the rows; returns what is to be exchanged inside hosts first, if anything is in this module."""
-
-    def outgoing(self, inside: BlocksInFlight | None, stream: int) -> Stream:
-        """The rows to send back to the ranks that asked; ``inside`` is the exchange inside hosts."""
-
-    def finish(self, flight: BlocksInFlight, stream: int) -> Any:
-        """The output, from the rows that came."""
-
-    def issued(self) -> None:
-        """The rows are under way: time for what needs no other rank."""
-
-
-class QueuedCall:
-    """A call on its way through the queue.
-
-    Args:
-        call: whose.
-        queue: where it waits.
-    """
-
-    def __init__(self, call: Call, queue: ExchangeQueue) -> None:
-        self.call = call
-        self.by_operator = False
-        self.arriving: tuple[InputsInFlight, int] | None = None
-        self.with_gradients = torch.is_grad_enabled()
-        self.in_inference = torch.is_inference_mode_enabled()
-        self._queue = queue
-        self._flight: BlocksInFlight | None = None
-        self._stream = 0
-        self._error: BaseException | None = None
-
-    @contextmanager
-    def mode(self) -> Iterator[None]:
-        """The grad mode of the forward that made the call, whose value belongs to it wherever it is first used."""
-        with torch.inference_mode(self.in_inference), torch.set_grad_enabled(self.with_gradients):
-            yield
-
-    @property
-    def is_queued(self) -> bool:
-        """Whether its exchange has not begun."""
-        return self._flight is None and self._error is None
-
-    @property
-    def is_launched(self) -> bool:
-        """Whether its rows are under way."""
-        return self._flight is not None
-
-    def flight(self) -> tuple[BlocksInFlight, int]:
-        """The output exchange, and the number of this call's stream in it; begins the exchange if need be.
-
-        Raises:
-            ShardrecError: what made the exchange fail.
-        """
-        self._queue.used(self)
-        if self._error is not None:
-            raise self._error
-        assert self._flight is not None, "a call that did not fail is under way"
-        return self._flight, self._stream
-
-    def revive(self) -> None:
-        """It can be exchanged again, after :meth:`fail`."""
-        self._error = None
-
-    def launch(self, flight: BlocksInFlight, stream: int) -> None:
-        """Its rows are under way."""
-        self._flight, self._stream = flight, stream
-        self.call.issued()
-
-    def fail(self, error: BaseException) -> None:
-        """There will be no rows."""
-        self._error = error
+__all__ = ["ExchangeQueue", "ModelContext"]
 
 
 class ModelContext(StepContext):
@@ -152,7 +65,7 @@ class ExchangeQueue:
             context.collectives, context.comms, device=context.device, before_gradients=context.before_gradients
         )
         self._inside = BlockExchange(context.collectives, QuantizedComms(), "partial sums", context.device)
-        self._calls: list[QueuedCall] = []
+        self._calls: list[Call] = []
         self._modules = 1
         self._in_forward = False
         self._habit: list[int] = []  # calls before each first use, as the last forward made them
@@ -163,13 +76,7 @@ class ExchangeQueue:
         self._one_thread = RLock()
         self._last_habit: list[int] = []  # the habit when the last forward began
 
-    def new_call(self, module: Caller, features: object) -> QueuedCall:
-        """A call that is not queued yet."""
-        return QueuedCall(module.new_call(features), self)
-
-    def submit(
-        self, module: Caller, features: object, *, by_operator: bool = False, scripted: bool = False
-    ) -> QueuedCall:
+    def submit(self, module: Caller, features: object, *, by_operator: bool = False, scripted: bool = False) -> Call:
         """Queue a module's call, and begin the exchange if it is the last one to wait for.
 
         A call that was made ahead (:mod:`shardrec.exchange.ahead`) with these features is taken.
@@ -195,11 +102,12 @@ class ExchangeQueue:
             if self.observed is not None:
                 self.observed.append((module, features))
             found = (ahead.take(module, features) for ahead in self.ahead)
-            queued = next((one for one in found if one is not None), None) or self.new_call(module, features)
+            queued = next((one for one in found if one is not None), None) or module.new_call(features)
             queued.by_operator = by_operator
             if self._calls and not self._fits(queued, self._calls):
                 self.flush()
-            self._calls.append(queued)
+            if not queued.is_launched:
+                self._calls.append(queued)
             if not self._run:
                 self._first = id(module)
             self._run += 1
@@ -207,7 +115,7 @@ class ExchangeQueue:
                 self.flush()
         return queued
 
-    def used(self, queued: QueuedCall) -> None:
+    def used(self, queued: Call) -> None:
         """A call's value is used: its exchange must begin."""
         if queued.is_queued:
             self.flush()
@@ -261,6 +169,18 @@ class ExchangeQueue:
         finally:
             self._in_forward = False
 
+    def launch_ahead(self) -> None:
+        """Look up for the calls that this forward makes before its first use, if their ids were exchanged ahead.
+
+        So their rows travel while the model computes what it has before it calls its sharded modules.
+        """
+        ahead = self.context.made_ahead
+        if ahead is not None and self._habit:
+            calls = ahead.queued[: self._habit[0]]
+            if self.fitting(calls) == [calls] and all(one.is_queued and one.sent is not None for one in calls):
+                self._calls = list(calls)
+                self.flush()
+
     def flush(self) -> None:
         """Exchange for all the queued calls."""
         calls, self._calls = self._calls, []
@@ -268,18 +188,15 @@ class ExchangeQueue:
             return
         try:
             with calls[0].mode():
-                received = self._inputs(calls)
-                flight = self._output.start(self._look_up(calls, received))
-                for stream, one in enumerate(calls):
-                    one.launch(flight, stream)
+                run_step(self.context, self._inside, self._output, calls)
         except BaseException as error:
             for one in calls:
                 one.fail(error)
             raise
 
-    def fitting(self, calls: Sequence[QueuedCall]) -> list[list[QueuedCall]]:
+    def fitting(self, calls: Sequence[Call]) -> list[list[Call]]:
         """Runs of calls that share a header."""
-        runs: list[list[QueuedCall]] = []
+        runs: list[list[Call]] = []
         for one in calls:
             if not runs or not self._fits(one, runs[-1]):
                 runs.append([])
@@ -303,32 +220,6 @@ class ExchangeQueue:
                 self.flush()
                 begin = end
 
-    def _inputs(self, calls: Sequence[QueuedCall]) -> list[tuple[Addressed, ShardInput]]:
-        """Per call, what was sent and received; exchanged now, where it was not ahead."""
-        now = [one for one in calls if one.arriving is None]
-        if now:
-            exchange = begin_exchange(self.context, [(one.call.input, one.call.prepared) for one in now])
-            for number, one in enumerate(now):
-                one.arriving = (exchange, number)
-        found = []
-        for one in calls:
-            assert one.arriving is not None, "every call's ids are under way"
-            exchange, number = one.arriving
-            found.append(exchange.finish()[number])
-        return found
-
-    def _look_up(self, calls: Sequence[QueuedCall], received: Sequence[tuple[Addressed, ShardInput]]) -> list[Stream]:
-        """Look up what all ranks asked for; one exchange inside hosts for all the modules that need it."""
-        inner = [one.call.look_up(*pair) for one, pair in zip(calls, received, strict=True)]
-        self.context.raise_anomalies()
-        streams = [stream for stream in inner if stream is not None]
-        inside = self._inside.start(streams) if streams else None
-        outgoing, number = [], 0
-        for one, stream in zip(calls, inner, strict=True):
-            outgoing.append(one.call.outgoing(None if stream is None else inside, number))
-            number += stream is not None
-        return outgoing
-
     def _awaited(self, scripted: bool) -> int:
         """Calls of this run that come before its first use, as far as one can know."""
         if not self._in_forward:
@@ -336,9 +227,9 @@ class ExchangeQueue:
         done = len(self._seen)
         return self._habit[done] if done < len(self._habit) else self._modules
 
-    def _fits(self, queued: QueuedCall, calls: Sequence[QueuedCall]) -> bool:
+    def _fits(self, queued: Call, calls: Sequence[Call]) -> bool:
         first = calls[0]
-        columns = sum(one.call.input.columns for one in [*calls, queued])
+        columns = sum(one.input.columns for one in [*calls, queued])
         return (
             first.with_gradients == queued.with_gradients
             and first.by_operator == queued.by_operator

@@ -25,27 +25,15 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from shardrec.exchange.blocks import BlocksInFlight, Stream
-from shardrec.exchange.input import ShardInput, Trace
+from shardrec.exchange.input import SentIds
+from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.route import Route
 from shardrec.exchange.staging import staged
 from shardrec.exchange.wire import Shape
 
-__all__ = ["Placement", "RowExchange"]
+__all__ = ["RowExchange"]
 
 _SOURCES = 64  # as in shardrec.exchange.payload
-
-
-@dataclass(frozen=True, kw_only=True)
-class Placement:
-    """Where received rows go.
-
-    Args:
-        target: where each received unit goes in the output.
-        output_rows: M.
-    """
-
-    target: Tensor
-    output_rows: int
 
 
 class RowExchange:
@@ -58,6 +46,12 @@ class RowExchange:
         rank: this rank.
         device: where the rows are.
         mean_over: number of ranks whose mean the gradients are; default: all.
+
+    Attributes:
+        widths: columns of each group.
+        unit: columns of a unit.
+        slot_firsts: per slot of all ranks, the unit of a row where its columns begin.
+        slot_units: per slot of all ranks, its units.
     """
 
     def __init__(
@@ -75,12 +69,13 @@ class RowExchange:
         self._device = device
         self._slots = [slot for rank_slots in route.slots for slot in rank_slots]
         self.unit = gcd(dim, *self.widths, *(slot.shard.col_start for slot in self._slots))
-        slot_units = [slot.shard.cols // self.unit for slot in self._slots]
-        self._slot_units = set(slot_units)
-        self._slot_width = torch.tensor(slot_units, dtype=torch.int64, device=device)
         mine = route.slots[rank]
         self._group_slots = [sum(slot.group == group for slot in mine) for group in range(route.groups)]
-        self._rank_major = lru_cache(maxsize=_SOURCES)(self._new_rank_major)
+        self.slot_firsts = [slot.shard.col_start // self.unit for slot in self._slots]
+        self.slot_units = [slot.shard.cols // self.unit for slot in self._slots]
+        self._slot_width = torch.tensor(self.slot_units, dtype=torch.int64, device=device)
+        self._units = [width // self.unit for width in self.widths]
+        self.rank_major = lru_cache(maxsize=_SOURCES)(self._new_rank_major)
 
     def stream(self, rows: Sequence[Tensor], served: ShardInput, sent: Sequence[Sequence[int]]) -> Stream:
         """What this rank sends and receives.
@@ -100,20 +95,34 @@ class RowExchange:
             into=[self._parts(counts) for counts in sent],
         )
 
-    def placement(self, trace: Trace, starts: Sequence[int], output_rows: int) -> Placement:
-        """Where the rows go that come back.
+    def targets(self, sent: SentIds, starts: Sequence[int]) -> Tensor:
+        """Where in the output each unit goes that comes back, (units of the received rows,) int64.
 
         Args:
-            trace: of the ids that were sent.
+            sent: the local batch.
             starts: per slot of all ranks, an id's output row minus its position in the sent batch.
-            output_rows: M.
         """
-        return Placement(target=self._target(trace, starts, output_rows), output_rows=output_rows)
+        assert sent.positions is not None and sent.slot_ids is not None, "the positions of the ids were kept"
+        units = self.dim // self.unit
+        firsts = [start * units + first for first, start in zip(self.slot_firsts, starts, strict=True)]
+        total = sum(ids * width for counts in sent.counts for ids, width in zip(counts, self._units, strict=True))
+        first_S = staged(firsts, torch.int64, self._device)
+        return unit_targets(sent.positions, sent.slot_ids, first_S, self._slot_width, units, total)
 
-    def finish(self, flight: BlocksInFlight, stream: int, placement: Placement) -> Tensor:
-        """Wait for the rows: (M, D) float32."""
+    def finish(self, flight: BlocksInFlight, stream: int, target: Tensor, output_rows: int) -> Tensor:
+        """Wait for the rows.
+
+        Args:
+            flight: the exchange.
+            stream: number of this module's part of it.
+            target: from :meth:`targets`.
+            output_rows: M.
+
+        Returns:
+            (M, D) float32.
+        """
         blocks = flight.blocks(stream)
-        output: Tensor = _Place.apply(self, flight, stream, placement, *blocks)  # type: ignore[no-untyped-call]
+        output: Tensor = _Place.apply(self, flight, stream, target, output_rows, *blocks)  # type: ignore[no-untyped-call]
         return output
 
     def _parts(self, counts: Sequence[int]) -> list[Shape]:
@@ -121,7 +130,7 @@ class RowExchange:
 
     def _orders(self, served: ShardInput) -> list[Tensor]:
         orders, slot = [], 0
-        rank_major = self._rank_major(len(served.batch_sizes))
+        rank_major = self.rank_major(len(served.batch_sizes))
         for group, count in enumerate(served.group_ids):
             slots = self._group_slots[group]
             lengths = served.lengths[slot : slot + slots].reshape(-1)
@@ -139,24 +148,30 @@ class RowExchange:
         ]
         return [torch.tensor(order, dtype=torch.int32, device=self._device) for order in orders]
 
-    def _target(self, trace: Trace, starts: Sequence[int], output_rows: int) -> Tensor:
-        positions, slot_ids = trace.positions, trace.slot_ids
-        units = self.dim // self.unit
-        first = [
-            start * units + slot.shard.col_start // self.unit for slot, start in zip(self._slots, starts, strict=True)
-        ]
-        count = positions.numel()
-        per_slot = staged(first, torch.int64, self._device)
-        base = positions * units + per_slot.repeat_interleave(slot_ids, output_size=count)
-        if len(self._slot_units) <= 1:
-            width = next(iter(self._slot_units), 1)
-            return (base.unsqueeze(1) + torch.arange(width, device=self._device)).reshape(-1)
-        width_N = self._slot_width.repeat_interleave(slot_ids, output_size=count)
-        ends = width_N.cumsum(0)
-        total = output_rows * units  # each unit of the output comes once
-        inside = torch.arange(total, device=self._device)
-        inside -= (ends - width_N).repeat_interleave(width_N, output_size=total)
-        return base.repeat_interleave(width_N, output_size=total) + inside
+
+def unit_targets(
+    positions: Tensor, slot_ids: Tensor, firsts: Tensor, slot_units: Tensor, units: int, total: int
+) -> Tensor:
+    """Where in the output each received unit goes. TorchScript compiles it, too; it reads no value.
+
+    Args:
+        positions: (N_sent,) int64, position of each sent id in the sent batch, in order of travel.
+        slot_ids: (S,) number of ids of each slot of all ranks.
+        firsts: (S,) int64, the unit of the output where an id's columns of the slot begin, less those of its position.
+        slot_units: (S,) int64, units of a slot's columns.
+        units: of a row of the output.
+        total: units that are received.
+
+    Returns:
+        (total,) int64.
+    """
+    device, count = positions.device, positions.numel()
+    base_N = positions * units + firsts.repeat_interleave(slot_ids, output_size=count)
+    width_N = slot_units.repeat_interleave(slot_ids, output_size=count)
+    ends_N = width_N.cumsum(0)
+    inside = torch.arange(total, device=device)
+    inside = inside - (ends_N - width_N).repeat_interleave(width_N, output_size=total)
+    return base_N.repeat_interleave(width_N, output_size=total) + inside
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,17 +229,18 @@ class _Place(torch.autograd.Function):
         exchange: RowExchange,
         flight: BlocksInFlight,
         stream: int,
-        placement: Placement,
+        target: Tensor,
+        output_rows: int,
         *blocks: Tensor,
     ) -> Tensor:
         ctx.exchange, ctx.flight, ctx.stream = exchange, flight, stream  # type: ignore[attr-defined]
-        ctx.placement = placement  # type: ignore[attr-defined]
+        ctx.target = target  # type: ignore[attr-defined]
         units, unit = exchange.dim // exchange.unit, exchange.unit
-        output = blocks[0].new_empty((placement.output_rows * units, unit))
-        targets = placement.target.split([block.numel() // unit for block in blocks])
+        output = blocks[0].new_empty((output_rows * units, unit))
+        targets = target.split([block.numel() // unit for block in blocks])
         for target, block in zip(targets, blocks, strict=True):
             output.index_copy_(0, target, block.view(-1, unit))
-        return output.view(placement.output_rows, exchange.dim)
+        return output.view(output_rows, exchange.dim)
 
     @staticmethod
     @once_differentiable
@@ -232,10 +248,10 @@ class _Place(torch.autograd.Function):
         exchange: RowExchange = ctx.exchange
         units = gradient.reshape(-1, exchange.unit)
         views = ctx.flight.gradient_blocks(ctx.stream)
-        targets = ctx.placement.target.split([view.numel() // exchange.unit for view in views])
+        targets = ctx.target.split([view.numel() // exchange.unit for view in views])
         for view, target in zip(views, targets, strict=True):
             torch.index_select(units, 0, target, out=view.view(-1, exchange.unit))
             if exchange.mean_over > 1:
                 # The mean over ranks: see shardrec.exchange.output.
                 view.div_(exchange.mean_over)
-        return None, None, None, None, *views
+        return None, None, None, None, None, *views

@@ -1,189 +1,310 @@
-"""What the sharded modules of one model share in a step: the collectives, and how all ranks fail together.
+"""The step of sharded modules: what happens to the ids and the rows of the calls that share an exchange.
 
-[Note: failing together]
-A rank with bad input must not leave the others waiting in the next collective. Each exchange begins with a header, an
-all-to-all of a few integers that is needed anyway; one of them says "my batch is faulty", one is a checksum of what the
-ranks must agree on (id dtype, gradients on or off, dtypes of the dense inputs). When any header says so, every rank
-knows it at the same step, and only then do they exchange their messages as text, so that each raises the same error. A
-good step pays nothing.
+Shapes: W ranks, C columns of the header.
+
+::
+
+    prepare        when a module is called: its batch checked, its ids cut into slots    (one call)
+    exchange ids   header   (W, C) int64, row q to rank q:  fault | checksum | part of call 0 | part of call 1 | ...
+                   payload  int32, to rank q:               part of call 0 | part of call 1 | ...
+    look up        what all ranks asked of this one, a kernel call per lookup group
+    send rows      one all-to-all of float rows (before it, where there are several hosts, one inside each)
+    finish         at the first use of a call's value: its columns, or its rows, in order    (one call)
+
+:func:`run_step` is all of it. C is the same in every exchange of a model, so that a rank which cannot come to one can
+answer for it.
 """
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+import abc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
-from shardrec.errors import AnomalyError, InputError
-from shardrec.exchange.backward import BackwardWatch
-from shardrec.exchange.collectives import Collectives
-from shardrec.exchange.wire import QuantizedComms
+from shardrec.errors import InputError
+from shardrec.exchange.blocks import BlockExchange, BlocksInFlight, Stream
+from shardrec.exchange.collectives import Pending
+from shardrec.exchange.context import FIXED_COLUMNS, FORWARD_FAILED, ForwardFailed, StepContext, checksum
+from shardrec.exchange.input import InputExchange, Prepared, SentIds
+from shardrec.exchange.payload import ShardInput
 
 if TYPE_CHECKING:
-    from shardrec.exchange.batch import OnBadId
+    from shardrec.exchange.queue import ExchangeQueue
 
-__all__ = ["FIXED_COLUMNS", "FORWARD_FAILED", "NO_MORE", "ForwardFailed", "StepContext", "checksum"]
-
-_NO_MORE_HERE = "there is no further batch, and others have one: give every rank as many batches"
-
-FIXED_COLUMNS = 2
-"""Header columns before the modules' parts: fault flag, checksum of the agreement."""
+__all__ = ["Call", "Caller", "exchange_ids", "run_step"]
 
 
-FORWARD_FAILED, NO_MORE = 2, 3
-"""Fault flags beside 1, a faulty batch: the forward of the batch before failed; there is no further batch."""
+def run_step(context: StepContext, inside: BlockExchange, output: BlockExchange, calls: Sequence[Call]) -> None:
+    """Run calls that share an exchange, each prepared when it was made, up to their rows under way.
 
+    What happens to a batch's ``values``, in order:
 
-class ForwardFailed(InputError):
-    """While the next batch's ids were exchanged: another rank's forward failed, and this rank's has no backward."""
-
-
-def checksum(text: str) -> int:
-    """A number that is equal for equal texts in every process."""
-    return zlib.crc32(text.encode())
-
-
-class StepContext:
-    """Shared by the sharded modules of a model.
+    1. ``InputExchange.prepare``, when the module was called: compared with their tables' rows, and cut into slots, one
+       for each shard and lookup.
+    2. :func:`exchange_ids`: the header tells each rank how many come; they travel in the payload, and are put slot by
+       slot where they arrive. (Calls made ahead of their forward have done this.)
+    3. ``Call.look_up``: one kernel call per lookup group makes rows of them.
+    4. ``Call.outgoing``: the rows go back to the ranks that asked; partial sums of a host's ranks are added up first.
+    5. ``Call.finish``, at the first use of the call's value: the rows that came are put in order.
 
     Args:
-        collectives: of the group that the embeddings are sharded over.
-        device: where header and payload live.
-        comms: formats of the output exchanges.
+        context: of the model.
+        inside: the exchange of partial sums inside hosts.
+        output: the exchange of rows.
+        calls: the same on every rank, in the same order.
+
+    Raises:
+        InputError: on every rank, if a batch of any is faulty.
+        PeerError: if another rank is gone.
+    """
+    exchange_ids(context, [call for call in calls if call.sent is None])
+    asked = [call.received() for call in calls]
+    partial_sums = [call.look_up(ids) for call, ids in zip(calls, asked, strict=True)]
+    context.raise_anomalies()
+    streams = [stream for stream in partial_sums if stream is not None]
+    host_sums = inside.start(streams) if streams else None
+    rows, number = [], 0
+    for call, stream in zip(calls, partial_sums, strict=True):
+        rows.append(call.outgoing(None if stream is None else host_sums, number))
+        number += stream is not None
+    flight = output.start(rows)
+    for number, call in enumerate(calls):
+        call.launch(flight, number)
+
+
+class Caller(Protocol):
+    """A sharded module."""
+
+    def new_call(self, features: object) -> Call:
+        """A call with these features, which it checks and cuts."""
+
+
+class Call(abc.ABC):
+    """One forward of a sharded module, from its batch to its value.
+
+    Args:
+        queue: of the model.
+        input: the module's input exchange.
+        prepared: the batch.
 
     Attributes:
-        dense_signature: dtypes of the model's other inputs in this step, set by the model's wrapper.
-        modules: number of sharded modules.
-        header_columns: width of a header, the same in every exchange, so that a rank can answer for any of them.
-        exchanges: number of headers exchanged so far.
-        on_bad_id: per feature, what is done with ids outside of its table, where that is no error.
-        output_dtype: of the modules' outputs; rows are added up, and travel, as float32 or as ``comms`` says.
-        detect_anomaly: look for NaN and Inf; see :mod:`shardrec.exchange.anomaly`.
-        anomalies: those that this rank found and no rank has raised yet.
-        refusal: what is wrong with the batch whose tracing was ended, or "".
-        made_ahead: the calls of this forward were made before it; see :mod:`shardrec.exchange.ahead`.
-        gradients_are_reduced: a reducer averages the gradients of ordinary parameters over the ranks.
-        reduce_this_backward: it does so in the coming backward (False while gradients are accumulated).
-        backward: tells the other ranks of a backward that raises here.
+        sent: what was sent of the batch, from the header exchange until the rows are under way.
+        by_operator: an operator made it (:mod:`shardrec.exchange.operators`), which goes backward in another way.
     """
 
-    def __init__(self, collectives: Collectives, device: torch.device, comms: QuantizedComms | None = None) -> None:
-        self.comms = comms or QuantizedComms()
-        self.collectives = collectives
-        self.device = device
-        self.dense_signature = ""
-        self.modules = 0
-        self.header_columns = FIXED_COLUMNS
-        self.exchanges = 0
-        self.on_bad_id: dict[str, OnBadId] = {}
-        self.output_dtype = torch.float32
-        self.detect_anomaly = False
-        self.anomalies: list[str] = []
-        self.refusal = ""
-        self.made_ahead = False
-        self.gradients_are_reduced = False
-        self.reduce_this_backward = True
-        self.backward = BackwardWatch(collectives.tell)
+    def __init__(self, queue: ExchangeQueue, input: InputExchange, prepared: Prepared) -> None:
+        self.input = input
+        self.prepared = prepared
+        self.sent: SentIds | None = None
+        self.by_operator = False
+        self.with_gradients = torch.is_grad_enabled()
+        self.in_inference = torch.is_inference_mode_enabled()
+        self._queue = queue
+        self._receive: Callable[[], ShardInput] | None = None
+        self._flight: BlocksInFlight | None = None
+        self._stream = 0
+        self._error: BaseException | None = None
 
-    def exchange_header(self, header: Tensor) -> Tensor:
-        """Send row q of ``header`` (W, C) int64 to rank q; returns the rows received, one from each rank."""
-        self.exchanges += 1
-        width = [header.size(1)] * header.size(0)
-        return torch.stack(self.collectives.send([[row] for row in header], width, "header").wait())
+    @abc.abstractmethod
+    def look_up(self, ids: ShardInput) -> Stream | None:
+        """Look up the rows; returns what is to be exchanged inside hosts first, if anything is in this module."""
 
-    def fail_all(self, message: str, flag: int = 1) -> NoReturn:
-        """Take part in the other ranks' next header exchange with a fault, and raise it here as there."""
-        self._exchange_flag(flag)
-        self.raise_faults(message, "")
+    @abc.abstractmethod
+    def outgoing(self, inside: BlocksInFlight | None, stream: int) -> Stream:
+        """The rows to send back to the ranks that asked; ``inside`` is the exchange inside hosts."""
 
-    def end_all(self) -> None:
-        """Take part in the other ranks' next header exchange, in which they have no further batch either.
+    @abc.abstractmethod
+    def issued(self) -> None:
+        """The rows are under way: time for what needs no other rank."""
 
-        Raises:
-            InputError: on every rank, if some have one, or have failed.
-        """
-        flags = self._exchange_flag(NO_MORE)
-        if any(flag != NO_MORE for flag in flags):
-            try:
-                self.raise_faults("" if {1, FORWARD_FAILED} & set(flags) else _NO_MORE_HERE, "")
-            except InputError as error:
-                raise (ForwardFailed(str(error)) if FORWARD_FAILED in flags else error) from None
+    @abc.abstractmethod
+    def finish(self, flight: BlocksInFlight, stream: int) -> Any:
+        """The output, from the rows that came."""
 
-    def _exchange_flag(self, flag: int) -> list[int]:
-        """A header of a flag alone; returns those of all ranks."""
-        header = torch.zeros((self.collectives.world_size, self.header_columns), dtype=torch.int64, device=self.device)
-        header[:, 0] = flag
-        flags: list[int] = self.exchange_header(header)[:, 0].tolist()
-        return flags
+    @contextmanager
+    def mode(self) -> Iterator[None]:
+        """The grad mode of the forward that made the call, whose value belongs to it wherever it is first used."""
+        with torch.inference_mode(self.in_inference), torch.set_grad_enabled(self.with_gradients):
+            yield
 
-    def check(self, faults: Sequence[int], checksums: Sequence[int], agreement: str) -> bool:
-        """Whether this step can go on, from the headers' fault flags and checksums.
+    @property
+    def is_queued(self) -> bool:
+        """Whether its exchange has not begun."""
+        return self._flight is None and self._error is None
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether its rows are under way."""
+        return self._flight is not None
+
+    def flight(self) -> BlocksInFlight:
+        """The exchange of the rows; begins it if need be.
 
         Raises:
-            InputError: if no batch is faulty but the ranks disagree about what they send.
+            ShardrecError: what made the exchange fail.
         """
-        if any(faults):
-            return False
-        if any(other != checksums[0] for other in checksums):
-            self.raise_faults("", agreement)
-        return True
+        self._queue.used(self)
+        if self._error is not None:
+            raise self._error
+        assert self._flight is not None, "a call that did not fail is under way"
+        return self._flight
 
-    def raise_faults(self, message: str, agreement: str) -> NoReturn:
-        """Exchange the messages of all ranks and raise them; every rank must call this in the same step.
-
-        Args:
-            message: what is wrong on this rank, or "".
-            agreement: what this rank would have sent, used when no rank has a message.
+    def value(self) -> Any:
+        """The output; waits for the rows.
 
         Raises:
-            InputError: the same on every rank.
+            ShardrecError: what made the exchange fail.
         """
-        messages = self.all_gather_text(message)
-        if any(messages):
-            lines = [f"rank {rank}: {text}" for rank, text in enumerate(messages) if text]
-            raise InputError(
-                lines[0] if len(lines) == 1 else f"{len(lines)} ranks have bad input:\n  " + "\n  ".join(lines)
-            )
-        agreements = self.all_gather_text(agreement)
-        lines = [f"rank {rank}: {text}" for rank, text in enumerate(agreements)]
-        raise InputError(
-            "the ranks disagree about their input; give every rank the same dtypes and modes:\n  " + "\n  ".join(lines)
-        )
+        flight = self.flight()
+        with self.mode():
+            return self.finish(flight, self._stream)
 
-    def before_gradients(self) -> None:
-        """In each backward, on every rank, before gradients are sent.
+    def ask(self, sent: SentIds, receive: Callable[[], ShardInput]) -> None:
+        """Its ids are under way; ``receive`` waits for those of all ranks."""
+        self.sent, self._receive = sent, receive
 
-        Raises:
-            AnomalyError: the same on every rank.
-        """
-        self.backward.begin()
-        self.raise_anomalies()
+    def received(self) -> ShardInput:
+        """What all ranks ask of this one."""
+        assert self._receive is not None, "ids are exchanged before they are looked up"
+        return self._receive()
 
-    def raise_anomalies(self) -> None:
-        """Raise what any rank found, on every rank; does nothing unless anomalies are looked for.
+    def launch(self, flight: BlocksInFlight, stream: int) -> None:
+        """Its rows are under way."""
+        self._flight, self._stream = flight, stream
+        self.issued()
+        self.sent = self._receive = None
 
-        Raises:
-            AnomalyError: the same on every rank.
-        """
-        if not self.detect_anomaly:
+    def fail(self, error: BaseException) -> None:
+        """There will be no rows."""
+        self._error = error
+
+    def revive(self) -> None:
+        """It can be exchanged again, after :meth:`fail`."""
+        self._error = None
+
+
+def exchange_ids(context: StepContext, calls: Sequence[Call]) -> None:
+    """Exchange the headers of several calls, and let their ids go in one payload. Does nothing for no call.
+
+    Args:
+        context: of the model.
+        calls: the same on every rank, in the same order.
+
+    Raises:
+        InputError: on every rank, if a batch of any is faulty.
+        PeerError: if another rank is gone.
+    """
+    if not calls:
+        return
+    numbers, headers = _exchange_headers(context, calls)
+    start, column = 0, FIXED_COLUMNS
+    sent, own_headers = [], []
+    for call in calls:
+        known = []
+        for tensor in (call.prepared.counts, *call.prepared.notes):
+            known.append(numbers[start : start + tensor.numel()])
+            start += tensor.numel()
+        own_headers.append([header[column : column + call.input.columns] for header in headers])
+        column += call.input.columns
+        sent.append(call.input.send(call.prepared, known[0], known[1:]))
+    payloads = _Payloads(context, calls, sent, own_headers)
+    for number, call in enumerate(calls):
+        call.ask(sent[number], partial(payloads.receive, number))
+
+
+class _Payloads:
+    """The payloads of several calls on their way."""
+
+    def __init__(
+        self,
+        context: StepContext,
+        calls: Sequence[Call],
+        sent: Sequence[SentIds],
+        headers: Sequence[Sequence[Sequence[int]]],
+    ) -> None:
+        self._exchanges = [(call.input, call.prepared.differentiable) for call in calls]
+        self._headers = headers
+        self._own: list[list[Tensor]] = []
+        self._words_in: list[list[int]] = []
+        self._pending: Pending | None = None
+        self._arrived: list[ShardInput] = []
+        collectives = context.collectives
+        if collectives.world_size == 1:
+            self._own = [one.parts[0] for one in sent]
             return
-        found, self.anomalies = self.anomalies, []
-        messages = self.all_gather_text("; ".join(found))
-        if any(messages):
-            raise AnomalyError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(messages) if text))
+        ranks = range(collectives.world_size)
+        parts = [[piece for one in sent for piece in one.parts[rank]] for rank in ranks]
+        words = [call.input.words_in(rows) for call, rows in zip(calls, headers, strict=True)]
+        self._words_in = [[of_call[rank] for of_call in words] for rank in ranks]
+        self._pending = collectives.send(parts, list(map(sum, self._words_in)), "payload")
 
-    def all_gather_text(self, text: str) -> list[str]:
-        """The text of each rank, on every rank."""
-        world_size = self.collectives.world_size
-        data = text.encode()
-        ones = [1] * world_size
-        sizes = torch.full((world_size,), len(data), dtype=torch.int64, device=self.device)
-        received = self.collectives.all_to_all(sizes, ones, ones, "error message")
-        receive = [int(size) for size in self.collectives.wait(received, "error message").tolist()]
-        blob = torch.tensor(list(data) * world_size, dtype=torch.uint8, device=self.device)
-        pending = self.collectives.all_to_all(blob, receive, [len(data)] * world_size, "error message")
-        parts = self.collectives.wait(pending, "error message").cpu().split(receive)
-        return [bytes(part.tolist()).decode(errors="replace") for part in parts]
+    def receive(self, number: int) -> ShardInput:
+        """Wait for them: what all ranks ask of this one in a call."""
+        if not self._arrived:
+            parts = self._own or self._wait()
+            self._arrived = [
+                exchange.receive(rows, came, keep_order=keep_order)
+                for (exchange, keep_order), rows, came in zip(self._exchanges, self._headers, parts, strict=True)
+            ]
+            self._own = []
+        return self._arrived[number]
+
+    def _wait(self) -> list[list[Tensor]]:
+        """Per call, the part of each rank."""
+        assert self._pending is not None, "payloads are waited for once"
+        wholes, self._pending = self._pending.wait(), None
+        split = []
+        for whole, words in zip(wholes, self._words_in, strict=True):
+            if whole.is_cuda:  # it may have been allocated on another stream than the one that reads it
+                whole.record_stream(torch.cuda.current_stream(whole.device))
+            split.append(whole.split(words))
+        return [[of_rank[number] for of_rank in split] for number in range(len(self._exchanges))]
+
+
+def _exchange_headers(context: StepContext, calls: Sequence[Call]) -> tuple[list[int], list[list[int]]]:
+    """Tell all ranks the sizes; what is sent, noted and received comes to the host in one copy.
+
+    Returns:
+        Counts and notes of the calls, and the header of each rank.
+    """
+    agreement = "; ".join(call.prepared.agreement for call in calls)
+    received = context.exchange_header(_header(context, calls, agreement))
+    wanted = [tensor.flatten() for call in calls for tensor in (call.prepared.counts, *call.prepared.notes)]
+    numbers: list[int] = torch.cat([*wanted, received.flatten()]).tolist()
+    width = context.header_columns
+    first = len(numbers) - context.collectives.world_size * width
+    headers = [numbers[row : row + width] for row in range(first, len(numbers), width)]
+    flags = [header[0] for header in headers]
+    if not context.check(flags, [header[1] for header in headers], agreement):
+        try:
+            _raise_faults(context, calls, agreement, faulty=bool(flags[context.collectives.rank]))
+        except InputError as error:
+            raise (ForwardFailed(str(error)) if FORWARD_FAILED in flags else error) from None
+    return numbers, headers
+
+
+def _header(context: StepContext, calls: Sequence[Call], agreement: str) -> Tensor:
+    parts = [call.input.header(call.prepared) for call in calls]
+    columns = FIXED_COLUMNS + sum(call.input.columns for call in calls)
+    assert columns <= context.header_columns, "the queue keeps an exchange within the header"
+    header = parts[0].new_zeros((context.collectives.world_size, context.header_columns))
+    if any(call.prepared.fault for call in calls):
+        header[:, 0] = 1
+    else:
+        valid = calls[0].prepared.valid
+        for call in calls[1:]:
+            valid = valid & call.prepared.valid
+        header[:, 0] = valid.logical_not()
+    header[:, 1] = checksum(agreement)
+    torch.cat(parts, dim=1, out=header[:, FIXED_COLUMNS:columns])
+    return header
+
+
+def _raise_faults(context: StepContext, calls: Sequence[Call], agreement: str, *, faulty: bool) -> NoReturn:
+    words = [call.input.describe(call.prepared) for call in calls] if faulty else []
+    context.raise_faults("; ".join(filter(None, words)), agreement)

@@ -12,7 +12,7 @@ from shardrec.errors import ConfigError
 from shardrec.exchange.collectives import Collectives, FunctionalCollectives, collectives_of
 from shardrec.memory import keep_large_blocks
 
-__all__ = ["Transport", "transport_of"]
+__all__ = ["Transport", "timeout_s", "transport_of"]
 
 Transport = Literal["auto", "group"]
 """``auto``: shared memory between the ranks of a host that can share it; ``group``: the process group for all."""
@@ -47,11 +47,12 @@ def transport_of(
     from shardrec.exchange.shared.handshake import connect, host_identity
 
     # A rank that wants none still answers, so that the others do not wait for it.
-    channel = connect(whole, lambda: _timeout_s(whole, device), identity=host_identity if chosen == "auto" else str)
+    channel = connect(whole, lambda: timeout_s(whole, device), identity=host_identity if chosen == "auto" else str)
     return base if channel is None else SharedCollectives(base, channel)
 
 
-def _timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
+def timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
+    """Seconds that a collective of a process group may take."""
     try:
         return float(group._get_backend(device).options._timeout.total_seconds())
     except (AttributeError, RuntimeError):

@@ -21,22 +21,22 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from shardrec.exchange.collectives import Collectives
-from shardrec.exchange.input import Addressed, ShardInput
+from shardrec.exchange.input import SentIds
+from shardrec.exchange.payload import ShardInput
 
 __all__ = ["received_weights", "tied"]
 
 
-def received_weights(addressed: Addressed, served: ShardInput, collectives: Collectives) -> Tensor:
+def received_weights(weights: Tensor, sent: SentIds, served: ShardInput, collectives: Collectives) -> Tensor:
     """``served.weights`` (n,) as a function of the local batch's weights.
 
     Args:
-        addressed: the local batch, whose weights take a gradient.
+        weights: (N,) of the local batch, which take a gradient.
+        sent: the local batch.
         served: the ids to look up.
         collectives: that the batch travelled with.
     """
-    weights = addressed.prepared.given.weights
-    assert weights is not None, "weights that take a gradient are there"
-    received: Tensor = _Received.apply(weights, addressed, served, collectives)  # type: ignore[no-untyped-call]
+    received: Tensor = _Received.apply(weights, sent, served, collectives)  # type: ignore[no-untyped-call]
     return received
 
 
@@ -49,9 +49,11 @@ def tied(rows: Tensor, weights: Tensor) -> Tensor:
 class _Received(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: FunctionCtx, weights: Tensor, addressed: Addressed, served: ShardInput, collectives: Collectives
+        ctx: FunctionCtx, weights: Tensor, sent: SentIds, served: ShardInput, collectives: Collectives
     ) -> Tensor:
-        ctx.addressed, ctx.order, ctx.collectives = addressed, served.order, collectives  # type: ignore[attr-defined]
+        ctx.order, ctx.collectives = served.order, collectives  # type: ignore[attr-defined]
+        ctx.went_to, ctx.came_from = sent.counts, served.counts  # type: ignore[attr-defined]
+        ctx.positions = sent.positions  # type: ignore[attr-defined]
         ctx.like = weights.detach()[:0]  # type: ignore[attr-defined]
         ctx.count = weights.numel()  # type: ignore[attr-defined]
         assert served.weights is not None, "they came with the ids"
@@ -60,16 +62,15 @@ class _Received(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        addressed: Addressed = ctx.addressed
         collectives: Collectives = ctx.collectives
-        assert addressed.trace is not None, "the positions of the ids were kept"
+        assert ctx.positions is not None, "the positions of the ids were kept"
         if ctx.order is not None:
             gradient = torch.empty_like(gradient).index_copy_(0, ctx.order.to(torch.int64), gradient)
-        came_from = [sum(counts) for counts in addressed.received]
-        went_to = [sum(counts) for counts in addressed.sent]
+        came_from = [sum(counts) for counts in ctx.came_from]
+        went_to = [sum(counts) for counts in ctx.went_to]
         pending = collectives.all_to_all(gradient.contiguous(), went_to, came_from, "weight gradient")
         back = collectives.wait(pending, "weight gradient")
-        total = back.new_zeros(ctx.count).index_add_(0, addressed.trace.positions, back)
+        total = back.new_zeros(ctx.count).index_add_(0, ctx.positions, back)
         return total.mul_(collectives.mean_over).to(ctx.like.dtype), None, None, None
 
 

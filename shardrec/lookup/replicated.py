@@ -28,7 +28,7 @@ from torch.autograd import Variable
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from shardrec.errors import ConfigError
-from shardrec.exchange.step import StepContext
+from shardrec.exchange.context import StepContext
 from shardrec.lookup.bank import RowGradient, TableBank, WidthClass
 from shardrec.lookup.groups import LookupTable
 from shardrec.lookup.optimizers import FusedOptimizer

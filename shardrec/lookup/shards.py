@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from shardrec.exchange.collectives import Collectives
-from shardrec.exchange.input import ShardInput
+from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.route import Slot
 from shardrec.layout import Shard
 from shardrec.lookup.bank import RowGradient, TableBank

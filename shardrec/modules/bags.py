@@ -12,6 +12,7 @@ from functools import lru_cache, partial
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.fx import Proxy
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
@@ -19,10 +20,12 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from shardrec.exchange.anomaly import note_rows, watch_gradient
 from shardrec.exchange.batch import KEY_ORDERS, Batch
 from shardrec.exchange.blocks import BlocksInFlight, Stream
-from shardrec.exchange.input import Addressed, InputExchange, ShardInput
+from shardrec.exchange.input import InputExchange
 from shardrec.exchange.output import OutputExchange
+from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.queue import ModelContext
 from shardrec.exchange.route import Lookup, build_route
+from shardrec.exchange.step import Call
 from shardrec.exchange.weights import received_weights, tied
 from shardrec.layout import ShardingPlan
 from shardrec.lookup.groups import group_tables
@@ -31,7 +34,8 @@ from shardrec.lookup.shards import ShardLookup
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.initial import first_bag_values
 from shardrec.modules.live import LiveBags
-from shardrec.modules.pooled import OutputColumns, PooledEmbeddings
+from shardrec.modules.pooled import PooledEmbeddings
+from shardrec.modules.recorded import recorded_call
 from shardrec.modules.table import ShardedTable
 from shardrec.pending import LazyAwaitable
 
@@ -74,7 +78,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         super().__init__(configs, weights, plan, path=path, device=device, group=group, context=context)
         self._configs = configs
         self._is_weighted: bool = module.is_weighted()
-        self._embedding_names: list[str] = list(module._embedding_names)
+        self.embedding_names: list[str] = list(module._embedding_names)
         self._build_lookups()
         self.embedding_bags = self._build_parameters(first_bag_values(module, self._drawn_in_place()))
 
@@ -90,32 +94,31 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
                         feature=feature,
                         layout=table.layout,
                         group=group_of.get(table.layout.name, 0),
-                        output=self._embedding_names[len(lookups)],
+                        output=self.embedding_names[len(lookups)],
                         mean=config.pooling is PoolingType.MEAN,
                     )
                 )
-        self._dims = [lookup.layout.embedding_dim for lookup in lookups]
-        self._lookups = tuple(lookups)
-        self._own_lookups = tuple(lookup for lookup in lookups if lookup.layout.replicated)
-        self._route = route = build_route(lookups, collectives.world_size, len(groups))
-        self._expect = self._expectation(lookups, weighted=self._is_weighted)
-        self._input = InputExchange(route, self._expect, self.context)
-        self._shards = ShardLookup(groups, route.slots[collectives.rank], collectives, self.device)
-        self._replicas = None
-        if self._own_lookups:
-            own_tables = [self._replica_number[lookup.layout.name] for lookup in self._own_lookups]
-            self._replicas = ReplicatedLookup(self._replicated_tables(), own_tables, self.context, self.device)
+        self.dims = [lookup.layout.embedding_dim for lookup in lookups]
+        self.lookups = tuple(lookups)
+        self.own_lookups = tuple(lookup for lookup in lookups if lookup.layout.replicated)
+        route = build_route(lookups, collectives.world_size, len(groups))
+        expect = self._expectation(lookups, weighted=self._is_weighted)
+        self.input = InputExchange(route, expect, self.context)
+        self.shards = ShardLookup(groups, route.slots[collectives.rank], collectives, self.device)
+        self.replicas = None
+        if self.own_lookups:
+            own_tables = [self.replica_number[lookup.layout.name] for lookup in self.own_lookups]
+            self.replicas = ReplicatedLookup(self._replicated_tables(), own_tables, self.context, self.device)
         self._output = OutputExchange(
             route, lookups, collectives.rank, self._ranks_per_host, mean_over=collectives.mean_over
         )
-        columns = [index for index, dim in enumerate(self._dims) for _ in range(dim)]
+        columns = [index for index, dim in enumerate(self.dims) for _ in range(dim)]
         self._column_lookup = torch.tensor(columns, dtype=torch.int64, device=self.device)
         sums = [index for index, lookup in enumerate(lookups) if not lookup.mean]
         self._sum_lookups = torch.tensor(sums, dtype=torch.int64, device=self.device)
-        features = [tuple(one.feature for one in some) for some in (self._own_lookups, lookups)]
+        features = [tuple(one.feature for one in some) for some in (self.own_lookups, lookups)]
         # Where the replicated lookups' features, and all lookups' features, are among the keys.
         self._key_positions = lru_cache(maxsize=KEY_ORDERS)(partial(_positions, features, self.device))
-        self._output_columns = OutputColumns(keys=tuple(self._embedding_names), dims=tuple(self._dims))
 
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[KeyedTensor]:
         """Look up the local batch.
@@ -134,12 +137,10 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         if torch.compiler.is_compiling():
             value: LazyAwaitable[KeyedTensor] = self._compiled(features)
             return value
-        queued = self.context.queue.submit(self, features)
-        return PooledEmbeddings(
-            queued=queued,
-            finish=queued.call.finish,
-            columns=self._output_columns,
-        )
+        if isinstance(features, Proxy):
+            return recorded_call(self, (features,), {})  # type: ignore[return-value]
+        call = self.context.queue.submit(self, features)
+        return PooledEmbeddings(call, keys=self.embedding_names, dims=self.dims)
 
     def new_call(self, features: KeyedJaggedTensor) -> BagCall:
         """A forward's call, whose ids are not under way yet."""
@@ -147,7 +148,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
 
     def serve(self, asked: ShardInput) -> Stream:
         """What this rank's shards have for requests: the sums that each asks for, one request after the other."""
-        flat, out = self._output.outgoing(self._shards(asked), asked)
+        flat, out = self._output.outgoing(self.shards(asked), asked)
         return Stream(flat=flat, out=out, into=[])
 
     def scripted_twin(self) -> nn.Module:
@@ -161,7 +162,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
 
     def late_columns(self) -> tuple[list[str], list[int]]:
         """Keys and columns of the output."""
-        return list(self._embedding_names), list(self._dims)
+        return list(self.embedding_names), list(self.dims)
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """The configs of the unsharded collection."""
@@ -179,7 +180,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             counts: ids of each lookup of a replicated table.
             learned_weights: (N,), those that take a gradient; else None.
         """
-        if self._replicas is None:
+        if self.replicas is None:
             return None
         index = self._key_positions(batch.keys)[0]
         lengths = batch.lengths.index_select(0, index)
@@ -194,11 +195,11 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             if batch.mended is not None:
                 places = batch.mended.order.index_select(0, places)
             weights = learned_weights.index_select(0, places)
-        return self._replicas(ids, lengths, weights, counts)
+        return self.replicas(ids, lengths, weights, counts)
 
     def _bag_lengths(self, batch: Batch) -> Tensor | None:
         """(B, D) bag length behind each mean-pooled column, at least 1; 1 for sums; None without mean pooling."""
-        if not any(lookup.mean for lookup in self._lookups):
+        if not any(lookup.mean for lookup in self.lookups):
             return None
         lengths = batch.lengths.index_select(0, self._key_positions(batch.keys)[1]).to(torch.float32).clamp_(min=1)
         lengths.index_fill_(0, self._sum_lookups, 1.0)
@@ -206,10 +207,10 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
 
     def _expand(self, values: Tensor, inverse: Tensor) -> Tensor:
         """(B_full, D) from (B, D): each feature's bags by its inverse indices (U, B_full)."""
-        row = {feature: number for number, feature in enumerate(self._expect.features)}
-        columns = values.split(self._dims, dim=1)
+        row = {feature: number for number, feature in enumerate(self.input.expect.features)}
+        columns = values.split(self.dims, dim=1)
         chosen = [
-            part.index_select(0, inverse[row[one.feature]]) for part, one in zip(columns, self._lookups, strict=True)
+            part.index_select(0, inverse[row[one.feature]]) for part, one in zip(columns, self.lookups, strict=True)
         ]
         return torch.cat(chosen, dim=1)
 
@@ -219,43 +220,46 @@ def _positions(features: Sequence[Sequence[str]], device: torch.device, keys: tu
     return [torch.tensor([place[one] for one in some], dtype=torch.int64, device=device) for some in features]
 
 
-class BagCall:
+class BagCall(Call):
     """One forward."""
 
     def __init__(self, collection: ShardedEmbeddingBagCollection, features: KeyedJaggedTensor) -> None:
-        self._collection = collection
-        self.input = collection._input
-        prepared = self.input.prepare(features, collection._agreement())
-        if collection._replicas is not None:
+        prepared = collection.input.prepare(features, collection._agreement())
+        if collection.replicas is not None:
             lengths = prepared.batch.lengths.index_select(0, collection._key_positions(prepared.batch.keys)[0])
             prepared = replace(prepared, notes=(lengths.sum(dim=1, dtype=torch.int64),))
-        self.prepared = prepared
-        self._replica_ids: Sequence[int] = ()
-        self._served: ShardInput | None = None
+        super().__init__(collection.context.queue, collection.input, prepared)
+        self._collection = collection
+        self._ids: ShardInput | None = None
         self._pooled: Tensor | None = None
         self._replicated: Tensor | None = None
         self._lengths: Tensor | None = None
 
-    def look_up(self, addressed: Addressed, served: ShardInput) -> Stream | None:
+    def look_up(self, ids: ShardInput) -> Stream | None:
         """The pooled rows of this rank's shards; those to be summed inside hosts are returned."""
         collection = self._collection
-        self._served = served
-        if addressed.notes:
-            (self._replica_ids,) = addressed.notes
-        if not self.prepared.differentiable:
-            self._pooled = collection._shards(served, self._room)
+        self._ids = ids
+        weights = self._learned_weights
+        if weights is None:
+            self._pooled = collection.shards(ids, self._room)
         else:
-            weights = received_weights(addressed, served, collection.context.collectives)
-            self._pooled = tied(collection._shards(replace(served, weights=weights), self._room), weights)
+            assert self.sent is not None, "ids are sent before they are looked up"
+            received = received_weights(weights, self.sent, ids, collection.context.collectives)
+            self._pooled = tied(collection.shards(replace(ids, weights=received), self._room), received)
         if collection.context.detect_anomaly:
-            slots = collection._route.slots[collection.context.collectives.rank]
-            tables = [collection._lookups[slot.lookup].layout.name for slot in slots]
+            slots = collection.input.route.slots[collection.context.collectives.rank]
+            tables = [collection.lookups[slot.lookup].layout.name for slot in slots]
             note_rows(self._pooled, [slot.shard.cols for slot in slots], 1, collection.context, tables)
         hosts = collection._output.hosts
         if hosts is None:
             return None
-        self._pooled, stream = hosts.divide(self._pooled, served.batch_sizes)
+        self._pooled, stream = hosts.divide(self._pooled, ids.batch_sizes)
         return stream
+
+    @property
+    def _learned_weights(self) -> Tensor | None:
+        """(N,) of the local batch, if they take a gradient."""
+        return self.prepared.given.weights if self.prepared.differentiable else None
 
     def _room(self, numel: int) -> Tensor:
         """Memory for pooled rows, which most of the time are sent as they lie."""
@@ -264,23 +268,23 @@ class BagCall:
 
     def outgoing(self, inside: BlocksInFlight | None, stream: int) -> Stream:
         """The pooled rows for the ranks that asked."""
-        output, served, pooled = self._collection._output, self._served, self._pooled
-        assert served is not None and pooled is not None, "rows are looked up before they are sent"
+        output, ids, pooled = self._collection._output, self._ids, self._pooled
+        assert ids is not None and pooled is not None, "rows are looked up before they are sent"
         sums: list[Tensor] = []
         if output.hosts is not None:
             assert inside is not None, "what was divided was sent"
-            sums = output.hosts.finish(inside, stream, served.batch_sizes)
-        self._served = self._pooled = None
-        return output.stream(pooled, served, self.prepared.slot_sizes, sums)
+            sums = output.hosts.finish(inside, stream, ids.batch_sizes)
+        self._ids = self._pooled = None
+        return output.stream(pooled, ids, self.prepared.slot_sizes, sums)
 
     def issued(self) -> None:
         """Look up the replicated tables while the others' rows are under way."""
         collection, batch = self._collection, self.prepared.batch
-        weights = self.prepared.given.weights if self.prepared.differentiable else None
-        self._replicated = collection._look_up_replicas(batch, self._replica_ids, weights)
+        assert self.sent is not None, "ids are sent before rows are"
+        self._replicated = collection._look_up_replicas(batch, self.sent.replica_ids, self._learned_weights)
         self._lengths = collection._bag_lengths(batch)
         if collection.context.detect_anomaly and self._replicated is not None:
-            own = [one.layout for one in collection._own_lookups]
+            own = [one.layout for one in collection.own_lookups]
             sizes, tables = [one.embedding_dim for one in own], [one.name for one in own]
             note_rows(self._replicated.detach(), sizes, 1, collection.context, tables)
 
@@ -296,5 +300,5 @@ class BagCall:
         if inverse is not None:
             values = collection._expand(values, inverse)
         if collection.context.detect_anomaly:
-            watch_gradient(values, collection._dims, 1, collection.context, collection._lookups)
+            watch_gradient(values, collection.dims, 1, collection.context, collection.lookups)
         return values.to(collection.output_dtype)

@@ -14,9 +14,11 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
 from shardrec.errors import ConfigError
 from shardrec.exchange.batch import Expectation
 from shardrec.exchange.blocks import Stream
-from shardrec.exchange.input import InputExchange, ShardInput
-from shardrec.exchange.queue import Call, ModelContext
+from shardrec.exchange.input import InputExchange
+from shardrec.exchange.payload import ShardInput
+from shardrec.exchange.queue import ModelContext
 from shardrec.exchange.route import Lookup
+from shardrec.exchange.step import Call
 from shardrec.exchange.transport import transport_of
 from shardrec.layout import Shard, ShardingPlan
 from shardrec.layout.discover import qualified_name
@@ -56,10 +58,9 @@ class ShardedCollection(nn.Module, abc.ABC):
         context: shared by the sharded collections of a model; default: a new one.
     """
 
-    _expect: Expectation
-    _input: InputExchange
-    _shards: ShardLookup
-    _replicas: ReplicatedLookup | None
+    input: InputExchange
+    shards: ShardLookup
+    replicas: ReplicatedLookup | None
     portable: ClassVar[bool] = True
     """Whether TorchScript can have it in a program that runs without shardrec."""
 
@@ -80,21 +81,23 @@ class ShardedCollection(nn.Module, abc.ABC):
         super().__init__()
         self.device = torch.device(device or "cpu")
         self.context = context or ModelContext(transport_of(group, self.device), self.device)
-        self._group = (group or dist.group.WORLD) if self.context.collectives.world_size > 1 else None
+        self.group = (group or dist.group.WORLD) if self.context.collectives.world_size > 1 else None
         self._ranks_per_host = plan.topology.ranks_per_host
         self._on_meta = {name for name, weight in weights.items() if weight.is_meta}
         self._config_of = {config.name: config for config in configs}
-        self._frozen = {name for name, weight in weights.items() if not weight.requires_grad}
+        self.frozen = {name for name, weight in weights.items() if not weight.requires_grad}
         self._lookup_tables = [_lookup_table(config, weights[config.name], plan, path) for config in configs]
         self._optimizers = {
             config.name: table.optimizer
             for config, table in zip(configs, self._lookup_tables, strict=True)
             if table.optimizer is not None
         }
-        self._layouts = {config.name: table.layout for config, table in zip(configs, self._lookup_tables, strict=True)}
+        self.table_layouts = {
+            config.name: table.layout for config, table in zip(configs, self._lookup_tables, strict=True)
+        }
         self._dtypes = {config.name: table.dtype for config, table in zip(configs, self._lookup_tables, strict=True)}
         replicated = [table.layout.name for table in self._lookup_tables if table.layout.replicated]
-        self._replica_number = {name: index for index, name in enumerate(replicated)}
+        self.replica_number = {name: index for index, name in enumerate(replicated)}
 
     @property
     def output_dtype(self) -> torch.dtype:
@@ -115,8 +118,8 @@ class ShardedCollection(nn.Module, abc.ABC):
 
     def bad_ids(self) -> dict[str, int]:
         """See :meth:`shardrec.ShardedModel.bad_ids`."""
-        numbers = dict(zip(self._expect.features, self._input.bad_ids.tolist(), strict=True))
-        return {feature: numbers[feature] for feature in self._expect.on_bad_id}
+        numbers = dict(zip(self.input.expect.features, self.input.bad_ids.tolist(), strict=True))
+        return {feature: numbers[feature] for feature in self.input.expect.on_bad_id}
 
     def _compiled(self, features: Any) -> Any:
         """forward, as a tracer sees it."""
@@ -156,7 +159,7 @@ class ShardedCollection(nn.Module, abc.ABC):
         """Tables on meta whose shards are drawn on their own device: see :mod:`shardrec.modules.initial`."""
         if self.device.type == "cpu":
             return frozenset()
-        return frozenset(name for name in self._on_meta if not self._layouts[name].replicated)
+        return frozenset(name for name in self._on_meta if not self.table_layouts[name].replicated)
 
     @abc.abstractmethod
     def _build_lookups(self) -> None:
@@ -167,28 +170,28 @@ class ShardedCollection(nn.Module, abc.ABC):
         modules = nn.ModuleDict()
         by_shard: dict[Shard, nn.Parameter] = {}
         for name, values in first_values:
-            layout = self._layouts[name]
+            layout = self.table_layouts[name]
             parameters: dict[Shard | None, nn.Parameter] = {}
             if layout.replicated:
-                assert self._replicas is not None and values is not None, "a replicated table has a lookup and values"
-                parameters[None] = self._replicas.parameters[self._replica_number[layout.name]]
-                parameters[None].requires_grad_(name not in self._frozen)
+                assert self.replicas is not None and values is not None, "a replicated table has a lookup and values"
+                parameters[None] = self.replicas.parameters[self.replica_number[layout.name]]
+                parameters[None].requires_grad_(name not in self.frozen)
                 with torch.no_grad():
                     parameters[None].copy_(values[None] if isinstance(values, Mapping) else values)
             for shard in layout.on_rank(self.context.collectives.rank):
-                weight = self._shards.weight(shard)
+                weight = self.shards.weight(shard)
                 if values is None:
                     draw_in_place(weight, self._config_of[name], shard)
                 elif isinstance(values, Mapping):
                     weight.copy_(values[shard].detach())
                 else:
                     weight.copy_(values[shard.row_start : shard.row_end, shard.col_start : shard.col_end])
-                parameters[shard] = by_shard[shard] = nn.Parameter(weight, requires_grad=name not in self._frozen)
+                parameters[shard] = by_shard[shard] = nn.Parameter(weight, requires_grad=name not in self.frozen)
                 if name in self._optimizers:
                     # torchrec.optim's filter for "has its own optimizer" looks for this attribute.
                     parameters[shard]._in_backward_optimizers = []  # type: ignore[attr-defined]
-            modules[name] = ShardedTable(layout, parameters, self._group, self._dtypes[name])
-        self._shards.own_parameters(by_shard)
+            modules[name] = ShardedTable(layout, parameters, self.group, self._dtypes[name])
+        self.shards.own_parameters(by_shard)
         return modules
 
     def unreduced_parameters(self) -> list[nn.Parameter]:
@@ -210,28 +213,28 @@ class ShardedCollection(nn.Module, abc.ABC):
         parts: dict[Shard | None, Tensor] = {}
         for shard in module.locals:
             if shard is not None:
-                parts[shard] = self._shards.states(shard)[state]
+                parts[shard] = self.shards.states(shard)[state]
             else:
-                assert self._replicas is not None, "a replica has a replicated lookup"
-                parts[shard] = self._replicas.states(self._replica_number[module.layout.name])[state]
+                assert self.replicas is not None, "a replica has a replicated lookup"
+                parts[shard] = self.replicas.states(self.replica_number[module.layout.name])[state]
         return parts
 
     def step_counts(self) -> dict[str, int]:
         """Per table, by its name in the plan, how many updates its fused optimizer has made (for Adam's bias)."""
-        replicas = self._replicas.step_counts() if self._replicas is not None else {}
-        return self._shards.step_counts() | replicas
+        replicas = self.replicas.step_counts() if self.replicas is not None else {}
+        return self.shards.step_counts() | replicas
 
     def load_step_counts(self, counts: Mapping[str, int]) -> None:
         """Set what :meth:`step_counts` gave."""
-        self._shards.load_step_counts(counts)
-        if self._replicas is not None:
-            self._replicas.load_step_counts(counts)
+        self.shards.load_step_counts(counts)
+        if self.replicas is not None:
+            self.replicas.load_step_counts(counts)
 
     def set_learning_rate(self, optimizer: FusedOptimizer, lr: float) -> None:
         """Use ``lr`` for the tables that were given ``optimizer``, from the next forward on."""
-        self._shards.set_learning_rate(optimizer, lr)
-        if self._replicas is not None:
-            self._replicas.set_learning_rate(optimizer, lr)
+        self.shards.set_learning_rate(optimizer, lr)
+        if self.replicas is not None:
+            self.replicas.set_learning_rate(optimizer, lr)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """The same tables and states in kernels of its own, on the same ranks; see :class:`ShardedModel`."""

@@ -18,8 +18,8 @@ from shardrec.errors import ConfigError, PlanError
 from shardrec.exchange.bad_ids import policies_of
 from shardrec.exchange.batch import OnBadId
 from shardrec.exchange.collectives import collectives_of
+from shardrec.exchange.context import StepContext, checksum
 from shardrec.exchange.queue import ModelContext
-from shardrec.exchange.step import StepContext, checksum
 from shardrec.exchange.transport import Transport, transport_of
 from shardrec.exchange.wire import QuantizedComms
 from shardrec.layout import ShardingPlan, Topology

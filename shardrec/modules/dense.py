@@ -22,10 +22,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.nn.parallel import DistributedDataParallel
 
 from shardrec._dynamo import left_alone, passed_over
+from shardrec.exchange.context import StepContext
 from shardrec.exchange.delegating import DelegatingGroup
 from shardrec.exchange.flight import flight_record
 from shardrec.exchange.peers import meet, peer_error, peers
-from shardrec.exchange.step import StepContext
 
 _WHAT = "gradient all-reduce"
 _LOOK_EVERY = timedelta(seconds=0.5)

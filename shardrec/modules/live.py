@@ -52,11 +52,11 @@ class _Live(nn.Module):
 
     def __init__(self, collection: ShardedCollection, results: Callable[[Any], tuple[Tensor, ...]]) -> None:
         super().__init__()
-        replicas = [] if collection._replicas is None else collection._replicas.parameters
-        self.program = Program(collection, collection.context, collection._expect, results, replicas)
+        replicas = [] if collection.replicas is None else collection.replicas.parameters
+        self.program = Program(collection, collection.context, collection.input.expect, results, replicas)
         self.replicas = list_of(Tensor, replicas)
         self.number = self.program.number
-        self.weighted = collection._expect.weighted
+        self.weighted = collection.input.expect.weighted
         self.collective = collection.context.collectives.world_size > 1
         self.anchor = torch.zeros(0, device=collection.device, requires_grad=True)
 
@@ -119,8 +119,8 @@ class LiveBags(_Live):
     def __init__(self, collection: ShardedEmbeddingBagCollection) -> None:
         super().__init__(collection, lambda values: (values,))
         self.embedding_bags = parameters_of(collection.embedding_bags)
-        self.keys = list(collection._embedding_names)
-        self.dims = list(collection._dims)
+        self.keys = list(collection.embedding_names)
+        self.dims = list(collection.dims)
         self.width = sum(self.dims)
         self.output_dtype = collection.output_dtype
 
@@ -156,8 +156,8 @@ class LiveSequences(_Live):
     def __init__(self, collection: ShardedEmbeddingCollection) -> None:
         super().__init__(collection, partial(_rows_of, need_ids=collection.need_indices()))
         self.embeddings = parameters_of(collection.embeddings)
-        self.names = [lookup.output for lookup in collection._lookups]
-        self.features = [lookup.feature for lookup in collection._lookups]
+        self.names = [lookup.output for lookup in collection.lookups]
+        self.features = [lookup.feature for lookup in collection.lookups]
         self.width = collection.embedding_dim()
         self.need_indices = collection.need_indices()
         self.output_dtype = collection.output_dtype

@@ -34,6 +34,7 @@ from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.compiled import compiled_step
 from shardrec.modules.dense import DenseWrap, set_gradient_sync, wrap_dense
 from shardrec.modules.optim import FusedOptimizers
+from shardrec.modules.recorded import recorded_call
 
 __all__ = ["ShardedModel", "dense_signature"]
 
@@ -66,7 +67,7 @@ class ShardedModel(nn.Module):
         self._sharded = [child for child in module.modules() if isinstance(child, ShardedCollection)]
         self._headers = min(1, len(self._sharded))
         self._accumulates = False
-        self._fused: FusedOptimizers | None = None
+        self.made_fused_optimizer: FusedOptimizers | None = None
         self._dense: DenseWrap = dense
         self._callable: nn.Module = module
         if group is not None:
@@ -92,7 +93,11 @@ class ShardedModel(nn.Module):
                 fails on it before its last sharded collection is called.
             PeerError: if another rank is gone or did not come within the process group's timeout.
         """
+        recorded = recorded_call(self, args, kwargs)
+        if recorded is not None:
+            return recorded
         with _step_of(self, args, kwargs, get_eval_frame_callback()) as step:
+            step.launch_ahead()
             return step.watched(self._callable(*args, **kwargs))
 
     @property
@@ -102,10 +107,10 @@ class ShardedModel(nn.Module):
         Raises:
             NoFusedOptimizer: if no table has a fused optimizer; a ConfigError and an AttributeError.
         """
-        if self._fused is None:
+        if self.made_fused_optimizer is None:
             names = {id(parameter): name for name, parameter in self.named_parameters()}
-            self._fused = FusedOptimizers(self._sharded, names)
-        return self._fused
+            self.made_fused_optimizer = FusedOptimizers(self._sharded, names)
+        return self.made_fused_optimizer
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -272,8 +277,8 @@ class _Step(ExitStack):
     def __enter__(self) -> Self:
         model, context = self._model, self._model.context
         context.dense_signature = dense_signature(self._inputs)
-        if model._fused is not None:
-            model._fused.push()
+        if model.made_fused_optimizer is not None:
+            model.made_fused_optimizer.push()
         if torch.is_grad_enabled():
             # DistributedDataParallel decides here, too: the backward of a forward in no_sync may come after the block.
             context.reduce_this_backward = not model._accumulates
@@ -282,6 +287,11 @@ class _Step(ExitStack):
             self.enter_context(compiled_step(self._inputs, traced=traced))
         self.enter_context(context.queue.forward(len(model._sharded)))
         return super().__enter__()
+
+    @left_alone
+    def launch_ahead(self) -> None:
+        """See :meth:`shardrec.exchange.queue.ExchangeQueue.launch_ahead`."""
+        self._model.context.queue.launch_ahead()
 
     @left_alone
     def watched(self, output: Any) -> Any:

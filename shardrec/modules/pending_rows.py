@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from shardrec.exchange.blocks import BlocksInFlight
-from shardrec.exchange.queue import QueuedCall
+from shardrec.exchange.step import Call
 from shardrec.pending import LazyAwaitable, LazyGetItemMixin
 
 if TYPE_CHECKING:
@@ -48,27 +46,18 @@ class SequenceEmbeddings(_Base):
     too.
 
     Args:
-        queued: the call.
-        finish: gives the (N, D) rows and the output's keys, from the exchange and the number of its stream in it.
+        call: gives the (N, D) rows of the cut tables' lookups and the output's entries.
         need_indices: give each JaggedTensor its ids as weights.
     """
 
-    def __init__(
-        self,
-        *,
-        queued: QueuedCall,
-        finish: Callable[[BlocksInFlight, int], tuple[Tensor, list[SequenceKey]]],
-        need_indices: bool,
-    ) -> None:
+    def __init__(self, call: Call, *, need_indices: bool) -> None:
         super().__init__()
-        self._queued = queued
-        self._finish = finish
+        self._call = call
         self._need_indices = need_indices
 
     def _wait_impl(self) -> dict[str, JaggedTensor]:
-        flight, stream = self._queued.flight()
-        with self._queued.mode():
-            rows, entries = self._finish(flight, stream)
+        rows, entries = self._call.value()
+        with self._call.mode():
             parts = iter(rows.split([entry.ids.numel() for entry in entries if entry.replica is None]))
             return {
                 entry.name: JaggedTensor(

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
-from shardrec.exchange.blocks import BlocksInFlight
-from shardrec.exchange.queue import QueuedCall
+from shardrec.exchange.step import Call
 from shardrec.pending import LazyAwaitable
 
 if TYPE_CHECKING:
@@ -18,40 +15,23 @@ if TYPE_CHECKING:
 else:
     _Base = LazyAwaitable
 
-__all__ = ["OutputColumns", "PooledEmbeddings"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class OutputColumns:
-    """Keys of a KeyedTensor, and the columns of each."""
-
-    keys: tuple[str, ...]
-    dims: tuple[int, ...]
+__all__ = ["PooledEmbeddings"]
 
 
 class PooledEmbeddings(_Base):
     """A KeyedTensor whose all-to-all is under way, or about to be; it waits at first use.
 
     Args:
-        queued: the call.
-        finish: puts the (B, D) values together, from the exchange and the number of the call's stream in it.
-        columns: keys of the output and the columns of each.
+        call: gives the (B, D) values.
+        keys: of the output.
+        dims: columns of each.
     """
 
-    def __init__(
-        self,
-        *,
-        queued: QueuedCall,
-        finish: Callable[[BlocksInFlight, int], Tensor],
-        columns: OutputColumns,
-    ) -> None:
+    def __init__(self, call: Call, *, keys: Sequence[str], dims: Sequence[int]) -> None:
         super().__init__()
-        self._queued = queued
-        self._finish = finish
-        self._columns = columns
+        self._call = call
+        self._keys = keys
+        self._dims = dims
 
     def _wait_impl(self) -> KeyedTensor:
-        flight, stream = self._queued.flight()
-        with self._queued.mode():
-            values = self._finish(flight, stream)
-        return KeyedTensor(keys=list(self._columns.keys), length_per_key=list(self._columns.dims), values=values)
+        return KeyedTensor(keys=list(self._keys), length_per_key=list(self._dims), values=self._call.value())

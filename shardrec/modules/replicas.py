@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardrec.exchange.collectives import Collectives, LocalCollectives, collectives_of
+from shardrec.exchange.context import StepContext
 from shardrec.exchange.peers import peers
-from shardrec.exchange.step import StepContext
 
 __all__ = [
     "Averager",

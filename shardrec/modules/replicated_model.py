@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 from shardrec._dynamo import left_alone, passed_over
 from shardrec.errors import InputError, PeerError
+from shardrec.exchange.context import StepContext
 from shardrec.exchange.queue import ModelContext
-from shardrec.exchange.step import StepContext
 from shardrec.layout import ShardingPlan
 from shardrec.modules.dense import DenseWrap
 from shardrec.modules.model import ShardedModel

@@ -11,6 +11,7 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.fx import Proxy
 from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
@@ -20,10 +21,12 @@ from shardrec.exchange.bad_ids import places_of_rows
 from shardrec.exchange.batch import Batch
 from shardrec.exchange.blocks import BlocksInFlight, Stream
 from shardrec.exchange.dedup import DistinctIds
-from shardrec.exchange.input import Addressed, InputExchange, Prepared, ShardInput, Trace
+from shardrec.exchange.input import InputExchange, Prepared, SentIds
+from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.queue import ModelContext
-from shardrec.exchange.route import Lookup, Route, build_route
-from shardrec.exchange.rows import Placement, RowExchange
+from shardrec.exchange.route import Lookup, build_route
+from shardrec.exchange.rows import RowExchange
+from shardrec.exchange.step import Call
 from shardrec.layout import ShardingPlan
 from shardrec.lookup.groups import LookupGroup, group_tables
 from shardrec.lookup.replicated import ReplicatedLookup
@@ -32,6 +35,7 @@ from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.initial import first_sequence_values
 from shardrec.modules.live import LiveSequences
 from shardrec.modules.pending_rows import SequenceEmbeddings, SequenceKey
+from shardrec.modules.recorded import recorded_call
 from shardrec.modules.table import ShardedTable
 from shardrec.pending import LazyAwaitable
 
@@ -78,13 +82,13 @@ class ShardedEmbeddingCollection(ShardedCollection):
         self._need_indices: bool = module.need_indices()
         self._embedding_dim: int = module.embedding_dim()
         self._names_by_table: list[list[str]] = module.embedding_names_by_table()
-        self._dedup = dedup
+        self.dedup = dedup
         self._build_lookups()
         self.embeddings = self._build_parameters(first_sequence_values(module, self._drawn_in_place()))
 
     def _build_lookups(self) -> None:
         collectives = self.context.collectives
-        self._groups = groups = group_tables(self._lookup_tables, self.device, by_width=True)
+        self.groups = groups = group_tables(self._lookup_tables, self.device, by_width=True)
         lookups: list[Lookup] = []
         for config, table, names in zip(self._configs, self._lookup_tables, self._names_by_table, strict=True):
             width_groups = _width_groups(groups, table.layout.name)
@@ -92,31 +96,31 @@ class ShardedEmbeddingCollection(ShardedCollection):
                 lookups.append(
                     Lookup(feature=feature, layout=table.layout, group=0, output=name, width_groups=width_groups)
                 )
-        self._lookups = tuple(lookups)
+        self.lookups = tuple(lookups)
         sharded = [lookup for lookup in lookups if not lookup.layout.replicated]
-        if self._dedup:
+        if self.dedup:
             by_table = {lookup.layout.name: lookup for lookup in sharded}
-            self._sent_lookups = tuple(
+            self.sent_lookups = tuple(
                 Lookup(feature=name, layout=one.layout, group=0, output=name, width_groups=one.width_groups)
                 for name, one in by_table.items()
             )
         else:
-            self._sent_lookups = tuple(sharded)
-        self._dedup_lookups = [(lookup.feature, lookup.layout.name) for lookup in sharded]
-        tables = [(one.feature, one.layout.num_embeddings) for one in self._sent_lookups]
-        self._distinct_ids = DistinctIds(self._dedup_lookups, tables, self.device) if self._dedup else None
-        self._route: Route = build_route(self._sent_lookups, collectives.world_size, len(groups))
-        self._expect = self._expectation(lookups, weighted=False, pooled=False)
-        self._input = InputExchange(self._route, self._expect, self.context, per_id=True)
-        slots = self._route.slots[collectives.rank]
-        self._shards = ShardLookup(groups, slots, collectives, self.device, pooled=False)
-        self._replicas = None
+            self.sent_lookups = tuple(sharded)
+        self.dedup_lookups = [(lookup.feature, lookup.layout.name) for lookup in sharded]
+        tables = [(one.feature, one.layout.num_embeddings) for one in self.sent_lookups]
+        self._distinct_ids = DistinctIds(self.dedup_lookups, tables, self.device) if self.dedup else None
+        route = build_route(self.sent_lookups, collectives.world_size, len(groups))
+        expect = self._expectation(lookups, weighted=False, pooled=False)
+        self.input = InputExchange(route, expect, self.context, per_id=True)
+        slots = route.slots[collectives.rank]
+        self.shards = ShardLookup(groups, slots, collectives, self.device, pooled=False)
+        self.replicas = None
         replicated = self._replicated_tables()
         if replicated:
-            self._replicas = ReplicatedLookup(replicated, range(len(replicated)), self.context, self.device)
+            self.replicas = ReplicatedLookup(replicated, range(len(replicated)), self.context, self.device)
         widths = [group.width or 0 for group in groups]
-        self._rows = RowExchange(
-            self._route, widths, self._embedding_dim, collectives.rank, self.device, mean_over=collectives.mean_over
+        self.row_exchange = RowExchange(
+            route, widths, self._embedding_dim, collectives.rank, self.device, mean_over=collectives.mean_over
         )
 
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[dict[str, JaggedTensor]]:
@@ -136,8 +140,9 @@ class ShardedEmbeddingCollection(ShardedCollection):
         if torch.compiler.is_compiling():
             value: LazyAwaitable[dict[str, JaggedTensor]] = self._compiled(features)
             return value
-        queued = self.context.queue.submit(self, features)
-        return SequenceEmbeddings(queued=queued, finish=queued.call.finish, need_indices=self._need_indices)
+        if isinstance(features, Proxy):
+            return recorded_call(self, (features,), {})  # type: ignore[return-value]
+        return SequenceEmbeddings(self.context.queue.submit(self, features), need_indices=self._need_indices)
 
     def new_call(self, features: KeyedJaggedTensor) -> SequenceCall:
         """A forward's call, whose ids are not under way yet."""
@@ -145,7 +150,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
 
     def serve(self, asked: ShardInput) -> Stream:
         """What this rank's shards have for requests: the rows that each asks for, one request after the other."""
-        return self._rows.stream(self._shards.rows(asked), asked, ())
+        return self.row_exchange.stream(self.shards.rows(asked), asked, ())
 
     def scripted_twin(self) -> nn.Module:
         """What TorchScript of this process sees in this module's place; :mod:`shardrec.portable` has another."""
@@ -172,30 +177,30 @@ class ShardedEmbeddingCollection(ShardedCollection):
         """Output keys of each table."""
         return self._names_by_table
 
-    def _starts(self, keys: tuple[str, ...], trace: Trace) -> tuple[list[int], int]:
+    def _starts(self, keys: tuple[str, ...], sent: SentIds) -> tuple[list[int], int]:
         """Per slot, an id's output row minus its position in the sent batch; and the number of output rows."""
-        key_start = dict(zip(keys, [0, *accumulate(trace.sent_key_ids)], strict=False))
-        count = dict(zip(keys, trace.sent_key_ids, strict=True))
-        starts = [0, *accumulate(count[lookup.feature] for lookup in self._sent_lookups)]
+        key_start = dict(zip(keys, [0, *accumulate(sent.sent_key_ids)], strict=False))
+        count = dict(zip(keys, sent.sent_key_ids, strict=True))
+        starts = [0, *accumulate(count[lookup.feature] for lookup in self.sent_lookups)]
         per_lookup = [
-            start - key_start[lookup.feature] for lookup, start in zip(self._sent_lookups, starts, strict=False)
+            start - key_start[lookup.feature] for lookup, start in zip(self.sent_lookups, starts, strict=False)
         ]
-        return [per_lookup[slot.lookup] for slots in self._route.slots for slot in slots], starts[-1]
+        return [per_lookup[slot.lookup] for slots in self.input.route.slots for slot in slots], starts[-1]
 
-    def _entries(self, prepared: Prepared, trace: Trace, features: KeyedJaggedTensor) -> list[SequenceKey]:
+    def _entries(self, prepared: Prepared, sent: SentIds, features: KeyedJaggedTensor) -> list[SequenceKey]:
         keys, sizes, batch = prepared.given.keys, features.stride_per_key(), prepared.batch
         given = batch.mended
-        values = _by_key(keys, features.values(), trace)
-        looked_up = _by_key(keys, batch.values if given is None else given.values, trace)
-        kept = None if given is None else _by_key(keys, given.kept, trace)
+        values = _by_key(keys, features.values(), sent)
+        looked_up = _by_key(keys, batch.values if given is None else given.values, sent)
+        kept = None if given is None else _by_key(keys, given.kept, sent)
         lengths = dict(zip(keys, features.lengths().split(sizes), strict=True))
         entries = []
-        for lookup in self._lookups:
+        for lookup in self.lookups:
             replica = None
             if lookup.layout.replicated:
-                assert self._replicas is not None, "a replicated table has a replicated lookup"
-                number = self._replica_number[lookup.layout.name]
-                replica = self._replicas.rows(number, looked_up[lookup.feature]).to(self.output_dtype)
+                assert self.replicas is not None, "a replicated table has a replicated lookup"
+                number = self.replica_number[lookup.layout.name]
+                replica = self.replicas.rows(number, looked_up[lookup.feature]).to(self.output_dtype)
                 if kept is not None:
                     replica = replica.masked_fill(kept[lookup.feature].logical_not().unsqueeze(1), 0)
             entries.append(
@@ -209,7 +214,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
         return entries
 
 
-class SequenceCall:
+class SequenceCall(Call):
     """One forward."""
 
     def __init__(self, collection: ShardedEmbeddingCollection, features: KeyedJaggedTensor) -> None:
@@ -217,79 +222,78 @@ class SequenceCall:
         self._features = features
         self._inverse: Tensor | None = None
         self._places: Tensor | None = None
-        self._stream: Stream | None = None
-        self._trace: Trace | None = None
-        self._placement: Placement | None = None
+        self._rows: Stream | None = None
+        self._target: Tensor | None = None
+        self._output_rows = 0
         self._entries: list[SequenceKey] = []
-        self.input = collection._input
-        prepare = self._distinct if collection._dedup else None
-        self.prepared = self.input.prepare(features, collection._agreement(), prepare=prepare)
+        prepare = self._distinct if collection.dedup else None
+        prepared = collection.input.prepare(features, collection._agreement(), prepare=prepare)
+        super().__init__(collection.context.queue, collection.input, prepared)
 
-    def look_up(self, addressed: Addressed, served: ShardInput) -> None:
+    def look_up(self, ids: ShardInput) -> None:
         """The rows of this rank's shards."""
+        assert self.sent is not None, "ids are sent before they are looked up"
         collection = self._collection
-        self._trace = addressed.trace
-        rows = collection._shards.rows(served)
+        rows = collection.shards.rows(ids)
         if collection.context.detect_anomaly:
-            self._note(rows, served)
-        self._stream = collection._rows.stream(rows, served, addressed.sent)
+            self._note(rows, ids)
+        self._rows = collection.row_exchange.stream(rows, ids, self.sent.counts)
 
     def outgoing(self, inside: BlocksInFlight | None, stream: int) -> Stream:
         """The rows for the ranks that asked. There is nothing to sum inside hosts, as each row is whole."""
-        found, self._stream = self._stream, None
+        found, self._rows = self._rows, None
         assert found is not None, "rows are looked up before they are sent"
         return found
 
     def issued(self) -> None:
         """Find the places of the rows and look up the replicated tables while the rows are under way."""
-        collection, trace = self._collection, self._trace
-        assert trace is not None, "the positions of the ids were kept"
-        starts, output_rows = collection._starts(self.prepared.sent.keys, trace)
-        self._placement = collection._rows.placement(trace, starts, output_rows)
-        self._entries = collection._entries(self.prepared, trace, self._features)
+        collection, sent = self._collection, self.sent
+        assert sent is not None, "rows are asked for before they come"
+        starts, self._output_rows = collection._starts(self.prepared.sent.keys, sent)
+        self._target = collection.row_exchange.targets(sent, starts)
+        self._entries = collection._entries(self.prepared, sent, self._features)
         given = self.prepared.batch.mended
         if given is None and self._inverse is not None:
-            ids = dict(zip(self.prepared.given.keys, trace.key_ids, strict=True))
-            self._inverse = self._inverse[: sum(ids[feature] for feature, _ in collection._dedup_lookups)]
+            ids = dict(zip(self.prepared.given.keys, sent.key_ids, strict=True))
+            self._inverse = self._inverse[: sum(ids[feature] for feature, _ in collection.dedup_lookups)]
         if given is not None:
-            kept = _by_key(self.prepared.given.keys, given.kept, trace)
-            parts = [kept[feature] for feature, _ in collection._dedup_lookups]
+            kept = _by_key(self.prepared.given.keys, given.kept, sent)
+            parts = [kept[feature] for feature, _ in collection.dedup_lookups]
             self._places = places_of_rows(torch.cat([given.kept[:0], *parts]), self._inverse)
 
     def finish(self, flight: BlocksInFlight, stream: int) -> tuple[Tensor, list[SequenceKey]]:
         """(N, D) rows of the lookups of cut tables, and the output's entries."""
-        assert self._placement is not None, "the places were found when the rows were sent"
-        rows = self._collection._rows.finish(flight, stream, self._placement)
+        assert self._target is not None, "the places were found when the rows were sent"
+        rows = self._collection.row_exchange.finish(flight, stream, self._target, self._output_rows)
         if self._places is not None:
             rows = nn.functional.pad(rows, [0, 0, 1, 0]).index_select(0, self._places)
         elif self._inverse is not None:
             rows = rows.index_select(0, self._inverse)
         if self._collection.context.detect_anomaly:
-            cut = [lookup for lookup in self._collection._lookups if not lookup.layout.replicated]
+            cut = [lookup for lookup in self._collection.lookups if not lookup.layout.replicated]
             sizes = [entry.ids.numel() for entry in self._entries if entry.replica is None]
             watch_gradient(rows, sizes, 0, self._collection.context, cut)
         return rows.to(self._collection.output_dtype), self._entries
 
-    def _note(self, rows: Sequence[Tensor], served: ShardInput) -> None:
+    def _note(self, rows: Sequence[Tensor], ids: ShardInput) -> None:
         """Note rows that are not finite."""
         collection = self._collection
-        slots = collection._route.slots[collection.context.collectives.rank]
-        sizes = served.lengths.sum(dim=1).tolist()
+        slots = collection.input.route.slots[collection.context.collectives.rank]
+        sizes = ids.lengths.sum(dim=1).tolist()
         for group, part in enumerate(rows):
             here = [number for number, slot in enumerate(slots) if slot.group == group]
-            tables = [collection._sent_lookups[slots[number].lookup].layout.name for number in here]
+            tables = [collection.sent_lookups[slots[number].lookup].layout.name for number in here]
             note_rows(part, [sizes[number] for number in here], 0, collection.context, tables)
 
     def _distinct(self, batch: Batch) -> Batch:
         find = self._collection._distinct_ids
         assert find is not None, "only collections with dedup prepare their batches"
-        distinct = find(batch)
-        self._inverse = distinct.inverse
-        return distinct.batch
+        sent, self._inverse = find(batch)
+        return sent
 
 
-def _by_key(keys: tuple[str, ...], values: Tensor, trace: Trace) -> dict[str, Tensor]:
-    return dict(zip(keys, values.split(list(trace.key_ids)), strict=True))
+def _by_key(keys: tuple[str, ...], values: Tensor, sent: SentIds) -> dict[str, Tensor]:
+    return dict(zip(keys, values.split(list(sent.key_ids)), strict=True))
 
 
 def _width_groups(groups: tuple[LookupGroup, ...], table: str) -> tuple[tuple[int, int], ...]:

@@ -8,14 +8,16 @@ function as an argument. It knows them by being torch's own function objects; so
 while the others are functions that TorchScript looks up as operators.
 
 [Note: what torch's Await lacks in eager mode]
-torch's ``_awaitable`` drops keywords and computes with the defaults; ``Await`` forwards attributes of its value, and
-neither operators nor ``[...]``; and no instance is one of ``torch.jit._Await``. All three are added here to torch's own
-objects, as what an ``Await`` is made by cannot be told apart.
+torch's ``_awaitable`` drops keywords and computes with the defaults; a function that failed runs again at each wait;
+``Await`` forwards attributes of its value, and neither operators nor ``[...]``; and no instance is one of
+``torch.jit._Await``. All four are added here to torch's own objects, as what an ``Await`` is made by cannot be told
+apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +25,7 @@ import torch
 from shardrec._torchscript import compiled_nowait, compiles_to
 from shardrec.pending.base import Awaitable
 from shardrec.pending.lazy import GatheredAwaitable, LazyAwaitable, LazyNoWait, WaiterAwaitable
+from shardrec.pending.once import Once
 
 __all__ = ["Await", "as_await", "as_lazy", "awaitable", "awaitable_nowait", "awaitable_wait", "gather"]
 
@@ -47,16 +50,29 @@ def _forwarded(name: str) -> Callable[..., Any]:
     return method
 
 
+class _Kept:
+    """A function that runs once, and its value or error from then on."""
+
+    def __init__(self, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
+        self.function = partial(function, **kwargs) if kwargs else function
+        self._once: Once[Any] = Once()
+
+    def __call__(self, *args: Any) -> Any:
+        return self._once.settle("Await", partial(self.function, *args))
+
+
 def _binding(func: Any, *args: Any, **kwargs: Any) -> Any:
     # Runs as torch's function, with torch's globals.
-    import functools
+    from shardrec.pending.awaits import _Kept
 
-    return torch._C._awaitable(functools.partial(func, **kwargs) if kwargs else func, *args)
+    return torch._C._awaitable(_Kept(func, kwargs), *args)
 
 
 # See [Note: what torch's Await lacks in eager mode].
 awaitable.__code__ = _binding.__code__
 type(Await).__instancecheck__ = lambda cls, one: isinstance(one, torch._C._Await)  # type: ignore[assignment, misc]
+_fn = torch._C._Await.fn
+torch._C._Await.fn = lambda self: getattr(_fn(self), "function", None) or _fn(self)  # type: ignore[method-assign]
 for _name in _OPERATORS:
     setattr(torch._C._Await, f"__{_name}__", _forwarded(f"__{_name}__"))
 

@@ -1,4 +1,10 @@
-"""Futures: values that are computed on another thread, in eager mode by whoever fulfils them."""
+"""Futures: values that are computed on another thread, in eager mode by whoever fulfils them.
+
+[Note: a lazy value in torch's fork]
+In eager mode ``torch.jit.fork`` calls the function at once, and keeps its value as one of TorchScript's, which has no
+type for what a sharded module returns: it is on its way already. Added here to torch's own function (see [Note: whose
+function this is] in awaits.py), a ``LazyAwaitable`` is kept as it is, and used as its value after the wait.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +15,32 @@ import torch
 from torch.futures import Future
 
 from shardrec._torchscript import compiles_to
+from shardrec.pending.lazy import LazyAwaitable
 
 __all__ = ["fork", "join"]
 
 W = TypeVar("W")
 
-# See [Note: whose function this is] in awaits.py.
 fork: Callable[..., Future[Any]] = torch.jit.fork
+
+
+def _forking(func: Any, *args: Any, **kwargs: Any) -> Any:
+    # Runs as torch's function, with torch's globals.
+    from shardrec.pending.futures import _forked
+
+    return torch._C.fork(func, *args, **kwargs) if torch._C._is_tracing() else _forked(func, args, kwargs)  # type: ignore[no-untyped-call,unused-ignore]
+
+
+def _forked(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    value = func(*args, **kwargs)
+    if not isinstance(value, LazyAwaitable):
+        return torch._C.fork(lambda: value)
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+fork.__code__ = _forking.__code__
 
 
 def join(future: Future[W]) -> W:

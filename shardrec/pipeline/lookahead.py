@@ -14,9 +14,10 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from shardrec.errors import AnomalyError, InputError, PeerError, ShardrecError
-from shardrec.exchange.ahead import Ahead, Caller
+from shardrec.exchange.ahead import Ahead
+from shardrec.exchange.context import FORWARD_FAILED, ForwardFailed
 from shardrec.exchange.queue import ModelContext
-from shardrec.exchange.step import FORWARD_FAILED, ForwardFailed
+from shardrec.exchange.step import Caller
 from shardrec.modules.model import dense_signature
 
 __all__ = ["Lookahead", "tell_others"]
@@ -205,12 +206,11 @@ class Lookahead:
         if context is None:
             return forward(slot.batch)
         observed = context.queue.observed = [] if self._depth else None
-        context.made_ahead = slot.ahead is not None
+        context.made_ahead = slot.ahead
         try:
             if slot.ready is not None and slot.ahead is not None:
                 # What was made on the other stream is read on this one, and freed when the host is done with it.
-                arrived = [one.arriving[0].finish() for one in slot.ahead.queued if one.arriving is not None]
-                _keep([arrived, [one.call.prepared for one in slot.ahead.queued]], main)
+                _keep(slot.ahead.arrived(), main)
             result = forward(slot.batch)
             self._learn(slot, observed)
         except (InputError, AnomalyError, PeerError):
@@ -220,7 +220,7 @@ class Lookahead:
             raise
         finally:
             context.queue.observed = None
-            context.made_ahead = False
+            context.made_ahead = None
             if slot.ahead is not None:
                 slot.ahead.close()
         return result

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from shardrec.errors import PeerError
-from shardrec.exchange.transport import _timeout_s
+from shardrec.exchange.transport import timeout_s
 from shardrec.pipeline.message import Failure, Key, Mailbox, Message
 from shardrec.pipeline.timeline import Recorder
 
@@ -55,7 +55,7 @@ class Peers:
         self.device = device
         self.sent_bytes: Counter[int] = Counter()
         self._ranks = [dist.get_global_rank(group, rank) for rank in range(self.size)]
-        timeout = timedelta(seconds=_timeout_s(group, device))
+        timeout = timedelta(seconds=timeout_s(group, device))
 
         def new_group(backend: str) -> Any:
             return dist.new_group(self._ranks, timeout=timeout, backend=backend, use_local_synchronization=True)

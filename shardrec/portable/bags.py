@@ -1,14 +1,14 @@
-"""A sharded embedding bag collection as operators and plain data: its twin for TorchScript, torch.compile and export.
+"""A sharded embedding bag collection as operators and plain data: its twin for TorchScript and export.
 
-TorchScript runs :meth:`ScriptedBags.forward`, which issues the all-to-all and returns an ``Await``; tracers run
-:meth:`ScriptedBags.traced`, which gives the value itself: in a graph it is the place of ``wait_tensor`` that counts.
+:meth:`ScriptedBags.forward` issues the all-to-all and returns an ``Await``; in an exported graph it is the place of
+``wait_tensor`` that counts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,18 @@ def refuse_quantized(collection: object, output: str, gradient: str) -> None:
         )
 
 
+# Spelled as a call, for TorchScript wants types where an annotation is text.
+IssuedColumns = NamedTuple(  # noqa: UP014
+    "IssuedColumns",
+    [("pending", Tensor), ("batch", int), ("replicated", Tensor), ("divisors", Tensor)],
+)
+"""Pooled rows under way, and what is beside them.
+
+``pending``: the all-to-all; ``batch``: B; ``replicated``: (B, D_r) columns of replicated tables; ``divisors``:
+(B, lookups) of means, or empty.
+"""
+
+
 class ScriptedBags(nn.Module):
     """The scripted twin of a :class:`ShardedEmbeddingBagCollection`, with its live parameters.
 
@@ -56,22 +68,22 @@ class ScriptedBags(nn.Module):
         comms = collection.context.comms
         if collectives.world_size > 1:
             refuse_quantized(collection, comms.output, comms.gradient)
-        route, outputs = collection._route, collection._lookups
+        route, outputs = collection.input.route, collection.lookups
         self.embedding_bags = parameters_of(collection.embedding_bags)
-        self.input = ScriptedInput(route, collection._expect, collectives, collection._input.bad_ids)
-        self.lookups, _ = collection._shards.scripted(training=collection.training)
+        self.input = ScriptedInput(collection.input, collectives)
+        self.lookups, _ = collection.shards.scripted(training=collection.training)
         self.group_slots = list_of(int, slots_per_group(route, collectives.rank))
         # On threads of TorchScript's own, which pays where groups are large and threads idle.
         self.parallel = lookups_in_parallel()
-        own = collection._own_lookups
-        numbers = [collection._replica_number[one.layout.name] for one in own]
-        replicas = collection._replicas
+        own = collection.own_lookups
+        numbers = [collection.replica_number[one.layout.name] for one in own]
+        replicas = collection.replicas
         self.replicas = nn.ModuleList([] if replicas is None else [replicas.scripted(numbers, pooled=True)])
         self.replica_features = list_of(str, [one.feature for one in own])
         self.rank = collectives.rank
         self.widths = [route.width(rank) for rank in range(collectives.world_size)]
-        self.keys = list(collection._embedding_names)
-        self.dims = list(collection._dims)
+        self.keys = list(collection.embedding_names)
+        self.dims = list(collection.dims)
         self.features = [one.feature for one in outputs]
         self.means = [one.mean for one in outputs]
         self.any_mean = any(self.means)
@@ -89,14 +101,10 @@ class ScriptedBags(nn.Module):
 
     def forward(self, features: KeyedJaggedTensor) -> Await[KeyedTensor]:
         """Look up the local batch."""
-        pending, batch, replicated, divisors = self.begin(features)
         return awaitable(
             finish_bags,
-            pending,
-            batch,
+            self.begin(features),
             self.widths,
-            replicated,
-            divisors,
             self.splits,
             self.sources,
             self.keys,
@@ -104,25 +112,8 @@ class ScriptedBags(nn.Module):
             self.output_dtype,
         )
 
-    @torch.jit.unused
-    def traced(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """The same for a tracer: the value itself."""
-        pending, batch, replicated, divisors = self.begin(features)
-        return finish_bags(
-            pending,
-            batch,
-            self.widths,
-            replicated,
-            divisors,
-            self.splits,
-            self.sources,
-            self.keys,
-            self.dims,
-            self.output_dtype,
-        )
-
-    def begin(self, features: KeyedJaggedTensor) -> tuple[Tensor, int, Tensor, Tensor]:
-        """The pooled rows under way, B, the (B, D_r) columns of replicated tables, and the divisors of means."""
+    def begin(self, features: KeyedJaggedTensor) -> IssuedColumns:
+        """The pooled rows under way, and what is beside them."""
         checked = self.input.checked(features)
         pooled, sizes = self.pooled(features, checked)
         batch = sizes[self.rank]
@@ -133,13 +124,13 @@ class ScriptedBags(nn.Module):
             out.append(size * self.widths[self.rank])
         pending = exchange_rows(pooled.reshape(-1), into, out, self.input.process_group.group_name, self.anchor)
         replicated, divisors = self.own_columns(checked, batch)
-        return pending, batch, replicated, divisors
+        return IssuedColumns(pending, batch, replicated, divisors)
 
     def pooled(self, features: KeyedJaggedTensor, checked: Checked) -> tuple[Tensor, list[int]]:
         """(B_all, D_mine) pooled rows of this rank's shards, rank after rank, and the batch size of each rank."""
-        received = self.input.exchange(features, checked, checked.keys, checked.lengths, checked.values)
-        lengths, ids, id_weights, sizes, came, _, _, _ = received
-        found = self.look_up(lengths, ids, id_weights, came)
+        got = self.input.exchange(features, checked, checked.keys, checked.lengths, checked.values)
+        sizes = got.sizes
+        found = self.look_up(got.lengths, got.ids, got.weights, got.came)
         if len(found) == 1:
             return found[0], sizes
         total = 0
@@ -224,11 +215,8 @@ def _widths(starts: Sequence[int], total: int) -> list[int]:
 
 
 def finish_bags(
-    pending: Tensor,
-    batch: int,
+    issued: IssuedColumns,
     widths: list[int],
-    replicated: Tensor,
-    divisors: Tensor,
     splits: list[list[int]],
     sources: list[list[tuple[int, int]]],
     keys: list[str],
@@ -236,14 +224,15 @@ def finish_bags(
     dtype: torch.dtype,
 ) -> KeyedTensor:
     """Wait for the blocks and put the columns in the unsharded order."""
+    batch = issued.batch
     sizes: list[int] = []
     for width in widths:
         sizes.append(batch * width)
-    received = arrived_rows(pending, len(widths)).split(sizes)
+    received = arrived_rows(issued.pending, len(widths)).split(sizes)
     blocks: list[list[Tensor]] = []
     for block, width in enumerate(widths):
         blocks.append(list(received[block].view(batch, width).split(splits[block], dim=1)))
-    blocks.append(list(replicated.split(splits[len(widths)], dim=1)))
+    blocks.append(list(issued.replicated.split(splits[len(widths)], dim=1)))
     columns: list[Tensor] = []
     for piece in sources:
         block, run = piece[0]
@@ -252,7 +241,7 @@ def finish_bags(
             column = column + blocks[other][its_run]
         columns.append(column)
     values = torch.cat(columns, dim=1)
-    return KeyedTensor(keys, dims, divided(values, divisors, dims).to(dtype=dtype))
+    return KeyedTensor(keys, dims, divided(values, issued.divisors, dims).to(dtype=dtype))
 
 
 def divided(values: Tensor, divisors: Tensor, dims: list[int]) -> Tensor:

@@ -16,7 +16,7 @@ from shardrec.exchange.bad_ids import DROPPED, POLICIES, mend
 from shardrec.exchange.batch import NO_LIMIT, Expectation, fit
 from shardrec.exchange.check import add_up, are_sound
 
-__all__ = ["FAULTS", "Checked", "ScriptedBatch", "sound_unasked"]
+__all__ = ["FAULTS", "Checked", "ScriptedBatch"]
 
 FAULTS = [
     "",
@@ -157,10 +157,7 @@ class ScriptedBatch(nn.Module):
         weights = self.weights_of(features)
         limits_F = torch.tensor(limits, dtype=torch.int64, device=values.device)
         looked_up, whole, kept, bad_ids, dropped = values, lengths, self.nothing.to(torch.bool), self.nothing, False
-        if torch.jit.is_scripting():
-            valid = are_sound(lengths, values, limits_F, unused)
-        else:
-            valid = sound_unasked(lengths, values, limits_F, unused)
+        valid = are_sound(lengths, values, limits_F, unused, torch.jit.is_scripting())
         # Of nothing but good ids the lookups can be told at once, where the host may ask.
         good = False
         if torch.jit.is_scripting() and self.mends and not values.is_cuda:
@@ -178,10 +175,7 @@ class ScriptedBatch(nn.Module):
                 if weights is not None:
                     weights = weights.index_select(0, order)
             valid = add_up(lengths, sums_F, values.size(0))
-            if torch.jit.is_scripting():
-                valid = valid & are_sound(whole, values, limits_W, unused or self.drops)
-            else:
-                valid = valid & sound_unasked(whole, values, limits_W, unused or self.drops)
+            valid = valid & are_sound(whole, values, limits_W, unused or self.drops, torch.jit.is_scripting())
             places: list[int] = []
             for feature in self.features:
                 places.append(keys.index(feature))
@@ -216,19 +210,3 @@ def in_first_bag(lengths: Tensor, values: Tensor, valid: Tensor) -> Tensor:
     ids = values.size(0) * valid.logical_not().to(torch.int32)
     first = torch.arange(lengths.numel(), device=lengths.device).view(lengths.size()) == 0
     return lengths.to(torch.int32) * valid + ids * first
-
-
-def sound_unasked(lengths: Tensor, values: Tensor, limits: Tensor, unused_keys: bool) -> Tensor:
-    """:func:`~shardrec.exchange.check.are_sound` that reads no value on the host, as a tracer cannot."""
-    count = values.numel()
-    lengths_F = lengths.sum(dim=1, dtype=torch.int64)
-    sound = add_up(lengths, lengths_F, count)
-    if limits.numel() == 0:
-        return sound
-    places = torch.arange(count, device=values.device)
-    feature_N = torch.searchsorted(lengths_F.cumsum(0), places, right=True).clamp(max=limits.numel() - 1)
-    limit_N = limits.index_select(0, feature_N)
-    inside = (values >= 0) & (values < limit_N)
-    if unused_keys:
-        inside = inside | (limit_N == NO_LIMIT)
-    return sound & inside.all()

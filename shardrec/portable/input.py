@@ -18,74 +18,73 @@ not read back; and nothing is asked of a count except under TorchScript, which h
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec._torchscript import list_of
-from shardrec.exchange.batch import Expectation
 from shardrec.exchange.collectives import Collectives
-from shardrec.exchange.input import group_edges
-from shardrec.exchange.route import Route
+from shardrec.exchange.cut import bucketized, permuted
+from shardrec.exchange.input import InputExchange
 from shardrec.portable.batch import Checked, ScriptedBatch
 from shardrec.portable.group import GroupName
 
 __all__ = ["Received", "ScriptedInput"]
 
-Received = tuple[Tensor, Tensor, Tensor | None, list[int], list[list[int]], list[list[int]], Tensor | None, Tensor]
-"""Lengths (S_mine, B_all), ids (n,), weights (n,), batch sizes, ids per rank and group that came and that went, and,
-where each id gets a row, positions (N_sent,) and number of ids per slot (S,)."""
+# Spelled as a call, for TorchScript wants types where an annotation is text.
+Received = NamedTuple(  # noqa: UP014
+    "Received",
+    [
+        ("lengths", Tensor),
+        ("ids", Tensor),
+        ("weights", Tensor | None),
+        ("sizes", list[int]),
+        ("came", list[list[int]]),
+        ("went", list[list[int]]),
+        ("positions", Tensor | None),
+        ("slot_ids", Tensor),
+    ],
+)
+"""The ids for this rank's shards, and of those that this rank sent, where they were in the batch.
+
+``lengths``: (S_mine, B_all); ``ids``: (n,); ``weights``: (n,) or None; ``sizes``: batch size of each rank; ``came``,
+``went``: ids from and to each rank, per group; ``positions``: (N_sent,) int64 where each id gets a row, else None;
+``slot_ids``: (S,) number of ids of each slot of all ranks.
+"""
 
 
 class ScriptedInput(ScriptedBatch):
     """Checks a batch, cuts it by rank, and exchanges header and payload.
 
     Args:
-        route: where the ids of each lookup go.
-        expect: what the input must look like.
+        exchange: the eager module's.
         collectives: of the group that the embeddings are sharded over.
-        bad_ids: where the eager module counts bad ids that are no error.
-        per_id: all of a rank's samples go as one, and the positions of the ids are kept.
 
     Attributes:
         process_group: its name; a program that loads the saved model may set another.
     """
 
-    def __init__(
-        self,
-        route: Route,
-        expect: Expectation,
-        collectives: Collectives,
-        bad_ids: Tensor,
-        *,
-        per_id: bool = False,
-    ) -> None:
-        rows = max((edges[-1] for edges in route.unit_boundaries), default=0)
-        super().__init__(expect, wide_ids=rows > 2**31 - 1, bad_ids=bad_ids)
+    def __init__(self, exchange: InputExchange, collectives: Collectives) -> None:
+        route, cutter = exchange.route, exchange.cutter
+        super().__init__(exchange.expect, wide_ids=cutter.id_dtype is torch.int64, bad_ids=exchange.bad_ids)
         self.process_group = GroupName(collectives)
         self.rank = collectives.rank
         self.world_size = collectives.world_size
         self.groups = route.groups
-        self.per_id = per_id
+        self.per_id = exchange.per_id
         self.unit_keys = list_of(str, list(route.unit_keys))
         self.blocks = route.blocks
         self.wide_payload = route.wide_ids
-        dtype = torch.int64 if self.wide_ids else torch.int32
-        device = expect.device
-        self.slot_rows = torch.tensor(list(route.slot_rows), dtype=torch.int64, device=device)
-        sizes = [edges[-1] for edges in route.unit_boundaries]
-        self.block_sizes = torch.tensor(sizes, dtype=dtype, device=device)
-        boundaries = [
-            torch.tensor([*edges, *[edges[-1]] * (route.blocks + 1 - len(edges))], dtype=dtype, device=device)
-            for edges in route.unit_boundaries
-        ]
-        self.boundaries = list_of(Tensor, boundaries)
+        self.slot_rows = cutter.slot_rows
+        self.block_sizes = cutter.block_sizes
+        self.boundaries = list_of(Tensor, cutter.boundaries)
         self.slot_units = list_of(int, [slot.unit for slots in route.slots for slot in slots])
         self.slot_counts = list_of(int, list(route.slot_counts()))
         self.mine = route.slot_counts()[self.rank]
-        self.group_edges = torch.tensor(group_edges(route), dtype=torch.int64, device=device)
-        order = [source * self.mine + slot for slot in range(self.mine) for source in range(self.world_size)]
-        self.slot_major = torch.tensor(order, dtype=torch.int32, device=device)
+        self.group_edges = exchange.group_edges
+        self.slot_major = exchange.payload.slot_major(self.world_size)
 
     def forward(self, features: KeyedJaggedTensor) -> Received:
         """Check, cut and exchange a batch."""
@@ -110,7 +109,6 @@ class ScriptedInput(ScriptedBatch):
             values: (N,), in the dtype that :meth:`checked` gives them.
         """
         weights = checked.weights
-        batch = lengths.size(1)
         units: list[int] = []
         for unit in self.unit_keys:
             units.append(keys.index(unit))
@@ -124,28 +122,10 @@ class ScriptedInput(ScriptedBatch):
         rows = self.slot_rows
         if self.blocks > 1:
             order = torch.tensor(units, dtype=torch.int32, device=device)
-            if positions is not None:
-                positions = torch.ops.fbgemm.permute_2D_sparse_data(order, lengths, positions, None, cut_ids)[1]
-            lengths, values, weights = torch.ops.fbgemm.permute_2D_sparse_data(order, lengths, values, weights, cut_ids)
-            lengths, values, weights, _, place = torch.ops.fbgemm.block_bucketize_sparse_features(
-                lengths.reshape(-1),
-                values,
-                False,
-                self.per_id,
-                self.block_sizes,
-                self.blocks,
-                weights,
-                block_bucketize_pos=self.boundaries,
+            lengths, values, weights, positions = permuted(order, lengths, values, weights, positions, cut_ids)
+            lengths, values, weights, positions = bucketized(
+                lengths, values, weights, positions, self.block_sizes, self.blocks, self.boundaries
             )
-            lengths = lengths.view(self.blocks * len(units), batch)
-            if positions is not None:
-                assert place is not None
-                places = place.to(torch.int64)
-                if values.is_cuda:
-                    # Of a batch that is refused there are no places, and its lengths are 0.
-                    same = torch.arange(places.size(0), device=device)
-                    places = torch.where(same < lengths.sum(), places, same)
-                positions = torch.empty_like(positions).index_copy_(0, places, positions)
         else:
             of_slots: list[int] = []
             for unit_number in self.slot_units:
@@ -164,16 +144,13 @@ class ScriptedInput(ScriptedBatch):
         for part in went:
             for one in part:
                 total += one
-        order = rows.to(torch.int32)
-        _, ids, sent_weights = torch.ops.fbgemm.permute_2D_sparse_data(order, lengths, values, weights, total)
+        _, ids, sent_weights, positions = permuted(rows.to(torch.int32), lengths, values, weights, positions, total)
         if positions is not None:
-            positions = torch.ops.fbgemm.permute_2D_sparse_data(order, lengths, positions, None, total)[1].to(
-                torch.int64
-            )
+            positions = positions.to(torch.int64)
         if self.world_size == 1:
-            return lengths_SB, ids, sent_weights, sizes, came, went, positions, slot_ids
+            return Received(lengths_SB, ids, sent_weights, sizes, came, went, positions, slot_ids)
         all_lengths, all_ids, all_weights = self.exchange_payload(lengths_SB, ids, sent_weights, sizes, came, went)
-        return all_lengths, all_ids, all_weights, sizes, came, went, positions, slot_ids
+        return Received(all_lengths, all_ids, all_weights, sizes, came, went, positions, slot_ids)
 
     def sizes(self, numbers: list[int], batch: int) -> tuple[list[list[int]], list[int], list[list[int]]]:
         """Ids sent per rank and group, batch sizes, and ids received, from what :meth:`exchange_header` gives."""

@@ -13,7 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.errors import ConfigError
 from shardrec.exchange.blocks import BlocksInFlight, Stream
-from shardrec.exchange.input import Addressed, ShardInput
+from shardrec.exchange.input import Prepared, SentIds
 from shardrec.exchange.queue import ModelContext
 from shardrec.layout import Shard, ShardingPlan
 from shardrec.lookup.optimizers import FusedOptimizer
@@ -82,17 +82,9 @@ class RemoteTable(ShardedTable):
 class _Asking:
     """What a call does more when its rows come from servers: its ids go with the exchange of the rows."""
 
-    _addressed: Addressed | None = None
-
-    def look_up(self: Any, addressed: Addressed, served: ShardInput) -> Stream | None:
-        self._addressed = addressed
-        found: Stream | None = super().look_up(addressed, served)  # type: ignore[misc]
-        return found
-
     def outgoing(self: Any, inside: BlocksInFlight | None, stream: int) -> Stream:
         collection: RemoteCollection = self._collection
-        addressed, self._addressed = self._addressed, None
-        collection.ask(addressed)
+        collection.ask(self.prepared, self.sent)
         found: Stream = super().outgoing(inside, stream)  # type: ignore[misc]
         return found
 
@@ -101,7 +93,7 @@ class _RemoteBagCall(_Asking, BagCall):
     pass
 
 
-class _RemoteSequenceCall(_Asking, SequenceCall):  # type: ignore[misc]
+class _RemoteSequenceCall(_Asking, SequenceCall):
     pass
 
 
@@ -139,18 +131,18 @@ class RemoteCollection(_Base):
         assert isinstance(collectives, RemoteCollectives), "a remote collection has a trainer's collectives"
         return collectives
 
-    def ask(self, addressed: Addressed) -> None:
+    def ask(self, prepared: Prepared, sent: SentIds) -> None:
         """Let a batch's ids go with the lookup that is to come."""
         collectives = self._servers
-        if addressed.prepared.differentiable:
+        if prepared.differentiable:
             tables = ", ".join(map(repr, self.tables()))
             raise ConfigError(
                 f"the ids of tables {tables} have weights that take a gradient, which servers do not send back; detach "
                 "the weights, or shard the tables by collectives"
             )
-        headers = self._input.requests(addressed)
+        headers = self.input.requests(prepared, sent)
         first = collectives.trainers.world_size
-        pairs = zip(headers[first:], addressed.parts[first:], strict=True)
+        pairs = zip(headers[first:], sent.parts[first:], strict=True)
         collectives.ask([(self.number, header, words(pieces)) for header, pieces in pairs])
 
     def set_learning_rate(self, optimizer: FusedOptimizer, lr: float) -> None:
@@ -174,14 +166,14 @@ class RemoteCollection(_Base):
         weights = {key.split(".")[1]: weight for key, weight in module.named_parameters()}
         self.first_values = values = {name: weight.detach() for name, weight in weights.items() if not weight.is_meta}
         for config in cast(list[BaseEmbeddingConfig], self._configs):
-            if config.name not in values and self._layouts[config.name].replicated:
+            if config.name not in values and self.table_layouts[config.name].replicated:
                 # A cut table on meta is drawn on the servers, and may be larger than this trainer's memory.
                 values[config.name] = torch.empty(weights[config.name].shape, dtype=weights[config.name].dtype)
                 config.init_fn(values[config.name])
-        own = ((name, values.get(name, torch.empty(0))) for name in self._layouts)
+        own = ((name, values.get(name, torch.empty(0))) for name in self.table_layouts)
         modules = super()._build_parameters(own)
         for name, table in modules.items():
-            if not self._layouts[name].replicated:
+            if not self.table_layouts[name].replicated:
                 modules[name] = RemoteTable(table, self._servers)  # type: ignore[arg-type]
         return modules
 

@@ -81,17 +81,17 @@ _SAME = "give servers and trainers the same model, plan and release of shardrec"
 def _check_part(header: object, words: object, collection: ShardedCollection) -> None:
     names = ", ".join(map(repr, list(collection.tables())[:5]))
     what = f"the request for tables {names}"
-    columns = collection._input.columns
+    columns = collection.input.columns
     if not (isinstance(header, list) and len(header) == columns and all(type(n) is int and n >= 0 for n in header)):
         raise InputError(f"{what} has the header {header!r}, not {columns} counts; {_SAME}")
     if not (isinstance(words, Tensor) and words.dtype is torch.int32 and words.dim() == 1):
         raise InputError(f"{what} does not come as a flat int32 tensor; {_SAME}")
-    ids = collection._input.sound_ids(header, words)
+    ids = collection.input.sound_ids(header, words)
     if ids is None:
         raise InputError(f"{what} has {words.numel()} words, which do not fit its header {header}; {_SAME}")
     lengths_SB, values = ids
     batch = Batch(keys=(), lengths=lengths_SB, values=values, weights=None)
-    if not bool(ids_are_valid(batch, collection._input.slot_rows, unused_keys=False)):
+    if not bool(ids_are_valid(batch, collection.input.slot_rows, unused_keys=False)):
         raise InputError(f"{what} has ids outside of their shards, or lengths that do not add up; {_SAME}")
 
 

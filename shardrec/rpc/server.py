@@ -403,7 +403,7 @@ class EmbeddingServer:
     def _serve(self, collection: ShardedCollection, parts: Sequence[Part]) -> Stream:
         device = collection.device
         headers, words = [part[1] for part in parts], [part[2].to(device) for part in parts]
-        return collection.serve(collection._input.unpack(headers, words))
+        return collection.serve(collection.input.payload.unpack(words, headers))
 
     def _expire(self) -> float:
         """Give up updates whose other trainers have not come; returns the seconds until the next may be due."""
@@ -432,7 +432,7 @@ def _no_updates(collections: Sequence[ShardedCollection]) -> str:
         fused = collection.fused_optimizers()
         for name, table in collection.tables().items():
             layout = table.layout
-            if layout.replicated or name in collection._frozen:
+            if layout.replicated or name in collection.frozen:
                 continue
             if name not in fused:
                 return (

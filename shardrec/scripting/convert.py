@@ -11,6 +11,7 @@ from shardrec.pending import wait
 from shardrec.pending.waiting import WAIT_OPERATOR
 from shardrec.portable.options import parallel_lookups as in_parallel
 from shardrec.portable.options import portable_twins
+from shardrec.scripting.attributes import lift_attributes
 from shardrec.scripting.error import explain
 from shardrec.scripting.forks import refuse_forked_exchanges
 from shardrec.scripting.place import place_waits
@@ -69,5 +70,6 @@ def script(model: nn.Module, *, parallel_lookups: bool = False, portable: bool =
         inline(graph)
     for graph in graphs:
         place_waits(graph)
+    lift_attributes(scripted)
     ignore_in_reducer(scripted, model)
     return scripted

@@ -33,8 +33,8 @@ class ServedCollection(ShardedCollection):
         context: shared by the served collections of a model.
     """
 
-    _shards: ServedShards
-    _replicas: ServedReplicas | None
+    shards: ServedShards
+    replicas: ServedReplicas | None
 
     def __init__(self, source: ShardedCollection, formats: Mapping[str, WeightFormat], context: ModelContext) -> None:
         nn.Module.__init__(self)
@@ -42,46 +42,43 @@ class ServedCollection(ShardedCollection):
         # Plans, routes and configs are plain data, which a second collection can share. Its kernels are replaced below.
         vars(self).update({name: value for name, value in vars(source).items() if name not in bare})
         self.context = context
-        self.formats = {layout.name: formats[layout.name] for layout in self._layouts.values()}
+        self.formats = {layout.name: formats[layout.name] for layout in self.table_layouts.values()}
         self._optimizers = {}
 
     def _serve(self, widths: list[int], slot_tables: list[int], *, pooled: bool) -> None:
         """Make the kernels, where ``source`` had those that train."""
         collectives = self.context.collectives
-        route: Any = vars(self)["_route"]
-        expect: Any = vars(self)["_expect"]
-        self._input = InputExchange(route, expect, self.context, per_id=not pooled)
+        route = self.input.route
+        self.input = InputExchange(route, self.input.expect, self.context, per_id=not pooled)
         slots = route.slots[collectives.rank]
-        self._shards = ServedShards(slots, widths, self.formats, collectives, self.device, pooled=pooled)
+        self.shards = ServedShards(slots, widths, self.formats, collectives, self.device, pooled=pooled)
         layouts = [table.layout for table in self._replicated_tables()]
-        self._replicas = None
+        self.replicas = None
         if layouts:
-            self._replicas = ServedReplicas(
-                layouts, slot_tables, self.formats, self.context, self.device, pooled=pooled
-            )
+            self.replicas = ServedReplicas(layouts, slot_tables, self.formats, self.context, self.device, pooled=pooled)
 
     def layouts(self) -> Iterator[TableLayout]:
         """Of all the tables, in module order on every rank."""
-        return iter(self._layouts.values())
+        return iter(self.table_layouts.values())
 
     def store(self, layout: TableLayout, shard: Shard | None, first_row: int, rows: Tensor) -> None:
         """Put rows (n, b) uint8 into a part of a table that this rank holds, from its row ``first_row`` on."""
         if shard is not None:
-            self._shards.store(shard, first_row, rows)
+            self.shards.store(shard, first_row, rows)
             return
-        assert self._replicas is not None, "a replica has a replicated lookup"
-        self._replicas.store(self._replica_number[layout.name], first_row, rows)
+        assert self.replicas is not None, "a replica has a replicated lookup"
+        self.replicas.store(self.replica_number[layout.name], first_row, rows)
 
     def weight(self, layout: TableLayout, shard: Shard | None) -> Tensor:
         """(rows, cols) float32: what a part of a table that this rank holds stands for, a copy."""
         if shard is not None:
-            return self._shards.weight(shard)
-        assert self._replicas is not None, "a replica has a replicated lookup"
-        return self._replicas.weight(self._replica_number[layout.name])
+            return self.shards.weight(shard)
+        assert self.replicas is not None, "a replica has a replicated lookup"
+        return self.replicas.weight(self.replica_number[layout.name])
 
     def table_bytes(self) -> int:
         """Bytes of the rows that this rank holds, padding aside."""
-        kept = [*self._shards.modules, *(self._replicas.modules if self._replicas is not None else [])]
+        kept = [*self.shards.modules, *(self.replicas.modules if self.replicas is not None else [])]
         return sum(module.row_bytes() for module in kept if isinstance(module, ServedTables))
 
     def tables(self) -> Mapping[str, ShardedTable]:
@@ -106,8 +103,8 @@ class ServedEmbeddingBagCollection(ServedCollection, ShardedEmbeddingBagCollecti
         self, source: ShardedEmbeddingBagCollection, formats: Mapping[str, WeightFormat], context: ModelContext
     ) -> None:
         ServedCollection.__init__(self, source, formats, context)
-        numbers = [self._replica_number[lookup.layout.name] for lookup in self._own_lookups]
-        self._serve([0] * self._route.groups, numbers, pooled=True)
+        numbers = [self.replica_number[lookup.layout.name] for lookup in self.own_lookups]
+        self._serve([0] * self.input.route.groups, numbers, pooled=True)
         self.embedding_bags = nn.ModuleDict()
 
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[KeyedTensor]:
@@ -123,7 +120,7 @@ class ServedEmbeddingCollection(ServedCollection, ShardedEmbeddingCollection):
         self, source: ShardedEmbeddingCollection, formats: Mapping[str, WeightFormat], context: ModelContext
     ) -> None:
         ServedCollection.__init__(self, source, formats, context)
-        self._serve([group.width or 0 for group in self._groups], [], pooled=False)
+        self._serve([group.width or 0 for group in self.groups], [], pooled=False)
         self.embeddings = nn.ModuleDict()
 
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[dict[str, JaggedTensor]]:

@@ -106,7 +106,7 @@ def from_tensors(model: nn.Module, features: Features) -> Entry:
         feature
         for child in collections
         if isinstance(child, ShardedEmbeddingBagCollection) and child.is_weighted()
-        for feature in child._expect.features
+        for feature in child.input.expect.features
     }
     jagged = [
         Jagged(
@@ -168,7 +168,7 @@ def _check_features(features: Mapping[str, Sequence[str]], collections: Sequence
     needed: dict[str, None] = {}
     for child in collections:
         if isinstance(child, (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)):
-            needed.update(dict.fromkeys(child._expect.features))
+            needed.update(dict.fromkeys(child.input.expect.features))
     missing = [key for key in needed if not any(key in keys for keys in features.values())]
     if missing:
         raise ConfigError(

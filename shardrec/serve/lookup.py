@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shardrec.exchange.collectives import Collectives
-from shardrec.exchange.input import ShardInput
+from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.queue import ModelContext
 from shardrec.exchange.route import Slot
 from shardrec.layout import Shard, TableLayout

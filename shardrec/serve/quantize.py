@@ -69,7 +69,7 @@ def quantize(model: ShardedModel, weights: str = "int8", *, tables: Mapping[str,
 
 
 def _formats(sources: list[ShardedCollection], weights: str, tables: Mapping[str, str]) -> dict[str, WeightFormat]:
-    layouts = [layout for source in sources for layout in source._layouts.values()]
+    layouts = [layout for source in sources for layout in source.table_layouts.values()]
     unknown = sorted(set(tables) - {layout.name for layout in layouts})
     if unknown:
         known = ", ".join(repr(layout.name) for layout in layouts[:12])
@@ -100,7 +100,7 @@ def _format(word: str) -> WeightFormat:
 
 def _convert(source: ShardedCollection, target: ServedCollection) -> Iterator[str]:
     """Convert this rank's parts of all the tables; gives the faults, for a rank that raised would be missed."""
-    for name, layout in source._layouts.items():
+    for name, layout in source.table_layouts.items():
         form = target.formats[layout.name]
         parts = {shard: _trained(source, layout, shard) for shard in _own_parts(source, layout)}
         limit = torch.finfo(torch.float32).max if form is WeightFormat.FP32 else GREATEST
@@ -130,9 +130,9 @@ def _own_parts(source: ShardedCollection, layout: TableLayout) -> list[Shard | N
 def _trained(source: ShardedCollection, layout: TableLayout, shard: Shard | None) -> Tensor:
     """(rows, cols) trained weights of a part of a table."""
     if shard is not None:
-        return source._shards.weight(shard).detach()
-    assert source._replicas is not None, "a replicated table has a replicated lookup"
-    return source._replicas.parameters[source._replica_number[layout.name]].detach()
+        return source.shards.weight(shard).detach()
+    assert source.replicas is not None, "a replicated table has a replicated lookup"
+    return source.replicas.parameters[source.replica_number[layout.name]].detach()
 
 
 def _is_within(weight: Tensor, limit: float) -> bool:
@@ -148,8 +148,8 @@ def _whole_row_ranges(parts: Mapping[Shard | None, Tensor], first: int, last: in
         if start < end:
             found = row_ranges(weight[start - shard.row_start : end - shard.row_start])
             ranges[start - first : end - first] = torch.maximum(ranges[start - first : end - first], found)
-    if source._group is not None:
-        dist.all_reduce(ranges, dist.ReduceOp.MAX, source._group)
+    if source.group is not None:
+        dist.all_reduce(ranges, dist.ReduceOp.MAX, source.group)
     return ranges
 
 

@@ -62,7 +62,7 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, features: Features) 
     target = Path(str(path).replace("{rank}", str(collectives.rank)))
     entry = from_tensors(model, features)
     scripted = script(entry)
-    groups = [child._group for child in model.modules() if isinstance(child, ShardedCollection)]
+    groups = [child.group for child in model.modules() if isinstance(child, ShardedCollection)]
     formats = held[0].formats if isinstance(held[0], ServedModel) else {}
     notes = {
         "features": entry.features,

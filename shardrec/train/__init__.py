@@ -1,11 +1,11 @@
 """Training runs: ``shardrec train`` as a function, :func:`train`, over a :class:`TrainConfig`.
 
-In the order of a run: config (and options) → launch → processes → ranks → session, which puts together model, prefetch,
-loop, saving, metrics, display and report. Importing this package imports neither torch nor fbgemm-gpu.
+In the order of a run: config (and options) → launch → the ranks (:mod:`shardrec.launch`) → session, which puts together
+model, prefetch, loop, saving, metrics, display and report. Importing this package imports neither torch nor fbgemm-gpu.
 """
 
+from shardrec.launch.stop import RunStopped
 from shardrec.train.config import TrainConfig, load_config
 from shardrec.train.launch import train
-from shardrec.train.stop import RunStopped
 
 __all__ = ["RunStopped", "TrainConfig", "load_config", "train"]

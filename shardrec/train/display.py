@@ -17,8 +17,8 @@ from shardrec.train.config import TrainConfig
 from shardrec.train.report import CurvePoint, RunReport, metrics_table, summary_line
 
 if TYPE_CHECKING:
+    from shardrec.launch.ranks import Place
     from shardrec.layout import ShardingPlan
-    from shardrec.train.ranks import Place
 
 __all__ = ["Announcer", "Display", "LogDisplay", "SilentDisplay", "TerminalDisplay", "duration"]
 

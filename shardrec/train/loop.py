@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from shardrec.data import ClickBatch, ClickMetrics
+from shardrec.launch.stop import RunStopped
 from shardrec.modules import ShardedModel
 from shardrec.pipeline.lookahead import tell_others
 from shardrec.pipeline.train import TrainPipeline
 from shardrec.train.display import Display
 from shardrec.train.report import CurvePoint
-from shardrec.train.stop import RunStopped
 
 __all__ = ["Progress", "RecentLoss", "Schedule", "click_loss", "failing_together", "train_epoch"]
 

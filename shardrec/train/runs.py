@@ -86,7 +86,7 @@ class RunFolder:
         import torch
 
         from shardrec.train.metrics import evaluate
-        from shardrec.train.ranks import Place
+        from shardrec.launch.ranks import Place
         from shardrec.train.source import Source
 
         cpu = torch.device("cpu")

@@ -22,13 +22,13 @@ from torch import Tensor
 
 from shardrec.checkpoint import Checkpoints, PendingSave
 from shardrec.exchange.peers import peers
+from shardrec.launch.ranks import Place, over_ranks, same_everywhere
+from shardrec.launch.stop import RunStopped, StopRequest
 from shardrec.modules import ShardedModel
 from shardrec.train.config import CHECKPOINTS, TrainConfig
 from shardrec.train.display import Announcer
 from shardrec.train.loop import Progress
-from shardrec.train.ranks import Place, over_ranks, same_everywhere
 from shardrec.train.source import Source
-from shardrec.train.stop import RunStopped, StopRequest
 
 __all__ = ["Saver"]
 

@@ -21,6 +21,7 @@ import torch
 from shardrec.data import ClickBatch, ClickMetrics, load_spec
 from shardrec.data.spec import parse_spec
 from shardrec.errors import ConfigError
+from shardrec.launch.ranks import Place, joined, meet, over_ranks, same_everywhere
 from shardrec.layout import ShardingPlan
 from shardrec.modules import ShardedModel, shard
 from shardrec.modules.annotate import annotate_for_dynamo
@@ -33,7 +34,6 @@ from shardrec.train.loop import Progress, RecentLoss, Schedule, click_loss, fail
 from shardrec.train.metrics import evaluate
 from shardrec.train.model import build_model, dense_optimizer, fuse_optimizer, planner_constraints
 from shardrec.train.prefetch import Prefetcher
-from shardrec.train.ranks import Place, joined, meet, over_ranks, same_everywhere
 from shardrec.train.report import RunReport, environment, write_curve, write_metrics
 from shardrec.train.saving import Saver
 from shardrec.train.source import Source

@@ -21,8 +21,8 @@ from shardrec.data import (
     load_spec,
     open_click_data,
 )
+from shardrec.launch.ranks import Place
 from shardrec.train.config import TrainConfig
-from shardrec.train.ranks import Place
 
 __all__ = ["Source", "spec_of"]
 

@@ -16,7 +16,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec._torchscript import plain
 from shardrec.errors import ConfigError
-from shardrec.exchange.live import Live
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.lookup.bank import TableBank
 from shardrec.lookup.fakes import FAKES, has_fake, register_fakes
@@ -159,17 +158,16 @@ def test_what_a_lookup_keeps_goes_with_its_graph() -> None:
     assert not model.twin.program._kept, "a forward without an end leaves nothing behind"
 
 
-def test_objects_live_as_long_as_their_owners() -> None:
-    class Owned:
-        pass
-
-    live: Live[Owned] = Live("things")
-    owned = Owned()
-    number = live.add(owned)
-    assert live[number] is owned
-    del owned
-    with pytest.raises(ConfigError, match=f"uses things number {number} of a sharded model that is gone"):
-        live[number]
+def test_a_program_of_a_model_that_is_gone_is_refused() -> None:
+    model = Pooled()
+    number = model.twin.program.number
+    arguments = (torch.zeros(0), torch.tensor(0), 1, 4, torch.float32, number)
+    with pytest.raises(KeyError):  # of the ticket
+        torch.ops.shardrec.arrive_columns(*arguments)
+    del model
+    gc.collect()
+    with pytest.raises(ConfigError, match=f"uses sharded module number {number} of a sharded model that is gone"):
+        torch.ops.shardrec.arrive_columns(*arguments)
 
 
 def test_no_operator_of_python_goes_into_a_cuda_graph() -> None:

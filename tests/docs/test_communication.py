@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.harness import BenchConfig
 from benchmarks.harness.formula import WorkloadFormula
 from benchmarks.harness.layouts import cut_plan
-from shardrec.exchange.volume import EXCHANGES, Volume
+from benchmarks.harness.volume import EXCHANGES, Volume
 from shardrec.layout import Topology
 
 PAGE = (Path(__file__).parents[2] / "docs" / "communication.md").read_text(encoding="utf-8")

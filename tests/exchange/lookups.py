@@ -4,15 +4,33 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from random import Random
+from typing import Any, NoReturn
 
 from shardrec.exchange.route import Lookup, Route, build_route
+from shardrec.exchange.step import Call
 from shardrec.layout import ShardingPlan
 from tests.plans import random_plan, random_tables, random_topology
 
-__all__ = ["Case", "random_case"]
+__all__ = ["Asking", "Case", "random_case"]
 
 HUGE = (2**31 - 1, 2**31, 2**31 + 5, 5 * 10**9)
 """Row counts on either side of what 32 bits can number."""
+
+
+class Asking(Call):
+    """A call of which only the ids are exchanged."""
+
+    def look_up(self, ids: Any) -> NoReturn:
+        raise AssertionError("nothing is looked up")
+
+    def outgoing(self, inside: Any, stream: int) -> NoReturn:
+        raise AssertionError("no rows are sent")
+
+    def issued(self) -> NoReturn:
+        raise AssertionError("no rows are sent")
+
+    def finish(self, flight: Any, stream: int) -> NoReturn:
+        raise AssertionError("no rows come")
 
 
 @dataclass(frozen=True, kw_only=True)

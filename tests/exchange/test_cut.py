@@ -41,12 +41,12 @@ def test_at_once_as_in_steps(rng: Random) -> None:
     def cut() -> list[Tensor | None]:
         found = cutter.cut(batch, keep_positions=keep, given=batch)
         slots = cutter.in_slots(found, int(found.lengths.sum()))
-        return [found.lengths, slots.ids, slots.weights, slots.positions]
+        return [found.lengths, slots.values, slots.weights, slots.positions]
 
     at_once = cut()
     with patch.object(native, "is_loaded", lambda: False):
         in_steps = cut()
-    for name, one, other in zip(("lengths", "ids", "weights", "positions"), at_once, in_steps, strict=True):
+    for name, one, other in zip(("lengths", "values", "weights", "positions"), at_once, in_steps, strict=True):
         assert (one is None) == (other is None), name
         if one is not None and other is not None:
             assert one.dtype == other.dtype, name

@@ -13,8 +13,8 @@ from shardrec.exchange.assemble import Columns
 from shardrec.exchange.blocks import BlockExchange
 from shardrec.exchange.collectives import Collectives
 from shardrec.exchange.hosts import host_sums
-from shardrec.exchange.input import ShardInput
 from shardrec.exchange.output import OutputExchange
+from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.route import Lookup, build_route, output_pieces
 from shardrec.exchange.wire import QuantizedComms
 from shardrec.layout import ShardingPlan, Topology, cuts

@@ -10,11 +10,12 @@ from hypothesis import given, settings
 
 from shardrec.errors import InputError
 from shardrec.exchange.batch import Expectation
-from shardrec.exchange.input import InputExchange, ShardInput
-from shardrec.exchange.joint import begin_exchange
-from shardrec.exchange.step import StepContext
+from shardrec.exchange.input import InputExchange
+from shardrec.exchange.payload import ShardInput
+from shardrec.exchange.queue import ModelContext
+from shardrec.exchange.step import exchange_ids
 from tests.batches import Bags, random_bags
-from tests.exchange.lookups import Case, random_case
+from tests.exchange.lookups import Asking, Case, random_case
 from tests.plans import randoms
 from tests.thread_ranks import ThreadCollectives, thread_ranks
 
@@ -27,11 +28,13 @@ class Exchange:
     def __init__(self, case: Case, collectives: ThreadCollectives, *, weighted: bool) -> None:
         tables = tuple((one.feature, one.layout.name, one.layout.num_embeddings) for one in case.lookups)
         expect = Expectation(tables=tables, weighted=weighted, device=CPU)
-        self.context = StepContext(collectives, CPU)
+        self.context = ModelContext(collectives, CPU)
         self.input = InputExchange(case.route, expect, self.context)
 
     def __call__(self, features: object, agreement: str) -> ShardInput:
-        return begin_exchange(self.context, [(self.input, self.input.prepare(features, agreement))]).finish()[0][1]
+        call = Asking(self.context.queue, self.input, self.input.prepare(features, agreement))
+        exchange_ids(self.context, [call])
+        return call.received()
 
 
 def exchange_of(case: Case, collectives: ThreadCollectives, *, weighted: bool) -> Exchange:

@@ -18,9 +18,9 @@ from benchmarks.harness.config import CUTS
 from benchmarks.harness.layouts import cut_plan
 from benchmarks.harness.report import ByteReport
 from benchmarks.harness.traffic import counted_traffic
+from benchmarks.harness.volume import EXCHANGES
 from benchmarks.harness.workload import parse_tables
 from shardrec.errors import ConfigError, PlanError
-from shardrec.exchange.volume import EXCHANGES
 from shardrec.layout import Topology
 from tests.ranks import ranks
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import warnings
 from collections.abc import Callable
 from random import Random
@@ -12,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from torch import Tensor
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 import shardrec
 from shardrec.errors import InputError
+from shardrec.launch.ranks import Place
+from shardrec.launch.run import on_new_ranks
 from shardrec.layout import ShardingPlan, Topology
 from shardrec.modules import ShardedModel, shard
 from tests.batches import Bags, joined, random_bags
@@ -37,22 +36,13 @@ ATOL = 1e-4
 """A little looser than on the CPU: the kernels add rows up in an order that is not fixed."""
 
 
-def rank_process(rank: int, world_size: int, port: int, fn: Callable[..., None], args: tuple[Any, ...]) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", rank=rank, world_size=world_size, device_id=torch.device("cuda", rank))
-    try:
-        fn(*args)
-    finally:
-        dist.destroy_process_group()
+def on_a_rank(place: Place, fn: Callable[..., None], args: tuple[Any, ...]) -> None:
+    fn(*args)
 
 
 def cuda_ranks(world_size: int, fn: Callable[..., None], *args: Any) -> None:
     """Call a module-level function on each rank, in processes of their own: CUDA does not survive a fork."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(rank_process, args=(world_size, port, fn, args), nprocs=world_size)
+    on_new_ranks(on_a_rank, fn, args, nproc=world_size, device="cuda", debug=True)
 
 
 def check_parity(
@@ -159,7 +149,7 @@ def count_waits(world_size: int) -> None:
             waits = [f"{one.filename}:{one.lineno}" for one in caught if "synchronizing" in str(one.message)]
             if step:
                 assert len(waits) == 1, f"{cut}: the host waits at {waits}"
-                assert "exchange/joint.py" in waits[0]
+                assert "exchange/step.py" in waits[0]
 
 
 def script_with_adam(world_size: int) -> None:

@@ -31,7 +31,7 @@ from tests.pipeline import test_train as clicks
 from tests.plans import cut_plan, random_plan
 from tests.ranks import ranks
 
-HEADER = "exchange/joint.py"
+HEADER = "exchange/step.py"
 
 
 def to_double(features: KeyedJaggedTensor) -> KeyedJaggedTensor:

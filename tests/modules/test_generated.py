@@ -48,7 +48,7 @@ def test_constants_are_kept_for_few_orders_of_keys() -> None:
     caches = 0
     for one in model.modules():
         if isinstance(one, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
-            for owner in (one, one._input, one._input._cutter):
+            for owner in (one, one.input, one.input.cutter):
                 for kept in vars(owner).values():
                     if hasattr(kept, "cache_info"):
                         caches += 1

@@ -106,7 +106,7 @@ def test_a_batch_is_sound_or_not(rng: Random) -> None:
         torch.tensor(ids, dtype=id_dtype),
         torch.tensor(limits),
     )
-    expected = bool(are_sound(*arguments, NO_LIMIT in limits))
+    expected = bool(are_sound(*arguments, NO_LIMIT in limits, True))
     assert bool(torch.ops.shardrec.are_sound(*arguments)) == expected
 
 
@@ -199,4 +199,4 @@ def test_an_update_by_rows() -> None:
 def test_lengths_whose_sum_wraps_are_not_sound(lengths: list[int]) -> None:
     arguments = torch.tensor([lengths]), torch.zeros(3, dtype=torch.int64), torch.tensor([5])
     assert not bool(torch.ops.shardrec.are_sound(*arguments))
-    assert not bool(are_sound(*arguments, False))
+    assert not bool(are_sound(*arguments, False, True))

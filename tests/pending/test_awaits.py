@@ -332,3 +332,31 @@ def test_an_eager_await_is_one_and_acts_as_its_value() -> None:
     assert [float(one) for one in pending] == [0, 2, 4]
     assert (-pending @ pending) == -20
     assert pending.sum() == 6
+
+
+def test_an_eager_await_that_failed_keeps_its_error() -> None:
+    calls = []
+
+    def failing(x: int) -> int:
+        calls.append(x)
+        raise ValueError("no value")
+
+    pending: Any = shardrec.awaitable(failing, 3)
+    errors = []
+    for use in (shardrec.wait, shardrec.awaitable_wait, lambda one: one + 1, lambda one: one.real):
+        with pytest.raises(ValueError, match="no value") as caught:
+            use(pending)
+        errors.append(caught.value)
+    assert calls == [3]
+    assert all(one is errors[0] for one in errors)
+
+
+def test_an_eager_fork_of_what_is_lazy() -> None:
+    """torch keeps values that TorchScript has types for; one that is lazy is kept as it is."""
+    counted = Counted(torch.ones(2))
+    future = shardrec.fork(lambda: counted)
+    assert counted.waits == 0, "it is on its way already"
+    assert (shardrec.join(future) + 1).tolist() == [2, 2]
+    assert shardrec.join(shardrec.fork(scaled, torch.ones(2), by=2.0)).tolist() == [2, 2]
+    with pytest.raises(ZeroDivisionError):
+        shardrec.fork(lambda: 1 // 0)

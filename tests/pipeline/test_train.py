@@ -194,6 +194,33 @@ def test_ids_travel_while_the_batch_before_goes_back() -> None:
     ranks(2, run)
 
 
+def test_rows_travel_while_the_dense_features_are_computed() -> None:
+    """Of a model that computes them before it calls its tables, as DLRM does."""
+
+    def run() -> None:
+        rank, _ = world()
+        batches = [batch(step, rank) for step in range(6)]
+        wanted = plain(clicks(dense_first=True), batches)
+        for depth in (1, 2):
+            model, order = clicks(dense_first=True), []
+            model.bottom.register_forward_pre_hook(lambda *_, order=order: order.append("bottom"))
+            send = model.context.collectives.send
+
+            def noted(parts: Any, receive: Any, what: str, streams: Any = None, *, send=send, order=order) -> Any:
+                order.append(what)
+                return send(parts, receive, what, streams)
+
+            model.context.collectives.send = noted
+            steps = pipeline_of(model, batches, depth)
+            losses = [float(next(steps)) for _ in range(3)]
+            order.clear()
+            losses += [float(loss) for loss in steps]
+            assert losses == wanted
+            assert order[:2] == ["output", "bottom"]
+
+    ranks(2, run)
+
+
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_a_bad_batch_is_lost_alone_and_on_every_rank(depth: int) -> None:
     def run() -> None:

@@ -7,7 +7,19 @@ from torch import Tensor, nn
 from torchrec.modules.mlp import MLP
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-__all__ = ["BesideAFork", "FromTensors", "Reader", "Scorer", "Three", "Towers", "TwoForks"]
+import shardrec
+
+__all__ = [
+    "BesideAFork",
+    "FromTensors",
+    "Reader",
+    "Scorer",
+    "Three",
+    "Towers",
+    "TwoForks",
+    "WithAwaitable",
+    "WithFork",
+]
 
 
 class Scorer(nn.Module):
@@ -152,3 +164,37 @@ class BesideAFork(nn.Module):
 
     def two(self, one: Tensor) -> Tensor:
         return one + 1
+
+
+class WithAwaitable(nn.Module):
+    """A method of its own, awaited: layers, a number, and the embedding bags."""
+
+    def __init__(self, sparse: nn.Module, pooled: int) -> None:
+        super().__init__()
+        self.sparse = sparse
+        self.over = nn.Linear(pooled, 1)
+        self.times = 3
+
+    def head(self, features: KeyedJaggedTensor) -> Tensor:
+        scores: Tensor = self.over(self.sparse(features).values())
+        return scores * self.times
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        pending = shardrec.awaitable(self.head, features)
+        count = features.values().sum()
+        scores: Tensor = shardrec.wait(pending) + count
+        return scores
+
+
+class WithFork(nn.Module):
+    """The embedding bags in a fork."""
+
+    def __init__(self, sparse: nn.Module) -> None:
+        super().__init__()
+        self.sparse = sparse
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        future = shardrec.fork(self.sparse, features)
+        pooled = shardrec.wait(future)
+        values: Tensor = pooled.values() * 2
+        return values

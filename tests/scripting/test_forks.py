@@ -13,7 +13,7 @@ from shardrec.modules import shard
 from tests.models import collection
 from tests.modules.faults import CONFIGS
 from tests.ranks import ranks
-from tests.scripting.scorers import BesideAFork, TwoForks
+from tests.scripting.scorers import BesideAFork, TwoForks, WithAwaitable, WithFork
 
 
 def plan(world_size: int, *paths: str) -> ShardingPlan:
@@ -50,3 +50,19 @@ def test_forks_of_a_single_rank() -> None:
         assert torch.equal(shardrec.script(model)(batch()), model(batch()))
 
     ranks(1, rank_main)
+
+
+def test_frozen_programs_with_awaitables_and_forks() -> None:
+    """torch.jit.freeze drops the attributes and methods that these would ask for when they run."""
+    columns = sum(one.embedding_dim * len(one.feature_names) for one in CONFIGS)
+    for made in (WithAwaitable(collection(CONFIGS), columns), WithFork(collection(CONFIGS))):
+        model = shard(made.eval())
+        expected = model(batch())
+        scripted = shardrec.script(model)
+        assert torch.allclose(scripted(batch()), expected)
+        assert torch.allclose(torch.jit.freeze(scripted)(batch()), expected)
+
+
+def test_an_eager_fork() -> None:
+    model = shard(WithFork(collection(CONFIGS)))
+    assert torch.equal(model(batch()), 2 * model.sparse(batch()).values())

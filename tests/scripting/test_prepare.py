@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import inspect
 import linecache
+from typing import Any
 
 import pytest
 import torch
+import torchrec.fx
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -118,3 +120,28 @@ def test_a_model_without_fused_optimizers_can_be_inspected() -> None:
     with pytest.raises(NoFusedOptimizer, match="give the tables one with apply_optimizer_in_backward"):
         _ = model.fused_optimizer
     assert issubclass(NoFusedOptimizer, ConfigError)
+
+
+class Outer(nn.Module):
+    """A model around a sharded one."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        result: Tensor = self.inner(features).sigmoid()
+        return result
+
+
+@pytest.mark.parametrize("trace", [torch.fx.symbolic_trace, torchrec.fx.symbolic_trace])
+def test_sharded_modules_are_nodes_of_fx_graphs(trace: Any) -> None:
+    model = sharded()
+    expected = model(features())
+    around, inside = trace(Outer(model)), trace(model.module)
+    assert [node.target for node in around.graph.nodes if node.op == "call_module"] == ["inner"]
+    assert [node.target for node in inside.graph.nodes if node.op == "call_module"] == ["ebc", "over"]
+    assert torch.equal(around(features()), expected.sigmoid())
+    assert torch.equal(inside(features()), expected)
+    with pytest.raises(ConfigError, match="cannot be traced by itself: trace the module that holds it"):
+        trace(model.ebc)

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from shardrec.errors import ConfigError, DataError, PeerError
+from shardrec.launch.run import launched_rank, run_on_ranks
 from shardrec.train import RunStopped, TrainConfig
-from shardrec.train.launch import launched_rank, run_on_ranks, train
+from shardrec.train.launch import train
 
 Launch = Callable[..., Any]
 

@@ -98,9 +98,9 @@ def test_the_checkpoint_gives_the_trained_model_back(trained: tuple[Path, RunRep
 
     import shardrec
     from shardrec.data import criteo_schema
+    from shardrec.launch.ranks import Place
     from shardrec.train.metrics import evaluate
     from shardrec.train.model import build_model, fuse_optimizer
-    from shardrec.train.ranks import Place
     from shardrec.train.source import Source
 
     folder, report = trained

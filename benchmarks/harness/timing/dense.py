@@ -8,7 +8,7 @@ from torchrec.models.dlrm import DLRM
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from shardrec.errors import ConfigError
-from shardrec.train.ranks import Place
+from shardrec.launch.ranks import Place
 
 __all__ = ["DENSE_LR", "DenseInputs", "click_model", "dense_parameters"]
 

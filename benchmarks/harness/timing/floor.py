@@ -26,8 +26,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.harness.timing.case import Case
-from benchmarks.harness.workload import WorkloadTable
-from shardrec.exchange.volume import (
+from benchmarks.harness.volume import (
     CollectionTraffic,
     TableTraffic,
     Volume,
@@ -35,6 +34,7 @@ from shardrec.exchange.volume import (
     step_volume,
     uniform_traffic,
 )
+from benchmarks.harness.workload import WorkloadTable
 from shardrec.layout import ShardingPlan, TableLayout
 
 __all__ = ["Floor", "RankBytes", "floor_of", "step_bytes"]

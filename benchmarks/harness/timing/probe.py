@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness.timing.clock import time_steps
-from shardrec.train.ranks import Place
+from shardrec.launch.ranks import Place
 
 __all__ = ["probe"]
 

@@ -16,7 +16,7 @@ from benchmarks.harness.timing.environment import MALLOC, template_environment
 from shardrec.errors import PeerError, ShardrecError
 
 if TYPE_CHECKING:
-    from shardrec.train.ranks import Place
+    from shardrec.launch.ranks import Place
 
 __all__ = ["FreshProcesses", "KeptProcesses", "MeasurementError", "Processes", "serve"]
 
@@ -41,7 +41,7 @@ class Processes(Protocol):
         """Call a function on each rank and return what it returned on rank 0.
 
         Args:
-            task: ``module:function``, called with the options and a :class:`~shardrec.train.ranks.Place`.
+            task: ``module:function``, called with the options and a :class:`~shardrec.launch.ranks.Place`.
             options: JSON-compatible.
             ranks: how many.
             malloc: a key of :data:`~benchmarks.harness.timing.environment.MALLOC`.

@@ -16,7 +16,7 @@ from benchmarks.harness.timing.clock import time_steps
 from benchmarks.harness.timing.digest import digest
 from benchmarks.harness.timing.inputs import draw_batches, read_batches
 from benchmarks.harness.timing.sides import Side, make_side
-from shardrec.train.ranks import Place
+from shardrec.launch.ranks import Place
 
 __all__ = ["measure"]
 

@@ -18,12 +18,12 @@ from benchmarks.harness.timing.matrix import cases_of
 from benchmarks.harness.timing.record import BASE, CaseResult, turn_of
 from benchmarks.harness.timing.report import TimingReport, machine_of, results_done, write_report
 from shardrec.errors import ConfigError, ShardrecError
-from shardrec.train.launch import launched_rank, run_on_ranks
+from shardrec.launch.run import launched_rank, run_on_ranks
 
 if TYPE_CHECKING:
     from benchmarks.harness.timing.processes import Processes
+    from shardrec.launch.ranks import Place
     from shardrec.layout import ShardingPlan
-    from shardrec.train.ranks import Place
 
 __all__ = ["FILE", "PICTURE", "time_steps"]
 
@@ -59,7 +59,7 @@ def time_steps(
     if config.device == "cpu" and launched is None:
         from benchmarks.harness.timing.processes import FreshProcesses
         from shardrec._versions import check_versions
-        from shardrec.train.quiet import quiet_libraries
+        from shardrec.launch.quiet import quiet_libraries
 
         check_versions()
         with quiet_libraries(quiet=not debug), FreshProcesses(threads=config.threads or 1) as processes:
@@ -72,7 +72,7 @@ def time_steps(
 
 def _on_kept_rank(options: dict[str, Any]) -> TimingReport | None:
     from benchmarks.harness.timing.processes import KeptProcesses, serve
-    from shardrec.train.ranks import joined
+    from shardrec.launch.ranks import joined
 
     resume = options.pop("resume")
     config = TimingConfig(**options)

@@ -27,7 +27,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
-from shardrec.train.quiet import quiet_libraries
+from shardrec.launch.quiet import quiet_libraries
 
 __all__ = ["main"]
 
@@ -124,7 +124,7 @@ def _do_task(rank: int, request: dict[str, Any], scratch: Path) -> object:
     import torch
     import torch.distributed as dist
 
-    from shardrec.train.ranks import Place
+    from shardrec.launch.ranks import Place
 
     size = request["ranks"]
     for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", size), ("LOCAL_WORLD_SIZE", size)):

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import logging
-import tempfile
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from shardrec.errors import ConfigError
+from shardrec.launch.run import on_new_ranks
 from shardrec.layout import ShardingPlan
 from shardrec.planner.calibrate.workload import Workload, step_plan, table_loads
 from shardrec.planner.cost import TableLoad
@@ -21,6 +17,8 @@ from shardrec.planner.cost import TableLoad
 if TYPE_CHECKING:
     import torch
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    from shardrec.launch.ranks import Place
 
 __all__ = ["Measured", "measure", "measure_plans"]
 
@@ -60,13 +58,13 @@ def measure(workloads: Sequence[Workload], world: int, *, device: str = "cpu", r
         device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL, a device for each rank).
         repeats: steps that are timed, in two passes through the workloads; the lower of their medians counts.
     """
-    times = _on_ranks(_time_workloads, world, device, tuple(workloads), repeats)
+    times = on_new_ranks(_time_workloads, tuple(workloads), repeats, nproc=world, device=device)
     return Measured(
         world=world,
         steps=tuple(times["steps"]),
         forward=tuple(times["forward"]),
-        all_to_all=tuple(map(tuple, times["all_to_all"])),  # type: ignore[arg-type]
-        all_reduce=tuple(map(tuple, times["all_reduce"])),  # type: ignore[arg-type]
+        all_to_all=tuple(map(tuple, times["all_to_all"])),
+        all_reduce=tuple(map(tuple, times["all_reduce"])),
     )
 
 
@@ -103,8 +101,9 @@ def measure_plans(
     world = plans[0].world_size
     _check_batches(tables, batches, batch_size, world)
     given = tuple(batches)
-    found = _on_ranks(_time_plans, world, device, dict(tables), tuple(plans), batch_size, given, rounds, steps)
-    return [tuple(times) for times in found["plans"]]  # type: ignore[arg-type]
+    work = (dict(tables), tuple(plans), batch_size, given, rounds, steps)
+    found = on_new_ranks(_time_plans, *work, nproc=world, device=device)
+    return [tuple(times) for times in found["plans"]]
 
 
 def _check_batches(
@@ -126,48 +125,10 @@ def _features(tables: Mapping[str, TableLoad]) -> dict[str, list[str]]:
     return {name: [f"{name}.{index}" for index in range(load.features)] for name, load in tables.items()}
 
 
-def _on_ranks(
-    work: Callable[..., dict[str, list[float]]], world: int, device: str, *arguments: object
-) -> dict[str, list[float]]:
-    import torch.multiprocessing as mp
-
-    with tempfile.TemporaryDirectory(prefix="shardrec-calibrate-") as folder:
-        mp.spawn(_rank, args=(world, device, folder, work, arguments), nprocs=world)
-        found: dict[str, list[float]] = json.loads(Path(folder, "times.json").read_text(encoding="utf-8"))
-    return found
-
-
-def _rank(
-    rank: int,
-    world: int,
-    device: str,
-    folder: str,
-    work: Callable[..., dict[str, list[float]]],
-    arguments: Sequence[object],
-) -> None:
-    import torch
-    import torch.distributed as dist
-
-    warnings.filterwarnings("ignore")
-    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
-    torch.set_num_threads(1)
-    where = torch.device(device, rank) if device == "cuda" else torch.device(device)
-    if device == "cuda":
-        torch.cuda.set_device(where)
-    backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    found = work(world, where, *arguments)
-    if rank == 0:
-        Path(folder, "times.json").write_text(json.dumps(found), encoding="utf-8")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def _time_workloads(
-    world: int, where: torch.device, workloads: Sequence[Workload], repeats: int
-) -> dict[str, list[float]]:
+def _time_workloads(place: Place, workloads: Sequence[Workload], repeats: int) -> dict[str, list[float]]:
     import torch
 
+    world, where = place.world_size, place.device
     found: dict[str, list[object]] = {"steps": [], "forward": [], "all_to_all": [], "all_reduce": []}
     times: list[list[tuple[float, float]]] = [[] for _ in workloads]
     for _ in range(_PASSES):
@@ -191,8 +152,7 @@ def _time_workloads(
 
 
 def _time_plans(
-    world: int,
-    where: torch.device,
+    place: Place,
     tables: Mapping[str, TableLoad],
     plans: Sequence[ShardingPlan],
     batch_size: int,
@@ -200,15 +160,13 @@ def _time_plans(
     rounds: int,
     steps: int,
 ) -> dict[str, list[float]]:
-    import torch.distributed as dist
-
-    here = [batch.to(where) for batch in batches[dist.get_rank() :: world]]
-    running = [_forward(tables, plan, batch_size, where, here) for plan in plans]
+    here = [batch.to(place.device) for batch in batches[place.rank :: place.world_size]]
+    running = [_forward(tables, plan, batch_size, place.device, here) for plan in plans]
     found: list[list[float]] = [[] for _ in plans]
     for number in range(rounds):
         for turn in range(len(plans)):
             plan = (number + turn) % len(plans)
-            found[plan].append(_time_step(running[plan], steps, where)[1])
+            found[plan].append(_time_step(running[plan], steps, place.device)[1])
     return {"plans": found}  # type: ignore[dict-item]
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from benchmarks.harness.timing import template
 from benchmarks.harness.timing.environment import MALLOC, template_environment
 from benchmarks.harness.timing.processes import FreshProcesses, MeasurementError
-from shardrec.train.ranks import Place
+from shardrec.launch.ranks import Place
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from benchmarks.harness.timing.probe import probe
 from benchmarks.harness.timing.rank import measure
 from benchmarks.harness.timing.sides import make_side
 from shardrec.errors import ConfigError
-from shardrec.train.ranks import Place
+from shardrec.launch.ranks import Place
 from tests.ranks import raises_on_all, ranks
 
 TINY: dict[str, Any] = {"workload": "4x30x16x2", "batch_size": 6}

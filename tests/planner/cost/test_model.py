@@ -9,7 +9,7 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 
-from shardrec.exchange.volume import CollectionTraffic, header_columns, step_volume, uniform_traffic
+from benchmarks.harness.volume import CollectionTraffic, header_columns, step_volume, uniform_traffic
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.layout.presets import preset
 from shardrec.planner import Constraint, TableLoad

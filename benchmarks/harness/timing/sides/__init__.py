@@ -5,7 +5,7 @@ from __future__ import annotations
 from benchmarks.harness.timing.case import Job
 from benchmarks.harness.timing.sides.side import Side
 from shardrec.errors import ConfigError
-from shardrec.train.ranks import Place
+from shardrec.launch.ranks import Place
 
 __all__ = ["Side", "make_side"]
 

@@ -12,7 +12,7 @@ from benchmarks.harness.timing.case import Job
 from benchmarks.harness.timing.dense import DENSE_LR, DenseInputs, click_model
 from benchmarks.harness.timing.inputs import Batch
 from benchmarks.harness.timing.sides.sharded import gradient_of
-from shardrec.train.ranks import Place
+from shardrec.launch.ranks import Place
 
 __all__ = ["DensePart", "DenseSide"]
 

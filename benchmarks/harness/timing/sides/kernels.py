@@ -16,7 +16,7 @@ from benchmarks.harness.timing.case import Job, fits
 from benchmarks.harness.timing.inputs import Batch, fill_weight
 from benchmarks.harness.timing.sides.sharded import gradient_of
 from shardrec.errors import ConfigError
-from shardrec.train.ranks import Place
+from shardrec.launch.ranks import Place
 
 __all__ = ["KernelsSide"]
 

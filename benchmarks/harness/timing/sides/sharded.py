@@ -18,8 +18,8 @@ from benchmarks.harness.timing.case import Case, Job
 from benchmarks.harness.timing.dense import DENSE_LR, DenseInputs, click_model, dense_parameters
 from benchmarks.harness.timing.inputs import Batch, fill_gradient, fill_weight
 from benchmarks.harness.timing.plans import TABLES_OF_DLRM, renamed
+from shardrec.launch.ranks import Place
 from shardrec.layout import ShardingPlan
-from shardrec.train.ranks import Place
 
 __all__ = ["ShardrecSide", "TorchRecSide"]
 

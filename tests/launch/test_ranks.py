@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from shardrec.train.ranks import Place, _meeting
+from shardrec.launch.ranks import Place, _meeting
 
 
 def names(store: object, world_size: int, seconds: float = 30.0) -> list[str]:

@@ -17,8 +17,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from shardrec.errors import ConfigError, PeerError
 from shardrec.exchange.peers import peers
-from shardrec.train.processes import LISTENER
-from shardrec.train.stop import RunStopped
+from shardrec.launch.processes import LISTENER
+from shardrec.launch.stop import RunStopped
 
 __all__ = ["Place", "RankOptions", "joined", "meet", "over_ranks", "same_everywhere"]
 
@@ -71,7 +71,7 @@ class Place:
 
 
 @contextmanager
-def joined(config: RankOptions, *, timeout: float = _TIMEOUT_S) -> Iterator[Place]:
+def joined(config: RankOptions, *, timeout: float = _TIMEOUT_S, alone: bool = False) -> Iterator[Place]:
     """Be a rank: set threads and seed, and join the group that the launcher's variables describe (else be alone).
 
     A default group that is there already is used, and left as it is.
@@ -79,6 +79,7 @@ def joined(config: RankOptions, *, timeout: float = _TIMEOUT_S) -> Iterator[Plac
     Args:
         config: of the ranks.
         timeout: seconds that a rank waits for the others, at the start and in each collective.
+        alone: a rank that a launcher started by itself has a group, too.
 
     Raises:
         ConfigError: if the device is not there.
@@ -94,7 +95,7 @@ def joined(config: RankOptions, *, timeout: float = _TIMEOUT_S) -> Iterator[Plac
     torch.set_num_threads(threads)
     torch.manual_seed(config.seed)
     place = Place(rank=rank, world_size=world_size, device=device, threads=threads, timeout=timeout)
-    joins = world_size > 1 and not dist.is_initialized()
+    joins = (world_size > 1 or (alone and "RANK" in os.environ)) and not dist.is_initialized()
     stopped: RunStopped | None = None
     try:
         if joins:

@@ -32,8 +32,8 @@ from typing import Any
 
 from shardrec import errors
 from shardrec.errors import InputError, PeerError, ShardrecError
-from shardrec.train.quiet import environment_for_torch
-from shardrec.train.stop import SAME_SIGNAL_S, RunStopped
+from shardrec.launch.quiet import environment_for_torch
+from shardrec.launch.stop import SAME_SIGNAL_S, RunStopped
 
 __all__ = ["LISTENER", "Note", "RankProcesses", "Run", "first_cause"]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardrec.errors import InputError
-from shardrec.exchange.step import FIXED_COLUMNS, StepContext, checksum
+from shardrec.exchange.context import FIXED_COLUMNS, StepContext, checksum
 from tests.thread_ranks import ThreadCollectives, thread_ranks
 
 CPU = torch.device("cpu")

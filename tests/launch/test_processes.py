@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from shardrec.errors import ConfigError, DataError, InputError, PeerError
-from shardrec.train.processes import LISTENER, Note, RankProcesses, first_cause
-from shardrec.train.stop import RunStopped, StopRequest
+from shardrec.launch.processes import LISTENER, Note, RankProcesses, first_cause
+from shardrec.launch.stop import RunStopped, StopRequest
 
 LONG_S = 120.0
 """What no test waits for: it is ended before."""
@@ -131,7 +131,7 @@ def test_a_launcher_that_is_told_to_end_lets_its_ranks_save(number: signal.Signa
 
 LAUNCHER = """
 import sys
-from shardrec.train.processes import RankProcesses
+from shardrec.launch.processes import RankProcesses
 from tests.train.test_processes import hold
 
 if __name__ == "__main__":

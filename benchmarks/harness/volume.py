@@ -1,8 +1,7 @@
 """How many bytes a step sends, from rank to rank: the closed formula, as docs/communication.md writes it down.
 
 Plain numbers in, plain numbers out; nothing here runs an exchange, and nothing of the exchange's code is used. So that
-what an exchange is counted to send (:mod:`shardrec.exchange.counting`) can be checked against it, and a planner can ask
-what a plan would send.
+what an exchange is counted to send (:mod:`benchmarks.harness.counting`) can be checked against it.
 
 Every term is linear in the numbers of ids, bags and rows. With those of a batch the result is what that batch sends, to
 the byte; with expected numbers (:func:`uniform_traffic`) it is the expectation.

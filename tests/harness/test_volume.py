@@ -15,13 +15,9 @@ from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from benchmarks.harness.counting import CountingCollectives, Sent
 from benchmarks.harness.traffic import counted_traffic
-from shardrec.exchange.batch import Expectation
-from shardrec.exchange.counting import CountingCollectives, Sent
-from shardrec.exchange.input import InputExchange
-from shardrec.exchange.joint import begin_exchange
-from shardrec.exchange.queue import ModelContext
-from shardrec.exchange.volume import (
+from benchmarks.harness.volume import (
     EXCHANGES,
     CollectionTraffic,
     TableTraffic,
@@ -31,11 +27,15 @@ from shardrec.exchange.volume import (
     step_volume,
     uniform_traffic,
 )
+from shardrec.exchange.batch import Expectation
+from shardrec.exchange.input import InputExchange
+from shardrec.exchange.queue import ModelContext
+from shardrec.exchange.step import exchange_ids
 from shardrec.exchange.wire import QuantizedComms
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from tests.batches import random_bags, random_sizes_bags
-from tests.exchange.lookups import random_case
+from tests.exchange.lookups import Asking, random_case
 from tests.models import OPTIMIZERS, apply_optimizer_in_backward, collection, feature_rows, random_configs, table_sizes
 from tests.plans import random_plan, random_topology, randoms
 from tests.thread_ranks import ThreadCollectives, thread_ranks
@@ -202,7 +202,7 @@ def run_step(
         if train:
             total.backward()
         assert threads.unwaited == []
-        return counting.take(), [len(module._shards._members) for module in modules]
+        return counting.take(), [len(module.shards._members) for module in modules]
 
     found = thread_ranks(plan.world_size, rank_main)
     assert set().union(*(sent.bytes for sent, _ in found)) <= set(EXCHANGES)
@@ -247,7 +247,9 @@ def test_ids_that_need_64_bits(rng: Random) -> None:
         context = ModelContext(counting, CPU)
         lookups = tuple((one.feature, one.layout.name, one.layout.num_embeddings) for one in case.lookups)
         exchange = InputExchange(case.route, Expectation(tables=lookups, weighted=weighted, device=CPU), context)
-        begin_exchange(context, [(exchange, exchange.prepare(batches[threads.rank], ""))]).finish()
+        call = Asking(context.queue, exchange, exchange.prepare(batches[threads.rank], ""))
+        exchange_ids(context, [call])
+        call.received()
         return counting.take()
 
     found = volume_of(thread_ranks(world_size, rank_main), case.plan.topology)

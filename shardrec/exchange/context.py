@@ -1,0 +1,190 @@
+"""What the sharded modules of one model share in a step: the collectives, and how all ranks fail together.
+
+[Note: failing together]
+A rank with bad input must not leave the others waiting in the next collective. Each exchange begins with a header, an
+all-to-all of a few integers that is needed anyway; one of them says "my batch is faulty", one is a checksum of what the
+ranks must agree on (id dtype, gradients on or off, dtypes of the dense inputs). When any header says so, every rank
+knows it at the same step, and only then do they exchange their messages as text, so that each raises the same error. A
+good step pays nothing.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+from torch import Tensor
+
+from shardrec.errors import AnomalyError, InputError
+from shardrec.exchange.backward import BackwardWatch
+from shardrec.exchange.collectives import Collectives
+from shardrec.exchange.wire import QuantizedComms
+
+if TYPE_CHECKING:
+    from shardrec.exchange.ahead import Ahead
+    from shardrec.exchange.batch import OnBadId
+
+__all__ = ["FIXED_COLUMNS", "FORWARD_FAILED", "NO_MORE", "ForwardFailed", "StepContext", "checksum"]
+
+_NO_MORE_HERE = "there is no further batch, and others have one: give every rank as many batches"
+
+FIXED_COLUMNS = 2
+"""Header columns before the modules' parts: fault flag, checksum of the agreement."""
+
+
+FORWARD_FAILED, NO_MORE = 2, 3
+"""Fault flags beside 1, a faulty batch: the forward of the batch before failed; there is no further batch."""
+
+
+class ForwardFailed(InputError):
+    """While the next batch's ids were exchanged: another rank's forward failed, and this rank's has no backward."""
+
+
+def checksum(text: str) -> int:
+    """A number that is equal for equal texts in every process."""
+    return zlib.crc32(text.encode())
+
+
+class StepContext:
+    """Shared by the sharded modules of a model.
+
+    Args:
+        collectives: of the group that the embeddings are sharded over.
+        device: where header and payload live.
+        comms: formats of the output exchanges.
+
+    Attributes:
+        dense_signature: dtypes of the model's other inputs in this step, set by the model's wrapper.
+        modules: number of sharded modules.
+        header_columns: width of a header, the same in every exchange, so that a rank can answer for any of them.
+        exchanges: number of headers exchanged so far.
+        on_bad_id: per feature, what is done with ids outside of its table, where that is no error.
+        output_dtype: of the modules' outputs; rows are added up, and travel, as float32 or as ``comms`` says.
+        detect_anomaly: look for NaN and Inf; see :mod:`shardrec.exchange.anomaly`.
+        anomalies: those that this rank found and no rank has raised yet.
+        refusal: what is wrong with the batch whose tracing was ended, or "".
+        made_ahead: the calls of this forward, if they were made before it.
+        gradients_are_reduced: a reducer averages the gradients of ordinary parameters over the ranks.
+        reduce_this_backward: it does so in the coming backward (False while gradients are accumulated).
+        backward: tells the other ranks of a backward that raises here.
+    """
+
+    def __init__(self, collectives: Collectives, device: torch.device, comms: QuantizedComms | None = None) -> None:
+        self.comms = comms or QuantizedComms()
+        self.collectives = collectives
+        self.device = device
+        self.dense_signature = ""
+        self.modules = 0
+        self.header_columns = FIXED_COLUMNS
+        self.exchanges = 0
+        self.on_bad_id: dict[str, OnBadId] = {}
+        self.output_dtype = torch.float32
+        self.detect_anomaly = False
+        self.anomalies: list[str] = []
+        self.refusal = ""
+        self.made_ahead: Ahead | None = None
+        self.gradients_are_reduced = False
+        self.reduce_this_backward = True
+        self.backward = BackwardWatch(collectives.tell)
+
+    def exchange_header(self, header: Tensor) -> Tensor:
+        """Send row q of ``header`` (W, C) int64 to rank q; returns the rows received, one from each rank."""
+        self.exchanges += 1
+        width = [header.size(1)] * header.size(0)
+        return torch.stack(self.collectives.send([[row] for row in header], width, "header").wait())
+
+    def fail_all(self, message: str, flag: int = 1) -> NoReturn:
+        """Take part in the other ranks' next header exchange with a fault, and raise it here as there."""
+        self._exchange_flag(flag)
+        self.raise_faults(message, "")
+
+    def end_all(self) -> None:
+        """Take part in the other ranks' next header exchange, in which they have no further batch either.
+
+        Raises:
+            InputError: on every rank, if some have one, or have failed.
+        """
+        flags = self._exchange_flag(NO_MORE)
+        if any(flag != NO_MORE for flag in flags):
+            try:
+                self.raise_faults("" if {1, FORWARD_FAILED} & set(flags) else _NO_MORE_HERE, "")
+            except InputError as error:
+                raise (ForwardFailed(str(error)) if FORWARD_FAILED in flags else error) from None
+
+    def _exchange_flag(self, flag: int) -> list[int]:
+        """A header of a flag alone; returns those of all ranks."""
+        header = torch.zeros((self.collectives.world_size, self.header_columns), dtype=torch.int64, device=self.device)
+        header[:, 0] = flag
+        flags: list[int] = self.exchange_header(header)[:, 0].tolist()
+        return flags
+
+    def check(self, faults: Sequence[int], checksums: Sequence[int], agreement: str) -> bool:
+        """Whether this step can go on, from the headers' fault flags and checksums.
+
+        Raises:
+            InputError: if no batch is faulty but the ranks disagree about what they send.
+        """
+        if any(faults):
+            return False
+        if any(other != checksums[0] for other in checksums):
+            self.raise_faults("", agreement)
+        return True
+
+    def raise_faults(self, message: str, agreement: str) -> NoReturn:
+        """Exchange the messages of all ranks and raise them; every rank must call this in the same step.
+
+        Args:
+            message: what is wrong on this rank, or "".
+            agreement: what this rank would have sent, used when no rank has a message.
+
+        Raises:
+            InputError: the same on every rank.
+        """
+        messages = self.all_gather_text(message)
+        if any(messages):
+            lines = [f"rank {rank}: {text}" for rank, text in enumerate(messages) if text]
+            raise InputError(
+                lines[0] if len(lines) == 1 else f"{len(lines)} ranks have bad input:\n  " + "\n  ".join(lines)
+            )
+        agreements = self.all_gather_text(agreement)
+        lines = [f"rank {rank}: {text}" for rank, text in enumerate(agreements)]
+        raise InputError(
+            "the ranks disagree about their input; give every rank the same dtypes and modes:\n  " + "\n  ".join(lines)
+        )
+
+    def before_gradients(self) -> None:
+        """In each backward, on every rank, before gradients are sent.
+
+        Raises:
+            AnomalyError: the same on every rank.
+        """
+        self.backward.begin()
+        self.raise_anomalies()
+
+    def raise_anomalies(self) -> None:
+        """Raise what any rank found, on every rank; does nothing unless anomalies are looked for.
+
+        Raises:
+            AnomalyError: the same on every rank.
+        """
+        if not self.detect_anomaly:
+            return
+        found, self.anomalies = self.anomalies, []
+        messages = self.all_gather_text("; ".join(found))
+        if any(messages):
+            raise AnomalyError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(messages) if text))
+
+    def all_gather_text(self, text: str) -> list[str]:
+        """The text of each rank, on every rank."""
+        world_size = self.collectives.world_size
+        data = text.encode()
+        ones = [1] * world_size
+        sizes = torch.full((world_size,), len(data), dtype=torch.int64, device=self.device)
+        received = self.collectives.all_to_all(sizes, ones, ones, "error message")
+        receive = [int(size) for size in self.collectives.wait(received, "error message").tolist()]
+        blob = torch.tensor(list(data) * world_size, dtype=torch.uint8, device=self.device)
+        pending = self.collectives.all_to_all(blob, receive, [len(data)] * world_size, "error message")
+        parts = self.collectives.wait(pending, "error message").cpu().split(receive)
+        return [bytes(part.tolist()).decode(errors="replace") for part in parts]
