@@ -85,8 +85,8 @@ class RunFolder:
         """
         import torch
 
-        from shardrec.train.metrics import evaluate
         from shardrec.launch.ranks import Place
+        from shardrec.train.metrics import evaluate
         from shardrec.train.source import Source
 
         cpu = torch.device("cpu")

