@@ -109,7 +109,8 @@ def test_columns_and_gradients_find_their_way(rng: Random) -> None:
 
 def test_a_rank_without_gradient_of_its_own_takes_part_in_backward() -> None:
     """As one that holds frozen tables, or none."""
-    case = next(case for case in map(random_case, map(Random, range(100))) if case.plan.world_size > 1)
+    cases = map(random_case, map(Random, range(100)))
+    case = next(one for one in cases if one.plan.world_size > 1 and not any(of.layout.replicated for of in one.lookups))
     world_size = case.plan.world_size
     widths = [case.route.width(rank) for rank in range(world_size)]
 
