@@ -74,6 +74,8 @@ class _Search:
         self.bound = 0.0
         self.pool: list[Packing] = []
         self.best: Packing | None = None
+        self.unpacked: list[Ints] = []
+        """Choices of options whose items did not fit memory rank by rank."""
         self.timed_out = False
 
     def run(self) -> Solution | None:
@@ -118,6 +120,7 @@ class _Search:
                 packing.improve(_MOVES, self.bound)
                 self._add(packing)
                 return True
+        self.unpacked.append(counts)
         return False
 
     def _repair(self) -> None:
@@ -125,8 +128,10 @@ class _Search:
         if self._out_of_time():
             return
         memory = by_memory(self.encoded)
-        start = Packing(memory, spread(self.encoded))
-        start.fill(demand(memory, start.counts).items())
+        starts = [Packing(memory, counts) for counts in (spread(self.encoded), *self.unpacked)]
+        for packing in starts:
+            packing.fill(demand(memory, packing.counts).items())
+        start = min(starts, key=lambda packing: packing.cost)
         found: Packing | None = start
         if start.cost > 1:
             stop = partial(self._only, self._time_left() / 2)
