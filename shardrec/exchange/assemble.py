@@ -32,7 +32,7 @@ class Columns:
         self.width = sum(piece.width for piece in pieces)
         self._scales = list(scales)
         self._on_device: torch.device | None = None
-        self._block_columns: list[Tensor] = []
+        self._of_blocks: list[tuple[Tensor, Tensor]] = []
         self._flat: list[int] = []
         for piece in pieces:
             self._flat += (piece.width, len(piece.sources))
@@ -72,25 +72,31 @@ class Columns:
                 gradient = gradient.contiguous()
             torch.ops.shardrec.distribute(gradient, list(blocks), self._flat, scales[: len(blocks)])
             return
-        for block, columns, scale in zip(blocks, self._columns_of_blocks(gradient.device), scales, strict=False):
-            torch.index_select(gradient, 1, columns, out=block)
-            if scale != 1.0:
-                block.mul_(scale)
+        for block, (places, columns), scale in zip(blocks, self._places(gradient.device), scales, strict=False):
+            if columns.numel() == block.size(1):
+                torch.index_select(gradient, 1, columns, out=block)
+                if scale != 1.0:
+                    block.mul_(scale)
+            else:
+                block.index_copy_(1, places, gradient.index_select(1, columns).mul_(scale))
 
-    def _columns_of_blocks(self, device: torch.device) -> list[Tensor]:
-        """Per block, the output column of each of its columns: a block is one kernel, however many pieces it has."""
+    def _places(self, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+        """Per block, its columns that pieces are made of, and the output column of each: one kernel for all pieces."""
         if self._on_device != device:
-            found: dict[int, dict[int, range]] = {}
+            found: dict[int, dict[int, int]] = {}
             start = 0
             for piece in self.pieces:
                 for source in piece.sources:
-                    found.setdefault(source.block, {})[source.start] = range(start, start + piece.width)
+                    places = range(source.start, source.start + piece.width)
+                    found.setdefault(source.block, {}).update(
+                        zip(places, range(start, start + piece.width), strict=True)
+                    )
                 start += piece.width
-            blocks = [found.get(block, {}) for block in range(max(found, default=-1) + 1)]
-            columns = [[column for _, run in sorted(runs.items()) for column in run] for runs in blocks]
-            self._block_columns = [torch.tensor(one, dtype=torch.int64, device=device) for one in columns]
+            pairs = [sorted(found.get(block, {}).items()) for block in range(max(found, default=-1) + 1)]
+            made = [torch.tensor(one, dtype=torch.int64, device=device).view(-1, 2).unbind(1) for one in pairs]
+            self._of_blocks = [(places.contiguous(), columns.contiguous()) for places, columns in made]
             self._on_device = device
-        return self._block_columns
+        return self._of_blocks
 
 
 def _is_native(values: Tensor) -> bool:

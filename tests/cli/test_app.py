@@ -132,8 +132,8 @@ def test_an_unknown_key_in_the_file(tmp_path: Path) -> None:
     path.write_text("embeding_lr: 0.1\n", encoding="utf-8")
     done = run("train", str(path))
     assert done.returncode == 1
-    assert f"{path}: there is no option 'embeding_lr', did you mean 'embedding_lr'?" in done.stderr
-    assert "The options are data, samples" in done.stderr
+    assert f"{path}:1: there is no option 'embeding_lr', did you mean 'embedding_lr'?" in done.stderr
+    assert "The options are data, features" in done.stderr
     assert "Traceback" not in done.stderr
 
 

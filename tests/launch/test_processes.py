@@ -132,7 +132,7 @@ def test_a_launcher_that_is_told_to_end_lets_its_ranks_save(number: signal.Signa
 LAUNCHER = """
 import sys
 from shardrec.launch.processes import RankProcesses
-from tests.train.test_processes import hold
+from tests.launch.test_processes import hold
 
 if __name__ == "__main__":
     RankProcesses(hold, {"folder": sys.argv[1]}, nproc=2, timeout=1000.0, debug=False).result()

@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
+from shardrec.launch import stop
 from shardrec.launch.stop import RunStopped, StopRequest
-from shardrec.train import stop
 
 
 def test_the_first_signal_is_a_request_and_a_later_one_an_end(monkeypatch: pytest.MonkeyPatch) -> None:

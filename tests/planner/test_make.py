@@ -101,8 +101,8 @@ def test_constraints_name_tables_by_path() -> None:
         "sparse.tags": "row_wise",
         "sparse.users": "row_wise",
     }
-    with pytest.raises(ConfigError, match=r"unknown table 'movies'; the tables are 'sparse\.movies', 'sparse\.tags'"):
-        plan(click_model(CONFIGS), topology, constraints={"movies": Constraint()})
+    with pytest.raises(ConfigError, match=r"unknown table 'films'; the tables are 'sparse\.movies', 'sparse\.tags'"):
+        plan(click_model(CONFIGS), topology, constraints={"films": Constraint()})
 
 
 def test_figures_are_those_of_where_the_tables_are(monkeypatch: pytest.MonkeyPatch) -> None:
