@@ -81,7 +81,7 @@ def test_a_program_is_the_model_exactly(world_size: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4))])
 def test_more_programs_are_their_models_exactly(world_size: int) -> None:
     def rank_main() -> None:
         for seed in [0, 2, *range(10, 10 + 12 // world_size)]:

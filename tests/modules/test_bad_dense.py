@@ -61,7 +61,7 @@ def dense_trial(
 
 
 @pytest.mark.parametrize("dense_first", [True, False], ids=["dense first", "sparse first"])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_wrong_dense_dtype_everywhere(world_size: int, dense_first: bool) -> None:
     words = (
         r"rank 0: the model's forward failed: RuntimeError.*among the other inputs are float64 tensors and the model's "
@@ -125,7 +125,7 @@ class TwoLookups(nn.Module):
         return values
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_fault_of_the_second_lookup(world_size: int) -> None:
     """The first one's exchange is over by then, and its output is dropped."""
 

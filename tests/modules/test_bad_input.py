@@ -101,7 +101,7 @@ def run_faults(
     trial.good_step("everything")
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ids_outside_their_table(world_size: int) -> None:
     """Row-wise, table-wise, column-wise and replicated tables alike."""
 
@@ -111,7 +111,7 @@ def test_ids_outside_their_table(world_size: int) -> None:
     ranks(world_size, rank_main)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_broken_batches(world_size: int) -> None:
     def rank_main() -> None:
         run_faults(STRUCTURE_FAULTS, plan_of(world_size, ""))
@@ -120,7 +120,7 @@ def test_broken_batches(world_size: int) -> None:
     ranks(world_size, rank_main)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_any_fault_under_any_plan(world_size: int) -> None:
     def rank_main() -> None:
         for seed in range(4):

@@ -119,7 +119,7 @@ def train_both(model: ShardedModel, reference: Three, rng: Random, steps: int = 
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_three_collections_share_one_exchange(world_size: int) -> None:
     def rank_main() -> None:
         for number, order in enumerate(["lrw", "wrl", "rwl"]):

@@ -96,7 +96,7 @@ def schedule(name: str, **settings: Any) -> None:
 
 
 @pytest.mark.parametrize("name", CLASSES)
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_learning_rate_schedule_reaches_every_kernel(world: int, name: str) -> None:
     ranks(world, schedule, name)
 

@@ -87,7 +87,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("cut", [3, 6, pytest.param(23, marks=pytest.mark.slow), 24, 31, 48])
+@pytest.mark.parametrize("cut", [3, 31, *(pytest.param(cut, marks=pytest.mark.slow) for cut in (6, 23, 24, 48))])
 def test_a_run_that_is_broken_off_goes_on_as_if_nothing_had_happened(
     cut: int, undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -165,7 +165,7 @@ def as_plain(folder: Path) -> Path:
 
 
 @pytest.mark.filterwarnings("error:TrainPipeline exchanges no ids ahead")
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_run_that_works_ahead_is_the_plain_run_to_the_bit(depth: int, undisturbed: Path, tmp_path: Path) -> None:
     """Broken off with batches under way, and going on."""
     config = dataclasses.replace(SMALL, pipeline=depth, out=str(tmp_path))
@@ -210,6 +210,7 @@ def test_two_runs_do_not_write_to_one_folder(tmp_path: Path, monkeypatch: pytest
 # ------------------------------------------------------------------------------------------------------- several ranks
 
 
+@pytest.mark.slow
 def test_three_ranks_go_on_to_the_bit(tmp_path: Path) -> None:
     """Of three numbers the order of a sum matters, and with it where a gradient lies in a bucket."""
     config = dataclasses.replace(SMALL, batch_size=40, epochs=1)
@@ -238,7 +239,7 @@ def test_ranks_that_work_ahead_make_the_plain_run_to_the_bit(tmp_path: Path) -> 
     assert differences(as_plain(tmp_path / "ahead"), tmp_path / "whole") == []
 
 
-@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 1), (1, 2)])
+@pytest.mark.parametrize(("before", "after"), [pytest.param(3, 2, marks=pytest.mark.slow), (2, 1), (1, 2)])
 def test_another_number_of_ranks_makes_the_same_steps(
     before: int, after: int, undisturbed: Path, tmp_path: Path
 ) -> None:
