@@ -179,8 +179,13 @@ class RpcWorld:
     def _has_ended(self) -> bool:
         return bool(self._store.check(["shardrec/end"]))
 
+    def _check_end(self) -> None:
+        if self._has_ended():
+            raise PeerError("the job has ended; start another one with a store of its own", waited_for="start")
+
     def _come(self, end: float) -> bool:
         """Whether all have come to the present generation, and it is not over."""
+        self._check_end()
         self._generation = max(self._generation, 0)
         while self._is_over():
             self._generation += 1
@@ -188,8 +193,7 @@ class RpcWorld:
             self._store.set(self._key("over"), "1")
             return False
         while not self._wait([self._key(name) for name in self.names], _LOOK_S):
-            if self._has_ended():
-                raise PeerError("the job has ended; start another one with a store of its own", waited_for="start")
+            self._check_end()
             if self._is_over():
                 return False
             if monotonic() > end:
