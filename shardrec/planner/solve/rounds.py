@@ -68,7 +68,7 @@ class Arrays(NamedTuple):
         kind_first: (K + 1,) of ``size``.
         size: (J, D) of the items.
         option_first: (O + 1,) of the gangs.
-        part_kind: of each of an option's gangs, the largest first.
+        gang_kind: of each of an option's gangs, the largest first.
         base: (O, D) of the options, on every rank.
         work: (O,) load on all ranks together.
         choice_first: (G + 1,) of ``choice``.
