@@ -42,7 +42,7 @@ MATCHING_SETS: tuple[MatchingSet, ...] = (
     MatchingSet(torch="2.13", fbgemm="1.8", torchrec="1.8.0"),
     MatchingSet(torch="2.11", fbgemm="1.6", torchrec="1.6.1"),
 )
-"""Every set that shardrec supports, which are those that its tests ran with, newest first."""
+"""Every set that shardrec supports, newest first; README says what ran with each."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -177,9 +177,10 @@ def _yaml_rows(path: Path) -> list[tuple[int, Mapping[str, Any]]]:
     text = path.read_text(encoding="utf-8")
     try:
         data = yaml.safe_load(text)
-    except yaml.MarkedYAMLError as error:
-        line = 1 if error.problem_mark is None else error.problem_mark.line + 1
-        raise ConfigError(f"{path}:{line}: not YAML ({error.problem})") from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = "" if mark is None else f":{mark.line + 1}"
+        raise ConfigError(f"{path}{line}: not YAML ({getattr(error, 'problem', error)})") from error
     tables = data.get("tables") if isinstance(data, Mapping) else None
     if not isinstance(tables, list) or not all(isinstance(each, Mapping) for each in tables):
         raise ConfigError(f"{path} has no list of tables; write 'tables:' and one entry for each")

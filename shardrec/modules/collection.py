@@ -178,10 +178,12 @@ class ShardedCollection(nn.Module, abc.ABC):
                 parameters[None].requires_grad_(name not in self.frozen)
                 with torch.no_grad():
                     parameters[None].copy_(values[None] if isinstance(values, Mapping) else values)
+            # Drawn on every rank, with shards of the table or without: what ranks draw later is to stay alike.
+            seed = int(torch.randint(2**31, ())) if values is None else 0
             for shard in layout.on_rank(self.context.collectives.rank):
                 weight = self.shards.weight(shard)
                 if values is None:
-                    draw_in_place(weight, self._config_of[name], shard)
+                    draw_in_place(weight, self._config_of[name], shard, seed)
                 elif isinstance(values, Mapping):
                     weight.copy_(values[shard].detach())
                 else:

@@ -126,8 +126,8 @@ def shard(
     if isinstance(plan, TorchRecPlan):
         from shardrec.planner import from_torchrec
 
-        size = collectives.world_size // (replicas or 1)
-        plan = from_torchrec(plan, Topology.of_world(size), table_shapes(model))
+        holders = collectives.world_size // (replicas or 1) if servers is None else len(servers)
+        plan = from_torchrec(plan, Topology.of_world(holders), table_shapes(model))
     if servers is not None:
         given = {"comms": comms, "replicas": replicas, "transport": transport}
         if any(value is not None for value in given.values()) or output_dtype is not torch.float32:

@@ -26,19 +26,18 @@ from shardrec.layout import Shard
 __all__ = ["draw_in_place", "first_bag_values", "first_sequence_values"]
 
 
-def draw_in_place(weight: Tensor, config: BaseEmbeddingConfig, shard: Shard) -> None:
+def draw_in_place(weight: Tensor, config: BaseEmbeddingConfig, shard: Shard, seed: int) -> None:
     """Draw the first values of a shard where it lies.
 
     Args:
         weight: (rows, cols) of the shard, on a GPU.
         config: of its table.
         shard: which makes its values other than its neighbours'.
+        seed: of the table, alike on ranks that are seeded alike.
     """
     assert config.init_fn is not None, "embedding configs always have an init_fn"
-    # Alike on ranks that are seeded alike, as the draws of a table on the CPU are.
-    seed = int(torch.randint(2**31, ())) + crc32(f"{shard.table} {shard.row_start} {shard.col_start}".encode())
     with torch.random.fork_rng([weight.device.index or 0], device_type=weight.device.type):
-        torch.manual_seed(seed)
+        torch.manual_seed(seed + crc32(f"{shard.table} {shard.row_start} {shard.col_start}".encode()))
         config.init_fn(weight)
 
 

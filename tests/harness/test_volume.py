@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
-from torch import Tensor
 from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.harness.counting import CountingCollectives, Sent
+from benchmarks.harness.module import total_of
 from benchmarks.harness.traffic import counted_traffic
 from benchmarks.harness.volume import (
     EXCHANGES,
@@ -174,14 +174,6 @@ def with_leaf(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         weights=features.weights().clone().requires_grad_(),
         stride=features.stride(),
     )
-
-
-def total_of(output: Any) -> Tensor:
-    value = output.wait()
-    if isinstance(value, dict):
-        return torch.stack([one.values().sum() for one in value.values()]).sum()
-    total: Tensor = value.values().sum()
-    return total
 
 
 def run_step(

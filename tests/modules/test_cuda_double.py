@@ -251,6 +251,21 @@ def test_tables_on_meta_are_drawn_where_they_lie() -> None:
     assert 0.1 < float(top.abs().max()) <= 50**-0.5
 
 
+@pytest.mark.parametrize("shards", [1, 2, 5])
+def test_what_is_drawn_next_does_not_depend_on_a_ranks_shards(shards: int) -> None:
+    configs = [EmbeddingBagConfig(name="t0", num_embeddings=50, embedding_dim=8, feature_names=["a"])]
+    edges = [50 * number // shards for number in range(shards + 1)]
+    layout = cuts.row_wise("t0", 50, 8, ranks=[0] * shards, boundaries=edges)
+    with cuda_is_there(), cuda_double() as double, double.may_wait():
+        module = collection(configs, device="meta")
+        torch.manual_seed(1)
+        shard(module, ShardingPlan(topology=Topology(), tables=(layout,)), device="cuda:0")
+    after = torch.rand(())
+    torch.manual_seed(1)
+    torch.randint(2**31, ())
+    assert torch.equal(after, torch.rand(()))
+
+
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_a_pipeline_waits_between_its_streams(depth: int) -> None:
     """The next batch is copied, and its ids are exchanged, on streams of their own."""
