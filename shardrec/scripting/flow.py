@@ -20,6 +20,7 @@ __all__ = ["Flow", "Need", "NodePlan", "Plan", "Use"]
 _CASTS = frozenset({"aten::_unwrap_optional", "prim::unchecked_cast", "prim::unchecked_unwrap_optional"})
 _COMPARISONS_WITH_NONE = frozenset({"aten::__is__", "aten::__isnot__"})
 _LITERALS = frozenset({"prim::DictConstruct", "prim::ListConstruct", "prim::TupleConstruct"})
+_TUPLES = frozenset({"prim::TupleIndex", "prim::TupleUnpack"})
 _NOTHING_HAPPENS = _LITERALS | {"prim::Constant", "prim::GetAttr"}
 
 
@@ -61,7 +62,7 @@ class NodePlan:
 
 @dataclass(kw_only=True)
 class Plan:
-    """A block: its nodes in order, and how it hands on its outputs."""
+    """A block: those of its nodes that matter, in order, and how it hands on its outputs."""
 
     block: Graph
     nodes: list[NodePlan]
@@ -81,6 +82,8 @@ class Flow:
         pending: the values that an Await stands for. Each has the type of what it waits for, and that is no Optional:
             the Await of an Optional is not the Optional of an Await.
 
+    What no pending value can come to, or be put into, is left out: of a graph of thousands of nodes little remains.
+
     Attributes:
         plan: of the graph's block.
         plain_types: per value, by its number in the graph: its type when nothing is pending.
@@ -96,6 +99,7 @@ class Flow:
             start.start()
         for value in graph.inputs():
             self.shape(value).pin()
+        self._nodes = _nodes_for(pending)
         self.plan = self._block(graph.block())
         self.plan.outputs = [self._used(output, self.plan.block.returnNode(), 0) for output in graph.outputs()]
         solve(starts)
@@ -114,7 +118,8 @@ class Flow:
         return self.plain_types[value.unique()]
 
     def _block(self, block: Graph) -> Plan:
-        return Plan(block=block, nodes=[self._node(node) for node in block.nodes()], outputs=[])
+        nodes = [self._node(node) for node in block.nodes() if node in self._nodes]
+        return Plan(block=block, nodes=nodes, outputs=[])
 
     def _node(self, node: Node) -> NodePlan:
         kind = node.kind()
@@ -138,7 +143,7 @@ class Flow:
             return [_AS_IS]
         if kind in _COMPARISONS_WITH_NONE and any(value.type().kind() == "NoneType" for value in inputs):
             return [_AS_IS] * len(inputs)
-        if kind in ("prim::TupleIndex", "prim::TupleUnpack") and self._take_apart(node, kind):
+        if kind in _TUPLES and self._take_apart(node, kind):
             return [_HOLDER, *[_VALUE] * (len(inputs) - 1)]
         for output in outputs:
             if output.unique() not in self._pending:
@@ -238,6 +243,37 @@ class Flow:
             for part in shape.parts:
                 part.pin_itself()
         return _VALUE
+
+
+def _nodes_for(pending: Sequence[Value]) -> set[Node]:
+    """The nodes that use a value which may be, or hold, a pending one, or that make it; and what they are inside of."""
+    values, nodes, todo = set(), set(), list(pending)
+    while todo:
+        value = todo.pop()
+        if value.unique() in values:
+            continue
+        values.add(value.unique())
+        for node in (value.node(), *(use.user for use in value.uses())):
+            if node not in nodes:
+                nodes.add(node)
+                todo += _handed_on(node)
+    for node in list(nodes):
+        while (outer := node.owningBlock().owningNode()) is not None and outer not in nodes:
+            nodes.add(node := outer)
+    return nodes
+
+
+def _handed_on(node: Node) -> list[Value]:
+    """The values among which a node may hand on what is pending, or hold it."""
+    kind = node.kind()
+    if kind in ("prim::Param", "prim::Return"):
+        outer = node.owningBlock().owningNode()
+        return [] if outer is None else _handed_on(outer)
+    if kind in ("prim::If", "prim::Loop"):
+        inner = [value for block in node.blocks() for value in (*block.inputs(), *block.outputs())]
+        return [*node.inputs(), *node.outputs(), *inner]
+    takes_part = kind in _LITERALS or kind in _CASTS or kind in _TUPLES or rule_of(node) is not None
+    return [*node.inputs(), *node.outputs()] if takes_part else []
 
 
 def _is_lazy_item(node: Node) -> bool:

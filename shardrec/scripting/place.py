@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import ChainMap
-from collections.abc import MutableMapping, Sequence
+from collections.abc import MutableMapping
 
 import torch
 
@@ -60,8 +61,6 @@ class _Placing:
     def __init__(self, graph: Graph, flow: Flow) -> None:
         self._graph = graph
         self._flow = flow
-        # From the node that is being worked on to the end of its block.
-        self._ahead: Sequence[NodePlan] = ()
 
     def run(self) -> None:
         for value in self._values(self._flow.plan):
@@ -79,10 +78,8 @@ class _Placing:
         return found
 
     def _block(self, plan: Plan, waited: _Waited) -> None:
-        for index, node_plan in enumerate(plan.nodes):
-            self._ahead = plan.nodes[index:]
+        for node_plan in plan.nodes:
             self._node(node_plan, waited)
-        self._ahead = plan.nodes[-1:]
         self._operands(plan.block.returnNode(), plan.outputs, waited)
 
     def _node(self, plan: NodePlan, waited: _Waited) -> None:
@@ -208,9 +205,19 @@ class _Placing:
 
     def _create(self, kind: str, inputs: list[Value], outputs: int, before: Node) -> Node:
         node = self._graph.create(kind, inputs, outputs)
-        # An error inside a wait is reported at the user's line that needed the value. Not every node has a line: what
-        # takes an attribute has none.
-        lines = (each.node for each in self._ahead if each.node.sourceRange())
-        node.copyMetadata(next(lines, before))
+        node.copyMetadata(_with_line(before))
         node.insertBefore(before)
         return node
+
+
+def _with_line(before: Node) -> Node:
+    """Whose line an error inside a wait is reported at: the user's that needed the value.
+
+    Not every node has a line: what takes an attribute has none, and the end of a block has that of the last node.
+    """
+    if before.kind() == "prim::Return":
+        return before.prev()
+    if before.sourceRange():
+        return before
+    from_there = itertools.dropwhile(lambda node: node is not before, before.owningBlock().nodes())
+    return next((node for node in from_there if node.sourceRange()), before)
