@@ -43,7 +43,15 @@ _STOP_S = 10.0
 _STACK_S = 1.0
 
 _ROOT = Path(__file__).resolve().parents[1]
-_PRELOADED = ("torch.distributed", "torch.profiler", "fbgemm_gpu", "torchrec", "numpy", "_pytest.assertion.rewrite")
+_PRELOADED = (
+    "torch.distributed",
+    "torch.distributed.optim",
+    "torch.profiler",
+    "fbgemm_gpu",
+    "torchrec",
+    "numpy",
+    "_pytest.assertion.rewrite",
+)
 # Seconds of importing, which a rank's first torch.compile or torch.export would do.
 _PRELOADED_IF_IMPORTED = ("torch._inductor.compile_fx",)
 
