@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import lil_matrix
 
 from shardrec.planner.solve.encode import Encoded, Ints
 from shardrec.planner.solve.packing import Packing
+from shardrec.planner.solve.programme import minimise_in_integers
 
 __all__ = ["Exact", "solve_exactly"]
 
@@ -55,7 +54,7 @@ def solve_exactly(
     largest = float(encoded.total_load.max(initial=0.0))
     load_scale = 1.0 / (bound if bound > _SMALL * largest else largest or 1.0)
     # Rows: one per group, one per kind of gang, then load and memory of each rank. The last column is the cost.
-    matrix = lil_matrix((groups + len(used) + ranks * (1 + len(tiers)), count + 1))
+    matrix = np.zeros((groups + len(used) + ranks * (1 + len(tiers)), count + 1))
     for option, group in enumerate(encoded.option_group):
         matrix[int(group), option] = 1.0
     row_of = {block: groups + index for index, block in enumerate(used)}
@@ -86,31 +85,15 @@ def solve_exactly(
     most[count] = np.inf if best is None else best.cost * load_scale
     least = np.zeros(count + 1)
     least[count] = bound * load_scale
-    cost = np.zeros(count + 1)
-    cost[count] = 1.0
-    integral = np.ones(count + 1)
-    integral[count] = 0
-    found = milp(
-        cost,
-        integrality=integral,
-        bounds=Bounds(least, most),
-        constraints=LinearConstraint(matrix.tocsr(), lower, upper),
-        options={"node_limit": nodes, "time_limit": min(seconds, 1e9), "mip_rel_gap": gap / 2},
-    )
-    proven = found.get("mip_dual_bound")
-    raised = bound if proven is None or not np.isfinite(proven) else float(proven) / load_scale * (1 - 1e-7)
-    packing = None if found.x is None else _packing(encoded, np.rint(found.x).astype(np.int64), used, starts)
+    found = minimise_in_integers(matrix, lower, upper, least, most, nodes=nodes, seconds=seconds, gap=gap / 2)
+    packing = None if found.values is None else _packing(encoded, np.rint(found.values).astype(np.int64), used, starts)
     return Exact(
         packing=packing,
-        bound=raised,
-        timed_out=found.status == 1 and seconds < 1e9 and _timed(found),
+        bound=max(bound, found.bound / load_scale * (1 - 1e-7)) if np.isfinite(found.bound) else bound,
+        timed_out=found.timed_out,
         # Optimal; or there is nothing below the best that was known.
-        finished=(found.status == 0 and packing is not None) or found.status == 2,
+        finished=found.is_infeasible or (found.is_optimal and packing is not None),
     )
-
-
-def _timed(found: object) -> bool:
-    return "ime limit" in str(getattr(found, "message", ""))
 
 
 def _packing(encoded: Encoded, values: Ints, used: list[int], starts: dict[int, int]) -> Packing | None:

@@ -16,8 +16,11 @@ longer, not worse.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
+from typing import Any
 
 import numpy as np
 
@@ -26,10 +29,11 @@ from shardrec.planner.solve.encode import Encoded, Ints, encode
 from shardrec.planner.solve.exact import solve_exactly
 from shardrec.planner.solve.packing import Packing, demand, rounded, spread
 from shardrec.planner.solve.problem import Problem, Solution, SolveLimits
-from shardrec.planner.solve.rebuild import Rebuilder, by_memory
 from shardrec.planner.solve.relax import Relaxation
 
 __all__ = ["solve"]
+
+_REBUILD = "shardrec.planner.solve.rebuild"
 
 _BOUNDING = 0.25
 """Share of the time, where it is limited, after which the bound is not raised further."""
@@ -127,7 +131,8 @@ class _Search:
         """A first plan where no choice of options could be packed: the memory of the fullest rank is lowered."""
         if self._out_of_time():
             return
-        memory = by_memory(self.encoded)
+        rebuild = self._load_rebuild()
+        memory = rebuild.by_memory(self.encoded)
         starts = [Packing(memory, counts) for counts in (spread(self.encoded), *self.unpacked)]
         for packing in starts:
             packing.fill(demand(memory, packing.counts).items())
@@ -135,11 +140,18 @@ class _Search:
         found: Packing | None = start
         if start.cost > 1:
             stop = partial(self._only, self._time_left() / 2)
-            found = Rebuilder(memory, self.clock).run(start, _ROUNDS_PER_EFFORT * self.limits.effort, stop, floor=1.0)
+            found = rebuild.Rebuilder(memory, self.clock).run(
+                start, _ROUNDS_PER_EFFORT * self.limits.effort, stop, floor=1.0
+            )
         if found is not None and found.cost <= 1:
             packing = found.of(self.encoded)
             if packing.fits():
                 self._add(packing)
+
+    def _load_rebuild(self) -> Any:
+        """:mod:`rebuild`, whose import of numba takes nearly a second; what is solved by now does without."""
+        self.clock.uncounted(partial(import_module, _REBUILD))
+        return sys.modules[_REBUILD]
 
     def _exact(self) -> bool:
         """Solve the problem as a whole, if it is small; whether that leaves nothing to do."""
@@ -159,7 +171,7 @@ class _Search:
         """Take tables off and put them back, in the best plans: fewer in each phase, with more rounds for each."""
         if not self.pool or self._closed() or self._out_of_time():
             return
-        search, seed = Rebuilder(self.encoded, self.clock), 0
+        search, seed = self._load_rebuild().Rebuilder(self.encoded, self.clock), 0
         for phase, size in enumerate(_POPULATIONS):
             self.pool.sort(key=lambda packing: packing.cost)
             best = [*{packing.cost: packing for packing in self.pool}.values()]
