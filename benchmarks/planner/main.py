@@ -48,8 +48,8 @@ def topology_of(ranks: int, capacity: float) -> Topology:
     return Topology(hosts=max(1, ranks // 8), ranks_per_host=min(8, ranks), machine=machine)
 
 
-def own(tables: Mapping[str, TableLoad], ranks: int, limits: SolveLimits) -> dict[str, Any]:
-    """shardrec's planner with its own options and costs, at 80 GiB or the least memory it finds a plan for."""
+def own(tables: Mapping[str, TableLoad], ranks: int, limits: SolveLimits, gib: float | None = None) -> dict[str, Any]:
+    """shardrec's planner, its own options and costs, at so much memory, or 80 GiB or the least it finds a plan for."""
     profile = Profile.of_machine(preset("h100"))
 
     def planner(limit: float) -> Planner:
@@ -61,9 +61,9 @@ def own(tables: Mapping[str, TableLoad], ranks: int, limits: SolveLimits) -> dic
         found = solve(planner(limit).problem(), limits)
         return found, time.perf_counter() - of_clock, time.process_time() - begin
 
-    capacity = 80.0 * GIB
+    capacity = (80.0 if gib is None else gib) * GIB
     found, seconds, processor = timed(capacity)
-    if found is None:
+    if found is None and gib is None:
         least = least_capacity(planner(capacity))
         assert least is not None, "row-wise cuts fit any table at some size of memory"
         capacity = -(-least // GIB) * float(GIB)
@@ -268,12 +268,14 @@ def compared(rows: list[dict[str, Any]], before: list[dict[str, Any]]) -> str:
     old = {(row["instance"], row["ranks"]): row["cost_ms"] for row in before}
     both = [(row, old.get((row["instance"], row["ranks"]))) for row in rows]
     changes = sorted(row["cost_ms"] / cost - 1 for row, cost in both if row["cost_ms"] and cost)
+    close = sum(change <= 0.01 for change in changes)
     none = sum(row["cost_ms"] is None for row in rows), sum(cost is None for cost in old.values())
     if not changes:
         return "no problem has a plan in both runs"
     return (
         f"{len(changes)} problems with a plan in both runs: cost {median(changes):+.2%} in the median, "
-        f"{changes[0]:+.2%} to {changes[-1]:+.2%}; no plan for {none[0]}, before for {none[1]}"
+        f"{changes[0]:+.2%} to {changes[-1]:+.2%}, {close} at most 1% above; no plan for {none[0]}, before for "
+        f"{none[1]}"
     )
 
 
@@ -301,7 +303,7 @@ def main() -> None:
     parser.add_argument("tables", type=Path, nargs="?", help="CSV: instance,count,num_embeddings,embedding_dim,pooling")
     parser.add_argument("--generated", type=int, default=0, help="so many generated problems instead of a file's")
     parser.add_argument("--first", type=int, default=0, help="number of the first of them")
-    parser.add_argument("--against", type=Path, help="JSON that an earlier run wrote: compare the costs")
+    parser.add_argument("--against", type=Path, help="JSON of an earlier run: same memory, compare costs")
     parser.add_argument("--instances", nargs="+", help="default: all of the file")
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 128])
     parser.add_argument("--seconds", type=float, default=10.0, help="limit of a search; times six over 1000 tables")
@@ -315,6 +317,8 @@ def main() -> None:
     if (options.tables is None) == (options.generated == 0):
         parser.error("give either a file of tables or --generated")
     rows = []
+    before = [] if options.against is None else json.loads(options.against.read_text(encoding="utf-8"))
+    memory = {(row["instance"], row["ranks"]): row["gib"] for row in before}
     if options.generated:
         seconds = options.seconds if options.seconds > 0 else inf
         rows = own_generated(
@@ -328,13 +332,13 @@ def main() -> None:
             if options.peer:
                 found = against_torchrec(tables, ranks, limits, options.peer_seconds)
             else:
-                found = own(tables, ranks, limits)
+                found = own(tables, ranks, limits, memory.get((name, ranks)))
             rows.append({"instance": name, **found})
             print(json.dumps(rows[-1]), flush=True)
     title = f"{'TorchRec and shardrec, TorchRec costs' if options.peer else 'shardrec'}; {os.cpu_count()} cores"
     show(title, rows)
-    if options.against is not None:
-        print(compared(rows, json.loads(options.against.read_text(encoding="utf-8"))))
+    if before:
+        print(compared(rows, before))
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 

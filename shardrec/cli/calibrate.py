@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shardrec.console import console
 from shardrec.errors import ConfigError
+
+if TYPE_CHECKING:
+    from shardrec.planner import Profile, TableLoad
 
 __all__ = ["CALIBRATE_HELP", "calibrate_command"]
 
@@ -16,7 +21,10 @@ CALIBRATE_HELP = (
     "Measure this machine for the planner.\n\n"
     "Times lookup, update and exchange over rows, columns, pooling, batch, dtype and cut on ranks of this machine, "
     "fits the cost model's coefficients, and writes them with their fit errors to a JSON file for shardrec plan "
-    "--profile and shardrec.plan(profile=)."
+    "--profile and shardrec.plan(profile=).\n\n"
+    "With --plans TABLES, a file as for shardrec plan, it then makes a few different plans for these tables, each the "
+    "best one if the model errs in another way, times them in turn, and keeps the fastest with --save. An OUT that is "
+    "there already is used as it is."
 )
 
 
@@ -28,24 +36,44 @@ def calibrate_command(
     repeats: Annotated[int, typer.Option(help="Times that each is repeated, in two passes.", min=1)] = 7,
     checks: Annotated[int, typer.Option(help="Workloads left out of the fit, to compare with.", min=0)] = 8,
     seed: Annotated[int, typer.Option(help="Draws the workloads.")] = 0,
+    plans: Annotated[
+        Path | None, typer.Option(help="File of tables: time the best few plans for them.", metavar="TABLES")
+    ] = None,
+    count: Annotated[int, typer.Option(help="Most plans to time.", min=1)] = 4,
+    batch_size: Annotated[int, typer.Option(help="Samples per rank in a step of the plans.", min=1)] = 2048,
+    save: Annotated[Path | None, typer.Option(help="Write the fastest plan to this JSON file.")] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
     """Measure this machine for the planner; see :data:`CALIBRATE_HELP`."""
     del debug  # read by the entry point
-    from statistics import median
-
-    from shardrec.layout.presets import detect_machine
-    from shardrec.planner import calibrate
-    from shardrec.planner.cost import Profile
+    from shardrec.cli.plan import check_outputs, read_tables
+    from shardrec.planner import Profile, calibrate
 
     if device not in ("cpu", "cuda"):
         raise ConfigError(f"--device is {device!r}: give cpu or cuda")
-    worlds = sorted({1, ranks})
-    fewest = calibrate.fewest_workloads(len(worlds))
+    fewest = calibrate.fewest_workloads(len({1, ranks}))
     if workloads < fewest:
         raise ConfigError(f"--workloads is {workloads}: give at least {fewest}, which determine the coefficients")
-    if not out.parent.is_dir():
-        raise ConfigError(f"there is no folder {out.parent} to write {out.name} to; make it first")
+    check_outputs({"OUT": out, "--save": save})
+    if save is not None and plans is None:
+        raise ConfigError("--save is for the fastest plan; give the tables to plan with --plans")
+    loads = None if plans is None else read_tables(plans)
+    if loads is not None and out.exists():
+        profile = Profile.load(out)
+        typer.echo(f"using {out}, {profile.source}")
+    else:
+        profile = _calibrated(out, ranks, device, workloads, repeats, checks, seed)
+    if loads is not None:
+        _keep_fastest(loads, profile, ranks, device, batch_size, count, save)
+
+
+def _calibrated(out: Path, ranks: int, device: str, workloads: int, repeats: int, checks: int, seed: int) -> Profile:
+    from statistics import median
+
+    from shardrec.layout.presets import detect_machine
+    from shardrec.planner import Profile, calibrate
+
+    worlds = sorted({1, ranks})
     base = Profile.of_machine(detect_machine(ranks, device=device))
     runs = []
     for world in worlds:
@@ -68,3 +96,41 @@ def calibrate_command(
             f"{max(errors):.1%}"
         )
     typer.echo(f"wrote {out}")
+    return found
+
+
+def _keep_fastest(
+    tables: Mapping[str, TableLoad],
+    profile: Profile,
+    ranks: int,
+    device: str,
+    batch_size: int,
+    count: int,
+    save: Path | None,
+) -> None:
+    from collections import Counter
+    from statistics import median
+
+    from rich.table import Table
+
+    from shardrec.layout import Topology
+    from shardrec.layout.presets import detect_machine
+    from shardrec.planner import calibrate
+
+    topology = Topology(ranks_per_host=ranks, machine=detect_machine(ranks, device=device))
+    plans = calibrate.different_plans(tables, topology, batch_size=batch_size, profile=profile, count=count)
+    typer.echo(f"timing {len(plans)} plan{'s' * (len(plans) > 1)} of {len(tables)} tables")
+    timed = calibrate.time_plans(tables, plans, batch_size=batch_size, profile=profile, device=device)
+    shown = Table("cuts", "predicted, ms", "measured, ms", "to the planner's own")
+    for each in timed:
+        cuts = Counter(layout.cut.replace("_", "-") for layout in each.plan.tables)
+        shown.add_row(
+            ", ".join(f"{number} {cut}" for cut, number in cuts.items()),
+            f"{each.predicted_ms:,.3f}",
+            f"{median(each.measured_ms):,.3f}",
+            f"{each.ratio:.3f}",
+        )
+    console().print(shown)
+    if save is not None:
+        timed[0].plan.save(save)
+        typer.echo(f"wrote the fastest to {save}")

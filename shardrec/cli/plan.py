@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from shardrec.layout import Topology
     from shardrec.planner import Constraint, TableLoad
 
-__all__ = ["PLAN_HELP", "plan_command", "read_tables"]
+__all__ = ["PLAN_HELP", "check_outputs", "plan_command", "read_tables"]
 
 # Typer keeps the line breaks inside a paragraph, so each paragraph is one line.
 PLAN_HELP = (
@@ -68,7 +68,7 @@ def plan_command(
 
     from shardrec.planner import Profile, SolveLimits, explain, plan_tables, to_html, to_png
 
-    _check_outputs({"--save": save, "--html": html, "--png": png})
+    check_outputs({"--save": save, "--html": html, "--png": png})
     if optimizer not in _OPTIMIZERS:
         raise ConfigError(f"--optimizer is {optimizer!r}: give one of {', '.join(_OPTIMIZERS)}")
     loads = read_tables(tables, instance=instance, optimizer=optimizer)
@@ -104,7 +104,7 @@ def plan_command(
         shown.print(reasons_text(report), markup=False, highlight=False, overflow="fold")
 
 
-def _check_outputs(paths: Mapping[str, Path | None]) -> None:
+def check_outputs(paths: Mapping[str, Path | None]) -> None:
     """Find out before a long search, not after it, that a file cannot be written.
 
     Raises:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shardrec.errors import PlanError
-from shardrec.layout.machine import Machine
 from shardrec.layout.report import PlanReport
 from shardrec.layout.shard import Shard, TableLayout
 from shardrec.layout.topology import Topology
@@ -186,9 +185,8 @@ class ShardingPlan:
                 raise PlanError(
                     f"the plan has format {data['format']!r} and this release reads format {_FORMAT}; plan again"
                 )
-            hosts, ranks_per_host = (_field(data["topology"], key, int) for key in ("hosts", "ranks_per_host"))
             return cls(
-                topology=Topology(hosts=hosts, ranks_per_host=ranks_per_host, machine=_machine_from_json(data)),
+                topology=Topology.from_json(data["topology"]),
                 tables=tuple(map(_table_from_json, _field(data, "tables", list))),
                 report=_report_from_json(data),
             )
@@ -231,11 +229,6 @@ def _checked(value: object, kind: type[_T], what: str) -> _T:
     if type(value) is not kind:
         raise TypeError(f"{what} is {value!r}, which is no {kind.__name__}")
     return value
-
-
-def _machine_from_json(data: Mapping[str, Any]) -> Machine | None:
-    machine = data["topology"].get("machine")
-    return None if machine is None else Machine.from_json(machine)
 
 
 def _report_from_json(data: Mapping[str, Any]) -> PlanReport | None:

@@ -43,7 +43,7 @@ class PlanReport:
         bound_ms: no plan is faster, by the same cost model and cuts.
         overhead_ms: time of a step that no plan changes.
         timed_out: the clock ended the search.
-        capacity: bytes that a rank may use; inf without a limit.
+        capacity: bytes that a rank may use, of ranks that differ the one with most; inf without a limit.
         components: names of the parts of a rank's time.
         times: per rank, ms of each component.
         uses: names of the parts of a rank's memory.

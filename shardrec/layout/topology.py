@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 from shardrec.errors import ConfigError
@@ -20,12 +21,15 @@ class Topology:
     Args:
         hosts: number of machines.
         ranks_per_host: number of ranks on each.
-        machine: memory and bandwidths of a rank, all ranks alike; None leaves them to the planner's default.
+        machine: memory and bandwidths of a rank; None leaves them to the planner's default.
+        rank_memory: bytes for tables on each rank, in the order of the ranks, where ranks differ; else all have what
+            the machine has.
     """
 
     hosts: int = 1
     ranks_per_host: int = 1
     machine: Machine | None = None
+    rank_memory: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.hosts < 1 or self.ranks_per_host < 1:
@@ -33,6 +37,14 @@ class Topology:
                 f"a topology needs at least one host and one rank on it, got hosts={self.hosts}, "
                 f"ranks_per_host={self.ranks_per_host}"
             )
+        if self.rank_memory is not None:
+            sizes = tuple(self.rank_memory)
+            if len(sizes) != self.world_size or not all(0 <= size < inf for size in sizes):
+                raise ConfigError(
+                    f"a topology's rank_memory is {sizes}; give the bytes of each of its {self.world_size} ranks, "
+                    "at least 0 and not infinite"
+                )
+            object.__setattr__(self, "rank_memory", sizes)
 
     @property
     def world_size(self) -> int:
@@ -82,10 +94,12 @@ class Topology:
         return cls(hosts=hosts, ranks_per_host=ranks_per_host, machine=machine)
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-compatible data; ``machine`` only where there is one."""
+        """JSON-compatible data; ``machine`` and ``rank_memory`` only where they are given."""
         found: dict[str, Any] = {"hosts": self.hosts, "ranks_per_host": self.ranks_per_host}
         if self.machine is not None:
             found["machine"] = self.machine.to_json()
+        if self.rank_memory is not None:
+            found["rank_memory"] = list(self.rank_memory)
         return found
 
     @classmethod
@@ -103,4 +117,9 @@ class Topology:
         machine = data.get("machine")
         if machine is not None and not isinstance(machine, Mapping):
             raise ConfigError(f"a topology's machine is {machine!r}; give its entries, or leave it out")
-        return cls(**counts, machine=None if machine is None else Machine.from_json(machine))
+        sizes = data.get("rank_memory")
+        if sizes is not None:
+            if not isinstance(sizes, list) or not all(type(each) in (int, float) for each in sizes):
+                raise ConfigError(f"a topology's rank_memory is {sizes!r}; give a list of bytes, or leave it out")
+            sizes = tuple(sizes)
+        return cls(**counts, machine=None if machine is None else Machine.from_json(machine), rank_memory=sizes)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby, pairwise, product
+from math import inf
 
 from shardrec.errors import ConfigError
 from shardrec.layout import COLUMN_UNIT, TableLayout, Topology, cuts
@@ -44,10 +45,13 @@ class CandidateMaker:
 
     Args:
         model: prices them.
+        least: a load (ms) and bytes; a table is not cut into shards that are smaller in both. It bounds how many
+            candidates thousands of tables have, and what is smaller than that hardly changes how ranks are filled.
     """
 
-    def __init__(self, model: CostModel) -> None:
+    def __init__(self, model: CostModel, least: tuple[float, float] | None = None) -> None:
         self._model = model
+        self._least = least
         self._topology = model.topology
         self._anywhere: dict[tuple[int, ...], tuple[Place, ...]] = {}
         self._hosts: dict[tuple[int, ...], tuple[Place, ...]] = {}
@@ -77,7 +81,9 @@ class CandidateMaker:
         ranks = tuple(sorted(set(limit.ranks))) or tuple(range(world))
         hosts = tuple(h for h in range(topology.hosts) if set(ranks).issuperset(topology.host_ranks(h)))
         per_host = topology.ranks_per_host
-        whole, stripes = (table.embedding_dim,), tuple(_stripes(table, limit.min_columns))
+        most = inf if limit.cuts else self._most_shards(table)
+        whole = (table.embedding_dim,)
+        stripes = tuple(widths for widths in _stripes(table, limit.min_columns) if len(widths) <= most)
         if "table_wise" in allowed:
             yield self._free(table, "table_wise", whole, (0, table.num_embeddings), ranks)
         # On one rank, table-wise is the same; but a constraint may leave nothing else that one rank can do.
@@ -89,14 +95,21 @@ class CandidateMaker:
                     yield self._free(table, "column_wise", widths, (0, table.num_embeddings), ranks)
         even = {len(widths): widths for widths in stripes if len(set(widths)) == 1}
         if self._model.sums_in_hosts(table):
-            yield from self._host_blocks(table, allowed, even, ranks, hosts)
+            found = self._host_blocks(table, allowed, even, ranks, hosts, most)
         else:
-            yield from self._free_blocks(table, allowed, even, ranks, hosts)
+            found = self._free_blocks(table, allowed, even, ranks, hosts, most)
+        yield from found
         if not limit.cuts:
-            yield from self._mixed(table, even, ranks)
+            yield from self._mixed(table, even, ranks, most)
         if hosts and "table_column_wise" in allowed and "column_wise" not in allowed and even:
             widths = even[max(n for n in even if n <= per_host)]
             yield self._by_host(table, "table_column_wise", widths, (0, table.num_embeddings), hosts)
+
+    def _most_shards(self, table: TableLoad) -> float:
+        if self._least is None:
+            return inf
+        whole = self._model.shard(table, rows=table.num_embeddings, cols=table.embedding_dim, share=1.0)
+        return max(whole.ms / max(self._least[0], 1e-12), whole.bytes / max(self._least[1], 1.0))
 
     def _free_blocks(
         self,
@@ -105,19 +118,20 @@ class CandidateMaker:
         even: Mapping[int, tuple[int, ...]],
         ranks: tuple[int, ...],
         hosts: tuple[int, ...],
+        most: float,
     ) -> Iterator[Candidate]:
         """Row blocks where it makes no difference which of them share a host."""
         per_host, rows, whole = self._topology.ranks_per_host, table.num_embeddings, (table.embedding_dim,)
         if "row_wise" in allowed:
             for blocks in sorted({min(rows, count) for count in (*_BLOCKS, len(ranks)) if count <= len(ranks)}):
-                if blocks > 1 or "table_wise" not in allowed:
+                if (1 < blocks <= most) or (blocks == 1 and "table_wise" not in allowed):
                     for edges in _row_edges(table, blocks):
                         yield self._free(table, "row_wise", whole, edges, ranks)
         if hosts and "table_row_wise" in allowed and "row_wise" not in allowed:
             for edges in _row_edges(table, min(per_host, rows)):
                 yield self._by_host(table, "table_row_wise", whole, edges, hosts)
         if "grid" in allowed and (self._topology.hosts > 1 or "row_wise" not in allowed):
-            for count in sorted(count for count in even if count <= len(hosts)):
+            for count in sorted(count for count in even if count <= len(hosts) and count * min(per_host, rows) <= most):
                 if count > 1 or allowed == ("grid",):
                     for edges in _row_edges(table, min(per_host, rows)):
                         yield self._by_host(table, "grid", even[count], edges, hosts)
@@ -129,21 +143,22 @@ class CandidateMaker:
         even: Mapping[int, tuple[int, ...]],
         ranks: tuple[int, ...],
         hosts: tuple[int, ...],
+        most: float,
     ) -> Iterator[Candidate]:
         """Row blocks that hosts sum."""
         per_host, rows, whole = self._topology.ranks_per_host, table.num_embeddings, (table.embedding_dim,)
         full = min(per_host, rows)
         if "row_wise" in allowed:
-            if min(rows, len(ranks)) > 1:
+            if 1 < min(rows, len(ranks)) <= most:
                 for edges in _row_edges(table, min(rows, len(ranks))):
                     yield self._fixed(table, edges, ranks)
             elif "table_wise" not in allowed:
                 yield self._free(table, "row_wise", whole, (0, rows), ranks)
             for holders in _HOLDERS:
-                if holders < full and self._runs_of(holders, ranks):
+                if holders < full and holders <= most and self._runs_of(holders, ranks):
                     yield from self._summed(table, "row_wise", whole, holders, 1, ranks)
             for count in _HOSTS:
-                if count <= len(hosts) and count < self._topology.hosts and count * per_host <= rows:
+                if count <= len(hosts) and count < self._topology.hosts and count * per_host <= min(rows, most):
                     one = count == 1 and "table_row_wise" in allowed
                     yield from self._summed(
                         table, "table_row_wise" if one else "row_wise", whole, per_host, count, ranks
@@ -153,7 +168,7 @@ class CandidateMaker:
         elif "table_row_wise" in allowed and hosts:
             yield self._free(table, "table_row_wise", whole, (0, rows), ranks)
         if "grid" in allowed and full > 1:
-            for count in sorted(count for count in even if count <= len(hosts)):
+            for count in sorted(count for count in even if count <= len(hosts) and count * full <= most):
                 if count > 1 or allowed == ("grid",):
                     yield from self._summed(table, "grid", even[count], full, 1, ranks)
         elif allowed == ("grid",):
@@ -161,18 +176,23 @@ class CandidateMaker:
                 yield self._by_host(table, "grid", even[count], _row_edges(table, full)[0], hosts)
 
     def _mixed(
-        self, table: TableLoad, even: Mapping[int, tuple[int, ...]], ranks: tuple[int, ...]
+        self, table: TableLoad, even: Mapping[int, tuple[int, ...]], ranks: tuple[int, ...], most: float
     ) -> Iterator[Candidate]:
         """Stripes cut into row blocks that no cut with a name of its own makes."""
         rows = table.num_embeddings
         if not self._model.sums_in_hosts(table):
             for count, blocks in product(_MIXED_STRIPES, _MIXED_BLOCKS):
-                if count in even and count * blocks <= len(ranks) and blocks <= rows:
+                if count in even and count * blocks <= min(len(ranks), most) and blocks <= rows:
                     for edges in _row_edges(table, blocks):
                         yield self._free(table, "mixed", even[count], edges, ranks)
             return
         for count, holders in product(_MIXED_STRIPES, _HOLDERS):
-            if count in even and holders < min(rows, self._topology.ranks_per_host) and self._runs_of(holders, ranks):
+            if (
+                count in even
+                and count * holders <= most
+                and holders < min(rows, self._topology.ranks_per_host)
+                and self._runs_of(holders, ranks)
+            ):
                 yield from self._summed(table, "mixed", even[count], holders, 1, ranks)
 
     def _free(
@@ -212,15 +232,16 @@ class CandidateMaker:
     def _fixed(self, table: TableLoad, edges: tuple[int, ...], ranks: tuple[int, ...]) -> Candidate:
         """A row block on each of the first of these ranks, summed where they share a host."""
         rows, cols, world, blocks = table.num_embeddings, table.embedding_dim, self._topology.world_size, len(edges) - 1
-        layout = cuts.row_wise("", rows, cols, ranks=ranks[:blocks], boundaries=edges)
-        everywhere, shards = priced_layout(self._model, table, layout)
         whole, label = (cols,), _label(table, "row_wise", (cols,), edges)
         if blocks == world:
-            per_rank = [Cost()] * world
-            for rank, cost in shards:
-                per_rank[rank] += cost
-            option = Option(label=label, everywhere=_item(everywhere + _largest(per_rank)))
+            largest = _largest(self._blocks(table, cols, 1, edges, summed=True))
+            per_host, hosts = self._topology.ranks_per_host, self._topology.hosts
+            everywhere = self._model.everywhere(table, stripes=1, shards=world, sources=float(hosts))
+            everywhere += largest + self._model.host_sum(table, cols=cols, blocks=per_host)
+            option = Option(label=label, everywhere=_item(everywhere))
             return Candidate(cut="row_wise", widths=whole, edges=edges, option=option, on_all=True)
+        layout = cuts.row_wise("", rows, cols, ranks=ranks[:blocks], boundaries=edges)
+        everywhere, shards = priced_layout(self._model, table, layout)
         gang = Gang(items=tuple(_item(cost) for _, cost in shards), places=(tuple(rank for rank, _ in shards),))
         option = Option(label=label, everywhere=_item(everywhere), gangs=(gang,))
         return Candidate(cut="row_wise", widths=whole, edges=edges, option=option, holders=blocks)
@@ -242,7 +263,9 @@ class CandidateMaker:
         rest = (_item(others),) * (per_host - holders)
         for edges in _row_edges(table, blocks):
             costs = self._blocks(table, widths[0], len(widths), edges, summed=True)
-            held = [_item(cost + others) for cost in costs]
+            # Blocks of equal cost have the same object for it.
+            made = {id(cost): _item(cost + others) for cost in {id(cost): cost for cost in costs}.values()}
+            held = [made[id(cost)] for cost in costs]
             patterns = [tuple(held[first : first + holders]) for first in range(0, blocks, holders)] * len(widths)
             gangs = tuple(
                 Gang(items=items + rest, places=places, count=len(list(same))) for items, same in groupby(patterns)
@@ -333,7 +356,7 @@ def _label(table: TableLoad, cut: str, widths: tuple[int, ...], edges: tuple[int
     if cut in ("table_wise", "data_parallel"):
         return cut
     stripes = str(len(widths)) if len(set(widths)) == 1 else "|".join(map(str, widths))
-    by_ids = " by ids" if edges != _row_edges(table, blocks)[0] else ""
+    by_ids = " by ids" if table.histogram is not None and edges != _row_edges(table, blocks)[0] else ""
     if len(widths) > 1 and blocks > 1:
         return f"{cut} {stripes}×{blocks}{by_ids}"
     return f"{cut} ×{blocks}{by_ids}" if len(widths) == 1 else f"{cut} {'×' * stripes.isdigit()}{stripes}"

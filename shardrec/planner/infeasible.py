@@ -27,6 +27,7 @@ def refuse(planner: Planner) -> NoReturn:
         PlanError: always.
     """
     capacity, ranks = planner.capacity, planner.topology.world_size
+    uneven = bool((planner.capacities < capacity).any())
     faults = []
     needs = {
         name: min(
@@ -39,7 +40,8 @@ def refuse(planner: Planner) -> NoReturn:
     total = sum(needs.values())
     faults.append(
         f"the tables do not fit: they take at least {_size(total)} with optimizer state and buffers, and "
-        f"{ranks} rank{'s' * (ranks > 1)} of {_size(capacity)} have {_size(ranks * capacity)}; the largest are "
+        f"{ranks} rank{'s' * (ranks > 1)} of {'up to ' * uneven}{_size(capacity)} have "
+        f"{_size(planner.capacities.sum())}; the largest are "
         + ", ".join(f"{name!r} ({_size(needs[name])})" for name in sorted(needs, key=lambda name: -needs[name])[:5])
     )
     for name, candidates in planner.candidates.items():

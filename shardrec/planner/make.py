@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from shardrec.errors import ConfigError
 from shardrec.layout import ShardingPlan, Topology
@@ -16,7 +19,8 @@ from shardrec.planner.cost import COMPONENTS, MEMORY, CostModel, Profile, TableL
 from shardrec.planner.infeasible import refuse
 from shardrec.planner.price import overhead_ms, priced_plan
 from shardrec.planner.report.alternatives import next_best
-from shardrec.planner.solve import Problem, Solution, SolveLimits, solve
+from shardrec.planner.solve import Gang, Item, Option, Problem, Solution, SolveLimits, solve
+from shardrec.planner.solve.encode import Floats
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +28,13 @@ if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 __all__ = ["plan", "plan_tables", "replan"]
+
+_MANY = 2500
+"""Tables that differ, beyond which they are not cut into the smallest shards."""
+_LEAST_SHARE = 0.05
+"""The smallest shard then, against a rank's load and memory."""
+_LACKING = " memory that a rank lacks"
+"""Name of what is a table to the solver only; names of a model's tables have no space in front."""
 
 
 def plan(
@@ -175,30 +186,50 @@ class Planner:
         self.profile = profile or Profile.of_machine(self.machine)
         self.model = CostModel(profile=self.profile, topology=topology, batch_size=batch_size)
         limits = constraints_by_table(self.tables, constraints, topology.world_size)
-        maker = CandidateMaker(self.model)
+        maker = CandidateMaker(self.model, self._least_shard() if len({*self.tables.values()}) > _MANY else None)
         # By name: the plan does not depend on the order of the tables.
         self.candidates: dict[str, tuple[Candidate, ...]] = {
             name: maker.candidates(name, self.tables[name], limits.get(name, Constraint()))
             for name in sorted(self.tables)
         }
 
+    def _least_shard(self) -> tuple[float, float]:
+        """A share of a rank's mean load, and of its memory."""
+        loads = (
+            self.model.shard(table, rows=table.num_embeddings, cols=table.embedding_dim, share=1.0).ms
+            for table in self.tables.values()
+        )
+        return _LEAST_SHARE * sum(loads) / self.topology.world_size, _LEAST_SHARE * self.capacity
+
+    @property
+    def capacities(self) -> Floats:
+        """(R,) bytes of each rank."""
+        return np.array(self.topology.rank_memory or [self.machine.table_memory] * self.topology.world_size)
+
     @property
     def capacity(self) -> float:
-        """Bytes of a rank."""
-        return self.machine.table_memory
+        """Bytes of the rank that has most."""
+        return float(self.capacities.max())
 
     def problem(self, capacity: float | None = None) -> Problem:
-        """The problem for the solver, with another capacity if one is given."""
+        """The problem for the solver, with another capacity of every rank if one is given.
+
+        To the solver all ranks have the memory of the one that has most. What the others lack is a table more, whose
+        one option has an item of so many bytes for each rank, at its place.
+        """
         options: dict[int, tuple[object, ...]] = {}
         tables = {}
         for name, candidates in self.candidates.items():
             made = options.setdefault(id(candidates), tuple(candidate.option for candidate in candidates))
             tables[name] = made
-        return Problem(
+        found = Problem(
             ranks=self.topology.world_size,
             capacity=(self.capacity if capacity is None else capacity,),
             tables=tables,  # type: ignore[arg-type]
         )
+        if capacity is not None or self.topology.rank_memory is None:
+            return found
+        return _with_lacking(found, self.capacity - self.capacities)
 
     def plan(self, limits: SolveLimits | None = None) -> ShardingPlan:
         """The best plan that is found; raises PlanError if there is none."""
@@ -219,7 +250,7 @@ class Planner:
             )
             for name in self.tables
         )
-        labels = {name: self.candidates[name][number].option.label for name, number in solution.choice.items()}
+        labels = {name: options[solution.choice[name]].option.label for name, options in self.candidates.items()}
         bare = ShardingPlan(topology=self.topology, tables=layouts)
         others = next_best(self.candidates, solution, self.capacity)
         return self.reported(bare, bound=solution.bound, timed_out=solution.timed_out, labels=labels, others=others)
@@ -262,6 +293,13 @@ class Planner:
             ),
         )
         return ShardingPlan(topology=bare.topology, tables=bare.tables, report=report)
+
+
+def _with_lacking(problem: Problem, lacking: Floats) -> Problem:
+    ranks = tuple(range(problem.ranks))
+    items = tuple(Item(memory=(size,)) for size in lacking.tolist())
+    option = Option(label=_LACKING, everywhere=Item(), gangs=(Gang(items=items, places=(ranks,)),))
+    return replace(problem, tables={**problem.tables, _LACKING: (option,)})
 
 
 def _tables_of(

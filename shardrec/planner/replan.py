@@ -67,6 +67,7 @@ class _Moves:
     def __init__(self, planner: Planner, old: ShardingPlan, budget: float) -> None:
         self.planner, self.old, self.budget = planner, old, budget
         self.model: CostModel = planner.model
+        self.limits = planner.capacities
         self.layouts = {table.name: table for table in old.tables}
         self.labels: dict[str, str] = {}
         self.moved = dict.fromkeys(self.layouts, 0.0)
@@ -76,10 +77,10 @@ class _Moves:
 
     def best(self) -> bool:
         """Make the move that lowers the ranks' loads most per byte, among the tables of the most loaded ranks."""
-        over = np.maximum(self.memory - self.planner.capacity, 0).sum()
+        over = np.maximum(self.memory - self.limits, 0).sum()
         now = self._norm(self.loads)
         found: tuple[float, str, TableLayout, str] | None = None
-        worst = int((self.memory if over else self.loads).argmax())
+        worst = int((self.memory - self.limits if over else self.loads).argmax())
         for name in self.layouts:
             if not self.shares[name][0][worst] > 0:
                 continue
@@ -91,7 +92,7 @@ class _Moves:
                 if sum(self.moved.values()) - self.moved[name] + cost > self.budget:
                     continue
                 loads, memory = self._price(name, layout)
-                still_over = np.maximum(rest_memory + memory - self.planner.capacity, 0).sum()
+                still_over = np.maximum(rest_memory + memory - self.limits, 0).sum()
                 gain = now - self._norm(rest_loads + loads)
                 if still_over > over or (still_over == over and gain <= 1e-9 * now):
                     continue
@@ -130,7 +131,7 @@ class _Moves:
             time = np.array([item.load for item in gang.items])
             size = np.array([item.memory[0] for item in gang.items])
             for _ in range(gang.count):
-                over = np.maximum(memory[ranks] + size - self.planner.capacity, 0).max(axis=1)
+                over = np.maximum(memory[ranks] + size - self.limits[ranks], 0).max(axis=1)
                 score = (loads[ranks] + time).max(axis=1)
                 place = int(np.lexsort((score, over))[0])
                 np.add.at(loads, ranks[place], time)

@@ -180,8 +180,14 @@ def test_check_tables() -> None:
             '{"format": 1, "topology": {"hosts": 1, "ranks_per_host": 0}, "tables": []}',
             "at least one host and one rank",
         ),
-        ('{"format": 1, "topology": {"hosts": 1.5, "ranks_per_host": 2}, "tables": []}', "hosts is 1.5.* no int"),
-        ('{"format": 1, "topology": {"hosts": true, "ranks_per_host": 2}, "tables": []}', "hosts is True.* no int"),
+        (
+            '{"format": 1, "topology": {"hosts": 1.5, "ranks_per_host": 2}, "tables": []}',
+            "hosts is 1.5; give a whole number",
+        ),
+        (
+            '{"format": 1, "topology": {"hosts": true, "ranks_per_host": 2}, "tables": []}',
+            "hosts is True; give a whole number",
+        ),
     ],
 )
 def test_files_that_are_no_plan(tmp_path: Path, text: str, fault: str) -> None:

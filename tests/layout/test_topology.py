@@ -24,6 +24,19 @@ def test_needs_a_host_and_a_rank(sizes: dict[str, int]) -> None:
         Topology(**sizes)
 
 
+@pytest.mark.parametrize("memory", [(1e9,), (1e9, -1.0), (1e9, float("inf")), (1e9, float("nan"))])
+def test_the_memory_of_each_rank_is_a_number_of_bytes(memory: tuple[float, ...]) -> None:
+    with pytest.raises(ConfigError, match="give the bytes of each of its 2 ranks"):
+        Topology(ranks_per_host=2, rank_memory=memory)
+
+
+def test_the_memory_of_each_rank_is_kept_with_a_topology() -> None:
+    topology = Topology(ranks_per_host=2, rank_memory=(3e9, 1e9))
+    assert Topology.from_json(topology.to_json()) == topology
+    with pytest.raises(ConfigError, match="rank_memory is 'all'; give a list of bytes"):
+        Topology.from_json({**topology.to_json(), "rank_memory": "all"})
+
+
 @pytest.mark.parametrize("host", [-1, 2])
 def test_unknown_host(host: int) -> None:
     with pytest.raises(ConfigError, match=rf"no host {host}; the topology has hosts 0 to 1"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+from dataclasses import replace
 from math import inf
 from random import Random
 
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 
 from shardrec.errors import ConfigError, PlanError
-from shardrec.layout import COLUMN_UNIT, Machine, Shard, TableLayout, Topology, cuts
+from shardrec.layout import COLUMN_UNIT, Machine, Shard, ShardingPlan, TableLayout, Topology, cuts
 from shardrec.layout.presets import preset
 from shardrec.planner import Constraint, SolveLimits, TableLoad, plan_tables
 from shardrec.planner.constraint import CUTS
@@ -146,6 +147,33 @@ def test_fits_memory_or_says_what_would_do(rng: Random) -> None:
         return
     assert plan.report is not None
     assert max(plan.report.rank_bytes) <= limit * (1 + 1e-6)
+
+
+@settings(max_examples=5, deadline=None)
+@given(rng=randoms())
+def test_ranks_of_different_memory_stay_within_it(rng: Random) -> None:
+    loads, ranks = random_loads(rng), rng.randint(2, 4)
+    memory = tuple(rng.choice([1e6, 1e8, 5e8]) for _ in range(ranks))
+    topology = Topology(ranks_per_host=ranks, machine=machine(), rank_memory=memory)
+    try:
+        plan = plan_tables(loads, topology, batch_size=16, limits=QUICK)
+    except PlanError as error:
+        assert "do not fit" in error.faults[0]
+        return
+    assert plan.report is not None
+    assert all(held <= most * (1 + 1e-6) for held, most in zip(plan.report.rank_bytes, memory, strict=True))
+    assert set(plan.by_name) == set(loads)
+    assert ShardingPlan.from_json(plan.to_json()) == plan
+
+
+def test_the_larger_rank_takes_what_the_smaller_cannot() -> None:
+    loads = {name: TableLoad(num_embeddings=10**6, embedding_dim=16) for name in ("a", "b", "c")}
+    only = {"*": Constraint(cuts=("table_wise",))}
+    topology = Topology(ranks_per_host=2, machine=machine(), rank_memory=(70e6, 150e6))
+    plan = plan_tables(loads, topology, batch_size=1, constraints=only)
+    assert sorted(table.shards[0].rank for table in plan.tables) == [0, 1, 1]
+    with pytest.raises(PlanError, match=r"2 ranks of up to 0\.07 GiB have 0\.13 GiB"):
+        plan_tables(loads, replace(topology, rank_memory=(70e6, 72e6)), batch_size=1, constraints=only)
 
 
 def test_one_rank_holds_everything() -> None:

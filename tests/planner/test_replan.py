@@ -50,6 +50,17 @@ def test_more_bytes_are_never_worse() -> None:
     assert costs[-1] < 0.6 * costs[0]
 
 
+def test_ranks_of_different_memory_are_relieved_first() -> None:
+    planner, old = skewed()
+    needed = sum(rank.bytes for rank in priced_plan(planner.model, planner.tables, old)[0])
+    topology = Topology(ranks_per_host=3, rank_memory=(0.2 * needed, 0.4 * needed, 0.6 * needed))
+    small = Planner(planner.tables, topology, batch_size=512)
+    found = replan_tables(small, ShardingPlan(topology=topology, tables=old.tables), max_moved_bytes=1e12, limits=QUICK)
+    assert found.report is not None
+    assert topology.rank_memory is not None
+    assert all(held <= most for held, most in zip(found.report.rank_bytes, topology.rank_memory, strict=True))
+
+
 def test_nothing_moves_without_a_budget() -> None:
     planner, old = skewed()
     new = replan_tables(planner, old, max_moved_bytes=0, limits=QUICK)

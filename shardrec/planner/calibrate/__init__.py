@@ -1,17 +1,21 @@
 """Calibration: steps and collectives timed on this machine, and the cost model's coefficients fitted to them."""
 
+from shardrec.planner.calibrate.choose import TimedPlan, different_plans, time_plans
 from shardrec.planner.calibrate.fit import fewest_workloads, fit, predicted_ms, relative_errors
 from shardrec.planner.calibrate.measure import Measured, measure, measure_plans
 from shardrec.planner.calibrate.workload import Workload, workloads
 
 __all__ = [
     "Measured",
+    "TimedPlan",
     "Workload",
+    "different_plans",
     "fewest_workloads",
     "fit",
     "measure",
     "measure_plans",
     "predicted_ms",
     "relative_errors",
+    "time_plans",
     "workloads",
 ]

@@ -54,7 +54,7 @@ def _explained(plan: ShardingPlan, report: PlanReport, reasons: bool) -> Table:
     table = Table(
         title=f"Sharding plan: {len(plan.tables)} tables on {world} rank{'s' * (world > 1)}, "
         f"{report.batch_size:,} samples a rank",
-        caption="\n".join(_caption(report)),
+        caption="\n".join(_caption(report, uneven=plan.topology.rank_memory is not None)),
         caption_justify="left",
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
@@ -93,10 +93,10 @@ def reasons_text(report: PlanReport) -> str:
     return "\n".join(lines)
 
 
-def _caption(report: PlanReport) -> list[str]:
+def _caption(report: PlanReport, *, uneven: bool) -> list[str]:
     times, sizes = report.rank_ms, report.rank_bytes
     lines = [headline(report), f"figures: {report.profile} ({report.source})"]
-    limit = "" if report.capacity == inf else f" of {report.capacity / _GIB:,.2f}"
+    limit = "" if report.capacity == inf else f" of {'up to ' * uneven}{report.capacity / _GIB:,.2f}"
     if len(times) > 8:
         lines.append(f"ms per rank: {min(times):,.3f} to {max(times):,.3f}")
         lines.append(f"GiB per rank: {min(sizes) / _GIB:,.2f} to {max(sizes) / _GIB:,.2f}{limit}")

@@ -8,7 +8,7 @@ Shapes: R ranks, M memory tiers, S kinds of single items in use, P places of a k
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import product
 from math import prod
 
@@ -17,11 +17,13 @@ import numpy as np
 from shardrec.planner.solve.encode import Encoded, Floats, Ints
 from shardrec.planner.solve.problem import Place, Solution
 
-__all__ = ["Packing", "demand", "rounded", "spread"]
+__all__ = ["Packing", "compact", "demand", "rounded", "spread"]
 
 _EPS = 1e-12
 _MOST_SPLITS = 4096
 _MOST_PARTNERS = 24
+_MOST_LOOKED_AT = 10**8
+"""Kinds of items, times ranks, times steps of improving a packing."""
 
 
 class Packing:
@@ -157,7 +159,7 @@ class Packing:
     def improve(self, rounds: int, floor: float = 0.0) -> None:
         """Lower the most loaded rank, step by step, until ``floor`` or until no step helps."""
         view = _Singles(self)
-        for _ in range(rounds):
+        for _ in range(min(rounds, _MOST_LOOKED_AT // max(1, view.count.size))):
             worst = int(self.loads.argmax())
             if self.loads[worst] <= floor * (1 + 1e-9):
                 return
@@ -304,6 +306,20 @@ def rounded(encoded: Encoded, values: Floats) -> Ints:
     return counts
 
 
+def compact(encoded: Encoded, share: float) -> Ints:
+    """(O,) a choice of options: of each group, the one that takes the least memory of all ranks together.
+
+    Args:
+        encoded: the problem.
+        share: of a rank's capacity that an item may take; of a group without such items, the smallest are taken.
+    """
+    size = (encoded.total_memory / np.maximum(encoded.capacity, 1.0)).max(axis=1)
+    item = np.zeros(len(encoded.options))
+    np.maximum.at(item, encoded.item_option, (encoded.item_memory / np.maximum(encoded.capacity, 1.0)).max(axis=1))
+    item = np.maximum(item, share)
+    return _least(encoded, lambda option: (item[option], size[option]))
+
+
 def spread(encoded: Encoded) -> Ints:
     """(O,) a choice of options: of each group, the one that takes the least memory of any rank.
 
@@ -315,7 +331,11 @@ def spread(encoded: Encoded) -> Ints:
     memory = encoded.base_memory + most * np.ceil(items / encoded.ranks)[:, None]
     share = (memory / np.maximum(encoded.capacity, 1.0)).max(axis=1)
     load = encoded.base_load + encoded.total_load / encoded.ranks
+    return _least(encoded, lambda option: (share[option], load[option]))
+
+
+def _least(encoded: Encoded, key: Callable[[int], tuple[float, float]]) -> Ints:
     counts = np.zeros(len(encoded.options), dtype=np.int64)
     for size, span in zip(encoded.sizes, encoded.group_options, strict=True):
-        counts[min(span, key=lambda option: (share[option], load[option]))] = size
+        counts[min(span, key=key)] = size
     return counts

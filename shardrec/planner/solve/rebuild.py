@@ -2,10 +2,16 @@
 
 What is lowered is not the highest load alone but a soft maximum of all ranks' loads,
 
-    sum over ranks of exp(p (load / T - 1)),        T the least cost so far, p its sharpness
+    sum over ranks of exp(p (load / T - 1)) + w (bytes over the capacity / capacity),
 
-which sees every rank that stands in the way. :mod:`rounds` says what a round does; the search goes through them in
-cycles, each longer than the one before, in which p grows and less and less of a loss is gone on from.
+T the least cost so far, p its sharpness, which sees every rank that stands in the way. :mod:`rounds` says what a round
+does; the search goes through them in cycles, each longer than the one before, in which p grows and less and less of a
+loss is gone on from.
+
+With w very high no state is kept that does not fit memory. In a soft search w is low at the beginning of each cycle and
+rises to its end, and so the search crosses the limit to and fro (strategic oscillation: Glover, 1977; with such a
+weight: Gendreau, Hertz and Laporte, 1994): next to the limit, what changes one table at a time would have to be over it
+on the way.
 
 The random numbers have a fixed seed: the result is a function of the problem and of the number of rounds.
 
@@ -32,6 +38,10 @@ _PATIENCE = 5e-4
 """A state that is so much worse, at most, is gone on from; less towards the end of a cycle."""
 _CYCLE = 1024
 """Rounds of the first cycle; each is twice as long as the one before."""
+_WEIGHTS = (3.0, 1e4)
+"""w at the beginning of a cycle of a soft search and at its end."""
+_FORBIDDEN = 1e9
+"""w of other searches."""
 _BATCH = 128
 """Rounds between two questions whether to stop."""
 
@@ -55,7 +65,14 @@ class Rebuilder:
             clock.uncounted(self._compile)
 
     def run(
-        self, start: Packing, most: int, stop: Callable[[], bool], *, floor: float = 0.0, seed: int = 0
+        self,
+        start: Packing,
+        most: int,
+        stop: Callable[[], bool],
+        *,
+        floor: float = 0.0,
+        seed: int = 0,
+        soft: bool = False,
     ) -> Packing | None:
         """A better packing than one that there is.
 
@@ -65,6 +82,7 @@ class Rebuilder:
             stop: asked now and then; ends the search.
             floor: a cost with which to be content.
             seed: of the random numbers.
+            soft: go through states in which ranks are over their memory, too.
 
         Returns:
             The best found; None if nothing is better than ``start``.
@@ -78,7 +96,8 @@ class Rebuilder:
             batch = min(_BATCH, most - done, first + length - done)
             progress = (done - first) / length
             sharpness = _SHARPNESS[0] * (_SHARPNESS[1] / _SHARPNESS[0]) ** progress
-            state.steep[:] = sharpness / state.cost.min(), sharpness
+            weight = _WEIGHTS[0] * (_WEIGHTS[1] / _WEIGHTS[0]) ** progress if soft else _FORBIDDEN
+            state.steep[:] = sharpness / state.cost[1], sharpness, weight
             rounds(arrays, state, undo, rng, sharpness * _PATIENCE * (1 - progress) * rng.random(batch) ** 2)
             done += batch
         return _packed(arrays, state, self.encoded) if state.cost[1] < start.cost * (1 - 1e-9) else None
@@ -182,7 +201,7 @@ def _unpacked(arrays: Arrays, packing: Packing) -> tuple[State, Undo]:
         best_option=option.copy(),
         best_spot=spot.copy(),
         terms=np.zeros(encoded.ranks),
-        steep=np.ones(2),
+        steep=np.ones(3),
     )
     undo = Undo(
         tables=np.zeros_like(option),

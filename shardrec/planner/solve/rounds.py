@@ -143,7 +143,7 @@ def rounds(a: Arrays, s: State, u: Undo, rng: np.random.Generator, patience: Flo
     """Go through rounds, in each of which the logarithm of the soft maximum may grow by so much, (rounds,)."""
     for rank in range(s.sums.shape[1]):
         _set_term(s.terms, s.sums, s.steep, rank)
-    before = _height(s.terms, s.base, s.steep)
+    before = _height(a, s)
     for number in range(len(patience)):
         random = rng.random() < 0.5
         many = _varied(a, s, u, rng) if random else _ruined(a, s, u, rng)
@@ -155,7 +155,7 @@ def rounds(a: Arrays, s: State, u: Undo, rng: np.random.Generator, patience: Flo
                 done = _put(a, s, rng, u.tables[back], u.chosen[back], 0.0)
                 back += done
         if not random or (done and rng.random() < _REPAIRED):
-            aim = min(s.cost[0], s.cost[1]) * (1.0 - _AIM * rng.random() ** 2)
+            aim = s.cost[1] * (1.0 - _AIM * rng.random() ** 2)
             budget = aim - s.base[0]
             done = budget > 0.0
             if random and done:
@@ -164,10 +164,10 @@ def rounds(a: Arrays, s: State, u: Undo, rng: np.random.Generator, patience: Flo
             while done and back < many:
                 done = _fill(a, s, rng, u.tables[back], budget)
                 back += done
-        after = _height(s.terms, s.base, s.steep)
+        after = _height(a, s)
         if done and after <= before * exp(patience[number]):
             before = after
-            _keep(s)
+            _keep(a, s)
         else:
             _restore(a, s, u, many, back)
 
@@ -213,17 +213,22 @@ def _set_term(terms: Floats, sums: Floats, steep: Floats, rank: int) -> None:
 
 
 @_compiled
-def _height(terms: Floats, base: Floats, steep: Floats) -> float:
-    total = 0.0
-    for rank in range(len(terms)):
-        total += terms[rank]
-    return exp(min(steep[0] * base[0], _STEEPEST)) * total
+def _height(a: Arrays, s: State) -> float:
+    total, excess = 0.0, 0.0
+    for rank in range(len(s.terms)):
+        total += s.terms[rank]
+        for dim in range(1, len(s.base)):
+            over = s.base[dim] + s.sums[dim, rank] - a.limit[dim]
+            if over > 0.0:
+                excess += over / max(a.limit[dim], 1.0)
+    height: float = exp(min(s.steep[0] * s.base[0], _STEEPEST)) * total + s.steep[2] * excess
+    return height
 
 
 @_compiled
-def _keep(s: State) -> None:
+def _keep(a: Arrays, s: State) -> None:
     s.cost[0] = s.base[0] + s.sums[0, _hottest(s.sums)]
-    if s.cost[0] < s.cost[1] * (1.0 - 1e-9):
+    if s.cost[0] < s.cost[1] * (1.0 - 1e-9) and _within(a.limit, s.sums, s.base):
         s.cost[1] = s.cost[0]
         for table in range(len(s.option)):
             s.best_option[table] = s.option[table]
@@ -316,7 +321,10 @@ def _overloaded(a: Arrays, s: State, u: Undo, rng: np.random.Generator, many: in
     """The tables of the ranks that are over the budget go, too; how many in all."""
     first, last = many, many + _EVICTED
     for rank in range(s.sums.shape[1]):
-        if s.sums[0, rank] > budget and many < last:
+        over = s.sums[0, rank] > budget
+        for dim in range(1, len(s.base)):
+            over = over or s.sums[dim, rank] + s.base[dim] > a.limit[dim]
+        if over and many < last:
             many = min(_find(s.on, u.tables, rank, many), last)
     _largest_first(a.work, s.option, u.tables, u.keys, rng, first, many)
     return many
@@ -390,7 +398,7 @@ def _put(a: Arrays, s: State, rng: np.random.Generator, table: int, option: int,
     soft maximum grows least; if there is no place for one, nothing is done, which is returned."""
     _add_base(s.base, a.base, option, 1)
     first, end = a.option_first[option], a.option_first[option + 1]
-    fits, gang = _within(a.limit, s.sums, s.base), first
+    fits, gang = budget <= 0.0 or _within(a.limit, s.sums, s.base), first
     while gang < end and fits:
         place = _best_place(a, s, rng, a.gang_kind[gang], budget)
         fits = place >= 0
@@ -399,7 +407,8 @@ def _put(a: Arrays, s: State, rng: np.random.Generator, table: int, option: int,
             s.spot[table, gang - first] = place
             gang += 1
             # Two items of a gang may be on one rank.
-            fits = a.set_width[a.kind_set[a.gang_kind[gang - 1]]] == 1 or _within(a.limit, s.sums, s.base)
+            single = a.set_width[a.kind_set[a.gang_kind[gang - 1]]] == 1
+            fits = budget <= 0.0 or single or _within(a.limit, s.sums, s.base)
     if fits:
         s.option[table] = option
         return True
@@ -426,18 +435,25 @@ def _best_place(a: Arrays, s: State, rng: np.random.Generator, kind: int, budget
     width, item, first = a.set_width[a.kind_set[kind]], a.kind_first[kind], a.set_first[a.kind_set[kind]]
     places = (a.set_first[a.kind_set[kind] + 1] - first) // width
     best, found = inf, -1
+    common = exp(min(s.steep[0] * s.base[0], _STEEPEST))
     for place in range(places):
         score, fits = 0.0, True
         for index in range(width):
             rank, load = a.set_ranks[first + place * width + index], a.size[item + index, 0]
+            for dim in range(1, len(s.base)):
+                held = s.sums[dim, rank] + s.base[dim]
+                over = held + a.size[item + index, dim] - max(held, a.limit[dim])
+                if over > 0.0:
+                    fits = fits and budget <= 0.0
+                    score += s.steep[2] * over / max(a.limit[dim], 1.0)
+            if not fits or score >= best:
+                break
             if budget > 0:
                 left = budget - s.sums[0, rank] - load
-                fits = fits and left >= 0
+                fits = left >= 0
                 score += left
             else:
-                score += s.terms[rank] * (exp(min(s.steep[0] * load, _STEEPEST)) - 1.0)
-            for dim in range(1, len(s.base)):
-                fits = fits and s.sums[dim, rank] + a.size[item + index, dim] + s.base[dim] <= a.limit[dim]
+                score += common * s.terms[rank] * (exp(min(s.steep[0] * load, _STEEPEST)) - 1.0)
             if not fits or score >= best:
                 break
         if fits and score < best and (budget <= 0 or rng.random() >= _BLINK):

@@ -27,7 +27,7 @@ import numpy as np
 from shardrec.planner.solve.clock import AT_ONCE, Clock
 from shardrec.planner.solve.encode import Encoded, Ints, encode
 from shardrec.planner.solve.exact import solve_exactly
-from shardrec.planner.solve.packing import Packing, demand, rounded, spread
+from shardrec.planner.solve.packing import Packing, compact, demand, rounded, spread
 from shardrec.planner.solve.problem import Problem, Solution, SolveLimits
 from shardrec.planner.solve.relax import Relaxation
 
@@ -43,6 +43,8 @@ _ROUNDED = ((1.0, 0.1), (1.0, 1.0), (0.5, 1.0))
 """Limits on the size of an item, against c, and weights of the items' load, for the first plans."""
 _MEMORY_SHARES = (1.0, 0.99, 0.97)
 """Shares of the capacity that the choice of options may use: what fits on the whole may not fit rank by rank."""
+_ITEM_SHARES = (1.0, 0.3, 0.1, 0.03, 0.01)
+"""Of the capacity, the most for an item where memory is all that counts: small ones pack well and take more in all."""
 _FILLS = ((0.0, 0.0), (0.0, 0.5), (0.3, 0.5), (1.0, 0.9))
 """Ways to pack, the next where one does not fit memory: how much bytes count for the rank, and in the order."""
 _MOVES = 400
@@ -51,6 +53,8 @@ _BUDGETS = (1.0, 1.1, 1.25, 1.5, 2.0)
 """Of the deciding c: budgets for which options are chosen. The bound is weak where few tables fill the ranks."""
 _POPULATIONS = (8, 4, 2, 2)
 """Plans that are improved, in one phase after the other, each with as many rounds in all."""
+_SOFT = 4
+"""One search in so many may exceed the memory on its way: with next to none to spare, little else is found."""
 _ROUNDS_PER_EFFORT = 1500
 _NODES_PER_EFFORT = 10
 
@@ -133,19 +137,19 @@ class _Search:
             return
         rebuild = self._load_rebuild()
         memory = rebuild.by_memory(self.encoded)
-        starts = [Packing(memory, counts) for counts in (spread(self.encoded), *self.unpacked)]
+        choices = [spread(self.encoded), *(compact(self.encoded, share) for share in _ITEM_SHARES), *self.unpacked]
+        starts = [Packing(memory, counts) for counts in choices]
         for packing in starts:
             packing.fill(demand(memory, packing.counts).items())
-        start = min(starts, key=lambda packing: packing.cost)
-        found: Packing | None = start
-        if start.cost > 1:
+        if all(packing.cost > 1 for packing in starts):
+            start = min(starts, key=lambda packing: packing.cost)
             stop = partial(self._only, self._time_left() / 2)
-            found = rebuild.Rebuilder(memory, self.clock).run(
-                start, _ROUNDS_PER_EFFORT * self.limits.effort, stop, floor=1.0
-            )
-        if found is not None and found.cost <= 1:
-            packing = found.of(self.encoded)
+            most = _ROUNDS_PER_EFFORT * self.limits.effort
+            found = rebuild.Rebuilder(memory, self.clock).run(start, most, stop, floor=1.0)
+            starts = [] if found is None else [found]
+        for packing in (each.of(self.encoded) for each in starts if each.cost <= 1):
             if packing.fits():
+                packing.improve(_MOVES, self.bound)
                 self._add(packing)
 
     def _load_rebuild(self) -> Any:
@@ -189,7 +193,10 @@ class _Search:
                     stop=partial(self._only, until),
                     floor=self.bound * (1 + self.limits.gap),
                 )
-                each = [partial(run, start, seed=seed + n) for n, start in enumerate(starts[number : number + AT_ONCE])]
+                each = [
+                    partial(run, start, seed=n, soft=n % _SOFT == _SOFT - 1)
+                    for n, start in enumerate(starts[number : number + AT_ONCE], seed)
+                ]
                 for start, found in zip(starts[number:], self.clock.together(each), strict=False):
                     self._add(found or start)
                 seed += AT_ONCE

@@ -121,6 +121,22 @@ def test_it_mends_a_bad_packing() -> None:
     assert found.cost < 0.7 * start.cost
 
 
+def test_memory_may_be_exceeded_on_the_way() -> None:
+    """Each table on all ranks, or with less work on those of one host; one by one, that is more than a host has."""
+    hosts = 4
+    everywhere = Option(label="everywhere", everywhere=Item(load=1.0, memory=(1.0,)))
+    gang = Gang(items=(Item(load=1.0, memory=(4.0,)),) * 2, places=host_places(hosts, 2))
+    tables = {f"t{n}": (everywhere, Option(label="host", everywhere=Item(), gangs=(gang,))) for n in range(hosts)}
+    encoded = encode(Problem(ranks=2 * hosts, capacity=(4.5,), tables=tables))
+    start = Packing(encoded, np.array([hosts, 0]))
+    assert start.fits()
+    assert Rebuilder(encoded).run(start, 4000, lambda: False) is None
+    found = Rebuilder(encoded).run(start, 4000, lambda: False, soft=True)
+    assert found is not None
+    assert found.fits()
+    assert found.cost == 1.0
+
+
 def test_it_ends_when_it_is_told() -> None:
     rng = Random(5)
     encoded = encode(many_items(rng))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from shardrec.planner.solve import Gang, Item, Option, Problem, SolveLimits, solve
 from shardrec.planner.solve.encode import encode
-from shardrec.planner.solve.packing import Packing, demand, spread
+from shardrec.planner.solve.packing import Packing, compact, demand, spread
 from shardrec.planner.solve.problem import anywhere, host_places
 from shardrec.planner.solve.rebuild import Rebuilder, by_memory
 from tests.planner.problems import check
@@ -87,6 +87,22 @@ def test_repair_brings_every_rank_within_its_memory(rng: Random) -> None:
     packing = found.of(encoded)
     assert packing.fits()
     np.testing.assert_allclose(found.loads * encoded.capacity[0], packing.memory[:, 0])
+
+
+@settings(max_examples=20, deadline=None)
+@given(rng=randoms())
+def test_compact_choices_take_the_least_memory_of_items_so_small(rng: Random) -> None:
+    encoded = encode(planted(rng, 8))
+    share = rng.choice([0.05, 0.1, 0.3, 1.0])
+    counts = compact(encoded, share)
+    size = encoded.total_memory[:, 0]
+    for span, tables in zip(encoded.group_options, encoded.sizes.tolist(), strict=True):
+        (chosen,) = np.flatnonzero(counts[span.start : span.stop]) + span.start
+        assert counts[chosen] == tables
+        items = {o: encoded.item_memory[encoded.item_option == o].max() / encoded.capacity[0] for o in span}
+        small = [o for o in span if items[o] <= share]
+        assert chosen in small or not small
+        assert all(size[chosen] <= size[o] for o in small)
 
 
 def test_what_greedy_packing_misses() -> None:
