@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from shardrec.data.batch import ClickBatch
 from shardrec.data.config import SyntheticConfig
@@ -48,8 +49,7 @@ class SyntheticClickData:
 
     def __init__(self, config: SyntheticConfig) -> None:
         self.config = config
-        self.model = PlantedModel(config)
-        self._best: BestMetrics | None = None
+        self.model = _planted(config)
 
     @property
     def schema(self) -> ClickSchema:
@@ -92,15 +92,8 @@ class SyntheticClickData:
         return self._batches(Stream.HOLDOUT, self.config.holdout_rows, request)
 
     def best_metrics(self) -> BestMetrics:
-        """The metrics of the true probabilities; computed once, in a second or two."""
-        if self._best is None:
-            holdout = self.model.rows(Stream.HOLDOUT, 0, self.config.holdout_rows)
-            expected = self.model.probabilities(Stream.EXPECTATION, 0, _EXPECTATION_ROWS)
-            self._best = BestMetrics(
-                holdout=click_metrics(holdout.labels, holdout.probabilities),
-                expected=click_metrics(expected, expected),
-            )
-        return self._best
+        """The metrics of the true probabilities; computed once per process, in a second or two."""
+        return _best_metrics(self.config)
 
     def describe(self) -> str:
         """Size, origin and optimum in a few lines of text."""
@@ -129,3 +122,18 @@ class SyntheticClickData:
             if request.wants(first // step, count):
                 start, stop = request.share(count)
                 yield self.clicks(self.model.rows(stream, first + start, first + stop)).to_batch(self.schema)
+
+
+@lru_cache(maxsize=2)
+def _planted(config: SyntheticConfig) -> PlantedModel:
+    return PlantedModel(config)
+
+
+@lru_cache(maxsize=2)
+def _best_metrics(config: SyntheticConfig) -> BestMetrics:
+    model = _planted(config)
+    holdout = model.rows(Stream.HOLDOUT, 0, config.holdout_rows)
+    expected = model.probabilities(Stream.EXPECTATION, 0, _EXPECTATION_ROWS)
+    return BestMetrics(
+        holdout=click_metrics(holdout.labels, holdout.probabilities), expected=click_metrics(expected, expected)
+    )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer
 
 from shardrec.errors import ConfigError
@@ -72,8 +72,7 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
         """Nothing to update; hands the learning rates to the kernels."""
         loss = None if closure is None else closure()
         self.push()
-        if any(spec.counts_steps for spec in self._specs):
-            self._refresh()
+        self._show_counts()
         return loss
 
     def push(self) -> None:
@@ -160,17 +159,28 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
         """Point ``state`` at the kernels' memory, and count Adam's steps."""
         self._take_steps()
         for collection in self._collections:
-            counts = collection.step_counts()
             for name, optimizer in collection.fused_optimizers().items():
                 table = collection.tables()[name]
                 parts = {state: collection.fused_state(name, state) for state in optimizer.states}
                 for shard, parameter in table.locals.items():
                     self._table_of[parameter] = table.layout.name
-                    entry: dict[str, Tensor] = {state: tensors[shard] for state, tensors in parts.items()}
                     if optimizer.counts_steps:
-                        self._shown[parameter] = counts[table.layout.name]
-                        entry["step"] = torch.tensor(float(self._shown[parameter]))
-                    self.state[parameter] = entry
+                        self._shown[parameter] = -1
+                    self.state[parameter] = {state: tensors[shard] for state, tensors in parts.items()}
+        self._show_counts()
+
+    def _show_counts(self) -> None:
+        """Write the kernels' counts of updates into ``state``."""
+        if not self._shown:
+            return
+        counts: dict[str, int] = {}
+        for collection in self._collections:
+            counts |= collection.step_counts()
+        for parameter, shown in self._shown.items():
+            count = counts[self._table_of[parameter]]
+            if count != shown:
+                self._shown[parameter] = count
+                self.state[parameter]["step"] = torch.tensor(float(count))
 
 
 def _settings(spec: FusedOptimizer) -> dict[str, Any]:
