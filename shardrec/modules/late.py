@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
@@ -78,10 +77,15 @@ class LateKeyedTensor(KeyedTensor):  # type: ignore[misc]  # torchrec has no typ
     """
 
     def __init__(self, pending: _Columns, keys: list[str], dims: list[int]) -> None:
+        # What KeyedTensor's own would set, less the values: dynamo of torch 2.11 does not call a property's setter, and
+        # takes what was assigned for the property's value.
         self._pending = pending
         self._arrived: Tensor | None = None
-        super().__init__(keys, dims, torch.empty(0))
-        self._arrived = None
+        self._keys = keys
+        self._length_per_key = dims
+        self._key_dim = 1
+        self._offset_per_key = None
+        self._index_per_key = None
 
     def values(self) -> Tensor:
         """(B, D) values; waits for them the first time."""
@@ -94,10 +98,6 @@ class LateKeyedTensor(KeyedTensor):  # type: ignore[misc]  # torchrec has no typ
         # Where KeyedTensor's own methods look for them.
         return self.values()
 
-    @_values.setter
-    def _values(self, values: Tensor) -> None:
-        self._arrived = values
-
 
 class LateJaggedTensor(JaggedTensor):  # type: ignore[misc]  # torchrec has no types
     """A JaggedTensor whose values are waited for when they are first asked for.
@@ -109,9 +109,11 @@ class LateJaggedTensor(JaggedTensor):  # type: ignore[misc]  # torchrec has no t
     """
 
     def __init__(self, pending: _Rows, name: str, lengths: Tensor) -> None:
+        # What JaggedTensor's own would set, less the values: see LateKeyedTensor.
         self._pending = pending
         self._name = name
-        super().__init__(torch.empty(0), None, lengths)
+        self._lengths = lengths
+        self._offsets = None
 
     @property
     def _values(self) -> Tensor:
@@ -119,15 +121,7 @@ class LateJaggedTensor(JaggedTensor):  # type: ignore[misc]  # torchrec has no t
         values: Tensor = self._pending.wait(self._name)._values
         return values
 
-    @_values.setter
-    def _values(self, values: Tensor) -> None:
-        """They are those that arrive."""
-
     @property
     def _weights(self) -> Tensor | None:
         weights: Tensor | None = self._pending.wait(self._name)._weights
         return weights
-
-    @_weights.setter
-    def _weights(self, weights: Tensor | None) -> None:
-        """They are those that arrive."""

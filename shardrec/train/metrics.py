@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from shardrec.data import ClickBatch, ClickMetrics, click_metrics
 from shardrec.exchange.peers import peers
+from shardrec.pipeline.train import TrainPipeline
 
 __all__ = ["evaluate", "gather_rows"]
 
@@ -28,17 +29,17 @@ def evaluate(model: nn.Module, batches: Iterable[ClickBatch], device: torch.devi
     Raises:
         ConfigError: if no row, or none or all of the rows, were clicked, so that there is no AUC.
     """
-    was_training = model.training
-    model.eval()
-    scored: list[Tensor] = [torch.zeros((2, 0))]
-    with torch.no_grad():
-        for batch in batches:
-            here = batch.to(device)
-            logits = model(here.dense, here.sparse).view(-1)
-            scored.append(torch.stack((here.labels, torch.sigmoid(logits.float()))).cpu())
-    model.train(was_training)
-    labels, probabilities = gather_rows(torch.cat(scored, dim=1)).numpy()
+    steps = TrainPipeline(model, (), (), depth=0, device=device)  # copies batches to the device without waiting
+    scored = [torch.zeros((2, 0), device=device), *steps.predict(batches, _scores)]
+    # Scores stay on the device until here: reading each batch's would make the host wait for it.
+    labels, probabilities = gather_rows(torch.cat(scored, dim=1).cpu()).numpy()
     return click_metrics(labels, probabilities)
+
+
+def _scores(model: nn.Module, batch: ClickBatch) -> Tensor:
+    """(2, B): labels, and probabilities of a click."""
+    logits: Tensor = model(batch.dense, batch.sparse)
+    return torch.stack((batch.labels, torch.sigmoid(logits.view(-1).float())))
 
 
 def gather_rows(scored_2N: Tensor) -> Tensor:

@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from shardrec.data import ClickBatch, ClickMetrics
 from shardrec.errors import InputError
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.modules import ShardedModel, shard
 from shardrec.pipeline import TrainPipeline
+from shardrec.train.metrics import evaluate
 from tests.batches import random_bags
 from tests.cuda_double import DeviceTensor, HiddenWait, Race, cuda_double, cuda_is_there
 from tests.models import click_model, collection, feature_rows, random_configs, table_sizes
@@ -288,6 +290,25 @@ def test_a_pipeline_waits_between_its_streams(depth: int) -> None:
         assert [one.partition(":")[0] for one in double.waits] == [HEADER] * (4 - (depth > 0)), double.waits
         losses += map(float, later)
         assert losses == pytest.approx(expected, abs=1e-4)
+
+
+def test_held_out_metrics_are_read_once() -> None:
+    batches = []
+    for step in range(4):
+        sparse = random_bags(Random(step), feature_rows(CONFIGS), 3, shuffled=False).kjt()
+        labels = torch.tensor([0.0, 1.0, 1.0])
+        batches.append(ClickBatch(dense=torch.rand(3, 3), sparse=sparse, labels=labels))
+
+    def metrics(device: str) -> ClickMetrics:
+        model = shard(click_model(CONFIGS), mixed_plan(1), device=device)
+        return evaluate(model, batches, torch.device(device))
+
+    expected = metrics("cpu")
+    with cuda_is_there(), cuda_double() as double, double.may_wait():
+        found = metrics("cuda:0")
+        assert [one.partition(":")[0] for one in double.waits[-5:]] == [HEADER] * 4 + ["train/metrics.py"]
+    assert found.rows == 12
+    assert (found.auc, found.logloss) == pytest.approx((expected.auc, expected.logloss), abs=1e-5)
 
 
 def test_the_double_finds_races() -> None:

@@ -106,6 +106,8 @@ def test_constraints_name_tables_by_path() -> None:
 
 
 def test_figures_are_those_of_where_the_tables_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):  # before a CUDA build of torch is told that there is a device
+        there = nn.ParameterList([torch.empty(2, device="cuda")])
     h100 = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=85 * 10**9)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: h100)
@@ -120,8 +122,6 @@ def test_figures_are_those_of_where_the_tables_are(monkeypatch: pytest.MonkeyPat
     assert profile(plan(model, topology, device="cuda:1")) == h100.name
     assert profile(plan(model, topology.with_machine("l4"), device="cpu")) == "l4"
     assert profile(shard(model).plan) == "cpu"
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        there = nn.ParameterList([torch.empty(2, device="cuda")])
     on_cuda = nn.ModuleDict({"tables": collection(CONFIGS, device="meta"), "there": there})
     assert profile(plan(on_cuda, topology)) == h100.name
     assert profile(plan_tables(table_loads(model), topology)) == h100.name
