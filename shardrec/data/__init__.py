@@ -17,6 +17,7 @@ from shardrec.data.fault import Reason
 from shardrec.data.files import FileClickData
 from shardrec.data.metrics import ClickMetrics, area_under_roc, click_metrics
 from shardrec.data.preprocess import hash_categories, transform_dense
+from shardrec.data.request import batch_of_request, request_example
 from shardrec.data.schema import CRITEO_CARDINALITIES, ClickSchema, criteo_schema
 from shardrec.data.source import ClickData, open_click_data
 from shardrec.data.spec import Feature, FeatureSpec, Label, click_spec, criteo_spec, load_spec
@@ -38,6 +39,7 @@ __all__ = [
     "SyntheticClickData",
     "SyntheticConfig",
     "area_under_roc",
+    "batch_of_request",
     "click_metrics",
     "click_spec",
     "criteo_schema",
@@ -45,6 +47,7 @@ __all__ = [
     "hash_categories",
     "load_spec",
     "open_click_data",
+    "request_example",
     "transform_dense",
     "write_criteo_tsv",
     "write_parquet",

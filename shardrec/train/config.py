@@ -161,7 +161,8 @@ class TrainConfig:
     constraint: tuple[str, ...] = option(
         (),
         _RANKS,
-        "Cuts that the planner may use, such as 't_*=row_wise' or 't_cat_3=table_wise@0'; can be repeated.",
+        "Cuts that the planner may use, such as 't_*=row_wise' or 'cat_3=table_wise@0', by the name of a table or of a "
+        "feature that one table alone has; can be repeated.",
         metavar="TABLE=CUT[,CUT][@RANK,RANK]",
     )
     plan: str | None = option(None, _RANKS, "Use this plan.json instead of planning.", metavar="PATH")

@@ -181,7 +181,7 @@ def _sharded_model(config: TrainConfig, source: Source, place: Place, plan: Shar
         plan = make_plan(
             model,
             batch_size=source.batch_size,
-            constraints=planner_constraints(config),
+            constraints=planner_constraints(config, model),
             sample_batches=source.sampled(_SAMPLED),
             device=place.device,
         )
