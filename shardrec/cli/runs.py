@@ -39,13 +39,11 @@ def eval_command(
 ) -> None:
     """Compute the metrics of a run's last checkpoint on other rows, of files with the run's columns."""
     del debug  # read by the entry point
-    import dataclasses
-
     from shardrec.launch.quiet import environment_for_torch, quiet_libraries
 
     with environment_for_torch(), quiet_libraries():
         metrics, skipped = RunFolder(run).evaluate(data, on_bad_row)
-        found = dataclasses.asdict(metrics)
+        found = metrics.to_mapping()
     for reason, count in skipped.items():
         typer.echo(f"left out {count:,} row{'s' * (count > 1)}: {reason}", err=True)
     if as_json:

@@ -108,13 +108,14 @@ class RunFolder:
         place = Place(rank=0, world_size=1, device=cpu, threads=torch.get_num_threads())
         source = Source(dataclasses.replace(config, global_batch_size=config.batch_size), place)
         batches = source.test_batches() if data is None else source.holdout_batches()
-        return evaluate(self.model(), batches, cpu), source.skipped
+        return evaluate(self.model(), batches, cpu, k=config.top_k), source.skipped
 
     def endpoint(self) -> Endpoint:
         """The model of the last good checkpoint behind HTTP."""
         from shardrec.train.endpoint import Endpoint
 
-        return Endpoint(self.model(), self.spec, {"run": str(self.path), **self.summary()})
+        output = "probabilities" if self.config.loss == "bce" else "scores"
+        return Endpoint(self.model(), self.spec, {"run": str(self.path), **self.summary()}, output=output)
 
     def export(self, target: str, out: Path, weights: str = "fp32") -> Path:
         """Write the model for serving, with its tables in inference kernels; see :mod:`shardrec.serve`.
@@ -168,13 +169,13 @@ class RunFolder:
         if not metrics:
             return {**found, "results": "none yet; go on with shardrec train --resume --out " + str(self.path)}
         training, final = metrics["training"], metrics["final"]
-        names = ("auc", "normalized_entropy", "logloss")
+        counted = ("rows", "groups", "click_rate", "auc_stderr")
         return {
             **found,
             "samples": f"{training['samples']:,}",
             "steps": f"{training['steps']:,}",
             "samples_per_second": f"{training['samples_per_second']:,.0f}",
-            **{name: f"{final[name]:.4f}" for name in names},
+            **{name: f"{value:.4f}" for name, value in final.items() if name not in counted and value is not None},
             "rows behind them": f"{final['rows']:,}",
         }
 

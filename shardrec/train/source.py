@@ -22,6 +22,7 @@ from shardrec.data import (
     load_spec,
     open_click_data,
 )
+from shardrec.errors import ConfigError
 from shardrec.launch.ranks import Place
 from shardrec.train.config import TrainConfig
 
@@ -153,9 +154,21 @@ def spec_of(config: TrainConfig) -> FeatureSpec:
 
 
 def _files(config: TrainConfig, names: str, *, holdout: float = 0.0, shuffle: int = 0) -> FileClickData:
+    spec = spec_of(config)
+    if config.loss != "bce" and spec.group is None:
+        raise ConfigError(
+            f"loss (--loss) is {config.loss!r}, which ranks the rows of a group, and {config.features} names none: add "
+            "group: COLUMN, or give loss 'bce'"
+        )
     on_bad_row = "raise" if config.on_bad_row == "error" else config.on_bad_row
     data = open_click_data(
-        names, spec_of(config), holdout=holdout, on_bad_row=on_bad_row, shuffle=shuffle, seed=config.seed
+        names,
+        spec,
+        holdout=holdout,
+        on_bad_row=on_bad_row,
+        shuffle=shuffle,
+        keep_groups=config.loss != "bce",
+        seed=config.seed,
     )
     assert isinstance(data, FileClickData), "only a SyntheticConfig gives generated rows"
     return data
