@@ -26,6 +26,7 @@ SHELL       := bash
 BIN     := $(VENV)/bin
 RUNTIME := $(VENV)/.shardrec-$(DEVICE)-$(SET)
 DEV     := $(VENV)/.shardrec-$(DEVICE)-$(SET)-dev
+SITE    := $(VENV)/.shardrec-$(DEVICE)-$(SET)-site
 
 PIP := PYTHONUNBUFFERED=1 $(BIN)/python -m pip install --disable-pip-version-check --no-input --progress-bar off
 
@@ -43,7 +44,7 @@ ifeq ($(filter $(SET),$(SETS)),)
 $(error SET is "$(SET)"; it is a release of torch, one of $(SETS))
 endif
 
-.PHONY: help train test check sanitize faults bench gpu cpp-example parameter-server docs clean
+.PHONY: help train test check sanitize faults bench gpu cpp-example parameter-server docs docs-site wheel clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 18
@@ -90,7 +91,19 @@ parameter-server: $(RUNTIME) ## train with 2 embedding servers and 2 trainers, a
 
 docs: $(DEV) ## write docs/api.md and run the examples of docs/
 	$(BIN)/python docs/make_api.py
+	$(BIN)/python docs/make_notebook.py
 	$(BIN)/python -m pytest -q tests/docs
+
+# For this Python and this torch, which the operators are compiled against.
+wheel: $(RUNTIME) ## build a wheel with the C++ operators, in dist
+	$(BIN)/python -m pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation -w dist .
+	@$(BIN)/python -m zipfile -l dist/shardrec-*.whl | grep -o 'shardrec/native/ops_for_torch[^ ]*' || { \
+	  echo "the wheel in dist has no operators: the compiler's message is above" >&2; exit 1; }
+
+# Once installed, the build asks no network. Its warnings are errors.
+docs-site: $(SITE) ## build the pages of docs/, benchmarks/ and examples/ as a site, in build/site
+	$(BIN)/sphinx-build -q -W --keep-going -c docs/site . build/site
+	@echo "build/site/README.html"
 
 clean: ## delete caches and build leftovers; .venv stays
 	rm -rf build dist examples/cpp_serving/build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -128,4 +141,9 @@ $(RUNTIME): requirements/base.txt requirements/$(DEVICE).txt requirements/set-$(
 $(DEV): requirements/dev.txt $(RUNTIME)
 	@printf '%s' "==> installing the test tools in $(VENV) "
 	@$(call install,--no-warn-conflicts -r requirements/$(DEVICE).txt -r requirements/dev.txt -c requirements/set-$(SET).txt); echo
+	@touch $@
+
+$(SITE): requirements/docs.txt $(RUNTIME)
+	@printf '%s' "==> installing Sphinx in $(VENV) "
+	@$(call install,--no-warn-conflicts -r requirements/$(DEVICE).txt -r requirements/docs.txt -c requirements/set-$(SET).txt); echo
 	@touch $@

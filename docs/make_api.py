@@ -2,31 +2,52 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from pathlib import Path
 from typing import Any
 
-import shardrec
-
 PAGE = Path(__file__).with_name("api.md")
 INTRODUCTION = """# API
 
-The public names of `shardrec`, from their docstrings. `make docs` writes this page.
+The public names of `shardrec` and of its packages, from their docstrings. `make docs` writes this page.
 """
+MODULES = (
+    "shardrec",
+    "shardrec.planner",
+    "shardrec.layout",
+    "shardrec.layout.cuts",
+    "shardrec.serve",
+    "shardrec.pipeline",
+    "shardrec.rpc",
+    "shardrec.data",
+    "shardrec.train",
+)
 
 
 def page() -> str:
     """The text of docs/api.md."""
     parts = [INTRODUCTION]
-    for name in sorted(shardrec.__all__, key=str.lower):
-        value = getattr(shardrec, name)
-        parts.append(f"## `{name}`\n\n{_described(name, value)}")
-        if inspect.isclass(value) and not issubclass(value, BaseException):
-            parts.extend(
-                f"### `{name}.{member}`\n\n{_described(member, method)}"
-                for member, method in sorted(vars(value).items())
-                if not member.startswith("_") and _is_method(method)
-            )
+    written: dict[int, str] = {}
+    for path in MODULES:
+        module = importlib.import_module(path)
+        first = (inspect.getdoc(module) or "").splitlines()[0].replace("``", "`")
+        parts.append(f"## {path}\n\n{first}\n")
+        for name in sorted(module.__all__, key=str.lower):
+            value = getattr(module, name)
+            if inspect.ismodule(value):
+                continue
+            before = written.setdefault(id(value), f"{path}.{name}") if callable(value) else f"{path}.{name}"
+            if before != f"{path}.{name}":
+                parts.append(f"### `{name}`\n\nThe same as `{before}`.\n")
+                continue
+            parts.append(f"### `{name}`\n\n{_described(name, value)}")
+            if inspect.isclass(value) and not issubclass(value, BaseException):
+                parts.extend(
+                    f"#### `{name}.{member}`\n\n{_described(member, method)}"
+                    for member, method in sorted(vars(value).items())
+                    if not member.startswith("_") and _is_method(method)
+                )
     return "\n".join(parts)
 
 
@@ -38,10 +59,17 @@ def _described(name: str, value: Any) -> str:
     home = str(getattr(value, "__module__", ""))
     if home.split(".")[0] == "torch":
         return f"Torch's own `{home}.{value.__qualname__}`, under a public name: see [scripting.md](scripting.md).\n"
+    if not (callable(value) or isinstance(value, (classmethod, staticmethod, property))):
+        return f"```python\n{name} = {_short(value)}\n```\n"
     text = inspect.getdoc(value) or ""
     signature = _signature(name, value)
     block = f"```python\n{signature}\n```\n\n" if signature else ""
     return f"{block}```text\n{text}\n```\n"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else text[:97] + "..."
 
 
 def _signature(name: str, value: Any) -> str:

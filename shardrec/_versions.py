@@ -1,4 +1,4 @@
-"""Do the installed torch, fbgemm-gpu and torchrec belong together?
+"""Do the installed torch, fbgemm-gpu and torchrec belong together? Are the packages of an extra there?
 
 fbgemm-gpu is a set of shared libraries built against one minor release of torch. Under another one it fails to load,
 or loads and crashes later, and neither says why. The versions are read from the packages' metadata, before any of the
@@ -18,7 +18,7 @@ from importlib import metadata, util
 
 from shardrec.errors import VersionError
 
-__all__ = ["MATCHING_SETS", "MatchingSet", "check_versions"]
+__all__ = ["EXTRAS", "MATCHING_SETS", "MatchingSet", "check_extra", "check_versions"]
 
 _FBGEMM_BUILDS = ("fbgemm-gpu-cpu", "fbgemm-gpu")
 
@@ -61,6 +61,32 @@ class _Found:
         if not self.present:
             return f"no {self.name}"
         return f"{self.name} {self.version or 'of unknown version'}"
+
+
+EXTRAS = {
+    "planner": ("highspy", "numba", "scipy"),
+    "plots": ("matplotlib",),
+    "train": ("pyarrow", "pydantic", "tensorboard", "werkzeug"),
+}
+"""The modules that each extra of the package brings."""
+
+
+@functools.cache
+def check_extra(extra: str) -> None:
+    """Raises unless the packages of an extra are installed; imports none of them.
+
+    Args:
+        extra: a key of :data:`EXTRAS`.
+
+    Raises:
+        VersionError: in one sentence, what is missing and how to install it.
+    """
+    missing = [name for name in EXTRAS[extra] if util.find_spec(name) is None]
+    if missing:
+        raise VersionError(
+            f"shardrec was installed without {', '.join(missing)}, which its extra {extra!r} brings: "
+            f"pip install 'shardrec[{extra}]'"
+        )
 
 
 @functools.cache

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import configparser
 import logging
 from collections.abc import Callable, Iterator
 from importlib import metadata
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from shardrec import VersionError, _versions
-from shardrec._versions import MATCHING_SETS, check_versions
+from shardrec._versions import MATCHING_SETS, check_extra, check_versions
 
 Install = Callable[..., None]
 
@@ -39,6 +41,25 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
     check_versions.cache_clear()
     yield pretend
     check_versions.cache_clear()
+
+
+def test_an_extra_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for extra in _versions.EXTRAS:
+        check_extra(extra)  # all of them are, where the tests run
+    check_extra.cache_clear()
+    monkeypatch.setattr(_versions.util, "find_spec", lambda name: None if name in ("numba", "highspy") else name)
+    with pytest.raises(VersionError, match=r"without highspy, numba, .* pip install 'shardrec\[planner\]'"):
+        check_extra("planner")
+    check_extra("plots")
+    check_extra.cache_clear()
+
+
+def test_extras_are_those_of_the_package() -> None:
+    config = configparser.ConfigParser()
+    config.read(Path(__file__).parents[1] / "setup.cfg", encoding="utf-8")
+    for extra, modules in _versions.EXTRAS.items():
+        named = config["options.extras_require"][extra].split("\n")
+        assert {line.split()[0] for line in named if line and "[" not in line} == set(modules)
 
 
 def message() -> str:

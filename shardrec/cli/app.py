@@ -13,7 +13,7 @@ from shardrec.cli.calibrate import CALIBRATE_HELP, calibrate_command
 from shardrec.cli.doctor import doctor
 from shardrec.cli.ending import ended_by_error
 from shardrec.cli.plan import PLAN_HELP, plan_command
-from shardrec.cli.runs import compare_command, eval_command, export_command, inspect_command
+from shardrec.cli.runs import compare_command, eval_command, export_command, inspect_command, serve_command
 from shardrec.cli.serve_embeddings import SERVE_HELP, serve_embeddings_command
 from shardrec.cli.train import train_command
 
@@ -45,6 +45,7 @@ def _shardrec(
 app.command("train")(train_command())
 app.command("eval")(eval_command)
 app.command("export")(export_command)
+app.command("serve")(serve_command)
 app.command("inspect")(inspect_command)
 app.command("compare")(compare_command)
 # The harness reads the arguments, --help among them.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
+from shardrec._versions import EXTRAS
 from shardrec.errors import InputError, ShardrecError
 from shardrec.train import RunStopped
 
@@ -35,7 +36,10 @@ def ended_by_error(error: Exception) -> None:
     if isinstance(error, InputError) and not _speaks():
         return
     text = str(error) or type(error).__name__
-    if not isinstance(error, ShardrecError):
+    extra = next((name for name, modules in EXTRAS.items() if getattr(error, "name", None) in modules), None)
+    if isinstance(error, ModuleNotFoundError) and extra is not None:
+        text = f"this command needs {error.name}, which is not installed: pip install 'shardrec[{extra}]'"
+    elif not isinstance(error, ShardrecError):
         text = f"unexpected {type(error).__name__}: {text}\nRun it again with --debug for the traceback"
     who = "shardrec" if "RANK" not in os.environ else f"shardrec, rank {os.environ['RANK']}"
     if not sys.stderr.isatty():

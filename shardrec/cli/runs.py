@@ -1,4 +1,4 @@
-"""``shardrec eval``, ``export``, ``inspect`` and ``compare``: what a finished run is good for."""
+"""``shardrec eval``, ``export``, ``serve``, ``inspect`` and ``compare``: what a finished run is good for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-__all__ = ["compare_command", "eval_command", "export_command", "inspect_command"]
+__all__ = ["compare_command", "eval_command", "export_command", "inspect_command", "serve_command"]
 
 _Run = Annotated[Path, typer.Argument(help="Folder of results of shardrec train.", metavar="RUN")]
 _Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
@@ -27,17 +27,25 @@ def eval_command(
     data: Annotated[
         str | None, typer.Option(help="Files of rows (default: those that the run's own metrics are of)")
     ] = None,
+    on_bad_row: Annotated[
+        str | None,
+        typer.Option(
+            help="What a row that cannot be read does: end the command, or be left out (default: the run's option)",
+            metavar="error|skip",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the metrics as JSON.")] = False,
     debug: _Debug = False,
 ) -> None:
     """Compute the metrics of a run's last checkpoint on other rows, of files with the run's columns."""
     del debug  # read by the entry point
-    import dataclasses
-
     from shardrec.launch.quiet import environment_for_torch, quiet_libraries
 
     with environment_for_torch(), quiet_libraries():
-        found = dataclasses.asdict(RunFolder(run).evaluate(data))
+        metrics, skipped = RunFolder(run).evaluate(data, on_bad_row)
+        found = metrics.to_mapping()
+    for reason, count in skipped.items():
+        typer.echo(f"left out {count:,} row{'s' * (count > 1)}: {reason}", err=True)
     if as_json:
         typer.echo(json.dumps(found, indent=1))
         return
@@ -58,6 +66,32 @@ def export_command(
     with environment_for_torch(), quiet_libraries():
         path = RunFolder(run).export(to, out, weights)
     typer.echo(f"wrote {path}, {path.stat().st_size:,} bytes")
+
+
+def serve_command(
+    run: _Run,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all of this machine's.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 for any.", min=0, max=65535)] = 8080,
+    debug: _Debug = False,
+) -> None:
+    """Answer HTTP requests with the predictions of a run's last checkpoint, to try it; one at a time.
+
+    POST /predict takes {"rows": [...]}, objects by the features' names; GET / shows an example.
+    """
+    del debug  # read by the entry point
+    from shardrec.launch.quiet import environment_for_torch, quiet_libraries
+
+    with environment_for_torch(), quiet_libraries():
+        from shardrec.train.endpoint import open_server
+
+        server = open_server(RunFolder(run).endpoint(), host, port)
+    typer.echo(f"serving {run} at http://{host}:{server.port}/ (GET / shows an example; Ctrl-C ends)")
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    finally:
+        server.server_close()
 
 
 def inspect_command(run: _Run, debug: _Debug = False) -> None:

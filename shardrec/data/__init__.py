@@ -4,9 +4,10 @@
     for batch in data.train_batches(rank, world_size, batch_size=2048):
         loss = model(batch.dense, batch.sparse, batch.labels)
 
-Files are named for the steps of the data: ``spec`` (what the columns are) → ``tables`` (a file as Arrow tables) →
-``encode`` with ``fault`` for what is wrong → ``preprocess`` → ``rows`` → ``split`` (ranks, held-out part) → ``batch``;
-and ``zipf`` → ``planted`` → ``synthetic`` for generated rows, which ``write`` turns into files.
+Files are named for the steps of the data: ``spec`` (what the columns are) → ``tables`` (a file as Arrow tables;
+``svmlight`` parses LIBSVM's lines) or ``request`` (rows as JSON) → ``encode`` with ``fault`` for what is wrong →
+``preprocess`` → ``rows`` → ``split`` (ranks, held-out part) → ``batch``; ``zipf`` → ``planted`` → ``synthetic`` for
+generated rows, which ``write`` turns into files; and ``metrics`` and ``ranking`` of predictions.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from shardrec.data.fault import Reason
 from shardrec.data.files import FileClickData
 from shardrec.data.metrics import ClickMetrics, area_under_roc, click_metrics
 from shardrec.data.preprocess import hash_categories, transform_dense
+from shardrec.data.ranking import RankingMetrics, ranking_metrics
+from shardrec.data.request import batch_of_request, request_example
 from shardrec.data.schema import CRITEO_CARDINALITIES, ClickSchema, criteo_schema
 from shardrec.data.source import ClickData, open_click_data
 from shardrec.data.spec import Feature, FeatureSpec, Label, click_spec, criteo_spec, load_spec
@@ -34,10 +37,12 @@ __all__ = [
     "FeatureSpec",
     "FileClickData",
     "Label",
+    "RankingMetrics",
     "Reason",
     "SyntheticClickData",
     "SyntheticConfig",
     "area_under_roc",
+    "batch_of_request",
     "click_metrics",
     "click_spec",
     "criteo_schema",
@@ -45,6 +50,8 @@ __all__ = [
     "hash_categories",
     "load_spec",
     "open_click_data",
+    "ranking_metrics",
+    "request_example",
     "transform_dense",
     "write_criteo_tsv",
     "write_parquet",

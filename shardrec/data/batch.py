@@ -22,11 +22,13 @@ class ClickBatch:
         dense: float32 (B, dense features); transformed by :func:`shardrec.data.transform_dense`.
         sparse: the ids, int64, under the schema's ``sparse_names`` in their order, stride B.
         labels: float32 (B,), 0 or 1.
+        groups: int64 (B,), rows with the same key are ranked against each other; None where the data have no groups.
     """
 
     dense: Tensor
     sparse: KeyedJaggedTensor
     labels: Tensor
+    groups: Tensor | None = None
 
     @property
     def size(self) -> int:
@@ -40,6 +42,7 @@ class ClickBatch:
             dense=self.dense.to(target, non_blocking=non_blocking),
             sparse=self.sparse.to(target, non_blocking=non_blocking),
             labels=self.labels.to(target, non_blocking=non_blocking),
+            groups=None if self.groups is None else self.groups.to(target, non_blocking=non_blocking),
         )
 
     def pin_memory(self) -> ClickBatch:
@@ -47,7 +50,10 @@ class ClickBatch:
         if not torch.accelerator.is_available():
             return self
         return ClickBatch(
-            dense=self.dense.pin_memory(), sparse=self.sparse.pin_memory(), labels=self.labels.pin_memory()
+            dense=self.dense.pin_memory(),
+            sparse=self.sparse.pin_memory(),
+            labels=self.labels.pin_memory(),
+            groups=None if self.groups is None else self.groups.pin_memory(),
         )
 
     def record_stream(self, stream: torch.Stream) -> None:
@@ -55,3 +61,5 @@ class ClickBatch:
         self.dense.record_stream(stream)
         self.sparse.record_stream(stream)
         self.labels.record_stream(stream)
+        if self.groups is not None:
+            self.groups.record_stream(stream)

@@ -53,16 +53,29 @@ class _Bags:
     bad: NDArray[np.bool_]
 
 
-def encode(table: Any, spec: FeatureSpec) -> Encoded:
-    """The rows of a table (N rows) that has the spec's columns."""
+def encode(table: Any, spec: FeatureSpec, *, labelled: bool = True) -> Encoded:
+    """The rows of a table (N rows) that has the spec's columns.
+
+    Args:
+        table: a ``pyarrow.Table``.
+        spec: what the columns are.
+        labelled: whether the label's and the group's columns are there; without, labels are 0.
+    """
     count = int(table.num_rows)
-    label, missing, bad = _numbers(table[spec.label.column])
-    bad = bad | missing
-    if spec.label.above is None:
-        bad |= (label != 0) & (label != 1)
-    else:
-        label = (label > spec.label.above).astype(np.float64)
-    bads = [(spec.label.column, Reason.LABEL, _label_words(spec), bad)]
+    bads: list[tuple[str, Reason, str, NDArray[np.bool_]]] = []
+    labels, groups = np.zeros(count, dtype=np.float32), None
+    if labelled:
+        label, missing, bad = _numbers(table[spec.label.column])
+        bad = bad | missing
+        if spec.label.above is None:
+            bad |= (label != 0) & (label != 1)
+        else:
+            label = (label > spec.label.above).astype(np.float64)
+        labels = np.where(bad, 0, label).astype(np.float32)
+        bads.append((spec.label.column, Reason.LABEL, _label_words(spec), bad))
+        if spec.group is not None:
+            groups, missing, bad = _keys(table[spec.group])
+            bads.append((spec.group, Reason.ID, "is no id of a group", bad | missing))
     dense = np.ones((count, len(spec.dense) or 1), dtype=np.float32)
     for index, feature in enumerate(spec.dense):
         values, missing, bad = _numbers(table[feature.source])
@@ -73,9 +86,7 @@ def encode(table: Any, spec: FeatureSpec) -> Encoded:
         bads.append((feature.source, Reason.ID, _id_words(feature), found.bad))
     weighted = spec.schema_.weighted
     ids, lengths, weights = _interleave(bags, count, weighted=weighted)
-    rows = ClickRows(labels=np.where(bads[0][3], 0, label).astype(np.float32), dense=dense, ids=ids, lengths=lengths)
-    if weighted:
-        rows = ClickRows(labels=rows.labels, dense=dense, ids=ids, lengths=lengths, weights=weights)
+    rows = ClickRows(labels=labels, dense=dense, ids=ids, lengths=lengths, weights=weights, groups=groups)
     return Encoded(rows=rows, faults=_faults(table, bads))
 
 
@@ -101,6 +112,8 @@ def column_fault(kind: Any, name: str, spec: FeatureSpec) -> str:
     numeric = {spec.label.column, *(one.source for one in spec.dense)}
     if name in numeric and (_is_list(kind) or not readable):
         return "write numbers"
+    if name == spec.group and _is_list(kind):
+        return "write one text or whole number for each row"
     return "" if readable else "write ids as texts or numbers, or lists of either"
 
 
@@ -223,7 +236,6 @@ def _ids(array: Any, feature: Feature) -> tuple[NDArray[np.int64], NDArray[np.bo
     import pyarrow.compute as pc
 
     array = _plain(array)
-    null = np.asarray(array.is_null().to_numpy(zero_copy_only=False))
     none = np.zeros(len(array), dtype=np.bool_)
     if pa.types.is_null(array.type):
         return np.zeros(len(array), dtype=np.int64), none
@@ -242,26 +254,80 @@ def _ids(array: Any, feature: Feature) -> tuple[NDArray[np.int64], NDArray[np.bo
         texts = array.cast(pa.large_string()) if not pa.types.is_floating(array.type) else array.cast(pa.string())
         places = pc.index_in(texts, value_set=pa.array(feature.vocabulary, texts.type)).fill_null(-1)
         return places.to_numpy(zero_copy_only=False).astype(np.int64) + 1, none
-    if not _is_text(array.type):
-        if pa.types.is_floating(array.type):
-            # A column of whole numbers with nulls is one of floats in pandas.
-            values, missing, bad = _numbers(array)
-            bad |= values != np.floor(values)
-            raw = np.where(missing | bad, 0, values).astype(np.int64).astype(np.uint64)
-            return hash_categories(raw if coding == "hexadecimal" else _mixed(raw), missing, size), bad
-        kept = array.cast(pa.int8()) if pa.types.is_boolean(array.type) else array
-        raw = (
-            np.asarray(kept.fill_null(0).to_numpy(zero_copy_only=False)).astype(np.int64, copy=False).astype(np.uint64)
-        )
-        return hash_categories(raw if coding == "hexadecimal" else _mixed(raw), null, size), none
-    data, starts, lengths = _bytes(array.cast(pa.large_binary()))
-    missing = null | (lengths == 0)
-    if coding == "hexadecimal":
+    if coding == "hexadecimal" and _is_text(array.type):
+        data, starts, lengths = _bytes(array.cast(pa.large_binary()))
         raw, bad = _hexadecimal(data, starts, lengths)
-        bad &= ~missing
-    else:
-        raw, bad = hash_texts(data, starts, lengths), none
-    return hash_categories(raw, missing, size), bad
+        missing = lengths == 0
+        return hash_categories(raw, missing, size), bad & ~missing
+    keys, missing, bad = _keys(array, mixed=coding != "hexadecimal")
+    return hash_categories(keys, missing, size), bad
+
+
+def _keys(array: Any, *, mixed: bool = True) -> tuple[NDArray[np.uint64], NDArray[np.bool_], NDArray[np.bool_]]:
+    """A column of ids as 64-bit keys (N,), which are missing, and which are bad.
+
+    A whole number has one key, whether its column is one of integers, of floats (which pandas makes of integers with
+    nulls) or of texts (as all columns of a CSV file are).
+
+    Args:
+        array: texts or numbers.
+        mixed: spread numbers over all 64 bits, as texts are.
+    """
+    import pyarrow as pa
+
+    array = _plain(array)
+    null = np.asarray(array.is_null().to_numpy(zero_copy_only=False))
+    none = np.zeros(len(array), dtype=np.bool_)
+    if pa.types.is_null(array.type):
+        return np.zeros(len(array), dtype=np.uint64), ~none, none
+    if _is_text(array.type):
+        data, starts, lengths = _bytes(array.cast(pa.large_binary()))
+        raw, number = _decimal(data, starts, lengths)
+        text = np.flatnonzero(~number)
+        raw = _mixed(raw)
+        raw[text] = hash_texts(data, starts[text], lengths[text])
+        return raw, null | (lengths == 0), none
+    if pa.types.is_floating(array.type):
+        values, missing, bad = _numbers(array)
+        bad |= values != np.floor(values)
+        raw = np.where(missing | bad, 0, values).astype(np.int64).astype(np.uint64)
+        return (_mixed(raw) if mixed else raw), missing, bad
+    kept = array.cast(pa.int8()) if pa.types.is_boolean(array.type) else array
+    whole = np.asarray(kept.fill_null(0).to_numpy(zero_copy_only=False))
+    raw = whole.astype(np.int64, copy=False).astype(np.uint64)  # of unsigned ones the same bits
+    return (_mixed(raw) if mixed else raw), null, none
+
+
+def _decimal(
+    data: NDArray[np.uint8], starts: NDArray[np.int64], lengths: NDArray[np.int64]
+) -> tuple[NDArray[np.uint64], NDArray[np.bool_]]:
+    """Whole numbers of 64 bits as they are usually written (``7``, ``-7``, not ``07`` or ``+7``), modulo 2^64; and
+    which texts are such."""
+    raw = np.zeros(len(starts), dtype=np.uint64)
+    number = np.zeros(len(starts), dtype=np.bool_)
+    at = np.flatnonzero((lengths > 0) & (lengths <= 20))
+    first = data[starts[at]]
+    at = at[((first >= 48) & (first <= 57)) | (first == 45)]
+    if not len(at):
+        return raw, number
+    minus = data[starts[at]] == 45
+    begin, digits = starts[at] + minus, lengths[at] - minus
+    good = digits > 0
+    leading = data[np.where(good, begin, starts[at])]
+    good &= (leading != 48) | ((digits == 1) & ~minus)
+    value = np.zeros(len(at), dtype=np.uint64)
+    tenth, last = np.uint64(2**64 // 10), np.uint64(2**64 % 10 - 1)
+    for place in range(int(digits.max(initial=0))):
+        inside = place < digits
+        digit = (data[np.where(inside, begin + place, starts[at])] - np.uint8(48)).astype(np.uint64)
+        good &= ~inside | (digit <= 9)
+        if place == 19:  # the only one that can pass 2^64
+            good &= ~inside | (value < tenth) | ((value == tenth) & (digit <= last))
+        value = np.where(inside, value * np.uint64(10) + digit, value)
+    good &= ~minus | (value <= np.uint64(2**63))
+    raw[at] = np.where(minus, np.uint64(0) - value, value)
+    number[at] = good
+    return raw, number
 
 
 def _hexadecimal(

@@ -50,6 +50,7 @@ class FileClickData:
         holdout: expected share of held-out rows, from 0 to 1 (not included); see ``split.held_out``.
         on_bad_row: ``"raise"``, or ``"skip"`` to leave broken rows out and count them.
         shuffle: training rows that are put in a random order, so many at a time; 0 for the order of the files.
+        keep_groups: move neighbouring rows of a group together when shuffling.
         seed: of that order, with the number of the pass.
 
     Attributes:
@@ -68,6 +69,7 @@ class FileClickData:
         holdout: float = 0.1,
         on_bad_row: str = "raise",
         shuffle: int = 0,
+        keep_groups: bool = False,
         seed: int = 0,
     ) -> None:
         if not 0 <= holdout < 1:
@@ -77,7 +79,7 @@ class FileClickData:
         self.paths = tuple(os.fspath(path) for path in paths)
         self.spec = spec
         self._holdout, self._on_bad_row = holdout, on_bad_row
-        self._shuffle, self._seed = shuffle, seed
+        self._shuffle, self._keep_groups, self._seed = shuffle, keep_groups, seed
         self._log = FaultLog(on_bad_row)
         for path in self.paths:
             check_file(path, spec)
@@ -153,7 +155,14 @@ class FileClickData:
         """A function of the seed, the epoch and the files, so that a run that goes on finds the same order."""
         for window, part in enumerate(_in_parts(rows, self._shuffle)):
             draws = np.random.Generator(np.random.Philox(key=self._seed, counter=[window, epoch, 0, 0]))
-            yield part.take(draws.permutation(len(part)))
+            if not self._keep_groups or part.groups is None:
+                yield part.take(draws.permutation(len(part)))
+                continue
+            starts = np.flatnonzero(np.r_[True, part.groups[1:] != part.groups[:-1]])
+            sizes = np.diff(np.r_[starts, len(part)])
+            order = draws.permutation(len(starts))
+            before = np.cumsum(sizes[order]) - sizes[order]
+            yield part.take(np.arange(len(part)) + np.repeat(starts[order] - before, sizes[order]))
 
     def _selected_rows(self, *, held: bool) -> Iterator[ClickRows]:
         log = self._log = FaultLog(self._on_bad_row)
@@ -168,7 +177,9 @@ class FileClickData:
                 for number in sorted(faults):
                     log.report(path, number + block.first_line, faults[number])
                 seen, good = block.seen, good + int(keep.sum())
-                yield encoded.rows.where(keep & (held_out(block.numbers + before, self._holdout) == held))
+                # A group is held out as a whole: half of it would be ranked on its own.
+                units = encoded.rows.groups if encoded.rows.groups is not None else block.numbers + before
+                yield encoded.rows.where(keep & (held_out(units, self._holdout) == held))
             before += seen
         if not good:
             counts = ", ".join(f"{count} {reason}" for reason, count in log.skipped.items()) or "none skipped"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from shardrec.data.ranking import RankingMetrics, ranking_metrics
 from shardrec.errors import ConfigError
 
 __all__ = ["ClickMetrics", "area_under_roc", "click_metrics"]
@@ -24,6 +26,7 @@ class ClickMetrics:
         click_rate: share of clicked rows.
         rows: number of rows.
         auc_stderr: standard error of ``auc`` from drawing so many rows (Hanley and McNeil, 1982).
+        ranking: of the order of the rows in each group; None for rows without groups.
     """
 
     auc: float
@@ -32,14 +35,29 @@ class ClickMetrics:
     click_rate: float
     rows: int
     auc_stderr: float
+    ranking: RankingMetrics | None = None
+
+    def to_mapping(self) -> dict[str, float | int | None]:
+        """The metrics by their names, those of a ranking too (``ndcg@10``); JSON-compatible."""
+        found = dataclasses.asdict(self)
+        ranking = found.pop("ranking")
+        if ranking is not None:
+            k = ranking.pop("k")
+            at_k = ("ndcg", "recall", "hit_rate")
+            found |= {f"{name}@{k}" if name in at_k else name: value for name, value in ranking.items()}
+        return found
 
 
-def click_metrics(labels: ArrayLike, probabilities: ArrayLike) -> ClickMetrics:
+def click_metrics(
+    labels: ArrayLike, probabilities: ArrayLike, groups: ArrayLike | None = None, *, k: int = 10
+) -> ClickMetrics:
     """Scores predicted probabilities.
 
     Args:
         labels: (N,) 0 or 1; or the true click probabilities, for the value to expect over random labels.
         probabilities: (N,) predictions, from 0 to 1.
+        groups: (N,) integers, the same for rows that are ranked against each other; None for no ranking metrics.
+        k: places at the top of each group that these count.
 
     Returns:
         The metrics, computed in float64.
@@ -59,6 +77,7 @@ def click_metrics(labels: ArrayLike, probabilities: ArrayLike) -> ClickMetrics:
         click_rate=rate,
         rows=target.size,
         auc_stderr=_auc_stderr(auc, rate * target.size, (1 - rate) * target.size),
+        ranking=None if groups is None else ranking_metrics(target, predicted, groups, k),
     )
 
 

@@ -37,6 +37,7 @@ class ClickRows:
         ids: int64 (V,), row-major: row after row, feature after feature.
         lengths: int64 (N, F), ids of each feature of each row; None where each has exactly one (V = N * F).
         weights: float32 (V,), of the ids; None without.
+        groups: uint64 (N,), keys of the groups that the rows are ranked in; None without.
     """
 
     labels: NDArray[np.float32]
@@ -44,6 +45,7 @@ class ClickRows:
     ids: NDArray[np.int64]
     lengths: NDArray[np.int64] | None = None
     weights: NDArray[np.float32] | None = None
+    groups: NDArray[np.uint64] | None = None
 
     def __len__(self) -> int:
         return int(self.labels.shape[0])
@@ -57,12 +59,14 @@ class ClickRows:
 
     def between(self, start: int, stop: int) -> ClickRows:
         """Rows ``start`` to ``stop`` (not included); views, no copies."""
+        groups = None if self.groups is None else self.groups[start:stop]
         if self.lengths is None:
             width = self.num_sparse
             return ClickRows(
                 labels=self.labels[start:stop],
                 dense=self.dense[start:stop],
                 ids=self.ids[start * width : stop * width],
+                groups=groups,
             )
         first = int(self.lengths[:start].sum())
         last = first + int(self.lengths[start:stop].sum())
@@ -72,6 +76,7 @@ class ClickRows:
             ids=self.ids[first:last],
             lengths=self.lengths[start:stop],
             weights=None if self.weights is None else self.weights[first:last],
+            groups=groups,
         )
 
     def where(self, keep: NDArray[np.bool_]) -> ClickRows:
@@ -80,9 +85,10 @@ class ClickRows:
 
     def take(self, places: NDArray[np.int64]) -> ClickRows:
         """The rows at these places (M,), in this order."""
+        groups = None if self.groups is None else self.groups[places]
         if self.lengths is None:
             ids = self.ids.reshape(len(self), -1)[places].reshape(-1) if len(self) else self.ids
-            return ClickRows(labels=self.labels[places], dense=self.dense[places], ids=ids)
+            return ClickRows(labels=self.labels[places], dense=self.dense[places], ids=ids, groups=groups)
         counts = self.lengths.sum(axis=1)
         starts, taken = np.cumsum(counts) - counts, counts[places]
         # Each row's ids lie together: the first of them, and how many come before in the result.
@@ -93,6 +99,7 @@ class ClickRows:
             ids=self.ids[of_ids],
             lengths=self.lengths[places],
             weights=None if self.weights is None else self.weights[of_ids],
+            groups=groups,
         )
 
     def to_batch(self, schema: ClickSchema) -> ClickBatch:
@@ -114,6 +121,7 @@ class ClickRows:
                 keys=list(schema.sparse_names), values=values, lengths=lengths, weights=weights, stride=count
             ),
             labels=torch.from_numpy(self.labels.copy()),
+            groups=None if self.groups is None else torch.from_numpy(self.groups.view(np.int64).copy()),
         )
 
 
@@ -128,10 +136,12 @@ def join_rows(parts: Sequence[ClickRows]) -> ClickRows:
             [np.ones((len(part), width), np.int64) if part.lengths is None else part.lengths for part in parts]
         )
     weights = [part.weights for part in parts if part.weights is not None]
+    groups = [part.groups for part in parts if part.groups is not None]
     return ClickRows(
         labels=np.concatenate([part.labels for part in parts]),
         dense=np.concatenate([part.dense for part in parts]),
         ids=np.concatenate([part.ids for part in parts]),
         lengths=lengths,
         weights=np.concatenate(weights) if len(weights) == len(parts) else None,
+        groups=np.concatenate(groups) if len(groups) == len(parts) else None,
     )

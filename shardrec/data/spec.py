@@ -3,6 +3,7 @@
 As a YAML file::
 
     label: {column: rating, above: 3.5}      # or a column of 0 and 1
+    group: session                           # rows that are ranked against each other; may be left out
     features:
       - {name: user, kind: id, rows: 100_000}                       # any text or number, hashed
       - {name: country, kind: id, vocabulary: [de, fr, it]}
@@ -145,6 +146,8 @@ class FeatureSpec(_Strict):
 
     Attributes:
         label: the label.
+        group: column of texts or whole numbers; rows with the same value (a user's, a query's, a session's) are ranked
+            against each other by the ranking losses and metrics. None for none.
         features: dense ones and those with tables, in the order in which the model has them.
         columns: of text files without a header line; None where the first line is the header.
         delimiter: of text files; default: a comma in ``.csv`` files, else a tab.
@@ -152,6 +155,7 @@ class FeatureSpec(_Strict):
     """
 
     label: Label = Label()
+    group: str | None = Field(default=None, min_length=1)
     features: tuple[Feature, ...]
     columns: tuple[str, ...] | None = None
     delimiter: str | None = Field(default=None, min_length=1, max_length=1)
@@ -185,7 +189,7 @@ class FeatureSpec(_Strict):
     @cached_property
     def sources(self) -> tuple[str, ...]:
         """The columns of the files that are read, each once: the label's first."""
-        names = [self.label.column]
+        names = [self.label.column, *([self.group] if self.group else [])]
         for one in (*self.dense, *self.sparse):
             names += [one.source, *([one.weights] if one.weights else [])]
         return tuple(dict.fromkeys(names))

@@ -74,14 +74,14 @@ class BatchRequest:
         return index >= self.first_batch and not (self.drop_last and count < self.global_size)
 
 
-def held_out(rows: NDArray[np.int64], fraction: float) -> NDArray[np.bool_]:
+def held_out(rows: NDArray[np.int64] | NDArray[np.uint64], fraction: float) -> NDArray[np.bool_]:
     """Whether each row belongs to the held-out part: a hash of its number falls in the lowest ``fraction`` of values.
 
     Needs no pass over the file, gives every reader the same answer, and spreads the held-out rows over the file. It
     is not a split by time: for one, hold out the last day's file.
 
     Args:
-        rows: row numbers, int64 (N,), counted from 0 over all files, broken rows included.
+        rows: row numbers, int64 (N,), counted from 0 over all files, broken rows included; or the keys of their groups.
         fraction: expected share of held-out rows, from 0 to 1 (not included).
 
     Returns:

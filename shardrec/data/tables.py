@@ -1,4 +1,4 @@
-"""The rows of one file, block by block, as Arrow tables: Parquet and delimited text, read by pyarrow.
+"""The rows of one file, block by block, as Arrow tables: Parquet, delimited text, archives of NumPy, LIBSVM's text.
 
 Text is cut into blocks of whole lines first, so that each row's line is known whatever pyarrow leaves out of a block. A
 quoted field cannot go over a line's end.
@@ -7,6 +7,7 @@ quoted field cannot go over a line's end.
 from __future__ import annotations
 
 import lzma
+import zipfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shardrec.data import svmlight
 from shardrec.data.encode import column_fault
 from shardrec.data.fault import Reason, RowFault
 from shardrec.data.spec import FeatureSpec
@@ -28,6 +30,7 @@ _BLOCK_BYTES = 4 << 20
 _LONGEST_LINE = 64 << 20
 _COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".xz": "xz"}
 _PARQUET = (".parquet", ".pq")
+_SVMLIGHT = (".libsvm", ".svm", ".svmlight", ".libfm")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -55,9 +58,16 @@ def check_file(path: str, spec: FeatureSpec) -> None:
     Raises:
         DataError: naming all that is wrong.
     """
+    found = None
     if _is_parquet(path):
         found = _parquet(path).schema_arrow
         names = found.names
+    elif _is_archive(path):
+        found = _archive(path, spec, slice(0, 0)).schema
+        names = found.names
+    elif _is_svmlight(path):
+        with _opened(path):
+            names = list(svmlight.COLUMNS)
     else:
         with _opened(path) as stream, _undamaged(path, 1):
             names = _header(path, stream.read(_BLOCK_BYTES), spec)[0]
@@ -66,7 +76,7 @@ def check_file(path: str, spec: FeatureSpec) -> None:
         for name in spec.sources
         if name not in names
     ]
-    if _is_parquet(path):
+    if found is not None:
         for name in spec.sources:
             remedy = column_fault(found.field(name).type, name, spec) if name in names else ""
             if remedy:
@@ -83,7 +93,12 @@ def read_blocks(path: str, spec: FeatureSpec) -> Iterator[TableBlock]:
         DataError: for a file that is damaged.
     """
     seen = 0
-    blocks = _parquet_blocks(path, spec) if _is_parquet(path) else _text_blocks(path, spec)
+    if _is_parquet(path):
+        blocks = _parquet_blocks(path, spec)
+    elif _is_archive(path):
+        blocks = _archive_blocks(path, spec)
+    else:
+        blocks = _svmlight_blocks(path) if _is_svmlight(path) else _text_blocks(path, spec)
     while True:
         with _undamaged(path, seen + 1):
             block = next(blocks, None)
@@ -100,13 +115,27 @@ def _undamaged(path: str, line: int) -> Iterator[None]:
 
     try:
         yield
-    except (pa.ArrowException, OSError, EOFError, lzma.LZMAError) as error:
+    except (pa.ArrowException, OSError, EOFError, lzma.LZMAError, zipfile.BadZipFile) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise DataError(f"{path}:{line}: the file is damaged ({reason}): copy or write it again") from error
 
 
 def _is_parquet(path: str) -> bool:
     return Path(path).suffix.lower() in _PARQUET
+
+
+def _is_archive(path: str) -> bool:
+    return Path(path).suffix.lower() == ".npz"
+
+
+def _is_svmlight(path: str) -> bool:
+    return _plain_suffix(path) in _SVMLIGHT
+
+
+def _plain_suffix(path: str) -> str:
+    """The suffix of a name without that of a compression."""
+    name = Path(path)
+    return (Path(name.stem).suffix if name.suffix.lower() in _COMPRESSED else name.suffix).lower()
 
 
 def _parquet(path: str) -> Any:
@@ -130,6 +159,70 @@ def _parquet_blocks(path: str, spec: FeatureSpec) -> Iterator[TableBlock]:
             seen += batch.num_rows
             table = pa.Table.from_batches([batch])
             yield TableBlock(table=table, numbers=numbers, faults={}, seen=seen, first_line=1)
+
+
+def _archive(path: str, spec: FeatureSpec, rows: slice, arrays: dict[str, NDArray[Any]] | None = None) -> Any:
+    """The spec's columns, as far as they are there, of some rows; an array (N, k) is a column of lists of k.
+
+    Raises:
+        DataError: for what is no such archive, an array of objects or of another shape, or columns of several lengths.
+    """
+    import pyarrow as pa
+
+    found = _arrays(path, spec) if arrays is None else arrays
+    columns = {}
+    for name, array in found.items():
+        part = array[rows]
+        flat = pa.array(part.reshape(-1))
+        if part.ndim == 2:
+            flat = pa.ListArray.from_arrays(np.arange(len(part) + 1, dtype=np.int32) * part.shape[1], flat)
+        columns[name] = flat
+    return pa.table(columns)
+
+
+def _arrays(path: str, spec: FeatureSpec) -> dict[str, NDArray[Any]]:
+    try:
+        with np.load(_input(path), allow_pickle=False) as archive:
+            found = {name: archive[name] for name in spec.sources if name in archive.files}
+    except FileNotFoundError:
+        raise DataError(f"data file {path} does not exist: check the path") from None
+    except (OSError, EOFError, ValueError, TypeError, AttributeError, zipfile.BadZipFile) as error:
+        raise DataError(
+            f"data file {path} is not an .npz archive of plain arrays ({error}): write it with numpy.savez, without "
+            "objects in it"
+        ) from error
+    sizes = {name: array.shape[0] if array.ndim else 1 for name, array in found.items()}
+    faults = [
+        f"array {name!r} has shape {array.shape}: give (rows,), or (rows, k) for k ids a row"
+        for name, array in found.items()
+        if array.ndim not in (1, 2)
+    ]
+    if len(set(sizes.values())) > 1:
+        faults.append(f"its arrays have different numbers of rows ({sizes}): give one value per row")
+    if faults:
+        raise DataError(f"data file {path}: " + "; ".join(faults))
+    return found
+
+
+def _archive_blocks(path: str, spec: FeatureSpec) -> Iterator[TableBlock]:
+    # An array of an archive is read as a whole.
+    arrays = _arrays(path, spec)
+    count = len(next(iter(arrays.values())))
+    for start in range(0, count, _ROWS_AT_ONCE):
+        stop = min(count, start + _ROWS_AT_ONCE)
+        table = _archive(path, spec, slice(start, stop), arrays)
+        yield TableBlock(table=table, numbers=np.arange(start, stop), faults={}, seen=stop, first_line=1)
+
+
+def _svmlight_blocks(path: str) -> Iterator[TableBlock]:
+    seen = 0
+    with _opened(path) as stream:
+        for data in _whole_lines(path, stream):
+            table, numbers, faults = svmlight.parse_svmlight(data)
+            rows = table.num_rows + len(faults)
+            broken = {number + seen: fault for number, fault in faults.items()}
+            yield TableBlock(table=table, numbers=numbers + seen, faults=broken, seen=seen + rows, first_line=1)
+            seen += rows
 
 
 def _text_blocks(path: str, spec: FeatureSpec) -> Iterator[TableBlock]:
@@ -194,9 +287,7 @@ def _header(path: str, data: bytes, spec: FeatureSpec) -> tuple[list[str], int]:
 
 
 def _delimiter(path: str, spec: FeatureSpec) -> str:
-    name = Path(path)
-    suffix = Path(name.stem).suffix if name.suffix.lower() in _COMPRESSED else name.suffix
-    return spec.delimiter or ("," if suffix.lower() == ".csv" else "\t")
+    return spec.delimiter or ("," if _plain_suffix(path) == ".csv" else "\t")
 
 
 def _whole_lines(path: str, stream: Any) -> Iterator[bytes]:

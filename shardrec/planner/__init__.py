@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from shardrec._versions import check_extra
+
 if TYPE_CHECKING:
     from shardrec.planner.constraint import Constraint
     from shardrec.planner.cost import CostModel, Growth, Histogram, Profile, TableLoad
@@ -58,6 +60,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if _HOMES.get(name) in ("make", "solve"):
+        check_extra("planner")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -60,6 +60,8 @@ class Board:
         self._shown.evaluated(point)
         for name in _HELD_OUT:
             self._write(f"held_out/{name}", getattr(point, name), point.samples)
+        if point.gauc is not None:
+            self._write("held_out/gauc", point.gauc, point.samples)
 
     def close(self) -> None:
         """The loop is over, or broken."""

@@ -115,6 +115,13 @@ class TrainConfig:
         "Rows of a step over all ranks, spread evenly, in place of --batch-size; a run that goes on keeps its own.",
         minimum=1,
     )
+    loss: str = option(
+        "bce",
+        _LEARNING,
+        "Cross entropy of each row (bce); or of the order of a group's rows: softmax over them, or clicked rows "
+        "against others in pairs (pairwise). The features say what a group is.",
+        choices=("bce", "softmax", "pairwise"),
+    )
     optimizer: str = option("adam", _LEARNING, "Optimizer of the dense layers.", choices=("sgd", "adagrad", "adam"))
     lr: float = option(5e-3, _LEARNING, "Learning rate of the dense layers.", above=0)
     embedding_optimizer: str = option(
@@ -132,7 +139,10 @@ class TrainConfig:
         below=1,
     )
     patience: int | None = option(
-        None, _LEARNING, "End after so many points of the held-out curve without a better logloss.", minimum=1
+        None,
+        _LEARNING,
+        "End after so many points of the held-out curve without a better logloss (with a loss over groups: GAUC).",
+        minimum=1,
     )
     seed: int = option(0, _LEARNING, "Seed of the first weights and of generated rows.", minimum=0)
 
@@ -161,7 +171,8 @@ class TrainConfig:
     constraint: tuple[str, ...] = option(
         (),
         _RANKS,
-        "Cuts that the planner may use, such as 't_*=row_wise' or 't_cat_3=table_wise@0'; can be repeated.",
+        "Cuts that the planner may use, such as 't_*=row_wise' or 'cat_3=table_wise@0', by the name of a table or of a "
+        "feature that one table alone has; can be repeated.",
         metavar="TABLE=CUT[,CUT][@RANK,RANK]",
     )
     plan: str | None = option(None, _RANKS, "Use this plan.json instead of planning.", metavar="PATH")
@@ -178,6 +189,12 @@ class TrainConfig:
 
     out: str | None = option(None, _OUTPUT, "Folder for the results (default: runs/<date-time>)", metavar="DIR")
     evaluations: int = option(10, _OUTPUT, "Points of the held-out curve.", minimum=1)
+    top_k: int = option(
+        10,
+        _OUTPUT,
+        "Places at the top of each group that NDCG, recall and hit rate count, of data with groups.",
+        minimum=1,
+    )
     checkpoint: str = option("last", _OUTPUT, "Save the model at the end, or not.", choices=("last", "none"))
     checkpoint_every: str | None = option(
         None, _OUTPUT, "Save each so many steps, or minutes ('10m'), and when told to end.", metavar="STEPS|MINUTESm"
@@ -214,6 +231,11 @@ class TrainConfig:
                 for name in ("features", "valid", "test", "shuffle")
                 if getattr(self, name) is not None
             ]
+        if self.loss != "bce" and self.features is None:
+            faults.append(
+                f"loss (--loss) is {self.loss!r}, which ranks the rows of a group, and no features (--features) name "
+                "one: give a file with group: COLUMN, or loss 'bce'"
+            )
         if self.model == "dcn" and not self.over_layers:
             faults.append("over_layers (--over-layers) is empty: model dcn needs one layer at least")
         if self.checkpoint_every is not None and _EVERY.fullmatch(self.checkpoint_every) is None:

@@ -180,7 +180,7 @@ class Announcer:
             f"{report.samples:,} samples in {duration(report.seconds)}, {report.samples_per_second:,.0f} samples/s; "
             f"results in {folder}"
         )
-        if report.final.normalized_entropy > 1:
+        if report.final.normalized_entropy > 1 and report.config["loss"] == "bce":
             self._say(
                 f"normalized entropy {report.final.normalized_entropy:.4f} is above 1: always predicting the click "
                 "rate would be better. Train on more rows, or lower --embedding-lr and --lr"

@@ -9,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from shardrec._versions import EXTRAS, check_extra
 from shardrec.errors import ConfigError, PeerError
 from shardrec.launch.run import launched_rank, run_on_ranks
 from shardrec.train.config import CHECKPOINTS, TrainConfig
@@ -33,10 +34,13 @@ def train(config: TrainConfig, *, resume: bool = False, debug: bool = False) -> 
 
     Raises:
         ConfigError: without ``resume`` also if ``config.out`` holds checkpoints, with it if there is no ``config.out``.
+        VersionError: if the packages of the extra ``train`` are not installed.
         ShardrecError: what went wrong; of several ranks' errors the first that is not about another rank.
         RunStopped: SIGTERM or Ctrl-C ended the run after it had saved; a KeyboardInterrupt.
         KeyboardInterrupt: they ended it without.
     """
+    for extra in EXTRAS:
+        check_extra(extra)
     resume = resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
     _check_out(config, resume)
     config = dataclasses.replace(config, out=config.out or _new_folder())  # of several ranks' the first one's holds

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy_with_logits
 
 from shardrec.data import ClickBatch, ClickMetrics
 from shardrec.launch.stop import RunStopped
@@ -26,7 +25,7 @@ from shardrec.pipeline.train import TrainPipeline
 from shardrec.train.display import Display
 from shardrec.train.report import CurvePoint
 
-__all__ = ["Progress", "RecentLoss", "Schedule", "click_loss", "failing_together", "train_epoch"]
+__all__ = ["Progress", "RecentLoss", "Schedule", "failing_together", "train_epoch"]
 
 T = TypeVar("T")
 
@@ -127,6 +126,7 @@ class Progress:
         seconds: time of the steps, without evaluations and checkpoints.
         curve: the points evaluated.
         evaluated_at: the step of the last of them.
+        watched: metric that decides which of two points is better: ``logloss`` or ``gauc``.
     """
 
     world_size: int
@@ -138,10 +138,11 @@ class Progress:
     seconds: float = 0.0
     curve: list[CurvePoint] = field(default_factory=list)
     evaluated_at: int = 0
+    watched: str = "logloss"
 
     def stalled(self, patience: int | None) -> bool:
-        """Whether the last ``patience`` points of the curve had no better logloss than one before."""
-        losses = [point.logloss for point in self.curve]
+        """Whether the last ``patience`` points of the curve were no better than one before."""
+        losses = [point.logloss if self.watched == "logloss" else -(point.gauc or 0.0) for point in self.curve]
         return patience is not None and len(losses) > patience and min(losses[-patience:]) >= min(losses[:-patience])
 
     @property
@@ -195,6 +196,7 @@ def train_epoch(
     evaluate: Callable[[], ClickMetrics],
     display: Display,
     device: torch.device,
+    loss_of: Callable[[nn.Module, ClickBatch], Tensor],
     depth: int = 0,
     after_step: Callable[[], None] = lambda: None,
     patience: int | None = None,
@@ -210,9 +212,10 @@ def train_epoch(
         evaluate: held-out metrics, on every rank.
         display: is told of every step.
         device: where the model is.
+        loss_of: the loss of the model on a batch.
         depth: how far the loop works ahead, see :class:`shardrec.pipeline.TrainPipeline`.
         after_step: is called when a step and its evaluation are over; may end the run by raising.
-        patience: points without a better held-out logloss after which the epoch ends.
+        patience: points without a better held-out metric after which the epoch ends.
     """
 
     def add_point() -> None:
@@ -227,7 +230,14 @@ def train_epoch(
             _set_rate(optimizer, schedule.rate(progress.steps))
 
     set_rates()
-    steps = TrainPipeline(model, optimizers, batches, loss_fn=_loss_and_rows, depth=depth, device=device)
+    steps = TrainPipeline(
+        model,
+        optimizers,
+        batches,
+        loss_fn=lambda model, batch: (loss_of(model, batch), batch.size),
+        depth=depth,
+        device=device,
+    )
     with progress.on_the_clock():
         for loss, rows in steps:
             progress.loss.add(loss)
@@ -254,10 +264,6 @@ def train_epoch(
     progress.epoch, progress.epoch_steps = progress.epoch + 1, 0
 
 
-def _loss_and_rows(model: nn.Module, batch: ClickBatch) -> tuple[Tensor, int]:
-    return click_loss(model(batch.dense, batch.sparse), batch.labels), batch.size
-
-
 def _set_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
     """Scale the learning rates that the optimizer was made with."""
     for group in optimizer.param_groups:
@@ -274,13 +280,8 @@ def curve_point(progress: Progress, train_loss: float | None, metrics: ClickMetr
         logloss=metrics.logloss,
         normalized_entropy=metrics.normalized_entropy,
         rows=metrics.rows,
+        gauc=None if metrics.ranking is None else metrics.ranking.gauc,
     )
-
-
-def click_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross entropy of (B, 1) logits, in nats per row; 0, with gradients of 0, for a batch without rows."""
-    total = binary_cross_entropy_with_logits(logits.view(-1), labels, reduction="sum")
-    return total / max(1, labels.numel())
 
 
 def failing_together(batches: Iterator[T], model: ShardedModel) -> Iterator[T]:

@@ -135,12 +135,29 @@ def dense_optimizer(model: ShardedModel, config: TrainConfig) -> torch.optim.Opt
     return optimizer
 
 
-def planner_constraints(config: TrainConfig) -> dict[str, Constraint]:
-    """The config's constraints as the planner takes them; of two for one pattern the last one holds."""
+def planner_constraints(config: TrainConfig, model: nn.Module) -> dict[str, Constraint]:
+    """The config's constraints as the planner takes them; of two for one pattern the last one holds.
+
+    The name of a feature that one table alone looks up stands for the table, unless a table has this name itself.
+    """
     from shardrec.planner import Constraint
 
+    tables: dict[str, list[str]] = {}
+    for module in model.modules():
+        if isinstance(module, (EmbeddingBagCollection, EmbeddingCollection)):
+            configs = (
+                module.embedding_bag_configs()
+                if isinstance(module, EmbeddingBagCollection)
+                else module.embedding_configs()
+            )
+            for one in configs:
+                for feature in one.feature_names:
+                    tables.setdefault(feature, []).append(one.name)
+    own_names = {name for names in tables.values() for name in names}
     found = {}
     for text in config.constraint:
         pattern, cuts, ranks = parse_constraint(text)
+        if pattern not in own_names and len(tables.get(pattern, [])) == 1:
+            (pattern,) = tables[pattern]
         found[pattern] = Constraint(cuts=cuts, ranks=ranks)
     return found

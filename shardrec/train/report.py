@@ -36,7 +36,8 @@ class CurvePoint:
         auc: held-out area under the ROC curve.
         logloss: held-out, in nats per row.
         normalized_entropy: held-out.
-        rows: held-out rows behind the three.
+        rows: held-out rows behind them.
+        gauc: held-out area under the ROC curve inside the groups; None without groups.
     """
 
     samples: int
@@ -46,6 +47,7 @@ class CurvePoint:
     logloss: float
     normalized_entropy: float
     rows: int
+    gauc: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,12 +122,22 @@ def metrics_table(report: RunReport) -> Table:
             best = getattr(report.optimum, name)
             cells += [f"{best:.4f}", f"{abs(best - value):.4f}"]
         table.add_row(label, *cells)
+    if report.final.ranking is not None:
+        ranking = report.final.ranking
+        of_top = (("NDCG", ranking.ndcg), ("recall", ranking.recall), ("hit rate", ranking.hit_rate))
+        shown = "none" if ranking.gauc is None else f"{ranking.gauc:.4f}"
+        table.add_row("GAUC", shown)
+        for label, value in of_top:
+            table.add_row(f"{label}@{ranking.k}", f"{value:.4f}")
     return table
 
 
 def summary_line(report: RunReport) -> str:
     """The run in one line, its optimum too where there is one."""
     final = report.final
+    if final.ranking is not None and final.ranking.gauc is not None:
+        ranking = final.ranking
+        return f"GAUC {ranking.gauc:.4f}, NDCG@{ranking.k} {ranking.ndcg:.4f}, AUC {final.auc:.4f}"
     if report.optimum is None:
         return f"AUC {final.auc:.4f}, normalized entropy {final.normalized_entropy:.4f}, logloss {final.logloss:.4f}"
     return f"AUC {final.auc:.4f}, best possible {report.optimum.auc:.4f}, gap {report.optimum.auc - final.auc:.4f}"
@@ -144,8 +156,8 @@ def write_metrics(report: RunReport, path: Path) -> None:
             "seconds": report.seconds,
             "samples_per_second": report.samples_per_second,
         },
-        "final": dataclasses.asdict(report.final),
-        "optimum": None if report.optimum is None else dataclasses.asdict(report.optimum),
+        "final": report.final.to_mapping(),
+        "optimum": None if report.optimum is None else report.optimum.to_mapping(),
         "auc_gap": report.gap,
         "curve": [dataclasses.asdict(point) for point in report.curve],
     }
@@ -153,7 +165,10 @@ def write_metrics(report: RunReport, path: Path) -> None:
 
 
 def write_curve(report: RunReport, path: Path) -> None:
-    """Draw loss and held-out AUC against the rows trained on, with the optimum where there is one."""
+    """Draw loss and held-out AUC against the rows trained on, with the optimum where there is one.
+
+    Of a loss over groups, which the held-out logloss cannot stand beside: the loss, and GAUC.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -163,10 +178,15 @@ def write_curve(report: RunReport, path: Path) -> None:
     samples = [point.samples for point in report.curve]
     trained = [(point.samples, point.train_loss) for point in report.curve if point.train_loss is not None]
     left.plot(*zip(*trained, strict=True), color="tab:gray", marker=".", label="training")
-    _held_out(left, report, samples, "logloss")
-    left.set(title="Logloss", ylabel="nats per row")
-    _held_out(right, report, samples, "auc")
-    right.set(title="Held-out AUC", ylabel="AUC")
+    if report.config["loss"] == "bce":
+        _held_out(left, report, samples, "logloss")
+        left.set(title="Logloss", ylabel="nats per row")
+        _held_out(right, report, samples, "auc")
+        right.set(title="Held-out AUC", ylabel="AUC")
+    else:
+        left.set(title=f"{report.config['loss']} loss", ylabel="nats")
+        right.plot(samples, [point.gauc for point in report.curve], color="tab:blue", marker="o", label="held out")
+        right.set(title="Held-out GAUC", ylabel="GAUC")
     for axes in (left, right):
         axes.set_xlabel("samples")
         axes.set_xlim(left=0)

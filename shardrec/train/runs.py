@@ -12,8 +12,9 @@ from shardrec.errors import ConfigError
 from shardrec.train.config import CHECKPOINTS, FILE, PLAN, SPEC, TrainConfig, load_config
 
 if TYPE_CHECKING:
-    from shardrec.data import ClickMetrics, ClickSchema
+    from shardrec.data import ClickMetrics, ClickSchema, FeatureSpec
     from shardrec.modules import ShardedModel
+    from shardrec.train.endpoint import Endpoint
 
 __all__ = ["TARGETS", "RunFolder", "differing"]
 
@@ -49,14 +50,16 @@ class RunFolder:
         return found
 
     @property
-    def schema(self) -> ClickSchema:
-        """Features and table sizes."""
-        from shardrec.data import criteo_schema
+    def spec(self) -> FeatureSpec:
+        """What the columns of its data are; of generated rows, those of Criteo's files."""
         from shardrec.train.source import spec_of
 
-        if self.config.is_synthetic:
-            return criteo_schema(max_embeddings=self.config.max_embeddings)
-        return spec_of(self.config).schema_
+        return spec_of(self.config)
+
+    @property
+    def schema(self) -> ClickSchema:
+        """Features and table sizes."""
+        return self.spec.schema_
 
     def model(self) -> ShardedModel:
         """The model of the last good checkpoint, on one rank, in eval mode.
@@ -77,11 +80,17 @@ class RunFolder:
         sharded.eval()
         return sharded
 
-    def evaluate(self, data: str | None = None) -> ClickMetrics:
+    def evaluate(
+        self, data: str | None = None, on_bad_row: str | None = None
+    ) -> tuple[ClickMetrics, Mapping[str, int]]:
         """Metrics of the model on all rows of some files, or on the run's own held-out rows.
 
         Args:
             data: files, as the run's; None for the rows that the run's final metrics are of.
+            on_bad_row: "error" or "skip"; None for what the run was told.
+
+        Returns:
+            The metrics, and the rows that were left out, by reason.
         """
         import torch
 
@@ -94,10 +103,19 @@ class RunFolder:
         if data is not None:
             # The file's rows alone: what the run was trained on need not be there any more.
             config = dataclasses.replace(config, data=data, valid=data, test=None, samples=None, holdout_samples=None)
+        if on_bad_row is not None:
+            config = dataclasses.replace(config, on_bad_row=on_bad_row)
         place = Place(rank=0, world_size=1, device=cpu, threads=torch.get_num_threads())
         source = Source(dataclasses.replace(config, global_batch_size=config.batch_size), place)
         batches = source.test_batches() if data is None else source.holdout_batches()
-        return evaluate(self.model(), batches, cpu)
+        return evaluate(self.model(), batches, cpu, k=config.top_k), source.skipped
+
+    def endpoint(self) -> Endpoint:
+        """The model of the last good checkpoint behind HTTP."""
+        from shardrec.train.endpoint import Endpoint
+
+        output = "probabilities" if self.config.loss == "bce" else "scores"
+        return Endpoint(self.model(), self.spec, {"run": str(self.path), **self.summary()}, output=output)
 
     def export(self, target: str, out: Path, weights: str = "fp32") -> Path:
         """Write the model for serving, with its tables in inference kernels; see :mod:`shardrec.serve`.
@@ -151,13 +169,13 @@ class RunFolder:
         if not metrics:
             return {**found, "results": "none yet; go on with shardrec train --resume --out " + str(self.path)}
         training, final = metrics["training"], metrics["final"]
-        names = ("auc", "normalized_entropy", "logloss")
+        counted = ("rows", "groups", "click_rate", "auc_stderr")
         return {
             **found,
             "samples": f"{training['samples']:,}",
             "steps": f"{training['steps']:,}",
             "samples_per_second": f"{training['samples_per_second']:,.0f}",
-            **{name: f"{final[name]:.4f}" for name in names},
+            **{name: f"{value:.4f}" for name, value in final.items() if name not in counted and value is not None},
             "rows behind them": f"{final['rows']:,}",
         }
 

@@ -97,7 +97,7 @@ class Saver:
         own, samples, place = loaded.rank_state, int(loaded.extra["samples"]), self._place
         rows = samples * (place.rank + 1) // place.world_size - samples * place.rank // place.world_size
         self._progress.load(loaded.extra["progress"], rows=int(own["rows"]) if own else rows)
-        self._source.skipped = loaded.extra["skipped"]
+        self._source.left_out = loaded.extra["left_out"]
         if own:
             torch.set_rng_state(own["random"])
         if "cuda_random" in own:
@@ -176,7 +176,7 @@ class Saver:
                 "config": self._config.to_mapping(),
                 "samples": samples,
                 "progress": self._progress.state(),
-                "skipped": dict(self._source.skipped),
+                "left_out": self._source.left_out,
             }
             self._pending = self._checkpoints.save(
                 steps, self._model, self._optimizer, extra, rank_state=self._own_state(), wait=False

@@ -30,7 +30,8 @@ from shardrec.train.board import Board
 from shardrec.train.config import BOARD, FILE, PLAN, SPEC, TrainConfig, load_config_text
 from shardrec.train.display import Announcer, Display
 from shardrec.train.locking import locked
-from shardrec.train.loop import Progress, RecentLoss, Schedule, click_loss, failing_together, train_epoch
+from shardrec.train.loop import Progress, RecentLoss, Schedule, failing_together, train_epoch
+from shardrec.train.losses import batch_loss
 from shardrec.train.metrics import evaluate
 from shardrec.train.model import build_model, dense_optimizer, fuse_optimizer, planner_constraints
 from shardrec.train.prefetch import Prefetcher
@@ -86,7 +87,8 @@ def _run(config: TrainConfig, place: Place, folder: Path, resume: bool) -> Calla
             announcer.plan(model.plan)
         announcer.run(config, place, source.batch_size)
     optimizer = dense_optimizer(model, config)
-    progress = Progress(world_size=place.world_size, loss=RecentLoss(place.device))
+    watched = "logloss" if config.loss == "bce" else "gauc"
+    progress = Progress(world_size=place.world_size, loss=RecentLoss(place.device), watched=watched)
     saver = Saver(
         config,
         place,
@@ -98,7 +100,7 @@ def _run(config: TrainConfig, place: Place, folder: Path, resume: bool) -> Calla
         announcer=announcer,
     )
     if resume and saver.has_checkpoints():
-        _settle(model, source, place)
+        _settle(model, source, place, config.loss)
         saver.load()
     if place.is_lead:
         with _replacing(folder / FILE) as file:
@@ -108,12 +110,12 @@ def _run(config: TrainConfig, place: Place, folder: Path, resume: bool) -> Calla
                 file.write_text(Path(config.features).read_text(encoding="utf-8"), encoding="utf-8")
         with _replacing(folder / PLAN) as file:
             model.plan.save(file)
-    watched = detect_anomaly(model) if config.detect_anomaly == "on" else nullcontext()
-    with saver.watching(), watched:
+    anomalies = detect_anomaly(model) if config.detect_anomaly == "on" else nullcontext()
+    with saver.watching(), anomalies:
         _train(config, source, model, optimizer, place, announcer, progress, saver)
     saver.finish()
     with Prefetcher(source.test_batches()) as batches:
-        final = evaluate(model, failing_together(batches, model), place.device)
+        final = evaluate(model, failing_together(batches, model), place.device, k=config.top_k)
     samples = over_ranks(progress.rows, place)
 
     def finish() -> RunReport | None:
@@ -155,7 +157,7 @@ def _as_started(config: TrainConfig, place: Place, folder: Path) -> ShardingPlan
     return found if same and found.world_size == place.world_size else None
 
 
-def _settle(model: ShardedModel, source: Source, place: Place) -> None:
+def _settle(model: ShardedModel, source: Source, place: Place, loss: str) -> None:
     """A forward and backward before the checkpoint is loaded, which then replaces all that they change.
 
     After its first backward DistributedDataParallel puts the gradients into its buckets in another order, and an
@@ -164,7 +166,7 @@ def _settle(model: ShardedModel, source: Source, place: Place) -> None:
     """
     if place.world_size > 2:
         batch = next(failing_together(source.train_batches(), model)).to(place.device)
-        click_loss(model(batch.dense, batch.sparse), batch.labels).backward()  # type: ignore[no-untyped-call,unused-ignore]
+        batch_loss(loss)(model, batch).backward()  # type: ignore[no-untyped-call,unused-ignore]
 
 
 def _sharded_model(config: TrainConfig, source: Source, place: Place, plan: ShardingPlan | None) -> ShardedModel:
@@ -181,7 +183,7 @@ def _sharded_model(config: TrainConfig, source: Source, place: Place, plan: Shar
         plan = make_plan(
             model,
             batch_size=source.batch_size,
-            constraints=planner_constraints(config),
+            constraints=planner_constraints(config, model),
             sample_batches=source.sampled(_SAMPLED),
             device=place.device,
         )
@@ -260,9 +262,10 @@ def _train(
                         evaluations=config.evaluations,
                         decay=config.decay,
                     ),
-                    evaluate=lambda: evaluate(model, curve_batches, place.device),
+                    evaluate=lambda: evaluate(model, curve_batches, place.device, k=config.top_k),
                     display=display,
                     device=place.device,
+                    loss_of=batch_loss(config.loss),
                     depth=config.pipeline,
                     after_step=saver.after_step,
                     patience=config.patience,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -21,6 +22,7 @@ from shardrec.data import (
     load_spec,
     open_click_data,
 )
+from shardrec.errors import ConfigError
 from shardrec.launch.ranks import Place
 from shardrec.train.config import TrainConfig
 
@@ -38,7 +40,8 @@ class Source:
         place: the rank.
 
     Attributes:
-        skipped: broken rows that were left out, by reason, in the pass that met the most: passes may end early.
+        left_out: broken rows that were left out of the training, valid and test files, by reason, each in the pass that
+            met the most: passes may end early.
 
     Raises:
         DataError, ConfigError: if the file cannot be opened or the options do not fit it.
@@ -54,7 +57,15 @@ class Source:
         self._valid, self._test = (
             None if name is None else _files(config, name) for name in (config.valid, config.test)
         )
-        self.skipped: Mapping[str, int] = {}
+        self.left_out: dict[str, Mapping[str, int]] = {}
+
+    @property
+    def skipped(self) -> Mapping[str, int]:
+        """``left_out`` over all the files."""
+        total: Counter[str] = Counter()
+        for counts in self.left_out.values():
+            total.update(counts)
+        return dict(total)
 
     @property
     def schema(self) -> ClickSchema:
@@ -92,7 +103,7 @@ class Source:
             global_rows=self._rows_of_a_step,
             epoch=epoch,
         )
-        return self._first_rows(batches, self._samples, first)
+        return self._counted("train", self._data, self._first_rows(batches, self._samples, first))
 
     def sampled(self, count: int) -> list[KeyedJaggedTensor]:
         """The ids of rank 0's first training batches, which are the same for every rank that asks."""
@@ -103,27 +114,36 @@ class Source:
         """This rank's batches of the held-out rows, or of the first ``limit`` of them, to whole batches."""
         place = self._place
         arguments = (place.rank, place.world_size, self.batch_size)
+        rows = limit or self._holdout_samples
         if self._valid is not None:
             batches = self._valid.train_batches(*arguments, global_rows=self._rows_of_a_step)
-        else:
-            batches = self._data.holdout_batches(*arguments, global_rows=self._rows_of_a_step)
-        return self._first_rows(batches, limit or self._holdout_samples)
+            return self._counted("valid", self._valid, self._first_rows(batches, rows))
+        batches = self._data.holdout_batches(*arguments, global_rows=self._rows_of_a_step)
+        return self._counted("train", self._data, self._first_rows(batches, rows))
 
     def test_batches(self) -> Iterator[ClickBatch]:
         """This rank's batches for the final metrics: of the test files, or else the held-out rows."""
         if self._test is None:
             return self.holdout_batches()
         place = self._place
-        return self._test.train_batches(place.rank, place.world_size, self.batch_size, global_rows=self._rows_of_a_step)
+        rows = self._rows_of_a_step
+        batches = self._test.train_batches(place.rank, place.world_size, self.batch_size, global_rows=rows)
+        return self._counted("test", self._test, batches)
 
     def best_metrics(self) -> ClickMetrics | None:
         """The best that any model can have on the held-out rows; None for data whose optimum nobody knows."""
         return self._data.best_metrics().holdout if isinstance(self._data, SyntheticClickData) else None
 
     def _first_rows(self, batches: Iterator[ClickBatch], limit: int | None, first: int = 0) -> Iterator[ClickBatch]:
-        yield from batches if limit is None else islice(batches, max(0, -(-limit // self._rows_of_a_step) - first))
-        if isinstance(self._data, FileClickData):
-            self.skipped = max(self.skipped, self._data.skipped, key=lambda counts: sum(counts.values()))
+        return batches if limit is None else islice(batches, max(0, -(-limit // self._rows_of_a_step) - first))
+
+    def _counted(
+        self, files: str, data: FileClickData | SyntheticClickData, batches: Iterator[ClickBatch]
+    ) -> Iterator[ClickBatch]:
+        yield from batches
+        if isinstance(data, FileClickData):
+            counts = (self.left_out.get(files, {}), data.skipped)
+            self.left_out[files] = max(counts, key=lambda one: sum(one.values()))
 
 
 def spec_of(config: TrainConfig) -> FeatureSpec:
@@ -134,9 +154,21 @@ def spec_of(config: TrainConfig) -> FeatureSpec:
 
 
 def _files(config: TrainConfig, names: str, *, holdout: float = 0.0, shuffle: int = 0) -> FileClickData:
+    spec = spec_of(config)
+    if config.loss != "bce" and spec.group is None:
+        raise ConfigError(
+            f"loss (--loss) is {config.loss!r}, which ranks the rows of a group, and {config.features} names none: add "
+            "group: COLUMN, or give loss 'bce'"
+        )
     on_bad_row = "raise" if config.on_bad_row == "error" else config.on_bad_row
     data = open_click_data(
-        names, spec_of(config), holdout=holdout, on_bad_row=on_bad_row, shuffle=shuffle, seed=config.seed
+        names,
+        spec,
+        holdout=holdout,
+        on_bad_row=on_bad_row,
+        shuffle=shuffle,
+        keep_groups=config.loss != "bce",
+        seed=config.seed,
     )
     assert isinstance(data, FileClickData), "only a SyntheticConfig gives generated rows"
     return data

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -12,6 +19,12 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from shardrec.data import batch_of_request, click_metrics, request_example
+from shardrec.errors import ConfigError
+from shardrec.layout import ShardingPlan
+from shardrec.serve import load_package
+from shardrec.train.endpoint import open_server
+from shardrec.train.runs import RunFolder
 from tests.cli.command import Run
 
 SPEC = """
@@ -105,6 +118,104 @@ def test_texts_lists_and_weights_train_by_a_spec_alone(run: Run) -> None:
     code, shown, _ = run("inspect", "runs/a")
     assert code == 0
     assert f"{metrics['final']['auc']:.4f}" in shown
+
+    # Over HTTP the rows of the file have the predictions that its metrics are of.
+    rows = pq.read_table("day_2.parquet").to_pylist()
+    asked = [
+        {
+            "user": row["who"],
+            "genre": row["genre"],
+            "history": row["history"],
+            "tags": dict(zip(row["tags"], row["scores"], strict=True)),
+            "price": row["price"],
+        }
+        for row in rows
+    ]
+    with served(Path("runs/a")) as ask:
+        code, answer = ask("/")
+        assert code == 200
+        assert answer["model"]["auc"] == f"{metrics['final']['auc']:.4f}"
+        assert ask("/predict", answer["predict"]["example"])[0] == 200
+        code, answer = ask("/predict", {"rows": asked})
+        assert code == 200
+        found = click_metrics([row["stars"] > 2.5 for row in rows], answer["probabilities"])
+        assert found.auc == pytest.approx(metrics["final"]["auc"], abs=1e-6)
+        assert found.logloss == pytest.approx(metrics["final"]["logloss"], abs=1e-6)
+        code, answer = ask("/predict", {"rows": [{**asked[0], "price": "dear"}]})
+        assert (code, answer["error"][:42]) == (400, "row 0: field 'price': value 'dear' is not ")
+        assert ask("/predict", {"row": []})[0] == 400
+        assert ask("/predict")[0] == 405
+        assert ask("/else") == (404, {"error": "there is no /else: GET / says what there is"})
+
+
+@contextmanager
+def served(run: Path) -> Iterator[Callable[..., tuple[int, Any]]]:
+    """The run behind HTTP on a free port: a function from a path and, for a POST, JSON to status and JSON."""
+    server = open_server(RunFolder(run).endpoint(), "127.0.0.1", 0)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+
+    def ask(path: str, content: Any = None) -> tuple[int, Any]:
+        data = None if content is None else json.dumps(content).encode()
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{server.port}{path}", data, timeout=60) as answer:
+                return answer.status, json.load(answer)
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, json.load(error)
+
+    try:
+        yield ask
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ConfigError, match=r"cannot be listened on .*: give another port"):
+            open_server(lambda environ, start: [], "127.0.0.1", taken.getsockname()[1])
+
+
+def test_two_ranks_train_on_own_columns(run: Run) -> None:
+    """As one does, with a model of one's own; and rows that cannot be read are left out, then and in eval."""
+    table = pq.read_table("day_0.parquet")
+    broken = table.set_column(table.schema.get_field_index("price"), "price", pa.array([float("inf")] + [1.0] * 999))
+    pq.write_table(broken, "broken.parquet")
+    flags = ("--data", "day_[12].parquet", "--test", "day_0.parquet", *FLAGS, "--epochs", "2", "--threads", "1")
+    flags += ("--nproc", "2", "--model", "own_models:Sums", "--constraint", "user=row_wise", "--out", "runs/2")
+    code, _, errors = run("train", *flags)
+    assert (code, errors) == (0, ""), errors
+    assert json.loads(Path("runs/2/metrics.json").read_text(encoding="utf-8"))["final"]["auc"] > 0.6
+    plan = {table.name: table.cut for table in ShardingPlan.load(Path("runs/2/plan.json")).tables}
+    assert plan["bags.user"] == "row_wise"
+    code, _, errors = run("eval", "runs/2", "--data", "broken.parquet")
+    assert code == 1
+    assert "broken.parquet:1: field 'price': value inf" in errors
+    assert "--on-bad-row skip" in errors
+    code, shown, errors = run("eval", "runs/2", "--data", "broken.parquet", "--on-bad-row", "skip", "--json")
+    assert (code, errors) == (0, "left out 1 row: bad number\n")
+    assert json.loads(shown)["rows"] == 999
+    code, _, errors = run("eval", "runs/2", "--on-bad-row", "drop")
+    assert code == 1
+    assert "on_bad_row (--on-bad-row) is 'drop': give one of error, skip" in errors
+
+
+@pytest.mark.slow
+def test_a_run_as_a_package(run: Run) -> None:
+    code, _, errors = run("train", "--data", "day_0.parquet", *FLAGS, "--out", "runs/p")
+    assert code == 0, errors
+    code, _, errors = run("export", "runs/p", "p.pt2", "--to", "aoti")
+    assert code == 0, errors
+    package = load_package("p.pt2")
+    batch = batch_of_request([request_example(RunFolder(Path("runs/p")).spec)] * 3, RunFolder(Path("runs/p")).spec)
+    given = {"values": batch.sparse.values(), "lengths": batch.sparse.lengths(), "weights": batch.sparse.weights()}
+    logits = package(*(given.get(one.name, batch.dense) for one in package.tensors))
+    expected = RunFolder(Path("runs/p")).model()(batch.dense, batch.sparse)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5, check_stride=False)
 
 
 def test_a_model_of_ones_own_and_early_stopping(run: Run) -> None:

@@ -6,6 +6,7 @@ import ast
 import csv
 import lzma
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 
 import shardrec.data
 from shardrec.data import ClickBatch, Feature, FeatureSpec, Label, criteo_spec, open_click_data, tables
-from shardrec.data.encode import hash_texts
+from shardrec.data.encode import encode, hash_texts
 from shardrec.errors import ConfigError, DataError
 from tests.data.raw import SPEC, line, lines, write
 
@@ -61,9 +62,18 @@ def score(tag: str) -> float:
     return len(tag) / 4
 
 
+def spread(number: int) -> int:
+    """SplitMix64's finalizer, in whole numbers."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        number = (number % 2**64 ^ number % 2**64 >> shift) * factor
+    return number % 2**64 ^ number % 2**64 >> 31
+
+
 def hashed(value: str | None, rows: int) -> int:
     if not value:
         return 0
+    if re.fullmatch("0|-?[1-9][0-9]*", value):
+        return spread(int(value)) % (rows - 1) + 1
     data = value.encode()
     digest = hash_texts(np.frombuffer(data, np.uint8), np.array([0]), np.array([len(data)]))[0]
     return int(digest) % (rows - 1) + 1
@@ -258,6 +268,32 @@ def test_line_ends(tmp_path: Path, end: bytes, ended: bool) -> None:
     path = tmp_path / "data.tsv"
     path.write_bytes(end.join(line(number) for number in range(5)) + end * ended)
     assert read(path, SPEC).size == 5
+
+
+whole = st.integers(-(2**63), 2**64 - 1) | st.sampled_from([0, -1, 2**63 - 1, -(2**63), 2**64 - 1, 10**19])
+KEYS = FeatureSpec(features=(Feature(name="id", kind="id", rows=2**31 - 1),))
+
+
+@settings(max_examples=50, deadline=None)
+@given(numbers=st.lists(whole, min_size=1, max_size=8))
+def test_a_whole_number_is_one_id_in_every_column(numbers: list[int]) -> None:
+    def ids(array: Any) -> list[int]:
+        table = pa.table({"label": pa.array([0] * len(array)), "id": array})
+        return encode(table, KEYS).rows.ids.tolist()
+
+    expected = [spread(number) % (2**31 - 2) + 1 for number in numbers]
+    assert ids(pa.array([str(number) for number in numbers])) == expected
+    assert ids(pa.array([np.uint64(number % 2**64) for number in numbers], pa.uint64())) == expected
+    small = [number % 2**31 for number in numbers]
+    assert ids(pa.array([float(number) for number in small])) == ids(pa.array(small, pa.int32()))
+
+
+@pytest.mark.parametrize("text", ["07", "+7", "-0", "-", "7 ", "7.0", "18446744073709551616", "-9223372036854775809"])
+def test_other_texts_are_no_numbers(text: str) -> None:
+    data = np.frombuffer(text.encode(), np.uint8)
+    table = pa.table({"label": [0], "id": [text]})
+    digest = int(hash_texts(data, np.array([0]), np.array([len(data)]))[0])
+    assert encode(table, KEYS).rows.ids.tolist() == [digest % (2**31 - 2) + 1]
 
 
 def test_hashes_are_the_same_everywhere_and_spread() -> None:

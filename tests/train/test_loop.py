@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardrec.errors import DataError, InputError
-from shardrec.train.loop import Schedule, click_loss, failing_together
+from shardrec.train.loop import Schedule, failing_together
+from shardrec.train.losses import click_loss
 from tests.ranks import ranks
 
 

@@ -59,7 +59,7 @@ def _cases(report: TimingReport) -> Table:
             *(_spread(result.ratio(side), ".2f") for side in sides if side != BASE),
             *([_bandwidth(result), _peak(result)] if on_cuda else []),
             f"{floor:.1f}" if floor else "",
-            f"{over:.1f}" if over is not None else "",
+            f"{over:.1f}{' ?' * (over < 1)}" if over is not None else "",
         )
     return table
 
@@ -100,6 +100,11 @@ def _caption(report: TimingReport) -> str:
         words.append(
             f"malloc {name}: copies {one['memory'] / 1e9:.1f} GB/s, all-to-all {one['link'] / 1e9:.2f} GB/s, "
             f"{one['latency'] * 1e3:.2f} ms without bytes"
+        )
+    if any((result.over_floor() or 1) < 1 for result in report.results if result.rounds):
+        words.append(
+            "? a step below the floor: bandwidths were lower when they were measured than during the steps, as on a "
+            "busy machine; measure again on an idle one"
         )
     if any(result.other_rule for result in report.results):
         words.append("* tables cut by columns: shardrec keeps the unsharded optimizer's rule, TorchRec has another one")

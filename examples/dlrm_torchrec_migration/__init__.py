@@ -1,0 +1,1 @@
+"""A DLRM trained with TorchRec, and what changes with shardrec."""

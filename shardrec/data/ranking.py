@@ -1,0 +1,116 @@
+"""Metrics of a ranking: how the rows of a group (a user's, a query's, a session's) are ordered by their scores.
+
+Computed over all groups at once. torchmetrics goes group by group, 0.7 ms each, and orders rows of equal scores by
+their place; the tests compare with it where no scores are equal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from shardrec.errors import ConfigError
+
+__all__ = ["RankingMetrics", "ranking_metrics"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankingMetrics:
+    """Metrics of rows in groups; means over the groups that have a clicked row, but for ``gauc``.
+
+    Of rows with equal scores those that were not clicked come first, so that a model that scores all rows alike gains
+    nothing by the order of a file.
+
+    Attributes:
+        gauc: mean of the groups' areas under the ROC curve, weighted by their rows, over those with clicked and other
+            rows ("Optimized Cost per Click in Taobao Display Advertising", Zhu et al., 2017); None without any.
+        ndcg: normalized discounted cumulative gain of the first k rows.
+        recall: share of a group's clicked rows that are among its first k.
+        hit_rate: share of groups that have a clicked row among their first k.
+        k: places that count.
+        groups: groups that have a clicked row.
+    """
+
+    gauc: float | None
+    ndcg: float
+    recall: float
+    hit_rate: float
+    k: int
+    groups: int
+
+
+def ranking_metrics(labels: ArrayLike, scores: ArrayLike, groups: ArrayLike, k: int) -> RankingMetrics:
+    """Score the order of the rows in each group.
+
+    Args:
+        labels: (N,) 0 or 1.
+        scores: (N,), any monotone function of the predicted relevance.
+        groups: (N,) integers, the same for the rows of a group.
+        k: places at the top of each group that count, at least 1.
+
+    Raises:
+        ConfigError: for shapes that differ, scores that are not numbers, or without a clicked row.
+    """
+    target = np.asarray(labels, dtype=np.float64).reshape(-1)
+    score, group = np.asarray(scores).reshape(-1), np.asarray(groups).reshape(-1)
+    if not target.shape == score.shape == group.shape:
+        raise ConfigError(
+            f"labels, scores and groups have {target.size}, {score.size} and {group.size} values: give one per row"
+        )
+    if np.isnan(score).any():
+        raise ConfigError(
+            f"{int(np.isnan(score).sum())} of {score.size} scores are not numbers: has training diverged?"
+        )
+    if target.sum() == 0:
+        raise ConfigError(f"none of {target.size} rows was clicked: ranking metrics need groups with a clicked row")
+    # By group, then from the highest score down; of equal ones, the clicked rows last.
+    order = np.lexsort((target, -score, group))
+    target, score, group = target[order], score[order], group[order]
+    first = _starts(group[1:] != group[:-1])
+    sizes = np.diff(np.r_[first, len(group)])
+    place = np.arange(len(group)) - np.repeat(first, sizes)
+    clicked = np.add.reduceat(target, first)
+    there = clicked > 0
+    at_top = target * (place < k)
+    hits = np.add.reduceat(at_top, first)[there]
+    gains = np.add.reduceat(at_top / np.log2(place + 2.0), first)[there]
+    best = np.cumsum(1 / np.log2(np.arange(k) + 2.0))[np.minimum(clicked[there], k).astype(np.int64) - 1]
+    return RankingMetrics(
+        gauc=_gauc(target, score, first, sizes, clicked),
+        ndcg=float((gains / best).mean()),
+        recall=float((hits / clicked[there]).mean()),
+        hit_rate=float((hits > 0).mean()),
+        k=k,
+        groups=int(there.sum()),
+    )
+
+
+def _starts(differs: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """First rows of runs, of whether each row but the first differs from the one before."""
+    return np.flatnonzero(np.r_[True, differs])
+
+
+def _gauc(
+    target: NDArray[np.float64],
+    score: NDArray[np.generic],
+    first: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    clicked: NDArray[np.float64],
+) -> float | None:
+    """Of rows by group and falling score; ties count one half."""
+    group = np.repeat(np.arange(len(first)), sizes)
+    ties = _starts((score[1:] != score[:-1]) | (group[1:] != group[:-1]))
+    clicks = np.add.reduceat(target, ties)
+    others = np.add.reduceat(1.0 - target, ties)
+    of_group = group[ties]
+    unclicked = sizes - clicked
+    # Others with a lower score: those of the group that come after.
+    below = np.cumsum(unclicked)[of_group] - np.cumsum(others)
+    pairs = np.bincount(of_group, weights=clicks * (below + others / 2), minlength=len(first))
+    both = (clicked > 0) & (unclicked > 0)
+    if not both.any():
+        return None
+    areas = pairs[both] / (clicked[both] * unclicked[both])
+    return float(np.average(areas, weights=sizes[both]))

@@ -1,0 +1,147 @@
+"""Rows that a program asks about, as JSON objects by the features' names, in place of a file's columns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from shardrec.data.batch import ClickBatch
+from shardrec.data.encode import encode
+from shardrec.data.spec import Feature, FeatureSpec
+from shardrec.errors import DataError
+
+__all__ = ["batch_of_request", "request_example"]
+
+_SHOWN = 60
+
+
+def batch_of_request(rows: Any, spec: FeatureSpec) -> ClickBatch:
+    """The rows of a request, encoded as those of a file are.
+
+    Each row is an object with exactly the spec's features: an ``id`` is a text or a number; a ``multi_hot`` feature or
+    a ``sequence`` a list of these; a ``weighted`` one an object of ids and their weights; a ``dense`` one a number. Any
+    may be null, for a missing value.
+
+    Args:
+        rows: what ``json.loads`` made of it.
+        spec: of the data that the model was trained on.
+
+    Returns:
+        A batch on the CPU; its labels are 0.
+
+    Raises:
+        DataError: naming row, feature and value of the first fault.
+    """
+    import pyarrow as pa
+
+    if not isinstance(rows, Sequence) or isinstance(rows, (str, bytes)) or not rows:
+        raise DataError(f"rows is {_shown(rows)}: give a list of at least one object")
+    for number, row in enumerate(rows):
+        _check_names(number, row, spec)
+    columns = {}
+    features = []
+    for feature in spec.features:
+        weights = f"weights of {feature.name}" if feature.weights else None
+        features.append(feature.model_copy(update={"column": feature.name, "weights": weights}))
+        values = [_value(number, row[feature.name], feature) for number, row in enumerate(rows)]
+        if weights is None:
+            kind = pa.list_(pa.string()) if feature.is_list else pa.float64() if feature in spec.dense else pa.string()
+            columns[feature.name] = pa.array(values, kind)
+        else:
+            columns[feature.name] = pa.array([list(bag) for bag in values], pa.list_(pa.string()))
+            columns[weights] = pa.array([list(bag.values()) for bag in values], pa.list_(pa.float64()))
+    encoded = encode(pa.table(columns), FeatureSpec(features=tuple(features)), labelled=False)
+    for number, fault in encoded.faults.items():
+        raise DataError(f"row {number}: {fault.where}; {fault.remedy}")
+    return encoded.rows.to_batch(spec.schema_)
+
+
+def request_example(spec: FeatureSpec) -> dict[str, Any]:
+    """A row of the form that :func:`batch_of_request` takes."""
+    return {feature.name: _example(feature) for feature in spec.features}
+
+
+def _check_names(number: int, row: Any, spec: FeatureSpec) -> None:
+    names = [feature.name for feature in spec.features]
+    if not isinstance(row, Mapping):
+        raise DataError(f"row {number} is {_shown(row)}: give an object with the fields {', '.join(names)}")
+    for name in names:
+        if name not in row:
+            raise DataError(f"row {number}: field {name!r} is missing: give it, or null for a missing value")
+    for name in row:
+        if name not in names:
+            raise DataError(f"row {number}: field {name!r} is no feature: the features are {', '.join(names)}")
+
+
+def _value(number: int, value: Any, feature: Feature) -> Any:
+    """A feature of a row as its column has it.
+
+    Raises:
+        DataError: for a value of another type.
+    """
+
+    def refused(wanted: str) -> DataError:
+        return DataError(f"row {number}: field {feature.name!r}: value {_shown(value)} is not {wanted}; correct it")
+
+    if feature.kind == "dense":
+        if value is not None and not _is_number(value):
+            raise refused("a finite number or null")
+        return value
+    as_text = _hexadecimal if feature.coding == "hexadecimal" else _text
+    if not feature.is_list:
+        text = None if value is None else as_text(value)
+        if value is not None and text is None:
+            raise refused("a text, a number or null")
+        return text
+    if feature.weights is not None:
+        if value is not None and not (isinstance(value, Mapping) and all(map(_is_number, value.values()))):
+            raise refused("an object of ids and their weights, or null")
+        return dict(value or {})
+    if value is None:
+        return None
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise refused("a list or null")
+    texts = [as_text(one) for one in value]
+    if None in texts:
+        raise refused("a list of texts or numbers")
+    return texts
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _text(value: Any) -> str | None:
+    """As a CSV file has it, whose ids are those of a Parquet file's numbers."""
+    if isinstance(value, str):
+        return value
+    if not _is_number(value):
+        return None
+    return str(int(value)) if value == int(value) else repr(value)
+
+
+def _hexadecimal(value: Any) -> str | None:
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**64:
+        return f"{value:x}"
+    return value if isinstance(value, str) else None
+
+
+def _example(feature: Feature) -> Any:
+    if feature.kind == "dense":
+        return 0.5
+    make: Callable[[int], Any] = {
+        "vocabulary": lambda place: (feature.vocabulary or ("",))[place % len(feature.vocabulary or ("",))],
+        "buckets": lambda place: (feature.boundaries or (0.0,))[0],
+        "number": lambda place: place,
+        "hexadecimal": lambda place: f"{place + 10:08x}",
+        "hash": lambda place: f"{feature.name} {place + 1}",
+    }[feature.coding]
+    if feature.weights is not None:
+        return {str(make(0)): 1.0, str(make(1)): 0.5}
+    return [make(0), make(1)] if feature.is_list else make(0)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."

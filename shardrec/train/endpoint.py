@@ -1,0 +1,110 @@
+"""A run's model behind HTTP, to try it: a WSGI application.
+
+::
+
+    GET  /          what the model is, and an example of a request
+    POST /predict   {"rows": [{"user": "u17", "price": 3.5, ...}, ...]}  →  {"probabilities": [0.71, ...]}
+
+One process computes one request at a time. What serves many is what ``shardrec export`` writes; see docs/serving.md.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from werkzeug.exceptions import BadRequest, HTTPException, MethodNotAllowed, NotFound
+from werkzeug.serving import BaseWSGIServer, make_server
+from werkzeug.wrappers import Request, Response
+
+from shardrec.data import FeatureSpec, batch_of_request, request_example
+from shardrec.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from _typeshed.wsgi import StartResponse, WSGIEnvironment
+    from torch import nn
+
+__all__ = ["Endpoint", "open_server"]
+
+_MOST_BYTES = 32 << 20
+
+
+class Endpoint:
+    """Answers requests with a model's predictions.
+
+    Args:
+        model: from (dense, sparse) to (B,) or (B, 1) logits, in eval mode, on the CPU.
+        spec: of the data that it was trained on.
+        about: is shown at ``/``.
+        output: name of the answers: ``probabilities``, or ``scores`` of a model whose logits are no log odds.
+    """
+
+    def __init__(
+        self, model: nn.Module, spec: FeatureSpec, about: Mapping[str, Any], *, output: str = "probabilities"
+    ) -> None:
+        self._model = model
+        self._spec = spec
+        self._about = dict(about)
+        self._output = output
+        self._one_at_a_time = threading.Lock()
+
+    def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        """The WSGI call."""
+        request = Request(environ)
+        request.max_content_length = _MOST_BYTES
+        try:
+            found, status = self._answer(request), 200
+        except DataError as error:
+            found, status = {"error": str(error)}, 400
+        except HTTPException as error:
+            found, status = {"error": error.description}, error.code or 500
+        response = Response(json.dumps(found) + "\n", status=status, mimetype="application/json")
+        return response(environ, start_response)
+
+    def _answer(self, request: Request) -> dict[str, Any]:
+        routes = {"/": ("GET", self._describe), "/predict": ("POST", self._predict)}
+        if request.path not in routes:
+            raise NotFound(f"there is no {request.path}: GET / says what there is")
+        method, answer = routes[request.path]
+        if request.method not in (method, "HEAD" if method == "GET" else method):
+            raise MethodNotAllowed([method], f"{request.path} takes {method}, not {request.method}")
+        return answer(request)
+
+    def _describe(self, request: Request) -> dict[str, Any]:
+        example = {"rows": [request_example(self._spec)]}
+        return {"model": self._about, "predict": {"method": "POST", "path": "/predict", "example": example}}
+
+    def _predict(self, request: Request) -> dict[str, Any]:
+        try:
+            given = json.loads(request.get_data())
+        except ValueError as error:
+            raise BadRequest(f'the body is not JSON ({error}): give {{"rows": [...]}}') from error
+        if not isinstance(given, dict) or set(given) != {"rows"}:
+            raise BadRequest('the body must be an object with the one field "rows", a list')
+        batch = batch_of_request(given["rows"], self._spec)
+        with self._one_at_a_time, torch.no_grad():
+            logits = self._model(batch.dense, batch.sparse).view(-1).float()
+        values = torch.sigmoid(logits) if self._output == "probabilities" else logits
+        return {self._output: values.tolist()}
+
+
+def open_server(endpoint: Endpoint, host: str, port: int) -> BaseWSGIServer:
+    """A server that listens; its ``serve_forever`` answers, until its ``shutdown``.
+
+    Args:
+        endpoint: answers.
+        host: address to listen on.
+        port: 0 for any that is free; the server's ``port`` is the one.
+
+    Raises:
+        ConfigError: if the address is taken or not this machine's.
+    """
+    try:
+        return make_server(host, port, endpoint, threaded=True)
+    except (OSError, SystemExit) as error:  # werkzeug ends the process where an address is taken
+        raise ConfigError(
+            f"--host {host} --port {port} cannot be listened on ({error}): give another port, or 0 for any"
+        ) from error

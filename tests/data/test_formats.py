@@ -1,0 +1,128 @@
+"""NumPy archives and LIBSVM's text are read as the same rows in Parquet are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardrec.data import Feature, FeatureSpec, Label, open_click_data, tables
+from shardrec.errors import DataError
+from tests.data.raw import equal, write
+
+LINES = FeatureSpec(
+    label=Label(column="label", above=0),
+    group="qid",
+    features=(Feature(name="x", kind="weighted", column="ids", weights="values", rows=1000, ids="number"),),
+)
+ARRAYS = FeatureSpec(
+    features=(
+        Feature(name="user", kind="id", rows=1000),
+        Feature(name="tags", kind="multi_hot", rows=1000),
+        Feature(name="price", kind="dense"),
+    )
+)
+pairs = st.lists(st.tuples(st.integers(0, 999), st.floats(-9, 9, width=32)), max_size=4)
+rows_of = st.lists(st.tuples(st.sampled_from([-1, 1]), st.integers(0, 3), pairs), min_size=1, max_size=9)
+
+
+def batches(path: Path, spec: FeatureSpec, **options: object) -> list:
+    return list(open_click_data(path, spec, holdout=0.0, **options).train_batches(0, 1, 4))
+
+
+@settings(max_examples=30, deadline=None)
+@given(rows=rows_of, block=st.sampled_from([1, 30, 1 << 20]), ending=st.sampled_from(["\n", "\r\n", " # why\n"]))
+def test_lines_of_pairs(tmp_path_factory: pytest.TempPathFactory, rows: list, block: int, ending: str) -> None:
+    folder = tmp_path_factory.mktemp("svm")
+    text = "".join(
+        f"{label} qid:{query} " + " ".join(f"{index}:{value!r}" for index, value in found) + ending
+        for label, query, found in rows
+    )
+    path = write(folder / "rows.libsvm", text.encode())
+    columns = {
+        "label": [label for label, _, _ in rows],
+        "qid": [query for _, query, _ in rows],
+        "ids": pa.array([[index for index, _ in found] for _, _, found in rows], pa.list_(pa.int64())),
+        "values": pa.array([[value for _, value in found] for _, _, found in rows], pa.list_(pa.float64())),
+    }
+    pq.write_table(pa.table(columns), folder / "rows.parquet")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tables, "_BLOCK_BYTES", block)
+        found = batches(path, LINES)
+    expected = batches(folder / "rows.parquet", LINES)
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert equal(one, other)
+        assert one.groups.tolist() == other.groups.tolist()
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("1 qid:1 7", "word 3: '7' is not index:value with a number; correct it"),
+        ("1 qid:1 7:x", "pair 2: '7:x' is not index:value"),
+        ("1 qid:1 7:1 8:", "pair 3: '8:' is not index:value"),
+        ("", "the line is empty"),
+        ("yes qid:1 7:1", "field 'label': value 'yes' is not a number"),
+        ("1 7:1", "field 'qid': value None is no id of a group"),
+        ("1 qid:1 1000:1", "field 'ids': value .* is no whole number from 0 to 999"),
+    ],
+)
+def test_a_broken_line_is_named(tmp_path: Path, line: str, words: str) -> None:
+    path = write(tmp_path / "rows.svm.gz", f"1 qid:1 3:1\n{line}\n-1 qid:1 4:1\n".encode())
+    with pytest.raises(DataError, match=rf"rows\.svm\.gz:2: {words}"):
+        batches(path, LINES)
+    (batch,) = batches(path, LINES, on_bad_row="skip")
+    assert batch.sparse.values().tolist() == [3, 4]
+
+
+@pytest.mark.parametrize("at_once", [2, 100])
+def test_an_archive_of_arrays(tmp_path: Path, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "_ROWS_AT_ONCE", at_once)
+    columns = {
+        "label": np.array([0, 1, 1, 0, 1]),
+        "user": np.array(["a", "b", "a", "c", "7"]),
+        "tags": np.array([[1, 2], [3, 4], [5, 6], [7, 8], [9, 9]]),
+        "price": np.array([1, 2, 3, 4, 5], np.float32),
+    }
+    np.savez_compressed(tmp_path / "rows.npz", **columns, unused=np.zeros(3))
+    pq.write_table(pa.table({**columns, "tags": columns["tags"].tolist()}), tmp_path / "rows.parquet")
+    found, expected = (batches(tmp_path / f"rows.{kind}", ARRAYS) for kind in ("npz", "parquet"))
+    assert all(map(equal, found, expected))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"user": np.array(["a"])}, "different numbers of rows"),
+        ({"price": np.zeros((2, 1, 1))}, r"array 'price' has shape \(2, 1, 1\)"),
+        ({"user": np.array([{}, {}], object)}, r"not an \.npz archive of plain arrays"),
+        ({"price": np.zeros((2, 2))}, "column 'price' has type list<item: double>: write numbers"),
+    ],
+)
+def test_a_bad_archive(tmp_path: Path, changes: dict[str, np.ndarray], words: str) -> None:
+    columns = {
+        "label": np.array([0, 1]),
+        "user": np.array(["a", "b"]),
+        "tags": np.ones((2, 1), int),
+        "price": np.ones(2),
+    }
+    np.savez(tmp_path / "rows.npz", **(columns | changes))
+    with pytest.raises(DataError, match=words):
+        batches(tmp_path / "rows.npz", ARRAYS)
+
+
+def test_no_archive(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="does not exist"):
+        batches(tmp_path / "rows.npz", ARRAYS)
+    (tmp_path / "rows.npz").write_bytes(b"PK\x03\x04 but cut short")
+    with pytest.raises(DataError, match=r"not an \.npz archive"):
+        batches(tmp_path / "rows.npz", ARRAYS)
+    np.savez(tmp_path / "rows.npz", label=np.ones(2))
+    with pytest.raises(DataError, match="column 'user' is missing"):
+        batches(tmp_path / "rows.npz", ARRAYS)

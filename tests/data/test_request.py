@@ -1,0 +1,86 @@
+"""Rows of a request are encoded as those of a file, and a fault names row and field."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from shardrec.data import (
+    ClickBatch,
+    Feature,
+    FeatureSpec,
+    batch_of_request,
+    criteo_spec,
+    open_click_data,
+    request_example,
+)
+from shardrec.errors import DataError
+from tests.data.test_encode import SPECS, rows_of, save, score
+
+
+def as_request(row: dict[str, Any]) -> dict[str, Any]:
+    found = {feature.name: row.get(feature.source) for feature in SPECS.features}
+    return json.loads(json.dumps({**found, "tags": {tag: score(tag) for tag in row["tags"]} or None}))
+
+
+@settings(max_examples=20, deadline=None)
+@given(rows=rows_of)
+def test_a_request_is_what_a_file_is(tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, Any]]) -> None:
+    rows = [{**row, "tags": list(dict.fromkeys(row["tags"]))} for row in rows]
+    path = save(tmp_path_factory.mktemp("request"), rows, "csv")
+    (of_file,) = open_click_data(path, SPECS, holdout=0.0).train_batches(0, 1, 10_000)
+    found = batch_of_request([as_request(row) for row in rows], SPECS)
+    assert_same(found, of_file)
+
+
+def assert_same(one: ClickBatch, other: ClickBatch) -> None:
+    assert one.sparse.keys() == other.sparse.keys()
+    torch.testing.assert_close(one.sparse.values(), other.sparse.values())
+    torch.testing.assert_close(one.sparse.lengths(), other.sparse.lengths())
+    torch.testing.assert_close(one.sparse.weights(), other.sparse.weights())
+    torch.testing.assert_close(one.dense, other.dense)
+
+
+@pytest.mark.parametrize("spec", [SPECS, criteo_spec()])
+def test_the_example_is_a_request(spec: FeatureSpec) -> None:
+    batch = batch_of_request(json.loads(json.dumps([request_example(spec)] * 2)), spec)
+    assert batch.size == 2
+    assert (batch.sparse.values() > 0).any()
+
+
+def test_hexadecimal_numbers() -> None:
+    spec = FeatureSpec(features=(Feature(name="c", kind="id", rows=1000, ids="hexadecimal"),))
+    found = batch_of_request([{"c": "ff"}, {"c": 255}, {"c": None}], spec)
+    assert found.sparse.values().tolist() == [256, 256, 0]
+
+
+GOOD = {"user": "a", "country": "de", "age": 3, "code": 7, "tags": {}, "history": ["x"], "price": 1, "size": None}
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([], r"rows is \[\]: give a list of at least one object"),
+        ("abc", r"rows is 'abc'"),
+        ([GOOD, 3], r"row 1 is 3: give an object with the fields user, country"),
+        ([{**GOOD, "usr": "a"}], r"row 0: field 'usr' is no feature: the features are user, country"),
+        ([{"user": "a"}], r"row 0: field 'country' is missing"),
+        ([GOOD, {**GOOD, "price": "3"}], r"row 1: field 'price': value '3' is not a finite number or null"),
+        ([{**GOOD, "price": True}], r"field 'price': value True"),
+        ([{**GOOD, "price": float("nan")}], r"field 'price': value nan"),
+        ([{**GOOD, "user": ["a"]}], r"field 'user': value \['a'\] is not a text, a number or null"),
+        ([{**GOOD, "history": "a"}], r"field 'history': value 'a' is not a list or null"),
+        ([{**GOOD, "history": ["a", None]}], r"field 'history': value .* is not a list of texts or numbers"),
+        ([{**GOOD, "tags": ["a"]}], r"field 'tags': value \['a'\] is not an object of ids and their weights"),
+        ([{**GOOD, "tags": {"a": "x"}}], r"field 'tags'"),
+        ([GOOD, {**GOOD, "code": 50}], r"row 1: field 'code': value '50' is no whole number from 0 to 49"),
+        ([{**GOOD, "age": "old"}], r"row 0: field 'age': value 'old' is not a finite number"),
+    ],
+)
+def test_faults_name_row_and_field(rows: Any, words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        batch_of_request(rows, SPECS)
