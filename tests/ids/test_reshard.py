@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from shardrec import load_checkpoint, native, save_checkpoint, shard
-from shardrec.errors import ConfigError
+from shardrec.checkpoint import export_ids, import_ids
+from shardrec.errors import CheckpointError, ConfigError
 from shardrec.ids import DynamicIds
 from shardrec.layout import ShardingPlan, Topology
 from tests.ids.oracle import DIM, ROWS, Batches, Oracle, dynamic_step, kjt, model_of, perfect_step, raw_batches
@@ -170,3 +171,32 @@ def test_ids_are_not_left_out_by_mistake(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "plain", plain)
     with pytest.raises(ConfigError, match=r"lacks ids\.sparse"):
         load_checkpoint(tmp_path / "plain", trained(ROWS, DynamicIds()))
+
+
+def test_ids_go_through_parquet(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    model = trained(LARGE, DynamicIds(fallback_rows=1))
+    export_ids(model, tmp_path / "ids")
+    other = trained(LARGE, DynamicIds(fallback_rows=1), steps=2)
+    other.load_state_dict(model.state_dict())
+    import_ids(other, tmp_path / "ids")
+    (one,), (two,) = (each._sharded[0].id_maps.maps.values() for each in (model, other))
+    assert torch.equal(one.records, two.records)
+    for raw in one.records[one.records[:, 1] > 0, 0].tolist()[:5]:
+        assert torch.equal(row_of(model, raw), row_of(other, raw))
+    for words, ids, rows in (
+        ("comes twice", [1, 1], [5, 6]),
+        ("comes twice", [1, 2], [5, 5]),
+        ("outside", [1], [160]),
+        ("cannot have row 0", [1], [0]),
+    ):
+        folder = tmp_path / f"{ids} {rows}"
+        folder.mkdir()
+        pq.write_table(pa.table({"table": ["sparse.goods"] * len(ids), "id": ids, "row": rows}), folder / "a.parquet")
+        with pytest.raises(CheckpointError, match=words):
+            import_ids(other, folder)
+        assert torch.equal(one.records, two.records)
+    with pytest.raises(CheckpointError, match=r"no \*\.parquet"):
+        import_ids(other, tmp_path)
