@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shardrec.checkpoint.agree import Ranks
 from shardrec.checkpoint.files import BLOCK_BYTES, CACHED_BYTES, DTYPES, OpenFile
+from shardrec.checkpoint.ids import Moves
 from shardrec.checkpoint.manifest import MANIFEST, PARTIAL, Manifest, SavedTensor, leftovers, read_manifest
 from shardrec.checkpoint.optimizer import load_settings, optimizer_faults, state_targets
 from shardrec.checkpoint.parts import HeldTensor, as_matrix, held
@@ -101,6 +102,7 @@ class _Source:
         self._stack = stack
         self._open: dict[int, OpenFile] = {}
         self._held: dict[str, HeldTensor] = {}
+        self._moves: Moves | None = None
         self.rank_state: dict[str, Tensor] = {}
 
     def verify(self, model: ShardedModel, optimizer: torch.optim.Optimizer | None) -> str:
@@ -111,7 +113,8 @@ class _Source:
         """
         self.manifest = read_manifest(self._folder)
         self._held = wanted = model_tensors(model)
-        faults = _faults(self.manifest, wanted) + optimizer_faults(model, optimizer, self.manifest)
+        self._moves = Moves(model, self.manifest, self._file)
+        faults = _faults(self.manifest, wanted, self._moves) + optimizer_faults(model, optimizer, self.manifest)
         if faults:
             raise ConfigError(
                 f"{self._folder} is a checkpoint of another model than this {type(model.module).__name__} (or of other "
@@ -124,9 +127,11 @@ class _Source:
         buffer = memoryview(bytearray(CACHED_BYTES))
         for number, block in blocks[len(blocks) * rank // size : len(blocks) * (rank + 1) // size]:
             self._file(number).verify(block, buffer)
+        self._moves.find()
         for name, tensor in wanted.items():
-            for saved in self.manifest.tensors[name].parts:
-                if any(saved.rect.common(part.rect) for part in tensor.parts):
+            moved = self._moves.has(name)
+            for saved in self.manifest.tensors[name].parts if name in self.manifest.tensors else ():
+                if moved or any(saved.rect.common(part.rect) for part in tensor.parts):
                     self._file(saved.file)
         return self.manifest.data
 
@@ -154,7 +159,7 @@ class _Source:
 
     def read(self, model: ShardedModel, optimizer: torch.optim.Optimizer | None) -> None:
         """Read what this rank holds into its memory."""
-        manifest, buffer = self.manifest, torch.empty(BLOCK_BYTES, dtype=torch.uint8)
+        manifest, moves, buffer = self.manifest, self._moves, torch.empty(BLOCK_BYTES, dtype=torch.uint8)
         if model.context.device.type == "cuda":
             buffer = buffer.pin_memory()
         start = rank_name(self._ranks.rank, "")
@@ -165,10 +170,16 @@ class _Source:
         }
         targets = self._held | state_targets(model, optimizer, manifest)
         targets |= {name: held(value, saved=False) for name, value in own.items()}
+        assert moves is not None, "what is read was verified"
+        moves.place()
         for name, target in targets.items():
+            if moves.is_map(name):
+                continue
             saved = manifest.tensors[name]
             for part in target.parts:
                 into = as_matrix(part.values)
+                if moves.read(name, part, into, buffer):
+                    continue
                 for one in saved.parts:
                     self._file(one.file).read(one.start, one.rect, DTYPES[saved.dtype], into, part.rect, buffer)
                 if into.data_ptr() != part.values.data_ptr():
@@ -181,21 +192,25 @@ class _Source:
         self.rank_state = {name.removeprefix(start): value for name, value in own.items()}
 
 
-def _faults(manifest: Manifest, wanted: Mapping[str, HeldTensor]) -> list[str]:
+def _faults(manifest: Manifest, wanted: Mapping[str, HeldTensor], moves: Moves) -> list[str]:
     """Why the checkpoint is not one of this model, one sentence each."""
     saved = manifest.tensors
-    lacking = sorted(set(wanted) - set(saved))
-    surplus = sorted(name for name in saved if name.startswith(("model.", "fused.")) and name not in wanted)
+    lacking = sorted(name for name in set(wanted) - set(saved) if not moves.may_lack(name))
+    surplus = sorted(
+        name
+        for name in saved
+        if name.startswith(("model.", "fused.", "ids.")) and name not in wanted and not moves.may_lack(name)
+    )
     found = [f"it lacks {', '.join(lacking[:5])}"] if lacking else []
     found += [f"it has {', '.join(surplus[:5])}, which the model lacks"] if surplus else []
     for name in set(wanted) & set(saved):
-        found += _differences(name, saved[name], wanted[name])
+        found += _differences(name, saved[name], wanted[name], any_rows=moves.has(name))
     return found
 
 
-def _differences(name: str, saved: SavedTensor, tensor: HeldTensor) -> list[str]:
+def _differences(name: str, saved: SavedTensor, tensor: HeldTensor, *, any_rows: bool) -> list[str]:
     found, dtype = [], DTYPES[saved.dtype]
-    if saved.shape != tensor.shape:
+    if saved.shape[any_rows:] != tensor.shape[any_rows:]:
         found.append(
             f"{name} has shape {saved.shape} and the model's {tensor.shape}; build the model with the saved sizes"
         )

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from shardrec.checkpoint.ids import dynamic_tables
 from shardrec.checkpoint.parts import HeldTensor, Part, Rect, held
 from shardrec.errors import ConfigError
 from shardrec.layout import Shard
@@ -73,6 +74,8 @@ def model_tensors(model: ShardedModel) -> dict[str, HeldTensor]:
         ConfigError: if the model's state_dict has an entry that is no tensor.
     """
     found = table_tensors(model)
+    for table in dynamic_tables(model):
+        found |= table.held()
     found |= {f"model.{name}": held(value, saved=_is_lead(model)) for name, value in _dense_values(model)}
     return found
 

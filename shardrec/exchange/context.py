@@ -25,6 +25,7 @@ from shardrec.exchange.wire import QuantizedComms
 if TYPE_CHECKING:
     from shardrec.exchange.ahead import Ahead
     from shardrec.exchange.batch import OnBadId
+    from shardrec.ids.options import DynamicIds
 
 __all__ = ["FIXED_COLUMNS", "FORWARD_FAILED", "NO_MORE", "ForwardFailed", "StepContext", "checksum"]
 
@@ -61,6 +62,7 @@ class StepContext:
         header_columns: width of a header, the same in every exchange, so that a rank can answer for any of them.
         exchanges: number of headers exchanged so far.
         on_bad_id: per feature, what is done with ids outside of its table, where that is no error.
+        dynamic_ids: per table, by its name in the plan, what is done with its ids, where they are dynamic.
         output_dtype: of the modules' outputs; rows are added up, and travel, as float32 or as ``comms`` says.
         detect_anomaly: look for NaN and Inf; see :mod:`shardrec.exchange.anomaly`.
         anomalies: those that this rank found and no rank has raised yet.
@@ -80,6 +82,7 @@ class StepContext:
         self.header_columns = FIXED_COLUMNS
         self.exchanges = 0
         self.on_bad_id: dict[str, OnBadId] = {}
+        self.dynamic_ids: dict[str, DynamicIds] = {}
         self.output_dtype = torch.float32
         self.detect_anomaly = False
         self.anomalies: list[str] = []

@@ -38,10 +38,15 @@ class DistinctIds:
         lookups: (feature, table), in output order.
         tables: (name, rows), in module order.
         device: of the batches.
+        any_ids: ids may be any int64 numbers, and not rows of the tables alone. On CUDA, the host waits then.
     """
 
     def __init__(
-        self, lookups: Sequence[tuple[str, str]], tables: Sequence[tuple[str, int]], device: torch.device
+        self,
+        lookups: Sequence[tuple[str, str]],
+        tables: Sequence[tuple[str, int]],
+        device: torch.device,
+        any_ids: bool = False,
     ) -> None:
         edges = [0, *accumulate(rows for _, rows in tables)]
         starts = dict(zip((name for name, _ in tables), edges, strict=False))
@@ -50,6 +55,7 @@ class DistinctIds:
         self._edges = torch.tensor(edges, dtype=torch.int64, device=device)
         self._firsts = torch.tensor([starts[table] for _, table in lookups], dtype=torch.int64, device=device)
         self._device = device
+        self._lookups = [[table for _, table in lookups].count(name) for name, _ in tables] if any_ids else []
         self._order = lru_cache(maxsize=KEY_ORDERS)(self._new_order)
 
     def __call__(self, batch: Batch) -> tuple[Batch, Tensor]:
@@ -60,6 +66,9 @@ class DistinctIds:
             after lookup, its place in that batch's values, (N,) int64.
         """
         order = self._order(batch.keys)
+        if self._lookups:
+            lengths, values, inverse = distinct_by_table(order.keys, batch.lengths, batch.values, self._lookups)
+            return Batch(keys=self._tables, lengths=lengths, values=values, weights=None), inverse
         if self._device.type == "cpu":
             find, total = distinct, None
         else:
@@ -98,6 +107,26 @@ def distinct(
     counts = torch.searchsorted(found, edges).diff()
     local = found - edges[:-1].repeat_interleave(counts, output_size=found.numel())
     return counts.to(torch.int32).unsqueeze(1), local.to(values.dtype), inverse
+
+
+def distinct_by_table(
+    order: Tensor, lengths: Tensor, values: Tensor, lookups: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`distinct` for ids of any value, table after table.
+
+    Args:
+        order: (L,) int32, the key of each lookup.
+        lengths: (F, B).
+        values: (N,).
+        lookups: number of lookups of each table.
+    """
+    lengths, ids, _ = torch.ops.fbgemm.permute_2D_sparse_data(order, lengths, values, None, None)
+    counts = [int(part.sum()) for part in lengths.sum(dim=1, dtype=torch.int64).split(list(lookups))]
+    found = [torch.unique(part, return_inverse=True) for part in ids[: sum(counts)].split(counts)]
+    firsts = [0, *accumulate(part.numel() for part, _ in found)]
+    inverse = torch.cat([inverse + first for (_, inverse), first in zip(found, firsts, strict=False)])
+    sizes = torch.tensor([[part.numel()] for part, _ in found], dtype=torch.int32, device=values.device)
+    return sizes, torch.cat([part for part, _ in found]), inverse
 
 
 def distinct_of_any(

@@ -34,6 +34,7 @@ class Lookup:
         width_groups: (columns, group) pairs, where a table's stripes of different widths are in different groups.
         output: key of the output KeyedTensor.
         mean: mean pooling (else sum).
+        dynamic: the table has dynamic ids, which go to row blocks by their hash and are mapped there.
     """
 
     feature: str
@@ -41,6 +42,7 @@ class Lookup:
     group: int
     output: str
     mean: bool = False
+    dynamic: bool = False
     width_groups: tuple[tuple[int, int], ...] = ()
 
     def group_of(self, stripe: Stripe) -> int:
@@ -66,12 +68,14 @@ class Route:
     Args:
         unit_keys: per unit, the feature whose ids it cuts.
         unit_boundaries: per unit, the row boundaries of its blocks.
+        dynamic_units: per unit, whether its ids are dynamic, and stay what they are in every block.
         slots: per rank, its slots in order of travel.
         groups: number of lookup groups in the plan.
     """
 
     unit_keys: tuple[str, ...]
     unit_boundaries: tuple[tuple[int, ...], ...]
+    dynamic_units: tuple[bool, ...]
     slots: tuple[tuple[Slot, ...], ...]
     groups: int
 
@@ -96,8 +100,10 @@ class Route:
 
     @cached_property
     def wide_ids(self) -> bool:
-        """Whether any shard has more rows than 32 bits can number, so that ids must travel as 64 bits."""
-        return any(slot.shard.rows > 2**31 - 1 for rank_slots in self.slots for slot in rank_slots)
+        """Whether ids are dynamic, or rows of a shard that 32 bits cannot number, so that they travel as 64 bits."""
+        return any(self.dynamic_units) or any(
+            slot.shard.rows > 2**31 - 1 for rank_slots in self.slots for slot in rank_slots
+        )
 
 
 def build_route(lookups: Sequence[Lookup], world_size: int, groups: int) -> Route:
@@ -108,11 +114,11 @@ def build_route(lookups: Sequence[Lookup], world_size: int, groups: int) -> Rout
         world_size: number of ranks W.
         groups: number of lookup groups of the module.
     """
-    units: dict[tuple[str, tuple[int, ...]], int] = {}
+    units: dict[tuple[str, tuple[int, ...], bool], int] = {}
     slots: list[list[Slot]] = [[] for _ in range(world_size)]
     for index, lookup in enumerate(lookups):
         for stripe in lookup.layout.stripes():
-            unit = units.setdefault((lookup.feature, stripe.boundaries), len(units))
+            unit = units.setdefault((lookup.feature, stripe.boundaries, lookup.dynamic), len(units))
             for block, shard in enumerate(stripe.shards):
                 slots[shard.rank].append(
                     Slot(lookup=index, shard=shard, unit=unit, block=block, group=lookup.group_of(stripe))
@@ -131,8 +137,9 @@ def build_route(lookups: Sequence[Lookup], world_size: int, groups: int) -> Rout
             )
         )
     return Route(
-        unit_keys=tuple(key for key, _ in units),
-        unit_boundaries=tuple(boundaries for _, boundaries in units),
+        unit_keys=tuple(key for key, _, _ in units),
+        unit_boundaries=tuple(boundaries for _, boundaries, _ in units),
+        dynamic_units=tuple(dynamic for _, _, dynamic in units),
         slots=tuple(map(tuple, slots)),
         groups=groups,
     )

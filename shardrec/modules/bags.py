@@ -96,6 +96,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
                         group=group_of.get(table.layout.name, 0),
                         output=self.embedding_names[len(lookups)],
                         mean=config.pooling is PoolingType.MEAN,
+                        dynamic=self._is_dynamic(table.layout),
                     )
                 )
         self.dims = [lookup.layout.embedding_dim for lookup in lookups]
@@ -104,6 +105,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         route = build_route(lookups, collectives.world_size, len(groups))
         expect = self._expectation(lookups, weighted=self._is_weighted)
         self.input = InputExchange(route, expect, self.context)
+        self.id_maps = self._new_id_maps(route)
         self.shards = ShardLookup(groups, route.slots[collectives.rank], collectives, self.device)
         self.replicas = None
         if self.own_lookups:
@@ -230,6 +232,7 @@ class BagCall(Call):
             prepared = replace(prepared, notes=(lengths.sum(dim=1, dtype=torch.int64),))
         super().__init__(collection.context.queue, collection.input, prepared)
         self._collection = collection
+        self._learns_ids = collection.learns_ids()
         self._ids: ShardInput | None = None
         self._pooled: Tensor | None = None
         self._replicated: Tensor | None = None
@@ -239,13 +242,16 @@ class BagCall(Call):
         """The pooled rows of this rank's shards; those to be summed inside hosts are returned."""
         collection = self._collection
         self._ids = ids
-        weights = self._learned_weights
-        if weights is None:
-            self._pooled = collection.shards(ids, self._room)
-        else:
+        weights, received = self._learned_weights, None
+        if weights is not None:
             assert self.sent is not None, "ids are sent before they are looked up"
             received = received_weights(weights, self.sent, ids, collection.context.collectives)
-            self._pooled = tied(collection.shards(replace(ids, weights=received), self._room), received)
+        mapped = collection.mapped(ids if received is None else replace(ids, weights=received), learn=self._learns_ids)
+        self._pooled = collection.shards(mapped.asked, self._room)
+        if collection.id_maps is not None:
+            collection.id_maps.hold([self._pooled], mapped)
+        if received is not None:
+            self._pooled = tied(self._pooled, received)
         if collection.context.detect_anomaly:
             slots = collection.input.route.slots[collection.context.collectives.rank]
             tables = [collection.lookups[slot.lookup].layout.name for slot in slots]

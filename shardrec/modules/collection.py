@@ -12,21 +12,22 @@ from torch import Tensor, nn
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
 
 from shardrec.errors import ConfigError
-from shardrec.exchange.batch import Expectation
+from shardrec.exchange.batch import NO_LIMIT, Expectation
 from shardrec.exchange.blocks import Stream
 from shardrec.exchange.input import InputExchange
 from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.queue import ModelContext
-from shardrec.exchange.route import Lookup
+from shardrec.exchange.route import Lookup, Route
 from shardrec.exchange.step import Call
 from shardrec.exchange.transport import transport_of
-from shardrec.layout import Shard, ShardingPlan
+from shardrec.ids.maps import IdMaps, Mapped
+from shardrec.layout import Shard, ShardingPlan, TableLayout
 from shardrec.layout.discover import qualified_name
 from shardrec.lookup.groups import LookupTable
 from shardrec.lookup.optimizers import FusedOptimizer, fused_optimizer_of
 from shardrec.lookup.replicated import ReplicatedLookup
 from shardrec.lookup.shards import ShardLookup
-from shardrec.modules.initial import draw_in_place
+from shardrec.modules.initial import draw_in_place, draw_rows
 from shardrec.modules.late import look_up_outside
 from shardrec.modules.table import ShardedTable
 
@@ -61,6 +62,7 @@ class ShardedCollection(nn.Module, abc.ABC):
     input: InputExchange
     shards: ShardLookup
     replicas: ReplicatedLookup | None
+    id_maps: IdMaps | None = None
     portable: ClassVar[bool] = True
     """Whether TorchScript can have it in a program that runs without shardrec."""
 
@@ -141,19 +143,59 @@ class ShardedCollection(nn.Module, abc.ABC):
 
     def _expectation(self, lookups: Sequence[Lookup], *, weighted: bool, pooled: bool = True) -> Expectation:
         policies = self.context.on_bad_id
+        plain = {one.feature for one in lookups if not one.dynamic}
         return Expectation(
-            tables=tuple((lookup.feature, lookup.layout.name, lookup.layout.num_embeddings) for lookup in lookups),
+            tables=tuple(
+                (one.feature, one.layout.name, NO_LIMIT if one.dynamic else one.layout.num_embeddings)
+                for one in lookups
+            ),
             weighted=weighted,
             device=self.device,
             pooled=pooled,
-            on_bad_id={one.feature: policies[one.feature] for one in lookups if one.feature in policies},
+            on_bad_id={feature: policies[feature] for feature in policies if feature in plain},
         )
 
     def _agreement(self) -> str:
         """What the ranks must have in common in this step, beyond the ids' dtype."""
         dense = self.context.dense_signature
         mode = "on" if torch.is_grad_enabled() else "off"
-        return f"gradients {mode}" + (f", other inputs {dense}" if dense else "")
+        learning = "" if self.id_maps is None else f", dynamic ids {'learned' if self.learns_ids() else 'frozen'}"
+        return f"gradients {mode}{learning}" + (f", other inputs {dense}" if dense else "")
+
+    def _is_dynamic(self, layout: TableLayout) -> bool:
+        return layout.name in self.context.dynamic_ids
+
+    def _new_id_maps(self, route: Route) -> IdMaps | None:
+        """The maps of this rank's shards; None if no table of the collection has dynamic ids."""
+        dynamic = {one.layout.name: one.layout for one in self._lookup_tables if self._is_dynamic(one.layout)}
+        options = {name: self.context.dynamic_ids[name] for name in dynamic}
+        slots = route.slots[self.context.collectives.rank]
+        return IdMaps(slots, options, dynamic, self.renew_rows) if dynamic else None
+
+    def learns_ids(self) -> bool:
+        """Whether a lookup gives rows to new ids: in training, but not where a backward computes a forward again."""
+        return self.id_maps is not None and self.training and torch._C._current_graph_task_id() < 0
+
+    def mapped(self, asked: ShardInput, *, learn: bool) -> Mapped:
+        """What all ranks asked for, with rows in place of dynamic ids."""
+        return Mapped(asked=asked) if self.id_maps is None else self.id_maps(asked, learn=learn)
+
+    @torch.no_grad()
+    def renew_rows(self, shard: Shard, rows: Tensor, step: int) -> None:
+        """Draw rows of a shard as its table's first ones were drawn, and reset their fused optimizer's state.
+
+        Args:
+            shard: of this rank.
+            rows: (E,) int64.
+            step: makes the values other than those of the last time.
+        """
+        (name,) = (name for name, layout in self.table_layouts.items() if layout.name == shard.table)
+        weight, optimizer = self.shards.weight(shard), self._optimizers.get(name)
+        drawn = draw_rows(self._config_of[name], shard, rows.numel(), step)
+        weight.index_copy_(0, rows.to(weight.device), drawn.to(weight))
+        if optimizer is not None:
+            for state in self.shards.states(shard).values():
+                state.index_fill_(0, rows.to(state.device), optimizer.initial_accumulator_value)
 
     def _drawn_in_place(self) -> frozenset[str]:
         """Tables on meta whose shards are drawn on their own device: see :mod:`shardrec.modules.initial`."""
@@ -224,13 +266,16 @@ class ShardedCollection(nn.Module, abc.ABC):
     def step_counts(self) -> dict[str, int]:
         """Per table, by its name in the plan, how many updates its fused optimizer has made (for Adam's bias)."""
         replicas = self.replicas.step_counts() if self.replicas is not None else {}
-        return self.shards.step_counts() | replicas
+        maps = {} if self.id_maps is None else {f"ids of {name}": self.id_maps.step for name in self.id_maps.options}
+        return self.shards.step_counts() | replicas | maps
 
     def load_step_counts(self, counts: Mapping[str, int]) -> None:
         """Set what :meth:`step_counts` gave."""
         self.shards.load_step_counts(counts)
         if self.replicas is not None:
             self.replicas.load_step_counts(counts)
+        if self.id_maps is not None:
+            self.id_maps.step = max(counts.get(f"ids of {name}", 0) for name in self.id_maps.options)
 
     def set_learning_rate(self, optimizer: FusedOptimizer, lr: float) -> None:
         """Use ``lr`` for the tables that were given ``optimizer``, from the next forward on."""
@@ -260,6 +305,9 @@ class ShardedCollection(nn.Module, abc.ABC):
                 theirs = other.fused_state(name, state)
                 for shard, values in self.fused_state(name, state).items():
                     theirs[shard].copy_(values)
+        if self.id_maps is not None and other.id_maps is not None:
+            for key, one in self.id_maps.maps.items():
+                other.id_maps.maps[key].copy_(one)
         other.load_step_counts(self.step_counts())
         for name, table in self.tables().items():
             for shard, parameter in table.locals.items():

@@ -22,6 +22,8 @@ from shardrec.exchange.context import StepContext, checksum
 from shardrec.exchange.queue import ModelContext
 from shardrec.exchange.transport import Transport, transport_of
 from shardrec.exchange.wire import QuantizedComms
+from shardrec.ids.options import DynamicIds
+from shardrec.ids.tables import constraints_of, dynamic_tables
 from shardrec.layout import ShardingPlan, Topology
 from shardrec.layout.discover import Collection, collections_of, default_device, remappers_of, table_shapes
 from shardrec.memory import keep_large_blocks
@@ -57,6 +59,7 @@ def shard(
     sync_optimizer: bool = True,
     dense: DenseWrap = "ddp",
     on_bad_id: OnBadId | Mapping[str, OnBadId] = "error",
+    dynamic_ids: Mapping[str, DynamicIds] | None = None,
     servers: Sequence[str | Sequence[str]] | None = None,
     staleness: int = 0,
     timeout_s: float = 60.0,
@@ -96,6 +99,8 @@ def shard(
             gradient; a pooled bag is as if the id were not in it, also where the mean divides by the number of ids (as
             ``padding_idx`` of ``nn.EmbeddingBag``). ``"wrap"``: it is taken modulo ``num_embeddings``, of the smallest
             table that the feature is looked up in. :meth:`ShardedModel.bad_ids` counts them.
+        dynamic_ids: tables whose rows are given to raw 64-bit ids as they come, by name, and how. Their
+            ``num_embeddings`` is the number of rows (docs/dynamic_ids.md).
         servers: names of the embedding servers that hold the tables, one for each rank of the plan; for serving, each
             may be the names of its replicas (docs/rpc.md). Default: the ranks of the group hold the tables.
         staleness: updates that ``backward()`` may leave under way at the servers.
@@ -129,10 +134,11 @@ def shard(
         holders = collectives.world_size // (replicas or 1) if servers is None else len(servers)
         plan = from_torchrec(plan, Topology.of_world(holders), table_shapes(model))
     if servers is not None:
-        given = {"comms": comms, "replicas": replicas, "transport": transport}
+        given = {"comms": comms, "replicas": replicas, "transport": transport, "dynamic_ids": dynamic_ids or None}
         if any(value is not None for value in given.values()) or output_dtype is not torch.float32:
             raise ConfigError(
-                f"servers={servers!r} go with none of comms, replicas, transport and output_dtype; leave these out"
+                f"servers={servers!r} go with none of comms, replicas, transport, dynamic_ids and output_dtype; leave "
+                "these out"
             )
         # The package is built on this one; it is loaded for those alone who have servers.
         remote: ShardedModel = import_module("shardrec.rpc.model").shard_over_servers(
@@ -156,8 +162,9 @@ def shard(
     if plan is None:
         from shardrec.planner import plan as make_plan
 
-        plan = make_plan(model, Topology.of_world(size), device=target)
-    _check_plan(plan, model, options, world)
+        plan = make_plan(model, Topology.of_world(size), device=target, constraints=constraints_of(dynamic_ids or {}))
+    tables, faults = dynamic_tables(model, plan, dynamic_ids or {}, options.replicas)
+    agree_on_plan(plan, _plan_faults(plan, model, options, collectives.world_size) or faults, world)
     groups = make_groups(group, options.replicas, target)
     if target.type == "cpu":
         keep_large_blocks()
@@ -166,6 +173,7 @@ def shard(
     context = ModelContext(exchange, target, comms)
     context.output_dtype = output_dtype
     context.on_bad_id = policies
+    context.dynamic_ids = tables
     replaced = {
         id(module): _shard_collection(module, plan, path, target, groups.inside, context, dedup)
         for path, module in collections.items()
@@ -262,13 +270,8 @@ def _plan_faults(plan: ShardingPlan, model: nn.Module, options: ReplicaOptions, 
     return ()
 
 
-def _check_plan(plan: ShardingPlan, model: nn.Module, options: ReplicaOptions, context: StepContext) -> None:
-    """Raise on every rank if the plan of any does not fit, or differs from another's: none may go on to wait."""
-    agree_on_plan(plan, _plan_faults(plan, model, options, context.collectives.world_size), context)
-
-
 def agree_on_plan(plan: ShardingPlan, faults: Sequence[str], context: StepContext) -> None:
-    """Raise on every rank if the plan of any has ``faults``, or differs from another's."""
+    """Raise on every rank if the plan of any has ``faults``, or differs from another's: none may go on to wait."""
     theirs, fingerprints = exchange_faults(faults, plan.fingerprint, context)
     if any(theirs):
         raise PlanError(faults or [f"rank {rank}: {fault}" for rank, fault in enumerate(theirs) if fault])

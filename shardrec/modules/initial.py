@@ -23,7 +23,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 
 from shardrec.layout import Shard
 
-__all__ = ["draw_in_place", "first_bag_values", "first_sequence_values"]
+__all__ = ["draw_in_place", "draw_rows", "first_bag_values", "first_sequence_values"]
 
 
 def draw_in_place(weight: Tensor, config: BaseEmbeddingConfig, shard: Shard, seed: int) -> None:
@@ -39,6 +39,27 @@ def draw_in_place(weight: Tensor, config: BaseEmbeddingConfig, shard: Shard, see
     with torch.random.fork_rng([weight.device.index or 0], device_type=weight.device.type):
         torch.manual_seed(seed + crc32(f"{shard.table} {shard.row_start} {shard.col_start}".encode()))
         config.init_fn(weight)
+
+
+def draw_rows(config: BaseEmbeddingConfig, shard: Shard, count: int, step: int) -> Tensor:
+    """Draw rows of a shard anew, on the CPU, from no generator that anybody else draws from.
+
+    Args:
+        config: of its table.
+        shard: which makes its values other than its neighbours'.
+        count: number of rows.
+        step: which makes them other than those of another step.
+
+    Returns:
+        (count, cols) float32.
+    """
+    assert config.init_fn is not None, "embedding configs always have an init_fn"
+    seed = crc32(f"{shard.table} {shard.row_start} {shard.col_start} {step}".encode())
+    with torch.random.fork_rng(()):
+        torch.default_generator.manual_seed(seed)
+        values = torch.empty((count, shard.cols))
+        config.init_fn(values)
+        return values
 
 
 def first_bag_values(

@@ -29,6 +29,7 @@ from shardrec._dynamo import left_alone, passed_over
 from shardrec.errors import ConfigError, InputError, ShardrecError
 from shardrec.exchange.peers import failed_in_a_collective, peer_error
 from shardrec.exchange.queue import ModelContext
+from shardrec.ids.maps import collective_stats, cut_faults
 from shardrec.layout import ShardingPlan
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.compiled import compiled_step
@@ -148,6 +149,7 @@ class ShardedModel(nn.Module):
 
         context = ModelContext(self.context.collectives, self.context.device, self.context.comms)
         context.output_dtype, context.on_bad_id = self.context.output_dtype, self.context.on_bad_id
+        context.dynamic_ids = dict(self.context.dynamic_ids)
         memo[id(self.context)] = context
         module = copy.deepcopy(self.module, memo)
         annotate_for_dynamo(module)
@@ -177,6 +179,42 @@ class ShardedModel(nn.Module):
         for collection in self._sharded:
             found.update(collection.bad_ids())
         return dict(found)
+
+    def id_stats(self) -> dict[str, dict[str, int]]:
+        """What became of the ids of each table with dynamic ids, by its name in the plan. Every rank calls it.
+
+        Since the model was sharded, of lookups in training mode: ``lookups``, ids that came to the rows' owners (of a
+        sequence collection with ``dedup``, distinct ones); ``hits``, those that had a row before; ``inserts`` and
+        ``evictions`` of ids; ``fallbacks``, lookups of ids without a row; ``no_room``, times that an id was due a row
+        and none could be freed. Now: ``rows`` that ids may have, and ``used``, those that have. One collective.
+        """
+        maps = [one.id_maps for one in self._sharded if one.id_maps is not None]
+        return collective_stats(maps, self.context.collectives, self.context.device)
+
+    def set_id_capacity(self, table: str, capacity: int) -> None:
+        """Let the ids of a table have more of its rows from now on. Every rank calls it, with the same arguments.
+
+        A table with more rows takes a checkpoint: load it into a model with a larger ``num_embeddings``.
+
+        Args:
+            table: one with dynamic ids, by its name in the plan.
+            capacity: rows that ids may have, as in :class:`shardrec.DynamicIds`.
+
+        Raises:
+            ConfigError: for another table, or a capacity that is lower than before or more than the table has.
+        """
+        old = self.context.dynamic_ids.get(table)
+        if old is None:
+            known = ", ".join(map(repr, self.context.dynamic_ids)) or "none"
+            raise ConfigError(f"table {table!r} has no dynamic ids; the tables that have are {known}")
+        layout, options = self.plan.by_name[table], dataclasses.replace(old, capacity=capacity)
+        fault = cut_faults(layout, options)
+        if fault or capacity < (old.capacity or layout.num_embeddings):
+            raise ConfigError(fault or f"table {table!r} has capacity {old.capacity or 'for all rows'}; give more")
+        self.context.dynamic_ids[table] = options
+        for one in self._sharded:
+            if one.id_maps is not None and table in one.id_maps.options:
+                one.id_maps.set_options(layout, options)
 
     def _fail(self, error: Exception, made: int) -> None:
         """Tell the other ranks, if they still come to a header exchange in this step, and name the likely cause."""

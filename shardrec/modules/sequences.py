@@ -6,6 +6,7 @@ Shapes: B samples of this rank, N_f ids of a feature, D columns of the tables.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -94,25 +95,31 @@ class ShardedEmbeddingCollection(ShardedCollection):
             width_groups = _width_groups(groups, table.layout.name)
             for feature, name in zip(config.feature_names, names, strict=True):
                 lookups.append(
-                    Lookup(feature=feature, layout=table.layout, group=0, output=name, width_groups=width_groups)
+                    Lookup(
+                        feature=feature,
+                        layout=table.layout,
+                        group=0,
+                        output=name,
+                        dynamic=self._is_dynamic(table.layout),
+                        width_groups=width_groups,
+                    )
                 )
         self.lookups = tuple(lookups)
         sharded = [lookup for lookup in lookups if not lookup.layout.replicated]
         if self.dedup:
             by_table = {lookup.layout.name: lookup for lookup in sharded}
-            self.sent_lookups = tuple(
-                Lookup(feature=name, layout=one.layout, group=0, output=name, width_groups=one.width_groups)
-                for name, one in by_table.items()
-            )
+            self.sent_lookups = tuple(replace(one, feature=name, output=name) for name, one in by_table.items())
         else:
             self.sent_lookups = tuple(sharded)
         self.dedup_lookups = [(lookup.feature, lookup.layout.name) for lookup in sharded]
         tables = [(one.feature, one.layout.num_embeddings) for one in self.sent_lookups]
-        self._distinct_ids = DistinctIds(self.dedup_lookups, tables, self.device) if self.dedup else None
+        dynamic = any(lookup.dynamic for lookup in lookups)
+        self._distinct_ids = DistinctIds(self.dedup_lookups, tables, self.device, dynamic) if self.dedup else None
         route = build_route(self.sent_lookups, collectives.world_size, len(groups))
         expect = self._expectation(lookups, weighted=False, pooled=False)
         self.input = InputExchange(route, expect, self.context, per_id=True)
         slots = route.slots[collectives.rank]
+        self.id_maps = self._new_id_maps(route)
         self.shards = ShardLookup(groups, slots, collectives, self.device, pooled=False)
         self.replicas = None
         replicated = self._replicated_tables()
@@ -220,6 +227,7 @@ class SequenceCall(Call):
     def __init__(self, collection: ShardedEmbeddingCollection, features: KeyedJaggedTensor) -> None:
         self._collection = collection
         self._features = features
+        self._learns_ids = collection.learns_ids()
         self._inverse: Tensor | None = None
         self._places: Tensor | None = None
         self._rows: Stream | None = None
@@ -234,7 +242,11 @@ class SequenceCall(Call):
         """The rows of this rank's shards."""
         assert self.sent is not None, "ids are sent before they are looked up"
         collection = self._collection
-        rows = collection.shards.rows(ids)
+        mapped = collection.mapped(ids, learn=self._learns_ids)
+        looked_up = collection.shards.rows(mapped.asked)
+        if collection.id_maps is not None:
+            collection.id_maps.hold(looked_up, mapped)
+        rows = mapped.in_place(looked_up)
         if collection.context.detect_anomaly:
             self._note(rows, ids)
         self._rows = collection.row_exchange.stream(rows, ids, self.sent.counts)

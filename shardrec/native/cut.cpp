@@ -1,8 +1,9 @@
 // cut_ids: the ids of a batch, cut by rows, in the order of the slots that they are sent in.
 //
 // "units" describes what is cut, from left to right. A unit is
-//     number of its key, blocks n, edges (n + 1), then for each block: slots m, their numbers (m)
-// and the ids of its key that are in the block [edge k, edge k + 1) go to each slot of block k, less edge k. Two passes
+//     number of its key, hashed, blocks n, edges (n + 1), then for each block: slots m, their numbers (m)
+// and the ids of its key that are in the block [edge k, edge k + 1) go to each slot of block k, less edge k. Where they
+// are hashed, it is their home rows (ids.h) that are in the block, and the ids go there as they are. Two passes
 // over a unit's ids: the first counts, bag by bag, the second writes to where the counts of the slots before it end.
 
 #include <ATen/ATen.h>
@@ -14,6 +15,7 @@
 #include <tuple>
 #include <vector>
 
+#include "ids.h"
 #include "slots.h"
 
 namespace shardrec {
@@ -23,13 +25,15 @@ constexpr int64_t kSearched = 16;  // blocks from which on a search is faster th
 
 struct Unit {
   int64_t key;
+  bool hashed;
   std::vector<int64_t> edges;
   std::vector<std::vector<int64_t>> slots;  // of each block
 
   int64_t blocks() const { return int64_t(slots.size()); }
 
-  // Number of the block that a row is in; out of range where it is in none.
-  int64_t block_of(int64_t row) const {
+  // Number of the block that an id is in; out of range where it is in none.
+  int64_t block_of(int64_t id) const {
+    const int64_t row = hashed ? home_row(id, edges.back()) : id;
     if (row < edges.front() || row >= edges.back()) return blocks();
     if (blocks() > kSearched) {
       return std::upper_bound(edges.begin() + 1, edges.end() - 1, row) - (edges.begin() + 1);
@@ -51,7 +55,7 @@ std::vector<Unit> units_of(at::IntArrayRef list, int64_t keys, int64_t slots, in
     return list[at++];
   };
   while (at < list.size()) {
-    Unit unit{next(), {}, {}};
+    Unit unit{next(), next() != 0, {}, {}};
     const int64_t blocks = next();
     TORCH_CHECK(
         unit.key >= 0 && unit.key < keys && blocks >= 1 && blocks <= int64_t(list.size() - at),
@@ -106,7 +110,7 @@ struct Cutting {
     std::vector<int32_t*> to;
     for (const auto& of_block : unit.slots) to.push_back(of_block.empty() ? spare.data() : row(of_block[0]));
     const Id* id = ids + firsts[unit.key];
-    if (unit.blocks() == 2) {
+    if (unit.blocks() == 2 && !unit.hashed) {
       const Id first = Id(unit.edges[0]), middle = Id(unit.edges[1]), last = Id(unit.edges[2] - 1);
       bool sound = true;
       for (int64_t bag = 0; bag < batch; ++bag) {
@@ -146,9 +150,9 @@ struct Cutting {
   // Of a key that is not cut.
   bool copy(const Unit& unit) const {
     const int64_t first = firsts[unit.key], total = firsts[unit.key + 1] - first;
-    const Id least = Id(unit.edges[0]), most = Id(unit.edges[1] - 1);
+    const Id least = Id(unit.hashed ? 0 : unit.edges[0]), most = Id(unit.edges[1] - 1);
     bool sound = true;
-    for (int64_t i = first; i < first + total; ++i) sound &= (ids[i] >= least) & (ids[i] <= most);
+    for (int64_t i = first; i < first + total; ++i) sound &= unit.hashed | ((ids[i] >= least) & (ids[i] <= most));
     if (!sound) return false;
     for (const int64_t slot : unit.slots[0]) {
       const int64_t place = starts[slot];
@@ -171,7 +175,7 @@ struct Cutting {
       if (block == unit.blocks()) return false;
       if (to[block] < 0) continue;
       const int64_t place = to[block]++;
-      slot_ids[place] = Id(ids[i] - unit.edges[block]);
+      slot_ids[place] = unit.hashed ? ids[i] : Id(ids[i] - unit.edges[block]);
       if (weights) slot_weights[place] = weights[i];
       if (positions) positions[place] = i;
     }
@@ -235,6 +239,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> cut_ids(
   const bool narrow = ids.scalar_type() == at::kInt;
   const int64_t most = narrow ? std::numeric_limits<int32_t>::max() : std::numeric_limits<int64_t>::max();
   const auto described = units_of(units, lengths.size(0), slots, most);
+  for (const Unit& unit : described) {
+    TORCH_CHECK(!unit.hashed || (!narrow && unit.edges.back() <= kMost + 1), "shardrec: hashed ids are int64");
+  }
   return narrow ? cut_typed<int32_t>(ids, lengths, weights, described, slots, positions)
                 : cut_typed<int64_t>(ids, lengths, weights, described, slots, positions);
 }

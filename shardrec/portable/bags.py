@@ -18,6 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from shardrec._torchscript import list_of
 from shardrec.errors import ConfigError
 from shardrec.exchange.route import Piece, Route, output_pieces
+from shardrec.ids.frozen import frozen_maps
 from shardrec.modules.live import parameters_of
 from shardrec.pending import Await, awaitable
 from shardrec.portable.batch import Checked
@@ -71,6 +72,7 @@ class ScriptedBags(nn.Module):
         route, outputs = collection.input.route, collection.lookups
         self.embedding_bags = parameters_of(collection.embedding_bags)
         self.input = ScriptedInput(collection.input, collectives)
+        self.id_maps = frozen_maps(collection)
         self.lookups, _ = collection.shards.scripted(training=collection.training)
         self.group_slots = list_of(int, slots_per_group(route, collectives.rank))
         # On threads of TorchScript's own, which pays where groups are large and threads idle.
@@ -130,7 +132,12 @@ class ScriptedBags(nn.Module):
         """(B_all, D_mine) pooled rows of this rank's shards, rank after rank, and the batch size of each rank."""
         got = self.input.exchange(features, checked, checked.keys, checked.lengths, checked.values)
         sizes = got.sizes
-        found = self.look_up(got.lengths, got.ids, got.weights, got.came)
+        ids, weights = got.ids, got.weights
+        for maps in self.id_maps:
+            ids, kept = maps(got.lengths, ids)
+            # Of an id without a row, any row times 0: a graph has no ids to leave out.
+            weights = kept if weights is None else weights * kept
+        found = self.look_up(got.lengths, ids, weights, got.came)
         if len(found) == 1:
             return found[0], sizes
         total = 0

@@ -26,7 +26,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec._torchscript import list_of
 from shardrec.exchange.collectives import Collectives
-from shardrec.exchange.cut import bucketized, permuted
+from shardrec.exchange.cut import in_blocks, permuted
 from shardrec.exchange.input import InputExchange
 from shardrec.portable.batch import Checked, ScriptedBatch
 from shardrec.portable.group import GroupName
@@ -79,6 +79,8 @@ class ScriptedInput(ScriptedBatch):
         self.wide_payload = route.wide_ids
         self.slot_rows = cutter.slot_rows
         self.block_sizes = cutter.block_sizes
+        self.any_dynamic = cutter.dynamic is not None
+        self.dynamic = cutter.slot_rows[:0].to(torch.bool) if cutter.dynamic is None else cutter.dynamic
         self.boundaries = list_of(Tensor, cutter.boundaries)
         self.slot_units = list_of(int, [slot.unit for slots in route.slots for slot in slots])
         self.slot_counts = list_of(int, list(route.slot_counts()))
@@ -123,8 +125,11 @@ class ScriptedInput(ScriptedBatch):
         if self.blocks > 1:
             order = torch.tensor(units, dtype=torch.int32, device=device)
             lengths, values, weights, positions = permuted(order, lengths, values, weights, positions, cut_ids)
-            lengths, values, weights, positions = bucketized(
-                lengths, values, weights, positions, self.block_sizes, self.blocks, self.boundaries
+            dynamic: Tensor | None = None
+            if self.any_dynamic:
+                dynamic = self.dynamic
+            lengths, values, weights, positions = in_blocks(
+                lengths, values, weights, positions, dynamic, self.block_sizes, self.blocks, self.boundaries
             )
         else:
             of_slots: list[int] = []

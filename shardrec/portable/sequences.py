@@ -16,6 +16,7 @@ from shardrec._torchscript import list_of
 from shardrec.exchange.bad_ids import places_of_rows
 from shardrec.exchange.dedup import distinct
 from shardrec.exchange.rows import unit_targets
+from shardrec.ids.frozen import frozen_maps
 from shardrec.modules.live import parameters_of
 from shardrec.pending import Await, awaitable
 from shardrec.portable.bags import refuse_quantized, slots_per_group
@@ -70,6 +71,7 @@ class ScriptedSequences(nn.Module):
         sent, route = collection.sent_lookups, collection.input.route
         self.embeddings = parameters_of(collection.embeddings)
         self.input = ScriptedInput(collection.input, collectives)
+        self.id_maps = frozen_maps(collection)
         self.lookups, _ = collection.shards.scripted(training=collection.training)
         self.group_slots = list_of(int, slots_per_group(route, collectives.rank))
         self.rank = collectives.rank
@@ -141,7 +143,11 @@ class ScriptedSequences(nn.Module):
                 leaving += came[rank][group] * width
             into.append(arriving)
             out.append(leaving)
-        flat = self.look_up(got.lengths, got.ids, came)
+        ids = got.ids
+        kept: Tensor | None = None
+        for maps in self.id_maps:
+            ids, kept = maps(got.lengths, ids)
+        flat = self.look_up(got.lengths, ids, kept, came)
         pending = exchange_rows(flat, into, out, self.input.process_group.group_name, self.anchor)
         units = 0
         for counts in went:
@@ -192,8 +198,11 @@ class ScriptedSequences(nn.Module):
             pending, target, units, rows_back, places, checked.dropped, sizes, replicas, ids_of, lengths_of
         )
 
-    def look_up(self, lengths: Tensor, ids: Tensor, came: list[list[int]]) -> Tensor:
-        """The rows for all ranks as one flat tensor, rank after rank and in a rank group after group."""
+    def look_up(self, lengths: Tensor, ids: Tensor, kept: Tensor | None, came: list[list[int]]) -> Tensor:
+        """The rows for all ranks as one flat tensor, rank after rank and in a rank group after group.
+
+        ``kept`` (n,) is 0 for ids whose rows are zeros, and else 1.
+        """
         totals: list[int] = []
         for group in range(len(self.group_slots)):
             total = 0
@@ -206,6 +215,8 @@ class ScriptedSequences(nn.Module):
         for group, lookup in enumerate(self.lookups):
             total = totals[group]
             rows = lookup(ids_of[group], lengths_of[group], None)
+            if kept is not None:
+                rows = rows * kept.split(totals)[group].unsqueeze(1)
             if self.group_slots[group] > 0:
                 places = torch.arange(total, device=self.nothing.device)
                 places = torch.ops.fbgemm.permute_1D_sparse_data(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -42,6 +43,7 @@ class ServedCollection(ShardedCollection):
         # Plans, routes and configs are plain data, which a second collection can share. Its kernels are replaced below.
         vars(self).update({name: value for name, value in vars(source).items() if name not in bare})
         self.context = context
+        self.id_maps = None if source.id_maps is None else copy.deepcopy(source.id_maps)
         self.formats = {layout.name: formats[layout.name] for layout in self.table_layouts.values()}
         self._optimizers = {}
 

@@ -50,13 +50,14 @@ class Case:
     rows: dict[str, int]
 
 
-def random_case(rng: Random, *, huge: bool = False, most_ranks: int = 5) -> Case:
+def random_case(rng: Random, *, huge: bool = False, most_ranks: int = 5, dynamic: bool = False) -> Case:
     """1 to 4 tables in up to 3 lookup groups, features shared between tables, several features in a table.
 
     Args:
         rng: where the draws come from.
         huge: one table may have more rows than 32 bits can number.
         most_ranks: size of the world at most.
+        dynamic: some tables have dynamic ids, of any value.
     """
     tables = random_tables(rng)
     if huge and rng.random() < 0.5:
@@ -67,10 +68,21 @@ def random_case(rng: Random, *, huge: bool = False, most_ranks: int = 5) -> Case
     lookups = []
     for name in tables:
         group = rng.randrange(groups)
+        is_dynamic = dynamic and rng.random() < 0.5
         for feature in rng.sample("abcde", rng.randint(1, 3)):
-            lookups.append(Lookup(feature=feature, layout=plan.by_name[name], group=group, output=f"{feature}@{name}"))
+            lookups.append(
+                Lookup(
+                    feature=feature,
+                    layout=plan.by_name[name],
+                    group=group,
+                    output=f"{feature}@{name}",
+                    dynamic=is_dynamic,
+                )
+            )
     rows = {
-        feature: min(lookup.layout.num_embeddings for lookup in lookups if lookup.feature == feature)
+        feature: min(
+            2**62 if lookup.dynamic else lookup.layout.num_embeddings for lookup in lookups if lookup.feature == feature
+        )
         for feature in sorted({lookup.feature for lookup in lookups})
     }
     route = build_route(lookups, plan.world_size, groups)

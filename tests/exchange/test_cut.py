@@ -24,7 +24,8 @@ needs_native = pytest.mark.skipif(not native.is_loaded(), reason="the C++ operat
 @settings(max_examples=150, deadline=None)
 @given(rng=randoms())
 def test_at_once_as_in_steps(rng: Random) -> None:
-    case = random_case(rng, huge=rng.random() < 0.2, most_ranks=rng.choice([2, 5, 20]))
+    dynamic = rng.random() < 0.5
+    case = random_case(rng, huge=not dynamic and rng.random() < 0.2, most_ranks=rng.choice([2, 5, 20]), dynamic=dynamic)
     cutter = Cutter(case.route, torch.device("cpu"))
     weighted, keep = rng.random() < 0.4, rng.random() < 0.5
     # A replicated table, of which the cutter knows nothing, may have larger ids.
@@ -56,7 +57,7 @@ def test_at_once_as_in_steps(rng: Random) -> None:
 @needs_native
 def test_what_does_not_fit_is_refused() -> None:
     ids, lengths = torch.tensor([0, 5, 9]), torch.tensor([[1, 2]], dtype=torch.int32)
-    halves = [0, 2, 0, 5, 10, 1, 0, 1, 1]  # key 0 in two blocks, a slot each
+    halves = [0, 0, 2, 0, 5, 10, 1, 0, 1, 1]  # key 0, not hashed, in two blocks, a slot each
 
     def cut(
         ids: Tensor = ids, lengths: Tensor = lengths, units: list[int] = halves, slots: int = 2
@@ -68,8 +69,8 @@ def test_what_does_not_fit_is_refused() -> None:
     for words, wrong in (
         ("not a row", {"ids": torch.tensor([0, 5, 10])}),
         ("not a row", {"ids": torch.tensor([0, -1, 9])}),
-        ("not a row", {"ids": torch.tensor([0, 10, 9]), "units": [0, 1, 0, 10, 2, 0, 1]}),
-        ("not a row", {"ids": torch.tensor([0, 10, 9]), "units": [0, 3, 0, 2, 5, 10, 1, 0, 0, 1, 1]}),
+        ("not a row", {"ids": torch.tensor([0, 10, 9]), "units": [0, 0, 1, 0, 10, 2, 0, 1]}),
+        ("not a row", {"ids": torch.tensor([0, 10, 9]), "units": [0, 0, 3, 0, 2, 5, 10, 1, 0, 0, 1, 1]}),
         ("do not fit", {"ids": torch.tensor([0, 5])}),
         ("negative length", {"lengths": torch.tensor([[4, -1]], dtype=torch.int32)}),
         ("malformed", {"units": [1, *halves[1:]]}),
@@ -77,6 +78,7 @@ def test_what_does_not_fit_is_refused() -> None:
         ("there twice", {"units": [*halves[:-1], 0]}),
         ("in no unit", {"slots": 3}),
         ("int32", {"lengths": lengths.long()}),
+        ("hashed ids are int64", {"ids": ids.int(), "units": [0, 1, *halves[2:]]}),
     ):
         with pytest.raises(RuntimeError, match=words):
             cut(**wrong)  # type: ignore[arg-type]

@@ -114,7 +114,14 @@ def cut_ids(rng: Random, guarded: Guarded) -> list[object]:
     slot = 0
     for _ in range(rng.randint(1, 3)):
         blocks = rng.choice([1, 2, 3, 20])
-        units += [rng.randrange(keys), blocks, 0, *sorted(rng.randrange(101) for _ in range(blocks - 1)), 100]
+        units += [
+            rng.randrange(keys),
+            int(rng.random() < 0.3),
+            blocks,
+            0,
+            *sorted(rng.randrange(101) for _ in range(blocks - 1)),
+            100,
+        ]
         for _ in range(blocks):
             mine = range(slot, slot + rng.randrange(3))
             units += [len(mine), *mine]
@@ -163,9 +170,27 @@ def rowwise_adagrad(rng: Random, guarded: Guarded) -> list[object]:
     return [weight, state, torch.randint(rows, (count,)), torch.rand(count, width), torch.rand(count), 0.1, 1e-8]
 
 
+def map_ids(rng: Random, guarded: Guarded) -> list[object]:
+    rows = rng.choice([1, 2, 40])
+    records = torch.zeros((rows, 3), dtype=torch.int64)
+    buckets = torch.zeros(128, dtype=torch.int32)
+    for row in range(rng.randrange(rows + 1)):
+        records[row] = torch.tensor([row * 2**57 - 5, rng.randint(1, 9), rng.randint(1, 5)])
+    torch.ops.shardrec.index_ids(records, buckets)
+    ids = torch.tensor([rng.randrange(rows + 3) * 2**57 - 5 for _ in range(rng.randrange(60))], dtype=torch.int64)
+    waiting, of_waiting = torch.zeros((rows, 3), dtype=torch.int64), torch.zeros(128, dtype=torch.int32)
+    out, state = torch.zeros(ids.numel(), dtype=torch.int32), torch.zeros(9, dtype=torch.int64)
+    numbers = [0, rng.randint(1, 2), rng.randrange(5), 2, 6, rng.randint(3, 6)]
+    return [ids, out, records, buckets, waiting, of_waiting, state, *numbers, rng.random() < 0.8]
+
+
+def index_ids(rng: Random, guarded: Guarded) -> list[object]:
+    return map_ids(rng, guarded)[2:4]
+
+
 OPERATORS: list[Callable[[Random, Guarded], list[object]]] = [
     assemble, distribute, are_sound, cut_ids, look_up, look_up_into, update, weight_gradient, sum_gradient,
-    rowwise_adagrad,
+    rowwise_adagrad, map_ids, index_ids,
 ]  # fmt: skip
 
 

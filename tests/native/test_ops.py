@@ -137,7 +137,7 @@ def test_edges_that_are_no_ids_are_refused(dtype: torch.dtype) -> None:
     for last, words in [(most, None), (2**31, "ids up to" if dtype is torch.int32 else None), (-(2**63), "ascend")]:
         for edges in ([0, last], [0, min(3, last), last]):
             blocks = len(edges) - 1
-            units = [0, blocks, *edges, *(number for slot in range(blocks) for number in (1, slot))]
+            units = [0, 0, blocks, *edges, *(number for slot in range(blocks) for number in (1, slot))]
             if words is None:
                 torch.ops.shardrec.cut_ids(ids, lengths, None, units, blocks, False)
                 continue

@@ -1,0 +1,130 @@
+"""The ids of a model's tables and their rows as Parquet files, for other programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardrec.checkpoint.agree import Ranks
+from shardrec.checkpoint.ids import dynamic_tables
+from shardrec.errors import CheckpointError
+from shardrec.ids.hashing import home_rows
+from shardrec.layout import Shard, TableLayout
+from shardrec.modules.model import ShardedModel
+
+__all__ = ["export_ids", "import_ids"]
+
+_REMEDY = "see that every rank can read and write there, and that all ranks see the same files"
+
+
+def export_ids(model: ShardedModel, folder: str | Path) -> None:
+    """Write which id has which row, one Parquet file per rank. Every rank calls it.
+
+    Columns: ``table`` (its name in the plan) and int64 ``id``, ``row`` (of the whole table), ``uses`` and ``last`` (the
+    step of the last use).
+
+    Args:
+        model: with dynamic ids.
+        folder: of the files; files of the same names in it are replaced.
+
+    Raises:
+        CheckpointError: on every rank, if one of them cannot write.
+    """
+    ranks = Ranks(model.group, model.context.device)
+
+    def write() -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        parts = []
+        for table in dynamic_tables(model):
+            for shard, one in table.blocks():
+                if shard.col_start:
+                    continue
+                rows = (one.records[:, 1] > 0).nonzero().squeeze(1)
+                columns: dict[str, Any] = {"table": pa.array([table.layout.name] * len(rows), pa.string())}
+                columns |= {"id": one.records[rows, 0].numpy(), "row": (rows + shard.row_start).numpy()}
+                columns |= {"uses": one.records[rows, 1].numpy(), "last": one.records[rows, 2].numpy()}
+                parts.append(pa.table(columns))
+        names = [("table", pa.string()), *((name, pa.int64()) for name in ("id", "row", "uses", "last"))]
+        whole = pa.concat_tables([pa.schema(names).empty_table(), *parts])
+        pq.write_table(whole, Path(folder) / f"ids-{ranks.rank:05}.parquet")
+
+    ranks.agree("save", write, remedy=_REMEDY)
+
+
+def import_ids(model: ShardedModel, folder: str | Path) -> None:
+    """Give ids the rows that Parquet files say, in place of those that they have. Every rank calls it.
+
+    The rows' values stay as they are. A table that the files do not name keeps its ids.
+
+    Args:
+        model: with dynamic ids.
+        folder: all of whose ``*.parquet`` files are read, with the columns ``table``, ``id`` and ``row`` of
+            :func:`export_ids`, and ``uses`` and ``last`` where they are there (else 1 and 0).
+
+    Raises:
+        CheckpointError: on every rank, before anything changes, for files that cannot be read, ids or rows that come
+            twice, and rows that an id cannot have: of the fallback, of the reserve, or outside the row block that its
+            hash says. Ids of another plan's row blocks go through a checkpoint.
+    """
+    ranks = Ranks(model.group, model.context.device)
+    found: list[tuple[Any, Tensor]] = []
+
+    def read() -> None:
+        import pyarrow as pa
+        import pyarrow.compute as pc
+        import pyarrow.parquet as pq
+
+        files = sorted(Path(folder).glob("*.parquet"))
+        if not files:
+            raise CheckpointError(f"{folder} has no *.parquet files; give a folder that export_ids wrote")
+        whole = pa.concat_tables([pq.read_table(file) for file in files])
+        for table in dynamic_tables(model):
+            own = whole.filter(pc.equal(whole["table"], table.layout.name))
+            if not own.num_rows:
+                continue
+            columns = [
+                torch.tensor(own[name].to_numpy()) if name in own.column_names else torch.full((own.num_rows,), default)
+                for name, default in (("id", 0), ("row", 0), ("uses", 1), ("last", 0))
+            ]
+            ids, rows, uses, last = columns
+            _check(table.layout, ids, rows)
+            for shard, one in table.blocks():
+                here = ((rows >= shard.row_start) & (rows < shard.row_end)).nonzero().squeeze(1)
+                records, places = one.records.clone(), rows[here] - shard.row_start
+                records[records[:, 1] > 0] = 0
+                _check_block(table.layout, shard, records, ids[here], places)
+                records[places] = torch.stack([ids[here], uses[here].clamp(min=1), last[here]], dim=1)
+                found.append((one, records))
+
+    ranks.agree("load", read, remedy=_REMEDY)
+    for one, records in found:
+        one.records.copy_(records)
+        one.candidates.zero_()
+        one.rebuild()
+
+
+def _check(layout: TableLayout, ids: Tensor, rows: Tensor) -> None:
+    if len(ids.unique()) < len(ids) or len(rows.unique()) < len(rows):
+        raise CheckpointError(f"table {layout.name!r}: an id or a row comes twice; give each id one row of its own")
+    outside = ((rows < 0) | (rows >= layout.num_embeddings)).nonzero()
+    if len(outside):
+        row = int(rows[outside[0]])
+        raise CheckpointError(f"table {layout.name!r}: row {row} is outside of its {layout.num_embeddings} rows")
+
+
+def _check_block(layout: TableLayout, shard: Shard, records: Tensor, ids: Tensor, places: Tensor) -> None:
+    home = home_rows(ids, torch.tensor(layout.num_embeddings))
+    wrong = (home < shard.row_start) | (home >= shard.row_end) | (records[places, 1] < 0)
+    if bool(wrong.any()):
+        first = int(wrong.nonzero()[0])
+        raise CheckpointError(
+            f"table {layout.name!r}: id {int(ids[first])} cannot have row {int(places[first]) + shard.row_start}, "
+            "which is of the fallback, of the reserve, or of another row block than its hash says; give it another "
+            "row, or load a checkpoint, which finds new rows under another plan"
+        )

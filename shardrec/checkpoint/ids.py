@@ -1,0 +1,223 @@
+"""Tables with dynamic ids in a checkpoint: ids beside rows, which find their places under any plan and size.
+
+A checkpoint has the maps' records as a tensor (rows, 3) of each such table, under ``ids.<table>.records``, and those of
+the ids that wait for a row under ``ids.<table>.candidates``. Where the row blocks, the number of rows or the fallback's
+are others than the saved ones, each id goes to the block that its hash says, in the order of the saved rows, and its
+row and the row's optimizer states with it. Home rows are in proportion to the rows of the table, so that a block reads
+the saved blocks that it overlaps, and no others.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardrec.checkpoint.files import BLOCK_BYTES, DTYPES, OpenFile
+from shardrec.checkpoint.manifest import Manifest, SavedTensor
+from shardrec.checkpoint.parts import HeldTensor, Part, Rect
+from shardrec.errors import ConfigError
+from shardrec.ids.id_map import IdMap
+from shardrec.ids.maps import IdMaps
+from shardrec.ids.move import Placed, placed
+from shardrec.layout import Shard, TableLayout
+from shardrec.modules.collection import ShardedCollection
+from shardrec.modules.model import ShardedModel
+from shardrec.modules.table import ShardedTable
+
+__all__ = ["DynamicTable", "Moves", "dynamic_tables"]
+
+_PARTS = ("records", "candidates")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicTable:
+    """A table with dynamic ids.
+
+    Args:
+        path: of its module in the model.
+        layout: where it is.
+        collection: that has it.
+    """
+
+    path: str
+    layout: TableLayout
+    collection: ShardedCollection
+
+    @property
+    def maps(self) -> IdMaps:
+        """The maps of its collection."""
+        assert self.collection.id_maps is not None, "a table with dynamic ids has a map"
+        return self.collection.id_maps
+
+    def blocks(self) -> Iterator[tuple[Shard, IdMap]]:
+        """This rank's row blocks, as shards of the first of its column stripes, and their maps."""
+        for (table, row_start), one in self.maps.maps.items():
+            if table == self.layout.name:
+                yield self.maps.shards(table, row_start)[0], one
+
+    def held(self) -> dict[str, HeldTensor]:
+        """The maps' tensors, by name."""
+        waits = self.maps.options[self.layout.name].admit_after > 1
+        found = {}
+        for name in _PARTS if waits else _PARTS[:1]:
+            parts = tuple(
+                Part(
+                    rect=Rect(shard.row_start, shard.row_end, 0, 3),
+                    values=getattr(one, name),
+                    saved=shard.col_start == 0,
+                )
+                for shard, one in self.blocks()
+            )
+            shape = (self.layout.num_embeddings, 3)
+            found[f"ids.{self.path}.{name}"] = HeldTensor(shape=shape, dtype=torch.int64, parts=parts)
+        return found
+
+
+def dynamic_tables(model: ShardedModel) -> list[DynamicTable]:
+    """The tables with dynamic ids of a model, alike on every rank."""
+    path_of = {id(module): path for path, module in model.module.named_modules() if isinstance(module, ShardedTable)}
+    return [
+        DynamicTable(path=path_of[id(table)], layout=table.layout, collection=collection)
+        for collection in model.module.modules()
+        if isinstance(collection, ShardedCollection) and collection.id_maps is not None
+        for table in collection.tables().values()
+        if table.layout.name in collection.id_maps.options
+    ]
+
+
+class Moves:
+    """Where the saved rows of the tables with dynamic ids go.
+
+    Args:
+        model: that loads.
+        manifest: of the checkpoint.
+        file: opens one of its files, by number.
+    """
+
+    def __init__(self, model: ShardedModel, manifest: Manifest, file: Callable[[int], OpenFile]) -> None:
+        self._manifest = manifest
+        self._file = file
+        self._tables = dynamic_tables(model)
+        self._placed: dict[tuple[str, int], Placed] = {}  # by path and first row
+        self._waiting: dict[tuple[str, int], Placed] = {}
+
+    def is_map(self, name: str) -> bool:
+        """Whether a tensor is a map's, which :meth:`place` writes."""
+        return name.startswith("ids.")
+
+    def has(self, name: str) -> bool:
+        """Whether a tensor has a row for each row of a table with dynamic ids, so that its rows may be moved."""
+        return self._path(name) is not None
+
+    def may_lack(self, name: str) -> bool:
+        """Whether the checkpoint or the model may lack a tensor: ids that wait, if ids need not."""
+        return self.has(name) and name.endswith(".candidates")
+
+    def find(self) -> None:
+        """Read the saved ids, and find their places. Nothing of the model changes."""
+        for table in self._tables:
+            saved = self._manifest.tensors[f"ids.{table.path}.records"]
+            waiting = self._manifest.tensors.get(f"ids.{table.path}.candidates")
+            options = table.maps.options[table.layout.name]
+            step = self._manifest.step_counts.get(f"ids of {table.layout.name}", 0)
+            if saved.shape[0] != table.layout.num_embeddings:
+                self._refuse_ordinary(table)
+            for shard, one in table.blocks():
+                key = table.path, shard.row_start
+                fresh = IdMap(shard.rows, options, table.maps.capacity(table.layout.name, shard.row_start))
+                found = self._read_records(saved, shard, table.layout)
+                self._placed[key] = placed(found, fresh.records, shard, table.layout, options.evict, step)
+                if waiting is not None and one.candidates.size(0):
+                    found = self._read_records(waiting, shard, table.layout)
+                    self._waiting[key] = placed(found, fresh.candidates, shard, table.layout, "lru", step)
+                if self._placed[key].lost:
+                    warnings.warn(
+                        f"table {table.layout.name!r}: rows {shard.row_start} to {shard.row_end} have no room for "
+                        f"{self._placed[key].lost} of the saved ids, which are left out, those first that "
+                        f"evict={options.evict!r} evicts first; raise num_embeddings to keep them all",
+                        stacklevel=2,
+                    )
+
+    def place(self) -> None:
+        """Write the maps, and draw the rows anew that no id will have."""
+        for table in self._tables:
+            for shard, one in table.blocks():
+                key = table.path, shard.row_start
+                found = self._placed[key]
+                if not found.in_place and table.maps.step:
+                    free = torch.ones(shard.rows, dtype=torch.bool).index_fill_(0, found.targets, False)
+                    for stripe in table.maps.shards(table.layout.name, shard.row_start):
+                        table.collection.renew_rows(stripe, free.nonzero().squeeze(1), table.maps.step)
+                one.records.copy_(found.records)
+                one.candidates.zero_()
+                if key in self._waiting:
+                    one.candidates.copy_(self._waiting[key].records)
+                one.rebuild()
+
+    def read(self, name: str, part: Part, into: Tensor, buffer: Tensor) -> bool:
+        """Read a part whose rows have moved.
+
+        Args:
+            name: of its tensor.
+            part: of the model.
+            into: its values as a matrix.
+            buffer: as :meth:`OpenFile.read` takes it.
+
+        Returns:
+            Whether they have moved; else nothing is done.
+        """
+        path = self._path(name)
+        if path is None or self._placed[path, part.rect.row_start].in_place:
+            return False
+        found = self._placed[path, part.rect.row_start]
+        saved = self._manifest.tensors[name]
+        dtype = DTYPES[saved.dtype]
+        for one in saved.parts:
+            left, right = max(one.rect.col_start, part.rect.col_start), min(one.rect.col_end, part.rect.col_end)
+            if left >= right:
+                continue
+            columns = into[:, left - part.rect.col_start : right - part.rect.col_start]
+            length = max(1, BLOCK_BYTES // ((right - left) * dtype.itemsize))
+            for start in range(one.rect.row_start, one.rect.row_end, length):
+                end = min(start + length, one.rect.row_end)
+                chosen = (found.sources >= start) & (found.sources < end)
+                if not bool(chosen.any()):
+                    continue
+                rows = torch.empty((end - start, right - left), dtype=dtype)
+                self._file(one.file).read(one.start, one.rect, dtype, rows, Rect(start, end, left, right), buffer)
+                moved = rows.index_select(0, found.sources[chosen] - start).to(into.device, into.dtype)
+                columns.index_copy_(0, found.targets[chosen].to(into.device), moved)
+        return True
+
+    def _path(self, name: str) -> str | None:
+        for table in self._tables:
+            if name.startswith((f"model.{table.path}.", f"fused.{table.path}.", f"ids.{table.path}.")):
+                return table.path
+            if name.startswith(f"optimizer.{table.path}.weight."):
+                rows = self._manifest.tensors[name].shape[:1]
+                return table.path if rows == self._manifest.tensors[f"ids.{table.path}.records"].shape[:1] else None
+        return None
+
+    def _refuse_ordinary(self, table: DynamicTable) -> None:
+        if any(name.startswith(f"optimizer.{table.path}.weight.") for name in self._manifest.tensors):
+            raise ConfigError(
+                f"table {table.layout.name!r} has another number of rows than the saved one, and an ordinary "
+                "optimizer's states; load it with as many rows, or give it an optimizer with "
+                "apply_optimizer_in_backward"
+            )
+
+    def _read_records(self, saved: SavedTensor, shard: Shard, layout: TableLayout) -> list[tuple[int, Tensor]]:
+        """The saved blocks that a row block overlaps: first row, and records (n, 3)."""
+        old, new = saved.shape[0], layout.num_embeddings
+        buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
+        found = []
+        for one in sorted(saved.parts, key=lambda one: one.rect.row_start):
+            if one.rect.row_start * new < shard.row_end * old and one.rect.row_end * new > shard.row_start * old:
+                records = torch.empty((one.rect.row_end - one.rect.row_start, 3), dtype=torch.int64)
+                self._file(one.file).read(one.start, one.rect, torch.int64, records, one.rect, buffer)
+                found.append((one.rect.row_start, records))
+        return found

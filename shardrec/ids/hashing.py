@@ -1,0 +1,38 @@
+"""Which row block an id belongs to, in torch's operators; TorchScript compiles them, too.
+
+``shardrec/native/ids.h`` says the same in C++, of any device; tests hold the two together.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+__all__ = ["home_rows", "mixed"]
+
+
+def mixed(ids: Tensor) -> Tensor:
+    """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014), a bijection of 64-bit numbers.
+
+    Args:
+        ids: int64.
+
+    Returns:
+        int64 of the same shape.
+    """
+    # Shifts of a negative int64 bring its sign in from the left; torch's products wrap.
+    one = (ids ^ ((ids >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
+    two = (one ^ ((one >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
+    return two ^ ((two >> 31) & 0x1FFFFFFFF)
+
+
+def home_rows(ids: Tensor, rows: Tensor) -> Tensor:
+    """The row of its table that tells which row block each id belongs to.
+
+    Args:
+        ids: (N,) int64.
+        rows: (N,) or (), int64, rows of the table, at most 2^31.
+
+    Returns:
+        (N,) int64 in ``[0, rows)``, uniform over ids.
+    """
+    return (((mixed(ids) >> 32) & 0xFFFFFFFF) * rows) >> 32

@@ -1,0 +1,142 @@
+"""The map from raw ids to the rows of one row block, in plain tensors on the CPU.
+
+::
+
+    records   (R, 3) int64   of each row: id | uses | step of the last use
+    buckets   (2^k,) int32   a hash table of the ids, made of the records
+
+Uses are 0 of a free row and negative of one that no id may have: a row of the fallback, or of the reserve. The lookup,
+which also admits, inserts and evicts, is one C++ operator; :mod:`shardrec.ids.frozen` finds ids in torch's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardrec import native
+from shardrec.errors import ConfigError
+from shardrec.ids.options import POLICIES, DynamicIds
+
+__all__ = ["COUNTED", "FALLBACK", "RESERVE", "IdMap", "Looked"]
+
+FALLBACK, RESERVE = -1, -2
+"""In place of the uses of a row: it is one of the fallback's; it may be given to ids when the capacity is raised."""
+
+COUNTED = ("lookups", "hits", "inserts", "evictions", "fallbacks", "no_room")
+"""What a map counts while it learns."""
+
+_FIRST_COUNT = 3  # numbers of the state before those
+
+
+@dataclass(frozen=True, kw_only=True)
+class Looked:
+    """What a lookup did.
+
+    Args:
+        evicted: (E,) int64, rows that were taken from their ids, ascending.
+        lacking: ids that have no row and no row of the fallback.
+    """
+
+    evicted: Tensor
+    lacking: int
+
+
+class IdMap:
+    """Which row each id has.
+
+    Args:
+        rows: R, of the row block.
+        options: of its table.
+        capacity: rows that ids may have.
+
+    Attributes:
+        records: (R, 3) int64, see above.
+        candidates: (R, 3) int64 in the same form, ids that wait for a row; (0, 3) where they need not.
+
+    Raises:
+        ConfigError: without the C++ operators.
+    """
+
+    def __init__(self, rows: int, options: DynamicIds, capacity: int) -> None:
+        if not native.is_loaded():
+            raise ConfigError(
+                "dynamic ids need the C++ operators of shardrec, which are not there; install it from its sources with "
+                "a C++ compiler (pip install --no-build-isolation .), and leave SHARDREC_NATIVE unset"
+            )
+        self.options = options
+        self.records = torch.zeros((rows, 3), dtype=torch.int64)
+        self.records[: options.fallback_rows, 1] = FALLBACK
+        self.records[options.fallback_rows + capacity :, 1] = RESERVE
+        self.candidates = torch.zeros((rows if options.admit_after > 1 else 0, 3), dtype=torch.int64)
+        self._state = torch.zeros(_FIRST_COUNT + len(COUNTED), dtype=torch.int64)
+        self.rebuild()
+
+    def rebuild(self) -> None:
+        """After records or candidates were written from outside: find their ids by them."""
+        self._buckets, self._candidate_buckets = _buckets_of(self.records), _buckets_of(self.candidates)
+        self._state[:2] = 0
+
+    def look_up(self, ids: Tensor, rows: Tensor, *, step: int, learn: bool, protect: int | None = None) -> Looked:
+        """Find the row of each id.
+
+        Args:
+            ids: (N,) int64, any values.
+            rows: (N,) int32 to write to; -1 for a row of zeros.
+            step: number of this step, from 1 on, ascending.
+            learn: count uses, and give rows to new ids; else nothing changes.
+            protect: ids used in this step or a later one keep their rows; default: ``step``.
+        """
+        options = self.options
+        evicted, lacking = torch.ops.shardrec.map_ids(
+            ids,
+            rows,
+            self.records,
+            self._buckets,
+            self.candidates,
+            self._candidate_buckets,
+            self._state,
+            options.fallback_rows,
+            options.admit_after,
+            POLICIES.index(options.evict),
+            options.ttl or 0,
+            step,
+            step if protect is None else protect,
+            learn,
+        )
+        return Looked(evicted=evicted, lacking=lacking)
+
+    def open_reserve(self, capacity: int) -> None:
+        """Let ids have ``capacity`` rows from now on, at least as many as before."""
+        uses = self.records[:, 1]
+        closed = (uses == RESERVE).nonzero().squeeze(1)
+        uses[closed[: max(0, capacity - int((uses >= 0).sum()))]] = 0
+        self._state[0] = 0
+
+    def copy_(self, other: IdMap) -> None:
+        """Become a copy of another map of the same form."""
+        pairs = zip(self._tensors(), other._tensors(), strict=True)
+        for one, of_other in pairs:
+            one.copy_(of_other)
+
+    @property
+    def last_of_evicted(self) -> int:
+        """The latest step that had used an id when it was evicted; 0 if none was."""
+        return int(self._state[2])
+
+    def counts(self) -> dict[str, int]:
+        """Of :data:`COUNTED` since the map was made; and ``rows`` that ids may have, and ``used``, those that have."""
+        uses = self.records[:, 1]
+        counted = dict(zip(COUNTED, self._state[_FIRST_COUNT:].tolist(), strict=True))
+        return counted | {"rows": int((uses >= 0).sum()), "used": int((uses > 0).sum())}
+
+    def _tensors(self) -> tuple[Tensor, ...]:
+        return self.records, self.candidates, self._buckets, self._candidate_buckets, self._state
+
+
+def _buckets_of(records: Tensor) -> Tensor:
+    buckets = torch.zeros(1 << (2 * max(records.size(0), 1) - 1).bit_length(), dtype=torch.int32)
+    torch.ops.shardrec.index_ids(records, buckets)
+    return buckets

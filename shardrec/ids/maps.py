@@ -1,0 +1,275 @@
+"""The id maps of a rank: what all ranks asked for, as raw ids, becomes rows before the lookup.
+
+Shapes: S slots of this rank, B_all samples of all ranks, N ids.
+
+A map belongs to a row block of a table. Column stripes of a table are cut alike, so that a rank that holds several of
+them maps once for all, and ranks that hold one each come to the same rows: they see the same ids in the same order.
+
+[Note: open steps]
+Between a lookup and its backward the rows are the lookup's: another id may not get them. So an id that is used by a
+step whose backward is still to come is not evicted, for as long as there is a graph that it could come from. A backward
+that comes a second time, over a retained graph, is refused where rows may have gone since.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardrec.errors import ConfigError
+from shardrec.exchange.collectives import Collectives
+from shardrec.exchange.payload import ShardInput
+from shardrec.exchange.route import Slot
+from shardrec.ids.id_map import COUNTED, IdMap
+from shardrec.ids.options import DynamicIds
+from shardrec.layout import Shard, TableLayout
+
+__all__ = ["IdMaps", "Mapped", "Renew", "block_capacity", "collective_stats", "cut_faults"]
+
+Renew = Callable[[Shard, Tensor, int], None]
+"""Draws rows of a shard anew, which were taken from their ids in a step: shard, rows (E,), step."""
+
+_Key = tuple[str, int]  # table, first row of the block
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mapped:
+    """Rows in place of raw ids.
+
+    Args:
+        asked: what is looked up; without the ids that are looked up as zeros.
+        kept: per lookup group, (n,) bool, which ids are looked up; None if all of them.
+        step: number of the step, 0 of a lookup that changed nothing.
+    """
+
+    asked: ShardInput
+    kept: list[Tensor] | None = None
+    step: int = 0
+
+    def in_place(self, rows: Sequence[Tensor]) -> list[Tensor]:
+        """Per lookup group, (n, w) rows of all the ids, from those that were looked up."""
+        if self.kept is None:
+            return list(rows)
+        found = []
+        for part, kept in zip(rows, self.kept, strict=True):
+            places = torch.where(kept, kept.cumsum(0), 0).to(part.device)
+            found.append(nn.functional.pad(part, [0, 0, 1, 0]).index_select(0, places))
+        return found
+
+
+class _OpenStep:
+    """A step whose backward is still to come; its graph holds it."""
+
+    def __init__(self, maps: IdMaps, step: int) -> None:
+        self._maps = maps
+        self.step = step
+
+    def close(self, gradient: Tensor) -> None:
+        self._maps.close(self)
+
+
+class IdMaps:
+    """The maps of this rank's shards.
+
+    Args:
+        slots: of this rank, those of a shard next to each other.
+        options: of the tables with dynamic ids, by their names in the plan.
+        layouts: of these tables.
+        renew: draws evicted rows anew.
+
+    Attributes:
+        step: steps so far.
+        maps: by table and first row.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        options: Mapping[str, DynamicIds],
+        layouts: Mapping[str, TableLayout],
+        renew: Renew,
+    ) -> None:
+        self.step = 0
+        self.options = dict(options)
+        self.maps: dict[_Key, IdMap] = {}
+        self._renew = renew
+        self._runs: list[tuple[_Key | None, int]] = []  # map and number of slots
+        self._shards: dict[_Key, list[Shard]] = {}
+        self._open: weakref.WeakSet[_OpenStep] = weakref.WeakSet()
+        for shard, run in groupby(slots, key=lambda slot: slot.shard):
+            key = (shard.table, shard.row_start) if shard.table in options else None
+            self._runs.append((key, len(list(run))))
+            if key is None:
+                continue
+            self._shards.setdefault(key, []).append(shard)
+            if key not in self.maps:
+                own = options[shard.table]
+                capacity = block_capacity(layouts[shard.table], shard, own)
+                self.maps[key] = IdMap(shard.rows, own, capacity)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> IdMaps:
+        """Maps of its own, as these are now, which draw no rows anew: they are not to learn."""
+        other = copy.copy(self)
+        memo[id(self)] = other
+        other.maps, other._open = copy.deepcopy(self.maps, memo), weakref.WeakSet()
+        return other
+
+    def runs(self) -> list[tuple[IdMap | None, int]]:
+        """The map of each run of slots of this rank, None for plain rows, and its number of slots."""
+        return [(None if key is None else self.maps[key], count) for key, count in self._runs]
+
+    def __call__(self, asked: ShardInput, *, learn: bool) -> Mapped:
+        """Map what the ranks asked for.
+
+        Args:
+            asked: with raw ids, int64. Those of tables without dynamic ids are rows already.
+            learn: count a step, and give rows to new ids; else nothing changes.
+        """
+        self.step += learn
+        ids = asked.ids.cpu()  # the maps are on the host: with tables on a GPU, it waits for the device here
+        rows = torch.empty(ids.numel(), dtype=torch.int32)
+        ends = [0, *asked.lengths.sum(dim=1, dtype=torch.int64).cumsum(0).tolist()]
+        protect = min((one.step for one in self._open), default=self.step)
+        done: dict[_Key, slice] = {}
+        slot, lacking = 0, 0
+        for key, count in self._runs:
+            span, slot = slice(ends[slot], ends[slot + count]), slot + count
+            if key is None:
+                rows[span].copy_(ids[span])
+            elif key in done:
+                rows[span].copy_(rows[done[key]])
+                lacking += 1
+            else:
+                looked = self.maps[key].look_up(ids[span], rows[span], step=self.step, learn=learn, protect=protect)
+                done[key] = span
+                lacking += looked.lacking
+                for shard in self._shards[key] if looked.evicted.numel() else ():
+                    self._renew(shard, looked.evicted, self.step)
+        step = self.step if learn else 0
+        if not lacking or not bool((rows < 0).any()):
+            return Mapped(asked=replace(asked, ids=rows.to(asked.ids.device)), step=step)
+        return self._without_zeros(asked, rows, step)
+
+    def _without_zeros(self, asked: ShardInput, rows: Tensor, step: int) -> Mapped:
+        """Leave the ids out that are looked up as rows of zeros."""
+        device = asked.ids.device
+        kept = rows >= 0
+        before = nn.functional.pad(kept.cumsum(0), [1, 0])
+        edges = nn.functional.pad(asked.lengths.reshape(-1).cumsum(0).cpu(), [1, 0])
+        lengths = before[edges].diff().to(torch.int32).view(asked.lengths.shape)
+        groups = [0, *accumulate(asked.group_ids)]
+        places = kept.nonzero().squeeze(1).to(device)
+        looked_up = replace(
+            asked,
+            lengths=lengths.to(device),
+            ids=rows[kept].to(device),
+            weights=None if asked.weights is None else asked.weights.index_select(0, places),
+            group_ids=tuple(before[groups].diff().tolist()),
+            order=None,
+        )
+        return Mapped(asked=looked_up, kept=list(kept.split(list(asked.group_ids))), step=step)
+
+    def shards(self, table: str, row_start: int) -> list[Shard]:
+        """This rank's shards of a row block, one of each of its column stripes."""
+        return self._shards[table, row_start]
+
+    def capacity(self, table: str, row_start: int) -> int:
+        """Rows of a row block that ids may have."""
+        return self.maps[table, row_start].counts()["rows"]
+
+    def counts_block(self, table: str, row_start: int) -> bool:
+        """Whether this rank's map of a row block is the one that counts: that of the first column stripe."""
+        return any(shard.col_start == 0 for shard in self._shards[table, row_start])
+
+    def set_options(self, layout: TableLayout, options: DynamicIds) -> None:
+        """Let the ids of a table have as many rows as ``options`` say, at least as many as before."""
+        self.options[layout.name] = options
+        for (table, row_start), one in self.maps.items():
+            if table == layout.name:
+                one.open_reserve(block_capacity(layout, self._shards[table, row_start][0], options))
+
+    def hold(self, looked_up: Sequence[Tensor], mapped: Mapped) -> None:
+        """Keep the rows of a step for its backward, which begins with gradients of ``looked_up``."""
+        if not mapped.step:
+            return
+        one = _OpenStep(self, mapped.step)
+        for rows in looked_up:
+            if rows.requires_grad:
+                self._open.add(one)
+                rows.register_hook(one.close)
+
+    def close(self, one: _OpenStep) -> None:
+        """The backward of a step begins.
+
+        Raises:
+            ConfigError: if it is not its first one, and rows may have gone since.
+        """
+        if one not in self._open and any(each.last_of_evicted >= one.step for each in self.maps.values()):
+            raise ConfigError(
+                f"this backward is a further one of step {one.step} of a table with dynamic ids, some of whose ids "
+                "have lost their rows since the first; add the losses up and call backward once"
+            )
+        self._open.discard(one)
+
+
+def block_capacity(layout: TableLayout, shard: Shard, options: DynamicIds) -> int:
+    """Rows of a row block that ids may have: the block's share of the capacity, or all but the fallback's."""
+    if options.capacity is None:
+        return shard.rows - options.fallback_rows
+    end, start = (options.capacity * row // layout.num_embeddings for row in (shard.row_end, shard.row_start))
+    return end - start
+
+
+def cut_faults(layout: TableLayout, options: DynamicIds) -> str:
+    """Why a table cannot have dynamic ids under this layout, or ""."""
+    name = f"table {layout.name!r} with dynamic ids"
+    if layout.replicated:
+        return (
+            f"{name} is replicated, and each rank would give its rows to other ids; cut it table-wise, column-wise or "
+            "row-wise in the plan"
+        )
+    if layout.num_embeddings > 2**31:
+        return f"{name} has {layout.num_embeddings} rows; the most are 2^31: give the table fewer"
+    stripes = layout.stripes()
+    if len({stripe.boundaries for stripe in stripes}) > 1:
+        return (
+            f"{name} has column stripes whose rows are cut in several ways, and ids would have another row in each; "
+            "cut the rows of all its column stripes alike"
+        )
+    for shard in stripes[0].shards:
+        capacity = block_capacity(layout, shard, options)
+        if not 1 <= capacity <= shard.rows - options.fallback_rows:
+            return (
+                f"{name} has {shard.rows} rows from {shard.row_start} on, of which {options.fallback_rows} are of the "
+                f"fallback and {capacity} would be for ids; there must be 1 or more, in each row block: raise "
+                "num_embeddings, lower capacity or fallback_rows, or cut the table into fewer row blocks"
+            )
+    return ""
+
+
+def collective_stats(
+    maps: Sequence[IdMaps], collectives: Collectives, device: torch.device
+) -> dict[str, dict[str, int]]:
+    """Counts of all the tables' maps over all ranks, by table; one all-to-all if any table has dynamic ids."""
+    tables = [table for one in maps for table in one.options]
+    if not tables:
+        return {}
+    names = (*COUNTED, "rows", "used")
+    own = torch.zeros((len(tables), len(names)), dtype=torch.int64)
+    for one in maps:
+        for (table, row_start), each in one.maps.items():
+            if one.counts_block(table, row_start):
+                own[tables.index(table)] += torch.tensor([each.counts()[name] for name in names])
+    world_size = collectives.world_size
+    flat = own.view(-1).repeat(world_size).to(device)
+    sizes = [own.numel()] * world_size
+    every = collectives.wait(collectives.all_to_all(flat, sizes, sizes, "id counts"), "id counts").cpu()
+    total = every.view(world_size, len(tables), len(names)).sum(dim=0).tolist()
+    return {table: dict(zip(names, counts, strict=True)) for table, counts in zip(tables, total, strict=True)}

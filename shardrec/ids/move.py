@@ -1,0 +1,94 @@
+"""Saved ids under another plan, or in a table of another size: a pure function of records."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardrec.ids.hashing import home_rows
+from shardrec.ids.id_map import FALLBACK
+from shardrec.ids.options import Evict
+from shardrec.layout import Shard, TableLayout
+
+__all__ = ["Placed", "placed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """The ids of a row block, and where their rows come from.
+
+    Args:
+        records: (R, 3) int64 of the block's map.
+        sources: (k,) int64, saved rows of the table, ascending but for the fallback's.
+        targets: (k,) int64, rows of the block.
+        in_place: every row of the block, free ones too, is the saved one of the same number.
+        lost: ids that there is no row for.
+    """
+
+    records: Tensor
+    sources: Tensor
+    targets: Tensor
+    in_place: bool
+    lost: int
+
+
+def placed(
+    saved: Sequence[tuple[int, Tensor]], fresh: Tensor, shard: Shard, layout: TableLayout, evict: Evict, step: int
+) -> Placed:
+    """Give the saved ids of a row block their rows.
+
+    Args:
+        saved: the saved blocks that it overlaps, by their first rows; records (n, 3).
+        fresh: (R, 3) records of the block's map without ids.
+        shard: the block.
+        layout: of its table.
+        evict: which ids are left out first where there are too few rows.
+        step: that was saved.
+    """
+    if len(saved) == 1 and saved[0][0] == shard.row_start and saved[0][1].shape == fresh.shape:
+        records = saved[0][1]
+        if torch.equal(records[:, 1].clamp(max=0), fresh[:, 1]) and bool(_mine(records, shard, layout).all()):
+            rows = torch.arange(fresh.size(0))
+            sources = rows + shard.row_start
+            return Placed(records=records, sources=sources, targets=rows, in_place=True, lost=0)
+    empty = fresh.new_empty((0, 3))
+    records = torch.cat([empty, *(one for _, one in saved)])
+    rows = torch.cat([empty[:, 0], *(torch.arange(one.size(0)) + start for start, one in saved)])
+    chosen = ((records[:, 1] > 0) & _mine(records, shard, layout)).nonzero().squeeze(1)
+    free = (fresh[:, 1] == 0).nonzero().squeeze(1)
+    lost = max(0, chosen.numel() - free.numel())
+    if lost:
+        chosen = _best(records, chosen, free.numel(), evict, step)
+    free = free[: chosen.numel()]
+    placed_records = fresh.clone()
+    placed_records[free] = records[chosen]
+    mine = (fresh[:, 1] == FALLBACK).nonzero().squeeze(1)
+    theirs = (saved[0][1][:, 1] == FALLBACK).nonzero().squeeze(1) if saved else mine[:0]
+    if mine.numel() != theirs.numel():
+        mine = theirs = mine[:0]
+    return Placed(
+        records=placed_records,
+        sources=torch.cat([theirs + (saved[0][0] if saved else 0), rows[chosen]]),
+        targets=torch.cat([mine, free]),
+        in_place=False,
+        lost=lost,
+    )
+
+
+def _mine(records: Tensor, shard: Shard, layout: TableLayout) -> Tensor:
+    """(n,) bool, whether the id of each row belongs to a row block; true of rows without one."""
+    home = home_rows(records[:, 0], torch.tensor(layout.num_embeddings))
+    return (records[:, 1] <= 0) | ((home >= shard.row_start) & (home < shard.row_end))
+
+
+def _best(records: Tensor, chosen: Tensor, count: int, evict: Evict, step: int) -> Tensor:
+    """Those ``count`` of the rows that would be evicted last, ascending."""
+    _, uses, last = records[chosen].unbind(1)
+    worth = {"lfu": uses.double(), "score": uses / (step + 1 - last).clamp(min=1)}.get(evict, torch.zeros(len(chosen)))
+    # Stable sorts, the least important key first: rows are ascending already.
+    order = torch.argsort(last, stable=True)
+    order = order[torch.argsort(worth[order], stable=True)]
+    return chosen[order[-count:]].sort().values if count else chosen[:0]

@@ -1,0 +1,61 @@
+"""What a table with dynamic ids does with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from shardrec.errors import ConfigError
+
+__all__ = ["POLICIES", "DynamicIds", "Evict"]
+
+Evict = Literal["never", "lfu", "lru", "ttl", "score"]
+"""Which ids lose their rows when others need them."""
+
+POLICIES: tuple[Evict, ...] = get_args(Evict)
+"""In the order of their numbers, as ``shardrec::map_ids`` takes them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicIds:
+    """Give a table's rows to raw 64-bit ids as they come; ``num_embeddings`` is then the number of rows, not of ids.
+
+    Steps are lookups of the collection in training mode. An id is used by a step that looks it up, however often. The
+    rules are stated in docs/dynamic_ids.md.
+
+    Args:
+        capacity: rows that ids may have, spread over the row blocks; default: all but the fallback's. Less than the
+            table has leaves a reserve for :meth:`shardrec.ShardedModel.set_id_capacity`.
+        admit_after: an id gets a row in the n-th step that uses it; until then it takes the fallback. As many ids wait
+            for theirs as the table has rows; those not used for longest are forgotten first.
+        evict: which ids lose their rows where none is free: ``"lfu"``, used by the fewest steps; ``"lru"``, not used
+            for longest; ``"score"``, with the fewest uses per step since the last one; ``"ttl"``, not used for longest,
+            and for more than ``ttl`` steps; ``"never"``. An evicted row is drawn anew and its optimizer state reset.
+        ttl: steps, with ``evict="ttl"``.
+        fallback_rows: of each row block, for ids that have no row: 1, one row that they share; n, hashed into n rows;
+            0, a row of zeros, which takes no gradient (and counts in a mean).
+
+    Raises:
+        ConfigError: for values that are none.
+
+    The idea of tables that hold a changing set of ids is that of TorchRec's managed collisions and of Monolith's
+    collisionless embedding table (Liu et al., 2022).
+    """
+
+    capacity: int | None = None
+    admit_after: int = 1
+    evict: Evict = "lfu"
+    ttl: int | None = None
+    fallback_rows: int = 0
+
+    def __post_init__(self) -> None:
+        if self.evict not in POLICIES:
+            raise ConfigError(f"evict is {self.evict!r}; give one of {', '.join(map(repr, POLICIES))}")
+        if (self.evict == "ttl") != (self.ttl is not None) or (self.ttl is not None and self.ttl < 1):
+            raise ConfigError(f"evict={self.evict!r} and ttl={self.ttl}; give ttl, 1 step or more, with 'ttl' alone")
+        if self.admit_after < 1:
+            raise ConfigError(f"admit_after={self.admit_after}; give 1 for a row at once, or more")
+        if self.fallback_rows < 0:
+            raise ConfigError(f"fallback_rows={self.fallback_rows}; give 0 for zeros, or more")
+        if self.capacity is not None and self.capacity < 1:
+            raise ConfigError(f"capacity={self.capacity}; give the number of rows that ids may have, or None for all")

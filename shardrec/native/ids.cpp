@@ -1,0 +1,341 @@
+// map_ids: raw 64-bit ids to the rows of a shard, without collision.
+//
+// A map is two tensors. "records" (R, 3) int64 has for each row
+//     id, uses, step of the last use
+// and uses are 0 of a free row, and negative of one that is not to be given to an id. "buckets" is a hash table with
+// open addressing and linear probing, a power of two long and at most half full: number of a row plus 1, or 0.
+//
+// What a step does, which docs/dynamic_ids.md states, is held to a dict in Python by tests/ids/test_id_map.py.
+
+#include "ids.h"
+
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <array>
+#include <limits>
+#include <tuple>
+#include <vector>
+
+namespace shardrec {
+namespace {
+
+enum Policy : int64_t { kNever, kLfu, kLru, kTtl, kScore };
+
+// Of the state of a map: the first row that may be free (of the map, of the candidates), then what is counted.
+enum State : int64_t { kHint, kCandidateHint, kEvictedLast, kLookups, kHits, kInserts, kEvictions, kFallbacks, kNoRoom,
+                       kState };
+
+struct Record {
+  int64_t id;
+  int64_t uses;
+  int64_t last;
+};
+
+// What is counted may have been written from outside, and then wraps.
+void add(int64_t& to, int64_t number) { to = int64_t(uint64_t(to) + uint64_t(number)); }
+
+void check_numbers(const at::Tensor& one, at::ScalarType dtype, const char* name) {
+  TORCH_CHECK(
+      one.device().is_cpu() && one.is_contiguous() && one.scalar_type() == dtype, "shardrec: ", name,
+      " is contiguous, on the CPU and ", toString(dtype));
+}
+
+class Map {
+ public:
+  Map(const at::Tensor& records, const at::Tensor& buckets, int64_t* hint) : hint_(hint) {
+    check_numbers(records, at::kLong, "records");
+    check_numbers(buckets, at::kInt, "buckets");
+    TORCH_CHECK(records.dim() == 2 && records.size(1) == 3, "shardrec: records are (rows, 3)");
+    size_ = records.size(0);
+    const int64_t places = buckets.numel();
+    TORCH_CHECK(
+        places > 0 && (places & (places - 1)) == 0 && places / 2 >= size_ &&
+            size_ < std::numeric_limits<int32_t>::max(),
+        "shardrec: ", places, " buckets for ", size_, " rows; they are a power of two, at least twice the rows");
+    records_ = reinterpret_cast<Record*>(records.data_ptr<int64_t>());
+    buckets_ = buckets.data_ptr<int32_t>();
+    mask_ = uint64_t(places - 1);
+  }
+
+  int64_t size() const { return size_; }
+  Record& at(int64_t row) { return records_[row]; }
+  void prefetch_bucket(uint64_t hash) const { __builtin_prefetch(buckets_ + (hash & mask_)); }
+  void prefetch_record(uint64_t hash) const {
+    const int32_t row = buckets_[hash & mask_];
+    if (row > 0 && row <= size_) __builtin_prefetch(records_ + (row - 1), 1);
+  }
+
+  // The row of an id, or -1.
+  int64_t find(int64_t id, uint64_t hash) const {
+    for (uint64_t place = hash & mask_, left = mask_ + 1; left > 0; place = (place + 1) & mask_, --left) {
+      const int32_t row = buckets_[place];
+      if (row == 0) return -1;
+      TORCH_CHECK(row > 0 && row <= size_, "shardrec: a bucket has row ", row, " of ", size_);
+      if (records_[row - 1].id == id) return row - 1;
+    }
+    TORCH_CHECK(false, "shardrec: the buckets of an id map are full");
+  }
+
+  void enter(int64_t row) {
+    uint64_t place = mixed(records_[row].id) & mask_;
+    for (uint64_t left = mask_; buckets_[place] != 0; place = (place + 1) & mask_, --left) {
+      TORCH_CHECK(left > 0, "shardrec: the buckets of an id map are full");
+    }
+    buckets_[place] = int32_t(row + 1);
+  }
+
+  // The free row of the least number, or -1.
+  int64_t free_row() {
+    int64_t row = std::max<int64_t>(*hint_, 0);
+    while (row < size_ && records_[row].uses != 0) ++row;
+    *hint_ = row;
+    return row < size_ ? row : -1;
+  }
+
+  void insert(int64_t row, const Record& record) {
+    records_[row] = record;
+    enter(row);
+  }
+
+  void erase(int64_t row) {
+    uint64_t place = mixed(records_[row].id) & mask_;
+    for (uint64_t left = mask_; buckets_[place] != row + 1; place = (place + 1) & mask_, --left) {
+      TORCH_CHECK(buckets_[place] != 0 && left > 0, "shardrec: a row of an id map has no bucket");
+    }
+    // Those behind it that would not be found any more move up.
+    for (uint64_t next = place, left = mask_; left > 0; --left) {
+      next = (next + 1) & mask_;
+      const int32_t other = buckets_[next];
+      if (other == 0) break;
+      TORCH_CHECK(other > 0 && other <= size_, "shardrec: a bucket has row ", other, " of ", size_);
+      const uint64_t home = mixed(records_[other - 1].id) & mask_;
+      if (((next - home) & mask_) >= ((next - place) & mask_)) {
+        buckets_[place] = other;
+        place = next;
+      }
+    }
+    buckets_[place] = 0;
+    records_[row] = {0, 0, 0};
+    *hint_ = std::min(*hint_, row);
+  }
+
+  // Number of free rows, counted up to `most`.
+  int64_t free_rows(int64_t most) const {
+    int64_t found = 0;
+    for (int64_t row = std::max<int64_t>(*hint_, 0); row < size_ && found < most; ++row) {
+      found += records_[row].uses == 0;
+    }
+    return found;
+  }
+
+  // Free rows so that `wanted` are free, or as many as may be. Those last used in step `protect` or later stay.
+  std::vector<int64_t> make_room(int64_t wanted, Policy policy, int64_t ttl, int64_t step, int64_t protect) {
+    const int64_t lacking = wanted - free_rows(wanted);
+    if (lacking <= 0 || policy == kNever) return {};
+    struct Victim {
+      double worth;
+      int64_t last;
+      int64_t row;
+    };
+    std::vector<Victim> found;
+    int64_t capacity = 0;
+    for (int64_t row = 0; row < size_; ++row) {
+      const Record& one = records_[row];
+      capacity += one.uses >= 0;
+      const double age = double(step) - double(one.last);
+      if (one.uses <= 0 || one.last >= protect || (policy == kTtl && age <= double(ttl))) continue;
+      double worth = 0;
+      if (policy == kLfu) worth = double(one.uses);
+      if (policy == kScore) worth = double(one.uses) / age;
+      found.push_back({worth, one.last, row});
+    }
+    const int64_t count = std::min<int64_t>(std::max(lacking, capacity / 64), int64_t(found.size()));
+    const auto less = [](const Victim& a, const Victim& b) {
+      return std::tie(a.worth, a.last, a.row) < std::tie(b.worth, b.last, b.row);
+    };
+    if (count < int64_t(found.size())) std::nth_element(found.begin(), found.begin() + count, found.end(), less);
+    std::vector<int64_t> rows;
+    for (int64_t i = 0; i < count; ++i) rows.push_back(found[i].row);
+    std::sort(rows.begin(), rows.end());
+    return rows;
+  }
+
+ private:
+  Record* records_;
+  int32_t* buckets_;
+  int64_t size_;
+  uint64_t mask_;
+  int64_t* hint_;
+};
+
+// Distinct ids in the order in which they first come; transient, of one step.
+class FirstSeen {
+ public:
+  explicit FirstSeen(int64_t most) {
+    uint64_t places = 16;
+    while (places < uint64_t(most) * 2) places *= 2;
+    numbers_.assign(places, -1);
+  }
+
+  int64_t number_of(int64_t id) {
+    const uint64_t mask = numbers_.size() - 1;
+    for (uint64_t place = mixed(id) & mask;; place = (place + 1) & mask) {
+      if (numbers_[place] < 0) {
+        numbers_[place] = int32_t(ids.size());
+        ids.push_back(id);
+      }
+      if (ids[numbers_[place]] == id) return numbers_[place];
+    }
+  }
+
+  std::vector<int64_t> ids;
+
+ private:
+  std::vector<int32_t> numbers_;
+};
+
+template <class Hit>
+void find_all(Map& map, const int64_t* ids, int64_t count, const Hit& hit) {
+  constexpr int64_t kBlock = 64;
+  std::array<uint64_t, kBlock> hashes;
+  for (int64_t start = 0; start < count; start += kBlock) {
+    const int64_t length = std::min(kBlock, count - start);
+    for (int64_t i = 0; i < length; ++i) {
+      hashes[i] = mixed(ids[start + i]);
+      map.prefetch_bucket(hashes[i]);
+    }
+    for (int64_t i = 0; i < length; ++i) map.prefetch_record(hashes[i]);
+    for (int64_t i = 0; i < length; ++i) hit(start + i, map.find(ids[start + i], hashes[i]));
+  }
+}
+
+// Returns the rows that were taken from their ids, and how many places of `out` are -1.
+std::tuple<at::Tensor, int64_t> map_ids(
+    const at::Tensor& ids, at::Tensor& out, at::Tensor& records, at::Tensor& buckets, at::Tensor& candidates,
+    at::Tensor& candidate_buckets, at::Tensor& state, int64_t fallback_rows, int64_t admit_after, int64_t policy,
+    int64_t ttl, int64_t step, int64_t protect, bool learn) {
+  check_numbers(ids, at::kLong, "ids");
+  check_numbers(out, at::kInt, "out");
+  check_numbers(state, at::kLong, "state");
+  TORCH_CHECK(ids.dim() == 1 && out.numel() == ids.numel(), "shardrec: ids and out are (N,)");
+  TORCH_CHECK(ids.numel() < std::numeric_limits<int32_t>::max(), "shardrec: ", ids.numel(), " ids are too many");
+  TORCH_CHECK(state.numel() == kState, "shardrec: state has ", int64_t(kState), " numbers");
+  TORCH_CHECK(policy >= kNever && policy <= kScore, "shardrec: no policy has number ", policy);
+  TORCH_CHECK(
+      fallback_rows >= 0 && fallback_rows <= records.size(0), "shardrec: ", fallback_rows, " rows of the fallback");
+  int64_t* const counts = state.data_ptr<int64_t>();
+  Map map(records, buckets, counts + kHint);
+  Map waiting(candidates, candidate_buckets, counts + kCandidateHint);
+  const int64_t* const id = ids.const_data_ptr<int64_t>();
+  int32_t* const to = out.data_ptr<int32_t>();
+  const int64_t count = ids.numel();
+  const auto fallback = [&](int64_t one) {
+    return fallback_rows == 0 ? int32_t(-1) : int32_t(uint32_t(mixed(one)) % uint64_t(fallback_rows));
+  };
+  std::vector<int64_t> missing;
+  if (!learn) {
+    int64_t lacking = 0;
+    find_all(map, id, count, [&](int64_t i, int64_t row) {
+      to[i] = row < 0 ? fallback(id[i]) : int32_t(row);
+      lacking += to[i] < 0;
+    });
+    return {at::empty({0}, ids.options()), lacking};
+  }
+  find_all(map, id, count, [&](int64_t i, int64_t row) {
+    to[i] = int32_t(row);
+    if (row < 0) {
+      missing.push_back(i);
+      return;
+    }
+    Record& one = map.at(row);
+    add(one.uses, one.last != step);
+    one.last = step;
+  });
+  FirstSeen seen(int64_t(missing.size()));
+  std::vector<int32_t> number;
+  for (const int64_t i : missing) number.push_back(int32_t(seen.number_of(id[i])));
+  const int64_t fresh = int64_t(seen.ids.size());
+  // Uses of each, where it is to get a row; else 0.
+  std::vector<int64_t> uses(fresh, 1);
+  std::vector<int64_t> candidate(fresh, -1);
+  int64_t wanted = 0;
+  if (admit_after > 1) {
+    int64_t unknown = 0;
+    for (int64_t i = 0; i < fresh; ++i) {
+      candidate[i] = waiting.find(seen.ids[i], mixed(seen.ids[i]));
+      unknown += candidate[i] < 0;
+      if (candidate[i] < 0) continue;
+      Record& one = waiting.at(candidate[i]);
+      add(one.uses, 1);
+      one.last = step;
+      uses[i] = one.uses;
+    }
+    for (const int64_t row : waiting.make_room(unknown, kLru, 0, step, step)) waiting.erase(row);
+    for (int64_t i = 0; i < fresh; ++i) {
+      if (candidate[i] < 0) {
+        const int64_t row = waiting.free_row();
+        if (row >= 0) waiting.insert(row, {seen.ids[i], 1, step});
+      }
+      if (uses[i] < admit_after) uses[i] = 0;
+    }
+  }
+  for (const int64_t one : uses) wanted += one > 0;
+  const auto evicted = map.make_room(wanted, Policy(policy), ttl, step, protect);
+  for (const int64_t row : evicted) {
+    counts[kEvictedLast] = std::max(counts[kEvictedLast], map.at(row).last);
+    map.erase(row);
+  }
+  std::vector<int32_t> row_of(fresh);
+  for (int64_t i = 0; i < fresh; ++i) {
+    row_of[i] = fallback(seen.ids[i]);
+    if (uses[i] == 0) continue;
+    const int64_t row = map.free_row();
+    add(counts[kNoRoom], row < 0);
+    if (row < 0) continue;
+    map.insert(row, {seen.ids[i], uses[i], step});
+    if (candidate[i] >= 0) waiting.erase(candidate[i]);
+    row_of[i] = int32_t(row);
+    add(counts[kInserts], 1);
+  }
+  int64_t lacking = 0;
+  for (size_t i = 0; i < missing.size(); ++i) {
+    const int32_t row = row_of[number[i]];
+    to[missing[i]] = row;
+    lacking += row < 0;
+    add(counts[kFallbacks], row < fallback_rows);
+  }
+  add(counts[kLookups], count);
+  add(counts[kHits], count - int64_t(missing.size()));
+  add(counts[kEvictions], int64_t(evicted.size()));
+  return {at::tensor(evicted, ids.options()), lacking};
+}
+
+void index_ids(const at::Tensor& records, at::Tensor& buckets) {
+  int64_t hint = 0;
+  Map map(records, buckets, &hint);
+  buckets.zero_();
+  for (int64_t row = 0; row < map.size(); ++row) {
+    if (map.at(row).uses <= 0) continue;
+    const int64_t id = map.at(row).id;
+    TORCH_CHECK(map.find(id, mixed(id)) < 0, "shardrec: id ", id, " has several rows");
+    map.enter(row);
+  }
+}
+
+}  // namespace
+}  // namespace shardrec
+
+TORCH_LIBRARY_FRAGMENT(shardrec, library) {
+  library.def(
+      "map_ids(Tensor ids, Tensor(a!) out, Tensor(b!) records, Tensor(c!) buckets, Tensor(d!) candidates, "
+      "Tensor(e!) candidate_buckets, Tensor(f!) state, int fallback_rows, int admit_after, int policy, int ttl, "
+      "int step, int protect, bool learn) -> (Tensor, int)");
+  library.def("index_ids(Tensor records, Tensor(a!) buckets) -> ()");
+}
+
+TORCH_LIBRARY_IMPL(shardrec, CPU, library) {
+  library.impl("map_ids", shardrec::map_ids);
+  library.impl("index_ids", shardrec::index_ids);
+}

@@ -1,0 +1,110 @@
+"""Programs that run without shardrec find the ids that were learned."""
+
+from __future__ import annotations
+
+import io
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+import shardrec
+from shardrec import native, shard
+from shardrec.errors import ConfigError
+from shardrec.ids import DynamicIds
+from shardrec.ids.frozen import FrozenMaps
+from shardrec.layout import Topology
+from shardrec.scripting import ScriptError
+from shardrec.serve import quantize
+from tests.ids.oracle import DIM, ROWS, dynamic_step, kjt, model_of, raw_batches
+from tests.plans import cut_plan, randoms
+from tests.ranks import ranks
+
+pytestmark = pytest.mark.skipif(not native.is_loaded(), reason="the C++ operators were not compiled")
+
+SIZES = {f"sparse.{name}": (rows, DIM) for name, rows in ROWS.items()}
+
+
+def trained(cut: str, world_size: int, pooled: bool, seed: int = 0) -> Any:
+    rng = Random(seed)
+    rank = torch.distributed.get_rank() if world_size > 1 else 0
+    options = {"users": DynamicIds(), "goods": DynamicIds(fallback_rows=2)}
+    plan = cut_plan(cut, rng, SIZES, Topology(ranks_per_host=world_size))
+    model = shard(model_of(pooled, "sgd"), plan, dynamic_ids=options, dedup=False)
+    for step, of_step in enumerate(raw_batches(rng, 6, world_size)):
+        dynamic_step(model, of_step[rank], step)
+    return model.eval()
+
+
+def batch(seed: int) -> Any:
+    (of_step,) = raw_batches(Random(seed), 1, 1)
+    return kjt(of_step[0])
+
+
+@pytest.mark.parametrize("pooled", [True, False])
+@pytest.mark.parametrize(
+    ("cut", "world_size"),
+    [("table_wise", 1), ("row_wise", 2), pytest.param("column_wise", 2, marks=pytest.mark.slow)],
+)
+def test_a_saved_program_serves_raw_ids(cut: str, world_size: int, pooled: bool) -> None:
+    def run() -> None:
+        model = trained(cut, world_size, pooled)
+        saved = io.BytesIO()
+        torch.jit.save(shardrec.script(model), saved)
+        saved.seek(0)
+        loaded = torch.jit.load(saved)
+        for seed in range(4):
+            with torch.no_grad():
+                torch.testing.assert_close(loaded(batch(seed)), model(batch(seed)), rtol=1e-6, atol=1e-6)
+
+    if world_size == 1:
+        run()
+    else:
+        ranks(world_size, run)
+
+
+def test_a_quantized_model_has_maps_of_its_own() -> None:
+    model = trained("table_wise", 1, True)
+    served = quantize(model, "fp32")
+    expected = [model(batch(seed)) for seed in range(4)]
+    model.train()
+    for step, of_step in enumerate(raw_batches(Random(77), 5, 1)):
+        dynamic_step(model, of_step[0], step)
+    for seed, values in enumerate(expected):
+        torch.testing.assert_close(served(batch(seed)), values.detach())
+
+
+@settings(max_examples=40, deadline=None)
+@given(rng=randoms())
+def test_as_the_live_maps(rng: Random) -> None:
+    model = trained("table_wise", 1, True, seed=rng.randrange(3))
+    maps = model._sharded[0].id_maps
+    assert maps is not None
+    frozen = FrozenMaps(maps, torch.device("cpu"))
+    for one, slots in maps.runs():
+        if one is None:
+            continue
+        known = one.records[one.records[:, 1] > 0, 0].tolist()
+        ids = torch.tensor([*rng.sample(known, min(3, len(known))), rng.getrandbits(63), -rng.getrandbits(63)])
+        before = sum(count for other, count in maps.runs()[: [each for each, _ in maps.runs()].index(one)])
+        lengths = torch.zeros((sum(count for _, count in maps.runs()), 1), dtype=torch.int64)
+        lengths[before + rng.randrange(slots)] = ids.numel()
+        rows, kept = frozen(lengths, ids)
+        expected = torch.empty(ids.numel(), dtype=torch.int32)
+        one.look_up(ids, expected, step=99, learn=False)
+        assert torch.equal(kept == 0, expected < 0)
+        assert rows.tolist() == expected.clamp(min=0).tolist()
+
+
+def test_what_a_program_cannot_do() -> None:
+    model = trained("table_wise", 1, True)
+    with pytest.raises(ScriptError, match="script it with portable=True"):
+        shardrec.script(model, portable=False)
+    with pytest.raises(ConfigError, match=r"call eval\(\)"):
+        shardrec.script(model.train())
+    plan = cut_plan("table_wise", Random(0), SIZES, Topology())
+    distinct = shard(model_of(False, "sgd"), plan, dynamic_ids={"goods": DynamicIds()}).eval()
+    with pytest.raises(ConfigError, match="dedup=False"):
+        shardrec.script(distinct)

@@ -1,0 +1,202 @@
+"""Ids and their rows go through checkpoints to other numbers of ranks, other cuts and other sizes."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardrec import load_checkpoint, native, save_checkpoint, shard
+from shardrec.checkpoint import export_ids, import_ids
+from shardrec.errors import CheckpointError, ConfigError
+from shardrec.ids import DynamicIds
+from shardrec.layout import ShardingPlan, Topology
+from tests.ids.oracle import DIM, ROWS, Batches, Oracle, dynamic_step, kjt, model_of, perfect_step, raw_batches
+from tests.plans import cut_plan
+from tests.ranks import ranks
+
+pytestmark = pytest.mark.skipif(not native.is_loaded(), reason="the C++ operators were not compiled")
+
+LARGE = {"users": 96, "goods": 160, "plain": 9}
+
+
+def plan_of(cut: str, world_size: int, rng: Random, rows: dict[str, int]) -> ShardingPlan:
+    sizes = {f"sparse.{name}": (count, DIM) for name, count in rows.items()}
+    return cut_plan(cut, rng, sizes, Topology(ranks_per_host=world_size))
+
+
+def go_on(
+    folder: Path,
+    part: int,
+    batches: Batches,
+    seeds: range,
+    plan: ShardingPlan,
+    options: dict[str, DynamicIds],
+    optimizer: str,
+    rows: dict[str, int],
+) -> tuple[list[Tensor], dict[str, dict[str, int]]]:
+    """On one rank: load what the part before has saved, train on, and save."""
+    model = shard(model_of(True, optimizer, rows), plan, dynamic_ids=options)
+    if part:
+        load_checkpoint(folder / f"{part - 1}", model)
+    rank = torch.distributed.get_rank()
+    outputs = [dynamic_step(model, of_step[rank], seed) for seed, of_step in zip(seeds, batches, strict=True)]
+    save_checkpoint(folder / f"{part}", model)
+    return outputs, model.id_stats()
+
+
+@pytest.mark.parametrize(
+    ("cut", "optimizer"),
+    [
+        ("row_wise", "adagrad"),
+        ("column_wise", "rowwise_adagrad"),
+        pytest.param("table_wise", "adam", marks=pytest.mark.slow),
+        pytest.param("table_row_wise", "sgd", marks=pytest.mark.slow),
+    ],
+)
+def test_from_one_rank_to_many_and_back(tmp_path: Path, cut: str, optimizer: str) -> None:
+    """As a perfect table all the way, growing on it: no id is lost, and none begins anew."""
+    rng = Random(cut)
+    options = {"users": DynamicIds(evict="lru"), "goods": DynamicIds(admit_after=2)}
+    worlds = [1, 2, 4, 1]
+    batches = [raw_batches(rng, 4, world_size, drift=1) for world_size in worlds]
+    first = plan_of("table_wise", 1, rng, {"users": 500, "goods": 500, "plain": 9})
+    oracle = Oracle(first, options, dedup=False)
+    lives = [[oracle.learn(of_step) for of_step in part] for part in batches]
+    perfect = model_of(True, optimizer, oracle.perfect)
+    reference = shard(perfect, plan_of("table_wise", 1, rng, oracle.perfect))
+    for part, world_size in enumerate(worlds):
+        seeds = range(4 * part, 4 * part + 4)
+        expected = [perfect_step(perfect, reference, *one) for one in zip(lives[part], seeds, strict=True)]
+        rows = LARGE if part < 2 else {**LARGE, "goods": 200}
+        plan = plan_of(cut, world_size, rng, rows)
+        found = ranks(world_size, go_on, tmp_path, part, batches[part], seeds, plan, options, optimizer, rows)
+        for step, of_step in enumerate(expected):
+            for rank, output in enumerate(of_step):
+                torch.testing.assert_close(found[rank][0][step], output, rtol=1e-5, atol=1e-6)
+        for table in options:
+            (of_table,) = (one for (name, _), one in oracle.maps.items() if name == table)
+            assert of_table.counts["evictions"] == 0
+    used = {name: len(one.rows.entries) for (name, _), one in oracle.maps.items()}
+    assert {name: found[0][1][f"sparse.{name}"]["used"] for name in options} == used
+
+
+def trained(rows: dict[str, int], options: DynamicIds, steps: int = 6) -> Any:
+    rng = Random(4)
+    model = shard(model_of(True, "adagrad", rows), plan_of("table_wise", 1, rng, rows), dynamic_ids={"goods": options})
+    for seed, of_step in enumerate(raw_batches(rng, steps, 1)):
+        dynamic_step(model, {**of_step[0], "f": [[] for _ in of_step[0]["f"]]}, seed)
+    return model
+
+
+def row_of(model: Any, raw: int) -> Tensor:
+    model.eval()
+    found: Tensor = model(kjt({"f": [[]], "g": [[raw]], "h": [[]], "p": [[]]}))[0, DIM : 2 * DIM].detach()
+    model.train()
+    return found
+
+
+@pytest.mark.parametrize("evict", ["lfu", "lru", "score"])
+def test_too_few_rows_keep_the_best(tmp_path: Path, evict: Any) -> None:
+    model = trained(LARGE, DynamicIds(evict=evict))
+    save_checkpoint(tmp_path / "all", model)
+    (map_,) = model._sharded[0].id_maps.maps.values()
+    step = model._sharded[0].id_maps.step
+    entries = [tuple(one) for one in map_.records.tolist() if one[1] > 0]
+    worth = {"lfu": lambda one: one[1], "lru": lambda one: 0, "score": lambda one: one[1] / (step + 1 - one[2])}[evict]
+    best = [raw for raw, _, _ in sorted(entries, key=lambda one: (worth(one), one[2]), reverse=True)]
+    small = trained({**LARGE, "goods": 10}, DynamicIds(evict=evict))
+    with pytest.warns(UserWarning, match=f"no room for {len(entries) - 10} of the saved ids"):
+        load_checkpoint(tmp_path / "all", small)
+    kept = {one[0] for one in small._sharded[0].id_maps.maps["sparse.goods", 0].records.tolist()}
+    uses = {raw: (worth(one), one[2]) for one in entries for raw in [one[0]]}
+    assert sorted(uses[raw] for raw in kept) == sorted(uses[raw] for raw in best[:10])
+    for raw in kept:
+        assert torch.equal(row_of(small, raw), row_of(model, raw))
+
+
+def test_what_nobody_has_is_as_at_first(tmp_path: Path) -> None:
+    """Rows that the loading model has trained, and no saved id has, are drawn anew, with their states."""
+    save_checkpoint(tmp_path / "few", trained({**LARGE, "goods": 40}, DynamicIds(), steps=1))
+    model = trained(LARGE, DynamicIds())
+    load_checkpoint(tmp_path / "few", model)
+    (map_,) = model._sharded[0].id_maps.maps.values()
+    free = (map_.records[:, 1] == 0).nonzero().squeeze(1)
+    collection = model._sharded[0]
+    (shard_of_goods,) = (one for one in collection.shards.shards if one.table == "sparse.goods")
+    assert bool((collection.shards.weight(shard_of_goods)[free] == 0.25).all())
+    assert bool((collection.shards.states(shard_of_goods)["sum"][free] == torch.tensor(0.1)).all())
+
+
+def test_the_fallback_goes_along(tmp_path: Path) -> None:
+    model = trained(LARGE, DynamicIds(fallback_rows=1, admit_after=50))
+    save_checkpoint(tmp_path / "all", model)
+    other = shard(
+        model_of(True, "adagrad", {**LARGE, "goods": 99}),
+        plan_of("row_wise", 1, Random(0), {**LARGE, "goods": 99}),
+        dynamic_ids={"goods": DynamicIds(fallback_rows=1, admit_after=50)},
+    )
+    load_checkpoint(tmp_path / "all", other)
+    assert torch.equal(row_of(other, 123), row_of(model, 123))
+    assert not torch.equal(row_of(model, 123), torch.full((DIM,), 0.25))
+
+
+def test_going_on_is_going_on(tmp_path: Path) -> None:
+    """The same evictions and admissions as without the break."""
+    options = DynamicIds(admit_after=2, evict="score")
+    model = trained(ROWS, options)
+    save_checkpoint(tmp_path / "now", model)
+    other = trained(ROWS, options, steps=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_checkpoint(tmp_path / "now", other)
+    for seed, of_step in enumerate(raw_batches(Random(9), 8, 1)):
+        bags = {**of_step[0], "f": [[] for _ in of_step[0]["f"]]}
+        assert torch.equal(dynamic_step(model, bags, seed), dynamic_step(other, bags, seed))
+    one, two = (each._sharded[0].id_maps.maps["sparse.goods", 0] for each in (model, other))
+    assert torch.equal(one.records, two.records)
+    assert torch.equal(one.candidates, two.candidates)
+
+
+def test_ids_are_not_left_out_by_mistake(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "ids", trained(ROWS, DynamicIds()))
+    plain = shard(model_of(True, "adagrad"), plan_of("table_wise", 1, Random(0), ROWS))
+    with pytest.raises(ConfigError, match=r"ids\.sparse\..*goods\.records, which the model lacks"):
+        load_checkpoint(tmp_path / "ids", plain)
+    save_checkpoint(tmp_path / "plain", plain)
+    with pytest.raises(ConfigError, match=r"lacks ids\.sparse"):
+        load_checkpoint(tmp_path / "plain", trained(ROWS, DynamicIds()))
+
+
+def test_ids_go_through_parquet(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    model = trained(LARGE, DynamicIds(fallback_rows=1))
+    export_ids(model, tmp_path / "ids")
+    other = trained(LARGE, DynamicIds(fallback_rows=1), steps=2)
+    other.load_state_dict(model.state_dict())
+    import_ids(other, tmp_path / "ids")
+    (one,), (two,) = (each._sharded[0].id_maps.maps.values() for each in (model, other))
+    assert torch.equal(one.records, two.records)
+    for raw in one.records[one.records[:, 1] > 0, 0].tolist()[:5]:
+        assert torch.equal(row_of(model, raw), row_of(other, raw))
+    for words, ids, rows in (
+        ("comes twice", [1, 1], [5, 6]),
+        ("comes twice", [1, 2], [5, 5]),
+        ("outside", [1], [160]),
+        ("cannot have row 0", [1], [0]),
+    ):
+        folder = tmp_path / f"{ids} {rows}"
+        folder.mkdir()
+        pq.write_table(pa.table({"table": ["sparse.goods"] * len(ids), "id": ids, "row": rows}), folder / "a.parquet")
+        with pytest.raises(CheckpointError, match=words):
+            import_ids(other, folder)
+        assert torch.equal(one.records, two.records)
+    with pytest.raises(CheckpointError, match=r"no \*\.parquet"):
+        import_ids(other, tmp_path)

@@ -1,0 +1,248 @@
+"""Training with dynamic ids equals training with a perfect table, whatever the cut; rows and counts are a dict's."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardrec import native, shard
+from shardrec.errors import ConfigError, InputError, PlanError
+from shardrec.ids import DynamicIds
+from shardrec.layout import ShardingPlan, Topology, cuts
+from tests.ids.oracle import (
+    DIM,
+    FEATURES,
+    ROWS,
+    Batches,
+    Oracle,
+    dynamic_step,
+    kjt,
+    model_of,
+    perfect_step,
+    raw_batches,
+)
+from tests.plans import cut_plan
+from tests.ranks import raises_on_all, ranks
+
+pytestmark = pytest.mark.skipif(not native.is_loaded(), reason="the C++ operators were not compiled")
+
+SIZES = {f"sparse.{name}": (rows, DIM) for name, rows in ROWS.items()}
+CUTS = ["table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise"]
+
+
+def options_of(rng: Random) -> dict[str, DynamicIds]:
+    evict = rng.choice(["lfu", "lru", "score", "ttl", "never"])
+    return {
+        "users": DynamicIds(evict=evict, ttl=3 if evict == "ttl" else None),  # type: ignore[arg-type]
+        "goods": DynamicIds(
+            evict=rng.choice(["lfu", "lru", "score"]),
+            admit_after=rng.choice([1, 2]),
+            fallback_rows=rng.choice([0, 1, 2]),
+        ),
+    }
+
+
+def train(
+    batches: Batches, plan: ShardingPlan, options: dict[str, DynamicIds], pooled: bool, optimizer: str, dedup: bool
+) -> tuple[list[Tensor], dict[Any, Tensor], dict[str, dict[str, int]]]:
+    """On one rank: its outputs, the records of its maps, and the counts."""
+    rank = torch.distributed.get_rank()
+    model = shard(model_of(pooled, optimizer), plan, dynamic_ids=options, dedup=dedup)
+    outputs = [dynamic_step(model, of_step[rank], seed) for seed, of_step in enumerate(batches)]
+    (collection,) = model._sharded
+    assert collection.id_maps is not None
+    return outputs, {key: one.records for key, one in collection.id_maps.maps.items()}, model.id_stats()
+
+
+def check(rng: Random, world_size: int, cut: str, pooled: bool, optimizer: str) -> None:
+    topology = Topology(hosts=rng.choice([1, world_size]), ranks_per_host=1)
+    topology = Topology(hosts=topology.hosts, ranks_per_host=world_size // topology.hosts)
+    plan, options, dedup = cut_plan(cut, rng, SIZES, topology), options_of(rng), rng.random() < 0.5
+    batches = raw_batches(rng, 12, world_size)
+    oracle = Oracle(plan, options, dedup=dedup and not pooled)
+    lives = [oracle.learn(of_step) for of_step in batches]
+    perfect = model_of(pooled, optimizer, oracle.perfect)
+    reference = shard(perfect, cut_plan("table_wise", rng, sizes_of(oracle), Topology()))
+    expected = [perfect_step(perfect, reference, of_step, seed) for seed, of_step in enumerate(lives)]
+    found = ranks(world_size, train, batches, plan, options, pooled, optimizer, dedup)
+    for step, of_step in enumerate(expected):
+        for rank, output in enumerate(of_step):
+            torch.testing.assert_close(found[rank][0][step], output, rtol=1e-5, atol=1e-6, msg=lambda m: f"{step}: {m}")  # noqa: B023
+    for _, records, stats in found:
+        for (name, start), of_map in records.items():
+            rows = oracle.maps[name.removeprefix("sparse."), start].rows.entries
+            expected_rows = {one.row: (key, one.uses, one.last) for key, one in rows.items()}
+            assert {row: tuple(one) for row, one in enumerate(of_map.tolist()) if one[1] > 0} == expected_rows
+        for table in options:
+            maps = [one for (name, _), one in oracle.maps.items() if name == table]
+            for count in maps[0].counts:
+                assert stats[f"sparse.{table}"][count] == sum(one.counts[count] for one in maps), count
+
+
+def sizes_of(oracle: Oracle) -> dict[str, tuple[int, int]]:
+    return {f"sparse.{name}": (rows, DIM) for name, rows in oracle.perfect.items()}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize(("world_size", "seed"), [(1, 0), (2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pooled", [True, False])
+def test_as_a_perfect_table(cut: str, world_size: int, seed: int, pooled: bool) -> None:
+    rng = Random(f"{cut} {seed} {pooled}")
+    check(rng, world_size, cut, pooled, rng.choice(["sgd", "adagrad", "rowwise_adagrad", "adam"]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(40))
+def test_as_a_perfect_table_in_many_cases(seed: int) -> None:
+    rng = Random(seed)
+    world_size = rng.choice([1, 2, 2, 4])
+    check(
+        rng, world_size, rng.choice(CUTS), rng.random() < 0.5, rng.choice(["sgd", "adagrad", "rowwise_adagrad", "adam"])
+    )
+
+
+def one_table(rank: int = 0) -> ShardingPlan:
+    return ShardingPlan(
+        topology=Topology(), tables=tuple(cuts.table_wise(name, *size, rank=rank) for name, size in SIZES.items())
+    )
+
+
+def bags(*ids: int) -> dict[str, list[list[int]]]:
+    return {feature: [list(ids) if feature == "g" else []] for feature in FEATURES}
+
+
+def test_evaluation_changes_nothing() -> None:
+    model = shard(model_of(True, "adagrad"), one_table(), dynamic_ids={"goods": DynamicIds()})
+    dynamic_step(model, bags(7, -7), 0)
+    before, stats = [one.clone() for one in model.state_dict().values()], model.id_stats()
+    model.eval()
+    values = model(kjt(bags(7, 123456789)))
+    assert model.id_stats() == stats
+    assert all(map(torch.equal, before, model.state_dict().values()))
+    model.train()
+    torch.testing.assert_close(model(kjt(bags(7))), values)  # the other one is a row of zeros
+
+
+def test_a_recomputed_forward_is_no_step() -> None:
+    model = shard(model_of(True, "sgd"), one_table(), dynamic_ids={"goods": DynamicIds()})
+
+    def loss() -> Tensor:
+        return model(kjt(bags(7, 8))).square().sum()
+
+    def again(gradient: Tensor) -> None:
+        loss()
+
+    value = loss()
+    value.register_hook(again)
+    value.backward()
+    assert model.id_stats()["sparse.goods"]["lookups"] == 2
+
+
+def test_a_step_whose_backward_is_to_come_keeps_its_rows() -> None:
+    """Else the second forward would give the rows of the first to others, which its backward would update."""
+    model = shard(model_of(True, "sgd"), one_table(), dynamic_ids={"goods": DynamicIds(evict="lru")})
+    first = model(kjt(bags(*range(20)))).square().sum()
+    model(kjt(bags(*range(20, 40)))).square().sum().backward()
+    stats = model.id_stats()["sparse.goods"]
+    assert (stats["evictions"], stats["no_room"]) == (0, 16)
+    first.backward()
+    dynamic_step(model, bags(*range(20, 40)), 0)
+    assert model.id_stats()["sparse.goods"]["evictions"] == 16
+
+
+def test_a_second_backward_over_rows_that_went_is_refused() -> None:
+    model = shard(model_of(True, "sgd"), one_table(), dynamic_ids={"goods": DynamicIds(evict="lru")})
+    first = model(kjt(bags(*range(20)))).square().sum()
+    first.backward(retain_graph=True)
+    first.backward(retain_graph=True)
+    dynamic_step(model, bags(*range(20, 40)), 0)
+    with pytest.raises(ConfigError, match="call backward once"):
+        first.backward()
+
+
+def test_a_copy_learns_for_itself() -> None:
+    import copy
+
+    model = shard(model_of(True, "adagrad"), one_table(), dynamic_ids={"goods": DynamicIds()})
+    dynamic_step(model, bags(1, 2), 0)
+    other = copy.deepcopy(model)
+    dynamic_step(other, bags(3), 1)
+    assert model.id_stats()["sparse.goods"]["used"] == 2
+    torch.testing.assert_close(
+        dynamic_step(model, bags(3), 1), dynamic_step(copy.deepcopy(model), bags(3), 1), rtol=1, atol=1
+    )
+    assert other.id_stats()["sparse.goods"]["used"] == 3
+
+
+def test_any_id_is_sound_and_dtypes_are_not() -> None:
+    model = shard(model_of(True, "sgd"), one_table(), dynamic_ids={"goods": DynamicIds()}, on_bad_id={"g": "zero"})
+    dynamic_step(model, bags(-1, 2**63 - 1, -(2**63)), 0)
+    assert model.bad_ids() == {}
+    given = kjt(bags(1))
+    given._values = given.values().float()
+    with pytest.raises(InputError, match="ids are float32"):
+        model(given)
+    with pytest.raises(InputError, match="outside"):
+        model(kjt({**bags(1), "p": [[-1]]}))
+
+
+def test_what_cannot_be(world_size: int = 2) -> None:
+    items, topology = "sparse.goods", Topology(ranks_per_host=2)
+
+    def plan(items_layout: Any) -> ShardingPlan:
+        others = [cuts.table_wise(name, *SIZES[name], rank=0) for name in SIZES if name != items]
+        return ShardingPlan(topology=topology, tables=(*others, items_layout))
+
+    def attempt(layout: Any, options: DynamicIds = DynamicIds(), **kwargs: Any) -> None:  # noqa: B008
+        shard(model_of(True, "sgd"), plan(layout), dynamic_ids={"goods": options}, **kwargs)
+
+    halves = cuts.row_wise(items, 24, DIM, ranks=[0, 1])
+    from shardrec.layout import Shard, TableLayout
+
+    def part(top: int, bottom: int, left: int, rank: int) -> Shard:
+        return Shard(table=items, row_start=top, row_end=bottom, col_start=left, col_end=left + 4, rank=rank)
+
+    askew = TableLayout(
+        name=items,
+        num_embeddings=24,
+        embedding_dim=DIM,
+        shards=(part(0, 24, 0, 0), part(0, 12, 4, 0), part(12, 24, 4, 1)),
+    )
+    for words, layout, options in (
+        ("is replicated", cuts.data_parallel(items, 24, DIM), DynamicIds()),
+        ("cut in several ways", askew, DynamicIds()),
+        ("must be 1 or more", halves, DynamicIds(capacity=1)),
+        ("must be 1 or more", halves, DynamicIds(fallback_rows=12)),
+    ):
+        raises_on_all(PlanError, words, 2, attempt, layout, options)
+
+
+def test_names_and_optimizers() -> None:
+    with pytest.raises(ConfigError, match=r"the tables 'sparse\.users'"):
+        shard(model_of(True, "sgd"), one_table(), dynamic_ids={"item": DynamicIds()})
+    model = model_of(True, "sgd")
+    for parameter in model.parameters():
+        del parameter._optimizer_classes  # type: ignore[attr-defined]
+    with pytest.raises(PlanError, match="no fused optimizer"):
+        shard(model, one_table(), dynamic_ids={"goods": DynamicIds()})
+    dynamic_step(shard(model, one_table(), dynamic_ids={"goods": DynamicIds(evict="never")}), bags(5), 0)
+
+
+def test_the_capacity_is_raised() -> None:
+    model = shard(model_of(True, "sgd"), one_table(), dynamic_ids={"goods": DynamicIds(capacity=4, evict="never")})
+    dynamic_step(model, bags(*range(6)), 0)
+    assert model.id_stats()["sparse.goods"]["used"] == 4
+    model.set_id_capacity("sparse.goods", 9)
+    dynamic_step(model, bags(*range(20)), 1)
+    assert model.id_stats()["sparse.goods"]["used"] == 9
+    for words, table, capacity in (
+        ("has no dynamic ids", "sparse.users", 9),
+        ("give more", "sparse.goods", 8),
+        ("must be 1 or more", "sparse.goods", 25),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            model.set_id_capacity(table, capacity)
