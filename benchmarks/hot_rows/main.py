@@ -23,7 +23,6 @@ from benchmarks.harness.workload import WorkloadTable
 from shardrec.data.zipf import AliasTables, zipf_probabilities
 from shardrec.exchange.collectives import collectives_of
 from shardrec.exchange.queue import ModelContext
-from shardrec.exchange.transport import transport_of
 from shardrec.launch.ranks import Place
 from shardrec.launch.run import on_new_ranks
 from shardrec.layout import ShardingPlan, Topology, cuts
@@ -93,10 +92,9 @@ class Side:
         workload: what is looked up.
         hottest: per table, its rows, those that come most first.
         hot: of these.
-        counts: count the bytes, through the process group; else exchange as a model does.
     """
 
-    def __init__(self, workload: Workload, hottest: list[list[int]], hot: int, *, counts: bool) -> None:
+    def __init__(self, workload: Workload, hottest: list[list[int]], hot: int) -> None:
         torch.manual_seed(0)
         world = dist.get_world_size()
         tables = [WorkloadTable(rows=workload.rows, dim=workload.dim, name=f"t{t}") for t in range(workload.tables)]
@@ -105,9 +103,8 @@ class Side:
         plan = ShardingPlan(topology=Topology(ranks_per_host=world), tables=tuple(layouts))
         if hot:
             plan = plan.with_hot_rows({f"t{t}": rows[:hot] for t, rows in enumerate(hottest)})
-        device = torch.device("cpu")
         self.counted = CountingCollectives(collectives_of())
-        context = ModelContext(self.counted if counts else transport_of(None, device), device)
+        context = ModelContext(self.counted, torch.device("cpu"))
         sharded: Any
         if workload.pooled:
             sharded = ShardedEmbeddingBagCollection(module, plan, context=context)
@@ -158,17 +155,15 @@ def measure(place: Place, workload: Workload, steps: int, rounds: int) -> list[R
     rng = np.random.default_rng(0)
     hottest = [rng.permutation(workload.rows).tolist() for _ in range(workload.tables)]
     batches = batches_of(workload, hottest, steps)
+    sides = {hot: Side(workload, hottest, hot) for hot in workload.hot}
     sent = {}
-    for hot in workload.hot:
-        side = Side(workload, hottest, hot, counts=True)
-        side.step(batches[0])
+    for hot, side in sides.items():
+        side.step(batches[0])  # which reads the copies from their shards
         side.counted.take()
         for features in batches:
             side.step(features)
         counted = side.counted.take()
         sent[hot] = {name: sum(counted.bytes.get(name, [0])) / steps / 1024 for name in EXCHANGES}
-        del side
-    sides = {hot: Side(workload, hottest, hot, counts=False) for hot in workload.hot}
     times: dict[int, list[float]] = {hot: [] for hot in workload.hot}
     apart = dict.fromkeys(workload.hot, 0.0)
     for number in range(rounds + 2):
@@ -182,7 +177,7 @@ def measure(place: Place, workload: Workload, steps: int, rounds: int) -> list[R
             times[hot].append((time.perf_counter() - begin) * 1e3)
         for hot, output in outputs.items():
             apart[hot] = float((output - outputs[workload.hot[0]]).abs().max())
-    bags = workload.tables * (workload.batch if workload.pooled else 1)
+    bags = workload.tables * (workload.batch if workload.pooled else 1) * (dist.get_world_size() - 1)
     first = times[workload.hot[0]][2:]
     return [
         Row(

@@ -21,14 +21,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
-from shardrec import native
 from shardrec.exchange.batch import KEY_ORDERS, Batch
 from shardrec.layout import TableLayout
 
 __all__ = ["HotSplit", "hot_key", "split_hot"]
 
 _NOT_HOT = -(2**62)
-_WORD = 64
 
 
 def hot_key(key: str) -> str:
@@ -70,11 +68,8 @@ class HotSplit:
         for layout in {table.name: table for table in tables.values()}.values():
             self._places[layout.name] = first, start
             rows.append(torch.tensor(layout.hot_rows, dtype=torch.int64) + first)
-            # Whole words of bits, where rows are looked for in these.
-            first, start = first + -(-layout.num_embeddings // _WORD) * _WORD, start + len(layout.hot_rows)
+            first, start = first + layout.num_embeddings, start + len(layout.hot_rows)
         self._rows = torch.cat(rows).to(device)
-        if device.type == "cpu":
-            self._bits = _bits_of(self._rows, first // _WORD)
         self._order = lru_cache(maxsize=KEY_ORDERS)(self._new_order)
 
     def __call__(self, batch: Batch) -> tuple[Batch, Tensor]:
@@ -88,11 +83,9 @@ class HotSplit:
         before: Tensor | None = None
         if order.chosen is not None:
             batch, before = self._copied(batch, order, order.chosen)
-        parts = batch.lengths, batch.values, order.firsts, order.starts, order.hot
-        if self._device.type == "cpu" and native.is_loaded():
-            lengths, values, moved = torch.ops.shardrec.split_hot(*parts, *self._bits)
-        else:
-            lengths, values, moved = split_hot(*parts, self._rows)
+        lengths, values, moved = split_hot(
+            batch.lengths, batch.values, order.firsts, order.starts, order.hot, self._rows
+        )
         weights, came = batch.weights, None
         if weights is not None:
             came = torch.empty_like(moved).scatter_(0, moved, torch.arange(moved.numel(), device=moved.device))
@@ -140,18 +133,10 @@ class HotSplit:
         )
 
 
-def _bits_of(rows: Tensor, words: int) -> tuple[Tensor, Tensor]:
-    """A bit for each row, which says whether it is hot, (words,) int64; and the hot rows before each word, int32."""
-    word = rows // _WORD
-    bits = torch.zeros(words, dtype=torch.int64).index_add_(0, word, torch.ones_like(rows) << rows % _WORD)
-    count = torch.bincount(word, minlength=words)
-    return bits, (count.cumsum(0) - count).to(torch.int32)
-
-
 def split_hot(
     lengths: Tensor, values: Tensor, firsts: Tensor, starts: Tensor, hot: Tensor, rows: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:class:`HotSplit` of plain tensors. It reads no value; ``torch.ops.shardrec.split_hot`` does the same on the CPU.
+    """:class:`HotSplit` of plain tensors. It reads no value.
 
     Args:
         lengths: (F, B) ids of each bag.

@@ -10,8 +10,6 @@
     whether lengths and ids are valid, for :mod:`shardrec.exchange.check`
 ``cut_ids(ids, lengths, weights, units, slots, positions)``
     a batch cut by rows, slot by slot, for :mod:`shardrec.exchange.cut`
-``split_hot(lengths, ids, firsts, starts, hot, bits, before)``
-    the ids of hot rows taken out of a batch, for :mod:`shardrec.exchange.hot`
 ``look_up(weights, slots, ids, lengths, id_weights, columns, pooled)``
     sums of rows, or rows, of many tables, for :mod:`shardrec.lookup.own_kernel`
 ``update(weights, states, slots, ids, lengths, id_weights, gradient, pooled, rule, lr, eps)``
@@ -53,7 +51,7 @@ from shardrec.errors import ConfigError
 
 __all__ = ["has_kernels", "is_loaded", "library_path"]
 
-_NEWEST = "split_hot"  # an operator that libraries built from older sources do not have
+_NEWEST = "cut_ids"  # an operator that libraries built from older sources do not have
 
 
 def library_path() -> Path | None:

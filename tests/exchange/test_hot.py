@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
-from unittest import mock
 
-import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 
-from shardrec import native
 from shardrec.exchange.batch import Batch, Mended
 from shardrec.exchange.hot import HotSplit, hot_key
 from shardrec.layout import TableLayout
@@ -45,19 +41,6 @@ def bags_of(batch: Batch) -> dict[str, list[list[int]]]:
     return {key: [next(parts).tolist() for _ in range(batch.size)] for key in batch.keys}
 
 
-@pytest.fixture(params=["native", "torch"], autouse=True)
-def operators(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The same of the C++ operator and of torch's."""
-    if request.param == "native":
-        if not native.is_loaded():
-            pytest.skip("shardrec was installed without C++ operators")
-        yield
-        return
-    with mock.patch.object(native, "is_loaded", return_value=False):
-        yield
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rng=randoms())
 def test_each_id_goes_to_its_key(rng: Random) -> None:
     """With features that several tables look up, tables of several features, and weights."""
@@ -94,7 +77,6 @@ def test_each_id_goes_to_its_key(rng: Random) -> None:
         )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rng=randoms())
 def test_a_key_for_each_lookup(rng: Random) -> None:
     """As sequences have it: the place of each id of the lookups, whatever lies behind the ids."""

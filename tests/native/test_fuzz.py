@@ -123,16 +123,6 @@ def cut_ids(rng: Random, guarded: Guarded) -> list[object]:
     return [ids, lengths, weights, units, slot, rng.random() < 0.5]
 
 
-def split_hot(rng: Random, guarded: Guarded) -> list[object]:
-    keys, batch, words = rng.randint(1, 3), rng.randrange(4), rng.randint(1, 3)
-    lengths = torch.randint(4, (keys, batch), dtype=torch.int32)
-    ids = torch.randint(100, (int(lengths.sum()) + rng.randrange(3),), dtype=rng.choice([torch.int32, torch.int64]))
-    hot = torch.tensor(sorted(rng.sample(range(keys), rng.randint(0, keys))), dtype=torch.int64)
-    firsts = torch.full((keys + 1,), -(2**62)).index_fill(0, hot, 64 * rng.randrange(words))
-    bits, before = torch.randint(-(2**63), 2**63 - 1, (words,)), torch.zeros(words, dtype=torch.int32)
-    return [lengths, ids, firsts, torch.zeros(keys + 1, dtype=torch.int64), hot, bits, before]
-
-
 def look_up(rng: Random, guarded: Guarded) -> list[object]:
     pooled = rng.random() < 0.7
     made = Lookup(rng, guarded, pooled=pooled)
@@ -174,7 +164,7 @@ def rowwise_adagrad(rng: Random, guarded: Guarded) -> list[object]:
 
 
 OPERATORS: list[Callable[[Random, Guarded], list[object]]] = [
-    assemble, distribute, are_sound, cut_ids, split_hot, look_up, look_up_into, update, weight_gradient, sum_gradient,
+    assemble, distribute, are_sound, cut_ids, look_up, look_up_into, update, weight_gradient, sum_gradient,
     rowwise_adagrad,
 ]  # fmt: skip
 
