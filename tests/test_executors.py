@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -99,7 +100,11 @@ def _eager(model: Any) -> Run:
 
 
 def _scripted(model: Any) -> Run:
-    return shardrec.script(model, portable=False)
+    scripted: Run = shardrec.script(model, portable=False)
+    if any(table.hot_rows for table in model.plan.tables):
+        # As a dense part's, the gradients of copies are averaged by a reducer around the scripted model.
+        return DistributedDataParallel(scripted)
+    return scripted
 
 
 def _traced(model: Any) -> Run:
@@ -124,6 +129,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "process group between ranks": {"transport": "group"},
     "sums inside hosts": {"hosts": 2},
     "bad ids looked up as zeros": {"on_bad_id": "zero"},
+    "hot rows": {"hot_rows": {"one.t_a": range(5), "one.t_b": [3, 20], "two.t_c": [16], "rows.t_d": range(1, 23, 2)}},
 }
 
 
@@ -135,7 +141,7 @@ def _make(options: dict[str, Any]) -> Any:
     comms = options.get("comms")
     return shardrec.shard(
         model,
-        _plan(dist.get_world_size() // hosts),
+        _plan(dist.get_world_size() // hosts).with_hot_rows(options.get("hot_rows", {})),
         transport=options.get("transport"),
         comms=None if comms is None else shardrec.QuantizedComms(output=comms, gradient=comms),
         on_bad_id={} if "on_bad_id" not in options else dict.fromkeys(ROWS, options["on_bad_id"]),
@@ -202,6 +208,7 @@ REFUSED = {
     "learned weights": "the weights of the ids take a gradient, which scripted models do not carry back",
     "BF16 on the wire": "a program that runs without shardrec exchanges fp32",
     "INT8 on the wire": "a program that runs without shardrec exchanges fp32",
+    "hot rows": "have hot rows, which a portable program does not take",
 }
 
 

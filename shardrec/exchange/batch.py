@@ -118,6 +118,7 @@ class Batch:
         bags: with ``inverse``, the U numbers of bags that it chooses from.
         offsets_fit: 0-d bool, whether the offsets that the input was given are those of the lengths; or None.
         mended: the batch with the ids that were taken out of this one, or None.
+        order: (N,) int64 place of each id before those of hot rows were moved, of a weighted batch; or None.
     """
 
     keys: tuple[str, ...]
@@ -129,6 +130,13 @@ class Batch:
     bags: tuple[int, ...] = ()
     offsets_fit: Tensor | None = None
     mended: Mended | None = None
+    order: Tensor | None = None
+
+    def places_as_given(self, places: Tensor) -> Tensor:
+        """Where ids at some places of this batch were in the input: places (M,), integer."""
+        if self.order is not None:
+            places = self.order.index_select(0, places)
+        return places if self.mended is None else self.mended.order.index_select(0, places)
 
     @property
     def size(self) -> int:

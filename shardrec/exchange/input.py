@@ -44,7 +44,7 @@ class Prepared:
     Args:
         batch: the checked local input, of empty bags if it is faulty (lookups of replicated tables read it).
         given: the input as it was read, for words about its faults.
-        sent: what is sent of it (the deduplicated ids, where they are).
+        sent: what is sent of it: the deduplicated ids, where they are; those of hot rows are under keys of their own.
         cut: ``sent`` cut into blocks.
         lengths: (S, B) int32 lengths of each slot.
         slot_sizes: (S,) batch size of each slot, where they differ.
@@ -209,9 +209,9 @@ class InputExchange:
         groups = self.route.groups
         counts_WG = tuple(tuple(counts[q * groups : (q + 1) * groups]) for q in range(self._world_size))
         cut = self.cutter.in_slots(prepared.cut, sum(counts))
-        positions, given = cut.positions, prepared.batch.mended
-        if positions is not None and given is not None and not self.per_id:
-            positions = given.order.index_select(0, positions)
+        positions = cut.positions
+        if positions is not None and not self.per_id:
+            positions = prepared.sent.places_as_given(positions)
         totals = [sum(one) for one in counts_WG]
         return SentIds(
             parts=self.payload.pack(prepared.lengths, cut.values, cut.weights, totals, prepared.slot_sizes),

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -145,12 +145,34 @@ class ShardingPlan:
             shapes = [(each.num_embeddings, each.embedding_dim) for each in (old, new)]
             if shapes[0] != shapes[1]:
                 faults.append(f"table {name!r} is {shapes[0]} in one plan and {shapes[1]} in the other; rename one")
-            elif (set(old.shards), old.replicated) != (set(new.shards), new.replicated):
+            elif _held(old) != _held(new):
                 moved = old.moved_numel(new, self.world_size)
                 found.append(TableChange(name=name, old=old, new=new, moved_numel=moved))
         if faults:
             raise PlanError(faults)
         return tuple(found)
+
+    def with_hot_rows(self, hot_rows: Mapping[str, Iterable[int]]) -> ShardingPlan:
+        """This plan with other hot rows.
+
+        Args:
+            hot_rows: of each table, by name, the rows of which every rank is to have a copy, in any order; tables that
+                are not named keep theirs.
+
+        Raises:
+            PlanError: for a table that the plan lacks, a replicated one, or rows that are not the table's.
+        """
+        unknown = sorted(set(hot_rows) - set(self.by_name))
+        if unknown:
+            known = ", ".join(map(repr, self.by_name))
+            raise PlanError(f"hot_rows names {', '.join(map(repr, unknown))}; the plan's tables are {known or 'none'}")
+        tables = tuple(
+            replace(table, hot_rows=tuple(sorted(set(map(int, hot_rows[table.name])))))
+            if table.name in hot_rows
+            else table
+            for table in self.tables
+        )
+        return replace(self, tables=tables, report=None)
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON-compatible data; a shard is ``[row_start, row_end, col_start, col_end, rank]``."""
@@ -165,6 +187,7 @@ class ShardingPlan:
                     "cut": table.cut,
                     "replicated": table.replicated,
                     "shards": [[s.row_start, s.row_end, s.col_start, s.col_end, s.rank] for s in table.shards],
+                    **({"hot_rows": list(table.hot_rows)} if table.hot_rows else {}),
                 }
                 for table in self.tables
             ],
@@ -220,6 +243,11 @@ class ShardingPlan:
 _T = TypeVar("_T")
 
 
+def _held(table: TableLayout) -> tuple[object, ...]:
+    """What tells whether a table is cut and placed alike."""
+    return set(table.shards), table.replicated, table.hot_rows
+
+
 def _field(data: Mapping[str, Any], key: str, kind: type[_T]) -> _T:
     return _checked(data[key], kind, key)
 
@@ -246,6 +274,7 @@ def _table_from_json(data: Mapping[str, Any]) -> TableLayout:
         cut=_field(data, "cut", str),
         replicated=_field(data, "replicated", bool),
         shards=tuple(_shards_from_json(name, _field(data, "shards", list))),
+        hot_rows=tuple(_checked(row, int, f"a hot row of table {name!r}") for row in data.get("hot_rows", [])),
     )
 
 

@@ -1,4 +1,4 @@
-"""Replicated (data-parallel) tables: a copy on every rank, looked up locally, gradients all-reduced.
+"""Replicated (data-parallel) tables, copies of hot rows among them: looked up locally, gradients all-reduced.
 
 The parameters take dense gradients, which the dense part's reducer averages over the ranks together with its own. A
 table that was given an optimizer in backward keeps it: when backward is over and the gradient is complete, the rows
@@ -9,6 +9,12 @@ DistributedDataParallel copies the averaged gradients back in a callback that th
 backward. Ours is queued from a gradient hook, so it can come before that one; it queues itself once more, and callbacks
 queued by a callback run after all the earlier ones.
 
+[Note: rows that were looked up]
+A row that a batch looks up may have a gradient of zero, and Adam moves it nevertheless, by its moments; so does weight
+decay. The shard of a cut table sees the ids; an averaged gradient does not tell. For the copies of hot rows, which are
+to learn as their table's other rows do, *marks* tell it: a number per row whose gradient is 1 on each rank that looked
+the row up, which is averaged with the others. (A replicated table does without, and leaves such a row alone.)
+
 [Note: gradients of 16-bit replicas]
 They are summed over a rank's ids in float32, rounded to the table's dtype, which is the dtype a parameter's gradient
 must have, and averaged by the reducer in it. So here, unlike in a cut table, the optimizer sees a rounded gradient. In
@@ -17,7 +23,7 @@ float16 one below 6e-8 is lost, and one below 6e-5 imprecise.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 from typing import Any
@@ -57,13 +63,20 @@ class ReplicatedLookup:
             of a table are neighbours.
         context: says whether a reducer averages the gradients, and whether it does so in this backward.
         device: where the tables live.
+        marked: tables, by number, of which rows that were looked up are told from those with a gradient.
 
     Attributes:
         parameters: one (rows, dim) parameter per table.
+        marks: of the marked tables whose optimizer sees the difference, a (rows,) parameter, by their number.
     """
 
     def __init__(
-        self, tables: Sequence[LookupTable], slot_tables: Sequence[int], context: StepContext, device: torch.device
+        self,
+        tables: Sequence[LookupTable],
+        slot_tables: Sequence[int],
+        context: StepContext,
+        device: torch.device,
+        marked: Collection[int] = (),
     ) -> None:
         self._names = [table.layout.name for table in tables]
         self._runs = [
@@ -79,15 +92,30 @@ class ReplicatedLookup:
             for table, weight in zip(tables, weights, strict=True)
         ]
         self.parameters = [nn.Parameter(weight) for weight in weights]
+        self.marks = {
+            number: nn.Parameter(torch.zeros(weights[number].size(0), device=device))
+            for number in marked
+            if _moves_without_gradient(tables[number].optimizer)
+        }
+        self._slot_tables = tuple(slot_tables)
+        self._on_update: dict[int, Callable[[Tensor | None], None]] = {}
         # Of this backward. Each forward clears it, for a backward that raises never comes to its callbacks.
         self._queued = False
-        for parameter in self.parameters:
+        for parameter in self.reduced():
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
+
+    def reduced(self) -> list[nn.Parameter]:
+        """What takes a gradient that a reducer averages."""
+        return [*self.parameters, *self.marks.values()]
 
     def states(self, table: int) -> dict[str, Tensor]:
         """The fused optimizer's states of one table, by name, as views; empty without one."""
         update = self._rows[table]
         return {} if update is None else update.optimizer.states()[0]
+
+    def on_update(self, table: int, call: Callable[[Tensor | None], None]) -> None:
+        """Call after each update of a table, with the rows that changed (n,) int64, or None for any of them."""
+        self._on_update[table] = call
 
     def step_counts(self) -> dict[str, int]:
         """Per table, how many updates its fused optimizer has made."""
@@ -119,6 +147,15 @@ class ReplicatedLookup:
         """
         self._queued = False
         weights = None if weights is None else weights.to(torch.float32)
+        pooled = self._pooled(ids, lengths, weights, counts)
+        if not self.marks:
+            return pooled
+        of_slots = list(zip(self._slot_tables, ids.split(list(counts)), strict=True))
+        of_marks = [[part for table, part in of_slots if table == number] for number in self.marks]
+        marked: Tensor = _Marked.apply(pooled, of_marks, *self.marks.values())  # type: ignore[no-untyped-call]
+        return marked
+
+    def _pooled(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, counts: Sequence[int]) -> Tensor:
         if len(self._runs) == 1:
             return self._look_up(self._runs[0], ids, lengths, weights)
         # Tables of several dtypes next to each other.
@@ -139,8 +176,11 @@ class ReplicatedLookup:
         self._queued = False
         parameter = self.parameters[table]
         if parameter.dtype is torch.float32:
-            return nn.functional.embedding(ids, parameter)
-        rows: Tensor = _RowsFunction.apply(parameter, ids)  # type: ignore[no-untyped-call]
+            rows = nn.functional.embedding(ids, parameter)
+        else:
+            rows = _RowsFunction.apply(parameter, ids)  # type: ignore[no-untyped-call]
+        if table in self.marks:
+            rows = _Marked.apply(rows, [[ids]], self.marks[table])  # type: ignore[no-untyped-call]
         return rows
 
     def scripted(self, slot_tables: Sequence[int], *, pooled: bool) -> nn.Module:
@@ -165,10 +205,15 @@ class ReplicatedLookup:
         self._queued = False
         if not self._context.reduce_this_backward:
             return
-        for update, parameter in zip(self._rows, self.parameters, strict=True):
+        for table, (update, parameter) in enumerate(zip(self._rows, self.parameters, strict=True)):
             if update is not None and parameter.grad is not None:
-                update.step(parameter.grad)
+                marks = self.marks.get(table)
+                rows = update.step(parameter.grad, None if marks is None else marks.grad)
                 parameter.grad = None
+                if marks is not None:
+                    marks.grad = None
+                if table in self._on_update:
+                    self._on_update[table](rows)
 
 
 def _run(tables: Sequence[LookupTable], slots: Sequence[int], device: torch.device) -> _Run:
@@ -196,8 +241,31 @@ class _RowsFunction(torch.autograd.Function):
         return gradient.new_zeros(ctx.shape).index_add_(0, ids, gradient).to(ctx.dtype), None
 
 
+class _Marked(torch.autograd.Function):
+    """What was looked up, as it is; its backward marks the rows."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, found: Tensor, ids: list[list[Tensor]], *marks: Tensor) -> Tensor:
+        ctx.ids, ctx.marks = ids, [mark.detach() for mark in marks]  # type: ignore[attr-defined]
+        return found.view_as(found)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        found = [torch.zeros_like(mark) for mark in ctx.marks]
+        for one, parts in zip(found, ctx.ids, strict=True):
+            for ids in parts:
+                one.index_fill_(0, ids.to(torch.int64), 1.0)
+        return gradient, None, *found
+
+
+def _moves_without_gradient(optimizer: FusedOptimizer | None) -> bool:
+    """Whether a row that is looked up moves although its gradient is zero."""
+    return optimizer is not None and (optimizer.counts_steps or optimizer.weight_decay != 0)
+
+
 class _RowUpdate:
-    """One table's fused optimizer, applied to the rows whose averaged gradient is not zero."""
+    """One table's fused optimizer, applied to the rows whose averaged gradient is not zero, or that are marked."""
 
     def __init__(self, weight: Tensor, optimizer: FusedOptimizer) -> None:
         rows, width = weight.shape
@@ -208,14 +276,22 @@ class _RowUpdate:
         self.optimizer = RowOptimizer([cls], 1, optimizer)
         self._weight = weight
 
-    def step(self, gradient: Tensor) -> None:
-        """Update from the dense (rows, dim) gradient."""
-        used = gradient.any(dim=1)
+    def step(self, gradient: Tensor, marks: Tensor | None) -> Tensor | None:
+        """Update the rows with a gradient, or those that are marked.
+
+        Args:
+            gradient: (rows, dim).
+            marks: (rows,), above 0 where the row was looked up; or None.
+
+        Returns:
+            The rows that changed, or None if the host cannot know.
+        """
+        used = gradient.any(dim=1) if marks is None else marks > 0
         if gradient.device.type == "cpu":
             rows = used.nonzero().squeeze(1)
             values = gradient.index_select(0, rows).to(torch.float32)
             self.optimizer.step(self.optimizer.decayed([RowGradient(rows=rows, values=values)]))
-            return
+            return rows
         # How many rows there are would have to come to the host: all of them are updated, and those put back that are
         # not used (Adam's moments decay, and Adagrad's step is 0 / 0 without eps).
         memory = [self._weight, *self.optimizer.states()[0].values()]
@@ -225,3 +301,4 @@ class _RowUpdate:
         self.optimizer.step(self.optimizer.decayed(gradients))
         for one, old in zip(memory, before, strict=True):
             one.copy_(torch.where(used if one.dim() == 1 else used.unsqueeze(1), one, old))
+        return None

@@ -5,6 +5,7 @@ Shapes: B samples of this rank, D columns of the output (the unsharded module's)
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -20,6 +21,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from shardrec.exchange.anomaly import note_rows, watch_gradient
 from shardrec.exchange.batch import KEY_ORDERS, Batch
 from shardrec.exchange.blocks import BlocksInFlight, Stream
+from shardrec.exchange.hot import HotSplit, hot_key
 from shardrec.exchange.input import InputExchange
 from shardrec.exchange.output import OutputExchange
 from shardrec.exchange.payload import ShardInput
@@ -29,7 +31,6 @@ from shardrec.exchange.step import Call
 from shardrec.exchange.weights import received_weights, tied
 from shardrec.layout import ShardingPlan
 from shardrec.lookup.groups import group_tables
-from shardrec.lookup.replicated import ReplicatedLookup
 from shardrec.lookup.shards import ShardLookup
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.initial import first_bag_values
@@ -101,16 +102,14 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
                 )
         self.dims = [lookup.layout.embedding_dim for lookup in lookups]
         self.lookups = tuple(lookups)
-        self.own_lookups = tuple(lookup for lookup in lookups if lookup.layout.replicated)
-        route = build_route(lookups, collectives.world_size, len(groups))
+        self.own_lookups = tuple(lookup for lookup in lookups if lookup.layout.copied_rows)
+        sent = self._split_lookups(lookups)
+        route = build_route(sent, collectives.world_size, len(groups))
         expect = self._expectation(lookups, weighted=self._is_weighted)
         self.input = InputExchange(route, expect, self.context)
         self.id_maps = self._new_id_maps(route)
         self.shards = ShardLookup(groups, route.slots[collectives.rank], collectives, self.device)
-        self.replicas = None
-        if self.own_lookups:
-            own_tables = [self.replica_number[lookup.layout.name] for lookup in self.own_lookups]
-            self.replicas = ReplicatedLookup(self._replicated_tables(), own_tables, self.context, self.device)
+        self.replicas = self._copies([self.replica_number[lookup.layout.name] for lookup in self.own_lookups])
         self._output = OutputExchange(
             route, lookups, collectives.rank, self._ranks_per_host, mean_over=collectives.mean_over
         )
@@ -118,9 +117,28 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         self._column_lookup = torch.tensor(columns, dtype=torch.int64, device=self.device)
         sums = [index for index, lookup in enumerate(lookups) if not lookup.mean]
         self._sum_lookups = torch.tensor(sums, dtype=torch.int64, device=self.device)
-        features = [tuple(one.feature for one in some) for some in (self.own_lookups, lookups)]
-        # Where the replicated lookups' features, and all lookups' features, are among the keys.
-        self._key_positions = lru_cache(maxsize=KEY_ORDERS)(partial(_positions, features, self.device))
+        own = [hot_key(one.feature) if one.layout.hot_rows else one.feature for one in sent if one.layout.copied_rows]
+        # Where the keys of this rank's copies are among those sent, and all lookups' features among the batch's.
+        self._own_positions = lru_cache(maxsize=KEY_ORDERS)(partial(_positions, own, self.device))
+        self._key_positions = lru_cache(maxsize=KEY_ORDERS)(
+            partial(_positions, [one.feature for one in lookups], self.device)
+        )
+
+    def _split_lookups(self, lookups: Sequence[Lookup]) -> list[Lookup]:
+        """The lookups by the keys that are sent, once the ids of hot rows are taken out of those."""
+        uses = Counter(lookup.feature for lookup in lookups)
+        sent = [
+            replace(one, feature=f"\0{one.feature} in {one.layout.name}")
+            if one.layout.hot_rows and uses[one.feature] > 1
+            else one
+            for one in lookups
+        ]
+        hot = {one.feature: one.layout for one in sent if one.layout.hot_rows}
+        copies = {
+            one.feature: given.feature for one, given in zip(sent, lookups, strict=True) if one.feature != given.feature
+        }
+        self.hot_split = HotSplit(hot, copies, keep=True, device=self.device) if hot else None
+        return sent
 
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[KeyedTensor]:
         """Look up the local batch.
@@ -175,16 +193,16 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         return self._is_weighted
 
     def _look_up_replicas(self, batch: Batch, counts: Sequence[int], learned_weights: Tensor | None) -> Tensor | None:
-        """(B, D_r) pooled columns of the replicated tables.
+        """(B, D_r) pooled columns of the replicated tables and of the hot rows.
 
         Args:
-            batch: of this rank.
-            counts: ids of each lookup of a replicated table.
+            batch: what is sent of this rank's, beside which their ids are.
+            counts: ids of each lookup in a copy.
             learned_weights: (N,), those that take a gradient; else None.
         """
         if self.replicas is None:
             return None
-        index = self._key_positions(batch.keys)[0]
+        index = self._own_positions(batch.keys)
         lengths = batch.lengths.index_select(0, index)
         order = index.to(torch.int32)
         total = sum(counts)
@@ -194,16 +212,14 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         if learned_weights is not None:
             places = torch.arange(batch.values.numel(), dtype=torch.int32, device=self.device)
             _, places, _ = torch.ops.fbgemm.permute_2D_sparse_data(order, batch.lengths, places, None, total)
-            if batch.mended is not None:
-                places = batch.mended.order.index_select(0, places)
-            weights = learned_weights.index_select(0, places)
+            weights = learned_weights.index_select(0, batch.places_as_given(places))
         return self.replicas(ids, lengths, weights, counts)
 
     def _bag_lengths(self, batch: Batch) -> Tensor | None:
         """(B, D) bag length behind each mean-pooled column, at least 1; 1 for sums; None without mean pooling."""
         if not any(lookup.mean for lookup in self.lookups):
             return None
-        lengths = batch.lengths.index_select(0, self._key_positions(batch.keys)[1]).to(torch.float32).clamp_(min=1)
+        lengths = batch.lengths.index_select(0, self._key_positions(batch.keys)).to(torch.float32).clamp_(min=1)
         lengths.index_fill_(0, self._sum_lookups, 1.0)
         return lengths.index_select(0, self._column_lookup).t()
 
@@ -217,18 +233,20 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         return torch.cat(chosen, dim=1)
 
 
-def _positions(features: Sequence[Sequence[str]], device: torch.device, keys: tuple[str, ...]) -> list[Tensor]:
+def _positions(features: Sequence[str], device: torch.device, keys: tuple[str, ...]) -> Tensor:
     place = {key: index for index, key in enumerate(keys)}
-    return [torch.tensor([place[one] for one in some], dtype=torch.int64, device=device) for some in features]
+    return torch.tensor([place[one] for one in features], dtype=torch.int64, device=device)
 
 
 class BagCall(Call):
     """One forward."""
 
     def __init__(self, collection: ShardedEmbeddingBagCollection, features: KeyedJaggedTensor) -> None:
-        prepared = collection.input.prepare(features, collection._agreement())
+        split = collection.hot_split
+        prepare = None if split is None else lambda batch: split(batch)[0]
+        prepared = collection.input.prepare(features, collection._agreement(), prepare=prepare)
         if collection.replicas is not None:
-            lengths = prepared.batch.lengths.index_select(0, collection._key_positions(prepared.batch.keys)[0])
+            lengths = prepared.sent.lengths.index_select(0, collection._own_positions(prepared.sent.keys))
             prepared = replace(prepared, notes=(lengths.sum(dim=1, dtype=torch.int64),))
         super().__init__(collection.context.queue, collection.input, prepared)
         self._collection = collection
@@ -284,11 +302,14 @@ class BagCall(Call):
         return output.stream(pooled, ids, self.prepared.slot_sizes, sums)
 
     def issued(self) -> None:
-        """Look up the replicated tables while the others' rows are under way."""
-        collection, batch = self._collection, self.prepared.batch
+        """Look up the replicated tables and the hot rows while the others' rows are under way."""
+        collection = self._collection
         assert self.sent is not None, "ids are sent before rows are"
-        self._replicated = collection._look_up_replicas(batch, self.sent.replica_ids, self._learned_weights)
-        self._lengths = collection._bag_lengths(batch)
+        collection.refresh_hot_rows()
+        self._replicated = collection._look_up_replicas(
+            self.prepared.sent, self.sent.replica_ids, self._learned_weights
+        )
+        self._lengths = collection._bag_lengths(self.prepared.batch)
         if collection.context.detect_anomaly and self._replicated is not None:
             own = [one.layout for one in collection.own_lookups]
             sizes, tables = [one.embedding_dim for one in own], [one.name for one in own]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Self, TypeAlias
 
 import torch
@@ -24,6 +25,7 @@ from shardrec.ids.maps import IdMaps, Mapped
 from shardrec.layout import Shard, ShardingPlan, TableLayout
 from shardrec.layout.discover import qualified_name
 from shardrec.lookup.groups import LookupTable
+from shardrec.lookup.hot import HotRows
 from shardrec.lookup.optimizers import FusedOptimizer, fused_optimizer_of
 from shardrec.lookup.replicated import ReplicatedLookup
 from shardrec.lookup.shards import ShardLookup
@@ -63,6 +65,7 @@ class ShardedCollection(nn.Module, abc.ABC):
     shards: ShardLookup
     replicas: ReplicatedLookup | None
     id_maps: IdMaps | None = None
+    hot_rows: HotRows | None = None
     portable: ClassVar[bool] = True
     """Whether TorchScript can have it in a program that runs without shardrec."""
 
@@ -98,8 +101,7 @@ class ShardedCollection(nn.Module, abc.ABC):
             config.name: table.layout for config, table in zip(configs, self._lookup_tables, strict=True)
         }
         self._dtypes = {config.name: table.dtype for config, table in zip(configs, self._lookup_tables, strict=True)}
-        replicated = [table.layout.name for table in self._lookup_tables if table.layout.replicated]
-        self.replica_number = {name: index for index, name in enumerate(replicated)}
+        self.replica_number = {table.layout.name: index for index, table in enumerate(self._replicated_tables())}
 
     @property
     def output_dtype(self) -> torch.dtype:
@@ -139,7 +141,67 @@ class ShardedCollection(nn.Module, abc.ABC):
         return None
 
     def _replicated_tables(self) -> list[LookupTable]:
-        return [table for table in self._lookup_tables if table.layout.replicated]
+        """What every rank has a copy of: replicated tables, and the hot rows of others as tables."""
+        return [
+            table if table.layout.replicated else replace(table, layout=table.layout.of_hot_rows(), dtype=torch.float32)
+            for table in self._lookup_tables
+            if table.layout.copied_rows
+        ]
+
+    def _copies(self, slot_tables: Sequence[int]) -> ReplicatedLookup | None:
+        """The lookup of :meth:`_replicated_tables`, by the number of its table per slot; None without any."""
+        tables = self._replicated_tables()
+        hot = [self.replica_number[one.layout.name] for one in self._lookup_tables if one.layout.hot_rows]
+        return ReplicatedLookup(tables, slot_tables, self.context, self.device, hot) if tables else None
+
+    def _hot_rows(self) -> HotRows | None:
+        """The copies of hot rows, if any table has some; once the parameters are there."""
+        tables = [table.layout for table in self._lookup_tables if table.layout.hot_rows]
+        if not tables:
+            return None
+        assert self.replicas is not None, "hot rows have a replicated lookup"
+
+        def parts(shard: Shard) -> dict[str, Tensor]:
+            states = self.shards.states(shard) if names[shard.table] in self._optimizers else {}
+            return {"weight": self.shards.weight(shard), **states}
+
+        names = {layout.name: name for name, layout in self.table_layouts.items()}
+        numbered = {self.replica_number[layout.name]: layout for layout in tables}
+        dtypes = {layout.name: self._dtypes[names[layout.name]] for layout in tables}
+        steps = self.shards.step_counts
+        return HotRows(numbered, dtypes, self.replicas, parts, steps, self.context.collectives, self.device)
+
+    def refresh_hot_rows(self) -> None:
+        """Read the copies of hot rows from their shards, where somebody has written into these. All ranks call it."""
+        if self.hot_rows is not None and self._is_written():
+            self.hot_rows.refresh()
+            for table in self.tables().values():
+                table.written = False
+
+    def shards_were_written(self) -> None:
+        """Somebody has written into the memory of shards, or of their optimizers' states."""
+        for table in self.tables().values():
+            table.written = True
+
+    def refuse_hot_rows(self, reader: str) -> None:
+        """Raise for a reader that takes shards alone, and would send every id to them.
+
+        Args:
+            reader: what it is, for the message.
+
+        Raises:
+            ConfigError: if a table has hot rows.
+        """
+        hot = [layout.name for layout in self.table_layouts.values() if layout.hot_rows]
+        if hot:
+            raise ConfigError(
+                f"tables {', '.join(map(repr, hot))} have hot rows, which {reader} does not take: save a checkpoint, "
+                "and load it into a model sharded without them, after plan.with_hot_rows({table: ()}); the tables are "
+                "the same"
+            )
+
+    def _is_written(self) -> bool:
+        return any(table.written for table in self.tables().values() if table.layout.hot_rows)
 
     def _expectation(self, lookups: Sequence[Lookup], *, weighted: bool, pooled: bool = True) -> Expectation:
         policies = self.context.on_bad_id
@@ -160,7 +222,9 @@ class ShardedCollection(nn.Module, abc.ABC):
         dense = self.context.dense_signature
         mode = "on" if torch.is_grad_enabled() else "off"
         learning = "" if self.id_maps is None else f", dynamic ids {'learned' if self.learns_ids() else 'frozen'}"
-        return f"gradients {mode}{learning}" + (f", other inputs {dense}" if dense else "")
+        is_written = self.hot_rows is not None and self._is_written()
+        written = ", tables written to since the last forward" if is_written else ""
+        return f"gradients {mode}{learning}" + (f", other inputs {dense}" if dense else "") + written
 
     def _is_dynamic(self, layout: TableLayout) -> bool:
         return layout.name in self.context.dynamic_ids
@@ -234,8 +298,17 @@ class ShardedCollection(nn.Module, abc.ABC):
                 if name in self._optimizers:
                     # torchrec.optim's filter for "has its own optimizer" looks for this attribute.
                     parameters[shard]._in_backward_optimizers = []  # type: ignore[attr-defined]
-            modules[name] = ShardedTable(layout, parameters, self.group, self._dtypes[name])
+            copies: dict[str, nn.Parameter] = {}
+            if layout.hot_rows:
+                assert self.replicas is not None, "hot rows have a replicated lookup"
+                number = self.replica_number[layout.name]
+                copies["hot"] = self.replicas.parameters[number]
+                copies["hot"].requires_grad_(name not in self.frozen)
+                if number in self.replicas.marks:
+                    copies["hot_marks"] = self.replicas.marks[number]
+            modules[name] = ShardedTable(layout, parameters, self.group, self._dtypes[name], copies)
         self.shards.own_parameters(by_shard)
+        self.hot_rows = self._hot_rows()
         return modules
 
     def unreduced_parameters(self) -> list[nn.Parameter]:
@@ -244,7 +317,7 @@ class ShardedCollection(nn.Module, abc.ABC):
             parameter
             for table in self.tables().values()
             if not table.layout.replicated
-            for parameter in table.parameters()
+            for parameter in table.locals.values()
         ]
 
     def fused_optimizers(self) -> dict[str, FusedOptimizer]:
@@ -312,6 +385,8 @@ class ShardedCollection(nn.Module, abc.ABC):
         for name, table in self.tables().items():
             for shard, parameter in table.locals.items():
                 memo[id(parameter)] = other.tables()[name].locals[shard]
+            for kind, parameter in table.copies.items():
+                memo[id(parameter)] = other.tables()[name].copies[kind]
         return other
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -334,4 +409,10 @@ def _lookup_table(config: BaseEmbeddingConfig, weight: nn.Parameter, plan: Shard
     plan.check_tables({name: (config.num_embeddings, config.embedding_dim)}, partial=True)
     # A fused optimizer would move a frozen table; the kernels do not know that it is one.
     optimizer = fused_optimizer_of(weight, name) if weight.requires_grad else None
-    return LookupTable(layout=plan.by_name[name], optimizer=optimizer, dtype=TABLE_DTYPES[config.data_type])
+    layout = plan.by_name[name]
+    if layout.hot_rows and optimizer is None and weight.requires_grad:
+        raise ConfigError(
+            f"table {name!r} has {len(layout.hot_rows)} hot rows and no optimizer in backward, so that nobody would "
+            "keep their copies equal to the table; give it one with apply_optimizer_in_backward, or plan it without"
+        )
+    return LookupTable(layout=layout, optimizer=optimizer, dtype=TABLE_DTYPES[config.data_type])

@@ -79,7 +79,8 @@ class ShardedModel(nn.Module):
         replicated: list[nn.Parameter] = []
         for collection in self._sharded:
             for table in collection.tables().values():
-                (replicated if table.layout.replicated else cut).extend(table.parameters())
+                (replicated if table.layout.replicated else cut).extend(table.locals.values())
+                replicated.extend(table.copies.values())
         wrapped = wrap_dense(self.module, dense, group, cut, replicated, self.context)
         # Out of the module tree, or it would show in every name.
         object.__setattr__(self, "_callable", wrapped)

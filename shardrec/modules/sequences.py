@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from shardrec.exchange.bad_ids import places_of_rows
 from shardrec.exchange.batch import Batch
 from shardrec.exchange.blocks import BlocksInFlight, Stream
 from shardrec.exchange.dedup import DistinctIds
+from shardrec.exchange.hot import HotSplit
 from shardrec.exchange.input import InputExchange, Prepared, SentIds
 from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.queue import ModelContext
@@ -30,7 +31,6 @@ from shardrec.exchange.rows import RowExchange
 from shardrec.exchange.step import Call
 from shardrec.layout import ShardingPlan
 from shardrec.lookup.groups import LookupGroup, group_tables
-from shardrec.lookup.replicated import ReplicatedLookup
 from shardrec.lookup.shards import ShardLookup
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.initial import first_sequence_values
@@ -106,11 +106,18 @@ class ShardedEmbeddingCollection(ShardedCollection):
                 )
         self.lookups = tuple(lookups)
         sharded = [lookup for lookup in lookups if not lookup.layout.replicated]
+        hot, copies = any(one.layout.hot_rows for one in sharded), dict[str, str]()
         if self.dedup:
             by_table = {lookup.layout.name: lookup for lookup in sharded}
             self.sent_lookups = tuple(replace(one, feature=name, output=name) for name, one in by_table.items())
+        elif hot:
+            # A key of its own for each lookup, so that rows are found again by the places of its ids alone.
+            self.sent_lookups = tuple(replace(one, feature=one.output) for one in sharded)
+            copies = {one.output: one.feature for one in sharded}
         else:
             self.sent_lookups = tuple(sharded)
+        hot_keys = {one.feature: one.layout for one in self.sent_lookups if one.layout.hot_rows}
+        self.hot_split = HotSplit(hot_keys, copies, keep=self.dedup, device=self.device) if hot else None
         self.dedup_lookups = [(lookup.feature, lookup.layout.name) for lookup in sharded]
         tables = [(one.feature, one.layout.num_embeddings) for one in self.sent_lookups]
         dynamic = any(lookup.dynamic for lookup in lookups)
@@ -121,10 +128,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
         slots = route.slots[collectives.rank]
         self.id_maps = self._new_id_maps(route)
         self.shards = ShardLookup(groups, slots, collectives, self.device, pooled=False)
-        self.replicas = None
-        replicated = self._replicated_tables()
-        if replicated:
-            self.replicas = ReplicatedLookup(replicated, range(len(replicated)), self.context, self.device)
+        self.replicas = self._copies(range(len(self.replica_number)))
         widths = [group.width or 0 for group in groups]
         self.row_exchange = RowExchange(
             route, widths, self._embedding_dim, collectives.rank, self.device, mean_over=collectives.mean_over
@@ -194,6 +198,18 @@ class ShardedEmbeddingCollection(ShardedCollection):
         ]
         return [per_lookup[slot.lookup] for slots in self.input.route.slots for slot in slots], starts[-1]
 
+    def _hot_rows_of(self, prepared: Prepared, sent: SentIds) -> list[Tensor]:
+        """(n, D) float32 rows of the ids of hot rows, table after table, as the ids lie in the sent batch."""
+        if self.hot_split is None:
+            return []
+        assert self.replicas is not None, "hot rows have a replicated lookup"
+        keys = [one for one in self.sent_lookups if one.layout.hot_rows]
+        edges = [0, *accumulate(sent.sent_key_ids)][-len(keys) - 1 :]
+        return [
+            self.replicas.rows(self.replica_number[one.layout.name], prepared.sent.values[start:end].to(torch.int64))
+            for one, (start, end) in zip(keys, pairwise(edges), strict=True)
+        ]
+
     def _entries(self, prepared: Prepared, sent: SentIds, features: KeyedJaggedTensor) -> list[SequenceKey]:
         keys, sizes, batch = prepared.given.keys, features.stride_per_key(), prepared.batch
         given = batch.mended
@@ -233,8 +249,9 @@ class SequenceCall(Call):
         self._rows: Stream | None = None
         self._target: Tensor | None = None
         self._output_rows = 0
+        self._hot: list[Tensor] = []
         self._entries: list[SequenceKey] = []
-        prepare = self._distinct if collection.dedup else None
+        prepare = self._sent_of if collection.dedup or collection.hot_split is not None else None
         prepared = collection.input.prepare(features, collection._agreement(), prepare=prepare)
         super().__init__(collection.context.queue, collection.input, prepared)
 
@@ -258,9 +275,11 @@ class SequenceCall(Call):
         return found
 
     def issued(self) -> None:
-        """Find the places of the rows and look up the replicated tables while the rows are under way."""
+        """Find the places of the rows, and look up this rank's copies, while the rows are under way."""
         collection, sent = self._collection, self.sent
         assert sent is not None, "rows are asked for before they come"
+        collection.refresh_hot_rows()
+        self._hot = collection._hot_rows_of(self.prepared, sent)
         starts, self._output_rows = collection._starts(self.prepared.sent.keys, sent)
         self._target = collection.row_exchange.targets(sent, starts)
         self._entries = collection._entries(self.prepared, sent, self._features)
@@ -277,6 +296,8 @@ class SequenceCall(Call):
         """(N, D) rows of the lookups of cut tables, and the output's entries."""
         assert self._target is not None, "the places were found when the rows were sent"
         rows = self._collection.row_exchange.finish(flight, stream, self._target, self._output_rows)
+        if self._hot:
+            rows = torch.cat([rows, *self._hot])
         if self._places is not None:
             rows = nn.functional.pad(rows, [0, 0, 1, 0]).index_select(0, self._places)
         elif self._inverse is not None:
@@ -297,11 +318,15 @@ class SequenceCall(Call):
             tables = [collection.sent_lookups[slots[number].lookup].layout.name for number in here]
             note_rows(part, [sizes[number] for number in here], 0, collection.context, tables)
 
-    def _distinct(self, batch: Batch) -> Batch:
-        find = self._collection._distinct_ids
-        assert find is not None, "only collections with dedup prepare their batches"
-        sent, self._inverse = find(batch)
-        return sent
+    def _sent_of(self, batch: Batch) -> Batch:
+        """What is sent of a batch, and with :attr:`_inverse` the place in it of each id of the lookups."""
+        find, split = self._collection._distinct_ids, self._collection.hot_split
+        if find is not None:
+            batch, self._inverse = find(batch)
+        if split is not None:
+            batch, moved = split(batch)
+            self._inverse = moved if self._inverse is None else moved.index_select(0, self._inverse)
+        return batch
 
 
 def _by_key(keys: tuple[str, ...], values: Tensor, sent: SentIds) -> dict[str, Tensor]:

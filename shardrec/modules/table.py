@@ -32,6 +32,11 @@ class ShardedTable(nn.Module):
         parameters: this rank's parameters: one per local shard, or the replica.
         group: the process group that the table is sharded over; None on one rank.
         dtype: of the weights, which a rank without a shard cannot see.
+        copies: this rank's copy of the table's hot rows, and what is averaged with it, by name; no part of a
+            state_dict, for the shards have these rows, too.
+
+    Attributes:
+        written: the shards have been written into since the copies of hot rows were read from them.
     """
 
     def __init__(
@@ -40,9 +45,14 @@ class ShardedTable(nn.Module):
         parameters: Mapping[Shard | None, nn.Parameter],
         group: dist.ProcessGroup | None,
         dtype: torch.dtype = torch.float32,
+        copies: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
         super().__init__()
         self.layout = layout
+        self.written = True
+        self.copies = dict(copies or {})
+        for name, parameter in self.copies.items():
+            self.register_parameter(name, parameter)
         self.dtype = dtype
         self.group = group
         self.locals = dict(parameters)
@@ -89,6 +99,7 @@ class ShardedTable(nn.Module):
         """
         tensors = {shard: parameter.detach() for shard, parameter in self.locals.items()}
         load_table(self.layout, tensors, value)
+        self.written = True
 
 
 def as_one_tensor(

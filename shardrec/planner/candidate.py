@@ -25,6 +25,7 @@ class Candidate:
         on_all: its blocks are one on each rank, and part of what the option puts everywhere.
         holders: so many ranks of a place hold a shard, the first ones; 0: all of them.
         pinned: the layout, where it was given.
+        hot_rows: of the table, ascending, of which every rank has a copy.
     """
 
     cut: str
@@ -34,6 +35,7 @@ class Candidate:
     on_all: bool = False
     holders: int = 0
     pinned: TableLayout | None = None
+    hot_rows: tuple[int, ...] = ()
 
 
 def lay_out(name: str, table: TableLoad, candidate: Candidate, places: Sequence[Place], world: int) -> TableLayout:
@@ -59,6 +61,7 @@ def lay_out(name: str, table: TableLoad, candidate: Candidate, places: Sequence[
             shards=shards,
             replicated=pinned.replicated,
             cut=pinned.cut,
+            hot_rows=pinned.hot_rows,
         )
     if candidate.cut == "data_parallel":
         return TableLayout(name=name, num_embeddings=rows, embedding_dim=cols, replicated=True, cut="data_parallel")
@@ -71,6 +74,7 @@ def lay_out(name: str, table: TableLoad, candidate: Candidate, places: Sequence[
         num_embeddings=rows,
         embedding_dim=cols,
         cut=candidate.cut,
+        hot_rows=candidate.hot_rows,
         shards=tuple(
             Shard(table=name, row_start=top, row_end=bottom, col_start=left, col_end=right, rank=rank)
             for (top, bottom, left, right), rank in zip(rectangles, ranks, strict=True)

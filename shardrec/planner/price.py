@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from shardrec.layout import ShardingPlan, TableLayout
 from shardrec.planner.cost import Cost, CostModel, TableLoad
@@ -58,13 +59,19 @@ def predicted_phases(model: CostModel, tables: Mapping[str, TableLoad], plan: Sh
 def _overheads(model: CostModel, tables: Mapping[str, TableLoad], plan: ShardingPlan) -> tuple[float, float]:
     cut = [each for each in plan.tables if not each.replicated]
     norms = any(tables[each.name].whole_row_state and len(each.stripes()) > 1 for each in cut)
-    return model.overhead_ms(forward=_FORWARD, backward=_BACKWARD + norms, reduces=len(cut) < len(plan.tables))
+    return model.overhead_ms(
+        forward=_FORWARD, backward=_BACKWARD + norms, reduces=any(each.copied_rows for each in plan.tables)
+    )
 
 
 def priced_layout(model: CostModel, table: TableLoad, layout: TableLayout) -> tuple[Cost, list[tuple[int, Cost]]]:
     """What any layout costs every rank; and what else it costs some: (rank, cost), the shards' in their order first."""
     if layout.replicated:
         return model.replicated(table), []
+    if layout.hot_rows:
+        others, copies = model.with_hot_rows(table, layout.hot_rows)
+        everywhere, held = priced_layout(model, others, replace(layout, hot_rows=()))
+        return everywhere + copies, held
     topology, stripes = model.topology, layout.stripes()
     shards: list[tuple[int, Cost]] = []
     sums: list[tuple[int, Cost]] = []

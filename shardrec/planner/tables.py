@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardrec.errors import ConfigError
-from shardrec.planner.cost import Growth, Histogram, TableLoad
+from shardrec.planner.cost import Frequencies, Growth, Histogram, TableLoad
 
 if TYPE_CHECKING:
     from torch import nn
@@ -84,6 +84,7 @@ def table_loads(
                 poolings=tuple(map(float, poolings_here)),
                 growth=growth,
                 histogram=Histogram.of_ids(np.concatenate(ids), config.num_embeddings) if ids else None,
+                frequencies=Frequencies.of_ids(np.concatenate(ids), config.num_embeddings) if ids else None,
                 pooled=pooled,
                 weight_bytes=_weight_bytes(config),
                 state_bytes=0 if rowwise else 4 * states,

@@ -66,6 +66,7 @@ class ScriptedBags(nn.Module):
     def __init__(self, collection: ShardedEmbeddingBagCollection) -> None:
         super().__init__()
         collectives, device = collection.context.collectives, collection.device
+        collection.refuse_hot_rows("a portable program")
         comms = collection.context.comms
         if collectives.world_size > 1:
             refuse_quantized(collection, comms.output, comms.gradient)

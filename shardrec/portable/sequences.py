@@ -64,6 +64,7 @@ class ScriptedSequences(nn.Module):
     def __init__(self, collection: ShardedEmbeddingCollection) -> None:
         super().__init__()
         collectives, device = collection.context.collectives, collection.device
+        collection.refuse_hot_rows("a portable program")
         comms = collection.context.comms
         if collectives.world_size > 1:
             refuse_quantized(collection, comms.output, comms.gradient)

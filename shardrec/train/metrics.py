@@ -47,7 +47,7 @@ def evaluate(model: nn.Module, batches: Iterable[ClickBatch], device: torch.devi
     if not groups:
         return metrics
     # By logits: probabilities of 1 are equal where their logits are not.
-    ranking = ranking_metrics(labels.numpy(), logits.numpy(), gather_rows(torch.cat(groups, dim=1)).numpy(), k)
+    ranking = ranking_metrics(labels.numpy(), logits.numpy(), gather_rows(torch.cat(groups, dim=1).cpu()).numpy(), k)
     return dataclasses.replace(metrics, ranking=ranking)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import exp, expm1
 
 from shardrec.errors import ConfigError
+from shardrec.planner.cost.frequencies import Frequencies
 from shardrec.planner.cost.histogram import Histogram
 
 __all__ = ["Growth", "TableLoad"]
@@ -38,6 +39,7 @@ class TableLoad:
         poolings: per feature that looks the table up, the mean number of ids of a sample.
         growth: distinct ids by number of ids; default: ids drawn evenly from all rows.
         histogram: which rows the ids hit; default: all alike.
+        frequencies: how often sampled ids hit each row, by which hot rows are chosen.
         pooled: a sum per bag; else a row per id.
         weight_bytes: bytes of a weight.
         state_bytes: bytes of optimizer state per weight.
@@ -51,6 +53,7 @@ class TableLoad:
     poolings: tuple[float, ...] = (1.0,)
     growth: Growth | None = None
     histogram: Histogram | None = None
+    frequencies: Frequencies | None = None
     pooled: bool = True
     weight_bytes: int = 4
     state_bytes: int = 0
