@@ -49,9 +49,10 @@ class FrozenMaps(nn.Module):
         owners = torch.cat([salts[:0], *(torch.full_like(one, number) for number, one in enumerate(ids))])
         rows = torch.cat([salts[:0], *used])
         # One entry more, of no map, so that there is one to look at.
-        self.keys = nn.functional.pad(keys, [0, 1], value=2**63 - 1).to(device)
-        self.owners = nn.functional.pad(owners[order], [0, 1], value=-1).to(device)
-        self.rows = nn.functional.pad(rows[order], [0, 1]).to(device)
+        last, nobody = torch.tensor([2**63 - 1]), torch.tensor([-1])
+        self.keys = torch.cat([keys, last]).to(device)
+        self.owners = torch.cat([owners[order], nobody]).to(device)
+        self.rows = torch.cat([rows[order], nobody]).to(device)
         self.salts = salts.to(device)
         fallback = [one.options.fallback_rows for one in known]
         self.fallback_rows = torch.tensor([*fallback, 0], dtype=torch.int64, device=device)

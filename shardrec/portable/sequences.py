@@ -145,10 +145,10 @@ class ScriptedSequences(nn.Module):
             into.append(arriving)
             out.append(leaving)
         ids = got.ids
-        kept: Tensor | None = None
+        found: Tensor | None = None
         for maps in self.id_maps:
-            ids, kept = maps(got.lengths, ids)
-        flat = self.look_up(got.lengths, ids, kept, came)
+            ids, found = maps(got.lengths, ids)
+        flat = self.look_up(got.lengths, ids, found, came)
         pending = exchange_rows(flat, into, out, self.input.process_group.group_name, self.anchor)
         units = 0
         for counts in went:
@@ -199,10 +199,10 @@ class ScriptedSequences(nn.Module):
             pending, target, units, rows_back, places, checked.dropped, sizes, replicas, ids_of, lengths_of
         )
 
-    def look_up(self, lengths: Tensor, ids: Tensor, kept: Tensor | None, came: list[list[int]]) -> Tensor:
+    def look_up(self, lengths: Tensor, ids: Tensor, found: Tensor | None, came: list[list[int]]) -> Tensor:
         """The rows for all ranks as one flat tensor, rank after rank and in a rank group after group.
 
-        ``kept`` (n,) is 0 for ids whose rows are zeros, and else 1.
+        ``found`` (n,) is 0 for ids whose rows are zeros, and else 1.
         """
         totals: list[int] = []
         for group in range(len(self.group_slots)):
@@ -216,8 +216,8 @@ class ScriptedSequences(nn.Module):
         for group, lookup in enumerate(self.lookups):
             total = totals[group]
             rows = lookup(ids_of[group], lengths_of[group], None)
-            if kept is not None:
-                rows = rows * kept.split(totals)[group].unsqueeze(1)
+            if found is not None:
+                rows = rows * found.split(totals)[group].unsqueeze(1)
             if self.group_slots[group] > 0:
                 places = torch.arange(total, device=self.nothing.device)
                 places = torch.ops.fbgemm.permute_1D_sparse_data(

@@ -154,7 +154,7 @@ class Oracle:
         self._lives: dict[tuple[str, int, int], int] = {}  # table, first row and row, of one that an id has
         self.perfect = dict(ROWS)
         for name in options:
-            self.perfect[name] = 0
+            self.perfect[name] = 1  # row 0 is looked up, and masked, where there are zeros
         self.step = 0
 
     def block(self, table: str, raw: int) -> int:

@@ -116,7 +116,7 @@ def cut_ids(rng: Random, guarded: Guarded) -> list[object]:
         blocks = rng.choice([1, 2, 3, 20])
         units += [
             rng.randrange(keys),
-            int(rng.random() < 0.3),
+            int(ids.dtype is torch.int64 and rng.random() < 0.3),
             blocks,
             0,
             *sorted(rng.randrange(101) for _ in range(blocks - 1)),
