@@ -16,7 +16,7 @@ LAYERS = [
     {"native", "pending"},
     {"layout"},
     {"exchange"},
-    {"launch", "lookup"},
+    {"ids", "launch", "lookup"},
     {"planner"},
     {"modules"},
     {"portable"},

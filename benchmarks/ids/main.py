@@ -24,8 +24,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import shardrec
 from shardrec.data.metrics import area_under_roc
+from shardrec.exchange.hashing import home_rows, mixed
 from shardrec.exchange.payload import ShardInput
-from shardrec.ids.hashing import home_rows, mixed
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.modules import ShardedModel
 

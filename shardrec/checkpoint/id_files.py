@@ -11,7 +11,7 @@ from torch import Tensor
 from shardrec.checkpoint.agree import Ranks
 from shardrec.checkpoint.ids import dynamic_tables
 from shardrec.errors import CheckpointError
-from shardrec.ids.hashing import home_rows
+from shardrec.exchange.hashing import home_rows
 from shardrec.layout import Shard, TableLayout
 from shardrec.modules.model import ShardedModel
 

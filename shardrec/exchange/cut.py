@@ -12,7 +12,7 @@ fbgemm's permute is told is then the most that they can have; its kernels go by 
 the end of values and positions holds no ids. :meth:`Cutter.in_slots`, after the header has told the number, leaves it
 out.
 
-Dynamic ids are cut by their home rows (:mod:`shardrec.ids.hashing`), and go to the blocks as they are.
+Dynamic ids are cut by their home rows (:mod:`shardrec.exchange.hashing`), and go to the blocks as they are.
 
 A route with one block needs no bucketizing, and its two permutes are one. On the CPU, where the sizes are known at
 once, one C++ operator (:mod:`shardrec.native`) does all of it: of 819,200 ids for 200 tables, a third of them cut by
@@ -30,8 +30,8 @@ from torch import Tensor
 
 from shardrec import native
 from shardrec.exchange.batch import KEY_ORDERS, Batch
+from shardrec.exchange.hashing import home_rows
 from shardrec.exchange.route import Route
-from shardrec.ids.hashing import home_rows
 
 __all__ = ["Cut", "Cutter", "in_blocks", "permuted"]
 

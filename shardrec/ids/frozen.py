@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardrec.errors import ConfigError
-from shardrec.ids.hashing import mixed
+from shardrec.exchange.hashing import mixed
 
 if TYPE_CHECKING:
     from shardrec.ids.maps import IdMaps

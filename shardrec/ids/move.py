@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardrec.ids.hashing import home_rows
+from shardrec.exchange.hashing import home_rows
 from shardrec.ids.id_map import FALLBACK
 from shardrec.ids.options import Evict
 from shardrec.layout import Shard, TableLayout

@@ -23,7 +23,6 @@ from shardrec.exchange.queue import ModelContext
 from shardrec.exchange.transport import Transport, transport_of
 from shardrec.exchange.wire import QuantizedComms
 from shardrec.ids.options import DynamicIds
-from shardrec.ids.tables import constraints_of, dynamic_tables
 from shardrec.layout import ShardingPlan, Topology
 from shardrec.layout.discover import Collection, collections_of, default_device, remappers_of, table_shapes
 from shardrec.memory import keep_large_blocks
@@ -31,6 +30,7 @@ from shardrec.modules.annotate import annotate_for_dynamo
 from shardrec.modules.bags import ShardedEmbeddingBagCollection
 from shardrec.modules.collection import TABLE_DTYPES, ShardedCollection
 from shardrec.modules.dense import DenseWrap
+from shardrec.modules.dynamic import constraints_of, dynamic_tables
 from shardrec.modules.model import ShardedModel
 from shardrec.modules.replicas import ReplicaOptions, make_groups
 from shardrec.modules.replicated_model import ReplicatedModel

@@ -1,4 +1,4 @@
-// Where a raw 64-bit id belongs: shardrec/ids/hashing.py says the same in torch's operators.
+// Where a raw 64-bit id belongs: shardrec/exchange/hashing.py says the same in torch's operators.
 
 #pragma once
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from shardrec import native
 from shardrec.errors import ConfigError
+from shardrec.exchange.hashing import home_rows, mixed
 from shardrec.ids import DynamicIds
-from shardrec.ids.hashing import home_rows, mixed
 from shardrec.ids.id_map import FALLBACK, IdMap
 from shardrec.ids.options import Evict
 from tests.ids import reference
