@@ -221,7 +221,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--tables", type=int, default=26)
-    parser.add_argument("--rows", type=int, default=100_000, help="of each table")
+    parser.add_argument("--rows", type=int, default=20_000, help="of each table")
     parser.add_argument("--dim", type=int, default=64, help="columns")
     parser.add_argument("--exponent", type=float, default=1.05, help="of Zipf's law")
     parser.add_argument("--batch", type=int, default=1024, help="samples of a rank")

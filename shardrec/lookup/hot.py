@@ -129,9 +129,13 @@ class HotRows:
         return self._rows[piece.table.name][some] - piece.shard.row_start
 
     def _copies(self, layout: TableLayout) -> Sequence[Tensor]:
-        """The copy's weight, and its states, in the order of :attr:`_parts`."""
+        """The copy's weight, and its states, in the order of :attr:`_parts`.
+
+        Its ``data``, for writing into it between forward and backward is no fault: a lookup's gradient does not depend
+        on the weight.
+        """
         number = self._number[layout.name]
-        return [self._replicas.parameters[number].detach(), *self._replicas.states(number).values()]
+        return [self._replicas.parameters[number].data, *self._replicas.states(number).values()]
 
     def _of(self, piece: _Piece) -> list[Tensor]:
         """A piece of the copy's weight and of its states."""
