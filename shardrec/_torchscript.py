@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -290,6 +290,11 @@ def writes_or_aliases(node: Node, index: int) -> bool:
 def list_of(kind: Any, values: Iterable[Any]) -> Any:
     """A list attribute whose type TorchScript is told, for an empty one does not show it."""
     return torch.jit.Attribute(list(values), list[kind])
+
+
+def dict_of(kind: Any, values: Mapping[str, Any]) -> Any:
+    """The same of a dict with text as keys."""
+    return torch.jit.Attribute(dict(values), dict[str, kind])
 
 
 def plain(module: nn.Module) -> nn.Module:

@@ -1,6 +1,8 @@
 """Libraries for a GPU machine that reaches no package index: wheels as parts small enough to be carried there.
 
-    python -m pip download --no-deps -d wheels fbgemm-gpu==1.6.0 torchrec==1.6.1 iopath==0.1.9 tensordict==0.15.3 ...
+    python -m pip download --no-deps --only-binary=:all: --python-version 3.12 -d wheels \\
+        fbgemm-gpu==1.6.0 torchrec==1.6.1 tensordict==0.15.3 ...
+    python -m pip wheel --no-deps -w wheels iopath==0.1.9                          # published as source
     python -m benchmarks.gpu.pack wheels --arch 90 --out parts
     cat parts/libraries.tar.xz.* | tar xJ -C site        # on the machine, whose PYTHONPATH gets site
 
@@ -33,7 +35,7 @@ _MAGIC = struct.pack("<I", 0xBA55ED50)
 _CONTAINER, _ENTRY = struct.Struct("<IHHQ"), struct.Struct("<HHIQ12xI")
 _CODE = 2  # kind of an entry with code of one architecture; 1 is PTX
 _LEFT_OUT = (".a", ".h", ".cuh", ".cu", ".cpp", ".pyi", ".pyc")
-_LEFT_OUT_FOLDERS = ("include", "test", "tests", "docs", "examples")
+_LEFT_OUT_FOLDERS = ("include", "test", "tests", "examples")  # fbgemm_gpu imports its docs
 _NAME = "libraries.tar.xz"
 
 
@@ -163,6 +165,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wheels = sorted(options.wheels.glob("*.whl"))
     if not wheels:
         print(f"{options.wheels} holds no wheel: fill it with pip download --no-deps", file=sys.stderr)
+        return 1
+    others = sorted(path.name for path in options.wheels.iterdir() if path.suffix in (".gz", ".zip"))
+    if others:
+        print(
+            f"{', '.join(others)}: no wheel, and would be left out: make one with pip wheel --no-deps", file=sys.stderr
+        )
         return 1
     parts = pack(wheels, options.out, architecture=options.arch, part_bytes=options.part_mb * 10**6)
     for path in parts:

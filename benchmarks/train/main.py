@@ -1,6 +1,7 @@
-"""The full comparison: ``shardrec bench --preset full`` and ``--preset growth``, and their tables in README.md.
+"""The comparison with TorchRec: ``shardrec bench`` by its presets, and their tables in README.md.
 
-The figures are written between the two marks in README.md, so that they are always those of one run.
+The figures are written between the two marks in README.md, a section for each preset, so that those of a section are
+always of one run.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from benchmarks.harness.timing.tables import report_tables
 
 README = Path(__file__).with_name("README.md")
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
-MINUTES = {"full": 15.0, "growth": 6.0}
+MINUTES = {"core": 9.5, "full": 45.0, "growth": 18.0}
+SECONDS = {"core": 1.0, "full": 2.0, "growth": 2.0}
+"""Of a turn's steps."""
 
 
 def markdown(reports: dict[str, TimingReport]) -> str:
@@ -27,10 +30,21 @@ def markdown(reports: dict[str, TimingReport]) -> str:
 
 
 def written(page: str, figures: str) -> str:
-    """The page with the figures between its marks."""
+    """The page with the figures between its marks; sections of other presets stay."""
     before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{figures}\n{END}{after}"
+    kept, _, after = rest.partition(END)
+    sections = _sections(kept) | _sections(figures)
+    text = "".join(sections[name] for name in sorted(sections, key=list(MINUTES).index))
+    return f"{before}{BEGIN}\n{text}\n{END}{after}"
+
+
+def _sections(figures: str) -> dict[str, str]:
+    """By preset."""
+    found = {}
+    for part in figures.split("\n### ")[1:]:
+        name, _, _ = part.partition("\n")
+        found[name.strip()] = f"\n### {part.rstrip()}\n"
+    return found
 
 
 def _section(preset: str, report: TimingReport) -> Iterator[str]:
@@ -44,11 +58,20 @@ def _section(preset: str, report: TimingReport) -> Iterator[str]:
         f"{environment['load_at_start'][0]} at the start, {environment['load_at_end'][0]} at the end."
     )
     for name, rounds in report.machine.items():
-        memory, link, latency = (
+        memory, gather, scatter, link, latency = (
             _range([factor * one[key] for one in rounds], digits)
-            for key, factor, digits in (("memory", 1e-9, 1), ("link", 1e-9, 2), ("latency", 1e3, 2))
+            for key, factor, digits in (
+                ("memory", 1e-9, 1),
+                ("gather", 1e-9, 1),
+                ("scatter", 1e-9, 1),
+                ("link", 1e-9, 2),
+                ("latency", 1e3, 2),
+            )
         )
-        yield f"- malloc {name}: copies {memory} GB/s, all-to-all {link} GB/s, {latency} ms without bytes"
+        yield (
+            f"- malloc {name}: copies {memory} GB/s, random rows of 256 bytes {gather} GB/s read and {scatter} GB/s "
+            f"changed, all-to-all {link} GB/s, {latency} ms without bytes"
+        )
     yield from _means(report)
     yield from _cases(report)
     for result in report.failed:
@@ -69,7 +92,8 @@ def _means(report: TimingReport) -> Iterator[str]:
 def _cases(report: TimingReport) -> Iterator[str]:
     sides = list(dict.fromkeys(side for result in report.results for side in result.case.sides))
     others = [side for side in sides if side != BASE]
-    heads = ["case", "ranks", "batch", *sides, *(f"{side} / {BASE}" for side in others), "floor", "step / floor"]
+    heads = ["case", "ranks", "batch", *sides, *(f"{side} / {BASE}" for side in others)]
+    heads += ["floor", "gather floor", "step / floor", "step / gather floor"]
     yield f"\n| {' | '.join(heads)} |\n|---|{'---:|' * (len(heads) - 1)}"
     for result in report.results:
         if result.is_measured:
@@ -85,9 +109,8 @@ def _cells(result: CaseResult, sides: list[str], others: list[str]) -> Iterator[
     yield f"{case.batch_size:,}"
     yield from (_text(result.step(side), 1) for side in sides)
     yield from (_text(result.ratio(side), 2) for side in others)
-    over = result.over_floor()
-    yield f"{result.least_ms:.1f}"
-    yield "" if over is None else f"{over:.1f}"
+    yield from (f"{least:.1f}" for least in (result.least_ms, result.gather_ms))
+    yield from ("" if one is None else f"{one:.1f}" for one in (result.over_floor(), result.over_gather_floor()))
 
 
 def _text(spread: Spread | None, digits: int) -> str:
@@ -99,7 +122,7 @@ def _text(spread: Spread | None, digits: int) -> str:
 def main() -> None:
     """Run the presets, show their tables, and write them into README.md."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--preset", nargs="+", choices=list(MINUTES), default=list(MINUTES))
+    parser.add_argument("--preset", nargs="+", choices=list(MINUTES), default=["core"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--resume", action="store_true", help="go on from runs/train")
     parser.add_argument("--dry", action="store_true", help="leave README.md as it is")
@@ -107,7 +130,13 @@ def main() -> None:
     console = Console(width=200)
     reports = {}
     for preset in options.preset:
-        config = TimingConfig(preset=preset, rounds=options.rounds, minutes=MINUTES[preset], out=f"runs/train/{preset}")
+        config = TimingConfig(
+            preset=preset,
+            rounds=options.rounds,
+            seconds=SECONDS[preset],
+            minutes=MINUTES[preset],
+            out=f"runs/train/{preset}",
+        )
         report = time_steps(config, resume=options.resume, tell=console.print)
         if report is None:  # another rank's, under a launcher
             return

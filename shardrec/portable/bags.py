@@ -248,7 +248,7 @@ def finish_bags(
         for other, its_run in piece[1:]:
             column = column + blocks[other][its_run]
         columns.append(column)
-    values = torch.cat(columns, dim=1)
+    values = columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
     return KeyedTensor(keys, dims, divided(values, issued.divisors, dims).to(dtype=dtype))
 
 

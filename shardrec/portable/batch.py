@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from shardrec._torchscript import list_of
+from shardrec._torchscript import dict_of, list_of
 from shardrec.exchange.bad_ids import DROPPED, POLICIES, mend
 from shardrec.exchange.batch import NO_LIMIT, Expectation, fit
 from shardrec.exchange.check import add_up, are_sound
@@ -72,15 +72,17 @@ class ScriptedBatch(nn.Module):
     def __init__(self, expect: Expectation, *, wide_ids: bool, bad_ids: Tensor) -> None:
         super().__init__()
         policies = [POLICIES.index(expect.on_bad_id.get(feature, "error")) for feature in expect.features]
-        self.policies = list_of(int, policies)
+        self.policies = list_of(int, [*policies, 0])
         self.mends = len(expect.on_bad_id) > 0
         self.drops = POLICIES.index("zero") in policies
         self.dropped_key = DROPPED
         self.bad_ids = bad_ids
         self.weighted = expect.weighted
         self.features = list_of(str, list(expect.features))
-        self.limits = list_of(int, [expect.rows(feature) for feature in expect.features])
+        self.limits = list_of(int, [*map(expect.rows, expect.features), NO_LIMIT])
         self.no_limit = NO_LIMIT
+        # Place of each feature in these; the last is of a key that no table looks up.
+        self.places = dict_of(int, {name: place for place, name in enumerate(expect.features)})
         self.wide_ids = wide_ids
         self.faults = list_of(str, FAULTS)
         self.nothing = torch.zeros(0, dtype=torch.int64, device=expect.device)
@@ -144,13 +146,10 @@ class ScriptedBatch(nn.Module):
         policies: list[int] = []
         unused = False
         for key in keys:
-            limit, policy = self.no_limit, 0
-            for number, feature in enumerate(self.features):
-                if feature == key:
-                    limit, policy = self.limits[number], self.policies[number]
-            unused = unused or limit == self.no_limit
-            limits.append(limit)
-            policies.append(policy)
+            place = self.places.get(key, -1)
+            unused = unused or place < 0
+            limits.append(self.limits[place])
+            policies.append(self.policies[place])
         given, offsets = features.lengths_or_none(), features.offsets_or_none()
         lengths = features.lengths().view(len(keys), -1 if len(keys) > 0 else 0)
         values = features.values()

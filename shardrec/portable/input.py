@@ -83,6 +83,7 @@ class ScriptedInput(ScriptedBatch):
         self.dynamic = cutter.slot_rows[:0].to(torch.bool) if cutter.dynamic is None else cutter.dynamic
         self.boundaries = list_of(Tensor, cutter.boundaries)
         self.slot_units = list_of(int, [slot.unit for slots in route.slots for slot in slots])
+        self.in_order = list_of(int, range(len(self.slot_units.value)))
         self.slot_counts = list_of(int, list(route.slot_counts()))
         self.mine = route.slot_counts()[self.rank]
         self.group_edges = exchange.group_edges
@@ -122,6 +123,7 @@ class ScriptedInput(ScriptedBatch):
         if self.per_id:
             positions = torch.arange(values.numel(), dtype=torch.int32, device=device)
         rows = self.slot_rows
+        in_place = False
         if self.blocks > 1:
             order = torch.tensor(units, dtype=torch.int32, device=device)
             lengths, values, weights, positions = permuted(order, lengths, values, weights, positions, cut_ids)
@@ -136,7 +138,10 @@ class ScriptedInput(ScriptedBatch):
             for unit_number in self.slot_units:
                 of_slots.append(units[unit_number])
             rows = torch.tensor(of_slots, dtype=torch.int64, device=device)
-        lengths_SB = lengths.index_select(0, rows)
+            # What a backward reads must not be the caller's own memory, which may change before.
+            if torch.jit.is_scripting() and not torch.is_grad_enabled():
+                in_place = len(keys) == len(of_slots) and of_slots == self.in_order
+        lengths_SB = lengths if in_place else lengths.index_select(0, rows)
         slot_ids = lengths_SB.sum(dim=1, dtype=torch.int64)
         if self.per_id:
             lengths_SB = slot_ids.to(torch.int32).unsqueeze(1)
@@ -149,7 +154,9 @@ class ScriptedInput(ScriptedBatch):
         for part in went:
             for one in part:
                 total += one
-        _, ids, sent_weights, positions = permuted(rows.to(torch.int32), lengths, values, weights, positions, total)
+        ids, sent_weights = values, weights
+        if not in_place:
+            _, ids, sent_weights, positions = permuted(rows.to(torch.int32), lengths, values, weights, positions, total)
         if positions is not None:
             positions = positions.to(torch.int64)
         if self.world_size == 1:
@@ -186,6 +193,14 @@ class ScriptedInput(ScriptedBatch):
         Raises:
             InputError: on every rank, for a fault of any; TorchScript and exported programs raise a RuntimeError.
         """
+        if self.world_size == 1 and torch.jit.is_scripting():
+            known: list[int] = torch.cat([counts.flatten(), fault.reshape(1)]).tolist()
+            if known[-1] != 0:
+                raise RuntimeError("bad input: rank 0: " + self.faults[known[-1]])
+            both = known[:-1]
+            both.append(batch)
+            both.extend(known[:-1])
+            return both
         mode = 1 if torch.is_grad_enabled() else 0
         header = counts.new_zeros([self.world_size, 3 + self.groups])
         header[:, 0] = fault

@@ -70,6 +70,7 @@ def test_parts_give_the_needed_files(tmp_path: Path) -> None:
         "one/data.bin": bytes(reversed(noise)),
         "one/include/one.h": b"// not needed",
         "one/tests/test_one.py": b"# neither",
+        "one/docs/one.py": b"# imported by fbgemm_gpu",
     }
     with zipfile.ZipFile(wheels / "one-1.0-py3-none-any.whl", "w") as wheel:
         for name, data in files.items():
@@ -80,7 +81,7 @@ def test_parts_give_the_needed_files(tmp_path: Path) -> None:
     assert [path.name for path in parts] == ["libraries.tar.xz.000"]
     with tarfile.open(fileobj=io.BytesIO(b"".join(path.read_bytes() for path in parts))) as archive:
         names = archive.getnames()
-        assert names == ["one/__init__.py", "one/lib.so", "one/data.bin"]
+        assert names == ["one/__init__.py", "one/lib.so", "one/data.bin", "one/docs/one.py"]
         thin = archive.extractfile("one/lib.so")
         assert thin is not None
         assert thin.read() == library(container(entry(CODE, 80, bytes(len(noise))), entry(CODE, 90, b"H" * 40)))
@@ -107,3 +108,11 @@ def test_no_part_is_larger_than_asked_for(tmp_path: Path) -> None:
 def test_an_empty_folder_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path)]) == 1
     assert "holds no wheel: fill it with pip download --no-deps" in capsys.readouterr().err
+
+
+def test_what_is_no_wheel_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """pip download gives a source archive where there is no wheel."""
+    for name in ("one-1.0-py3-none-any.whl", "iopath-0.1.9.tar.gz"):
+        (tmp_path / name).write_bytes(b"")
+    assert main([str(tmp_path), "--out", str(tmp_path / "parts")]) == 1
+    assert "iopath-0.1.9.tar.gz: no wheel, left out here: make one" in capsys.readouterr().err

@@ -15,9 +15,10 @@ from shardrec.train.options import check_fields, option, together
 
 __all__ = ["CASE_PRESETS", "TimingConfig"]
 
-CASE_PRESETS = ("quick", "full", "growth", "gpu")
-"""``quick``: under two minutes, to see that it works. ``full``: what benchmarks/train reports. ``growth``: over ranks,
-tables and samples, and one rank beside bare kernels. ``gpu``: one GPU beside bare kernels, for ``--device cuda``."""
+CASE_PRESETS = ("quick", "core", "full", "growth", "gpu")
+"""``quick``: under two minutes, to see that it works. ``core``: the main cases of ``full``; three rounds take ten
+minutes. ``full``: all that benchmarks/train reports. ``growth``: over ranks, tables and samples, and one rank beside
+bare kernels. ``gpu``: one GPU beside bare kernels, for ``--device cuda``."""
 
 _CASES, _RUN, _RANKS = "What to time", "How to time it", "Ranks"
 _LISTS = ("workload", "layout", "mode", "ids", "optimizer", "malloc", "transport", "kernels", "side")

@@ -17,6 +17,10 @@ memory. Each figure is the expectation for the case's ids::
     through memory  (memory + 2 S) / copy bandwidth          what is sent is written once and read once more
     over the links  memory / copy bandwidth + S / link bandwidth
 
+Rows are random, which costs more than a copy. The gather floor counts them at the rates of random rows::
+
+    memory          (memory - rows - update) / copy bandwidth + rows / gather bandwidth + update / scatter bandwidth
+
 Legend: B samples of a rank, N ids of its batch, D columns of all tables, C columns of a shard.
 """
 
@@ -114,19 +118,27 @@ def step_bytes(case: Case, plan: ShardingPlan) -> list[RankBytes]:
     return found
 
 
-def floor_of(ranks: Sequence[RankBytes], machine: Mapping[str, float], *, other_ms: float = 0.0) -> Floor:
+def floor_of(
+    ranks: Sequence[RankBytes], machine: Mapping[str, float], *, other_ms: float = 0.0, gather: bool = False
+) -> Floor:
     """The least time of the slowest rank.
 
     Args:
         ranks: what each has to move.
-        machine: ``memory``, bytes read and written per second by a copy; ``link``, bytes per second that leave a rank.
+        machine: ``memory``, bytes read and written per second by a copy; ``link``, bytes per second that leave a rank;
+            for ``gather`` also ``gather`` and ``scatter``, of random rows.
         other_ms: what the step takes besides, such as a model's dense part, measured by itself.
+        gather: count rows and their updates at the rates of random rows, not of a copy.
     """
     memory, link = machine["memory"], machine["link"]
+    read, changed = (machine["gather"], machine["scatter"]) if gather else (memory, memory)
+
+    def own(rank: RankBytes) -> float:
+        return (rank.memory - rank.rows - rank.update) / memory + rank.rows / read + rank.update / changed
+
     return Floor(
-        through_memory=other_ms + 1e3 * max((rank.memory + 2 * rank.sent) / memory for rank in ranks),
-        over_links=other_ms
-        + 1e3 * max(rank.memory / memory + (rank.sent / link if rank.sent else 0.0) for rank in ranks),
+        through_memory=other_ms + 1e3 * max(own(rank) + 2 * rank.sent / memory for rank in ranks),
+        over_links=other_ms + 1e3 * max(own(rank) + (rank.sent / link if rank.sent else 0.0) for rank in ranks),
     )
 
 

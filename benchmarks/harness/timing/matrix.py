@@ -24,7 +24,7 @@ def cases_of(config: TimingConfig) -> list[Case]:
     if config.preset is None:
         found = list(_combinations(config))
     else:
-        cases = {"quick": _quick, "full": _full, "growth": _growth, "gpu": _gpu}[config.preset]()
+        cases = {"quick": _quick, "core": _core, "full": _full, "growth": _growth, "gpu": _gpu}[config.preset]()
         if config.preset != "growth" and config.nproc is not None:
             cases = [replace(case, ranks=config.nproc) for case in cases]
         found = [_with_options(case, config) for case in cases if _is_chosen(case, config)]
@@ -105,6 +105,20 @@ def _quick() -> list[Case]:
         *_some(["criteo"], ["table_wise", "row_wise"], [4096]),
         *_some(["criteo"], ["table_wise"], [4096], ["forward"]),
         *_some(["small"], ["mixed"], [512]),
+    ]
+
+
+def _core() -> list[Case]:
+    both = ("table_wise", "row_wise")
+    return [
+        *_some(["criteo"], both, [512, 4096]),
+        *_some(["multi_hot"], both, [512]),
+        *_some(["multi_hot"], ["table_wise"], [4096]),
+        *_some(["small"], ["mixed"], [512]),
+        *_some(["criteo"], both, [4096], malloc="keep"),
+        *_some(["multi_hot"], ["table_wise"], [512], malloc="keep"),
+        *_some(["criteo"], ["table_wise"], [4096], ["forward"]),
+        *_some(["criteo"], both, [4096], ["dlrm"]),
     ]
 
 

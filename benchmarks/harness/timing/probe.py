@@ -1,4 +1,4 @@
-"""What the machine can do, measured beside the steps: copies, and all-to-alls over the process group's links."""
+"""What the machine can do, measured beside the steps: copies, random rows, and all-to-alls over the links."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import embedding_bag
 
 from benchmarks.harness.timing.clock import time_steps
 from shardrec.launch.ranks import Place
@@ -17,6 +19,8 @@ __all__ = ["probe"]
 _COPY_BYTES = {"cpu": 64 * 2**20, "cuda": 1024 * 2**20}
 _LINK_BYTES = (2**20, 2**22, 2**24, 2**25)
 _REPEATS = 7
+_ROW = 64  # columns, 256 bytes
+_BAG = 64  # rows that are summed, so that next to nothing is written
 
 
 def probe(options: Mapping[str, Any], place: Place) -> dict[str, float]:
@@ -28,16 +32,18 @@ def probe(options: Mapping[str, Any], place: Place) -> dict[str, float]:
 
     Returns:
         Of the slowest rank, the same on all: ``memory``, bytes read and written per second by a copy of a block larger
-        than any cache, by one thread; ``link``, bytes that leave a rank per second in an all-to-all, at the size
-        with which that is most (0 on one rank); ``latency``, seconds of an all-to-all of a few bytes.
+        than any cache, by one thread; ``gather``, bytes per second of random rows of 256 bytes read from such a block;
+        ``scatter``, bytes read and written per second where such rows are changed in place; ``link``, bytes that leave
+        a rank per second in an all-to-all, at the size with which that is most (0 on one rank); ``latency``, seconds of
+        an all-to-all of a few bytes.
     """
-    own = {"memory": _memory(place), "link": 0.0, "latency": 0.0}
+    own = {"memory": _memory(place), **_random_rows(place), "link": 0.0, "latency": 0.0}
     if place.world_size > 1:
         own["link"] = max(size / _exchange_seconds(size, place) for size in _LINK_BYTES)
         own["latency"] = _exchange_seconds(8 * place.world_size, place)
     found: list[Any] = [None] * place.world_size
     dist.all_gather_object(found, own)
-    worst = {"memory": min, "link": min, "latency": max}
+    worst = {"memory": min, "gather": min, "scatter": min, "link": min, "latency": max}
     return {name: take(one[name] for one in found) for name, take in worst.items()}
 
 
@@ -46,6 +52,36 @@ def _memory(place: Place) -> float:
     source = torch.ones(size // 4, device=place.device)
     target = torch.ones_like(source)
     return 2 * size / _seconds(lambda: target.copy_(source), place)
+
+
+def _random_rows(place: Place) -> dict[str, float]:
+    """Distinct rows in random order: summed in bags, and changed in place."""
+    count = _COPY_BYTES[place.device.type] // (4 * _ROW)
+    table = torch.ones(count, _ROW, device=place.device)
+    ids = torch.randperm(count, generator=torch.Generator().manual_seed(0))[: count // 4].to(place.device)
+    offsets = torch.arange(0, len(ids), _BAG, device=place.device)
+    size = 4 * _ROW * len(ids)
+    with torch.no_grad():
+        gather = _seconds(lambda: embedding_bag(ids, table, offsets, mode="sum"), place)  # prefetches on the CPU
+        return {"gather": size / gather, "scatter": 2 * size / _seconds(_scatter(table, ids), place)}
+
+
+def _scatter(table: Tensor, ids: Tensor) -> Callable[[], object]:
+    """Adds the same to each of the rows."""
+    if table.is_cuda:
+        change = torch.ones_like(table[:1]).expand(len(ids), -1)
+        return lambda: table.index_add_(0, ids, change)
+    import numba  # torch's own CPU operators take twice as long
+
+    @numba.njit  # type: ignore[untyped-decorator]
+    def add(rows: Any, which: Any, change: Any) -> None:
+        for place in range(which.size):
+            row = rows[which[place]]
+            for column in range(change.size):
+                row[column] += change[column]
+
+    arrays = table.numpy(), ids.numpy(), torch.ones(table.size(1)).numpy()
+    return lambda: add(*arrays)
 
 
 def _exchange_seconds(off_rank: int, place: Place) -> float:

@@ -64,7 +64,8 @@ class CaseResult:
         error: why there are no figures, in words.
         other_rule: TorchRec's optimizer is another one on tables of this plan, so that weights differ after a step.
         bytes: that each rank has to move.
-        floor: the least time of a step; None before it is known.
+        floor: the least time of a step, if rows moved as fast as a copy; None before it is known.
+        gather_floor: the same with the rates of random rows.
         shares_memory: shardrec's ranks exchange through memory that they share.
     """
 
@@ -74,6 +75,7 @@ class CaseResult:
     other_rule: bool = False
     bytes: Sequence[RankBytes] = ()
     floor: Floor | None = None
+    gather_floor: Floor | None = None
     shares_memory: bool = True
 
     @property
@@ -96,16 +98,29 @@ class CaseResult:
     @property
     def least_ms(self) -> float:
         """The floor of the way that shardrec's ranks exchange in this case; 0 where none is known."""
-        if self.floor is None:
-            return 0.0
-        return self.floor.through_memory if self.shares_memory else self.floor.over_links
+        return self._least(self.floor)
+
+    @property
+    def gather_ms(self) -> float:
+        """:attr:`least_ms` with the rates of random rows."""
+        return self._least(self.gather_floor)
 
     def over_floor(self, side: str = BASE) -> float | None:
         """The side's step over :attr:`least_ms`; None where that is not known."""
+        return self._over(side, self.least_ms)
+
+    def over_gather_floor(self, side: str = BASE) -> float | None:
+        """The side's step over :attr:`gather_ms`; None where that is not known."""
+        return self._over(side, self.gather_ms)
+
+    def _least(self, floor: Floor | None) -> float:
+        if floor is None:
+            return 0.0
+        return floor.through_memory if self.shares_memory else floor.over_links
+
+    def _over(self, side: str, least: float) -> float | None:
         step = self.step(side)
-        if step is None or self.floor is None:
-            return None
-        return step.median / self.least_ms
+        return step.median / least if step is not None and least else None
 
     def to_json(self) -> dict[str, Any]:
         """JSON-compatible data; ``case``, ``rounds`` and ``error`` are what a run is resumed from."""
@@ -120,7 +135,9 @@ class CaseResult:
                 side: r.to_json() for side in sides if side not in (BASE, "dense") and (r := self.ratio(side))
             },
             "floor_ms": None if self.floor is None else vars(self.floor),
+            "gather_floor_ms": None if self.gather_floor is None else vars(self.gather_floor),
             "step_over_floor": {side: self.over_floor(side) for side in sides if side != "dense"},
+            "step_over_gather_floor": {side: self.over_gather_floor(side) for side in sides if side != "dense"},
             "bytes_per_rank": [vars(rank) for rank in self.bytes],
             "rounds": self.rounds,
         }

@@ -172,8 +172,11 @@ class _Run:
         for result in self._results:
             machine = self._machine.get(_machine_key(result.case))
             if machine and result.bytes:
-                dense = result.step("dense")
-                result.floor = floor_of(result.bytes, machine_of(machine), other_ms=dense.median if dense else 0.0)
+                dense, rates = result.step("dense"), machine_of(machine)
+                other = dense.median if dense else 0.0
+                result.floor = floor_of(result.bytes, rates, other_ms=other)
+                if "gather" in rates:  # not in what an earlier release measured
+                    result.gather_floor = floor_of(result.bytes, rates, other_ms=other, gather=True)
         return TimingReport(
             options=self.config.to_mapping(),
             environment=self._environment(),

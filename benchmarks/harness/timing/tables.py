@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from rich.table import Table
 
@@ -42,6 +42,7 @@ def _cases(report: TimingReport) -> Table:
         table.add_column(heading, justify="right")
     table.add_column("floor", justify="right")
     table.add_column("step / floor", justify="right")
+    table.add_column("step / gather floor", justify="right")
     section = ""
     for result in report.results:
         if not result.rounds or result.error is not None:
@@ -50,7 +51,7 @@ def _cases(report: TimingReport) -> Table:
         if section and section != _section(result):
             table.add_section()
         section = _section(result)
-        over, floor = result.over_floor(), result.least_ms
+        over, over_gather, floor = result.over_floor(), result.over_gather_floor(), result.least_ms
         table.add_row(
             _name(result),
             str(case.ranks),
@@ -60,6 +61,7 @@ def _cases(report: TimingReport) -> Table:
             *([_bandwidth(result), _peak(result)] if on_cuda else []),
             f"{floor:.1f}" if floor else "",
             f"{over:.1f}{' ?' * (over < 1)}" if over is not None else "",
+            f"{over_gather:.1f}" if over_gather is not None else "",
         )
     return table
 
@@ -98,8 +100,8 @@ def _caption(report: TimingReport) -> str:
     for name, rounds in report.machine.items():
         one = rounds[-1]
         words.append(
-            f"malloc {name}: copies {one['memory'] / 1e9:.1f} GB/s, all-to-all {one['link'] / 1e9:.2f} GB/s, "
-            f"{one['latency'] * 1e3:.2f} ms without bytes"
+            f"malloc {name}: copies {one['memory'] / 1e9:.1f} GB/s, {_random(one)}"
+            f"all-to-all {one['link'] / 1e9:.2f} GB/s, {one['latency'] * 1e3:.2f} ms without bytes"
         )
     if any((result.over_floor() or 1) < 1 for result in report.results if result.rounds):
         words.append(
@@ -109,6 +111,13 @@ def _caption(report: TimingReport) -> str:
     if any(result.other_rule for result in report.results):
         words.append("* tables cut by columns: shardrec keeps the unsharded optimizer's rule, TorchRec has another one")
     return "\n".join(words)
+
+
+def _random(one: Mapping[str, float]) -> str:
+    """Rates of random rows, where they were measured."""
+    if "gather" not in one:
+        return ""
+    return f"random rows {one['gather'] / 1e9:.1f} read, {one['scatter'] / 1e9:.1f} changed, "
 
 
 def _means(report: TimingReport) -> Table:

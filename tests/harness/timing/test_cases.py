@@ -114,6 +114,14 @@ class TestPresets:
         assert len(cells(cases, transport="group")) >= 3
         assert len(cells(cases, kernels="fbgemm")) >= 3
 
+    def test_core_is_a_part_of_full(self) -> None:
+        core, full = cases_of(TimingConfig(preset="core")), cases_of(TimingConfig(preset="full"))
+        assert len(core) <= 14  # with turns of a second, ten minutes for three rounds
+        assert {case.key for case in core} < {case.key for case in full}
+        assert {case.mode for case in core} == {"forward", "train", "dlrm"}
+        assert {case.workload for case in core} == {"criteo", "multi_hot", "small"}
+        assert cells(core, malloc="keep")
+
     def test_growth_varies_one_thing_at_a_time(self) -> None:
         cases = cases_of(TimingConfig(preset="growth"))
         assert [case.ranks for case in cells(cases, group="ranks")] == [1, 2, 4]

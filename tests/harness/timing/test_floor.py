@@ -73,6 +73,14 @@ def test_the_slowest_rank_counts() -> None:
     assert floor.over_links == pytest.approx(7 + max(21 / 1000 + 1, 69 / 1000 + 0.1) * 1e3)
 
 
+def test_random_rows_have_rates_of_their_own() -> None:
+    rank = RankBytes(ids=1, rows=2, sums=3, output=4, gradient=5, update=6, sent=0)
+    rates = {"memory": 1000.0, "link": 0.0, "gather": 500.0, "scatter": 100.0}
+    assert floor_of([rank], rates).through_memory == pytest.approx(21)
+    floor = floor_of([rank], rates, other_ms=7.0, gather=True)
+    assert floor.over_links == floor.through_memory == pytest.approx(7 + 13 + 2 / 0.5 + 6 / 0.1)
+
+
 @settings(max_examples=20)
 @given(
     rows=st.integers(1, 400),

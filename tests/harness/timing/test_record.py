@@ -35,6 +35,8 @@ def test_over_the_floor_of_the_way_that_was_taken() -> None:
     assert found.over_floor() is None
     found.floor = Floor(through_memory=2.0, over_links=5.0)
     assert (found.over_floor(), found.over_floor("torchrec")) == (5.0, 20.0)
+    assert (found.gather_ms, found.over_gather_floor()) == (0.0, None)
+    found.gather_floor = Floor(through_memory=4.0, over_links=10.0)
     found.shares_memory = False
     assert found.over_floor() == 2.0
 

@@ -24,6 +24,9 @@ from tests.ranks import ranks
 TINY: dict[str, Any] = {"workload": ("2x30x8",), "batch": (4,), "steps": 3, "rounds": 2}
 
 
+RATES = {"memory": 1e9, "gather": 5e8, "scatter": 4e8, "link": 1e8, "latency": 1e-4}
+
+
 class Canned:
     """Measures nothing: shardrec takes 2 ms, another side 6, and the outputs are as told."""
 
@@ -37,7 +40,7 @@ class Canned:
     def run(self, task: str, options: Mapping[str, Any], *, ranks: int, malloc: str) -> Any:
         if task.endswith(":probe"):
             self.turns.append(("", "probe"))
-            return {"memory": 1e9, "link": 1e8, "latency": 1e-4}
+            return RATES
         case, side = Case.from_json(options["case"]), options["side"]
         self.turns.append((case.key, side))
         if side == self.fails:
@@ -69,7 +72,7 @@ def test_what_is_written(tmp_path: Path) -> None:
     report = run(Canned(), tmp_path, mode=("train", "dlrm"), layout=("table_wise", "mixed"))
     found = json.loads((tmp_path / "timings.json").read_text(encoding="utf-8"))
     assert found == json.loads(json.dumps(report.to_json()))
-    assert found["machine"] == {"default, 2 ranks": [{"memory": 1e9, "link": 1e8, "latency": 1e-4}] * 2}
+    assert found["machine"] == {"default, 2 ranks": [RATES] * 2}
     assert {"cpu", "cores", "packages", "malloc", "load_at_start", "load_at_end", "threads_per_rank"} <= set(
         found["environment"]
     )
@@ -78,6 +81,7 @@ def test_what_is_written(tmp_path: Path) -> None:
     assert plain["step_ms"]["shardrec"] == {"median": 2.0, "low": 2.0, "high": 2.0}
     assert plain["ratio_to_shardrec"] == {"torchrec": {"median": 3.0, "low": 3.0, "high": 3.0}}
     assert plain["step_over_floor"]["shardrec"] == pytest.approx(2.0 / plain["floor_ms"]["through_memory"])
+    assert plain["step_over_gather_floor"]["shardrec"] < plain["step_over_floor"]["shardrec"]
     assert (plain["error"], plain["other_rule"], mixed["other_rule"]) == (None, False, False)
     assert len(plain["rounds"]) == 2
     # A whole model's dense part has a turn of its own, and its time is part of the floor.

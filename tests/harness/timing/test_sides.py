@@ -102,7 +102,7 @@ def test_a_side_that_cannot_make_the_step_says_so() -> None:
 def test_the_machine_is_measured() -> None:
     found, other = ranks(2, lambda: probe({}, own_place()))
     assert found == other
-    assert found["memory"] > 1e8
+    assert min(found["memory"], found["gather"], found["scatter"]) > 1e7
     assert found["link"] > 1e6
     assert 0 < found["latency"] < 1
     (alone,) = ranks(1, lambda: probe({}, own_place()))
