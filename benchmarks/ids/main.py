@@ -25,7 +25,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 import shardrec
 from shardrec.data.metrics import area_under_roc
 from shardrec.exchange.hashing import home_rows, mixed
-from shardrec.exchange.payload import ShardInput
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.modules import ShardedModel
 
@@ -134,47 +133,50 @@ def compare(options: argparse.Namespace) -> None:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Print what a lookup takes with plain rows and with ids, in turns, on Zipf ids of a map at 90% load."""
+    """Print what a table's lookup and step take with plain rows and with ids, in turns: Zipf ids, a map at 90% load."""
     torch.set_num_threads(1)
-    rows, dim = options.rows[0], options.dim
     rng = torch.Generator().manual_seed(0)
-    plan = ShardingPlan(topology=Topology(), tables=(cuts.table_wise("bags.ids", rows, dim, rank=0),))
-    config = EmbeddingBagConfig(name="ids", num_embeddings=rows, embedding_dim=dim, feature_names=["f0"])
-    module = nn.Module()
-    module.bags = EmbeddingBagCollection(tables=[config])
-    _apply_optimizer_in_backward(torch.optim.SGD, module.bags.parameters(), {"lr": 0.1})
-    (collection,) = shardrec.shard(module, plan, dynamic_ids={"ids": shardrec.DynamicIds()})._sharded
-    known = mixed(torch.arange(int(rows * 0.9)))
-    (of_ids,) = collection.id_maps.maps.values()
-    of_ids.look_up(known, torch.empty(len(known), dtype=torch.int32), step=1, learn=True)
-    collection.id_maps.step = 1
+    known = mixed(torch.arange(int(options.rows[0] * 0.9)))
     order = torch.randperm(len(known), generator=rng)
     weights = torch.arange(1, len(known) + 1, dtype=torch.float64).pow(-1.05)
-    lengths = torch.full((1, options.batch), options.pooling, dtype=torch.int32)
+    collections = {}
+    for name in ("plain", "ids"):
+        config = EmbeddingBagConfig(
+            name="ids", num_embeddings=options.rows[0], embedding_dim=options.dim, feature_names=["f0"]
+        )
+        module = nn.Module()
+        module.bags = EmbeddingBagCollection(tables=[config])
+        _apply_optimizer_in_backward(torch.optim.SGD, module.bags.parameters(), {"lr": 0.1})
+        plan = ShardingPlan(topology=Topology(), tables=(cuts.table_wise("bags.ids", *_shape(config), rank=0),))
+        dynamic = {"ids": shardrec.DynamicIds()} if name == "ids" else None
+        (collections[name],) = shardrec.shard(module, plan, dynamic_ids=dynamic)._sharded
+    maps = collections["ids"].id_maps
+    maps.step = 1
+    (of_ids,) = maps.maps.values()
+    of_ids.look_up(known, torch.empty(len(known), dtype=torch.int32), step=1, learn=True)
     count = options.batch * options.pooling
-    plain, mapped = [], []
+    times: dict[tuple[str, str], list[float]] = {}
     for turn in range(options.turns):
         chosen = order[torch.multinomial(weights, count, replacement=True, generator=rng)]
-        counts = ((count,),)
-        asked = ShardInput(
-            lengths=lengths,
-            ids=known[chosen],
-            weights=None,
-            batch_sizes=(options.batch,),
-            group_ids=(count,),
-            counts=counts,
-            slot_sizes=(None,),
-        )
-        of_rows = ShardInput(**{**vars(asked), "ids": chosen.to(torch.int32)})
-        with torch.no_grad():
-            for which in ("plain", "mapped") if turn % 2 else ("mapped", "plain"):
-                start = time.process_time()
-                collection.shards(of_rows if which == "plain" else collection.mapped(asked, learn=True).asked)
-                (plain if which == "plain" else mapped).append(time.process_time() - start)
-    ratio = statistics.median(one / other for one, other in zip(mapped, plain, strict=True))
-    print(f"{count:,} ids, {rows:,} rows of {dim}, CPU time of {options.turns} turns each, medians:")
-    print(f"plain {statistics.median(plain) * 1e3:.2f} ms, with the map {statistics.median(mapped) * 1e3:.2f} ms")
-    print(f"ratio {ratio:.2f}")
+        for name in ("plain", "ids") if turn % 2 else ("ids", "plain"):
+            lengths = torch.full((options.batch,), options.pooling, dtype=torch.int32)
+            batch = KeyedJaggedTensor(keys=["f0"], values=chosen if name == "plain" else known[chosen], lengths=lengths)
+            start = time.process_time()
+            values = collections[name](batch).values()
+            looked_up = time.process_time()
+            values.backward(torch.ones_like(values))
+            times.setdefault((name, "forward"), []).append(looked_up - start)
+            times.setdefault((name, "forward and backward"), []).append(time.process_time() - start)
+    print(f"{count:,} ids, {options.rows[0]:,} rows of {options.dim}, CPU time, medians of {options.turns} turns:")
+    for what in ("forward", "forward and backward"):
+        plain, mapped = times["plain", what], times["ids", what]
+        ratio = statistics.median(one / other for one, other in zip(mapped, plain, strict=True))
+        both = [f"{statistics.median(one) * 1e3:.2f} ms" for one in (plain, mapped)]
+        print(f"{what}: plain {both[0]}, with ids {both[1]}, ratio {ratio:.2f}")
+
+
+def _shape(config: EmbeddingBagConfig) -> tuple[int, int]:
+    return config.num_embeddings, config.embedding_dim
 
 
 def main() -> None:

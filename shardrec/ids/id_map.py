@@ -3,7 +3,7 @@
 ::
 
     records   (R, 3) int64   of each row: id | uses | step of the last use
-    buckets   (2^k,) int32   a hash table of the ids, made of the records
+    buckets   (2^k,) int64   a hash table of the ids, made of the records
 
 Uses are 0 of a free row and negative of one that no id may have: a row of the fallback, or of the reserve. The lookup,
 which also admits, inserts and evicts, is one C++ operator; :mod:`shardrec.ids.frozen` finds ids in torch's.
@@ -19,6 +19,7 @@ from torch import Tensor
 from shardrec import native
 from shardrec.errors import ConfigError
 from shardrec.ids.options import POLICIES, DynamicIds
+from shardrec.lookup.pages import renew_in_huge_pages
 
 __all__ = ["COUNTED", "FALLBACK", "RESERVE", "IdMap", "Looked"]
 
@@ -68,6 +69,7 @@ class IdMap:
             )
         self.options = options
         self.records = torch.zeros((rows, 3), dtype=torch.int64)
+        renew_in_huge_pages(self.records)
         self.records[: options.fallback_rows, 1] = FALLBACK
         self.records[options.fallback_rows + capacity :, 1] = RESERVE
         self.candidates = torch.zeros((rows if options.admit_after > 1 else 0, 3), dtype=torch.int64)
@@ -137,6 +139,7 @@ class IdMap:
 
 
 def _buckets_of(records: Tensor) -> Tensor:
-    buckets = torch.zeros(1 << (2 * max(records.size(0), 1) - 1).bit_length(), dtype=torch.int32)
+    buckets = torch.zeros(1 << (2 * max(records.size(0), 1) - 1).bit_length(), dtype=torch.int64)
+    renew_in_huge_pages(buckets)
     torch.ops.shardrec.index_ids(records, buckets)
     return buckets

@@ -3,7 +3,8 @@
 // A map is two tensors. "records" (R, 3) int64 has for each row
 //     id, uses, step of the last use
 // and uses are 0 of a free row, and negative of one that is not to be given to an id. "buckets" is a hash table with
-// open addressing and linear probing, a power of two long and at most half full: number of a row plus 1, or 0.
+// open addressing and linear probing, a power of two long and at most half full. A bucket is int64: the upper half of the
+// id's hash, so that records of other ids are not read, and below it the number of the row plus 1; or 0.
 //
 // What a step does, which docs/dynamic_ids.md states, is held to a dict in Python by tests/ids/test_id_map.py.
 
@@ -46,7 +47,7 @@ class Map {
  public:
   Map(const at::Tensor& records, const at::Tensor& buckets, int64_t* hint) : hint_(hint) {
     check_numbers(records, at::kLong, "records");
-    check_numbers(buckets, at::kInt, "buckets");
+    check_numbers(buckets, at::kLong, "buckets");
     TORCH_CHECK(records.dim() == 2 && records.size(1) == 3, "shardrec: records are (rows, 3)");
     size_ = records.size(0);
     const int64_t places = buckets.numel();
@@ -55,35 +56,51 @@ class Map {
             size_ < std::numeric_limits<int32_t>::max(),
         "shardrec: ", places, " buckets for ", size_, " rows; they are a power of two, at least twice the rows");
     records_ = reinterpret_cast<Record*>(records.data_ptr<int64_t>());
-    buckets_ = buckets.data_ptr<int32_t>();
+    buckets_ = reinterpret_cast<uint64_t*>(buckets.data_ptr<int64_t>());
     mask_ = uint64_t(places - 1);
   }
 
   int64_t size() const { return size_; }
   Record& at(int64_t row) { return records_[row]; }
+  uint64_t bucket_of(uint64_t hash) const { return hash & mask_; }
   void prefetch_bucket(uint64_t hash) const { __builtin_prefetch(buckets_ + (hash & mask_)); }
-  void prefetch_record(uint64_t hash) const {
-    const int32_t row = buckets_[hash & mask_];
-    if (row > 0 && row <= size_) __builtin_prefetch(records_ + (row - 1), 1);
+  void prefetch_record(int64_t row) const {
+    if (row >= 0) __builtin_prefetch(records_ + row, 1);
   }
 
-  // The row of an id, or -1.
-  int64_t find(int64_t id, uint64_t hash) const {
-    for (uint64_t place = hash & mask_, left = mask_ + 1; left > 0; place = (place + 1) & mask_, --left) {
-      const int32_t row = buckets_[place];
-      if (row == 0) return -1;
-      TORCH_CHECK(row > 0 && row <= size_, "shardrec: a bucket has row ", row, " of ", size_);
-      if (records_[row - 1].id == id) return row - 1;
+  // The first row whose id has this upper half of a hash, or -1; from the bucket `place` on, which becomes the next.
+  int64_t probe(uint64_t hash, uint64_t& place) const {
+    for (uint64_t left = mask_ + 1; left > 0; --left) {
+      const uint64_t bucket = buckets_[place];
+      if (bucket == 0) return -1;
+      place = (place + 1) & mask_;
+      if ((bucket ^ hash) >> 32 == 0) return row_of(bucket);
     }
     TORCH_CHECK(false, "shardrec: the buckets of an id map are full");
   }
 
+  // The row of an id, or -1.
+  int64_t find(int64_t id, uint64_t hash) const {
+    uint64_t place = hash & mask_;
+    for (uint64_t left = mask_ + 1; left > 0; --left) {
+      const int64_t row = probe(hash, place);
+      if (row < 0 || records_[row].id == id) return row;
+    }
+    return -1;
+  }
+
+  // The row of an id whose first probe gave `row`.
+  int64_t find_from(int64_t row, int64_t id, uint64_t hash) const {
+    return row < 0 || records_[row].id == id ? row : find(id, hash);
+  }
+
   void enter(int64_t row) {
-    uint64_t place = mixed(records_[row].id) & mask_;
+    const uint64_t hash = mixed(records_[row].id);
+    uint64_t place = hash & mask_;
     for (uint64_t left = mask_; buckets_[place] != 0; place = (place + 1) & mask_, --left) {
       TORCH_CHECK(left > 0, "shardrec: the buckets of an id map are full");
     }
-    buckets_[place] = int32_t(row + 1);
+    buckets_[place] = (hash & ~kRow) | uint64_t(row + 1);
   }
 
   // The free row of the least number, or -1.
@@ -101,16 +118,15 @@ class Map {
 
   void erase(int64_t row) {
     uint64_t place = mixed(records_[row].id) & mask_;
-    for (uint64_t left = mask_; buckets_[place] != row + 1; place = (place + 1) & mask_, --left) {
+    for (uint64_t left = mask_; (buckets_[place] & kRow) != uint64_t(row + 1); place = (place + 1) & mask_, --left) {
       TORCH_CHECK(buckets_[place] != 0 && left > 0, "shardrec: a row of an id map has no bucket");
     }
     // Those behind it that would not be found any more move up.
     for (uint64_t next = place, left = mask_; left > 0; --left) {
       next = (next + 1) & mask_;
-      const int32_t other = buckets_[next];
+      const uint64_t other = buckets_[next];
       if (other == 0) break;
-      TORCH_CHECK(other > 0 && other <= size_, "shardrec: a bucket has row ", other, " of ", size_);
-      const uint64_t home = mixed(records_[other - 1].id) & mask_;
+      const uint64_t home = mixed(records_[row_of(other)].id) & mask_;
       if (((next - home) & mask_) >= ((next - place) & mask_)) {
         buckets_[place] = other;
         place = next;
@@ -163,8 +179,16 @@ class Map {
   }
 
  private:
+  static constexpr uint64_t kRow = 0xffffffffu;
+
+  int64_t row_of(uint64_t bucket) const {
+    const uint64_t row = bucket & kRow;
+    TORCH_CHECK(row > 0 && row <= uint64_t(size_), "shardrec: a bucket has row ", row, " of ", size_);
+    return int64_t(row) - 1;
+  }
+
   Record* records_;
-  int32_t* buckets_;
+  uint64_t* buckets_;
   int64_t size_;
   uint64_t mask_;
   int64_t* hint_;
@@ -200,14 +224,19 @@ template <class Hit>
 void find_all(Map& map, const int64_t* ids, int64_t count, const Hit& hit) {
   constexpr int64_t kBlock = 64;
   std::array<uint64_t, kBlock> hashes;
+  std::array<int64_t, kBlock> rows;
   for (int64_t start = 0; start < count; start += kBlock) {
     const int64_t length = std::min(kBlock, count - start);
     for (int64_t i = 0; i < length; ++i) {
       hashes[i] = mixed(ids[start + i]);
       map.prefetch_bucket(hashes[i]);
     }
-    for (int64_t i = 0; i < length; ++i) map.prefetch_record(hashes[i]);
-    for (int64_t i = 0; i < length; ++i) hit(start + i, map.find(ids[start + i], hashes[i]));
+    for (int64_t i = 0; i < length; ++i) {
+      uint64_t place = map.bucket_of(hashes[i]);
+      rows[i] = map.probe(hashes[i], place);
+      map.prefetch_record(rows[i]);
+    }
+    for (int64_t i = 0; i < length; ++i) hit(start + i, map.find_from(rows[i], ids[start + i], hashes[i]));
   }
 }
 

@@ -30,6 +30,7 @@ __all__ = [
     "Oracle",
     "dynamic_step",
     "kjt",
+    "loss_of",
     "model_of",
     "perfect_step",
     "raw_batches",

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardrec import native, shard
 from shardrec.errors import ConfigError, InputError, PlanError
 from shardrec.ids import DynamicIds
 from shardrec.layout import Shard, ShardingPlan, TableLayout, Topology, cuts
+from shardrec.pipeline import TrainPipeline
+from tests.collective_counts import CountCollectives
 from tests.ids.oracle import (
     DIM,
     FEATURES,
@@ -22,6 +24,7 @@ from tests.ids.oracle import (
     Oracle,
     dynamic_step,
     kjt,
+    loss_of,
     model_of,
     perfect_step,
     raw_batches,
@@ -241,3 +244,54 @@ def test_the_capacity_is_raised() -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             model.set_id_capacity(table, capacity)
+
+
+def test_training_ahead_is_the_same() -> None:
+    """Ids of the next batch are exchanged before the update of this one, and mapped after it."""
+    batches = [kjt(of_step[0]) for of_step in raw_batches(Random(3), 8, 1)]
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return loss_of(model(batch), 0)
+
+    records, losses = [], []
+    for depth in (0, 2):
+        model = shard(
+            model_of(True, "adagrad"), one_table(), dynamic_ids={"goods": DynamicIds(), "users": DynamicIds()}
+        )
+        losses.append(
+            torch.stack([one.detach() for one in TrainPipeline(model, [], batches, loss_fn=loss, depth=depth)])
+        )
+        maps = model._sharded[0].id_maps
+        assert maps is not None
+        records.append([one.records for one in maps.maps.values()])
+    assert torch.equal(*losses)
+    assert all(map(torch.equal, *records))
+
+
+@pytest.mark.slow
+def test_a_compiled_model_learns_and_evaluates() -> None:
+    model = shard(model_of(True, "adagrad"), one_table(), dynamic_ids={"goods": DynamicIds()})
+    other = copy.deepcopy(model)
+    compiled = torch.compile(other, backend="aot_eager")
+    for seed, of_step in enumerate(raw_batches(Random(3), 5, 1)):
+        given = {**of_step[0], "f": [[] for _ in of_step[0]["f"]]}
+        torch.testing.assert_close(dynamic_step(compiled, given, seed), dynamic_step(model, given, seed))
+    assert other.id_stats() == model.id_stats()
+    model.eval(), other.eval()
+    torch.testing.assert_close(compiled(kjt(bags(1, 2, 3))), model(kjt(bags(1, 2, 3))))
+    assert other.id_stats() == model.id_stats()
+
+
+def test_no_collective_is_added() -> None:
+    def counts(options: dict[str, DynamicIds] | None) -> dict[str, int]:
+        plan = cut_plan("row_wise", Random(0), SIZES, Topology(ranks_per_host=2))
+        model = shard(model_of(True, "sgd"), plan, dynamic_ids=options)
+        with CountCollectives() as found:
+            dynamic_step(model, bags(1, 2), 0)
+        return dict(found)
+
+    def both() -> list[dict[str, int]]:
+        return [counts(None), counts({"goods": DynamicIds(admit_after=2)})]
+
+    for plain, dynamic in ranks(2, both):
+        assert plain == dynamic
