@@ -115,4 +115,4 @@ def test_what_is_no_wheel_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[
     for name in ("one-1.0-py3-none-any.whl", "iopath-0.1.9.tar.gz"):
         (tmp_path / name).write_bytes(b"")
     assert main([str(tmp_path), "--out", str(tmp_path / "parts")]) == 1
-    assert "iopath-0.1.9.tar.gz: no wheel, left out here: make one" in capsys.readouterr().err
+    assert "iopath-0.1.9.tar.gz: no wheel, and would be left out: make one" in capsys.readouterr().err

@@ -73,7 +73,7 @@ def _scatter(table: Tensor, ids: Tensor) -> Callable[[], object]:
         return lambda: table.index_add_(0, ids, change)
     import numba  # torch's own CPU operators take twice as long
 
-    @numba.njit  # type: ignore[untyped-decorator]
+    @numba.njit
     def add(rows: Any, which: Any, change: Any) -> None:
         for place in range(which.size):
             row = rows[which[place]]
