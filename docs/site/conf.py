@@ -35,7 +35,15 @@ html_css_files = ["site.css"]
 
 NAVIGATION = {
     "Start": ["docs/tutorial", "docs/guide", "docs/migration", "docs/cli", "docs/troubleshooting"],
-    "Training": ["docs/planner", "docs/checkpoints", "docs/pipelines", "docs/rpc", "docs/compile"],
+    "Training": [
+        "docs/planner",
+        "docs/dynamic_ids",
+        "docs/hot_rows",
+        "docs/checkpoints",
+        "docs/pipelines",
+        "docs/rpc",
+        "docs/compile",
+    ],
     "Serving": ["docs/scripting", "docs/serving", "docs/executors"],
     "Reference": ["docs/api", "docs/parity", "docs/communication", "docs/scaling"],
     "Inside": ["docs/design", "docs/benchmarks", "CHANGELOG", "CONTRIBUTING"],
