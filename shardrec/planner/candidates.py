@@ -47,17 +47,18 @@ class CandidateMaker:
 
     Args:
         model: prices them.
-        least: a load (ms) and bytes; a table is not cut into shards that are smaller in both. It bounds how many
-            candidates thousands of tables have, and what is smaller than that hardly changes how ranks are filled.
+        least: a load (ms) and bytes; a table is not cut into shards that are smaller in both, nor into uneven stripes.
+            It bounds how many candidates thousands of tables have; what is smaller hardly changes how ranks are filled.
     """
 
     def __init__(self, model: CostModel, least: tuple[float, float] | None = None) -> None:
         self._model = model
         self._least = least
         self._topology = model.topology
-        self._anywhere: dict[tuple[int, ...], tuple[Place, ...]] = {}
+        self._reaches: dict[tuple[int, ...], tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        self._anywhere: dict[int, tuple[Place, ...]] = {}
         self._hosts: dict[tuple[int, ...], tuple[Place, ...]] = {}
-        self._runs: dict[tuple[int, ...], tuple[Place, ...]] = {}
+        self._runs: dict[tuple[int, int], tuple[Place, ...]] = {}
         self._made: dict[tuple[TableLoad, Constraint], tuple[Candidate, ...]] = {}
 
     def candidates(self, name: str, table: TableLoad, limit: Constraint) -> tuple[Candidate, ...]:
@@ -96,12 +97,15 @@ class CandidateMaker:
     def _all(self, name: str, table: TableLoad, limit: Constraint) -> Iterator[Candidate]:
         topology, world = self._topology, self._topology.world_size
         allowed = tuple(cut for cut in (limit.cuts or CUTS) if not (cut == "data_parallel" and limit.ranks))
-        ranks = tuple(sorted(set(limit.ranks))) or tuple(range(world))
-        hosts = tuple(h for h in range(topology.hosts) if set(ranks).issuperset(topology.host_ranks(h)))
+        ranks, hosts = self._reach(limit.ranks)
         per_host = topology.ranks_per_host
         most = inf if limit.cuts else self._most_shards(table)
         whole = (table.embedding_dim,)
-        stripes = tuple(widths for widths in _stripes(table, limit.min_columns) if len(widths) <= most)
+        stripes = tuple(
+            widths
+            for widths in _stripes(table, limit.min_columns)
+            if len(widths) <= most and (most == inf or len(set(widths)) == 1)
+        )
         if "table_wise" in allowed:
             yield self._free(table, "table_wise", whole, (0, table.num_embeddings), ranks)
         # On one rank, table-wise is the same; but a constraint may leave nothing else that one rank can do.
@@ -122,6 +126,16 @@ class CandidateMaker:
         if hosts and "table_column_wise" in allowed and "column_wise" not in allowed and even:
             widths = even[max(n for n in even if n <= per_host)]
             yield self._by_host(table, "table_column_wise", widths, (0, table.num_embeddings), hosts)
+
+    def _reach(self, limited: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The ranks that a table may be on, one object for equal ones, and the hosts that it may be all over."""
+        if limited not in self._reaches:
+            ranks = tuple(sorted(set(limited))) or tuple(range(self._topology.world_size))
+            able = set(ranks)
+            hosts = tuple(h for h in range(self._topology.hosts) if able.issuperset(self._topology.host_ranks(h)))
+            self._reaches[limited] = ranks, hosts
+            self._anywhere[id(ranks)] = tuple((rank,) for rank in ranks)
+        return self._reaches[limited]
 
     def _most_shards(self, table: TableLoad) -> float:
         if self._least is None:
@@ -225,7 +239,7 @@ class CandidateMaker:
             largest = _largest(self._blocks(table, widths[0], len(widths), edges))
             option = Option(label=label, everywhere=_item(everywhere + largest))
             return Candidate(cut=cut, widths=widths, edges=edges, option=option, on_all=True)
-        places = self._anywhere.setdefault(ranks, tuple((rank,) for rank in ranks))
+        places = self._anywhere[id(ranks)]
         items = [_item(cost) for width in widths for cost in self._blocks(table, width, len(widths), edges)]
         gangs = tuple(Gang(items=(item,), places=places, count=len(list(same))) for item, same in groupby(items))
         option = Option(label=label, everywhere=_item(everywhere), gangs=gangs)
@@ -252,7 +266,16 @@ class CandidateMaker:
         rows, cols, world, blocks = table.num_embeddings, table.embedding_dim, self._topology.world_size, len(edges) - 1
         whole, label = (cols,), _label(table, "row_wise", (cols,), edges)
         if blocks == world:
-            largest = _largest(self._blocks(table, cols, 1, edges, summed=True))
+            # Without a histogram blocks of as many rows are alike.
+            distinct = {
+                bottom - top if table.histogram is None else top: (top, bottom) for top, bottom in pairwise(edges)
+            }
+            largest = _largest(
+                [
+                    self._model.shard(table, rows=bottom - top, cols=cols, share=table.share(top, bottom), summed=True)
+                    for top, bottom in distinct.values()
+                ]
+            )
             per_host, hosts = self._topology.ranks_per_host, self._topology.hosts
             everywhere = self._model.everywhere(table, stripes=1, shards=world, sources=float(hosts))
             everywhere += largest + self._model.host_sum(table, cols=cols, blocks=per_host)
@@ -293,17 +316,17 @@ class CandidateMaker:
 
     def _runs_of(self, holders: int, ranks: tuple[int, ...]) -> tuple[Place, ...]:
         """All of a host's ranks, once for each run of neighbouring ones that may hold shards, those first."""
-        if (holders, *ranks) not in self._runs:
-            found = []
+        if (holders, id(ranks)) not in self._runs:
+            found, allowed = [], set(ranks)
             for host in range(self._topology.hosts):
                 there = self._topology.host_ranks(host)
-                able = [rank for rank in there if rank in ranks]
+                able = [rank for rank in there if rank in allowed]
                 last = len(able) - holders
                 for start in sorted({*range(0, last + 1, holders), last} if last >= 0 else ()):
                     run = able[start : start + holders]
                     found.append((*run, *(rank for rank in there if rank not in run)))
-            self._runs[(holders, *ranks)] = tuple(found)
-        return self._runs[(holders, *ranks)]
+            self._runs[(holders, id(ranks))] = tuple(found)
+        return self._runs[(holders, id(ranks))]
 
     def _replicas(self, table: TableLoad) -> Candidate:
         option = Option(label="data_parallel", everywhere=_item(self._model.replicated(table)))

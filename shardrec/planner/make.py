@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 __all__ = ["plan", "plan_tables", "replan"]
 
-_MANY = 2500
+_MANY = 3000
 """Tables that differ, beyond which they are not cut into the smallest shards."""
-_LEAST_SHARE = 0.05
+_LEAST_SHARE = 0.02
 """The smallest shard then, against a rank's load and memory."""
 _LACKING = " memory that a rank lacks"
 """Name of what is a table to the solver only; names of a model's tables have no space in front."""

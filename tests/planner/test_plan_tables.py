@@ -14,9 +14,11 @@ from hypothesis import given, settings
 from shardrec.errors import ConfigError, PlanError
 from shardrec.layout import COLUMN_UNIT, Machine, Shard, ShardingPlan, TableLayout, Topology, cuts
 from shardrec.layout.presets import preset
-from shardrec.planner import Constraint, SolveLimits, TableLoad, plan_tables
+from shardrec.planner import Constraint, SolveLimits, TableLoad, make, plan_tables
+from shardrec.planner.candidate import lay_out
 from shardrec.planner.constraint import CUTS
 from shardrec.planner.cost import CostModel, Histogram, Profile
+from shardrec.planner.make import Planner
 from shardrec.planner.price import priced_plan
 from tests.plans import random_plan, random_topology, randoms
 
@@ -174,6 +176,35 @@ def test_the_larger_rank_takes_what_the_smaller_cannot() -> None:
     assert sorted(table.shards[0].rank for table in plan.tables) == [0, 1, 1]
     with pytest.raises(PlanError, match=r"2 ranks of up to 0\.07 GiB have 0\.13 GiB"):
         plan_tables(loads, replace(topology, rank_memory=(70e6, 72e6)), batch_size=1, constraints=only)
+
+
+@pytest.mark.parametrize("rows", [1000, 1001, 1023])
+def test_row_blocks_on_all_hosts_are_priced_as_they_are_laid_out(rows: int) -> None:
+    loads = {"t": TableLoad(num_embeddings=rows, embedding_dim=16, poolings=(3.0, 2.0), row_state_bytes=4)}
+    topology = Topology(hosts=3, ranks_per_host=2)
+    options = Planner(loads, topology, batch_size=64, constraints={"t": Constraint(cuts=("row_wise",))}).candidates["t"]
+    whole = next(each for each in options if each.on_all)
+    layout = lay_out("t", loads["t"], whole, (), 6)
+    model = CostModel(profile=Profile.of_machine(preset("cpu")), topology=topology, batch_size=64)
+    ranks, _ = priced_plan(model, loads, ShardingPlan(topology=topology, tables=(layout,)))
+    assert max(rank.ms for rank in ranks) == pytest.approx(whole.option.everywhere.load)
+    assert max(rank.bytes for rank in ranks) == pytest.approx(whole.option.everywhere.memory[0])
+
+
+def test_of_thousands_of_tables_none_is_cut_into_the_smallest_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(make, "_MANY", 3)
+    loads = {f"t{n}": TableLoad(num_embeddings=10**4 * (n + 1), embedding_dim=128) for n in range(40)}
+    loads["large"] = TableLoad(num_embeddings=10**8, embedding_dim=128, poolings=(40.0,))
+    planner = Planner(loads, Topology(ranks_per_host=8), batch_size=64)
+    shards = {
+        name: max(len(each.widths) * (len(each.edges) - 1) for each in candidates)
+        for name, candidates in planner.candidates.items()
+    }
+    assert shards["large"] >= 8
+    assert 1 <= shards["t0"] < 8
+    plan = planner.plan(QUICK)
+    assert plan.report is not None
+    assert plan.report.gap < 0.1
 
 
 def test_one_rank_holds_everything() -> None:

@@ -3,9 +3,10 @@
 from shardrec.planner.calibrate.choose import TimedPlan, different_plans, time_plans
 from shardrec.planner.calibrate.fit import fewest_workloads, fit, predicted_ms, relative_errors
 from shardrec.planner.calibrate.measure import Measured, measure, measure_plans
-from shardrec.planner.calibrate.workload import Workload, workloads
+from shardrec.planner.calibrate.workload import CUTS, Workload, step_plan, table_loads, workloads
 
 __all__ = [
+    "CUTS",
     "Measured",
     "TimedPlan",
     "Workload",
@@ -16,6 +17,8 @@ __all__ = [
     "measure_plans",
     "predicted_ms",
     "relative_errors",
+    "step_plan",
+    "table_loads",
     "time_plans",
     "workloads",
 ]

@@ -104,6 +104,7 @@ class _Encoder:
         self.tiers = len(problem.capacity)
         self.block_number: dict[Hashable, int] = {}
         self.blocks: list[Block] = []
+        self.places: dict[int, Ints] = {}
         self.reach_number: dict[frozenset[int], int] = {frozenset(range(problem.ranks)): 0}
         self.reach_of: dict[int, int] = {}
         self.items: list[tuple[int, float, tuple[float, ...], int, int]] = []
@@ -117,11 +118,17 @@ class _Encoder:
                 Block(
                     loads=np.array([item.load for item in gang.items]),
                     memory=np.array([item.memory for item in gang.items]).reshape(-1, self.tiers),
-                    places=np.array(gang.places, dtype=np.int64),
+                    places=self.places_of(gang),
                     names=gang.places,
                 )
             )
         return number
+
+    def places_of(self, gang: Gang) -> Ints:
+        key = id(gang.places)
+        if key not in self.places:
+            self.places[key] = np.array(gang.places, dtype=np.int64)
+        return self.places[key]
 
     def reach(self, gang: Gang) -> int:
         """Items that are placed together reach as far as all of them: one set of ranks for them, not one for each."""
@@ -201,6 +208,8 @@ def _lifted(ranks: int, option: Option) -> Option:
 
     A bound that knows items only by their ranks would put two of them on one.
     """
+    if all(len(gang.items) < ranks for gang in option.gangs):
+        return option
     everywhere, gangs = option.everywhere, []
     for gang in option.gangs:
         if all(sorted(place) == list(range(ranks)) for place in gang.places):

@@ -306,16 +306,18 @@ def rounded(encoded: Encoded, values: Floats) -> Ints:
     return counts
 
 
-def compact(encoded: Encoded, share: float) -> Ints:
-    """(O,) a choice of options: of each group, the one that takes the least memory of all ranks together.
+def compact(encoded: Encoded, share: float, budget: float = 0.0) -> Ints:
+    """(O,) a choice of options: of each group, the one that takes the least memory, or time, of all ranks together.
 
     Args:
         encoded: the problem.
         share: of a rank's capacity that an item may take; of a group without such items, the smallest are taken.
+        budget: time of a rank, of which that share holds, too; then time is what is least. 0: memory alone counts.
     """
-    size = (encoded.total_memory / np.maximum(encoded.capacity, 1.0)).max(axis=1)
+    size = encoded.total_load if budget else (encoded.total_memory / np.maximum(encoded.capacity, 1.0)).max(axis=1)
+    sizes = (encoded.item_memory / np.maximum(encoded.capacity, 1.0)).max(axis=1)
     item = np.zeros(len(encoded.options))
-    np.maximum.at(item, encoded.item_option, (encoded.item_memory / np.maximum(encoded.capacity, 1.0)).max(axis=1))
+    np.maximum.at(item, encoded.item_option, np.maximum(sizes, encoded.item_load / budget) if budget else sizes)
     item = np.maximum(item, share)
     return _least(encoded, lambda option: (item[option], size[option]))
 

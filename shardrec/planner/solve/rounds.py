@@ -2,8 +2,9 @@
 
 A round takes some tables off their ranks, puts them back, and is kept or undone. There are two kinds:
 
-- One to three tables take options at random, or keep theirs, and go where the soft maximum grows least. In half of
-  these rounds, the tables that they share overloaded ranks with are put back in the way of the second kind.
+- One to three tables take options at random, or keep theirs, and go where the soft maximum, with what is over the
+  memory, grows least. In half of these rounds, the tables that they share overloaded ranks with are put back in the way
+  of the second kind (an ejection chain).
 - Tables of a highly loaded rank and of one or two others are packed below an aim one by one: each takes the first
   option that fits, of those with the least work first, and its gangs go where they leave the least budget over. Now and
   then an option or a place is passed over ("blinks"), so that rounds differ.
@@ -103,7 +104,7 @@ class State(NamedTuple):
         cost: (2,) now, and the best so far.
         best_option: (N,) of the best; likewise ``best_spot``.
         terms: (R,) of the soft maximum.
-        steep: (2,) how it grows with the load, and what is taken off the exponent.
+        steep: (3,) how it grows with the load, what is taken off the exponent, and the weight of bytes over the limits.
     """
 
     sums: Floats
@@ -318,7 +319,7 @@ def _ruined(a: Arrays, s: State, u: Undo, rng: np.random.Generator) -> int:
 
 @_compiled
 def _overloaded(a: Arrays, s: State, u: Undo, rng: np.random.Generator, many: int, budget: float) -> int:
-    """The tables of the ranks that are over the budget go, too; how many in all."""
+    """The tables of the ranks that are over the budget or the memory go, too; how many in all."""
     first, last = many, many + _EVICTED
     for rank in range(s.sums.shape[1]):
         over = s.sums[0, rank] > budget

@@ -41,15 +41,17 @@ _STARTING = 0.25
 """Share of the time that is left then, after which no other first plan is made."""
 _ROUNDED = ((1.0, 0.1), (1.0, 1.0), (0.5, 1.0))
 """Limits on the size of an item, against c, and weights of the items' load, for the first plans."""
+_MANY_GROUPS = 3000
+"""Tables that differ, beyond which no linear programs are solved."""
 _MEMORY_SHARES = (1.0, 0.99, 0.97)
 """Shares of the capacity that the choice of options may use: what fits on the whole may not fit rank by rank."""
 _ITEM_SHARES = (1.0, 0.3, 0.1, 0.03, 0.01)
-"""Of the capacity, the most for an item where memory is all that counts: small ones pack well and take more in all."""
+"""Of the capacity, or budget, the most for an item: small ones pack well and take more in all."""
 _FILLS = ((0.0, 0.0), (0.0, 0.5), (0.3, 0.5), (1.0, 0.9))
 """Ways to pack, the next where one does not fit memory: how much bytes count for the rank, and in the order."""
 _MOVES = 400
 """Most steps of improving one packing."""
-_BUDGETS = (1.0, 1.1, 1.25, 1.5, 2.0)
+_BUDGETS = (1.0, 1.005, 1.01, 1.02, 1.05, 1.1, 1.25, 1.5, 2.0)
 """Of the deciding c: budgets for which options are chosen. The bound is weak where few tables fill the ranks."""
 _POPULATIONS = (8, 4, 2, 2)
 """Plans that are improved, in one phase after the other, each with as many rounds in all."""
@@ -87,17 +89,12 @@ class _Search:
         self.timed_out = False
 
     def run(self) -> Solution | None:
-        relaxation = Relaxation(self.encoded)
-        stop = partial(self._only, self._time_left() * (1 - _BOUNDING))
-        intervals = relaxation.intervals(max(2e-5, self.limits.gap / 40), stop)
-        self.bound = intervals[0].bound
+        if len(self.encoded.groups) > _MANY_GROUPS:
+            self._start_many()
+        else:
+            self._start()
         if not np.isfinite(self.bound):
             return None
-        budget = next((each.high for each in intervals if np.isfinite(each.high)), 2 * intervals[0].low)
-        stop = partial(self._only, self._time_left() * (1 - _STARTING))
-        for factor in _BUDGETS:
-            if factor == _BUDGETS[0] or self.best is not None:  # else memory decides, which other budgets do not change
-                self._round(relaxation, budget * factor, stop)
         if self.best is None:
             self._try(spread(self.encoded))
         if self.best is None:
@@ -106,6 +103,33 @@ class _Search:
             self._rebuild()
         timed_out = not self._closed() and self._out_of_time()
         return None if self.best is None else self.best.solution(self.bound, self.timed_out or timed_out)
+
+    def _start(self) -> None:
+        """The bound, and first plans at budgets near to the deciding one."""
+        relaxation = Relaxation(self.encoded)
+        stop = partial(self._only, self._time_left() * (1 - _BOUNDING))
+        intervals = relaxation.intervals(max(2e-5, self.limits.gap / 40), stop)
+        self.bound = intervals[0].bound
+        if not np.isfinite(self.bound):
+            return
+        budget = next((each.high for each in intervals if np.isfinite(each.high)), 2 * intervals[0].low)
+        stop = partial(self._only, self._time_left() * (1 - _STARTING))
+        for factor in _BUDGETS:
+            if factor == _BUDGETS[0] or self.best is not None:  # else memory decides, which other budgets do not change
+                self._round(relaxation, budget * factor, stop)
+
+    def _start_many(self) -> None:
+        """The same where linear programs over all tables take minutes: many tables share a rank there.
+
+        The bound is the mean load of the ranks, and first plans take of each table what does the least work in items
+        of at most a share of it.
+        """
+        encoded = self.encoded
+        least = np.minimum.reduceat(encoded.total_load, [span.start for span in encoded.group_options])
+        self.bound = float(least @ encoded.sizes) / encoded.ranks * (1 - 1e-9)
+        for share in _ITEM_SHARES:
+            if self._time_left() > 0:
+                self._try(compact(encoded, share, self.bound))
 
     def _round(self, relaxation: Relaxation, budget: float, stop: Callable[[], bool]) -> None:
         """Quick first plans: fractional choices for a budget c, rounded table by table.

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from shardrec.errors import ConfigError
-from shardrec.planner.solve import Gang, Item, Option, Problem, SolveLimits, exact, solve
+from shardrec.planner.solve import Gang, Item, Option, Problem, SolveLimits, exact, solve, solver
 from shardrec.planner.solve.problem import anywhere
 from tests.planner.problems import best_cost, check, random_problem
 from tests.plans import randoms
@@ -31,12 +31,14 @@ def test_small_problems_are_solved_as_by_trying_everything(rng: Random) -> None:
     assert solution.cost == pytest.approx(best)
 
 
-@settings(max_examples=25, deadline=None)
+@pytest.mark.parametrize("most_groups", [1000, 0], ids=["linear programs", "mean load"])
+@settings(max_examples=20, deadline=None)
 @given(rng=randoms())
-def test_small_problems_without_the_exact_programme(rng: Random) -> None:
+def test_small_problems_without_the_exact_programme(most_groups: int, rng: Random) -> None:
     problem = random_problem(rng, most_tables=3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exact, "_MOST_VARIABLES", 0)
+        patch.setattr(solver, "_MANY_GROUPS", most_groups)
         solution = solve(problem, SolveLimits(gap=0.01, effort=4))
     best = best_cost(problem)
     if solution is not None:
