@@ -14,6 +14,7 @@ from shardrec.errors import PlanError
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.planner import TableLoad, explain, plan_tables, to_html, to_png
 from shardrec.planner.report.html import page
+from shardrec.planner.report.text import headline
 
 LOADS = {
     "ads <&> news": TableLoad(num_embeddings=10**6, embedding_dim=64, poolings=(10.0,)),
@@ -94,6 +95,15 @@ def test_explain() -> None:
     assert "Step estimate: " in shown
     assert "of the best plan" in shown or "Proven to be the best plan" in shown
     assert "is the slowest: input" in shown
+
+
+@pytest.mark.parametrize("width", [40, 60, 100])
+def test_words_of_the_footer_stay_whole(width: int) -> None:
+    text = io.StringIO()
+    Console(file=text, width=width).print(explain(PLAN, reasons=False))
+    assert PLAN.report is not None
+    shown = text.getvalue().split()
+    assert [word for word in headline(PLAN.report).split() if word not in shown] == []
 
 
 def test_a_saved_plan_keeps_its_report(tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ def _explained(plan: ShardingPlan, report: PlanReport, reasons: bool) -> Table:
         caption_justify="left",
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
+        min_width=60,  # as far as the terminal has them: the caption is as wide as the table
     )
     table.add_column("table", overflow="fold")
     for heading in ("rows", "dim", "MiB"):
