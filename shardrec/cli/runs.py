@@ -85,13 +85,13 @@ def serve_command(
         from shardrec.train.endpoint import open_server
 
         server = open_server(RunFolder(run).endpoint(), host, port)
-    typer.echo(f"serving {run} at http://{host}:{server.port}/ (GET / shows an example; Ctrl-C ends)")
-    try:
-        server.serve_forever()
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
-    finally:
-        server.server_close()
+        typer.echo(f"serving {run} at http://{host}:{server.port}/ (GET / shows an example; Ctrl-C ends)")
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+        finally:
+            server.server_close()
 
 
 def inspect_command(run: _Run, debug: _Debug = False) -> None:

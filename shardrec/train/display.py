@@ -185,6 +185,12 @@ class Announcer:
                 f"normalized entropy {report.final.normalized_entropy:.4f} is above 1: always predicting the click "
                 "rate would be better. Train on more rows, or lower --embedding-lr and --lr"
             )
+            best = min(report.curve, key=lambda point: point.logloss, default=None)
+            if best is not None and best.normalized_entropy < 1 and best is not report.curve[-1]:
+                self._say(
+                    f"after {best.samples:,} samples it was {best.normalized_entropy:.4f}: the model overfits; give "
+                    "--patience, or fewer --epochs"
+                )
         self._say(summary_line(report))
 
     def _say(self, text: str) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from werkzeug.exceptions import BadRequest, HTTPException, MethodNotAllowed, NotFound
-from werkzeug.serving import BaseWSGIServer, make_server
+from werkzeug.serving import BaseWSGIServer, WSGIRequestHandler, make_server
 from werkzeug.wrappers import Request, Response
 
 from shardrec.data import FeatureSpec, batch_of_request, request_example
@@ -91,6 +91,13 @@ class Endpoint:
         return {self._output: values.tolist()}
 
 
+class _Quiet(WSGIRequestHandler):
+    """Does not write a line for each request."""
+
+    def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
+        return None
+
+
 def open_server(endpoint: Endpoint, host: str, port: int) -> BaseWSGIServer:
     """A server that listens; its ``serve_forever`` answers, until its ``shutdown``.
 
@@ -103,7 +110,7 @@ def open_server(endpoint: Endpoint, host: str, port: int) -> BaseWSGIServer:
         ConfigError: if the address is taken or not this machine's.
     """
     try:
-        return make_server(host, port, endpoint, threaded=True)
+        return make_server(host, port, endpoint, threaded=True, request_handler=_Quiet)
     except (OSError, SystemExit) as error:  # werkzeug ends the process where an address is taken
         raise ConfigError(
             f"--host {host} --port {port} cannot be listened on ({error}): give another port, or 0 for any"
