@@ -14,7 +14,6 @@ import torch
 from examples.cpp_serving import build as building
 from examples.cpp_serving.build import OPERATORS, BuildError, build, missing_tool, run
 from examples.cpp_serving.export import Saved, export, requests
-from examples.cpp_serving.load import measure
 from examples.cpp_serving.main import TOLERANCE, compare
 from examples.cpp_serving.model import DENSE, FEATURES
 
@@ -168,16 +167,3 @@ def test_what_it_cannot_start_with_is_said(program: Path, saved: dict[str, Saved
     (tmp_path / "other.pt2").write_bytes((tmp_path / "other.pt").read_bytes())
     code, said = start("--model", str(tmp_path / "other.pt2"), "--operators", str(OPERATORS))
     assert (code, "cannot load" in said) == (1, True)
-
-
-@pytest.mark.parametrize("model", ["int8.pt", "int8.pt2"])
-def test_several_clients_ask_one_model(program: Path, saved: dict[str, Saved], model: str) -> None:
-    lines = "".join(one.line() + "\n" for one in ASKED)
-    for found, clients in zip(measure(program, saved[model], lines, [1, 3], 0.2, 1), [1, 3], strict=True):
-        assert found["clients"] == clients
-        assert found["requests"] > 0
-        assert found["per_second"] == pytest.approx(found["requests"] / 0.2, rel=1e-4)
-        assert 0 < found["p50_ms"] <= found["p99_ms"]
-    for asked, reason in (("", "no requests on stdin"), ('{"values": []}', "the model refuses a request")):
-        with pytest.raises(BuildError, match=reason):
-            run(program, saved[model].path, asked, "--clients", "2", "--seconds", "0.1")

@@ -106,37 +106,6 @@ def test_lookups_of_independent_groups_are_forks_if_asked_for() -> None:
     ranks(1, rank_main)
 
 
-@pytest.mark.parametrize("tables", [[("a",), ("b",), ("c",)], [("a", "b"), ("b",), ("c",)]], ids=["one each", "shared"])
-def test_the_order_of_keys_does_not_matter_on_one_rank(tables: list[tuple[str, ...]]) -> None:
-    """Ids that are in the slots' order already are looked up where they are, unless a backward comes."""
-
-    def rank_main() -> None:
-        configs = [
-            EmbeddingBagConfig(name=f"t{number}", num_embeddings=9, embedding_dim=8, feature_names=list(names))
-            for number, names in enumerate(tables)
-        ]
-        layouts = [cuts.table_wise(one.name, 9, 8, rank=0) for one in configs]
-        plan = shardrec.ShardingPlan(topology=Topology(), tables=tuple(layouts))
-        model, live = (shard(collection(configs, optimizers=["sgd", "adagrad", "sgd"]), plan) for _ in range(2))
-        scripted = shardrec.script(live)
-        for keys in (["a", "b", "c"], ["c", "a", "b"], ["a", "b", "c", "x"], ["x", "b", "c", "a"]):
-            whole = random_bags(Random(0), dict.fromkeys(keys, 9), 3, shuffled=False).kjt(torch.int32)
-            for gradients in (False, True):
-                with torch.set_grad_enabled(gradients):
-                    assert torch.allclose(scripted(whole).values(), model(whole).values()), (keys, gradients)
-            model(whole).values().sum().backward()
-            found = scripted(whole).values()
-            whole.values().zero_()  # the caller's memory, before backward reads the ids
-            found.sum().backward()
-            for one, other in zip(model.parameters(), live.parameters(), strict=True):
-                assert torch.allclose(one, other), keys
-        with torch.no_grad(), pytest.raises(RuntimeError, match="bad input: rank 0: an id is outside its table"):
-            whole.values().fill_(9)
-            scripted(whole)
-
-    ranks(1, rank_main)
-
-
 def scorer(world_size: int, optimizer: str = "rowwise_adagrad") -> tuple[ShardedModel, Bags, dict[str, int]]:
     """A model with every cut in it, and a batch for this rank."""
     rng = Random(0)

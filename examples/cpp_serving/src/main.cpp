@@ -4,31 +4,25 @@
 #include <memory>
 #include <string>
 #include <string_view>
-#include <vector>
 
 #include <ATen/Parallel.h>
 
-#include "load.hpp"
 #include "model.hpp"
 #include "operators.hpp"
 
 namespace {
 
 constexpr char kUsage[] =
-    "usage: serve --model FILE --operators FOLDER [--threads N] [--clients N] [--seconds S] [--libraries]\n"
+    "usage: serve --model FILE --operators FOLDER [--threads N] [--libraries]\n"
     "  --model      a file that shardrec.serve.save wrote, or shardrec.serve.package (.pt2)\n"
     "  --operators  the folder of the Python package fbgemm_gpu, with its .so files\n"
     "  --threads    for one request; default 1\n"
-    "  --clients    ask with the requests on stdin, again and again, from so many threads; print how fast it was\n"
-    "  --seconds    for so long; default 5\n"
     "  --libraries  list the shared libraries of the process, and answer nothing\n";
 
 struct Options {
   std::string model;
   std::string operators;
   int threads = 1;
-  int clients = 0;
-  double seconds = 5;
   bool libraries = false;
 };
 
@@ -45,13 +39,9 @@ bool parse(int count, char** words, Options& options) {
       options.model = value;
     } else if (word == "--operators") {
       options.operators = value;
-    } else if (word == "--threads" || word == "--clients" || word == "--seconds") {
+    } else if (word == "--threads") {
       try {
-        if (word == "--seconds") {
-          options.seconds = std::stod(value);
-        } else {
-          (word == "--threads" ? options.threads : options.clients) = std::stoi(value);
-        }
+        options.threads = std::stoi(value);
       } catch (const std::exception&) {
         return false;
       }
@@ -59,8 +49,7 @@ bool parse(int count, char** words, Options& options) {
       return false;
     }
   }
-  return !options.model.empty() && !options.operators.empty() && options.threads > 0 &&
-         options.clients >= 0 && options.seconds > 0;
+  return !options.model.empty() && !options.operators.empty() && options.threads > 0;
 }
 
 }  // namespace
@@ -79,17 +68,11 @@ int main(int count, char** words) {
       for (const std::string& path : loaded_libraries()) std::cout << path << '\n';
       return 0;
     }
-    std::vector<std::string> requests;
     for (std::string line; std::getline(std::cin, line);) {
       if (line.find_first_not_of(" \t\r") == std::string::npos) continue;
-      if (options.clients > 0) {
-        requests.push_back(line);
-        continue;
-      }
       // Flushed at once: who asks may wait for the answer before asking again.
       std::cout << model->answer(line) << std::endl;
     }
-    if (options.clients > 0) std::cout << load(*model, requests, options.clients, options.seconds) << std::endl;
   } catch (const std::exception& failed) {
     std::cerr << "serve: " << failed.what() << '\n';
     return 1;
