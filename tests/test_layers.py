@@ -128,3 +128,12 @@ def test_private_attributes_stay_in_their_folder() -> None:
             if found and folder_of(name) not in found and not is_own(node.value) and not node.attr.startswith("__"):
                 wrong.append(f"{name}:{node.lineno} reads .{node.attr} of {sorted(found)}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_no_public_name_that_is_loaded_late_is_a_files() -> None:
+    """Importing the file would put it in the name's place."""
+    for name, path in files().items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_HOMES":
+                hidden = {public for public in ast.literal_eval(node.value) if f"{name}.{public}" in files()}
+                assert not hidden, f"{name}: {sorted(hidden)}"

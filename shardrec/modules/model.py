@@ -79,8 +79,9 @@ class ShardedModel(nn.Module):
         replicated: list[nn.Parameter] = []
         for collection in self._sharded:
             for table in collection.tables().values():
-                (replicated if table.layout.replicated else cut).extend(table.locals.values())
-                replicated.extend(table.copies.values())
+                for name, parameter in table.named_parameters():
+                    is_copied = table.layout.replicated or name in table.copies
+                    (replicated if is_copied else cut).append(parameter)
         wrapped = wrap_dense(self.module, dense, group, cut, replicated, self.context)
         # Out of the module tree, or it would show in every name.
         object.__setattr__(self, "_callable", wrapped)

@@ -140,7 +140,7 @@ def replan(
     Returns:
         The plan, whose bound is that of planning anew.
     """
-    from shardrec.planner.replan import replan_tables
+    from shardrec.planner.replanning import replan_tables
 
     tables = _tables_of(model, poolings, sample_batches)
     old_plan.check_tables({name: (load.num_embeddings, load.embedding_dim) for name, load in tables.items()})

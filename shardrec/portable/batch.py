@@ -147,7 +147,7 @@ class ScriptedBatch(nn.Module):
         unused = False
         for key in keys:
             place = self.places.get(key, -1)
-            unused = unused or place < 0
+            unused = unused or self.limits[place] == self.no_limit
             limits.append(self.limits[place])
             policies.append(self.policies[place])
         given, offsets = features.lengths_or_none(), features.offsets_or_none()

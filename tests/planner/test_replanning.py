@@ -12,7 +12,7 @@ from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.planner import SolveLimits, TableLoad
 from shardrec.planner.make import Planner
 from shardrec.planner.price import priced_plan
-from shardrec.planner.replan import moved_bytes, replan_tables
+from shardrec.planner.replanning import moved_bytes, replan_tables
 from tests.plans import random_layout, randoms
 
 QUICK = SolveLimits(gap=0.05, effort=3)
