@@ -182,8 +182,8 @@ def _shape(config: EmbeddingBagConfig) -> tuple[int, int]:
 def main() -> None:
     """Run one of the three."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["drift", "criteo", "time"])
-    parser.add_argument("--rows", type=int, nargs="+", required=True)
+    parser.add_argument("what", choices=["drift", "criteo", "time"], nargs="?", default="drift")
+    parser.add_argument("--rows", type=int, nargs="+", help="of the table (default: 2,000 and 8,000; time: 1,000,000)")
     parser.add_argument("--items", type=int, default=20_000, help="ids that are current")
     parser.add_argument("--drift", type=float, default=0.2, help="share of them replaced each day")
     parser.add_argument("--days", type=int, default=10)
@@ -193,6 +193,7 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--turns", type=int, default=31)
     options = parser.parse_args()
+    options.rows = options.rows or ([1_000_000] if options.what == "time" else [2000, 8000])
     measure(options) if options.what == "time" else compare(options)
 
 
