@@ -10,7 +10,6 @@ from torchrec.models.dlrm import DLRM
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
-from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import shardrec
 from examples.dlrm_torchrec_migration.batches import DENSE, DIM, FEATURES, ROWS, batches
@@ -33,7 +32,7 @@ def main() -> None:
     apply_optimizer_in_backward(RowWiseAdagrad, model.sparse_arch.parameters(), {"lr": 0.05})
     model = shardrec.shard(model)
     dense = KeyedOptimizerWrapper(
-        dict(in_backward_optimizer_filter(model.named_parameters())),
+        {name: one for name, one in model.named_parameters() if name not in model.fused_optimizer.params},
         lambda params: torch.optim.Adagrad(params, lr=0.02),
     )
     optimizer = CombinedOptimizer([model.fused_optimizer, dense])
