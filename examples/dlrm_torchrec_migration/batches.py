@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
-__all__ = ["DENSE", "DIM", "FEATURES", "ROWS", "batches"]
+__all__ = ["DENSE", "DIM", "FEATURES", "ROWS", "batches", "first_values"]
 
 FEATURES = [f"f{number}" for number in range(8)]
 DENSE, DIM, ROWS, BATCH, STEPS = 4, 16, 1000, 256, 50
@@ -27,3 +27,9 @@ def batches(rank: int) -> Iterator[tuple[Tensor, KeyedJaggedTensor, Tensor]]:
             keys=FEATURES, values=ids.view(-1), lengths=torch.ones(ids.numel(), dtype=torch.int64), stride=BATCH
         )
         yield dense, sparse, labels
+
+
+def first_values(weight: Tensor) -> None:
+    """Values of a table (rows, columns), the same whenever they are drawn: TorchRec draws them again when it shards."""
+    with torch.no_grad():
+        weight.uniform_(-(ROWS**-0.5), ROWS**-0.5, generator=torch.Generator(weight.device).manual_seed(0))

@@ -13,7 +13,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from examples.dlrm_torchrec_migration.batches import DENSE, DIM, FEATURES, ROWS, batches
+from examples.dlrm_torchrec_migration.batches import DENSE, DIM, FEATURES, ROWS, batches, first_values
 
 
 def main() -> None:
@@ -21,7 +21,9 @@ def main() -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     tables = [
-        EmbeddingBagConfig(name=f"t_{name}", embedding_dim=DIM, num_embeddings=ROWS, feature_names=[name])
+        EmbeddingBagConfig(
+            name=f"t_{name}", embedding_dim=DIM, num_embeddings=ROWS, feature_names=[name], init_fn=first_values
+        )
         for name in FEATURES
     ]
     model = DLRM(
@@ -30,7 +32,7 @@ def main() -> None:
         dense_arch_layer_sizes=[32, DIM],
         over_arch_layer_sizes=[32, 1],
     )
-    apply_optimizer_in_backward(RowWiseAdagrad, model.sparse_arch.parameters(), {"lr": 0.05})
+    apply_optimizer_in_backward(RowWiseAdagrad, model.sparse_arch.parameters(), {"lr": 0.05, "eps": 1e-8})
     model = DistributedModelParallel(model, device=torch.device("cpu"))
     dense = KeyedOptimizerWrapper(
         dict(in_backward_optimizer_filter(model.named_parameters())),

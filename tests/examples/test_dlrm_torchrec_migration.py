@@ -1,4 +1,4 @@
-"""Both programs, as the README starts them: they differ in the lines it shows, and learn alike."""
+"""Both programs, as the README starts them: they differ in the lines it shows, and their losses do not."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_the_readme_shows_the_difference() -> None:
 
 
 @pytest.mark.slow
-def test_losses_are_alike() -> None:
+def test_losses_are_the_same() -> None:
     def losses(name: str) -> list[float]:
         program = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         program += ["-m", f"examples.dlrm_torchrec_migration.{name}"]
@@ -39,4 +39,4 @@ def test_losses_are_alike() -> None:
     before, after = losses("before"), losses("after")
     assert len(before) == 5
     assert before[-1] < before[0]
-    assert after == pytest.approx(before, abs=2e-2)
+    assert after == pytest.approx(before, abs=5e-4)
