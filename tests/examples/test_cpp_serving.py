@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +16,7 @@ import torch
 from examples.cpp_serving import build as building
 from examples.cpp_serving.build import OPERATORS, BuildError, build, missing_tool, run
 from examples.cpp_serving.export import Saved, export, requests
-from examples.cpp_serving.main import TOLERANCE, compare
+from examples.cpp_serving.main import TOLERANCE, compare, load
 from examples.cpp_serving.model import DENSE, FEATURES
 
 ASKED = list(requests([1, 5, 33]))
@@ -136,6 +138,53 @@ def test_a_bad_request_gets_an_error_and_the_next_one_an_answer(
     for (body, words), answer in zip(bad_ones, answers[::2], strict=True):
         assert words in answer.get("error", ""), (str(body)[:80], answer)
     assert all(answer == answers[1] and len(answer["output"]) == 1 for answer in answers[1::2])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("model", ["int8.pt", "float.pt2"])
+def test_clients_ask_side_by_side(program: Path, saved: dict[str, Saved], model: str) -> None:
+    found = load(program, saved[model], ASKED, clients=3, seconds=0.2)
+    assert found["clients"] == 3
+    assert found["requests"] >= 3
+    assert 0 < found["p50_ms"] <= found["p99_ms"]
+    bad = json.dumps(good(values=[1, 2, 3, -4]))
+    for lines, words in ((bad, "a request cannot be answered"), ("", "no requests are on stdin")):
+        with pytest.raises(BuildError, match=words):
+            run(program, saved[model].path, lines, "--clients", "2")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_operators_may_be_preloaded(program: Path, saved: dict[str, Saved]) -> None:
+    def answer(**environment: str) -> subprocess.CompletedProcess[str]:
+        command = [program, "--model", saved["int8.pt"].path]
+        asked = {"input": json.dumps(good()), "env": {**os.environ, **environment}}
+        return subprocess.run(command, capture_output=True, text=True, check=False, **asked)
+
+    libraries = [str(OPERATORS), str(Path(torch.__file__).parent / "lib")]
+    preloaded = answer(LD_PRELOAD=":".join(map(str, OPERATORS.glob("*.so"))), LD_LIBRARY_PATH=":".join(libraries))
+    assert json.loads(preloaded.stdout) == ask(program, saved["int8.pt"], good())[0], preloaded.stderr
+    without = answer()
+    assert (without.returncode, without.stderr.count("\n")) == (1, 1)
+    assert "fbgemm's operators are not loaded: give --operators" in without.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_tritons_configuration_is_the_models(saved: dict[str, Saved]) -> None:
+    text = (Path(building.HERE) / "triton" / "click" / "config.pbtxt").read_text()
+    pattern = r'name: "(\w+)", data_type: TYPE_(\w+), dims: \[ ([-\d, ]+) \]'
+    given = {name: (kind, dims) for name, kind, dims in re.findall(pattern, text)}
+    module = torch.jit.load(str(saved["int8.pt"].path))
+    names = [one.name for one in module.forward.schema.arguments[1:]]
+    batch = {"values": ASKED[0].features.values(), "lengths": ASKED[0].features.lengths(), "dense": ASKED[0].dense}
+    batch["OUTPUT__0"] = module(*(batch[name] for name in names))
+    kinds = {torch.int64: "INT64", torch.float32: "FP32"}
+    assert list(given) == [*names, "OUTPUT__0"]
+    assert given == {
+        name: (kinds[one.dtype], ", ".join(["-1", *map(str, one.shape[1:])])) for name, one in batch.items()
+    }
 
 
 @pytest.mark.slow

@@ -1,28 +1,35 @@
 // Answers requests from stdin with a model that shardrec.serve.save or package wrote: a line of JSON each, in and out.
+#include <algorithm>
 #include <exception>
 #include <iostream>
 #include <memory>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include <ATen/Parallel.h>
 
+#include "load.hpp"
 #include "model.hpp"
 #include "operators.hpp"
 
 namespace {
 
 constexpr char kUsage[] =
-    "usage: serve --model FILE --operators FOLDER [--threads N] [--libraries]\n"
+    "usage: serve --model FILE [--operators FOLDER] [--threads N] [--clients N [--seconds S]] [--libraries]\n"
     "  --model      a file that shardrec.serve.save wrote, or shardrec.serve.package (.pt2)\n"
-    "  --operators  the folder of the Python package fbgemm_gpu, with its .so files\n"
+    "  --operators  the folder of the Python package fbgemm_gpu, with its .so files; not needed if these are preloaded\n"
     "  --threads    for one request; default 1\n"
+    "  --clients    measure: so many threads ask the requests on stdin without pause; prints requests a second and times\n"
+    "  --seconds    how long they do; default 10\n"
     "  --libraries  list the shared libraries of the process, and answer nothing\n";
 
 struct Options {
   std::string model;
   std::string operators;
   int threads = 1;
+  int clients = 0;
+  double seconds = 10;
   bool libraries = false;
 };
 
@@ -39,17 +46,23 @@ bool parse(int count, char** words, Options& options) {
       options.model = value;
     } else if (word == "--operators") {
       options.operators = value;
-    } else if (word == "--threads") {
+    } else {
       try {
-        options.threads = std::stoi(value);
+        if (word == "--threads") {
+          options.threads = std::stoi(value);
+        } else if (word == "--clients") {
+          options.clients = std::stoi(value);
+        } else if (word == "--seconds") {
+          options.seconds = std::stod(value);
+        } else {
+          return false;
+        }
       } catch (const std::exception&) {
         return false;
       }
-    } else {
-      return false;
     }
   }
-  return !options.model.empty() && !options.operators.empty() && options.threads > 0;
+  return !options.model.empty() && options.threads > 0 && options.clients >= 0 && options.seconds > 0;
 }
 
 }  // namespace
@@ -62,16 +75,24 @@ int main(int count, char** words) {
   }
   try {
     at::set_num_threads(options.threads);
-    load_operators(options.operators);
-    const std::unique_ptr<Model> model = load_model(options.model);
+    if (!options.operators.empty()) load_operators(options.operators);
+    const std::unique_ptr<Model> model = load_model(options.model, std::max(options.clients, 1));
     if (options.libraries) {
       for (const std::string& path : loaded_libraries()) std::cout << path << '\n';
       return 0;
     }
+    std::vector<std::string> requests;
     for (std::string line; std::getline(std::cin, line);) {
       if (line.find_first_not_of(" \t\r") == std::string::npos) continue;
+      if (options.clients > 0) {
+        requests.push_back(line);
+        continue;
+      }
       // Flushed at once: who asks may wait for the answer before asking again.
       std::cout << model->answer(line) << std::endl;
+    }
+    if (options.clients > 0) {
+      put_under_load(*model, requests, options.clients, options.seconds, options.threads, std::cout);
     }
   } catch (const std::exception& failed) {
     std::cerr << "serve: " << failed.what() << '\n';

@@ -58,9 +58,9 @@ std::string Model::answer(std::string_view request) {
   }
 }
 
-std::unique_ptr<Model> load_model(const std::string& path) {
+std::unique_ptr<Model> load_model(const std::string& path, int clients) {
   constexpr std::string_view kPackage = ".pt2";
   const bool is_package =
       path.size() > kPackage.size() && path.compare(path.size() - kPackage.size(), kPackage.size(), kPackage) == 0;
-  return is_package ? load_package(path) : load_scripted(path);
+  return is_package ? load_package(path, clients) : load_scripted(path);
 }

@@ -13,7 +13,7 @@ class Model {
   virtual ~Model() = default;
 
   // The answer to a request, both JSON: {"values": [...], "lengths": [...], ...} to {"output": ...}. A request that the
-  // model cannot take gives {"error": "..."}; nothing is thrown.
+  // model cannot take gives {"error": "..."}; nothing is thrown. Threads may call it at a time.
   std::string answer(std::string_view request);
 
  protected:
@@ -28,13 +28,13 @@ class Model {
   std::vector<TensorSpec> specs_;
 };
 
-// A model in TorchScript, or for a path that ends in .pt2 one compiled by AOTInductor. Throws std::runtime_error for a file
-// that cannot be loaded, was written by something else, or needs other ranks.
-std::unique_ptr<Model> load_model(const std::string& path);
+// A model in TorchScript, or for a path that ends in .pt2 one compiled by AOTInductor, which so many clients may ask at a time.
+// Throws std::runtime_error for a file that cannot be loaded, was written by something else, or needs other ranks.
+std::unique_ptr<Model> load_model(const std::string& path, int clients);
 
 // The name under which a file has its notes.
 constexpr char kNotes[] = "shardrec.json";
 
 // load_model for each of the two.
 std::unique_ptr<Model> load_scripted(const std::string& path);
-std::unique_ptr<Model> load_package(const std::string& path);
+std::unique_ptr<Model> load_package(const std::string& path, int clients);

@@ -54,11 +54,13 @@ class Package : public Model {
 
 }  // namespace
 
-std::unique_ptr<Model> load_package(const std::string& path) {
+std::unique_ptr<Model> load_package(const std::string& path, int clients) {
   if (!std::filesystem::exists(path)) throw std::runtime_error("cannot load " + path + ": there is no such file");
   std::unique_ptr<AOTIModelPackageLoader> loader;
   try {
-    loader = std::make_unique<AOTIModelPackageLoader>(path);
+    // A runner answers one client at a time; all of them share the weights.
+    loader = std::make_unique<AOTIModelPackageLoader>(path, "model", /*run_single_threaded=*/false,
+                                                      static_cast<std::size_t>(clients));
   } catch (const std::exception& failed) {
     throw std::runtime_error("cannot load " + path + ": " + failed.what());
   }

@@ -63,8 +63,11 @@ std::unique_ptr<Model> load_scripted(const std::string& path) {
   torch::jit::Module module;
   try {
     module = torch::jit::load(path, torch::kCPU, files);
-  } catch (const c10::Error& failed) {
-    throw std::runtime_error("cannot load " + path + ": " + failed.what_without_backtrace());
+  } catch (const std::exception& failed) {
+    const std::string said = failed.what();
+    const bool is_without = said.find("Unknown builtin op: fbgemm") != std::string::npos;
+    throw std::runtime_error("cannot load " + path + ": " +
+                             (is_without ? "fbgemm's operators are not loaded: give --operators, or preload them" : said));
   }
   if (files[kNotes].empty()) throw std::runtime_error(path + " was not written by shardrec.serve.save");
   const json::Value notes = json::read(files[kNotes]);
