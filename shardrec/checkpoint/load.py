@@ -28,7 +28,7 @@ from shardrec.errors import CheckpointError, ConfigError
 from shardrec.modules.model import ShardedModel
 from shardrec.modules.replicated_model import ReplicatedModel
 
-__all__ = ["load_checkpoint"]
+__all__ = ["load_checkpoint", "verify_checkpoint"]
 
 _REMEDY = "load an older checkpoint, or see that every rank can read this one"
 
@@ -78,6 +78,29 @@ def load_checkpoint(
         rank_state.clear()
         rank_state.update(source.rank_state)
     return dict(source.manifest.extra)
+
+
+def verify_checkpoint(path: str | Path) -> Manifest:
+    """Read every byte of a checkpoint, in one process and without a model, and compare it with its checksums.
+
+    Returns:
+        What the checkpoint holds.
+
+    Raises:
+        CheckpointError: naming the file, if the checkpoint is damaged or incomplete.
+    """
+    folder = Path(path)
+    manifest = read_manifest(folder)
+    buffer = memoryview(bytearray(CACHED_BYTES))
+    try:
+        for file in manifest.files:
+            with ExitStack() as stack:
+                opened = OpenFile(folder / manifest.data, file, stack)
+                for block in range(file.blocks):
+                    opened.verify(block, buffer)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read whole: {error}; load an older checkpoint") from error
+    return manifest
 
 
 class _Source:

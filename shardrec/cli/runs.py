@@ -94,10 +94,17 @@ def serve_command(
             server.server_close()
 
 
-def inspect_command(run: _Run, debug: _Debug = False) -> None:
-    """Say what a run is and what it came to."""
+def inspect_command(
+    path: Annotated[
+        Path, typer.Argument(help="A run's folder, a checkpoint, a plan, or a model to serve.", metavar="PATH")
+    ],
+    debug: _Debug = False,
+) -> None:
+    """Say what a run, a checkpoint, a plan or an exported model holds; every byte of a checkpoint is verified."""
     del debug  # read by the entry point
-    console().print(_table(RunFolder(run).summary().items(), "", str(run)))
+    from shardrec.cli.inspecting import describe
+
+    console().print(_table(describe(path).items(), "", str(path)))
 
 
 def compare_command(

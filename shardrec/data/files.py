@@ -139,7 +139,8 @@ class FileClickData:
                 *shown,
                 f"{len(self.spec.dense)} dense and {len(tables)} sparse features, {sum(tables):,} embedding rows, the "
                 f"largest table {max(tables):,}",
-                f"{self._holdout:.1%} of the rows held out; a broken row "
+                (f"{self._holdout:.1%} of the rows held out; " if self._holdout else "")
+                + "a broken row "
                 + ("ends the run" if self._on_bad_row == "raise" else "is left out and counted")
                 + order,
             ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,10 +14,11 @@ from shardrec.train.config import CHECKPOINTS, FILE, PLAN, SPEC, TrainConfig, lo
 
 if TYPE_CHECKING:
     from shardrec.data import ClickMetrics, ClickSchema, FeatureSpec
+    from shardrec.layout import ShardingPlan
     from shardrec.modules import ShardedModel
     from shardrec.train.endpoint import Endpoint
 
-__all__ = ["TARGETS", "RunFolder", "differing"]
+__all__ = ["TARGETS", "RunFolder", "cuts_of", "differing"]
 
 TARGETS = ("script", "aoti")
 """What a run can be exported to: a TorchScript file, or AOTInductor's package."""
@@ -161,11 +163,7 @@ class RunFolder:
         if (self.path / PLAN).is_file():
             from shardrec.layout import ShardingPlan
 
-            plan = ShardingPlan.load(self.path / PLAN)
-            cuts: dict[str, int] = {}
-            for table in plan.tables:
-                cuts[table.cut] = cuts.get(table.cut, 0) + 1
-            found["plan"] = f"{plan.world_size} ranks: " + ", ".join(f"{n} {cut}" for cut, n in sorted(cuts.items()))
+            found["plan"] = cuts_of(ShardingPlan.load(self.path / PLAN))
         if not metrics:
             return {**found, "results": "none yet; go on with shardrec train --resume --out " + str(self.path)}
         training, final = metrics["training"], metrics["final"]
@@ -178,6 +176,12 @@ class RunFolder:
             **{name: f"{value:.4f}" for name, value in final.items() if name not in counted and value is not None},
             "rows behind them": f"{final['rows']:,}",
         }
+
+
+def cuts_of(plan: ShardingPlan) -> str:
+    """How many ranks a plan is for, and how many tables have which cut."""
+    cuts = Counter(table.cut for table in plan.tables)
+    return f"{plan.world_size} ranks: " + ", ".join(f"{count} {cut}" for cut, count in sorted(cuts.items()))
 
 
 def differing(left: TrainConfig, right: TrainConfig) -> Mapping[str, tuple[Any, Any]]:

@@ -118,6 +118,19 @@ def test_texts_lists_and_weights_train_by_a_spec_alone(run: Run) -> None:
     code, shown, _ = run("inspect", "runs/a")
     assert code == 0
     assert f"{metrics['final']['auc']:.4f}" in shown
+    code, shown, _ = run("inspect", "a.pt")
+    assert code == 0
+    assert all(words in shown for words in ("a model in TorchScript", "user, genre, history, tags", "int8", "0 of 1"))
+    code, shown, _ = run("inspect", "runs/a/plan.json")
+    assert (code, "ranks: " in shown) == (0, True)
+    saved = next(Path("runs/a/checkpoints").glob("step-*"))
+    code, shown, _ = run("inspect", str(saved))
+    assert (code, "every byte as it was written" in shown) == (0, True)
+    shutil.copytree(saved, "damaged")
+    data = next(Path("damaged").glob("data-*/*.safetensors"))
+    data.write_bytes(data.read_bytes()[:-1] + b"?")
+    code, _, errors = run("inspect", "damaged")
+    assert (code, "is damaged: bytes 0 to" in errors) == (1, True)
 
     # Over HTTP the rows of the file have the predictions that its metrics are of.
     rows = pq.read_table("day_2.parquet").to_pylist()
@@ -262,6 +275,13 @@ def test_what_is_wrong_is_said_in_a_line(run: Run, flags: tuple[str, ...], words
 
 
 def test_a_folder_without_a_run(run: Run) -> None:
-    code, _, errors = run("inspect", "nowhere")
+    code, _, errors = run("eval", "nowhere")
     assert code == 1
     assert "nowhere holds no run: it has no config.yaml" in errors
+    code, _, errors = run("inspect", "nowhere")
+    assert code == 1
+    assert "nowhere does not exist: a run has a config.yaml, a checkpoint a manifest.json" in errors
+    Path("other.pt").write_bytes(b"text")
+    code, _, errors = run("inspect", "other.pt")
+    assert code == 1
+    assert "other.pt is none that shardrec wrote" in errors

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from shardrec.layout.report import PlanReport
+from shardrec.layout.report import PlanReport, TableReport
 from shardrec.planner.report.bare import bare_table, ranks_text
 
 if TYPE_CHECKING:
@@ -40,7 +40,8 @@ def explain(plan: ShardingPlan, *, reasons: bool = True) -> Table:
 
     Args:
         plan: any plan.
-        reasons: show why each table's next-best cut lost, too, which takes a line or more per table, and 100 columns.
+        reasons: show each table's MiB and why its next-best cut lost, too, which takes 100 columns, and a line or more
+            per table.
 
     Returns:
         The table; ``rich.print`` shows it.
@@ -61,9 +62,11 @@ def _explained(plan: ShardingPlan, report: PlanReport, reasons: bool) -> Table:
         min_width=60,  # as far as the terminal has them: the caption is as wide as the table
     )
     table.add_column("table", overflow="fold")
-    for heading in ("rows", "dim", "MiB"):
+    for heading in ("rows", "dim", "MiB")[: 3 if reasons else 2]:
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("cut", overflow="fold")
+    # Long ones, such as "column-wise 16|16|16|16", are broken; a cut's name should not be.
+    is_short = all(len(about.cut) <= 16 for about in report.tables)
+    table.add_column("cut", overflow="fold", no_wrap=is_short)
     table.add_column("ranks", overflow="fold")
     table.add_column("ms", justify="right", no_wrap=True)
     if reasons:
@@ -76,7 +79,7 @@ def _explained(plan: ShardingPlan, report: PlanReport, reasons: bool) -> Table:
             layout.name,
             f"{layout.num_embeddings:,}",
             str(layout.embedding_dim),
-            f"{about.bytes / 2**20:,.2f}",
+            *([_mib(about)] if reasons else ()),
             about.cut.replace("_", "-"),
             ranks_text(layout),
             f"{about.ms:,.3f}",
@@ -86,12 +89,16 @@ def _explained(plan: ShardingPlan, report: PlanReport, reasons: bool) -> Table:
 
 
 def reasons_text(report: PlanReport) -> str:
-    """Why each table's next-best cut lost, a line for each: for what is too narrow for more columns in the table."""
+    """Each table's MiB and why its next-best cut lost, a line for each: for what is too narrow for more columns."""
     lines = []
     for each in report.tables:
         other = f"not {each.next_cut.replace('_', '-')}, " if each.next_cut else ""
-        lines.append(f"{each.name}: {other}{each.reason}")
+        lines.append(f"{each.name}: {_mib(each)} MiB, {other}{each.reason}")
     return "\n".join(lines)
+
+
+def _mib(about: TableReport) -> str:
+    return f"{about.bytes / 2**20:,.2f}"
 
 
 def _caption(report: PlanReport, *, uneven: bool) -> list[str]:

@@ -1,0 +1,94 @@
+"""What ``shardrec inspect`` says of a run, a checkpoint, a plan, or a file for programs that serve a model."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from shardrec.checkpoint.load import verify_checkpoint
+from shardrec.checkpoint.manifest import MANIFEST
+from shardrec.errors import ConfigError
+from shardrec.layout import ShardingPlan
+from shardrec.serve.save import NOTES
+from shardrec.train.config import FILE
+from shardrec.train.runs import RunFolder, cuts_of
+
+__all__ = ["describe"]
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """What the file or folder is, by its contents, and what it holds.
+
+    Args:
+        path: results of ``shardrec train``, a folder that ``save_checkpoint`` wrote, a plan, or a file of
+            ``shardrec export``, ``shardrec.serve.save`` or ``shardrec.serve.package``.
+
+    Returns:
+        Names and values, to be shown.
+
+    Raises:
+        CheckpointError: naming the file, if it is a checkpoint and damaged.
+        ConfigError: if it is none of these.
+    """
+    if (path / FILE).is_file():
+        return RunFolder(path).summary()
+    if (path / MANIFEST).exists():
+        return _checkpoint(path)
+    if path.suffix == ".json" and path.is_file():
+        return _plan(ShardingPlan.load(path))
+    if path.is_file() and zipfile.is_zipfile(path):
+        return _served(path)
+    kinds = f"a run has a {FILE}, a checkpoint a {MANIFEST}, a plan is a .json file, a model to serve a .pt or .pt2"
+    problem = "is none that shardrec wrote to its end" if path.exists() else "does not exist"
+    raise ConfigError(f"{path} {problem}: {kinds}")
+
+
+def _checkpoint(path: Path) -> dict[str, Any]:
+    manifest = verify_checkpoint(path)
+    plan = ShardingPlan.from_json(manifest.plan)
+    ordinary = sum(len(group["parameters"]) for group in manifest.param_groups or ())
+    return {
+        "is": "a checkpoint, every byte as it was written",
+        "files": f"{len(manifest.files)}, {sum(file.size for file in manifest.files):,} bytes",
+        **_plan(plan),
+        "tensors": f"{len(manifest.tensors):,}",
+        "fused optimizers": f"of {len(manifest.fused_settings)} tables",
+        "ordinary optimizer": f"of {ordinary} parameters" if ordinary else "none",
+        "extra": ", ".join(manifest.extra) or "none",
+    }
+
+
+def _plan(plan: ShardingPlan) -> dict[str, Any]:
+    rows = sum(table.num_embeddings for table in plan.tables)
+    return {"plan": cuts_of(plan), "tables": f"{len(plan.tables):,}, {rows:,} rows", "fingerprint": plan.fingerprint}
+
+
+def _served(path: Path) -> dict[str, Any]:
+    with zipfile.ZipFile(path) as file:
+        scripted = [name for name in file.namelist() if name.endswith(f"/extra/{NOTES}")]
+        packaged = [name for name in file.namelist() if name.endswith("_metadata.json")]
+        texts = [file.read(name) for name in scripted]
+        machines = [json.loads(file.read(name)) for name in packaged]
+    texts += [one[NOTES] for one in machines if NOTES in one]
+    if not texts:
+        raise ConfigError(f"{path} was not written by shardrec: it has no {NOTES}")
+    notes = json.loads(texts[0])
+    formats = Counter(notes["formats"].values())
+    found = {
+        "is": "a model in TorchScript" if scripted else "a model compiled by AOTInductor",
+        "bytes": f"{path.stat().st_size:,}",
+        "features": ", ".join(notes["features"]),
+        "inputs": ", ".join(notes["inputs"]),
+        "tables": ", ".join(f"{count} {name}" for name, count in sorted(formats.items())) or "as trained",
+        "rank": f"{notes['rank']} of {notes['world_size']}",
+    }
+    for one in notes.get("tensors", ()):
+        found[f"input {one['name']}"] = f"{one['dtype']} [{', '.join(map(str, one['shape']))}]"
+    if not scripted:
+        found["compiled for"] = " ".join(
+            machines[0].get(f"AOTI_{key}", "") for key in ("DEVICE_KEY", "MACHINE", "CPU_ISA")
+        )
+    return found
