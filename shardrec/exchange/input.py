@@ -223,14 +223,6 @@ class InputExchange:
             replica_ids=tuple(notes[0]) if notes and not self.per_id else (),
         )
 
-    def words_in(self, headers: Sequence[Sequence[int]]) -> list[int]:
-        """Per rank, the words that come from it.
-
-        Args:
-            headers: this module's part of each rank's header.
-        """
-        return [self.payload.words_in(header) for header in headers]
-
     def receive(
         self, headers: Sequence[Sequence[int]], parts: Sequence[Tensor], *, keep_order: bool = False
     ) -> ShardInput:

@@ -2,7 +2,7 @@
 
 ::
 
-    forward    features ── issue_lookup ──► ticket ── arrive_columns | arrive_rows ──► value
+    forward    features ── issue_lookup ──► ticket ── arrive ──► value
     backward   tables updated ◄── finish_backward ── ticket ◄── give_gradient ── gradient
 
 An operator takes tensors, numbers and text, and calls back to the module: same queue, same exchange, same kernels as in
@@ -53,12 +53,8 @@ _LIBRARY.define(
     tags=torch.Tag.cudagraph_unsafe,
 )
 _LIBRARY.define(
-    "arrive_columns(Tensor order, Tensor ticket, SymInt batch, int width, ScalarType dtype, int number) -> Tensor",
-    tags=torch.Tag.cudagraph_unsafe,
-)
-_LIBRARY.define(
-    "arrive_rows(Tensor order, Tensor ticket, Tensor values, int width, int lookups, bool ids, ScalarType dtype, "
-    "int number) -> (Tensor, Tensor, Tensor)",
+    "arrive(Tensor order, Tensor ticket, Tensor values, SymInt? rows, int width, int lookups, bool ids, "
+    "ScalarType dtype, int number) -> (Tensor, Tensor, Tensor)",
     tags=torch.Tag.cudagraph_unsafe,
 )
 _LIBRARY.define("give_gradient(Tensor gradient, Tensor ticket, int number) -> Tensor", tags=torch.Tag.cudagraph_unsafe)
@@ -171,7 +167,8 @@ class Program:
         module: the module.
         context: of its model.
         expect: what its input must look like.
-        results: of the call's output, the value that takes a gradient and what else the operator returns.
+        results: of the call's output, what ``arrive`` returns: the value, which takes a gradient, and of rows for each
+            id the ids and the number of each lookup's.
         replicas: parameters of the module's replicated tables, whose gradients a reducer averages.
     """
 
@@ -180,7 +177,7 @@ class Program:
         module: Caller,
         context: ModelContext,
         expect: Expectation,
-        results: Callable[[Any], tuple[Tensor, ...]],
+        results: Callable[[Any], tuple[Tensor, Tensor, Tensor]],
         replicas: Sequence[Tensor],
     ) -> None:
         self._module = module
@@ -209,7 +206,7 @@ class Program:
         weakref.finalize(ticket, self._kept.pop, number, None).atexit = False
         return ticket
 
-    def arrive(self, ticket: Tensor) -> tuple[Tensor, ...]:
+    def arrive(self, ticket: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Wait for a call's rows; the value first."""
         issued = self._kept[int(ticket)]
         call = issued.call
@@ -219,11 +216,11 @@ class Program:
                 if flight not in _BACKWARDS:
                     _BACKWARDS[flight] = _Backward(flight)
                 issued.backward = _BACKWARDS[flight]
-            value, *others = self._results(call.value())
+            value, ids, numbers = self._results(call.value())
             if issued.backward is not None and value.requires_grad:
                 issued.value = value
                 issued.backward.arrived(issued)
-        return value.detach(), *others
+        return value.detach(), ids, numbers
 
     def give_gradient(self, gradient: Tensor, ticket: Tensor) -> None:
         """The gradient of a call's value is there."""
@@ -279,17 +276,10 @@ def _program(number: int) -> Program:
 
 
 def _features(
-    values: Tensor,
-    lengths: Tensor | None,
-    offsets: Tensor | None,
-    weights: Tensor | None,
-    strides: Tensor | None,
-    inverse: Tensor | None,
-    *,
-    keys: Sequence[str],
-    inverse_keys: Sequence[str],
-    stride: int,
+    tensors: Sequence[Any], keys: Sequence[str], inverse_keys: Sequence[str], stride: int
 ) -> KeyedJaggedTensor:
+    """The features of ``issue_lookup``; ``tensors`` are its arguments from ``values`` to ``inverse``."""
+    values, lengths, offsets, weights, strides, inverse = tensors
     return KeyedJaggedTensor(
         keys=list(keys),
         values=values,
@@ -303,51 +293,16 @@ def _features(
 
 
 @torch.library.impl(_LIBRARY, "issue_lookup", "CompositeExplicitAutograd")
-def _issue(
-    anchor: Tensor,
-    replicas: Sequence[Tensor],
-    values: Tensor,
-    lengths: Tensor | None,
-    offsets: Tensor | None,
-    weights: Tensor | None,
-    strides: Tensor | None,
-    inverse: Tensor | None,
-    keys: Sequence[str],
-    inverse_keys: Sequence[str],
-    stride: int,
-    number: int,
-    learned: bool,
-    gradients: bool,
-    scripted: bool,
-) -> tuple[Tensor, Tensor]:
-    def own(given: Tensor) -> Tensor:
-        return given.detach() if scripted else given.detach().clone()
-
-    def own_if_any(given: Tensor | None) -> Tensor | None:
-        return None if given is None else own(given)
-
-    features = _features(
-        own(values),
-        *map(own_if_any, (lengths, offsets, weights, strides, inverse)),
-        keys=keys,
-        inverse_keys=inverse_keys,
-        stride=stride,
-    )
-    ticket = _program(number).issue(features, learned, gradients, scripted)
+def _issue(anchor: Tensor, replicas: Sequence[Tensor], *given: Any) -> tuple[Tensor, Tensor]:
+    number, learned, gradients, scripted = given[9:]
+    own = [one if one is None else one.detach() if scripted else one.detach().clone() for one in given[:6]]
+    ticket = _program(number).issue(_features(own, *given[6:9]), learned, gradients, scripted)
     return anchor.new_zeros(0), ticket
 
 
-@torch.library.impl(_LIBRARY, "arrive_columns", "CompositeExplicitAutograd")
-def _arrive_columns(order: Tensor, ticket: Tensor, batch: int, width: int, dtype: torch.dtype, number: int) -> Tensor:
-    return _program(number).arrive(ticket)[0]
-
-
-@torch.library.impl(_LIBRARY, "arrive_rows", "CompositeExplicitAutograd")
-def _arrive_rows(
-    order: Tensor, ticket: Tensor, values: Tensor, width: int, lookups: int, ids: bool, dtype: torch.dtype, number: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    rows, found, numbers = _program(number).arrive(ticket)
-    return rows, found, numbers
+@torch.library.impl(_LIBRARY, "arrive", "CompositeExplicitAutograd")
+def _arrive(order: Tensor, ticket: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _program(given[-1]).arrive(ticket)
 
 
 @torch.library.impl(_LIBRARY, "give_gradient", "CompositeExplicitAutograd")
@@ -368,22 +323,14 @@ def _finish_backward(
 
 
 def _issue_fake(anchor: Tensor, replicas: Sequence[Tensor], *given: Any) -> tuple[Tensor, Tensor]:
-    number: int = given[9]
-    keys, inverse_keys, stride = given[6:9]
-    _program(number).refuse(_features(*given[:6], keys=keys, inverse_keys=inverse_keys, stride=stride))
+    _program(given[9]).refuse(_features(given[:6], *given[6:9]))
     return anchor.new_empty(0), torch.empty((), dtype=torch.int64, device="cpu")
 
 
-def _arrive_columns_fake(
-    order: Tensor, ticket: Tensor, batch: int, width: int, dtype: torch.dtype, number: int
-) -> Tensor:
-    return order.new_empty((batch, width), dtype=dtype)
-
-
-def _arrive_rows_fake(
-    order: Tensor, ticket: Tensor, values: Tensor, width: int, lookups: int, ids: bool, dtype: torch.dtype, number: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    rows = torch.library.get_ctx().new_dynamic_size()
+def _arrive_fake(order: Tensor, ticket: Tensor, values: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    rows, width, lookups, ids, dtype, _ = given
+    if rows is None:
+        rows = torch.library.get_ctx().new_dynamic_size()
     return (
         order.new_empty((rows, width), dtype=dtype),
         values.new_empty(rows if ids else 0),
@@ -420,28 +367,24 @@ def _issued_backward(ctx: Any, order: Tensor, _: Tensor | None) -> tuple[Any, ..
     return anchor, others, None, None, None, weights, None, None, None, None if ctx.names else [], *[None] * 5
 
 
-def _keep_arrived(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def _keep_arrived(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(inputs[1])
     ctx.number = inputs[-1]
-    ctx.inputs = len(inputs)
-    if isinstance(output, tuple):
-        ctx.mark_non_differentiable(*output[1:])
+    ctx.mark_non_differentiable(*output[1:])
 
 
 def _arrived_backward(ctx: Any, gradient: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     (ticket,) = ctx.saved_tensors
     order = torch.ops.shardrec.give_gradient(gradient, ticket, ctx.number)
-    return order, *[None] * (ctx.inputs - 1)
+    return order, *[None] * 8
 
 
 for _name, _fake in (
     ("issue_lookup", _issue_fake),
-    ("arrive_columns", _arrive_columns_fake),
-    ("arrive_rows", _arrive_rows_fake),
+    ("arrive", _arrive_fake),
     ("give_gradient", _give_gradient_fake),
     ("finish_backward", _finish_backward_fake),
 ):
     torch.library.register_fake(f"shardrec::{_name}", _fake, lib=_LIBRARY)
 torch.library.register_autograd("shardrec::issue_lookup", _issued_backward, setup_context=_keep_issued, lib=_LIBRARY)
-for _name in ("arrive_columns", "arrive_rows"):
-    torch.library.register_autograd(f"shardrec::{_name}", _arrived_backward, setup_context=_keep_arrived, lib=_LIBRARY)
+torch.library.register_autograd("shardrec::arrive", _arrived_backward, setup_context=_keep_arrived, lib=_LIBRARY)

@@ -31,7 +31,7 @@ from shardrec.exchange.assemble import Columns
 from shardrec.exchange.blocks import BlocksInFlight, Stream
 from shardrec.exchange.hosts import HostExchange, host_sums
 from shardrec.exchange.payload import ShardInput
-from shardrec.exchange.ragged import Ragged, strip
+from shardrec.exchange.ragged import Ragged
 from shardrec.exchange.route import Lookup, Route, output_pieces
 from shardrec.exchange.wire import Shape
 
@@ -119,7 +119,7 @@ class OutputExchange:
             if sizes is not None:
                 own = tuple(sizes[number] for number in self._slots[self._rank])
                 ragged = Ragged(rows=rows, sizes=own, columns=self._columns[self._rank])
-                blocks[other], shapes = strip(blocks[other], ragged), ragged.shapes
+                blocks[other], shapes = ragged.strip(blocks[other]), ragged.shapes
             if not plain:
                 pieces.append(blocks[other].reshape(-1))
             if self._is_peer(other):

@@ -145,29 +145,25 @@ class ExchangeQueue:
         Raises:
             ConfigError: if another thread is in it, or calls one of its sharded modules.
         """
-        with self._alone(), self._forward(modules):
-            yield
-
-    @contextmanager
-    def _forward(self, modules: int) -> Iterator[None]:
-        if self._in_forward:
-            yield
-            return
-        self._modules = modules
-        self._in_forward, self._seen, self._run = True, [], 0
-        self._last_habit = self._habit
-        try:
-            yield
-            self.flush()
-            self._end_run()
-            self._habit = self._seen
-        except BaseException as error:
-            # Ranks that failed at different places must not go on with different habits.
-            self._habit = []
-            self._drop(error)
-            raise
-        finally:
-            self._in_forward = False
+        with self._alone():
+            if self._in_forward:
+                yield
+                return
+            self._modules = modules
+            self._in_forward, self._seen, self._run = True, [], 0
+            self._last_habit = self._habit
+            try:
+                yield
+                self.flush()
+                self._end_run()
+                self._habit = self._seen
+            except BaseException as error:
+                # Ranks that failed at different places must not go on with different habits.
+                self._habit = []
+                self._drop(error)
+                raise
+            finally:
+                self._in_forward = False
 
     def launch_ahead(self) -> None:
         """Look up for the calls that this forward makes before its first use, if their ids were exchanged ahead.

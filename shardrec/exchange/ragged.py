@@ -12,15 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
 
 from shardrec.exchange.wire import Shape
 
-__all__ = ["Ragged", "strip"]
+__all__ = ["Ragged"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +41,10 @@ class Ragged:
         return list(zip(self.sizes, self.columns, strict=True))
 
     def strip(self, padded: Tensor) -> Tensor:
-        """Flat, from (B, sum of columns): each slot's own rows, slot after slot."""
+        """Flat, from (B, sum of columns): each slot's own rows, slot after slot; with a gradient."""
         parts = padded.split(list(self.columns), dim=1)
         flats = [part[:size].reshape(-1) for part, size in zip(parts, self.sizes, strict=True)]
-        return torch.cat(flats) if flats else padded.new_zeros(0)
+        return torch.cat(flats) if flats else padded.reshape(-1)
 
     def pad(self, flat: Tensor) -> Tensor:
         """(B, sum of columns), from flat; zeros where a slot has no row."""
@@ -57,21 +55,3 @@ class Ragged:
             padded[:size, start : start + columns] = part.view(size, columns)
             start += columns
         return padded
-
-
-def strip(padded: Tensor, ragged: Ragged) -> Tensor:
-    """:meth:`Ragged.strip` with a gradient."""
-    flat: Tensor = _Strip.apply(padded, ragged)  # type: ignore[no-untyped-call]
-    return flat
-
-
-class _Strip(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, padded: Tensor, ragged: Ragged) -> Tensor:
-        ctx.ragged = ragged  # type: ignore[attr-defined]
-        return ragged.strip(padded)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.ragged.pad(gradient.contiguous()), None

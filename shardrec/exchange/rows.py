@@ -199,13 +199,10 @@ class _Packing:
     def unpack(self, flat: Tensor) -> list[Tensor]:
         """The transpose of :meth:`pack`: per group, (n, w) slot-major."""
         widths = self.exchange.widths
-        found: list[list[Tensor]] = [[] for _ in widths]
-        sizes = [count * widths[group] for counts in self.served for group, count in enumerate(counts)]
-        for index, part in enumerate(flat.split(sizes)):
-            found[index % len(widths)].append(part.view(-1, widths[index % len(widths)]))
+        parts = flat.split([count * widths[group] for counts in self.served for group, count in enumerate(counts)])
         result = []
-        for parts, order in zip(found, self.orders, strict=True):
-            rank_major = torch.cat(parts)
+        for group, order in enumerate(self.orders):
+            rank_major = torch.cat(parts[group :: len(widths)]).view(-1, widths[group])
             result.append(torch.empty_like(rank_major).index_copy_(0, order, rank_major))
         return result
 

@@ -239,8 +239,8 @@ class _Payloads:
             return
         ranks = range(collectives.world_size)
         parts = [[piece for one in sent for piece in one.parts[rank]] for rank in ranks]
-        words = [call.input.words_in(rows) for call, rows in zip(calls, headers, strict=True)]
-        self._words_in = [[of_call[rank] for of_call in words] for rank in ranks]
+        words = [map(call.input.payload.words_in, rows) for call, rows in zip(calls, headers, strict=True)]
+        self._words_in = list(map(list, zip(*words, strict=True)))
         self._pending = collectives.send(parts, list(map(sum, self._words_in)), "payload")
 
     def receive(self, number: int) -> ShardInput:

@@ -13,6 +13,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 __all__ = [
     "Collection",
     "collections_of",
+    "configs_of",
     "default_device",
     "qualified_name",
     "remappers_of",
@@ -44,6 +45,14 @@ def collections_of(model: nn.Module) -> dict[str, Collection]:
     }
 
 
+def configs_of(collection: Collection) -> list[BaseEmbeddingConfig]:
+    """The configs of a collection's tables."""
+    pooled = isinstance(collection, EmbeddingBagCollection)
+    configs: list[BaseEmbeddingConfig]
+    configs = collection.embedding_bag_configs() if pooled else collection.embedding_configs()
+    return configs
+
+
 def default_device(model: nn.Module, group: dist.ProcessGroup | None = None) -> torch.device:
     """Where a model is planned for and sharded by default: where it is, or where its process group can work."""
     for parameter in model.parameters():
@@ -67,11 +76,7 @@ def table_configs(model: nn.Module) -> dict[str, BaseEmbeddingConfig]:
     """The config of each table of a model's unsharded collections, by the table's name in a plan."""
     found: dict[str, BaseEmbeddingConfig] = {}
     for path, collection in collections_of(model).items():
-        if isinstance(collection, EmbeddingBagCollection):
-            configs = collection.embedding_bag_configs()
-        else:
-            configs = collection.embedding_configs()
-        for config in configs:
+        for config in configs_of(collection):
             found[qualified_name(path, config.name)] = config
     return found
 

@@ -41,18 +41,14 @@ class WidthClass:
         tables: numbers of the tables, in order.
         bases: per table, its first row in the matrix; one more entry for the end.
         weight: (rows, w), a view of the bank's memory, in its dtype.
-        slots: numbers of the slots that look these tables up.
-        slot_bases: (slots,) int64, the first matrix row of each slot's table.
-        bases_of_all: (S,) int64, the same for all the slots of the bank; -1 for those of another width.
+        slot_bases: (S,) int64, the first matrix row of each slot's table; -1 for slots of another width.
     """
 
     width: int
     tables: tuple[int, ...]
     bases: tuple[int, ...]
     weight: Tensor
-    slots: tuple[int, ...]
     slot_bases: Tensor
-    bases_of_all: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +67,7 @@ class RowGradient:
 
 @dataclass(frozen=True, kw_only=True)
 class _ClassIds:
-    """The n ids of one width class: matrix row, place among the class's slots, sample and weight of each.
+    """The n ids of one width class: matrix row, slot, sample and weight of each.
 
     ``places`` (n,) says which of all the ids they are; None if all of them.
     """
@@ -139,10 +135,8 @@ class TableBank:
             set_first_sums(self.kernel, optimizer)
         self.weights: list[Tensor] = [stored[place[table]] for table in range(len(shapes))]
         self.classes = self._classes(order, flat.detach()) if optimizer is None else ()
-        # Per class, (S,) bool: which slots look its tables up.
-        self._chosen = [cls.bases_of_all.ge(0).to(device) for cls in self.classes]
         widths = [self.shapes[table][1] for table in self.slot_tables]
-        self._columns = torch.tensor([0, *accumulate(widths)][:-1], dtype=torch.int64)
+        self._columns = torch.tensor([0, *accumulate(widths)][:-1], dtype=torch.int64, device=device)
         self._own: OwnKernel | None = None
         if native.has_kernels():
             self._own = own_kernel(self.shapes, self.slot_tables, self.weights, self.states(), optimizer, pooled=pooled)
@@ -239,7 +233,7 @@ class TableBank:
     ) -> Iterator[tuple[WidthClass, Tensor, Tensor]]:
         """Per width class, the matrix row (n,) of each id, and its gradient (n, w)."""
         for cls, part in zip(self.classes, self._ids_by_class(ids, lengths, weights), strict=True):
-            values = self._bag_gradient(cls, part, lengths.size(1), gradient)
+            values = self._bag_gradient(cls, part, gradient)
             yield cls, part.rows, values if part.weights is None else values * part.weights.unsqueeze(1)
 
     def weight_gradient(self, ids: Tensor, lengths: Tensor, gradient: Tensor) -> Tensor:
@@ -248,7 +242,7 @@ class TableBank:
             return self._own.weight_gradient(ids.contiguous(), lengths.to(torch.int32).contiguous(), gradient)
         found = gradient.new_zeros(ids.numel())
         for cls, part in zip(self.classes, self._ids_by_class(ids, lengths, None), strict=True):
-            values = self._bag_gradient(cls, part, lengths.size(1), gradient)
+            values = self._bag_gradient(cls, part, gradient)
             products = (values * cls.weight.index_select(0, part.rows)).sum(dim=1)
             if part.places is None:
                 return products
@@ -264,7 +258,7 @@ class TableBank:
             lengths.to(torch.int32).contiguous(),
             weights,
             gradient if gradient.stride(1) == 1 else gradient.contiguous(),
-            cls.bases_of_all,
+            cls.slot_bases,
             self._columns,
             cls.width,
             self.pooled,
@@ -272,48 +266,43 @@ class TableBank:
         )
         return RowGradient(rows=rows, values=values, squares=squares)
 
-    def _bag_gradient(self, cls: WidthClass, part: _ClassIds, batch: int, gradient: Tensor) -> Tensor:
+    def _bag_gradient(self, cls: WidthClass, part: _ClassIds, gradient: Tensor) -> Tensor:
         """(n, w) gradient of the bag (or row) of each id."""
         if not self.pooled:
             return gradient
-        slots = len(cls.slots)
-        if slots < len(self.slot_tables):
-            starts = [0, *accumulate(self.shapes[table][1] for table in self.slot_tables)]
-            gradient = torch.cat([gradient[:, starts[slot] : starts[slot + 1]] for slot in cls.slots], dim=1)
-        bags = part.samples * slots + part.slots
-        return gradient.reshape(batch * slots, cls.width).index_select(0, bags)
+        # Each run of w neighbours in memory, of which a bag's columns are one.
+        runs = gradient.reshape(-1).unfold(0, cls.width, 1) if gradient.numel() else gradient.view(0, cls.width)
+        return runs.index_select(0, part.samples * gradient.size(1) + self._columns[part.slots])
 
     def _look_up_in_torch(self, ids: Tensor, lengths: Tensor, weights: Tensor | None) -> Tensor:
         """:meth:`look_up` of a bank without a kernel; no gradient comes back through it."""
-        batch = lengths.size(1)
-        columns: dict[int, Tensor] = {}
+        batch, slots = lengths.size(1), len(self.slot_tables)
+        sums: dict[int, Tensor] = {}  # by width
         for cls, part in zip(self.classes, self._ids_by_class(ids, lengths, weights), strict=True):
             values = cls.weight.index_select(0, part.rows).to(torch.float32)
             if not self.pooled:
                 return values
             if part.weights is not None:
                 values.mul_(part.weights.unsqueeze(1))
-            slots = len(cls.slots)
             pooled = values.new_zeros((batch * slots, cls.width))
-            pooled = pooled.index_add_(0, part.samples * slots + part.slots, values).view(batch, slots * cls.width)
-            if slots == len(self.slot_tables):
-                return pooled
-            columns.update(zip(cls.slots, pooled.split(cls.width, dim=1), strict=True))
-        return torch.cat([columns[slot] for slot in range(len(self.slot_tables))], dim=1)
+            pooled.index_add_(0, part.samples * slots + part.slots, values)
+            sums[cls.width] = pooled.view(batch, slots, cls.width)
+            if len(self.classes) == 1:
+                return pooled.view(batch, slots * cls.width)
+        return torch.cat([sums[self.shapes[table][1]][:, slot] for slot, table in enumerate(self.slot_tables)], dim=1)
 
     def _ids_by_class(self, ids: Tensor, lengths: Tensor, weights: Tensor | None) -> Iterator[_ClassIds]:
         """The ids of each width class, in the order of ``classes``; shapes as :meth:`look_up` takes them."""
         batch = lengths.size(1)
-        slot_count = len(self.slot_tables)
-        bags = torch.arange(slot_count * batch, device=ids.device)
+        bags = torch.arange(lengths.numel(), device=ids.device)
         bag_N = bags.repeat_interleave(lengths.reshape(-1).to(torch.int64), output_size=ids.numel())
         # Without samples there are no ids, and the batch size is no divisor.
         slot_N, sample_N = bag_N // max(batch, 1), bag_N % max(batch, 1)
-        for cls, chosen in zip(self.classes, self._chosen, strict=True):
+        for cls in self.classes:
             slots, samples, ids_n, weights_n, places = slot_N, sample_N, ids, weights, None
-            if len(cls.slots) < slot_count:
-                places = chosen[slot_N].nonzero().squeeze(1)
-                slots, samples, ids_n = (chosen.cumsum(0) - 1)[slot_N[places]], sample_N[places], ids[places]
+            if len(self.classes) > 1:
+                places = (cls.slot_bases[slot_N] >= 0).nonzero().squeeze(1)
+                slots, samples, ids_n = slot_N[places], sample_N[places], ids[places]
                 weights_n = None if weights is None else weights[places]
             rows = ids_n.to(torch.int64) + cls.slot_bases[slots]
             yield _ClassIds(rows=rows, places=places, slots=slots, samples=samples, weights=weights_n)
@@ -325,20 +314,15 @@ class TableBank:
             tables = tuple(table for table in order if self.shapes[table][1] == width)
             bases = (0, *accumulate(self.shapes[table][0] for table in tables))
             base_of = dict(zip(tables, bases, strict=False))
-            slots = tuple(slot for slot, table in enumerate(self.slot_tables) if table in base_of)
             numel = bases[-1] * width
-            all_bases = [base_of.get(table, -1) for table in self.slot_tables]
+            slot_bases = [base_of.get(table, -1) for table in self.slot_tables]
             classes.append(
                 WidthClass(
                     width=width,
                     tables=tables,
                     bases=bases,
                     weight=flat[start : start + numel].view(bases[-1], width),
-                    slots=slots,
-                    slot_bases=torch.tensor(
-                        [base_of[self.slot_tables[slot]] for slot in slots], dtype=torch.int64, device=self.device
-                    ),
-                    bases_of_all=torch.tensor(all_bases, dtype=torch.int64),
+                    slot_bases=torch.tensor(slot_bases, dtype=torch.int64, device=self.device),
                 )
             )
             start += numel

@@ -15,7 +15,9 @@ Shapes: S slots, B samples, N ids, D columns of all the slots, w columns of a ro
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import fbgemm_gpu  # defines the operators
 import fbgemm_gpu.sparse_ops  # noqa: F401  # and fbgemm's own fake kernels
@@ -26,62 +28,29 @@ from torch import Tensor
 __all__ = ["FAKES", "has_fake", "register_fakes"]
 
 
-def _pooled(
-    host_weights: Tensor,
-    dev_weights: Tensor | None,
-    uvm_weights: Tensor | None,
-    lxu_cache_weights: Tensor | None,
-    weights_placements: Tensor,
-    weights_offsets: Tensor,
-    D_offsets: Tensor,
-    total_D: int,
-    max_D: int,
-    hash_size_cumsum: Tensor,
-    indices: Tensor,
-    offsets: Tensor,
-    pooling_mode: int,
-    indice_weights: Tensor | None,
-    lxu_cache_locations: Tensor,
-    uvm_cache_stats: Tensor,
-    is_experimental: bool,
-    output_dtype: int,
-) -> Tensor:
+def _pooled(given: Mapping[str, Any]) -> Tensor:
     """(B, D) sums of the bags that ``offsets`` (S·B + 1,) bound."""
-    slots = D_offsets.numel() - 1
-    return indices.new_empty(((offsets.numel() - 1) // slots, total_D), dtype=_dtype(output_dtype))
+    slots = given["D_offsets"].numel() - 1
+    return _like((given["offsets"].numel() - 1) // slots, given["total_D"], given)
 
 
-def _rows(
-    host_weights: Tensor,
-    dev_weights: Tensor | None,
-    uvm_weights: Tensor | None,
-    lxu_cache_weights: Tensor | None,
-    weights_placements: Tensor,
-    weights_offsets: Tensor,
-    D: int,
-    hash_size_cumsum: Tensor,
-    indices: Tensor,
-    offsets: Tensor,
-    lxu_cache_locations: Tensor,
-    uvm_cache_stats: Tensor,
-    is_experimental: bool,
-    output_dtype: int,
-) -> Tensor:
+def _rows(given: Mapping[str, Any]) -> Tensor:
     """(N, w) rows of the ids."""
-    return indices.new_empty((indices.numel(), D), dtype=_dtype(output_dtype))
+    return _like(given["indices"].numel(), given["D"], given)
 
 
-def _dtype(output_dtype: int) -> torch.dtype:
-    dtype: torch.dtype = SparseType.from_int(output_dtype).as_dtype()
-    return dtype
+def _like(rows: int, columns: int, given: Mapping[str, Any]) -> Tensor:
+    dtype: torch.dtype = SparseType.from_int(given["output_dtype"]).as_dtype()
+    found: Tensor = given["indices"].new_empty((rows, columns), dtype=dtype)
+    return found
 
 
-FAKES: dict[str, Callable[..., Tensor]] = {
+FAKES: dict[str, Callable[[Mapping[str, Any]], Tensor]] = {
     "fbgemm::split_embedding_codegen_forward_unweighted_pt2_wrapper": _pooled,
     "fbgemm::split_embedding_codegen_forward_weighted_pt2_wrapper": _pooled,
     "fbgemm::split_embedding_nobag_codegen_forward_unweighted_pt2_wrapper": _rows,
 }
-"""What fbgemm's lookups (``split_embedding_codegen_lookup_*_function_pt2``) call, whatever the optimizer."""
+"""What fbgemm's lookups (``split_embedding_codegen_lookup_*_function_pt2``) call, by argument name."""
 
 
 def has_fake(name: str) -> bool:
@@ -97,12 +66,18 @@ def register_fakes() -> tuple[str, ...]:
     Returns:
         The names of the operators registered by this call.
     """
-    missing = tuple(name for name in FAKES if _is_defined(name) and not has_fake(name))
+    missing = tuple(name for name in FAKES if _operator(name) is not None and not has_fake(name))
     for name in missing:
-        torch.library.register_fake(name, FAKES[name])
+        names = [one.name for one in _operator(name).default._schema.arguments]
+        torch.library.register_fake(name, partial(_called, FAKES[name], names))
     return missing
 
 
-def _is_defined(name: str) -> bool:
+def _called(fake: Callable[[Mapping[str, Any]], Tensor], names: Sequence[str], *args: Any, **kwargs: Any) -> Tensor:
+    return fake({**dict(zip(names, args, strict=False)), **kwargs})
+
+
+def _operator(name: str) -> Any:
+    """The operator; None if this build has none of that name."""
     library, operator = name.split("::")
-    return hasattr(getattr(torch.ops, library), operator)
+    return getattr(getattr(torch.ops, library), operator, None)

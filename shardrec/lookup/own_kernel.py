@@ -1,4 +1,4 @@
-"""The lookup and fused update in C++ of this package: what they need to know of a bank, and their autograd function.
+"""The lookup and fused update in C++ of this package: what they need to know of a bank.
 
 They take the place of fbgemm's kernels on the CPU, for float32 weights, with and without SGD, Adagrad or rowwise
 Adagrad in backward. The memory stays fbgemm's, so that whatever addresses it (``state_dict``, checkpoints, scripted
@@ -12,12 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
 
+from shardrec.lookup.backward import looked_up
 from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
 
 __all__ = ["OwnKernel", "own_kernel"]
@@ -62,12 +61,12 @@ class OwnKernel:
         weights = None if weights is None or not self.pooled else weights.contiguous()
         if self.optimizer is None or not torch.is_grad_enabled():
             return self.look_up(ids, lengths, weights, out)
-        # In a list, for a result that were an argument, too, would count as a view of it.
-        place = [] if out is None else [out]
-        found: Tensor = _FusedFunction.apply(  # type: ignore[no-untyped-call]
-            self.placeholder, weights, self, ids, lengths, lr, place
-        )
-        return found
+
+        def learn(ids: Tensor, lengths: Tensor, weights: Tensor | None, gradient: Tensor) -> list[None]:
+            self.update(ids, lengths, weights, gradient, lr)
+            return [None]
+
+        return looked_up(self.look_up, self.weight_gradient, learn, ids, lengths, weights, [self.placeholder], out)
 
     def look_up(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, out: Tensor | None = None) -> Tensor:
         """The same without gradient; ``lengths`` are int32, and all are contiguous."""
@@ -148,37 +147,6 @@ def own_kernel(
         optimizer=optimizer,
         placeholder=torch.zeros(0, requires_grad=optimizer is not None),
     )
-
-
-class _FusedFunction(torch.autograd.Function):
-    """A lookup whose backward updates the tables."""
-
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx,
-        placeholder: Tensor,
-        weights: Tensor | None,
-        kernel: OwnKernel,
-        ids: Tensor,
-        lengths: Tensor,
-        lr: float,
-        place: list[Tensor],
-    ) -> Tensor:
-        ctx.save_for_backward(ids, lengths, weights)  # type: ignore[arg-type]
-        ctx.kernel, ctx.lr = kernel, lr  # type: ignore[attr-defined]
-        return kernel.look_up(ids, lengths, weights, *place)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        ids, lengths, weights = ctx.saved_tensors
-        kernel: OwnKernel = ctx.kernel
-        of_weights = None
-        if ctx.needs_input_grad[1]:
-            # Of the rows as they were looked up, so before the step.
-            of_weights = kernel.weight_gradient(ids, lengths, gradient)
-        kernel.update(ids, lengths, weights, gradient, ctx.lr)
-        return None, of_weights, None, None, None, None, None
 
 
 def _memory(views: Sequence[Tensor]) -> Tensor | None:

@@ -270,9 +270,7 @@ class _RowUpdate:
     def __init__(self, weight: Tensor, optimizer: FusedOptimizer) -> None:
         rows, width = weight.shape
         none = torch.zeros(0, dtype=torch.int64, device=weight.device)
-        cls = WidthClass(
-            width=width, tables=(0,), bases=(0, rows), weight=weight, slots=(), slot_bases=none, bases_of_all=none
-        )
+        cls = WidthClass(width=width, tables=(0,), bases=(0, rows), weight=weight, slot_bases=none)
         self.optimizer = RowOptimizer([cls], 1, optimizer)
         self._weight = weight
 

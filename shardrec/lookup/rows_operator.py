@@ -29,24 +29,18 @@ _LIBRARY.define(
 )
 
 
-class _Entry:
-    """A lookup, for as long as its owner lives."""
-
-    def __init__(self, look_up: Look) -> None:
-        self.look_up = look_up
-
-
-_LIVE: WeakValueDictionary[int, _Entry] = WeakValueDictionary()
+_LIVE: WeakValueDictionary[int, Look] = WeakValueDictionary()
+"""Lookups, for as long as their owners live."""
 
 
 def _look_up_rows(ids: Tensor, lengths: Tensor, weights: Tensor | None, number: int) -> Tensor:
-    entry = _LIVE.get(number)
-    if entry is None:
+    look_up = _LIVE.get(number)
+    if look_up is None:
         raise ConfigError(
             "this scripted model updates tables of a model that is gone; script it again with shardrec.script, in eval "
             "mode if it is to be saved"
         )
-    return entry.look_up(ids, lengths, weights)
+    return look_up(ids, lengths, weights)
 
 
 _LIBRARY.impl("look_up_rows", _look_up_rows, "CompositeImplicitAutograd")
@@ -63,10 +57,8 @@ class RowsLookup(nn.Module):
     def __init__(self, look_up: Look, owner: object) -> None:
         super().__init__()
         self.number = next(_NUMBERS)
-        entry = _Entry(look_up)
-        _LIVE[self.number] = entry
-        kept: list[_Entry] = owner.__dict__.setdefault("_scripted_lookups", [])
-        kept.append(entry)
+        _LIVE[self.number] = look_up
+        owner.__dict__.setdefault("_scripted_lookups", []).append(look_up)
 
     def forward(self, ids: Tensor, lengths: Tensor, weights: Tensor | None) -> Tensor:
         """(B_all, D) or (N, w) float32."""

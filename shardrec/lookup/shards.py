@@ -6,7 +6,8 @@ Shapes: S slots of this rank, B_all the samples of all ranks, N ids, D pooled co
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -18,6 +19,7 @@ from shardrec.exchange.collectives import Collectives
 from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.route import Slot
 from shardrec.layout import Shard
+from shardrec.lookup.backward import looked_up
 from shardrec.lookup.bank import RowGradient, TableBank
 from shardrec.lookup.groups import GroupMode, LookupGroup
 from shardrec.lookup.optimizers import FusedOptimizer
@@ -175,10 +177,13 @@ class ShardLookup:
         if member.group.mode is GroupMode.DENSE:
             assert member.bank is not None, "only whole-row groups go on without a bank"
             return dense_lookup(member.bank, part.ids, part.lengths, part.weights, member.parameters, part.out)
-        pooled: Tensor = _RowsFunction.apply(  # type: ignore[no-untyped-call]
-            self._placeholder, part.weights, member, part, batch
+        bank, learn, inputs = member.bank, partial(_learn, member), [self._placeholder]
+        if bank is None:
+            empty = self._placeholder.new_zeros(_empty_shape(member, batch))
+            return looked_up(lambda *_: empty, lambda *_: None, learn, part.ids, part.lengths, part.weights, inputs)
+        return looked_up(
+            bank.look_up, bank.weight_gradient, learn, part.ids, part.lengths, part.weights, inputs, part.out
         )
-        return pooled
 
     def scripted(self, *, training: bool) -> tuple[nn.ModuleList, list[int]]:
         """The lookups for TorchScript, one module per group, and the number of this rank's slots in each.
@@ -283,44 +288,21 @@ def _steps(member: _Member) -> int:
     return 0 if member.bank is None else member.bank.step_count
 
 
-class _RowsFunction(torch.autograd.Function):
-    """A lookup whose backward updates the looked-up rows with a :class:`RowOptimizer`."""
-
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx,
-        placeholder: Tensor,
-        weights: Tensor | None,
-        member: _Member,
-        part: _GroupInput,
-        batch: int,
-    ) -> Tensor:
-        # Without the place of the result, which knows this function and would never go.
-        ctx.member, ctx.part = member, replace(part, out=None)  # type: ignore[attr-defined]
-        if member.bank is None:
-            return placeholder.new_zeros(_empty_shape(member, batch))
-        return member.bank.look_up(part.ids, part.lengths, part.weights, part.out)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None, None, None, None]:
-        member: _Member = ctx.member
-        part: _GroupInput = ctx.part
-        of_weights = None
-        if ctx.needs_input_grad[1] and member.bank is not None:
-            # The weights' gradient is of the rows as they were looked up, so before the step.
-            of_weights = member.bank.weight_gradient(part.ids, part.lengths, gradient)
-        gradients: Sequence[RowGradient] = []
-        if member.bank is not None:
-            gradients = member.bank.row_gradients(part.ids, part.lengths, part.weights, gradient)
-        if member.rows is not None:
-            gradients = member.rows.decayed(gradients)
-        squares = None
-        if member.whole_rows is not None:
-            squares = member.whole_rows.mean_squares(member.bank, gradients)
-        if member.rows is not None:
-            member.rows.step(gradients, squares)
-        return None, of_weights, None, None, None
+def _learn(
+    member: _Member, ids: Tensor, lengths: Tensor, weights: Tensor | None, gradient: Tensor
+) -> Sequence[Tensor | None]:
+    """Update the rows that were looked up with the member's :class:`RowOptimizer`; without a bank, tell the others."""
+    gradients: Sequence[RowGradient] = []
+    if member.bank is not None:
+        gradients = member.bank.row_gradients(ids, lengths, weights, gradient)
+    if member.rows is not None:
+        gradients = member.rows.decayed(gradients)
+    squares = None
+    if member.whole_rows is not None:
+        squares = member.whole_rows.mean_squares(member.bank, gradients)
+    if member.rows is not None:
+        member.rows.step(gradients, squares)
+    return [None]
 
 
 def dense_lookup(
@@ -344,36 +326,13 @@ def dense_lookup(
     Returns:
         (B, D) float32.
     """
-    place = [] if out is None else [out]
-    pooled: Tensor = _DenseFunction.apply(  # type: ignore[no-untyped-call]
-        bank, ids, lengths, weights, place, *parameters
-    )
-    return pooled
 
-
-class _DenseFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx,
-        bank: TableBank,
-        ids: Tensor,
-        lengths: Tensor,
-        weights: Tensor | None,
-        place: list[Tensor],
-        *parameters: Tensor,
-    ) -> Tensor:
-        ctx.bank, ctx.input = bank, (ids, lengths, weights)  # type: ignore[attr-defined]
-        return bank.look_up(ids, lengths, weights, *place)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        bank: TableBank = ctx.bank
-        ids, lengths, weights = ctx.input
+    def learn(ids: Tensor, lengths: Tensor, weights: Tensor | None, gradient: Tensor) -> list[Tensor | None]:
         per_table: list[Tensor | None] = [None] * len(bank.shapes)
         for cls, whole in zip(bank.classes, bank.dense_gradients(ids, lengths, weights, gradient), strict=True):
             dense = whole.to(bank.dtype)
             for position, table in enumerate(cls.tables):
                 per_table[table] = dense[cls.bases[position] : cls.bases[position + 1]]
-        of_weights = bank.weight_gradient(ids, lengths, gradient) if ctx.needs_input_grad[3] else None
-        return None, None, None, of_weights, None, *per_table
+        return per_table
+
+    return looked_up(bank.look_up, bank.weight_gradient, learn, ids, lengths, weights, parameters, out)

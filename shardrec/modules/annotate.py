@@ -6,7 +6,7 @@ with everything that the eager model has (one exchange for several modules, shar
 quantized comms, a batch size per feature), and compiled dense code before the first use overlaps with the exchange. A
 model with n sharded calls becomes n + 1 dense regions.
 
-``traced``: no break. The tracer runs the module's twin of operators (:mod:`shardrec.modules.traced`), so that a whole
+``traced``: no break. The tracer runs the module's twin of operators (:mod:`shardrec.modules.live`), so that a whole
 model is one graph and ``fullgraph=True`` holds. Each module then has an exchange of its own, through the process group.
 
 [Note: the marks]
@@ -26,10 +26,11 @@ from typing import Literal, get_args
 
 from torch import nn
 
+from shardrec._torchscript import plain
 from shardrec.errors import ConfigError
+from shardrec.lookup.fakes import register_fakes
 from shardrec.modules.bags import ShardedEmbeddingBagCollection
 from shardrec.modules.sequences import ShardedEmbeddingCollection
-from shardrec.modules.traced import compiled_twin
 
 __all__ = ["CompileMode", "annotate_for_dynamo", "unannotate"]
 
@@ -78,7 +79,9 @@ def annotate_for_dynamo(
     found = list(_sharded(module, ignored))
     # All the twins before the first mark: one that cannot be made must not leave half of a model annotated.
     # A second twin of a module would be compiled anew.
-    twins = [(one._traced or compiled_twin(one)) if mode == "traced" else None for one in found]
+    twins = [(one._traced or plain(one.scripted_twin())) if mode == "traced" else None for one in found]
+    if mode == "traced":
+        register_fakes()  # for what a user traces beside it: fbgemm's modules, and twins made for other executors
     for one, twin in zip(found, twins, strict=True):
         _forget(one)
         if twin is not None:

@@ -6,14 +6,13 @@ Shapes: B samples of this rank, D columns of the output (the unsharded module's)
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.fx import Proxy
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
@@ -33,14 +32,29 @@ from shardrec.layout import ShardingPlan
 from shardrec.lookup.groups import group_tables
 from shardrec.lookup.shards import ShardLookup
 from shardrec.modules.collection import ShardedCollection
-from shardrec.modules.initial import first_bag_values
 from shardrec.modules.live import LiveBags
-from shardrec.modules.pooled import PooledEmbeddings
-from shardrec.modules.recorded import recorded_call
-from shardrec.modules.table import ShardedTable
 from shardrec.pending import LazyAwaitable
 
-__all__ = ["BagCall", "ShardedEmbeddingBagCollection"]
+__all__ = ["BagCall", "PooledEmbeddings", "ShardedEmbeddingBagCollection"]
+
+
+class PooledEmbeddings(LazyAwaitable[KeyedTensor]):
+    """A KeyedTensor whose all-to-all is under way, or about to be; it waits at first use.
+
+    Args:
+        call: gives the (B, D) values.
+        keys: of the output.
+        dims: columns of each.
+    """
+
+    def __init__(self, call: Call, *, keys: Sequence[str], dims: Sequence[int]) -> None:
+        super().__init__()
+        self._call = call
+        self._keys = keys
+        self._dims = dims
+
+    def _wait_impl(self) -> KeyedTensor:
+        return KeyedTensor(keys=list(self._keys), length_per_key=list(self._dims), values=self._call.value())
 
 
 class ShardedEmbeddingBagCollection(ShardedCollection):
@@ -64,6 +78,9 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         ConfigError: for a table type or an optimizer that cannot be sharded.
     """
 
+    _holder = "embedding_bags"
+    embedding_bags: nn.ModuleDict
+
     def __init__(
         self,
         module: EmbeddingBagCollection,
@@ -74,14 +91,10 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         group: dist.ProcessGroup | None = None,
         context: ModelContext | None = None,
     ) -> None:
-        configs: list[EmbeddingBagConfig] = module.embedding_bag_configs()
-        weights = {config.name: module.embedding_bags[config.name].weight for config in configs}
-        super().__init__(configs, weights, plan, path=path, device=device, group=group, context=context)
-        self._configs = configs
+        super().__init__(module, plan, path=path, device=device, group=group, context=context)
         self._is_weighted: bool = module.is_weighted()
         self.embedding_names: list[str] = list(module._embedding_names)
-        self._build_lookups()
-        self.embedding_bags = self._build_parameters(first_bag_values(module, self._drawn_in_place()))
+        self._build(module)
 
     def _build_lookups(self) -> None:
         collectives = self.context.collectives
@@ -140,31 +153,12 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         self.hot_split = HotSplit(hot, copies, keep=True, device=self.device) if hot else None
         return sent
 
-    def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[KeyedTensor]:
-        """Look up the local batch.
-
-        Args:
-            features: the batch of this rank: int32 or int64 ids of the tables' features, in any order; further keys
-                are ignored. Batch sizes may differ between ranks and may be 0.
-
-        Returns:
-            Lazily awaited KeyedTensor of (B, D) float32.
-
-        Raises:
-            InputError: on every rank at the same step, if the batch of any is faulty.
-            PeerError: if another rank is gone.
-        """
-        if torch.compiler.is_compiling():
-            value: LazyAwaitable[KeyedTensor] = self._compiled(features)
-            return value
-        if isinstance(features, Proxy):
-            return recorded_call(self, (features,), {})  # type: ignore[return-value]
-        call = self.context.queue.submit(self, features)
-        return PooledEmbeddings(call, keys=self.embedding_names, dims=self.dims)
-
     def new_call(self, features: KeyedJaggedTensor) -> BagCall:
         """A forward's call, whose ids are not under way yet."""
         return BagCall(self, features)
+
+    def _pending(self, call: Call) -> LazyAwaitable[KeyedTensor]:
+        return PooledEmbeddings(call, keys=self.embedding_names, dims=self.dims)
 
     def serve(self, asked: ShardInput) -> Stream:
         """What this rank's shards have for requests: the sums that each asks for, one request after the other."""
@@ -174,11 +168,6 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
     def scripted_twin(self) -> nn.Module:
         """What TorchScript of this process sees in this module's place; :mod:`shardrec.portable` has another."""
         return LiveBags(self)
-
-    def tables(self) -> Mapping[str, ShardedTable]:
-        """The sharded tables, by their own names."""
-        found: dict[str, ShardedTable] = dict(self.embedding_bags.items())  # type: ignore[arg-type]
-        return found
 
     def late_columns(self) -> tuple[list[str], list[int]]:
         """Keys and columns of the output."""

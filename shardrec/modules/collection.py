@@ -10,7 +10,9 @@ from typing import Any, ClassVar, Self, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.fx import Proxy
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.errors import ConfigError
 from shardrec.exchange.batch import NO_LIMIT, Expectation
@@ -23,15 +25,17 @@ from shardrec.exchange.step import Call
 from shardrec.exchange.transport import transport_of
 from shardrec.ids.maps import IdMaps, Mapped
 from shardrec.layout import Shard, ShardingPlan, TableLayout
-from shardrec.layout.discover import qualified_name
+from shardrec.layout.discover import Collection, configs_of, qualified_name
 from shardrec.lookup.groups import LookupTable
 from shardrec.lookup.hot import HotRows
 from shardrec.lookup.optimizers import FusedOptimizer, fused_optimizer_of
 from shardrec.lookup.replicated import ReplicatedLookup
 from shardrec.lookup.shards import ShardLookup
-from shardrec.modules.initial import draw_in_place, draw_rows
+from shardrec.modules.initial import draw_in_place, draw_rows, first_values
 from shardrec.modules.late import look_up_outside
+from shardrec.modules.recorded import recorded_call
 from shardrec.modules.table import ShardedTable
+from shardrec.pending import LazyAwaitable
 
 __all__ = ["TABLE_DTYPES", "ShardedCollection", "Values"]
 
@@ -44,7 +48,7 @@ Values: TypeAlias = Tensor | Mapping[Shard | None, Tensor]
 
 
 class ShardedCollection(nn.Module, abc.ABC):
-    """Base of the sharded collections. A subclass builds its lookups and exchanges, then calls ``_build_parameters``.
+    """Base of the sharded collections. A subclass sets its own attributes after ``__init__``, then calls ``_build``.
 
     A table's weights have the dtype of its config's ``data_type``: FP32, FP16 or BF16 (TorchRec's unsharded module
     makes an FP16 parameter for either 16-bit type). Whatever it is, rows are summed in float32, travel as float32 (or
@@ -52,8 +56,7 @@ class ShardedCollection(nn.Module, abc.ABC):
     16-bit table is rounded to nearest.
 
     Args:
-        configs: of the unsharded collection.
-        weights: the unsharded weight of each table, by the table's own name; read for optimizers.
+        module: the unsharded collection.
         plan: holds a layout for each table, under ``qualified_name(path, table)``.
         path: the collection's path in the model.
         device: where the shards live; default: the CPU.
@@ -66,16 +69,18 @@ class ShardedCollection(nn.Module, abc.ABC):
     replicas: ReplicatedLookup | None
     id_maps: IdMaps | None = None
     hot_rows: HotRows | None = None
+    _holder: ClassVar[str]
+    """The attribute that has the tables, as the unsharded module calls it."""
+
     portable: ClassVar[bool] = True
     """Whether TorchScript can have it in a program that runs without shardrec."""
 
-    _traced: nn.Module | None = None
-    """What a tracer runs in place of forward; None for a graph break. See :mod:`shardrec.modules.annotate`."""
+    _traced: Any = None
+    """The twin whose ``traced`` a tracer runs in place of forward; None for a graph break: see annotate.py."""
 
     def __init__(
         self,
-        configs: Sequence[BaseEmbeddingConfig],
-        weights: Mapping[str, nn.Parameter],
+        module: Collection,
         plan: ShardingPlan,
         *,
         path: str,
@@ -84,6 +89,9 @@ class ShardedCollection(nn.Module, abc.ABC):
         context: ModelContext | None,
     ) -> None:
         super().__init__()
+        self._configs = configs = configs_of(module)
+        tables = getattr(module, self._holder)
+        weights: dict[str, nn.Parameter] = {config.name: tables[config.name].weight for config in configs}
         self.device = torch.device(device or "cpu")
         self.context = context or ModelContext(transport_of(group, self.device), self.device)
         self.group = (group or dist.group.WORLD) if self.context.collectives.world_size > 1 else None
@@ -108,13 +116,39 @@ class ShardedCollection(nn.Module, abc.ABC):
         """Of the output's values: float32 as the unsharded module's, unless ``shardrec.shard`` was told another."""
         return self.context.output_dtype
 
+    def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[Any]:
+        """Look up the local batch.
+
+        Args:
+            features: the batch of this rank: int32 or int64 ids of the tables' features, in any order; further keys
+                are ignored. Batch sizes may differ between ranks and may be 0.
+
+        Returns:
+            Lazily awaited: what the unsharded module returns, a KeyedTensor of (B, D) or a dict of JaggedTensors of
+            (N_f, D), float32 unless ``shardrec.shard`` was told another dtype.
+
+        Raises:
+            InputError: on every rank at the same step, if the batch of any is faulty.
+            PeerError: if another rank is gone.
+        """
+        if torch.compiler.is_compiling():
+            value: LazyAwaitable[Any] = self._compiled(features)
+            return value
+        if isinstance(features, Proxy):
+            return recorded_call(self, (features,), {})  # type: ignore[return-value]
+        return self._pending(self.context.queue.submit(self, features))
+
     @abc.abstractmethod
     def new_call(self, features: Any) -> Call:
         """A forward's call, whose ids are not under way yet."""
 
     @abc.abstractmethod
+    def _pending(self, call: Call) -> LazyAwaitable[Any]:
+        """The output of a call."""
+
     def tables(self) -> Mapping[str, ShardedTable]:
         """The sharded tables, by their own names."""
+        return dict(getattr(self, self._holder).items())
 
     @abc.abstractmethod
     def serve(self, asked: ShardInput) -> Stream:
@@ -129,7 +163,7 @@ class ShardedCollection(nn.Module, abc.ABC):
         """forward, as a tracer sees it."""
         if self._traced is None:
             return look_up_outside(self, features)
-        return self._traced(features)
+        return self._traced.traced(features)
 
     def __prepare_scriptable__(self) -> nn.Module:
         from shardrec.scripting.prepare import refuse  # which knows the sharded modules
@@ -267,6 +301,11 @@ class ShardedCollection(nn.Module, abc.ABC):
             return frozenset()
         return frozenset(name for name in self._on_meta if not self.table_layouts[name].replicated)
 
+    def _build(self, module: Collection) -> None:
+        """Make the lookups, and the tables with the values of the unsharded collection."""
+        self._build_lookups()
+        setattr(self, self._holder, self._build_parameters(first_values(module, self._drawn_in_place())))
+
     @abc.abstractmethod
     def _build_lookups(self) -> None:
         """Make what looks tables up and exchanges ids and rows, out of configs, layouts and context."""
@@ -371,8 +410,7 @@ class ShardedCollection(nn.Module, abc.ABC):
         other.__dict__.update(own, context=context, training=self.training, _traced=None)
         other._build_lookups()
         parts = ((name, table.locals) for name, table in self.tables().items())
-        (holder,) = (name for name, child in self.named_children() if isinstance(child, nn.ModuleDict))
-        setattr(other, holder, other._build_parameters(parts))
+        setattr(other, self._holder, other._build_parameters(parts))
         for name, optimizer in self._optimizers.items():
             for state in optimizer.states:
                 theirs = other.fused_state(name, state)

@@ -24,7 +24,7 @@ from shardrec.exchange.transport import Transport, transport_of
 from shardrec.exchange.wire import QuantizedComms
 from shardrec.ids.options import DynamicIds
 from shardrec.layout import ShardingPlan, Topology
-from shardrec.layout.discover import Collection, collections_of, default_device, remappers_of, table_shapes
+from shardrec.layout.discover import Collection, collections_of, configs_of, default_device, remappers_of, table_shapes
 from shardrec.memory import keep_large_blocks
 from shardrec.modules.annotate import annotate_for_dynamo
 from shardrec.modules.bags import ShardedEmbeddingBagCollection
@@ -188,9 +188,7 @@ def shard(
 
 def features_of(collection: Collection) -> list[str]:
     """The features of an unsharded collection, table after table."""
-    pooled = isinstance(collection, EmbeddingBagCollection)
-    configs = collection.embedding_bag_configs() if pooled else collection.embedding_configs()
-    return [feature for config in configs for feature in config.feature_names]
+    return [feature for config in configs_of(collection) for feature in config.feature_names]
 
 
 def _refuse_remappers(model: nn.Module, world_size: int) -> None:

@@ -13,7 +13,7 @@ function of torch's seed, the plan and the kind of GPU; they are not those of th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Container, Iterator
 from zlib import crc32
 
 import torch
@@ -22,8 +22,9 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from shardrec.layout import Shard
+from shardrec.layout.discover import configs_of
 
-__all__ = ["draw_in_place", "draw_rows", "first_bag_values", "first_sequence_values"]
+__all__ = ["draw_in_place", "draw_rows", "first_values"]
 
 
 def draw_in_place(weight: Tensor, config: BaseEmbeddingConfig, shard: Shard, seed: int) -> None:
@@ -62,8 +63,8 @@ def draw_rows(config: BaseEmbeddingConfig, shard: Shard, count: int, step: int) 
         return values
 
 
-def first_bag_values(
-    collection: EmbeddingBagCollection, in_place: Collection[str] = ()
+def first_values(
+    collection: EmbeddingBagCollection | EmbeddingCollection, in_place: Container[str] = ()
 ) -> Iterator[tuple[str, Tensor | None]]:
     """Each table's name and its (num_embeddings, embedding_dim) first values on the CPU or where the table is.
 
@@ -71,31 +72,18 @@ def first_bag_values(
         collection: unsharded.
         in_place: tables on meta that :func:`draw_in_place` is for; None is given in place of their values.
     """
-    configs = collection.embedding_bag_configs()
-    weights = {config.name: collection.embedding_bags[config.name].weight for config in configs}
-    if not any(weight.is_meta for weight in weights.values()):
-        for name, weight in weights.items():
-            yield name, weight.detach()
-        return
-    for weight in () if in_place else weights.values():
-        # nn.EmbeddingBag's own draw, which the one below writes over.
-        torch.nn.init.normal_(torch.empty(weight.shape, dtype=weight.dtype))
+    pooled = isinstance(collection, EmbeddingBagCollection)
+    tables = collection.embedding_bags if pooled else collection.embeddings
+    configs = configs_of(collection)
+    if pooled and not any(config.name in in_place for config in configs):
+        for config in configs:
+            if tables[config.name].weight.is_meta:
+                # nn.EmbeddingBag's own draw, which the one below writes over.
+                torch.nn.init.normal_(
+                    torch.empty(tables[config.name].weight.shape, dtype=tables[config.name].weight.dtype)
+                )
     for config in configs:
-        if config.name in in_place:
-            yield config.name, None
-            continue
-        values = torch.empty(weights[config.name].shape, dtype=weights[config.name].dtype)
-        assert config.init_fn is not None, "EmbeddingBagConfig always has an init_fn"
-        config.init_fn(values)
-        yield config.name, values
-
-
-def first_sequence_values(
-    collection: EmbeddingCollection, in_place: Collection[str] = ()
-) -> Iterator[tuple[str, Tensor | None]]:
-    """As :func:`first_bag_values`; ``EmbeddingCollection`` writes over each table's draw before it makes the next."""
-    for config in collection.embedding_configs():
-        weight = collection.embeddings[config.name].weight
+        weight = tables[config.name].weight
         if config.name in in_place:
             yield config.name, None
             continue
@@ -103,7 +91,9 @@ def first_sequence_values(
             yield config.name, weight.detach()
             continue
         values = torch.empty(weight.shape, dtype=weight.dtype)
-        torch.nn.init.normal_(values)
-        assert config.init_fn is not None, "EmbeddingConfig always has an init_fn"
+        if not pooled:
+            # EmbeddingCollection writes over each table's draw before it makes the next.
+            torch.nn.init.normal_(values)
+        assert config.init_fn is not None, "embedding configs always have an init_fn"
         config.init_fn(values)
         yield config.name, values

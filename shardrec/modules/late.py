@@ -19,7 +19,8 @@ whole function that has a graph break in a loop. (So, too, where the *first* use
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
@@ -30,7 +31,7 @@ from shardrec.pending import LazyAwaitable
 if TYPE_CHECKING:
     from shardrec.modules.collection import ShardedCollection
 
-__all__ = ["LateJaggedTensor", "LateKeyedTensor", "look_up_outside"]
+__all__ = ["Late", "LateJaggedTensor", "LateKeyedTensor", "look_up_outside"]
 
 
 @left_alone
@@ -38,7 +39,7 @@ def look_up_outside(collection: ShardedCollection, features: Any) -> Any:
     """An eager lookup whose value goes on into compiled code: a KeyedTensor, or a dict of JaggedTensors."""
     pending = collection(features)
     columns = collection.late_columns()
-    return pending.wait() if columns is None else LateKeyedTensor(_Outside(pending), *columns)
+    return pending.wait() if columns is None else LateKeyedTensor(Late(_waited, pending), *columns)
 
 
 @left_alone
@@ -46,41 +47,39 @@ def _waited(pending: LazyAwaitable[Any]) -> Any:
     return pending.wait()
 
 
-class _Outside:
-    """Columns of an eager lookup."""
+class Late:
+    """A module's output, which a function gives at its first use.
 
-    def __init__(self, pending: LazyAwaitable[KeyedTensor]) -> None:
-        self._pending = pending
+    Args:
+        function: called once.
+        args: of the function.
+    """
 
-    def wait(self) -> Tensor:
-        values: Tensor = _waited(self._pending).values()
-        return values
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        self._function = function
+        self._args = args
+        self._output: Any = None
 
-
-class _Columns(Protocol):
-    def wait(self) -> Tensor:
-        """(B, D) values."""
-
-
-class _Rows(Protocol):
-    def wait(self, name: str) -> JaggedTensor:
-        """One output's rows."""
+    def wait(self) -> Any:
+        """The output."""
+        if self._output is None:
+            self._output = self._function(*self._args)
+        return self._output
 
 
 class LateKeyedTensor(KeyedTensor):  # type: ignore[misc]  # torchrec has no types
     """A KeyedTensor whose values are waited for when they are first asked for.
 
     Args:
-        pending: gives them.
+        pending: of the KeyedTensor.
         keys: output keys.
         dims: columns of each key.
     """
 
-    def __init__(self, pending: _Columns, keys: list[str], dims: list[int]) -> None:
+    def __init__(self, pending: Late, keys: list[str], dims: list[int]) -> None:
         # What KeyedTensor's own would set, less the values: dynamo of torch 2.11 does not call a property's setter, and
         # takes what was assigned for the property's value.
         self._pending = pending
-        self._arrived: Tensor | None = None
         self._keys = keys
         self._length_per_key = dims
         self._key_dim = 1
@@ -89,9 +88,8 @@ class LateKeyedTensor(KeyedTensor):  # type: ignore[misc]  # torchrec has no typ
 
     def values(self) -> Tensor:
         """(B, D) values; waits for them the first time."""
-        if self._arrived is None:
-            self._arrived = self._pending.wait()
-        return self._arrived
+        values: Tensor = self._pending.wait().values()
+        return values
 
     @property
     def _values(self) -> Tensor:
@@ -103,12 +101,12 @@ class LateJaggedTensor(JaggedTensor):  # type: ignore[misc]  # torchrec has no t
     """A JaggedTensor whose values are waited for when they are first asked for.
 
     Args:
-        pending: gives it.
+        pending: of the dict that it is in.
         name: key of the output.
         lengths: (B,) rows of each sample.
     """
 
-    def __init__(self, pending: _Rows, name: str, lengths: Tensor) -> None:
+    def __init__(self, pending: Late, name: str, lengths: Tensor) -> None:
         # What JaggedTensor's own would set, less the values: see LateKeyedTensor.
         self._pending = pending
         self._name = name
@@ -118,10 +116,10 @@ class LateJaggedTensor(JaggedTensor):  # type: ignore[misc]  # torchrec has no t
     @property
     def _values(self) -> Tensor:
         # Where JaggedTensor's own methods look for them.
-        values: Tensor = self._pending.wait(self._name)._values
+        values: Tensor = self._pending.wait()[self._name]._values
         return values
 
     @property
     def _weights(self) -> Tensor | None:
-        weights: Tensor | None = self._pending.wait(self._name)._weights
+        weights: Tensor | None = self._pending.wait()[self._name]._weights
         return weights

@@ -17,14 +17,13 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from shardrec._torchscript import list_of
 from shardrec.exchange.operators import Program
-from shardrec.modules.late import LateJaggedTensor, LateKeyedTensor
+from shardrec.modules.late import Late, LateJaggedTensor, LateKeyedTensor
 from shardrec.pending import Await, awaitable
 
 if TYPE_CHECKING:
     from shardrec.modules.bags import ShardedEmbeddingBagCollection
     from shardrec.modules.collection import ShardedCollection
-    from shardrec.modules.pending_rows import SequenceKey
-    from shardrec.modules.sequences import ShardedEmbeddingCollection
+    from shardrec.modules.sequences import SequenceKey, ShardedEmbeddingCollection
 
 __all__ = ["LiveBags", "LiveSequences", "parameters_of"]
 
@@ -50,7 +49,7 @@ class _Live(nn.Module):
     # What is for Python only, by the name under which torch.jit looks for it; it lives as long as the scripted module.
     __jit_ignored_attributes__: ClassVar = ["program"]
 
-    def __init__(self, collection: ShardedCollection, results: Callable[[Any], tuple[Tensor, ...]]) -> None:
+    def __init__(self, collection: ShardedCollection, results: Callable[[Any], tuple[Tensor, Tensor, Tensor]]) -> None:
         super().__init__()
         replicas = [] if collection.replicas is None else collection.replicas.reduced()
         self.program = Program(collection, collection.context, collection.input.expect, results, replicas)
@@ -117,7 +116,7 @@ class LiveBags(_Live):
     """
 
     def __init__(self, collection: ShardedEmbeddingBagCollection) -> None:
-        super().__init__(collection, lambda values: (values,))
+        super().__init__(collection, lambda values: (values, values.new_empty(0), torch.empty(0, dtype=torch.int64)))
         self.embedding_bags = parameters_of(collection.embedding_bags)
         self.keys = list(collection.embedding_names)
         self.dims = list(collection.dims)
@@ -142,8 +141,17 @@ class LiveBags(_Live):
     @torch.jit.unused
     def traced(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """The same for a tracer."""
-        order, ticket = self.begin(features)
-        return LateKeyedTensor(_TracedColumns(self, order, ticket, samples(features)), self.keys, self.dims)
+        pending = Late(
+            finish_bags,
+            *self.begin(features),
+            samples(features),
+            self.width,
+            self.output_dtype,
+            self.number,
+            self.keys,
+            self.dims,
+        )
+        return LateKeyedTensor(pending, self.keys, self.dims)
 
 
 class LiveSequences(_Live):
@@ -181,54 +189,23 @@ class LiveSequences(_Live):
     @torch.jit.unused
     def traced(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """The same for a tracer."""
-        order, ticket = self.begin(features)
-        rows = _TracedRows(self, order, ticket, features)
+        pending = Late(
+            finish_sequences,
+            *self.begin(features),
+            features,
+            self.width,
+            self.output_dtype,
+            self.number,
+            self.names,
+            self.features,
+            self.need_indices,
+        )
         lengths = lengths_by_key(features)
         keys = features.keys()
         return {
-            name: LateJaggedTensor(rows, name, lengths[keys.index(feature)])
+            name: LateJaggedTensor(pending, name, lengths[keys.index(feature)])
             for name, feature in zip(self.names, self.features, strict=True)
         }
-
-
-class _TracedColumns:
-    """Columns on their way, in a graph."""
-
-    def __init__(self, twin: LiveBags, order: Tensor, ticket: Tensor, batch: int) -> None:
-        self._twin = twin
-        self._order, self._ticket, self._batch = order, ticket, batch
-
-    def wait(self) -> Tensor:
-        twin = self._twin
-        values: Tensor = torch.ops.shardrec.arrive_columns(
-            self._order, self._ticket, self._batch, twin.width, twin.output_dtype, twin.number
-        )
-        return values
-
-
-class _TracedRows:
-    """Rows on their way, in a graph."""
-
-    def __init__(self, twin: LiveSequences, order: Tensor, ticket: Tensor, features: KeyedJaggedTensor) -> None:
-        self._twin = twin
-        self._order, self._ticket, self._features = order, ticket, features
-        self._found: dict[str, JaggedTensor] | None = None
-
-    def wait(self, name: str) -> JaggedTensor:
-        twin = self._twin
-        if self._found is None:
-            self._found = finish_sequences(
-                self._order,
-                self._ticket,
-                self._features,
-                twin.width,
-                twin.output_dtype,
-                twin.number,
-                twin.names,
-                twin.features,
-                twin.need_indices,
-            )
-        return self._found[name]
 
 
 def lengths_by_key(features: KeyedJaggedTensor) -> list[Tensor]:
@@ -260,8 +237,8 @@ def finish_bags(
     dims: list[int],
 ) -> KeyedTensor:
     """Wait for the columns."""
-    values = torch.ops.shardrec.arrive_columns(order, ticket, batch, width, dtype, number)
-    return KeyedTensor(keys, dims, values)
+    arrived = torch.ops.shardrec.arrive(order, ticket, order, batch, width, 0, False, dtype, number)
+    return KeyedTensor(keys, dims, arrived[0])
 
 
 def finish_sequences(
@@ -276,8 +253,8 @@ def finish_sequences(
     need_indices: bool,
 ) -> dict[str, JaggedTensor]:
     """Wait for the rows."""
-    rows, ids, numbers = torch.ops.shardrec.arrive_rows(
-        order, ticket, features.values(), width, len(names), need_indices, dtype, number
+    rows, ids, numbers = torch.ops.shardrec.arrive(
+        order, ticket, features.values(), None, width, len(names), need_indices, dtype, number
     )
     counts: list[int] = numbers.tolist()
     if not torch.jit.is_scripting():
@@ -295,7 +272,7 @@ def finish_sequences(
     return found
 
 
-def _rows_of(output: tuple[Tensor, list[SequenceKey]], *, need_ids: bool) -> tuple[Tensor, ...]:
+def _rows_of(output: tuple[Tensor, list[SequenceKey]], *, need_ids: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Rows (N, D) and ids, (N,) or none, of all the lookups one after the other, and their numbers (L,)."""
     rows, entries = output
     counts = [entry.ids.numel() for entry in entries]

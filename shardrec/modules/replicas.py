@@ -28,6 +28,7 @@ from torch import Tensor
 from shardrec.exchange.collectives import Collectives, LocalCollectives, collectives_of
 from shardrec.exchange.context import StepContext
 from shardrec.exchange.peers import peers
+from shardrec.exchange.transport import timeout_s
 
 __all__ = [
     "Averager",
@@ -156,21 +157,12 @@ def subgroup(
     with peers(whole, what):
         made: dist.ProcessGroup = dist.new_group(
             [dist.get_global_rank(whole, rank) for rank in ranks],
-            timeout=_timeout(whole, device),
+            # A new group would take the backend's default, not its parent's.
+            timeout=timedelta(seconds=timeout_s(whole, device)),
             backend=backend or dist.get_backend(whole),
             use_local_synchronization=True,
         )
     return made
-
-
-def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """How long the group's collectives wait: a new group would take the backend's default, not its parent's."""
-    try:
-        options = group._get_backend(device).options
-    except (AttributeError, RuntimeError):
-        return None
-    timeout: timedelta | None = getattr(options, "_timeout", None)
-    return timeout
 
 
 @dataclass(frozen=True, kw_only=True)

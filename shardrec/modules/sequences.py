@@ -5,14 +5,14 @@ Shapes: B samples of this rank, N_f ids of a feature, D columns of the tables.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.fx import Proxy
 from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
@@ -33,14 +33,54 @@ from shardrec.layout import ShardingPlan
 from shardrec.lookup.groups import LookupGroup, group_tables
 from shardrec.lookup.shards import ShardLookup
 from shardrec.modules.collection import ShardedCollection
-from shardrec.modules.initial import first_sequence_values
 from shardrec.modules.live import LiveSequences
-from shardrec.modules.pending_rows import SequenceEmbeddings, SequenceKey
-from shardrec.modules.recorded import recorded_call
-from shardrec.modules.table import ShardedTable
-from shardrec.pending import LazyAwaitable
+from shardrec.pending import LazyAwaitable, LazyGetItemMixin
 
-__all__ = ["SequenceCall", "ShardedEmbeddingCollection"]
+__all__ = ["SequenceCall", "SequenceEmbeddings", "SequenceKey", "ShardedEmbeddingCollection"]
+
+
+class SequenceKey(NamedTuple):
+    """One entry of the output.
+
+    Args:
+        name: key of the output dict.
+        ids: (N_f,) ids of the feature.
+        lengths: (B,) ids per sample.
+        replica: (N_f, D) rows, where the table is replicated; else None.
+    """
+
+    name: str
+    ids: Tensor
+    lengths: Tensor
+    replica: Tensor | None
+
+
+class SequenceEmbeddings(LazyGetItemMixin[str, JaggedTensor], LazyAwaitable[dict[str, JaggedTensor]]):
+    """A dict of JaggedTensors whose all-to-all is under way, or about to be; it waits at first use, of ``pending["f"]``
+    too.
+
+    Args:
+        call: gives the (N, D) rows of the cut tables' lookups and the output's entries.
+        need_indices: give each JaggedTensor its ids as weights.
+    """
+
+    def __init__(self, call: Call, *, need_indices: bool) -> None:
+        super().__init__()
+        self._call = call
+        self._need_indices = need_indices
+
+    def _wait_impl(self) -> dict[str, JaggedTensor]:
+        rows, entries = self._call.value()
+        with self._call.mode():
+            parts = iter(rows.split([entry.ids.numel() for entry in entries if entry.replica is None]))
+            return {
+                entry.name: JaggedTensor(
+                    values=next(parts) if entry.replica is None else entry.replica,
+                    lengths=entry.lengths,
+                    weights=entry.ids if self._need_indices else None,
+                )
+                for entry in entries
+            }
 
 
 class ShardedEmbeddingCollection(ShardedCollection):
@@ -65,6 +105,9 @@ class ShardedEmbeddingCollection(ShardedCollection):
         ConfigError: for a table type or an optimizer that cannot be sharded.
     """
 
+    _holder = "embeddings"
+    embeddings: nn.ModuleDict
+
     def __init__(
         self,
         module: EmbeddingCollection,
@@ -76,16 +119,12 @@ class ShardedEmbeddingCollection(ShardedCollection):
         context: ModelContext | None = None,
         dedup: bool = True,
     ) -> None:
-        configs: list[EmbeddingConfig] = module.embedding_configs()
-        weights = {config.name: module.embeddings[config.name].weight for config in configs}
-        super().__init__(configs, weights, plan, path=path, device=device, group=group, context=context)
-        self._configs = configs
+        super().__init__(module, plan, path=path, device=device, group=group, context=context)
         self._need_indices: bool = module.need_indices()
         self._embedding_dim: int = module.embedding_dim()
         self._names_by_table: list[list[str]] = module.embedding_names_by_table()
         self.dedup = dedup
-        self._build_lookups()
-        self.embeddings = self._build_parameters(first_sequence_values(module, self._drawn_in_place()))
+        self._build(module)
 
     def _build_lookups(self) -> None:
         collectives = self.context.collectives
@@ -134,30 +173,12 @@ class ShardedEmbeddingCollection(ShardedCollection):
             route, widths, self._embedding_dim, collectives.rank, self.device, mean_over=collectives.mean_over
         )
 
-    def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[dict[str, JaggedTensor]]:
-        """Look up the local batch.
-
-        Args:
-            features: the batch of this rank: int32 or int64 ids of the tables' features, in any order; further keys
-                are ignored. Batch sizes may differ between ranks and may be 0.
-
-        Returns:
-            Lazily awaited dict of JaggedTensors with (N_f, D) float32 values.
-
-        Raises:
-            InputError: on every rank at the same step, if the batch of any is faulty.
-            PeerError: if another rank is gone.
-        """
-        if torch.compiler.is_compiling():
-            value: LazyAwaitable[dict[str, JaggedTensor]] = self._compiled(features)
-            return value
-        if isinstance(features, Proxy):
-            return recorded_call(self, (features,), {})  # type: ignore[return-value]
-        return SequenceEmbeddings(self.context.queue.submit(self, features), need_indices=self._need_indices)
-
     def new_call(self, features: KeyedJaggedTensor) -> SequenceCall:
         """A forward's call, whose ids are not under way yet."""
         return SequenceCall(self, features)
+
+    def _pending(self, call: Call) -> LazyAwaitable[dict[str, JaggedTensor]]:
+        return SequenceEmbeddings(call, need_indices=self._need_indices)
 
     def serve(self, asked: ShardInput) -> Stream:
         """What this rank's shards have for requests: the rows that each asks for, one request after the other."""
@@ -166,11 +187,6 @@ class ShardedEmbeddingCollection(ShardedCollection):
     def scripted_twin(self) -> nn.Module:
         """What TorchScript of this process sees in this module's place; :mod:`shardrec.portable` has another."""
         return LiveSequences(self)
-
-    def tables(self) -> Mapping[str, ShardedTable]:
-        """The sharded tables, by their own names."""
-        found: dict[str, ShardedTable] = dict(self.embeddings.items())  # type: ignore[arg-type]
-        return found
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """The configs of the unsharded collection."""

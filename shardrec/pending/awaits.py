@@ -24,7 +24,7 @@ import torch
 
 from shardrec._torchscript import compiled_nowait, compiles_to
 from shardrec.pending.base import Awaitable
-from shardrec.pending.lazy import GatheredAwaitable, LazyAwaitable, LazyNoWait, WaiterAwaitable
+from shardrec.pending.lazy import Chained, LazyAwaitable, LazyNoWait, as_it_is
 from shardrec.pending.once import Once
 
 __all__ = ["Await", "as_await", "as_lazy", "awaitable", "awaitable_nowait", "awaitable_wait", "gather"]
@@ -140,9 +140,9 @@ def as_lazy(pending: Any) -> LazyAwaitable[Any]:
     if isinstance(pending, LazyAwaitable):
         return pending
     if isinstance(pending, torch._C._Await):
-        return _LazyAwait(pending)
+        return _LazyAwait(partial(torch.jit._awaitable_wait, pending))
     if isinstance(pending, (Awaitable, torch._C.Future)):
-        return WaiterAwaitable(pending)
+        return Chained(as_it_is, pending)
     return LazyNoWait(pending)
 
 
@@ -158,21 +158,12 @@ def gather(*pending: Any) -> LazyAwaitable[list[Any]]:
         ``LazyAwaitable`` of the list of their values, in the order given. Its first use waits for them one after the
         other, and raises the first error that it meets.
     """
-    return GatheredAwaitable([as_lazy(one) for one in pending])
+    return Chained(lambda *values: list(values), *map(as_lazy, pending))
 
 
-class _LazyAwait(LazyAwaitable[W]):
+class _LazyAwait(Chained[W]):
     """TorchScript's pending value, lazily awaited."""
 
-    def __init__(self, pending: Any) -> None:
-        super().__init__()
-        self._pending = pending
-
-    def _wait_impl(self) -> W:
-        pending = self._pending
-        # Let go of it: it holds the arguments of its function.
-        self._pending = None
-        value: W = torch.jit._awaitable_wait(pending)
-        return value
-
-    # Whether it is ready cannot be told: is_nowait() is true of whatever was not made in Python.
+    def _is_ready(self) -> bool:
+        # It cannot be told: is_nowait() is true of whatever was not made in Python.
+        return False

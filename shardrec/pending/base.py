@@ -100,7 +100,7 @@ class Awaitable(abc.ABC, Generic[W]):
         Args:
             function: called once, on this awaitable's value; what it raises is the new one's error.
         """
-        chained: LazyAwaitable[V] = self._chain(self, function)
+        chained: LazyAwaitable[V] = self._chain(function, self)
         return chained
 
     def __repr__(self) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
-from shardrec.pending.lazy import LazyAwaitable
+from shardrec.pending.lazy import Chained, LazyAwaitable
 
 __all__ = ["GetItemLazyAwaitable", "LazyGetItemMixin"]
 
@@ -33,7 +34,7 @@ class LazyGetItemMixin(Generic[KT, VT_co]):
         return GetItemLazyAwaitable(cast("LazyAwaitable[Any]", self), key)
 
 
-class GetItemLazyAwaitable(LazyAwaitable[W], Generic[W, ParentW, KT]):
+class GetItemLazyAwaitable(Chained[W], Generic[W, ParentW, KT]):
     """The item of an awaited collection.
 
     Args:
@@ -45,25 +46,15 @@ class GetItemLazyAwaitable(LazyAwaitable[W], Generic[W, ParentW, KT]):
     """
 
     def __init__(self, parent: LazyAwaitable[ParentW], key: KT) -> None:
-        super().__init__()
-        self._parent: LazyAwaitable[ParentW] | None = parent
-        self._key = key
+        super().__init__(partial(_item, key, type(parent).__name__), parent)
 
-    def _wait_impl(self) -> W:
-        parent = self._parent
-        assert parent is not None, "_wait_impl() runs once"
-        collection: Any = parent.wait()
-        # Let go of the other items.
-        self._parent = None
-        try:
-            return cast(W, collection[self._key])
-        except (KeyError, IndexError) as error:
-            text = f"{type(collection).__name__} of {type(parent).__name__} has no item {self._key!r}"
-            raise type(error)(text + _its_keys(collection)) from error
 
-    def _is_ready(self) -> bool:
-        parent = self._parent
-        return parent is not None and parent.done()
+def _item(key: Any, parent: str, collection: Any) -> Any:
+    try:
+        return collection[key]
+    except (KeyError, IndexError) as error:
+        text = f"{type(collection).__name__} of {parent} has no item {key!r}"
+        raise type(error)(text + _its_keys(collection)) from error
 
 
 def _its_keys(collection: Any) -> str:

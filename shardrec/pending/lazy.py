@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Iterable
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.fx
 from torch.futures import Future
 
-from shardrec.pending.base import Awaitable
+from shardrec.pending.base import Awaitable, NoWait
 from shardrec.pending.operators import Operators, force, force_nested
 
 __all__ = ["LazyAwaitable", "LazyNoWait"]
@@ -102,7 +102,7 @@ class LazyAwaitable(Awaitable[W], Operators, metaclass=_LazyAwaitableMeta):
         Returns:
             Acts as the future's value. Its first use waits, and raises what the future was completed with.
         """
-        return WaiterAwaitable(future)
+        return Chained(as_it_is, future)
 
     @staticmethod
     def _wait_async(obj: Any) -> Any:
@@ -144,75 +144,41 @@ class LazyAwaitable(Awaitable[W], Operators, metaclass=_LazyAwaitableMeta):
         return LazyNoWait
 
 
-class LazyNoWait(LazyAwaitable[W]):
+class LazyNoWait(NoWait[W], LazyAwaitable[W]):
     """A value that is there already, where a lazy awaitable is asked for.
 
     Args:
         obj: the value.
     """
 
-    def __init__(self, obj: W) -> None:
+
+class Chained(LazyAwaitable[V]):
+    """A function of other pending values, which it waits for, one after the other, at its first use.
+
+    Args:
+        function: called once, on their values.
+        parents: futures or awaitables.
+    """
+
+    def __init__(self, function: Callable[..., V], *parents: Any) -> None:
         super().__init__()
-        self._obj = obj
-
-    def _wait_impl(self) -> W:
-        return self._obj
-
-    def _is_ready(self) -> bool:
-        return True
-
-
-class WaiterAwaitable(LazyAwaitable[W]):
-    """A future or another awaitable, lazily awaited."""
-
-    def __init__(self, pending: Any) -> None:
-        super().__init__()
-        self._pending = pending
-
-    def _wait_impl(self) -> W:
-        pending = self._pending
-        self._pending = None
-        value: W = pending.wait()
-        return value
-
-    def _is_ready(self) -> bool:
-        return self._pending is not None and bool(self._pending.done())
-
-
-class GatheredAwaitable(LazyAwaitable[list[Any]]):
-    """What ``gather`` returns."""
-
-    def __init__(self, pending: list[Any]) -> None:
-        super().__init__()
-        self._pending: list[Any] | None = pending
-
-    def _wait_impl(self) -> list[Any]:
-        pending, self._pending = self._pending, None
-        assert pending is not None, "_wait_impl() runs once"
-        return [one.wait() for one in pending]
-
-    def _is_ready(self) -> bool:
-        return self._pending is not None and all(one.done() for one in self._pending)
-
-
-class ThenAwaitable(LazyAwaitable[V], Generic[W, V]):
-    """What ``Awaitable.then`` returns."""
-
-    def __init__(self, parent: Awaitable[W], function: Callable[[W], V]) -> None:
-        super().__init__()
-        self._parent: Awaitable[W] | None = parent
-        self._function: Callable[[W], V] | None = function
+        self._function: Callable[..., V] | None = function
+        self._parents = parents
 
     def _wait_impl(self) -> V:
-        parent, function = self._parent, self._function
-        assert parent is not None and function is not None, "_wait_impl() runs once"
+        function, parents = self._function, self._parents
+        assert function is not None, "_wait_impl() runs once"
         # Let go of both: either can hold buffers that the value does not need.
-        self._parent = self._function = None
-        return function(parent.wait())
+        self._function, self._parents = None, ()
+        return function(*[parent.wait() for parent in parents])
 
     def _is_ready(self) -> bool:
-        parent = self._parent
-        return parent is not None and parent.done()
+        return self._function is not None and all(bool(parent.done()) for parent in self._parents)
 
 
-Awaitable._chain = ThenAwaitable
+def as_it_is(value: V) -> V:
+    """The value itself."""
+    return value
+
+
+Awaitable._chain = Chained

@@ -9,6 +9,7 @@ reason.
     batch.py        checks a batch
     input.py        cuts it, header and payload
     rows.py         the all-to-all of float rows
+    twin.py         what both twins have: the lookups of this rank's shards
     bags.py         a sharded embedding bag collection
     sequences.py    a sharded embedding collection
     group.py        the process group's name, in this process and in a file

@@ -8,37 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.jit import Future
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from shardrec._torchscript import list_of
-from shardrec.errors import ConfigError
-from shardrec.exchange.route import Piece, Route, output_pieces
-from shardrec.ids.frozen import frozen_maps
+from shardrec.exchange.route import Piece, output_pieces
 from shardrec.modules.live import parameters_of
 from shardrec.pending import Await, awaitable
 from shardrec.portable.batch import Checked
-from shardrec.portable.input import ScriptedInput
-from shardrec.portable.options import lookups_in_parallel
 from shardrec.portable.rows import arrived_rows, exchange_rows
+from shardrec.portable.twin import PortableTwin
 
 if TYPE_CHECKING:
     from shardrec.modules.bags import ShardedEmbeddingBagCollection
 
-__all__ = ["ScriptedBags", "refuse_quantized", "slots_per_group"]
-
-
-def refuse_quantized(collection: object, output: str, gradient: str) -> None:
-    """Raise for an exchange that TorchScript cannot make."""
-    if (output, gradient) != ("fp32", "fp32"):
-        raise ConfigError(
-            f"{type(collection).__name__} exchanges {output} and {gradient}; a program that runs without shardrec "
-            "exchanges fp32: shard without comms, or script with portable=False"
-        )
+__all__ = ["ScriptedBags"]
 
 
 # Spelled as a call, for TorchScript wants types where an annotation is text.
@@ -53,48 +40,30 @@ IssuedColumns = NamedTuple(  # noqa: UP014
 """
 
 
-class ScriptedBags(nn.Module):
+class ScriptedBags(PortableTwin):
     """The scripted twin of a :class:`ShardedEmbeddingBagCollection`, with its live parameters.
 
     Args:
         collection: the eager module.
     """
 
-    # A graph has only the branch that is taken.
-    __constants__: ClassVar = ["parallel"]
-
     def __init__(self, collection: ShardedEmbeddingBagCollection) -> None:
-        super().__init__()
-        collectives, device = collection.context.collectives, collection.device
-        collection.refuse_hot_rows("a portable program")
-        comms = collection.context.comms
-        if collectives.world_size > 1:
-            refuse_quantized(collection, comms.output, comms.gradient)
+        super().__init__(collection)
         route, outputs = collection.input.route, collection.lookups
         self.embedding_bags = parameters_of(collection.embedding_bags)
-        self.input = ScriptedInput(collection.input, collectives)
-        self.id_maps = frozen_maps(collection)
-        self.lookups, _ = collection.shards.scripted(training=collection.training)
-        self.group_slots = list_of(int, slots_per_group(route, collectives.rank))
-        # On threads of TorchScript's own, which pays where groups are large and threads idle.
-        self.parallel = lookups_in_parallel()
         own = collection.own_lookups
         numbers = [collection.replica_number[one.layout.name] for one in own]
         replicas = collection.replicas
         self.replicas = nn.ModuleList([] if replicas is None else [replicas.scripted(numbers, pooled=True)])
         self.replica_features = list_of(str, [one.feature for one in own])
-        self.rank = collectives.rank
-        self.widths = [route.width(rank) for rank in range(collectives.world_size)]
+        self.widths = [route.width(rank) for rank in range(self.world_size)]
         self.keys = list(collection.embedding_names)
         self.dims = list(collection.dims)
         self.features = [one.feature for one in outputs]
         self.means = [one.mean for one in outputs]
         self.any_mean = any(self.means)
-        self.output_dtype = collection.output_dtype
-        self.nothing = torch.zeros(0, device=device)
-        self.anchor = torch.zeros(0, device=device, requires_grad=True)
         pieces = output_pieces(outputs, route)
-        starts = [_starts(pieces, block) for block in range(collectives.world_size + 1)]
+        starts = [_starts(pieces, block) for block in range(self.world_size + 1)]
         totals = [*self.widths, sum(one.layout.embedding_dim for one in own)]
         # Per block, the widths of its runs of columns; per run of the output's columns, its (block, run) sources.
         splits = [_widths(one, total) for one, total in zip(starts, totals, strict=True)]
@@ -120,11 +89,8 @@ class ScriptedBags(nn.Module):
         checked = self.input.checked(features)
         pooled, sizes = self.pooled(features, checked)
         batch = sizes[self.rank]
-        into: list[int] = []
-        out: list[int] = []
-        for rank, size in enumerate(sizes):
-            into.append(batch * self.widths[rank])
-            out.append(size * self.widths[self.rank])
+        into = [batch * width for width in self.widths]
+        out = [size * self.widths[self.rank] for size in sizes]
         pending = exchange_rows(pooled.reshape(-1), into, out, self.input.process_group.group_name, self.anchor)
         replicated, divisors = self.own_columns(checked, batch)
         return IssuedColumns(pending, batch, replicated, divisors)
@@ -138,13 +104,10 @@ class ScriptedBags(nn.Module):
             ids, kept = maps(got.lengths, ids)
             # Of an id without a row, any row times 0: a graph has no ids to leave out.
             weights = kept if weights is None else weights * kept
-        found = self.look_up(got.lengths, ids, weights, got.came)
+        found = self.by_group(got.lengths, ids, weights, got.came)
         if len(found) == 1:
             return found[0], sizes
-        total = 0
-        for size in sizes:
-            total += size
-        pooled = torch.cat(found, dim=1) if len(found) > 0 else self.nothing.new_zeros([total, 0])
+        pooled = torch.cat(found, dim=1) if len(found) > 0 else self.nothing.new_zeros([sum(sizes), 0])
         return pooled, sizes
 
     def own_columns(self, checked: Checked, batch: int) -> tuple[Tensor, Tensor]:
@@ -168,35 +131,9 @@ class ScriptedBags(nn.Module):
             divisors = self.divisors(local.index_select(0, self.positions(keys, self.features)))
         return replicated, divisors
 
-    def look_up(self, lengths: Tensor, ids: Tensor, weights: Tensor | None, came: list[list[int]]) -> list[Tensor]:
-        """Per group, the (B_all, D) pooled columns of this rank's shards."""
-        counts: list[int] = []
-        for group in range(len(self.group_slots)):
-            count = 0
-            for per_group in came:
-                count += per_group[group]
-            counts.append(count)
-        ids_of = ids.split(counts)
-        lengths_of = lengths.split(self.group_slots)
-        found: list[Tensor] = []
-        forks: list[Future[Tensor]] = []
-        for group, lookup in enumerate(self.lookups):
-            part: Tensor | None = None
-            if weights is not None:
-                part = weights.split(counts)[group]
-            if self.parallel:
-                forks.append(torch.jit.fork(lookup, ids_of[group], lengths_of[group], part))
-            else:
-                found.append(lookup(ids_of[group], lengths_of[group], part))
-        for fork in forks:
-            found.append(torch.jit.wait(fork))
-        return found
-
     def positions(self, keys: list[str], features: list[str]) -> Tensor:
         """Where features are among the keys."""
-        found: list[int] = []
-        for feature in features:
-            found.append(keys.index(feature))
+        found = [keys.index(feature) for feature in features]
         return torch.tensor(found, dtype=torch.int64, device=self.nothing.device)
 
     def divisors(self, lengths: Tensor) -> Tensor:
@@ -206,11 +143,6 @@ class ScriptedBags(nn.Module):
             row = lengths[number].to(torch.float32).clamp(min=1.0)
             found.append(row if mean else torch.ones_like(row))
         return torch.stack(found, dim=1)
-
-
-def slots_per_group(route: Route, rank: int) -> list[int]:
-    """Slots of ``rank`` in each lookup group."""
-    return [sum(slot.group == group for slot in route.slots[rank]) for group in range(route.groups)]
 
 
 def _starts(pieces: Sequence[Piece], block: int) -> list[int]:
@@ -233,10 +165,7 @@ def finish_bags(
 ) -> KeyedTensor:
     """Wait for the blocks and put the columns in the unsharded order."""
     batch = issued.batch
-    sizes: list[int] = []
-    for width in widths:
-        sizes.append(batch * width)
-    received = arrived_rows(issued.pending, len(widths)).split(sizes)
+    received = arrived_rows(issued.pending, len(widths)).split([batch * width for width in widths])
     blocks: list[list[Tensor]] = []
     for block, width in enumerate(widths):
         blocks.append(list(received[block].view(batch, width).split(splits[block], dim=1)))
@@ -256,7 +185,5 @@ def divided(values: Tensor, divisors: Tensor, dims: list[int]) -> Tensor:
     """(B, D) columns over the (B, lookups) number of ids behind each, if there is one."""
     if divisors.dim() != 2:
         return values
-    scaled: list[Tensor] = []
-    for number, part in enumerate(values.split(dims, dim=1)):
-        scaled.append(part / divisors[:, number : number + 1])
-    return torch.cat(scaled, dim=1)
+    parts = enumerate(values.split(dims, dim=1))
+    return torch.cat([part / divisors[:, number : number + 1] for number, part in parts], dim=1)

@@ -112,9 +112,7 @@ class ScriptedInput(ScriptedBatch):
             values: (N,), in the dtype that :meth:`checked` gives them.
         """
         weights = checked.weights
-        units: list[int] = []
-        for unit in self.unit_keys:
-            units.append(keys.index(unit))
+        units = [keys.index(unit) for unit in self.unit_keys]
         device = values.device
         cut_ids: int | None = None
         if not torch.jit.is_scripting() and sorted(units) == list(range(len(keys))):
@@ -134,9 +132,7 @@ class ScriptedInput(ScriptedBatch):
                 lengths, values, weights, positions, dynamic, self.block_sizes, self.blocks, self.boundaries
             )
         else:
-            of_slots: list[int] = []
-            for unit_number in self.slot_units:
-                of_slots.append(units[unit_number])
+            of_slots = [units[unit] for unit in self.slot_units]
             rows = torch.tensor(of_slots, dtype=torch.int64, device=device)
             # What a backward reads must not be the caller's own memory, which may change before.
             if torch.jit.is_scripting() and not torch.is_grad_enabled():
@@ -150,10 +146,7 @@ class ScriptedInput(ScriptedBatch):
         numbers = self.exchange_header(counts, checked.fault, features, lengths_SB.size(1))
         self.count_bad_ids(checked.bad_ids)
         went, sizes, came = self.sizes(numbers, lengths_SB.size(1))
-        total = 0
-        for part in went:
-            for one in part:
-                total += one
+        total = sum([sum(per_group) for per_group in went])
         ids, sent_weights = values, weights
         if not in_place:
             _, ids, sent_weights, positions = permuted(rows.to(torch.int32), lengths, values, weights, positions, total)
@@ -259,20 +252,13 @@ class ScriptedInput(ScriptedBatch):
         dtype = torch.int64 if self.wide_payload else torch.int32
         words_out: list[int] = []
         words_in: list[int] = []
-        departed: list[int] = []
-        arrived: list[int] = []
+        departed = [sum(per_group) for per_group in went]
+        arrived = [sum(per_group) for per_group in came]
         pieces: list[int] = []
         for rank in range(self.world_size):
-            count, other = 0, 0
-            for group in range(self.groups):
-                count += went[rank][group]
-                other += came[rank][group]
-            departed.append(count)
-            arrived.append(other)
-            words_out.append(self.slot_counts[rank] * lengths.size(1) + count)
-            words_in.append(self.mine * sizes[rank] + other)
-            pieces.append(self.mine * sizes[rank])
-            pieces.append(other)
+            words_out.append(self.slot_counts[rank] * lengths.size(1) + departed[rank])
+            words_in.append(self.mine * sizes[rank] + arrived[rank])
+            pieces.extend([self.mine * sizes[rank], arrived[rank]])
         lengths_of = lengths.to(dtype).split(self.slot_counts)
         ids_of = ids.to(dtype).split(departed)
         parts: list[Tensor] = []
@@ -292,16 +278,14 @@ class ScriptedInput(ScriptedBatch):
         all_lengths: list[Tensor] = []
         all_ids: list[Tensor] = []
         block_lengths: list[Tensor] = []
-        total = 0
         for rank in range(self.world_size):
             part = received[2 * rank].view(self.mine, sizes[rank]).to(torch.int32)
             all_lengths.append(part)
             block_lengths.append(part.sum(dim=1, dtype=torch.int32))
             all_ids.append(received[2 * rank + 1])
-            total += arrived[rank]
         found = torch.cat(all_ids)
         if self.mine > 1:
             _, found, found_weights = torch.ops.fbgemm.permute_1D_sparse_data(
-                self.slot_major, torch.cat(block_lengths), found, found_weights, total
+                self.slot_major, torch.cat(block_lengths), found, found_weights, sum(arrived)
             )
         return torch.cat(all_lengths, dim=1), found, found_weights

@@ -5,38 +5,33 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 
-__all__ = ["is_portable", "lookups_in_parallel", "parallel_lookups", "portable_twins"]
+__all__ = ["TwinOptions", "twin_options", "twins_with"]
 
-_PARALLEL = ContextVar("parallel_lookups", default=False)
-_PORTABLE = ContextVar("portable", default=True)
+
+@dataclass(frozen=True, kw_only=True)
+class TwinOptions:
+    """How twins are made.
+
+    Args:
+        parallel_lookups: they run their lookup groups as forks.
+        portable: they run in any process, not in this one only.
+    """
+
+    parallel_lookups: bool = False
+    portable: bool = True
+
+
+_OPTIONS = ContextVar("twin options", default=TwinOptions())  # noqa: B039 - it is frozen
+twin_options = _OPTIONS.get
 
 
 @contextmanager
-def parallel_lookups(parallel: bool) -> Iterator[None]:
-    """Twins that are made inside run their lookup groups as forks, or not."""
-    token = _PARALLEL.set(parallel)
+def twins_with(options: TwinOptions) -> Iterator[None]:
+    """Twins that are made inside are made so."""
+    token = _OPTIONS.set(options)
     try:
         yield
     finally:
-        _PARALLEL.reset(token)
-
-
-def lookups_in_parallel() -> bool:
-    """What :func:`parallel_lookups` says."""
-    return _PARALLEL.get()
-
-
-@contextmanager
-def portable_twins(portable: bool) -> Iterator[None]:
-    """Twins that are made inside run in any process, or in this one only."""
-    token = _PORTABLE.set(portable)
-    try:
-        yield
-    finally:
-        _PORTABLE.reset(token)
-
-
-def is_portable() -> bool:
-    """What :func:`portable_twins` says."""
-    return _PORTABLE.get()
+        _OPTIONS.reset(token)

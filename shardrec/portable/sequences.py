@@ -16,12 +16,11 @@ from shardrec._torchscript import list_of
 from shardrec.exchange.bad_ids import places_of_rows
 from shardrec.exchange.dedup import distinct
 from shardrec.exchange.rows import unit_targets
-from shardrec.ids.frozen import frozen_maps
 from shardrec.modules.live import parameters_of
 from shardrec.pending import Await, awaitable
-from shardrec.portable.bags import refuse_quantized, slots_per_group
-from shardrec.portable.input import Received, ScriptedInput
+from shardrec.portable.input import Received
 from shardrec.portable.rows import arrived_rows, exchange_rows
+from shardrec.portable.twin import PortableTwin
 
 if TYPE_CHECKING:
     from shardrec.modules.sequences import ShardedEmbeddingCollection
@@ -54,7 +53,7 @@ each of a replicated one; ``ids``, ``lengths``: of each output.
 """
 
 
-class ScriptedSequences(nn.Module):
+class ScriptedSequences(PortableTwin):
     """The scripted twin of a :class:`ShardedEmbeddingCollection`, with its live parameters.
 
     Args:
@@ -62,21 +61,11 @@ class ScriptedSequences(nn.Module):
     """
 
     def __init__(self, collection: ShardedEmbeddingCollection) -> None:
-        super().__init__()
-        collectives, device = collection.context.collectives, collection.device
-        collection.refuse_hot_rows("a portable program")
-        comms = collection.context.comms
-        if collectives.world_size > 1:
-            refuse_quantized(collection, comms.output, comms.gradient)
+        super().__init__(collection)
+        device = collection.device
         outputs = collection.lookups
         sent, route = collection.sent_lookups, collection.input.route
         self.embeddings = parameters_of(collection.embeddings)
-        self.input = ScriptedInput(collection.input, collectives)
-        self.id_maps = frozen_maps(collection)
-        self.lookups, _ = collection.shards.scripted(training=collection.training)
-        self.group_slots = list_of(int, slots_per_group(route, collectives.rank))
-        self.rank = collectives.rank
-        self.world_size = collectives.world_size
         self.dim = collection.embedding_dim()
         self.need_indices = collection.need_indices()
         rows = collection.row_exchange
@@ -105,9 +94,6 @@ class ScriptedSequences(nn.Module):
         places = iter(range(len(own)))
         self.replica_of = list_of(int, [next(places) if one.layout.replicated else -1 for one in outputs])
         self.rank_major = list_of(Tensor, rows.rank_major(self.world_size))
-        self.output_dtype = collection.output_dtype
-        self.nothing = torch.zeros(0, device=device)
-        self.anchor = torch.zeros(0, device=device, requires_grad=True)
 
     def forward(self, features: KeyedJaggedTensor) -> Await[dict[str, JaggedTensor]]:
         """Look up the local batch."""
@@ -135,32 +121,20 @@ class ScriptedSequences(nn.Module):
             sent_lengths, sent_values, places = self.distinct(keys, key_ids, local, values)
         got = self.input.exchange(features, checked, sent_keys, sent_lengths, sent_values)
         came, went = got.came, got.went
-        into: list[int] = []
-        out: list[int] = []
-        for rank in range(self.world_size):
-            arriving, leaving = 0, 0
-            for group, width in enumerate(self.widths):
-                arriving += went[rank][group] * width
-                leaving += came[rank][group] * width
-            into.append(arriving)
-            out.append(leaving)
+        into = [sum([count * self.widths[group] for group, count in enumerate(counts)]) for counts in went]
+        out = [sum([count * self.widths[group] for group, count in enumerate(counts)]) for counts in came]
         ids = got.ids
         found: Tensor | None = None
         for maps in self.id_maps:
             ids, found = maps(got.lengths, ids)
         flat = self.look_up(got.lengths, ids, found, came)
         pending = exchange_rows(flat, into, out, self.input.process_group.group_name, self.anchor)
-        units = 0
-        for counts in went:
-            for group, width in enumerate(self.widths):
-                units += counts[group] * (width // self.unit)
+        units = sum(into) // self.unit
         sent_ids = key_ids
         if self.dedup:
             sent_ids = ids_per_key(sent_lengths, sent_values.size(0))
         target = self.targets(sent_keys, sent_ids, got, units)
-        rows_back = 0
-        for feature in self.sent_features:
-            rows_back += sent_ids[sent_keys.index(feature)]
+        rows_back = sum([sent_ids[sent_keys.index(feature)] for feature in self.sent_features])
         ids_of: list[Tensor] = []
         lengths_of: list[Tensor] = []
         sizes: list[int] = []
@@ -204,19 +178,14 @@ class ScriptedSequences(nn.Module):
 
         ``found`` (n,) is 0 for ids whose rows are zeros, and else 1.
         """
-        totals: list[int] = []
-        for group in range(len(self.group_slots)):
-            total = 0
-            for per_group in came:
-                total += per_group[group]
-            totals.append(total)
-        ids_of = ids.split(totals)
         lengths_of = lengths.split(self.group_slots)
+        rows_of = self.by_group(lengths, ids, None, came)
         parts: list[list[Tensor]] = []
-        for group, lookup in enumerate(self.lookups):
-            total = totals[group]
-            rows = lookup(ids_of[group], lengths_of[group], None)
+        for group, rows in enumerate(rows_of):
+            counts = [per_group[group] for per_group in came]
+            total = sum(counts)
             if found is not None:
+                totals = [sum([per_group[other] for per_group in came]) for other in range(len(rows_of))]
                 rows = rows * found.split(totals)[group].unsqueeze(1)
             if self.group_slots[group] > 0:
                 places = torch.arange(total, device=self.nothing.device)
@@ -224,25 +193,18 @@ class ScriptedSequences(nn.Module):
                     self.rank_major[group], lengths_of[group].reshape(-1), places, None, total
                 )[1]
                 rows = rows.index_select(0, places)
-            counts: list[int] = []
-            for per_group in came:
-                counts.append(per_group[group])
             parts.append(list(rows.split(counts)))
         flat: list[Tensor] = [self.nothing]
         for rank in range(self.world_size):
-            for part in parts:
-                flat.append(part[rank].reshape(-1))
+            flat.extend([part[rank].reshape(-1) for part in parts])
         return torch.cat(flat)
 
     def distinct(
         self, keys: list[str], key_ids: list[int], lengths: Tensor, values: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(tables, 1) numbers of distinct ids, the ids, and the place of each id among them."""
-        order: list[int] = []
-        total = 0
-        for feature in self.dedup_features:
-            order.append(keys.index(feature))
-            total += key_ids[keys.index(feature)]
+        order = [keys.index(feature) for feature in self.dedup_features]
+        total = sum([key_ids[key] for key in order])
         index = torch.tensor(order, dtype=torch.int32, device=values.device)
         return distinct(index, lengths, values, self.dedup_firsts, self.dedup_edges, total)
 
@@ -258,9 +220,7 @@ class ScriptedSequences(nn.Module):
             offsets.append(row - key_starts[key])
             row += key_ids[key]
         units = self.dim // self.unit
-        firsts: list[int] = []
-        for slot, lookup in enumerate(self.slot_lookups):
-            firsts.append(offsets[lookup] * units + self.slot_firsts[slot])
+        firsts = [offsets[one] * units + self.slot_firsts[slot] for slot, one in enumerate(self.slot_lookups)]
         positions = sent.positions
         assert positions is not None
         first_S = torch.tensor(firsts, dtype=torch.int64, device=positions.device)

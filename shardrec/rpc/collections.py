@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, MutableMapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -121,7 +120,7 @@ class RemoteCollection(_Base):
         **options: Any,
     ) -> None:
         self.__dict__["_unsharded"] = [module]  # in a list, or nn.Module would take it for a child
-        super().__init__(module, plan, context=context, **options)  # type: ignore[arg-type]
+        super().__init__(module, plan, context=context, **options)
         del self.__dict__["_unsharded"]
         self.number = number
 
@@ -165,7 +164,7 @@ class RemoteCollection(_Base):
         module = self.__dict__["_unsharded"][0]
         weights = {key.split(".")[1]: weight for key, weight in module.named_parameters()}
         self.first_values = values = {name: weight.detach() for name, weight in weights.items() if not weight.is_meta}
-        for config in cast(list[BaseEmbeddingConfig], self._configs):
+        for config in self._configs:
             if config.name not in values and self.table_layouts[config.name].replicated:
                 # A cut table on meta is drawn on the servers, and may be larger than this trainer's memory.
                 values[config.name] = torch.empty(weights[config.name].shape, dtype=weights[config.name].dtype)

@@ -9,8 +9,7 @@ from shardrec._torchscript import deferred_waits, generic_wait, inline, inlined,
 from shardrec.errors import ConfigError
 from shardrec.pending import wait
 from shardrec.pending.waiting import WAIT_OPERATOR
-from shardrec.portable.options import parallel_lookups as in_parallel
-from shardrec.portable.options import portable_twins
+from shardrec.portable.options import TwinOptions, twins_with
 from shardrec.scripting.attributes import lift_attributes
 from shardrec.scripting.error import explain
 from shardrec.scripting.forks import refuse_forked_exchanges
@@ -53,8 +52,7 @@ def script(model: nn.Module, *, parallel_lookups: bool = False, portable: bool =
             "forward of a module"
         )
     with (
-        in_parallel(parallel_lookups),
-        portable_twins(portable),
+        twins_with(TwinOptions(parallel_lookups=parallel_lookups, portable=portable)),
         scriptable_copy(model) as copy,
         generic_wait(wait, WAIT_OPERATOR),
         quiet(),

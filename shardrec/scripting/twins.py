@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardrec._torchscript import defer
 from shardrec.pending import Await
-from shardrec.portable.options import is_portable
+from shardrec.portable.options import twin_options
 from shardrec.scripting.error import ScriptError
 
 __all__ = ["ISSUE", "HasScriptedTwin", "lasting_copy", "scriptable_copy"]
@@ -212,7 +212,7 @@ def _twin_of(module: nn.Module, path: str) -> nn.Module:
 
 
 def _ask(module: Any) -> Any:
-    if is_portable() and getattr(module, "portable", False):
+    if twin_options().portable and getattr(module, "portable", False):
         from shardrec.portable import twins  # not for models that have nothing sharded
 
         for kind, portable in twins().items():

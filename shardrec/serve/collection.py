@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.errors import ConfigError
 from shardrec.exchange.input import InputExchange
@@ -60,6 +60,11 @@ class ServedCollection(ShardedCollection):
         if layouts:
             self.replicas = ServedReplicas(layouts, slot_tables, self.formats, self.context, self.device, pooled=pooled)
 
+    def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[Any]:
+        """Look up the local batch, without gradients."""
+        with torch.no_grad():
+            return super().forward(features)
+
     def layouts(self) -> Iterator[TableLayout]:
         """Of all the tables, in module order on every rank."""
         return iter(self.table_layouts.values())
@@ -110,11 +115,6 @@ class ServedEmbeddingBagCollection(ServedCollection, ShardedEmbeddingBagCollecti
         self._serve([0] * self.input.route.groups, numbers, pooled=True)
         self.embedding_bags = nn.ModuleDict()
 
-    def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[KeyedTensor]:
-        """Look up the local batch, without gradients."""
-        with torch.no_grad():
-            return super().forward(features)
-
 
 class ServedEmbeddingCollection(ServedCollection, ShardedEmbeddingCollection):
     """A :class:`ShardedEmbeddingCollection` that does not train; see :func:`shardrec.serve.quantize`."""
@@ -125,11 +125,6 @@ class ServedEmbeddingCollection(ServedCollection, ShardedEmbeddingCollection):
         ServedCollection.__init__(self, source, formats, context)
         self._serve([group.width or 0 for group in self.groups], [], pooled=False)
         self.embeddings = nn.ModuleDict()
-
-    def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[dict[str, JaggedTensor]]:
-        """Look up the local batch, without gradients."""
-        with torch.no_grad():
-            return super().forward(features)
 
 
 def serve_collection(

@@ -229,7 +229,7 @@ def whole(tensor: Tensor) -> Tensor:
 def kept(model: ShardedModel) -> list[Any]:
     """What a traced model keeps for a backward."""
     traced = [vars(one)["_traced"] for one in model._sharded if "_traced" in vars(one)]
-    return [call for one in traced for call in one.twin.program._kept]
+    return [call for one in traced for call in one.program._kept]
 
 
 def assert_trains_alike(

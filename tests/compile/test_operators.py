@@ -125,9 +125,10 @@ def test_our_operators_are_what_torch_takes_for_one() -> None:
     arguments = (twin.anchor, [], given.values(), given.lengths(), None, None, None, None, *rest)
     torch.library.opcheck(issue, arguments, test_utils=tests)
     order, ticket = twin.begin(given)
-    values = torch.ops.shardrec.arrive_columns(order, ticket, 2, 8, torch.float32, twin.number)
+    rest = (2, 8, 0, False, torch.float32, twin.number)
+    values, *_ = torch.ops.shardrec.arrive(order, ticket, order, *rest)
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
-        fake = torch.ops.shardrec.arrive_columns(torch.empty(0), ticket, 2, 8, torch.float32, twin.number)
+        fake, *_ = torch.ops.shardrec.arrive(torch.empty(0), ticket, torch.empty(0), *rest)
         back = torch.ops.shardrec.finish_backward(torch.empty(0), ticket, 4, [torch.empty(3, 2)], twin.number)
     assert (fake.shape, fake.dtype) == (values.shape, values.dtype)
     assert [tuple(one.shape) for one in back] == [(4,), (3, 2)]
@@ -161,19 +162,19 @@ def test_what_a_lookup_keeps_goes_with_its_graph() -> None:
 def test_a_program_of_a_model_that_is_gone_is_refused() -> None:
     model = Pooled()
     number = model.twin.program.number
-    arguments = (torch.zeros(0), torch.tensor(0), 1, 4, torch.float32, number)
+    arguments = (torch.zeros(0), torch.tensor(0), torch.zeros(0), 1, 4, 0, False, torch.float32, number)
     with pytest.raises(KeyError):  # of the ticket
-        torch.ops.shardrec.arrive_columns(*arguments)
+        torch.ops.shardrec.arrive(*arguments)
     del model
     gc.collect()
     with pytest.raises(ConfigError, match=f"uses sharded module number {number} of a sharded model that is gone"):
-        torch.ops.shardrec.arrive_columns(*arguments)
+        torch.ops.shardrec.arrive(*arguments)
 
 
 def test_no_operator_of_python_goes_into_a_cuda_graph() -> None:
     """Replaying a captured graph runs its kernels and leaves out the Python around them."""
     import shardrec.lookup.rows_operator  # noqa: F401 - imported for its operator
 
-    names = ["issue_lookup", "arrive_columns", "arrive_rows", "give_gradient", "finish_backward", "look_up_rows"]
+    names = ["issue_lookup", "arrive", "give_gradient", "finish_backward", "look_up_rows"]
     unsafe = [name for name in names if torch.Tag.cudagraph_unsafe in getattr(torch.ops.shardrec, name).default.tags]
     assert unsafe == names

@@ -7,7 +7,7 @@ from random import Random
 import torch
 from hypothesis import given
 
-from shardrec.exchange.ragged import Ragged, strip
+from shardrec.exchange.ragged import Ragged
 from tests.plans import randoms
 
 
@@ -38,7 +38,7 @@ def test_what_is_stripped_is_what_is_there(rng: Random) -> None:
 def test_the_gradient_is_the_transpose(rng: Random) -> None:
     ragged = random_ragged(rng)
     padded = torch.randn(ragged.rows, sum(ragged.columns), requires_grad=True)
-    flat = strip(padded, ragged)
+    flat = ragged.strip(padded)
     gradient = torch.randn_like(flat)
     flat.backward(gradient)
     assert padded.grad is not None

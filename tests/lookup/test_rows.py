@@ -55,9 +55,7 @@ def one_class(weight: Tensor, rows_of_tables: list[int]) -> WidthClass:
         tables=tuple(range(len(rows_of_tables))),
         bases=tuple(bases),
         weight=weight,
-        slots=(),
         slot_bases=torch.zeros(0, dtype=torch.int64),
-        bases_of_all=torch.zeros(0, dtype=torch.int64),
     )
 
 

@@ -18,7 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from shardrec.errors import ConfigError, PlanError
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.modules import ShardedEmbeddingBagCollection, shard
-from shardrec.modules.initial import first_bag_values
+from shardrec.modules.initial import first_values
 from shardrec.pending import LazyAwaitable
 from tests.batches import random_bags
 from tests.models import OPTIMIZERS, collection, feature_rows, random_configs, table_sizes
@@ -83,7 +83,7 @@ def test_values_drawn_for_meta_tables_leave_the_generator_where_the_cpu_does() -
     after = torch.rand(3)
     meta = collection(CONFIGS, device="meta")
     torch.manual_seed(7)
-    drawn = dict(first_bag_values(meta))
+    drawn = dict(first_values(meta))
     assert torch.equal(after, torch.rand(3))
     assert drawn.keys() == reference.embedding_bags.keys()
     for name, values in drawn.items():

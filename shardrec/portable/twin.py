@@ -1,0 +1,76 @@
+"""What the portable twins of sharded collections have in common: their input, and the lookups of this rank's shards."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.jit import Future
+
+from shardrec._torchscript import list_of
+from shardrec.errors import ConfigError
+from shardrec.ids.frozen import frozen_maps
+from shardrec.modules.collection import ShardedCollection
+from shardrec.portable.input import ScriptedInput
+from shardrec.portable.options import twin_options
+
+__all__ = ["PortableTwin"]
+
+
+class PortableTwin(nn.Module):
+    """A twin with the live parameters of a sharded collection.
+
+    Args:
+        collection: the eager module.
+    """
+
+    # A graph has only the branch that is taken.
+    __constants__: ClassVar = ["parallel"]
+
+    def __init__(self, collection: ShardedCollection) -> None:
+        super().__init__()
+        collectives, comms = collection.context.collectives, collection.context.comms
+        collection.refuse_hot_rows("a portable program")
+        if collectives.world_size > 1 and (comms.output, comms.gradient) != ("fp32", "fp32"):
+            raise ConfigError(
+                f"{type(collection).__name__} exchanges {comms.output} and {comms.gradient}; a program that runs "
+                "without shardrec exchanges fp32: shard without comms, or script with portable=False"
+            )
+        self.input = ScriptedInput(collection.input, collectives)
+        self.id_maps = frozen_maps(collection)
+        self.lookups, group_slots = collection.shards.scripted(training=collection.training)
+        self.group_slots = list_of(int, group_slots)
+        # On threads of TorchScript's own, which pays where groups are large and threads idle.
+        self.parallel = not collection.input.per_id and twin_options().parallel_lookups
+        self.rank = collectives.rank
+        self.world_size = collectives.world_size
+        self.output_dtype = collection.output_dtype
+        self.nothing = torch.zeros(0, device=collection.device)
+        self.anchor = torch.zeros(0, device=collection.device, requires_grad=True)
+
+    def by_group(self, lengths: Tensor, ids: Tensor, weights: Tensor | None, came: list[list[int]]) -> list[Tensor]:
+        """Per group, the (B_all, D) pooled columns of this rank's shards, or the (n, w) rows.
+
+        Args:
+            lengths: (S_mine, B_all).
+            ids: (n,).
+            weights: (n,) or None.
+            came: ids from each rank, per group.
+        """
+        counts = [sum([per_group[group] for per_group in came]) for group in range(len(self.group_slots))]
+        ids_of = ids.split(counts)
+        lengths_of = lengths.split(self.group_slots)
+        found: list[Tensor] = []
+        forks: list[Future[Tensor]] = []
+        for group, lookup in enumerate(self.lookups):
+            part: Tensor | None = None
+            if weights is not None:
+                part = weights.split(counts)[group]
+            if self.parallel:
+                forks.append(torch.jit.fork(lookup, ids_of[group], lengths_of[group], part))
+            else:
+                found.append(lookup(ids_of[group], lengths_of[group], part))
+        for fork in forks:
+            found.append(torch.jit.wait(fork))
+        return found
