@@ -245,10 +245,15 @@ class CostModel:
         """A table with hot rows: what its shards are looked up for, and what the copies cost every rank."""
         profile, ids = self.profile, self.batch_size * table.ids_per_sample
         others, copies = apart(table, hot_rows, ids)
-        # Ids are told apart, and the owners' shards get what was updated.
-        written = len(hot_rows) * table.embedding_dim * _FLOAT / self.topology.world_size * profile.pooled_byte_ns
-        found = Cost(times=(self._sent_ids(table) * profile.cut_id_ns * _NS, 0.0, 0.0, 0.0, 0.0, written * _NS))
-        return others, found + self.replicated(copies)
+        row_bytes = table.embedding_dim * _FLOAT
+        # Ids are told apart; what the copies give is one more source of the output; and the owners' shards get what
+        # was updated.
+        found = self._sent_ids(table) * profile.cut_id_ns
+        rows_out = self.batch_size * (table.features if table.pooled else copies.ids_per_sample)
+        joined = rows_out * row_bytes * profile.assemble_byte_ns * _NS
+        written = len(hot_rows) * row_bytes / self.topology.world_size * profile.pooled_byte_ns
+        apart_ms = Cost(times=(found * _NS, 0.0, joined, joined, 0.0, written * _NS))
+        return others, apart_ms + self.replicated(copies)
 
     def _sent_ids(self, table: TableLoad) -> float:
         """Ids that one rank sends for a table: sequence tables send each distinct id once."""
