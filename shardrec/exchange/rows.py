@@ -253,7 +253,7 @@ class _Place(torch.autograd.Function):
         for target, block in zip(targets, blocks, strict=True):
             output.index_copy_(0, target, block.view(-1, unit))
         output = output.view(output_rows, exchange.dim)
-        return output if places is None else output.index_copy_(0, places, copies)
+        return output if places is None or copies is None else output.index_copy_(0, places, copies)
 
     @staticmethod
     @once_differentiable

@@ -25,7 +25,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 import torch
@@ -36,8 +36,7 @@ from shardrec.exchange.context import StepContext
 from shardrec.layout import Shard, TableLayout
 from shardrec.lookup.bank import TableBank
 from shardrec.lookup.groups import LookupTable
-from shardrec.lookup.optimizers import FusedOptimizer
-from shardrec.lookup.replicated import AfterReducer, UsedRows
+from shardrec.lookup.replicated import Copies, UsedRows
 
 __all__ = ["HotRows"]
 
@@ -109,7 +108,7 @@ class _Target:
         self.memory.index_copy_(0, self.places.index_select(0, rows), values.to(self.memory.dtype))
 
 
-class HotRows:
+class HotRows(Copies):
     """The hot rows of a module's tables.
 
     Args:
@@ -146,7 +145,12 @@ class HotRows:
         shapes = [(len(table.layout.hot_rows), table.layout.embedding_dim) for table in tables]
         numbers = [names.index(name) for name in slot_tables]
         self._bank = TableBank(shapes, numbers, None, device, pooled=columns is not None)
-        self._columns = _Columns(self._bank, [shapes[number][1] for number in numbers], columns or ())
+        self._own = self._bank.own.at_columns(columns) if self._bank.own is not None and columns else None
+        widths = [shapes[number][1] for number in numbers]
+        # The output's columns of each slot; of all of them, where they are neighbours.
+        spans = [slice(start, start + width) for start, width in zip(columns or (), widths, strict=False)]
+        together = all(one.stop == other.start for one, other in pairwise(spans))
+        self._spans = [slice(spans[0].start, spans[-1].stop)] if spans and together else spans
         size = sum(rows * width for rows, width in shapes)
         self.weight = nn.Parameter(self._bank.memory[:size])
         self.marks = nn.Parameter(torch.zeros(sum(rows for rows, _ in shapes), device=device))
@@ -154,7 +158,7 @@ class HotRows:
         self._pack_of = {name: pack for pack in self._packs for name in pack.starts}
         self._rows = {name: torch.tensor(one.layout.hot_rows, device=device) for name, one in self._tables.items()}
         self._targets: list[list[_Target]] = []
-        self._after = AfterReducer(self.reduced(), self._update, names, context)
+        super().__init__({name: self._pack_of[name].update for name in names}, context)
 
     def _new_packs(self, tables: Sequence[LookupTable]) -> Iterator[_Pack]:
         row = element = 0
@@ -176,47 +180,48 @@ class HotRows:
         """What takes a gradient that a reducer averages."""
         return [self.weight, self.marks]
 
-    def rows(self, ids: Tensor, lengths: Tensor) -> Tensor:
-        """(N, dim) float32 rows.
+    def __call__(
+        self, ids: Tensor, lengths: Tensor, weights: Tensor | None = None, output: Tensor | None = None
+    ) -> Tensor:
+        """Look up the copies.
 
         Args:
             ids: (N,) positions among the hot rows of each slot's table, slot after slot.
             lengths: (S, B).
+            weights: (N,) float32 or None.
+            output: (B, D) float32, to which sums are added in place.
+
+        Returns:
+            ``output``, or (N, dim) float32 rows.
         """
-        return self._look_up(None, ids, lengths, None)
-
-    def add(self, output: Tensor, ids: Tensor, lengths: Tensor, weights: Tensor | None) -> Tensor:
-        """Add the sums of bags to the (B, D) float32 columns of the other rows, in place; as :meth:`rows` takes it."""
-        return self._look_up(output, ids, lengths, None if weights is None else weights.to(torch.float32))
-
-    def sums(self, ids: Tensor, lengths: Tensor, weights: Tensor | None) -> Tensor:
-        """(B, D_h) what :meth:`add` adds, without a gradient."""
-        return self._bank.look_up(ids, lengths, None if weights is None else weights.detach().to(torch.float32))
-
-    def _look_up(self, output: Tensor | None, ids: Tensor, lengths: Tensor, weights: Tensor | None) -> Tensor:
-        self._after.clear()
+        self._queued = False
         found: Tensor = _HotFunction.apply(  # type: ignore[no-untyped-call]
-            output, self._columns, ids, lengths, weights, self.weight, self.marks
+            output, self, ids, lengths, weights, *self.reduced()
         )
         return found
 
-    def step_counts(self) -> dict[str, int]:
-        """Per table, how many updates its fused optimizer has made."""
-        return {
-            name: pack.update.optimizer.step_count for name, pack in self._pack_of.items() if pack.update is not None
-        }
+    def look_up(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, output: Tensor | None) -> Tensor:
+        """:meth:`__call__` without a gradient."""
+        if output is None:
+            return self._bank.look_up(ids, lengths, weights)
+        if self._own is not None:
+            ids, lengths = ids.contiguous(), lengths.to(torch.int32).contiguous()
+            return self._own.look_up(ids, lengths, weights, output, added=True)
+        sums = self._bank.look_up(ids, lengths, weights).split([one.stop - one.start for one in self._spans], dim=1)
+        for span, part in zip(self._spans, sums, strict=True):
+            output[:, span].add_(part)
+        return output
 
-    def load_step_counts(self, counts: Mapping[str, int]) -> None:
-        """Set what :meth:`step_counts` gave."""
-        for pack in self._packs:
-            if pack.update is not None:
-                pack.update.optimizer.step_count = max(counts.get(name, 0) for name in pack.starts)
-
-    def set_learning_rate(self, optimizer: FusedOptimizer, lr: float) -> None:
-        """Use ``lr`` for the tables that were given ``optimizer``."""
-        for pack in self._packs:
-            if pack.update is not None and pack.update.optimizer.optimizer == optimizer:
-                pack.update.optimizer.lr = lr
+    def gradients(
+        self, ids: Tensor, lengths: Tensor, weights: Tensor | None, gradient: Tensor, *, of_weights: bool
+    ) -> tuple[Tensor | None, Tensor, Tensor]:
+        """Of the ids' weights, the buffer and the marks, from that of what :meth:`look_up` gave."""
+        parts = [gradient[:, span] for span in self._spans] or [gradient]
+        gradient = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        marks = torch.zeros_like(self.marks)
+        dense = [one.view(-1) for one in self._bank.dense_gradients(ids, lengths, weights, gradient, marks)]
+        weight_gradient = self._bank.weight_gradient(ids, lengths, gradient) if of_weights else None
+        return weight_gradient, dense[0] if len(dense) == 1 else torch.cat(dense), marks
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -300,52 +305,18 @@ class HotRows:
             for name, source in pack.parts().items():
                 part = parts[name].detach()
                 step = part.stride(0) if part.dim() > 1 else 1
-                first, shift = divmod(part.storage_offset(), step)
+                first, shift = divmod(int(part.storage_offset()), step)
                 storage = part.untyped_storage()
                 key = name, storage.data_ptr(), part.dtype, shift, piece.shard.col_start, piece.shard.col_end
                 if key not in places:
-                    rows = (storage.nbytes() // part.element_size() - shift - part[:1].numel()) // step + 1
-                    whole = part.as_strided((rows, *part.shape[1:]), part.stride(), shift)
+                    count = (storage.nbytes() // part.element_size() - shift - part[:1].numel()) // step + 1
+                    whole = part.as_strided((count, *part.shape[1:]), part.stride(), shift)
                     cut = source[:, piece.columns] if source.dim() > 1 else source
                     places[key] = cut, whole, torch.full((len(source),), -1)
                 places[key][2][start + piece.first : start + piece.last] = local + first
         for source, memory, of_rows in places.values():
             rows = (of_rows >= 0).nonzero().squeeze(1)
             yield _Target(source=source, memory=memory, places=of_rows.to(self._device), rows=rows.to(self._device))
-
-
-class _Columns:
-    """A bank whose sums are added to columns of an output.
-
-    Args:
-        bank: the copies.
-        widths: per slot, its columns.
-        starts: per slot, the first column of the output; none without pooling.
-    """
-
-    def __init__(self, bank: TableBank, widths: Sequence[int], starts: Sequence[int]) -> None:
-        self.bank = bank
-        self._own = bank.own.at_columns(starts) if bank.own is not None and starts else None
-        self._runs: list[tuple[int, int]] = []  # first column of the output, and number
-        for start, width in zip(starts, widths, strict=bool(starts)):
-            if self._runs and sum(self._runs[-1]) == start:
-                self._runs[-1] = self._runs[-1][0], self._runs[-1][1] + width
-            else:
-                self._runs.append((start, width))
-
-    def add(self, output: Tensor, ids: Tensor, lengths: Tensor, weights: Tensor | None) -> None:
-        """Add the sums."""
-        if self._own is not None:
-            self._own.look_up(ids.contiguous(), lengths.to(torch.int32).contiguous(), weights, output, added=True)
-            return
-        sums = self.bank.look_up(ids, lengths, weights)
-        for (start, width), part in zip(self._runs, sums.split([width for _, width in self._runs], dim=1), strict=True):
-            output[:, start : start + width].add_(part)
-
-    def of(self, gradient: Tensor) -> Tensor:
-        """The sums' gradient, of the output's."""
-        parts = [gradient[:, start : start + width] for start, width in self._runs] or [gradient]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 class _HotFunction(torch.autograd.Function):
@@ -355,29 +326,19 @@ class _HotFunction(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx,
         output: Tensor | None,
-        columns: _Columns,
+        hot: HotRows,
         ids: Tensor,
         lengths: Tensor,
         weights: Tensor | None,
-        buffer: Tensor,
-        marks: Tensor,
+        *parameters: Tensor,
     ) -> Tensor:
-        ctx.columns, ctx.input = columns, (ids, lengths, weights)  # type: ignore[attr-defined]
-        ctx.marks = marks.detach()  # type: ignore[attr-defined]
-        if output is None:
-            return columns.bank.look_up(ids, lengths, weights)
-        columns.add(output, ids, lengths, weights)
-        ctx.mark_dirty(output)
-        return output
+        ctx.hot, ctx.input = hot, (ids, lengths, weights)  # type: ignore[attr-defined]
+        if output is not None:
+            ctx.mark_dirty(output)
+        return hot.look_up(ids, lengths, weights, output)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        bank: TableBank = ctx.columns.bank
-        ids, lengths, weights = ctx.input
-        marks = torch.zeros_like(ctx.marks)
-        own = ctx.columns.of(gradient)
-        wholes = bank.dense_gradients(ids, lengths, weights, own, marks)
-        of_weights = bank.weight_gradient(ids, lengths, own) if ctx.needs_input_grad[4] else None
-        flat = wholes[0].view(-1) if len(wholes) == 1 else torch.cat([one.view(-1) for one in wholes])
-        return gradient if ctx.needs_input_grad[0] else None, None, None, None, of_weights, flat, marks
+        found = ctx.hot.gradients(*ctx.input, gradient, of_weights=ctx.needs_input_grad[4])
+        return gradient if ctx.needs_input_grad[0] else None, None, None, None, *found

@@ -22,7 +22,8 @@ float16 one below 6e-8 is lost, and one below 6e-5 imprecise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import abc
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 from typing import Any
@@ -41,39 +42,56 @@ from shardrec.lookup.rows import RowOptimizer
 from shardrec.lookup.scripted import DenseTables
 from shardrec.lookup.shards import dense_lookup
 
-__all__ = ["AfterReducer", "ReplicatedLookup", "UsedRows"]
+__all__ = ["Copies", "ReplicatedLookup", "UsedRows"]
 
 
-class AfterReducer:
-    """Calls an update once backward is over and the reducer has averaged the gradients of some parameters.
+class Copies(abc.ABC):
+    """Rows of which every rank has a copy, updated once backward is over and a reducer has averaged their gradients.
 
     Args:
-        parameters: that take gradients.
-        update: the call; not made where this backward only accumulates gradients.
-        names: of the tables, for messages.
+        updates: per table, its fused optimizer's; None for a table without one. Several tables may share one.
         context: says whether a reducer averages the gradients, and whether it does so in this backward.
     """
 
-    def __init__(
-        self, parameters: Sequence[Tensor], update: Callable[[], None], names: Sequence[str], context: StepContext
-    ) -> None:
-        self._update, self._names, self._context = update, tuple(names), context
+    def __init__(self, updates: Mapping[str, UsedRows | None], context: StepContext) -> None:
+        self._updates, self._context = dict(updates), context
+        # Of this backward. Each forward clears it, for a backward that raises never comes to its callbacks.
         self._queued = False
-        for parameter in parameters:
+        for parameter in self.reduced():
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
-    def clear(self) -> None:
-        """In each forward, for a backward that raises never comes to its callbacks."""
-        self._queued = False
+    @abc.abstractmethod
+    def reduced(self) -> list[nn.Parameter]:
+        """What takes a gradient that a reducer averages."""
+
+    @abc.abstractmethod
+    def _update(self) -> None:
+        """Apply the averaged gradients and drop them."""
+
+    def step_counts(self) -> dict[str, int]:
+        """Per table, how many updates its fused optimizer has made."""
+        return {name: 0 if one is None else one.optimizer.step_count for name, one in self._updates.items()}
+
+    def load_step_counts(self, counts: Mapping[str, int]) -> None:
+        """Set what :meth:`step_counts` gave; tables that share an update share their largest count."""
+        for update in filter(None, set(self._updates.values())):
+            of_tables = [counts.get(name, 0) for name, one in self._updates.items() if one is update]
+            update.optimizer.step_count = max(of_tables)
+
+    def set_learning_rate(self, optimizer: FusedOptimizer, lr: float) -> None:
+        """Use ``lr`` for the tables that were given ``optimizer``."""
+        for update in filter(None, self._updates.values()):
+            if update.optimizer.optimizer == optimizer:
+                update.optimizer.lr = lr
 
     def _on_gradient(self, parameter: Tensor) -> None:
         context = self._context
         if context.collectives.world_size > 1 and not context.gradients_are_reduced:
             raise ConfigError(
-                f"replicated tables {', '.join(map(repr, self._names))} need their gradients averaged over the ranks; "
-                "shard the whole model with shardrec.shard, or cut these tables"
+                f"replicated tables {', '.join(map(repr, self._updates))} need their gradients averaged over the "
+                "ranks; shard the whole model with shardrec.shard, or cut these tables"
             )
-        if not self._queued:
+        if not self._queued and any(self._updates.values()):
             self._queued = True
             Variable._execution_engine.queue_callback(self._requeue)
 
@@ -95,7 +113,7 @@ class _Run:
     slots: int
 
 
-class ReplicatedLookup:
+class ReplicatedLookup(Copies):
     """The replicated tables of a module.
 
     Args:
@@ -116,7 +134,6 @@ class ReplicatedLookup:
         context: StepContext,
         device: torch.device,
     ) -> None:
-        self._names = [table.layout.name for table in tables]
         self._runs = [
             _run(tables, list(slots), device) for _, slots in groupby(slot_tables, lambda table: tables[table].dtype)
         ]
@@ -129,31 +146,16 @@ class ReplicatedLookup:
             for table, weight in zip(tables, weights, strict=True)
         ]
         self.parameters = [nn.Parameter(weight) for weight in weights]
-        self._after = AfterReducer(self.parameters, self._update, self._names, context)
+        super().__init__(dict(zip([table.layout.name for table in tables], self._rows, strict=True)), context)
+
+    def reduced(self) -> list[nn.Parameter]:
+        """:attr:`parameters`."""
+        return self.parameters
 
     def states(self, table: int) -> dict[str, Tensor]:
         """The fused optimizer's states of one table, by name, as views; empty without one."""
         update = self._rows[table]
         return {} if update is None else update.optimizer.states()[0]
-
-    def step_counts(self) -> dict[str, int]:
-        """Per table, how many updates its fused optimizer has made."""
-        return {
-            name: 0 if update is None else update.optimizer.step_count
-            for name, update in zip(self._names, self._rows, strict=True)
-        }
-
-    def load_step_counts(self, counts: Mapping[str, int]) -> None:
-        """Set what :meth:`step_counts` gave."""
-        for name, update in zip(self._names, self._rows, strict=True):
-            if update is not None:
-                update.optimizer.step_count = counts.get(name, 0)
-
-    def set_learning_rate(self, optimizer: FusedOptimizer, lr: float) -> None:
-        """Use ``lr`` for the tables that were given ``optimizer``."""
-        for update in self._rows:
-            if update is not None and update.optimizer.optimizer == optimizer:
-                update.optimizer.lr = lr
 
     def __call__(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, counts: Sequence[int]) -> Tensor:
         """(B, D_r) float32 pooled columns of the local batch.
@@ -164,8 +166,7 @@ class ReplicatedLookup:
             weights: (N,) or None.
             counts: S numbers of ids.
         """
-        self._after.clear()
-        weights = None if weights is None else weights.to(torch.float32)
+        self._queued = False
         if len(self._runs) == 1:
             return self._look_up(self._runs[0], ids, lengths, weights)
         # Tables of several dtypes next to each other.
@@ -183,7 +184,7 @@ class ReplicatedLookup:
 
     def rows(self, table: int, ids: Tensor) -> Tensor:
         """(N, dim) float32 rows of one table, one per id; their gradient reaches the table's parameter."""
-        self._after.clear()
+        self._queued = False
         parameter = self.parameters[table]
         if parameter.dtype is torch.float32:
             return nn.functional.embedding(ids, parameter)

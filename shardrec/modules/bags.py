@@ -131,10 +131,10 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         sums = [index for index, lookup in enumerate(lookups) if not lookup.mean]
         self._sum_lookups = torch.tensor(sums, dtype=torch.int64, device=self.device)
         # Where the keys of this rank's copies are among those sent, and all lookups' features among the batch's.
-        self._hot_lookups = tuple(hot)
-        own = [one.feature for one in self.own_lookups], [hot_key(one.feature) for one in hot]
+        self._hot_keys = tuple(hot_key(one.feature) for one in hot)
         self._own_positions, self._hot_positions = (
-            lru_cache(maxsize=KEY_ORDERS)(partial(_positions, keys, self.device)) for keys in own
+            lru_cache(maxsize=KEY_ORDERS)(partial(_positions, keys, self.device))
+            for keys in ([one.feature for one in self.own_lookups], self._hot_keys)
         )
         self._key_positions = lru_cache(maxsize=KEY_ORDERS)(
             partial(_positions, [one.feature for one in lookups], self.device)
@@ -210,7 +210,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
 
     def _own_counts(self, batch: Batch) -> tuple[Tensor, ...]:
         """Ids of each lookup of a replicated table, then of hot rows, as a note for the host; none without any."""
-        if not self.own_lookups and not self._hot_lookups:
+        if not self.own_lookups and not self._hot_keys:
             return ()
         index = torch.cat([self._own_positions(batch.keys), self._hot_positions(batch.keys)])
         return (batch.lengths.index_select(0, index).sum(dim=1, dtype=torch.int64),)
@@ -233,8 +233,13 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         """The ids of hot rows; arguments as :meth:`_look_up_replicas` takes them."""
         if self.hot_rows is None:
             return None
-        index = self._hot_positions(batch.keys)
-        return self._own_bags(batch, index, sum(counts[len(self.own_lookups) :]), learned_weights)
+        total, keys = sum(counts[len(self.own_lookups) :]), self._hot_keys
+        if self.device.type == "cpu" and learned_weights is None and batch.keys[-len(keys) :] == keys:
+            # They lie behind the others, in the order of the lookups.
+            start = batch.values.numel() - total
+            weights = None if batch.weights is None else batch.weights[start:]
+            return batch.values[start:], batch.lengths[-len(keys) :], weights
+        return self._own_bags(batch, self._hot_positions(batch.keys), total, learned_weights)
 
     def _own_bags(self, batch: Batch, index: Tensor, total: int, learned_weights: Tensor | None) -> _Bags:
         """Ids, lengths and weights of some keys."""
@@ -245,7 +250,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         if learned_weights is not None:
             places = torch.arange(batch.values.numel(), dtype=torch.int32, device=self.device)
             _, places, _ = torch.ops.fbgemm.permute_2D_sparse_data(order, batch.lengths, places, None, total)
-            weights = learned_weights.index_select(0, batch.places_as_given(places))
+            weights = learned_weights.index_select(0, batch.places_as_given(places)).to(torch.float32)
         return ids, lengths, weights
 
     def _bag_lengths(self, batch: Batch) -> Tensor | None:
@@ -338,17 +343,19 @@ class BagCall(Call):
         collection = self._collection
         assert self.sent is not None, "ids are sent before rows are"
         collection.refresh_hot_rows()
-        own = self.prepared.sent, self.sent.replica_ids, self._learned_weights
-        self._replicated, self._hot = collection._look_up_replicas(*own), collection._hot_bags(*own)
+        given = self.prepared.sent, self.sent.replica_ids, self._learned_weights
+        self._replicated, self._hot = collection._look_up_replicas(*given), collection._hot_bags(*given)
         self._lengths = collection._bag_lengths(self.prepared.batch)
         if collection.context.detect_anomaly and self._replicated is not None:
             own = [one.layout for one in collection.own_lookups]
             sizes, tables = [one.embedding_dim for one in own], [one.name for one in own]
             note_rows(self._replicated.detach(), sizes, 1, collection.context, tables)
         if collection.context.detect_anomaly and collection.hot_rows is not None and self._hot is not None:
-            hot = [one.layout for one in collection._hot_lookups]
-            sizes, tables = [one.embedding_dim for one in hot], [one.name for one in hot]
-            note_rows(collection.hot_rows.sums(*self._hot), sizes, 1, collection.context, tables)
+            none = self._hot[1].new_zeros((self._hot[1].size(1), sum(collection.dims)), dtype=torch.float32)
+            tables = [one.layout.name for one in collection.lookups]
+            with torch.no_grad():
+                found = collection.hot_rows(*self._hot, none)
+            note_rows(found, collection.dims, 1, collection.context, tables)
 
     def finish(self, flight: BlocksInFlight, stream: int) -> Tensor:
         """(B, D) values of the output."""
@@ -359,7 +366,7 @@ class BagCall(Call):
         if collection.hot_rows is not None and self._hot is not None:
             # On one rank they may lie in a buffer of somebody else's.
             values = values if collection.context.collectives.world_size > 1 else values.clone()
-            values = collection.hot_rows.add(values, *self._hot)
+            values = collection.hot_rows(*self._hot, values)
         if self._lengths is not None:
             values = values / self._lengths
         inverse = prepared.batch.inverse

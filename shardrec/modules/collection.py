@@ -26,7 +26,7 @@ from shardrec.layout.discover import qualified_name
 from shardrec.lookup.groups import LookupTable
 from shardrec.lookup.hot import HotRows
 from shardrec.lookup.optimizers import FusedOptimizer, fused_optimizer_of
-from shardrec.lookup.replicated import ReplicatedLookup
+from shardrec.lookup.replicated import Copies, ReplicatedLookup
 from shardrec.lookup.shards import ShardLookup
 from shardrec.modules.initial import draw_in_place, draw_rows
 from shardrec.modules.late import look_up_outside
@@ -160,8 +160,10 @@ class ShardedCollection(nn.Module, abc.ABC):
 
     def reduced_parameters(self) -> list[nn.Parameter]:
         """Replicated tables and copies of hot rows, whose gradients a reducer averages."""
-        replicated = [] if self.replicas is None else self.replicas.parameters
-        return [*replicated, *([] if self.hot_rows is None else self.hot_rows.reduced())]
+        return [parameter for copies in self._copies() for parameter in copies.reduced()]
+
+    def _copies(self) -> list[Copies]:
+        return [one for one in (self.replicas, self.hot_rows) if one is not None]
 
     def refresh_hot_rows(self) -> None:
         """Read the copies of hot rows from their shards, where somebody has written into these. All ranks call it."""
@@ -327,28 +329,23 @@ class ShardedCollection(nn.Module, abc.ABC):
 
     def step_counts(self) -> dict[str, int]:
         """Per table, by its name in the plan, how many updates its fused optimizer has made (for Adam's bias)."""
-        replicas = self.replicas.step_counts() if self.replicas is not None else {}
+        copies = {name: count for one in self._copies() for name, count in one.step_counts().items()}
         maps = {} if self.id_maps is None else {f"ids of {name}": self.id_maps.step for name in self.id_maps.options}
-        hot = {} if self.hot_rows is None else self.hot_rows.step_counts()
-        return self.shards.step_counts() | replicas | hot | maps
+        return self.shards.step_counts() | copies | maps
 
     def load_step_counts(self, counts: Mapping[str, int]) -> None:
         """Set what :meth:`step_counts` gave."""
         self.shards.load_step_counts(counts)
-        if self.replicas is not None:
-            self.replicas.load_step_counts(counts)
-        if self.hot_rows is not None:
-            self.hot_rows.load_step_counts(counts)
+        for copies in self._copies():
+            copies.load_step_counts(counts)
         if self.id_maps is not None:
             self.id_maps.step = max(counts.get(f"ids of {name}", 0) for name in self.id_maps.options)
 
     def set_learning_rate(self, optimizer: FusedOptimizer, lr: float) -> None:
         """Use ``lr`` for the tables that were given ``optimizer``, from the next forward on."""
         self.shards.set_learning_rate(optimizer, lr)
-        if self.replicas is not None:
-            self.replicas.set_learning_rate(optimizer, lr)
-        if self.hot_rows is not None:
-            self.hot_rows.set_learning_rate(optimizer, lr)
+        for copies in self._copies():
+            copies.set_learning_rate(optimizer, lr)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """The same tables and states in kernels of its own, on the same ranks; see :class:`ShardedModel`."""

@@ -214,7 +214,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
         assert prepared.sent.order is not None, "the split told where the ids were"
         keys = sum(bool(one.layout.hot_rows) for one in self.sent_lookups)
         start, end = sum(sent.sent_key_ids[:-keys]), sum(sent.sent_key_ids)
-        rows = self.hot_rows.rows(prepared.sent.values[start:end], prepared.sent.lengths[-keys:])
+        rows = self.hot_rows(prepared.sent.values[start:end], prepared.sent.lengths[-keys:])
         return prepared.sent.order[start:end], rows
 
     def _entries(self, prepared: Prepared, sent: SentIds, features: KeyedJaggedTensor) -> list[SequenceKey]:
