@@ -177,9 +177,9 @@ def _trained(run: Run, model: Any, options: dict[str, Any]) -> tuple[list[Tensor
     return [*found, *(one.detach().clone() for one in model.parameters())], counts
 
 
-def cell(executor: str, feature: str) -> str:
-    """What stands in the table: "yes", or why not."""
-    options = FEATURES[feature]
+def cell(executor: str, feature: str, also: str | None = None) -> str:
+    """What stands in the table: "yes", or why not. ``also``: a second feature."""
+    options = FEATURES[feature] | FEATURES.get(also or "", {})
     eager, model = _make(options), _make(options)
     expected, expected_counts = _trained(eager, eager, options)
     torch._dynamo.reset()
@@ -193,9 +193,22 @@ def cell(executor: str, feature: str) -> str:
     return "yes"
 
 
-def column(executor: str, features: list[str]) -> list[str]:
+def column(executor: str, features: list[str], also: str | None = None) -> list[str]:
     """The cells of an executor."""
-    return [cell(executor, feature) for feature in features]
+    return [cell(executor, feature, also) for feature in features]
+
+
+def with_and_without_hot_rows(features: list[str]) -> None:
+    """Three steps in eager mode, whose outputs and gradients of weights are those without hot rows."""
+    for feature in features:
+        found = []
+        for options in (FEATURES[feature], FEATURES[feature] | FEATURES["hot rows"]):
+            model = _make(options)
+            parts, _ = _trained(model, model, options)
+            found.append(parts[: -len(list(model.parameters()))])
+        # Of what is rounded for the wire, hot rows are no part any more.
+        wide = {"bf16": 2e-2, "int8": 4e-2}.get(FEATURES[feature].get("comms", ""), 1e-5)
+        torch.testing.assert_close(*found, atol=wide, rtol=wide, msg=lambda text, feature=feature: f"{feature}: {text}")
 
 
 SAME = {"shared memory between ranks"}
@@ -236,3 +249,16 @@ def test_every_cell(executor: str, features: list[str]) -> None:
         for feature, said in zip(features, found, strict=True):
             expected = REFUSED.get(feature, "yes") if executor == "portable" else "yes"
             assert expected in said, feature
+
+
+WITH_HOT = ["a batch size per feature", "learned weights", "INT8 on the wire", "bad ids looked up as zeros"]
+
+
+@pytest.mark.parametrize("executor", ["live script", "traced"])
+def test_hot_rows_with_other_features(executor: str) -> None:
+    for found in ranks(2, column, executor, WITH_HOT, "hot rows", timeout=300):
+        assert found == ["yes"] * len(WITH_HOT)
+
+
+def test_hot_rows_change_no_result() -> None:
+    ranks(2, with_and_without_hot_rows, [*WITH_HOT, "BF16 on the wire", "weights of ids"], timeout=300)

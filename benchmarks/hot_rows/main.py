@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.harness.counting import CountingCollectives
@@ -85,6 +85,26 @@ class Row:
     apart: float
 
 
+class Scored(nn.Module):
+    """A collection, and a dense part that is as small as can be: with hot rows or without, its gradient is all-reduced.
+
+    Args:
+        sharded: the collection.
+        workload: what is looked up.
+    """
+
+    def __init__(self, sharded: nn.Module, workload: Workload) -> None:
+        super().__init__()
+        self.sharded, self.pooled = sharded, workload.pooled
+        self.scale = nn.Parameter(torch.full((), 100.0))
+
+    def forward(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
+        """What was looked up, and a loss."""
+        output = self.sharded(features)
+        values = output.values() if self.pooled else torch.cat([one.values() for one in output.values()])
+        return values, values.square().mean() * self.scale
+
+
 class Side:
     """A model with some hot rows.
 
@@ -110,15 +130,13 @@ class Side:
             sharded = ShardedEmbeddingBagCollection(module, plan, context=context)
         else:
             sharded = ShardedEmbeddingCollection(module, plan, context=context, dedup=workload.dedup)
-        self.model = ShardedModel(sharded, plan, context, dist.group.WORLD)
-        self.pooled = workload.pooled
+        self.model = ShardedModel(Scored(sharded, workload), plan, context, dist.group.WORLD)
         self.reduced = sum(4 * one.numel() for table in sharded.tables().values() for one in table.copies.values())
 
     def step(self, features: KeyedJaggedTensor) -> Tensor:
         """Forward and backward; gives the output."""
-        output = self.model(features)
-        values = output.values() if self.pooled else torch.cat([one.values() for one in output.values()])
-        (values.square().mean() * 100).backward()
+        values, loss = self.model(features)
+        loss.backward()
         found: Tensor = values.detach()
         return found
 

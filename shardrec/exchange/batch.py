@@ -118,7 +118,7 @@ class Batch:
         bags: with ``inverse``, the U numbers of bags that it chooses from.
         offsets_fit: 0-d bool, whether the offsets that the input was given are those of the lengths; or None.
         mended: the batch with the ids that were taken out of this one, or None.
-        order: (N,) int64 place of each id before those of hot rows were moved, of a weighted batch; or None.
+        order: (N,) int64 place of each id before those of hot rows were moved, where it is asked for; or None.
     """
 
     keys: tuple[str, ...]

@@ -21,12 +21,14 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
+from shardrec import native
 from shardrec.exchange.batch import KEY_ORDERS, Batch
 from shardrec.layout import TableLayout
 
 __all__ = ["HotSplit", "hot_key", "split_hot"]
 
 _NOT_HOT = -(2**62)
+_WORD = 64
 
 
 def hot_key(key: str) -> str:
@@ -68,37 +70,45 @@ class HotSplit:
         for layout in {table.name: table for table in tables.values()}.values():
             self._places[layout.name] = first, start
             rows.append(torch.tensor(layout.hot_rows, dtype=torch.int64) + first)
-            first, start = first + layout.num_embeddings, start + len(layout.hot_rows)
+            # Whole words of the index.
+            first, start = first + -(-layout.num_embeddings // _WORD) * _WORD, start + len(layout.hot_rows)
         self._rows = torch.cat(rows).to(device)
+        self._index = _index_of(self._rows, first // _WORD) if device.type == "cpu" and native.is_loaded() else None
         self._order = lru_cache(maxsize=KEY_ORDERS)(self._new_order)
 
-    def __call__(self, batch: Batch) -> tuple[Batch, Tensor]:
+    def __call__(self, batch: Batch, *, places: bool) -> Batch:
         """Split a checked batch.
 
+        Args:
+            batch: the local batch.
+            places: tell the order of the ids, as is done of a weighted batch in any case.
+
         Returns:
-            The batch, with the keys of hot rows after the others; and the place in it of each id, (N,) int64, of the
-            batch with the copied keys.
+            The batch, with the keys of hot rows after the others.
         """
-        order = self._order(batch.keys)
+        keys = self._order(batch.keys)
         before: Tensor | None = None
-        if order.chosen is not None:
-            batch, before = self._copied(batch, order, order.chosen)
-        lengths, values, moved = split_hot(
-            batch.lengths, batch.values, order.firsts, order.starts, order.hot, self._rows
-        )
-        weights, came = batch.weights, None
-        if weights is not None:
-            came = torch.empty_like(moved).scatter_(0, moved, torch.arange(moved.numel(), device=moved.device))
-            weights = weights.index_select(0, came)
-            if before is not None:
-                came = before.index_select(0, came)
+        if keys.chosen is not None:
+            batch, before = self._copied(batch, keys, keys.chosen)
+        weighted = batch.weights is not None
+        given = batch.lengths, batch.values, batch.weights, keys.firsts, keys.starts, keys.hot
+        if self._index is not None:
+            found = torch.ops.shardrec.split_hot(*given, self._index, places or weighted)
+        else:
+            found = split_hot(*given, self._rows)
+        lengths, values, weights, order = found
         sizes = batch.sizes
         if sizes is not None:
-            by_key = dict(zip(order.keys, sizes, strict=False))
-            sizes = (*sizes, *(by_key[key] for key in order.keys[: len(sizes)] if key in self._tables))
-        return (
-            replace(batch, keys=order.keys, lengths=lengths, values=values, weights=weights, sizes=sizes, order=came),
-            moved,
+            by_key = dict(zip(keys.keys, sizes, strict=False))
+            sizes = (*sizes, *(by_key[key] for key in keys.keys[: len(sizes)] if key in self._tables))
+        return replace(
+            batch,
+            keys=keys.keys,
+            lengths=lengths,
+            values=values,
+            weights=weights if weighted else None,
+            sizes=sizes,
+            order=(order if before is None else before.index_select(0, order)) if places or weighted else None,
         )
 
     def _copied(self, batch: Batch, order: _KeyOrder, chosen: Tensor) -> tuple[Batch, Tensor | None]:
@@ -133,14 +143,23 @@ class HotSplit:
         )
 
 
+def _index_of(rows: Tensor, words: int) -> Tensor:
+    """(words, 2) int64: a bit for each of 64 rows that says whether it is hot, and the hot rows before them."""
+    word = rows // _WORD
+    bits = torch.zeros(words, dtype=torch.int64).index_add_(0, word, torch.ones_like(rows) << rows % _WORD)
+    count = torch.bincount(word, minlength=words)
+    return torch.stack([bits, count.cumsum(0) - count], dim=1)
+
+
 def split_hot(
-    lengths: Tensor, values: Tensor, firsts: Tensor, starts: Tensor, hot: Tensor, rows: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """:class:`HotSplit` of plain tensors. It reads no value.
+    lengths: Tensor, values: Tensor, weights: Tensor | None, firsts: Tensor, starts: Tensor, hot: Tensor, rows: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """``torch.ops.shardrec.split_hot`` by torch's operators. It reads no value.
 
     Args:
         lengths: (F, B) ids of each bag.
         values: (N,) ids; behind those of the bags there may be more, which are none.
+        weights: (N,) or None.
         firsts: (F + 1,) int64, where the rows of each key's table begin, if the tables with hot rows lie one after the
             other; far below 0 for keys without, and for what is no id.
         starts: (F + 1,) int64, where the hot rows of each key's table begin in ``rows``.
@@ -148,8 +167,8 @@ def split_hot(
         rows: (R,) int64, ascending, the hot rows of all tables, if the tables lie one after the other.
 
     Returns:
-        Lengths (F + H, B); the ids, of hot rows as positions among those of their table (N,); and the place of each id
-        in them (N,) int64.
+        Lengths (F + H, B); the ids, of hot rows as positions among those of their table (N,); their weights; and
+        where each of them was (N,) int64.
     """
     places = torch.arange(values.numel(), device=values.device)
     ends_F = lengths.sum(dim=1, dtype=torch.int64).cumsum(0)
@@ -164,5 +183,6 @@ def split_hot(
     moved = torch.where(hot_N, colds + seen[:-1], places - seen[:-1])
     moved = torch.where(places < ends_F[-1], moved, places)
     local_N = torch.where(hot_N, found_N - starts.index_select(0, key_N), values).to(values.dtype)
-    found = torch.empty_like(values).scatter_(0, moved, local_N)
-    return torch.cat([lengths - hot_FB, hot_FB.index_select(0, hot)]), found, moved
+    order = torch.empty_like(moved).scatter_(0, moved, places)
+    weights = None if weights is None else weights.index_select(0, order)
+    return torch.cat([lengths - hot_FB, hot_FB.index_select(0, hot)]), local_N.index_select(0, order), weights, order

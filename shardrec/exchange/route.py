@@ -15,7 +15,7 @@ which the pooled columns come back. The lookups of one shard are neighbours, as 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from shardrec.layout import Shard, Stripe, TableLayout
@@ -149,8 +149,7 @@ def build_route(lookups: Sequence[Lookup], world_size: int, groups: int) -> Rout
 class Source:
     """Columns from ``start`` on of the block that rank ``block`` sent.
 
-    Blocks from W on: what was summed on each host, if anything is, then what the copies on this rank gave: of
-    replicated tables, and of hot rows, whose columns add up with those of the other rows.
+    Blocks from W on: what was summed on each host, if anything is, then those of replicated tables, on this rank.
     """
 
     block: int
@@ -199,15 +198,13 @@ def output_pieces(
     pieces: list[Piece] = []
     copied = 0
     for index, lookup in enumerate(lookups):
-        copies = Source(block=world_size + len(sums), start=copied)
         if lookup.layout.replicated:
+            copies = Source(block=world_size + len(sums), start=copied)
             add_columns(pieces, Piece(width=lookup.layout.embedding_dim, sources=(copies,)))
+            copied += lookup.layout.embedding_dim
         for stripe in lookup.layout.stripes():
-            parts = sources[index, stripe.col_start]
-            if lookup.layout.hot_rows:
-                parts.append(replace(copies, start=copied + stripe.col_start))
-            add_columns(pieces, Piece(width=stripe.col_end - stripe.col_start, sources=tuple(parts)))
-        copied += lookup.layout.embedding_dim if lookup.layout.copied_rows else 0
+            parts = tuple(sources[index, stripe.col_start])
+            add_columns(pieces, Piece(width=stripe.col_end - stripe.col_start, sources=parts))
     return tuple(pieces)
 
 

@@ -96,16 +96,6 @@ class TableLayout:
         """Number of rows of which every rank has a copy: all of a replicated table, the hot rows of another."""
         return self.num_embeddings if self.replicated else len(self.hot_rows)
 
-    def of_hot_rows(self) -> TableLayout:
-        """The hot rows as a table of their own, which every rank has."""
-        return TableLayout(
-            name=self.name,
-            num_embeddings=len(self.hot_rows),
-            embedding_dim=self.embedding_dim,
-            replicated=True,
-            cut="hot_rows",
-        )
-
     @property
     def ranks(self) -> tuple[int, ...]:
         """Ranks that hold a shard, ascending; empty when replicated."""

@@ -92,6 +92,8 @@ class TableBank:
 
     Attributes:
         weights: per table, its (rows, columns) weights, a view of the bank's memory.
+        memory: the same, flat.
+        own: the kernel of ours, where it can be used.
         classes: the same memory by width; empty with a fused optimizer.
         step_count: updates made by a fused Adam.
     """
@@ -134,12 +136,13 @@ class TableBank:
         if self.kernel is not None and optimizer is not None:
             set_first_sums(self.kernel, optimizer)
         self.weights: list[Tensor] = [stored[place[table]] for table in range(len(shapes))]
-        self.classes = self._classes(order, flat.detach()) if optimizer is None else ()
+        self.memory = flat.detach()
+        self.classes = self._classes(order, self.memory) if optimizer is None else ()
         widths = [self.shapes[table][1] for table in self.slot_tables]
         self._columns = torch.tensor([0, *accumulate(widths)][:-1], dtype=torch.int64, device=device)
-        self._own: OwnKernel | None = None
+        self.own: OwnKernel | None = None
         if native.has_kernels():
-            self._own = own_kernel(self.shapes, self.slot_tables, self.weights, self.states(), optimizer, pooled=pooled)
+            self.own = own_kernel(self.shapes, self.slot_tables, self.weights, self.states(), optimizer, pooled=pooled)
 
     def states(self) -> list[dict[str, Tensor]]:
         """Per table, the kernel's optimizer states by name (views); empty dicts without fused optimizer."""
@@ -151,7 +154,7 @@ class TableBank:
     @property
     def writes_in_place(self) -> bool:
         """Whether :meth:`look_up` takes memory to write to."""
-        return self._own is not None and self.pooled
+        return self.own is not None and self.pooled
 
     def look_up(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, out: Tensor | None = None) -> Tensor:
         """Sums of rows, or the rows.
@@ -166,8 +169,8 @@ class TableBank:
             (B_all, D) float32, or (N, w) without pooling; ``out`` if it is given. With a fused optimizer,
             its backward updates the weights.
         """
-        if self._own is not None:
-            return self._own(ids, lengths, weights, self._lr, out)
+        if self.own is not None:
+            return self.own(ids, lengths, weights, self._lr, out)
         assert out is None, "only kernels of our own write in place"
         if self.kernel is None:
             return self._look_up_in_torch(ids, lengths, weights)
@@ -215,18 +218,28 @@ class TableBank:
             for cls, rows, values in self._gradients_of_ids(ids, lengths, weights, gradient)
         ]
 
-    def dense_gradients(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, gradient: Tensor) -> list[Tensor]:
-        """Per width class, the gradient (rows, w) of its matrix; arguments as :meth:`row_gradients` takes them."""
+    def dense_gradients(
+        self, ids: Tensor, lengths: Tensor, weights: Tensor | None, gradient: Tensor, marks: Tensor | None = None
+    ) -> list[Tensor]:
+        """Per width class, the gradient (rows, w) of its matrix; arguments as :meth:`row_gradients` takes them.
+
+        ``marks``, with a number for each row of all the classes, is set to 1 where a row was looked up.
+        """
+        found: Iterator[tuple[WidthClass, Tensor, Tensor]]
         if gradient.device.type == "cpu":
-            return [
-                gradient.new_zeros(cls.weight.shape).index_copy_(0, one.rows, one.values)
-                for cls, one in zip(self.classes, self.row_gradients(ids, lengths, weights, gradient), strict=True)
-            ]
-        # Without looking for the distinct rows, whose number the host would wait for.
-        return [
-            gradient.new_zeros(cls.weight.shape).index_add_(0, rows, values)
-            for cls, rows, values in self._gradients_of_ids(ids, lengths, weights, gradient)
-        ]
+            summed = self.row_gradients(ids, lengths, weights, gradient)
+            found = ((cls, one.rows, one.values) for cls, one in zip(self.classes, summed, strict=True))
+            put = Tensor.index_copy_
+        else:
+            # Without looking for the distinct rows, whose number the host would wait for.
+            found, put = self._gradients_of_ids(ids, lengths, weights, gradient), Tensor.index_add_
+        dense, start = [], 0
+        for cls, rows, values in found:
+            dense.append(put(gradient.new_zeros(cls.weight.shape), 0, rows, values))
+            if marks is not None:
+                marks[start : start + cls.bases[-1]].index_fill_(0, rows, 1.0)
+            start += cls.bases[-1]
+        return dense
 
     def _gradients_of_ids(
         self, ids: Tensor, lengths: Tensor, weights: Tensor | None, gradient: Tensor
@@ -238,8 +251,8 @@ class TableBank:
 
     def weight_gradient(self, ids: Tensor, lengths: Tensor, gradient: Tensor) -> Tensor:
         """(N,) gradient of the ids' weights; arguments as :meth:`row_gradients` takes them."""
-        if self._own is not None and self.pooled:
-            return self._own.weight_gradient(ids.contiguous(), lengths.to(torch.int32).contiguous(), gradient)
+        if self.own is not None and self.pooled:
+            return self.own.weight_gradient(ids.contiguous(), lengths.to(torch.int32).contiguous(), gradient)
         found = gradient.new_zeros(ids.numel())
         for cls, part in zip(self.classes, self._ids_by_class(ids, lengths, None), strict=True):
             values = self._bag_gradient(cls, part, gradient)

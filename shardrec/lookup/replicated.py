@@ -1,4 +1,4 @@
-"""Replicated (data-parallel) tables, copies of hot rows among them: looked up locally, gradients all-reduced.
+"""Replicated (data-parallel) tables: looked up locally, gradients all-reduced.
 
 The parameters take dense gradients, which the dense part's reducer averages over the ranks together with its own. A
 table that was given an optimizer in backward keeps it: when backward is over and the gradient is complete, the rows
@@ -11,9 +11,8 @@ queued by a callback run after all the earlier ones.
 
 [Note: rows that were looked up]
 A row that a batch looks up may have a gradient of zero, and Adam moves it nevertheless, by its moments; so does weight
-decay. The shard of a cut table sees the ids; an averaged gradient does not tell. For the copies of hot rows, which are
-to learn as their table's other rows do, *marks* tell it: a number per row whose gradient is 1 on each rank that looked
-the row up, which is averaged with the others. (A replicated table does without, and leaves such a row alone.)
+decay. The shard of a cut table sees the ids; an averaged gradient does not tell. A replicated table leaves such a row
+alone; for the copies of hot rows see :mod:`shardrec.lookup.hot`.
 
 [Note: gradients of 16-bit replicas]
 They are summed over a rank's ids in float32, rounded to the table's dtype, which is the dtype a parameter's gradient
@@ -23,7 +22,8 @@ float16 one below 6e-8 is lost, and one below 6e-5 imprecise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import abc
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 from typing import Any
@@ -42,7 +42,66 @@ from shardrec.lookup.rows import RowOptimizer
 from shardrec.lookup.scripted import DenseTables
 from shardrec.lookup.shards import dense_lookup
 
-__all__ = ["ReplicatedLookup"]
+__all__ = ["Copies", "ReplicatedLookup", "UsedRows"]
+
+
+class Copies(abc.ABC):
+    """Rows of which every rank has a copy, updated once backward is over and a reducer has averaged their gradients.
+
+    Args:
+        updates: per table, its fused optimizer's; None for a table without one. Several tables may share one.
+        context: says whether a reducer averages the gradients, and whether it does so in this backward.
+    """
+
+    def __init__(self, updates: Mapping[str, UsedRows | None], context: StepContext) -> None:
+        self._updates, self._context = dict(updates), context
+        # Of this backward. Each forward clears it, for a backward that raises never comes to its callbacks.
+        self._queued = False
+        for parameter in self.reduced():
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+
+    @abc.abstractmethod
+    def reduced(self) -> list[nn.Parameter]:
+        """What takes a gradient that a reducer averages."""
+
+    @abc.abstractmethod
+    def _update(self) -> None:
+        """Apply the averaged gradients and drop them."""
+
+    def step_counts(self) -> dict[str, int]:
+        """Per table, how many updates its fused optimizer has made."""
+        return {name: 0 if one is None else one.optimizer.step_count for name, one in self._updates.items()}
+
+    def load_step_counts(self, counts: Mapping[str, int]) -> None:
+        """Set what :meth:`step_counts` gave; tables that share an update share their largest count."""
+        for update in filter(None, set(self._updates.values())):
+            of_tables = [counts.get(name, 0) for name, one in self._updates.items() if one is update]
+            update.optimizer.step_count = max(of_tables)
+
+    def set_learning_rate(self, optimizer: FusedOptimizer, lr: float) -> None:
+        """Use ``lr`` for the tables that were given ``optimizer``."""
+        for update in filter(None, self._updates.values()):
+            if update.optimizer.optimizer == optimizer:
+                update.optimizer.lr = lr
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        context = self._context
+        if context.collectives.world_size > 1 and not context.gradients_are_reduced:
+            raise ConfigError(
+                f"replicated tables {', '.join(map(repr, self._updates))} need their gradients averaged over the "
+                "ranks; shard the whole model with shardrec.shard, or cut these tables"
+            )
+        if not self._queued and any(self._updates.values()):
+            self._queued = True
+            Variable._execution_engine.queue_callback(self._requeue)
+
+    def _requeue(self) -> None:
+        Variable._execution_engine.queue_callback(self._run)
+
+    def _run(self) -> None:
+        self._queued = False
+        if self._context.reduce_this_backward:
+            self._update()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +113,7 @@ class _Run:
     slots: int
 
 
-class ReplicatedLookup:
+class ReplicatedLookup(Copies):
     """The replicated tables of a module.
 
     Args:
@@ -63,11 +122,9 @@ class ReplicatedLookup:
             of a table are neighbours.
         context: says whether a reducer averages the gradients, and whether it does so in this backward.
         device: where the tables live.
-        marked: tables, by number, of which rows that were looked up are told from those with a gradient.
 
     Attributes:
         parameters: one (rows, dim) parameter per table.
-        marks: of the marked tables whose optimizer sees the difference, a (rows,) parameter, by their number.
     """
 
     def __init__(
@@ -76,9 +133,7 @@ class ReplicatedLookup:
         slot_tables: Sequence[int],
         context: StepContext,
         device: torch.device,
-        marked: Collection[int] = (),
     ) -> None:
-        self._names = [table.layout.name for table in tables]
         self._runs = [
             _run(tables, list(slots), device) for _, slots in groupby(slot_tables, lambda table: tables[table].dtype)
         ]
@@ -86,55 +141,21 @@ class ReplicatedLookup:
             table: weight for run in self._runs for table, weight in zip(run.tables, run.bank.weights, strict=True)
         }
         weights = [weight_of[number] for number in range(len(tables))]
-        self._context = context
         self._rows = [
-            None if table.optimizer is None else _RowUpdate(weight, table.optimizer)
+            None if table.optimizer is None else UsedRows(weight, table.optimizer)
             for table, weight in zip(tables, weights, strict=True)
         ]
         self.parameters = [nn.Parameter(weight) for weight in weights]
-        self.marks = {
-            number: nn.Parameter(torch.zeros(weights[number].size(0), device=device))
-            for number in marked
-            if _moves_without_gradient(tables[number].optimizer)
-        }
-        self._slot_tables = tuple(slot_tables)
-        self._on_update: dict[int, Callable[[Tensor | None], None]] = {}
-        # Of this backward. Each forward clears it, for a backward that raises never comes to its callbacks.
-        self._queued = False
-        for parameter in self.reduced():
-            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+        super().__init__(dict(zip([table.layout.name for table in tables], self._rows, strict=True)), context)
 
     def reduced(self) -> list[nn.Parameter]:
-        """What takes a gradient that a reducer averages."""
-        return [*self.parameters, *self.marks.values()]
+        """:attr:`parameters`."""
+        return self.parameters
 
     def states(self, table: int) -> dict[str, Tensor]:
         """The fused optimizer's states of one table, by name, as views; empty without one."""
         update = self._rows[table]
         return {} if update is None else update.optimizer.states()[0]
-
-    def on_update(self, table: int, call: Callable[[Tensor | None], None]) -> None:
-        """Call after each update of a table, with the rows that changed (n,) int64, or None for any of them."""
-        self._on_update[table] = call
-
-    def step_counts(self) -> dict[str, int]:
-        """Per table, how many updates its fused optimizer has made."""
-        return {
-            name: 0 if update is None else update.optimizer.step_count
-            for name, update in zip(self._names, self._rows, strict=True)
-        }
-
-    def load_step_counts(self, counts: Mapping[str, int]) -> None:
-        """Set what :meth:`step_counts` gave."""
-        for name, update in zip(self._names, self._rows, strict=True):
-            if update is not None:
-                update.optimizer.step_count = counts.get(name, 0)
-
-    def set_learning_rate(self, optimizer: FusedOptimizer, lr: float) -> None:
-        """Use ``lr`` for the tables that were given ``optimizer``."""
-        for update in self._rows:
-            if update is not None and update.optimizer.optimizer == optimizer:
-                update.optimizer.lr = lr
 
     def __call__(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, counts: Sequence[int]) -> Tensor:
         """(B, D_r) float32 pooled columns of the local batch.
@@ -146,16 +167,6 @@ class ReplicatedLookup:
             counts: S numbers of ids.
         """
         self._queued = False
-        weights = None if weights is None else weights.to(torch.float32)
-        pooled = self._pooled(ids, lengths, weights, counts)
-        if not self.marks:
-            return pooled
-        of_slots = list(zip(self._slot_tables, ids.split(list(counts)), strict=True))
-        of_marks = [[part for table, part in of_slots if table == number] for number in self.marks]
-        marked: Tensor = _Marked.apply(pooled, of_marks, *self.marks.values())  # type: ignore[no-untyped-call]
-        return marked
-
-    def _pooled(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, counts: Sequence[int]) -> Tensor:
         if len(self._runs) == 1:
             return self._look_up(self._runs[0], ids, lengths, weights)
         # Tables of several dtypes next to each other.
@@ -176,44 +187,19 @@ class ReplicatedLookup:
         self._queued = False
         parameter = self.parameters[table]
         if parameter.dtype is torch.float32:
-            rows = nn.functional.embedding(ids, parameter)
-        else:
-            rows = _RowsFunction.apply(parameter, ids)  # type: ignore[no-untyped-call]
-        if table in self.marks:
-            rows = _Marked.apply(rows, [[ids]], self.marks[table])  # type: ignore[no-untyped-call]
+            return nn.functional.embedding(ids, parameter)
+        rows: Tensor = _RowsFunction.apply(parameter, ids)  # type: ignore[no-untyped-call]
         return rows
 
     def scripted(self, slot_tables: Sequence[int], *, pooled: bool) -> nn.Module:
         """The lookup for TorchScript, with the number of its table per slot; without pooling there is one slot."""
         return DenseTables(self.parameters, slot_tables, pooled=pooled)
 
-    def _on_gradient(self, parameter: Tensor) -> None:
-        context = self._context
-        if context.collectives.world_size > 1 and not context.gradients_are_reduced:
-            raise ConfigError(
-                f"replicated tables {', '.join(map(repr, self._names))} need their gradients averaged over the ranks; "
-                "shard the whole model with shardrec.shard, or cut these tables"
-            )
-        if not self._queued and any(self._rows):
-            self._queued = True
-            Variable._execution_engine.queue_callback(self._requeue)
-
-    def _requeue(self) -> None:
-        Variable._execution_engine.queue_callback(self._update)
-
     def _update(self) -> None:
-        self._queued = False
-        if not self._context.reduce_this_backward:
-            return
-        for table, (update, parameter) in enumerate(zip(self._rows, self.parameters, strict=True)):
+        for update, parameter in zip(self._rows, self.parameters, strict=True):
             if update is not None and parameter.grad is not None:
-                marks = self.marks.get(table)
-                rows = update.step(parameter.grad, None if marks is None else marks.grad)
+                update.step(parameter.grad, parameter.grad.any(dim=1))
                 parameter.grad = None
-                if marks is not None:
-                    marks.grad = None
-                if table in self._on_update:
-                    self._on_update[table](rows)
 
 
 def _run(tables: Sequence[LookupTable], slots: Sequence[int], device: torch.device) -> _Run:
@@ -241,31 +227,13 @@ class _RowsFunction(torch.autograd.Function):
         return gradient.new_zeros(ctx.shape).index_add_(0, ids, gradient).to(ctx.dtype), None
 
 
-class _Marked(torch.autograd.Function):
-    """What was looked up, as it is; its backward marks the rows."""
+class UsedRows:
+    """A fused optimizer of replicated rows, applied to those of them that are used.
 
-    @staticmethod
-    def forward(ctx: FunctionCtx, found: Tensor, ids: list[list[Tensor]], *marks: Tensor) -> Tensor:
-        ctx.ids, ctx.marks = ids, [mark.detach() for mark in marks]  # type: ignore[attr-defined]
-        return found.view_as(found)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        found = [torch.zeros_like(mark) for mark in ctx.marks]
-        for one, parts in zip(found, ctx.ids, strict=True):
-            for ids in parts:
-                one.index_fill_(0, ids.to(torch.int64), 1.0)
-        return gradient, None, *found
-
-
-def _moves_without_gradient(optimizer: FusedOptimizer | None) -> bool:
-    """Whether a row that is looked up moves although its gradient is zero."""
-    return optimizer is not None and (optimizer.counts_steps or optimizer.weight_decay != 0)
-
-
-class _RowUpdate:
-    """One table's fused optimizer, applied to the rows whose averaged gradient is not zero, or that are marked."""
+    Args:
+        weight: (rows, dim).
+        optimizer: the rule.
+    """
 
     def __init__(self, weight: Tensor, optimizer: FusedOptimizer) -> None:
         rows, width = weight.shape
@@ -274,17 +242,16 @@ class _RowUpdate:
         self.optimizer = RowOptimizer([cls], 1, optimizer)
         self._weight = weight
 
-    def step(self, gradient: Tensor, marks: Tensor | None) -> Tensor | None:
-        """Update the rows with a gradient, or those that are marked.
+    def step(self, gradient: Tensor, used: Tensor) -> Tensor | None:
+        """Update the rows that are used.
 
         Args:
             gradient: (rows, dim).
-            marks: (rows,), above 0 where the row was looked up; or None.
+            used: (rows,) bool.
 
         Returns:
-            The rows that changed, or None if the host cannot know.
+            Their numbers (n,) int64, or None if the host cannot know.
         """
-        used = gradient.any(dim=1) if marks is None else marks > 0
         if gradient.device.type == "cpu":
             rows = used.nonzero().squeeze(1)
             values = gradient.index_select(0, rows).to(torch.float32)

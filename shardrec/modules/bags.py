@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
+from itertools import accumulate
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -30,6 +32,7 @@ from shardrec.exchange.step import Call
 from shardrec.exchange.weights import received_weights, tied
 from shardrec.layout import ShardingPlan
 from shardrec.lookup.groups import group_tables
+from shardrec.lookup.replicated import ReplicatedLookup
 from shardrec.lookup.shards import ShardLookup
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.live import LiveBags
@@ -55,6 +58,9 @@ class PooledEmbeddings(LazyAwaitable[KeyedTensor]):
 
     def _wait_impl(self) -> KeyedTensor:
         return KeyedTensor(keys=list(self._keys), length_per_key=list(self._dims), values=self._call.value())
+
+_Bags: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
+"""Ids (N,), lengths (S, B), and weights (N,) or none."""
 
 
 class ShardedEmbeddingBagCollection(ShardedCollection):
@@ -115,14 +121,21 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
                 )
         self.dims = [lookup.layout.embedding_dim for lookup in lookups]
         self.lookups = tuple(lookups)
-        self.own_lookups = tuple(lookup for lookup in lookups if lookup.layout.copied_rows)
+        self.own_lookups = tuple(lookup for lookup in lookups if lookup.layout.replicated)
         sent = self._split_lookups(lookups)
         route = build_route(sent, collectives.world_size, len(groups))
         expect = self._expectation(lookups, weighted=self._is_weighted)
         self.input = InputExchange(route, expect, self.context)
         self.id_maps = self._new_id_maps(route)
         self.shards = ShardLookup(groups, route.slots[collectives.rank], collectives, self.device)
-        self.replicas = self._copies([self.replica_number[lookup.layout.name] for lookup in self.own_lookups])
+        numbers = [self.replica_number[lookup.layout.name] for lookup in self.own_lookups]
+        tables = self._replicated_tables()
+        self.replicas = ReplicatedLookup(tables, numbers, self.context, self.device) if tables else None
+        hot = [lookup for lookup in sent if lookup.layout.hot_rows]
+        starts = [
+            start for start, one in zip(accumulate([0, *self.dims]), lookups, strict=False) if one.layout.hot_rows
+        ]
+        self.hot_rows = self._new_hot_rows([lookup.layout.name for lookup in hot], starts)
         self._output = OutputExchange(
             route, lookups, collectives.rank, self._ranks_per_host, mean_over=collectives.mean_over
         )
@@ -130,9 +143,12 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         self._column_lookup = torch.tensor(columns, dtype=torch.int64, device=self.device)
         sums = [index for index, lookup in enumerate(lookups) if not lookup.mean]
         self._sum_lookups = torch.tensor(sums, dtype=torch.int64, device=self.device)
-        own = [hot_key(one.feature) if one.layout.hot_rows else one.feature for one in sent if one.layout.copied_rows]
         # Where the keys of this rank's copies are among those sent, and all lookups' features among the batch's.
-        self._own_positions = lru_cache(maxsize=KEY_ORDERS)(partial(_positions, own, self.device))
+        self._hot_keys = tuple(hot_key(one.feature) for one in hot)
+        self._own_positions, self._hot_positions = (
+            lru_cache(maxsize=KEY_ORDERS)(partial(_positions, keys, self.device))
+            for keys in ([one.feature for one in self.own_lookups], self._hot_keys)
+        )
         self._key_positions = lru_cache(maxsize=KEY_ORDERS)(
             partial(_positions, [one.feature for one in lookups], self.device)
         )
@@ -181,8 +197,15 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         """Whether the input carries a weight per id."""
         return self._is_weighted
 
+    def _own_counts(self, batch: Batch) -> tuple[Tensor, ...]:
+        """Ids of each lookup of a replicated table, then of hot rows, as a note for the host; none without any."""
+        if not self.own_lookups and not self._hot_keys:
+            return ()
+        index = torch.cat([self._own_positions(batch.keys), self._hot_positions(batch.keys)])
+        return (batch.lengths.index_select(0, index).sum(dim=1, dtype=torch.int64),)
+
     def _look_up_replicas(self, batch: Batch, counts: Sequence[int], learned_weights: Tensor | None) -> Tensor | None:
-        """(B, D_r) pooled columns of the replicated tables and of the hot rows.
+        """(B, D_r) pooled columns of the replicated tables.
 
         Args:
             batch: what is sent of this rank's, beside which their ids are.
@@ -191,18 +214,33 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         """
         if self.replicas is None:
             return None
+        counts = counts[: len(self.own_lookups)]
         index = self._own_positions(batch.keys)
-        lengths = batch.lengths.index_select(0, index)
+        return self.replicas(*self._own_bags(batch, index, sum(counts), learned_weights), counts)
+
+    def _hot_bags(self, batch: Batch, counts: Sequence[int], learned_weights: Tensor | None) -> _Bags | None:
+        """The ids of hot rows; arguments as :meth:`_look_up_replicas` takes them."""
+        if self.hot_rows is None:
+            return None
+        total, keys = sum(counts[len(self.own_lookups) :]), self._hot_keys
+        if self.device.type == "cpu" and learned_weights is None and batch.keys[-len(keys) :] == keys:
+            # They lie behind the others, in the order of the lookups.
+            start = batch.values.numel() - total
+            weights = None if batch.weights is None else batch.weights[start:]
+            return batch.values[start:], batch.lengths[-len(keys) :], weights
+        return self._own_bags(batch, self._hot_positions(batch.keys), total, learned_weights)
+
+    def _own_bags(self, batch: Batch, index: Tensor, total: int, learned_weights: Tensor | None) -> _Bags:
+        """Ids, lengths and weights of some keys."""
         order = index.to(torch.int32)
-        total = sum(counts)
-        _, ids, weights = torch.ops.fbgemm.permute_2D_sparse_data(
+        lengths, ids, weights = torch.ops.fbgemm.permute_2D_sparse_data(
             order, batch.lengths, batch.values, batch.weights, total
         )
         if learned_weights is not None:
             places = torch.arange(batch.values.numel(), dtype=torch.int32, device=self.device)
             _, places, _ = torch.ops.fbgemm.permute_2D_sparse_data(order, batch.lengths, places, None, total)
-            weights = learned_weights.index_select(0, batch.places_as_given(places))
-        return self.replicas(ids, lengths, weights, counts)
+            weights = learned_weights.index_select(0, batch.places_as_given(places)).to(torch.float32)
+        return ids, lengths, weights
 
     def _bag_lengths(self, batch: Batch) -> Tensor | None:
         """(B, D) bag length behind each mean-pooled column, at least 1; 1 for sums; None without mean pooling."""
@@ -232,17 +270,16 @@ class BagCall(Call):
 
     def __init__(self, collection: ShardedEmbeddingBagCollection, features: KeyedJaggedTensor) -> None:
         split = collection.hot_split
-        prepare = None if split is None else lambda batch: split(batch)[0]
+        prepare = None if split is None else lambda batch: split(batch, places=False)
         prepared = collection.input.prepare(features, collection._agreement(), prepare=prepare)
-        if collection.replicas is not None:
-            lengths = prepared.sent.lengths.index_select(0, collection._own_positions(prepared.sent.keys))
-            prepared = replace(prepared, notes=(lengths.sum(dim=1, dtype=torch.int64),))
+        prepared = replace(prepared, notes=collection._own_counts(prepared.sent))
         super().__init__(collection.context.queue, collection.input, prepared)
         self._collection = collection
         self._learns_ids = collection.learns_ids()
         self._ids: ShardInput | None = None
         self._pooled: Tensor | None = None
         self._replicated: Tensor | None = None
+        self._hot: _Bags | None = None
         self._lengths: Tensor | None = None
 
     def look_up(self, ids: ShardInput) -> Stream | None:
@@ -295,14 +332,19 @@ class BagCall(Call):
         collection = self._collection
         assert self.sent is not None, "ids are sent before rows are"
         collection.refresh_hot_rows()
-        self._replicated = collection._look_up_replicas(
-            self.prepared.sent, self.sent.replica_ids, self._learned_weights
-        )
+        given = self.prepared.sent, self.sent.replica_ids, self._learned_weights
+        self._replicated, self._hot = collection._look_up_replicas(*given), collection._hot_bags(*given)
         self._lengths = collection._bag_lengths(self.prepared.batch)
         if collection.context.detect_anomaly and self._replicated is not None:
             own = [one.layout for one in collection.own_lookups]
             sizes, tables = [one.embedding_dim for one in own], [one.name for one in own]
             note_rows(self._replicated.detach(), sizes, 1, collection.context, tables)
+        if collection.context.detect_anomaly and collection.hot_rows is not None and self._hot is not None:
+            none = self._hot[1].new_zeros((self._hot[1].size(1), sum(collection.dims)), dtype=torch.float32)
+            tables = [one.layout.name for one in collection.lookups]
+            with torch.no_grad():
+                found = collection.hot_rows(*self._hot, none)
+            note_rows(found, collection.dims, 1, collection.context, tables)
 
     def finish(self, flight: BlocksInFlight, stream: int) -> Tensor:
         """(B, D) values of the output."""
@@ -310,6 +352,10 @@ class BagCall(Call):
         values = collection._output.finish(
             flight, stream, prepared.lengths.size(1), prepared.slot_sizes, self._replicated
         )
+        if collection.hot_rows is not None and self._hot is not None:
+            # On one rank they may lie in a buffer of somebody else's.
+            values = values if collection.context.collectives.world_size > 1 else values.clone()
+            values = collection.hot_rows(*self._hot, values)
         if self._lengths is not None:
             values = values / self._lengths
         inverse = prepared.batch.inverse

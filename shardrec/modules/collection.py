@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar, Self, TypeAlias
 
 import torch
@@ -29,7 +28,7 @@ from shardrec.layout.discover import Collection, configs_of, qualified_name
 from shardrec.lookup.groups import LookupTable
 from shardrec.lookup.hot import HotRows
 from shardrec.lookup.optimizers import FusedOptimizer, fused_optimizer_of
-from shardrec.lookup.replicated import ReplicatedLookup
+from shardrec.lookup.replicated import Copies, ReplicatedLookup
 from shardrec.lookup.shards import ShardLookup
 from shardrec.modules.initial import draw_in_place, draw_rows, first_values
 from shardrec.modules.late import look_up_outside
@@ -175,35 +174,30 @@ class ShardedCollection(nn.Module, abc.ABC):
         return None
 
     def _replicated_tables(self) -> list[LookupTable]:
-        """What every rank has a copy of: replicated tables, and the hot rows of others as tables."""
-        return [
-            table if table.layout.replicated else replace(table, layout=table.layout.of_hot_rows(), dtype=torch.float32)
-            for table in self._lookup_tables
-            if table.layout.copied_rows
-        ]
+        """What every rank has whole."""
+        return [table for table in self._lookup_tables if table.layout.replicated]
 
-    def _copies(self, slot_tables: Sequence[int]) -> ReplicatedLookup | None:
-        """The lookup of :meth:`_replicated_tables`, by the number of its table per slot; None without any."""
-        tables = self._replicated_tables()
-        hot = [self.replica_number[one.layout.name] for one in self._lookup_tables if one.layout.hot_rows]
-        return ReplicatedLookup(tables, slot_tables, self.context, self.device, hot) if tables else None
+    def _new_hot_rows(self, slot_tables: Sequence[str], columns: Sequence[int] | None = None) -> HotRows | None:
+        """The copies of hot rows, by the name of its table per lookup; None if no table has some.
 
-    def _hot_rows(self) -> HotRows | None:
-        """The copies of hot rows, if any table has some; once the parameters are there."""
-        tables = [table.layout for table in self._lookup_tables if table.layout.hot_rows]
-        if not tables:
-            return None
-        assert self.replicas is not None, "hot rows have a replicated lookup"
+        ``columns``: the first column of each lookup in the output; None for rows.
+        """
+        tables = [table for table in self._lookup_tables if table.layout.hot_rows]
+        names = {layout.name: name for name, layout in self.table_layouts.items()}
 
         def parts(shard: Shard) -> dict[str, Tensor]:
             states = self.shards.states(shard) if names[shard.table] in self._optimizers else {}
             return {"weight": self.shards.weight(shard), **states}
 
-        names = {layout.name: name for name, layout in self.table_layouts.items()}
-        numbered = {self.replica_number[layout.name]: layout for layout in tables}
-        dtypes = {layout.name: self._dtypes[names[layout.name]] for layout in tables}
         steps = self.shards.step_counts
-        return HotRows(numbered, dtypes, self.replicas, parts, steps, self.context.collectives, self.device)
+        return HotRows(tables, slot_tables, parts, steps, self.context, self.device, columns) if tables else None
+
+    def reduced_parameters(self) -> list[nn.Parameter]:
+        """Replicated tables and copies of hot rows, whose gradients a reducer averages."""
+        return [parameter for copies in self._copies() for parameter in copies.reduced()]
+
+    def _copies(self) -> list[Copies]:
+        return [one for one in (self.replicas, self.hot_rows) if one is not None]
 
     def refresh_hot_rows(self) -> None:
         """Read the copies of hot rows from their shards, where somebody has written into these. All ranks call it."""
@@ -314,6 +308,7 @@ class ShardedCollection(nn.Module, abc.ABC):
         """Fill this rank's shards, one table at a time, from its values; where there are none, draw them in place."""
         modules = nn.ModuleDict()
         by_shard: dict[Shard, nn.Parameter] = {}
+        hot = [name for name, layout in self.table_layouts.items() if layout.hot_rows]
         for name, values in first_values:
             layout = self.table_layouts[name]
             parameters: dict[Shard | None, nn.Parameter] = {}
@@ -337,17 +332,13 @@ class ShardedCollection(nn.Module, abc.ABC):
                 if name in self._optimizers:
                     # torchrec.optim's filter for "has its own optimizer" looks for this attribute.
                     parameters[shard]._in_backward_optimizers = []  # type: ignore[attr-defined]
-            copies: dict[str, nn.Parameter] = {}
-            if layout.hot_rows:
-                assert self.replicas is not None, "hot rows have a replicated lookup"
-                number = self.replica_number[layout.name]
-                copies["hot"] = self.replicas.parameters[number]
-                copies["hot"].requires_grad_(name not in self.frozen)
-                if number in self.replicas.marks:
-                    copies["hot_marks"] = self.replicas.marks[number]
+            copies = {}
+            if self.hot_rows is not None and [name] == hot[:1]:
+                copies = {"hot": self.hot_rows.weight, "hot_marks": self.hot_rows.marks}
+                for parameter in copies.values():
+                    parameter.requires_grad_(not self.frozen.issuperset(hot))
             modules[name] = ShardedTable(layout, parameters, self.group, self._dtypes[name], copies)
         self.shards.own_parameters(by_shard)
-        self.hot_rows = self._hot_rows()
         return modules
 
     def unreduced_parameters(self) -> list[nn.Parameter]:
@@ -377,23 +368,23 @@ class ShardedCollection(nn.Module, abc.ABC):
 
     def step_counts(self) -> dict[str, int]:
         """Per table, by its name in the plan, how many updates its fused optimizer has made (for Adam's bias)."""
-        replicas = self.replicas.step_counts() if self.replicas is not None else {}
+        copies = {name: count for one in self._copies() for name, count in one.step_counts().items()}
         maps = {} if self.id_maps is None else {f"ids of {name}": self.id_maps.step for name in self.id_maps.options}
-        return self.shards.step_counts() | replicas | maps
+        return self.shards.step_counts() | copies | maps
 
     def load_step_counts(self, counts: Mapping[str, int]) -> None:
         """Set what :meth:`step_counts` gave."""
         self.shards.load_step_counts(counts)
-        if self.replicas is not None:
-            self.replicas.load_step_counts(counts)
+        for copies in self._copies():
+            copies.load_step_counts(counts)
         if self.id_maps is not None:
             self.id_maps.step = max(counts.get(f"ids of {name}", 0) for name in self.id_maps.options)
 
     def set_learning_rate(self, optimizer: FusedOptimizer, lr: float) -> None:
         """Use ``lr`` for the tables that were given ``optimizer``, from the next forward on."""
         self.shards.set_learning_rate(optimizer, lr)
-        if self.replicas is not None:
-            self.replicas.set_learning_rate(optimizer, lr)
+        for copies in self._copies():
+            copies.set_learning_rate(optimizer, lr)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """The same tables and states in kernels of its own, on the same ranks; see :class:`ShardedModel`."""

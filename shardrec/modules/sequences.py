@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ from shardrec.exchange.rows import RowExchange
 from shardrec.exchange.step import Call
 from shardrec.layout import ShardingPlan
 from shardrec.lookup.groups import LookupGroup, group_tables
+from shardrec.lookup.replicated import ReplicatedLookup
 from shardrec.lookup.shards import ShardLookup
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.live import LiveSequences
@@ -158,16 +159,19 @@ class ShardedEmbeddingCollection(ShardedCollection):
         hot_keys = {one.feature: one.layout for one in self.sent_lookups if one.layout.hot_rows}
         self.hot_split = HotSplit(hot_keys, copies, keep=self.dedup, device=self.device) if hot else None
         self.dedup_lookups = [(lookup.feature, lookup.layout.name) for lookup in sharded]
-        tables = [(one.feature, one.layout.num_embeddings) for one in self.sent_lookups]
+        limits = [(one.feature, one.layout.num_embeddings) for one in self.sent_lookups]
         dynamic = any(lookup.dynamic for lookup in lookups)
-        self._distinct_ids = DistinctIds(self.dedup_lookups, tables, self.device, dynamic) if self.dedup else None
+        self._distinct_ids = DistinctIds(self.dedup_lookups, limits, self.device, dynamic) if self.dedup else None
         route = build_route(self.sent_lookups, collectives.world_size, len(groups))
         expect = self._expectation(lookups, weighted=False, pooled=False)
         self.input = InputExchange(route, expect, self.context, per_id=True)
         slots = route.slots[collectives.rank]
         self.id_maps = self._new_id_maps(route)
         self.shards = ShardLookup(groups, slots, collectives, self.device, pooled=False)
-        self.replicas = self._copies(range(len(self.replica_number)))
+        tables = self._replicated_tables()
+        self.replicas = ReplicatedLookup(tables, range(len(tables)), self.context, self.device) if tables else None
+        names = [one.layout.name for one in self.sent_lookups if one.layout.hot_rows]
+        self.hot_rows = self._new_hot_rows(names)
         widths = [group.width or 0 for group in groups]
         self.row_exchange = RowExchange(
             route, widths, self._embedding_dim, collectives.rank, self.device, mean_over=collectives.mean_over
@@ -204,27 +208,30 @@ class ShardedEmbeddingCollection(ShardedCollection):
         """Output keys of each table."""
         return self._names_by_table
 
-    def _starts(self, keys: tuple[str, ...], sent: SentIds) -> tuple[list[int], int]:
-        """Per slot, an id's output row minus its position in the sent batch; and the number of output rows."""
-        key_start = dict(zip(keys, [0, *accumulate(sent.sent_key_ids)], strict=False))
-        count = dict(zip(keys, sent.sent_key_ids, strict=True))
+    def _targets(self, prepared: Prepared, sent: SentIds) -> tuple[Tensor, int]:
+        """Where the rows go that come back; and the number of output rows."""
+        if prepared.sent.order is not None:
+            # The keys before those of hot rows are the lookups, in order; so the output's rows are its ids.
+            assert sent.positions is not None, "the positions of the ids were kept"
+            sent = replace(sent, positions=prepared.sent.order.index_select(0, sent.positions))
+            return self.row_exchange.targets(sent, [0] * sum(self.input.route.slot_counts())), sum(sent.sent_key_ids)
+        key_start = dict(zip(prepared.sent.keys, [0, *accumulate(sent.sent_key_ids)], strict=False))
+        count = dict(zip(prepared.sent.keys, sent.sent_key_ids, strict=True))
         starts = [0, *accumulate(count[lookup.feature] for lookup in self.sent_lookups)]
-        per_lookup = [
-            start - key_start[lookup.feature] for lookup, start in zip(self.sent_lookups, starts, strict=False)
-        ]
-        return [per_lookup[slot.lookup] for slots in self.input.route.slots for slot in slots], starts[-1]
+        # Per lookup, an id's output row minus its position in the sent batch.
+        apart = [start - key_start[lookup.feature] for lookup, start in zip(self.sent_lookups, starts, strict=False)]
+        of_slots = [apart[slot.lookup] for slots in self.input.route.slots for slot in slots]
+        return self.row_exchange.targets(sent, of_slots), starts[-1]
 
-    def _hot_rows_of(self, prepared: Prepared, sent: SentIds) -> list[Tensor]:
-        """(n, D) float32 rows of the ids of hot rows, table after table, as the ids lie in the sent batch."""
-        if self.hot_split is None:
-            return []
-        assert self.replicas is not None, "hot rows have a replicated lookup"
-        keys = [one for one in self.sent_lookups if one.layout.hot_rows]
-        edges = [0, *accumulate(sent.sent_key_ids)][-len(keys) - 1 :]
-        return [
-            self.replicas.rows(self.replica_number[one.layout.name], prepared.sent.values[start:end].to(torch.int64))
-            for one, (start, end) in zip(keys, pairwise(edges), strict=True)
-        ]
+    def _look_up_hot(self, prepared: Prepared, sent: SentIds) -> tuple[Tensor, Tensor] | None:
+        """(n,) output rows of the ids of hot rows, which lie behind the others that are sent, and (n, D) these."""
+        if self.hot_rows is None:
+            return None
+        assert prepared.sent.order is not None, "the split told where the ids were"
+        keys = sum(bool(one.layout.hot_rows) for one in self.sent_lookups)
+        start, end = sum(sent.sent_key_ids[:-keys]), sum(sent.sent_key_ids)
+        rows = self.hot_rows(prepared.sent.values[start:end], prepared.sent.lengths[-keys:])
+        return prepared.sent.order[start:end], rows
 
     def _entries(self, prepared: Prepared, sent: SentIds, features: KeyedJaggedTensor) -> list[SequenceKey]:
         keys, sizes, batch = prepared.given.keys, features.stride_per_key(), prepared.batch
@@ -265,7 +272,7 @@ class SequenceCall(Call):
         self._rows: Stream | None = None
         self._target: Tensor | None = None
         self._output_rows = 0
-        self._hot: list[Tensor] = []
+        self._hot: tuple[Tensor, Tensor] | None = None
         self._entries: list[SequenceKey] = []
         prepare = self._sent_of if collection.dedup or collection.hot_split is not None else None
         prepared = collection.input.prepare(features, collection._agreement(), prepare=prepare)
@@ -295,9 +302,8 @@ class SequenceCall(Call):
         collection, sent = self._collection, self.sent
         assert sent is not None, "rows are asked for before they come"
         collection.refresh_hot_rows()
-        self._hot = collection._hot_rows_of(self.prepared, sent)
-        starts, self._output_rows = collection._starts(self.prepared.sent.keys, sent)
-        self._target = collection.row_exchange.targets(sent, starts)
+        self._hot = collection._look_up_hot(self.prepared, sent)
+        self._target, self._output_rows = collection._targets(self.prepared, sent)
         self._entries = collection._entries(self.prepared, sent, self._features)
         given = self.prepared.batch.mended
         if given is None and self._inverse is not None:
@@ -311,9 +317,7 @@ class SequenceCall(Call):
     def finish(self, flight: BlocksInFlight, stream: int) -> tuple[Tensor, list[SequenceKey]]:
         """(N, D) rows of the lookups of cut tables, and the output's entries."""
         assert self._target is not None, "the places were found when the rows were sent"
-        rows = self._collection.row_exchange.finish(flight, stream, self._target, self._output_rows)
-        if self._hot:
-            rows = torch.cat([rows, *self._hot])
+        rows = self._collection.row_exchange.finish(flight, stream, self._target, self._output_rows, self._hot)
         if self._places is not None:
             rows = nn.functional.pad(rows, [0, 0, 1, 0]).index_select(0, self._places)
         elif self._inverse is not None:
@@ -340,8 +344,7 @@ class SequenceCall(Call):
         if find is not None:
             batch, self._inverse = find(batch)
         if split is not None:
-            batch, moved = split(batch)
-            self._inverse = moved if self._inverse is None else moved.index_select(0, self._inverse)
+            batch = split(batch, places=True)
         return batch
 
 

@@ -32,8 +32,8 @@ class ShardedTable(nn.Module):
         parameters: this rank's parameters: one per local shard, or the replica.
         group: the process group that the table is sharded over; None on one rank.
         dtype: of the weights, which a rank without a shard cannot see.
-        copies: this rank's copy of the table's hot rows, and what is averaged with it, by name; no part of a
-            state_dict, for the shards have these rows, too.
+        copies: by name, of the first table with hot rows, this rank's copies of all the collection's, and what is
+            averaged with them; no part of a state_dict, for the shards have these rows, too.
 
     Attributes:
         written: the shards have been written into since the copies of hot rows were read from them.

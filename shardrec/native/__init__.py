@@ -10,6 +10,8 @@
     whether lengths and ids are valid, for :mod:`shardrec.exchange.check`
 ``cut_ids(ids, lengths, weights, units, slots, positions)``
     a batch cut by rows, slot by slot, for :mod:`shardrec.exchange.cut`
+``split_hot(lengths, ids, weights, firsts, starts, hot, index, places)``
+    the ids of hot rows taken out of a batch, for :mod:`shardrec.exchange.hot`
 ``map_ids(ids, out, records, buckets, ...)``, ``index_ids(records, buckets)``
     raw ids mapped to rows, for :mod:`shardrec.ids.id_map`
 ``look_up(weights, slots, ids, lengths, id_weights, columns, pooled)``
@@ -53,7 +55,7 @@ from shardrec.errors import ConfigError
 
 __all__ = ["has_kernels", "is_loaded", "library_path"]
 
-_NEWEST = "map_ids"  # an operator that libraries built from older sources do not have
+_NEWEST = "split_hot"  # an operator that libraries built from older sources do not have
 
 
 def library_path() -> Path | None:

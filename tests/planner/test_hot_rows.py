@@ -86,6 +86,18 @@ def test_auto_is_never_worse_and_says_what_it_costs() -> None:
         assert ("hot rows" in auto.report.tables[0].cut) == gains
 
 
+@pytest.mark.parametrize("dear", ["cut_id_ns", "pooled_byte_ns", "replica_byte_ns", "reduce_byte_ns", "shard_us"])
+def test_auto_goes_by_what_hot_rows_cost(dear: str) -> None:
+    """Ids told apart, sums added, a dense gradient, its all-reduce, a lookup: where one is dear, there are none."""
+    profile, table = Profile.of_machine(preset("cpu")), zipf_table(pooled=True, pooling=100.0)
+    limit = {"t": Constraint(cuts=("row_wise",), hot_rows="auto")}
+    cheap, none = (
+        plan_tables({"t": table}, TWO, constraints=limit, batch_size=BATCH, profile=profile.scaled(**{dear: factor}))
+        for factor in (1.0, 200.0)
+    )
+    assert cheap.by_name["t"].hot_rows and not none.by_name["t"].hot_rows
+
+
 def test_a_number_is_what_one_gets() -> None:
     table = zipf_table(pooled=True, pooling=1.0)
     found = plan_tables({"t": table, "u": table}, TWO, constraints={"t": Constraint(hot_rows=100)})

@@ -219,12 +219,12 @@ class CostModel:
             memory=(0.0, 0.0, 2 * out + ids * stripes * _ID),
         )
 
-    def replicated(self, table: TableLoad) -> Cost:
-        """What a copy on every rank costs each of them."""
+    def replicated(self, table: TableLoad, bags: float | None = None) -> Cost:
+        """What a copy on every rank costs each of them; ``bags``: those of its batch that are looked up, if not all."""
         profile = self.profile
         rows, cols = table.num_embeddings, table.embedding_dim
         ids = self.batch_size * table.ids_per_sample
-        bags = self.batch_size * table.features
+        bags = self.batch_size * table.features if bags is None else bags
         from_memory, cached, updated = self._rows(table, rows, cols, ids, 1.0)
         out = (bags if table.pooled else ids) * cols * _FLOAT
         size = rows * cols * _FLOAT
@@ -245,10 +245,12 @@ class CostModel:
         """A table with hot rows: what its shards are looked up for, and what the copies cost every rank."""
         profile, ids = self.profile, self.batch_size * table.ids_per_sample
         others, copies = apart(table, hot_rows, ids)
-        # Ids are told apart, and the owners' shards get what was updated.
+        # Ids are told apart, and the owners' shards get what was updated; bags without a hot row are left alone.
+        found = self._sent_ids(table) * profile.cut_id_ns
         written = len(hot_rows) * table.embedding_dim * _FLOAT / self.topology.world_size * profile.pooled_byte_ns
-        found = Cost(times=(self._sent_ids(table) * profile.cut_id_ns * _NS, 0.0, 0.0, 0.0, 0.0, written * _NS))
-        return others, found + self.replicated(copies)
+        bags = self.batch_size * min(table.features, copies.ids_per_sample)
+        parted = Cost(times=(found * _NS, 0.0, 0.0, 0.0, 0.0, written * _NS))
+        return others, parted + self.replicated(copies, bags)
 
     def _sent_ids(self, table: TableLoad) -> float:
         """Ids that one rank sends for a table: sequence tables send each distinct id once."""
