@@ -26,7 +26,7 @@ __all__ = ["COUNTED", "FALLBACK", "RESERVE", "IdMap", "Looked"]
 FALLBACK, RESERVE = -1, -2
 """In place of the uses of a row: it is one of the fallback's; it may be given to ids when the capacity is raised."""
 
-COUNTED = ("lookups", "hits", "inserts", "evictions", "fallbacks", "no_room")
+COUNTED = ("lookups", "hits", "inserts", "evictions", "fallbacks", "no_room", "collisions")
 """What a map counts while it learns."""
 
 _FIRST_COUNT = 3  # numbers of the state before those
