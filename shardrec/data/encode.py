@@ -231,14 +231,14 @@ def _flat(array: Any, feature: Feature) -> tuple[Any, NDArray[np.int64] | None]:
 
 
 def _ids(array: Any, feature: Feature) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Embedding rows (V,), and which values are bad."""
+    """Embedding rows (V,), or 64-bit ids of a feature with dynamic ids; and which values are bad."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
     array = _plain(array)
     none = np.zeros(len(array), dtype=np.bool_)
     if pa.types.is_null(array.type):
-        return np.zeros(len(array), dtype=np.int64), none
+        return np.full(len(array), feature.missing_id, dtype=np.int64), none
     size = np.asarray(feature.num_embeddings, dtype=np.uint64)
     coding = feature.coding
     if coding == "buckets":
@@ -256,10 +256,13 @@ def _ids(array: Any, feature: Feature) -> tuple[NDArray[np.int64], NDArray[np.bo
         return places.to_numpy(zero_copy_only=False).astype(np.int64) + 1, none
     if coding == "hexadecimal" and _is_text(array.type):
         data, starts, lengths = _bytes(array.cast(pa.large_binary()))
-        raw, bad = _hexadecimal(data, starts, lengths)
+        keys, bad = _hexadecimal(data, starts, lengths)
         missing = lengths == 0
-        return hash_categories(raw, missing, size), bad & ~missing
-    keys, missing, bad = _keys(array, mixed=coding != "hexadecimal")
+        bad &= ~missing
+    else:
+        keys, missing, bad = _keys(array, mixed=coding != "hexadecimal" and feature.dynamic_ids is None)
+    if feature.dynamic_ids is not None:
+        return np.where(missing, feature.missing_id, keys.view(np.int64)), bad
     return hash_categories(keys, missing, size), bad
 
 
@@ -271,7 +274,7 @@ def _keys(array: Any, *, mixed: bool = True) -> tuple[NDArray[np.uint64], NDArra
 
     Args:
         array: texts or numbers.
-        mixed: spread numbers over all 64 bits, as texts are.
+        mixed: spread numbers over all 64 bits, as texts are; else a number is its own key.
     """
     import pyarrow as pa
 
@@ -284,7 +287,7 @@ def _keys(array: Any, *, mixed: bool = True) -> tuple[NDArray[np.uint64], NDArra
         data, starts, lengths = _bytes(array.cast(pa.large_binary()))
         raw, number = _decimal(data, starts, lengths)
         text = np.flatnonzero(~number)
-        raw = _mixed(raw)
+        raw = _mixed(raw) if mixed else raw
         raw[text] = hash_texts(data, starts[text], lengths[text])
         return raw, null | (lengths == 0), none
     if pa.types.is_floating(array.type):

@@ -11,9 +11,10 @@ As a YAML file::
       - {name: genres, kind: multi_hot, rows: 50, separator: "|"}   # a list, or a text of several
       - {name: history, kind: sequence, rows: 100_000, max_length: 50}
       - {name: tags, kind: weighted, rows: 1000, weights: scores}   # a weight for each id, in another column
+      - {name: video, kind: id, rows: 100_000, dynamic_ids: {evict: lfu, admit_after: 2}}   # no two ids share a row
       - {name: price, kind: dense, transform: log}
 
-Row 0 of each table is for a missing or unknown value.
+Row 0 of each table is for a missing or unknown value; with dynamic ids, a missing value is the id -2^63.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from shardrec.data.schema import ClickSchema, criteo_schema
 from shardrec.errors import ConfigError
+from shardrec.ids import DynamicIds
 
 __all__ = ["Feature", "FeatureSpec", "Label", "click_spec", "criteo_spec", "load_spec", "parse_spec"]
 
@@ -65,6 +67,8 @@ class Feature(_Strict):
             ``hexadecimal``, numbers of up to 16 digits modulo the rows. Default: what the other settings say.
         vocabulary: values that have a row each; others have row 0.
         boundaries: of buckets of a number, ascending.
+        dynamic_ids: settings of a :class:`shardrec.DynamicIds`: values become 64-bit ids, to which the table's rows are
+            given as they come. A whole number is its own id, a text its hash; with ``ids="hexadecimal"``, its number.
         separator: between the ids in a text.
         weights: column of the weights of ``weighted`` ids.
         max_length: of a sequence; the last ids are kept.
@@ -80,6 +84,7 @@ class Feature(_Strict):
     ids: Ids | None = None
     vocabulary: tuple[str, ...] | None = Field(default=None, min_length=1)
     boundaries: tuple[float, ...] | None = Field(default=None, min_length=1)
+    dynamic_ids: DynamicIds | None = None
     separator: str = Field(default="|", min_length=1)
     weights: str | None = None
     max_length: int | None = Field(default=None, ge=1)
@@ -111,6 +116,8 @@ class Feature(_Strict):
         needs = {"vocabulary": "vocabulary", "buckets": "boundaries"}
         if self.ids is not None and needs.get(self.ids, "rows") not in given:
             raise ValueError(f"ids: {self.ids} needs {needs.get(self.ids, 'rows')}")
+        if self.dynamic_ids is not None and (self.rows is None or self.coding == "number"):
+            raise ValueError("dynamic_ids needs rows, and takes ids as texts or numbers: leave ids: number out")
         return self
 
     @property
@@ -129,6 +136,11 @@ class Feature(_Strict):
         if self.ids is not None:
             return self.ids
         return "vocabulary" if self.vocabulary else "buckets" if self.boundaries else "hash"
+
+    @property
+    def missing_id(self) -> int:
+        """The id of a missing value."""
+        return 0 if self.dynamic_ids is None else -(2**63)
 
     @property
     def num_embeddings(self) -> int:

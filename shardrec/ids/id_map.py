@@ -3,7 +3,7 @@
 ::
 
     records   (R, 3) int64   of each row: id | uses | step of the last use
-    buckets   (2^k,) int64   a hash table of the ids, made of the records
+    buckets   (2^k,) int32   a hash table of the ids, made of the records
 
 Uses are 0 of a free row and negative of one that no id may have: a row of the fallback, or of the reserve. The lookup,
 which also admits, inserts and evicts, is one C++ operator; :mod:`shardrec.ids.frozen` finds ids in torch's.
@@ -26,7 +26,7 @@ __all__ = ["COUNTED", "FALLBACK", "RESERVE", "IdMap", "Looked"]
 FALLBACK, RESERVE = -1, -2
 """In place of the uses of a row: it is one of the fallback's; it may be given to ids when the capacity is raised."""
 
-COUNTED = ("lookups", "hits", "inserts", "evictions", "fallbacks", "no_room")
+COUNTED = ("lookups", "hits", "inserts", "evictions", "fallbacks", "no_room", "collisions")
 """What a map counts while it learns."""
 
 _FIRST_COUNT = 3  # numbers of the state before those
@@ -139,7 +139,7 @@ class IdMap:
 
 
 def _buckets_of(records: Tensor) -> Tensor:
-    buckets = torch.zeros(1 << (2 * max(records.size(0), 1) - 1).bit_length(), dtype=torch.int64)
+    buckets = torch.zeros(1 << (2 * max(records.size(0), 1) - 1).bit_length(), dtype=torch.int32)
     renew_in_huge_pages(buckets)
     torch.ops.shardrec.index_ids(records, buckets)
     return buckets

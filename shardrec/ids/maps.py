@@ -135,7 +135,8 @@ class IdMaps:
         self.step += learn
         ids = asked.ids.cpu()  # the maps are on the host: with tables on a GPU, it waits for the device here
         rows = torch.empty(ids.numel(), dtype=torch.int32)
-        ends = [0, *asked.lengths.sum(dim=1, dtype=torch.int64).cumsum(0).tolist()]
+        # A slot's ids fit 32 bits, and torch adds int32 up as int32 ten times as fast as it does as int64.
+        ends = [0, *accumulate(asked.lengths.sum(dim=1, dtype=torch.int32).tolist())]
         protect = min((one.step for one in self._open), default=self.step)
         done: dict[_Key, slice] = {}
         slot, lacking = 0, 0

@@ -15,6 +15,7 @@ __all__ = [
     "collections_of",
     "configs_of",
     "default_device",
+    "is_a",
     "qualified_name",
     "remappers_of",
     "table_configs",
@@ -65,11 +66,12 @@ def default_device(model: nn.Module, group: dist.ProcessGroup | None = None) -> 
 
 def remappers_of(model: nn.Module) -> dict[str, nn.Module]:
     """Modules, by path, that keep a map from ids to rows and change it as they see ids (managed collision, pruning)."""
-    return {
-        path: module
-        for path, module in model.named_modules()
-        if any((cls.__module__, cls.__name__) in _REMAPPERS for cls in type(module).__mro__)
-    }
+    return {path: module for path, module in model.named_modules() if is_a(module, *_REMAPPERS)}
+
+
+def is_a(module: nn.Module, *classes: tuple[str, str]) -> bool:
+    """Whether a module is of one of these classes, told by the names of their files and their own."""
+    return any((cls.__module__, cls.__name__) in classes for cls in type(module).__mro__)
 
 
 def table_configs(model: nn.Module) -> dict[str, BaseEmbeddingConfig]:

@@ -24,13 +24,18 @@ from shardrec.exchange.transport import Transport, transport_of
 from shardrec.exchange.wire import QuantizedComms
 from shardrec.ids.options import DynamicIds
 from shardrec.layout import ShardingPlan, Topology
-from shardrec.layout.discover import Collection, collections_of, configs_of, default_device, remappers_of, table_shapes
+from shardrec.layout.discover import Collection, collections_of, configs_of, default_device, table_shapes
 from shardrec.memory import keep_large_blocks
 from shardrec.modules.annotate import annotate_for_dynamo
 from shardrec.modules.bags import ShardedEmbeddingBagCollection
 from shardrec.modules.collection import TABLE_DTYPES, ShardedCollection
 from shardrec.modules.dense import DenseWrap
-from shardrec.modules.dynamic import constraints_of, dynamic_tables
+from shardrec.modules.dynamic import (
+    constraints_of,
+    dynamic_tables,
+    refuse_remappers,
+    without_managed_collision,
+)
 from shardrec.modules.model import ShardedModel
 from shardrec.modules.replicas import ReplicaOptions, make_groups
 from shardrec.modules.replicated_model import ReplicatedModel
@@ -100,7 +105,8 @@ def shard(
             ``padding_idx`` of ``nn.EmbeddingBag``). ``"wrap"``: it is taken modulo ``num_embeddings``, of the smallest
             table that the feature is looked up in. :meth:`ShardedModel.bad_ids` counts them.
         dynamic_ids: tables whose rows are given to raw 64-bit ids as they come, by name, and how. Their
-            ``num_embeddings`` is the number of rows (docs/dynamic_ids.md).
+            ``num_embeddings`` is the number of rows (docs/dynamic_ids.md). They take the place of TorchRec's managed
+            collision, where the tables have that.
         servers: names of the embedding servers that hold the tables, one for each rank of the plan; for serving, each
             may be the names of its replicas (docs/rpc.md). Default: the ranks of the group hold the tables.
         staleness: updates that ``backward()`` may leave under way at the servers.
@@ -155,7 +161,8 @@ def shard(
         )
         return remote
     policies = policies_of(on_bad_id, (feature for one in collections.values() for feature in features_of(one)))
-    _refuse_remappers(model, collectives.world_size)
+    raw = without_managed_collision(model, dynamic_ids or {})
+    refuse_remappers(model, raw, collectives.world_size)
     world = StepContext(collectives, target)
     options = _agreed_options(replicas, sync_every, sync_optimizer, world)
     size = collectives.world_size // options.replicas
@@ -179,7 +186,7 @@ def shard(
         id(module): _shard_collection(module, plan, path, target, groups.inside, context, dedup)
         for path, module in collections.items()
     }
-    model = with_sharded(model, replaced, target)
+    model = with_sharded(put_in_place(model, raw), replaced, target)
     everyone = (group or dist.group.WORLD) if collectives.world_size > 1 else None
     if replicas is None:
         return ShardedModel(model, plan, context, everyone, dense=dense)
@@ -189,18 +196,6 @@ def shard(
 def features_of(collection: Collection) -> list[str]:
     """The features of an unsharded collection, table after table."""
     return [feature for config in configs_of(collection) for feature in config.feature_names]
-
-
-def _refuse_remappers(model: nn.Module, world_size: int) -> None:
-    """On several ranks a module that learns a map from ids to rows would learn another one on each."""
-    remappers = remappers_of(model)
-    if remappers and world_size > 1:
-        path, module = next(iter(remappers.items()))
-        raise ConfigError(
-            f"module {path!r} ({type(module).__name__}) keeps a map from ids to rows, and each of {world_size} ranks "
-            "would learn another one for the same tables; map the ids before the model sees them, with a hash or a "
-            "fixed map, or shard the model on one rank"
-        )
 
 
 def _shard_collection(
@@ -305,8 +300,8 @@ def with_sharded(model: nn.Module, replaced: dict[int, ShardedCollection], devic
     return model
 
 
-def put_in_place(model: nn.Module, replaced: dict[int, ShardedCollection]) -> nn.Module:
-    """The model, with sharded collections in place of those of these ids."""
+def put_in_place(model: nn.Module, replaced: Mapping[int, nn.Module]) -> nn.Module:
+    """The model, with other modules in place of those of these ids."""
     if id(model) in replaced:
         return replaced[id(model)]
     for parent in list(model.modules()):

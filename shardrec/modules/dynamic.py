@@ -1,24 +1,100 @@
-"""Which tables of a model have dynamic ids, and whether their layouts allow it."""
+"""Which tables of a model have dynamic ids, and whether their layouts allow it.
+
+TorchRec's managed-collision collections map ids in the model's own forward, to rows that each rank would give away by
+itself. Where ``dynamic_ids`` names their tables, their embedding collection takes their place, and ids stay raw.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.errors import ConfigError
 from shardrec.ids.maps import cut_faults
 from shardrec.ids.options import DynamicIds
 from shardrec.layout import ShardingPlan
-from shardrec.layout.discover import collections_of, qualified_name
+from shardrec.layout.discover import collections_of, is_a, qualified_name, remappers_of, table_configs
 from shardrec.lookup.optimizers import fused_optimizer_of
 
 if TYPE_CHECKING:
     from shardrec.planner import Constraint
 
-__all__ = ["constraints_of", "dynamic_tables"]
+__all__ = ["constraints_of", "dynamic_tables", "refuse_remappers", "without_managed_collision"]
+
+_WRAPPER = ("torchrec.modules.mc_embedding_modules", "BaseManagedCollisionEmbeddingCollection")
+_EVICT = {"LFU_EvictionPolicy": "lfu", "LRU_EvictionPolicy": "lru", "DistanceLFU_EvictionPolicy": "score"}
+
+
+class _RawIds(nn.Module):
+    """Takes the place of a managed-collision collection: its embedding collection, which gets raw ids."""
+
+    def __init__(self, wrapper: Any) -> None:
+        super().__init__()
+        self._embedding_module = wrapper._embedding_module
+
+    def forward(self, features: KeyedJaggedTensor) -> tuple[Any, None]:
+        """The embeddings, and None, as TorchRec's has it where remapped features are not asked for."""
+        return self._embedding_module(features), None
+
+
+def without_managed_collision(model: nn.Module, given: Mapping[str, DynamicIds]) -> dict[int, nn.Module]:
+    """What takes the place of TorchRec's managed-collision collections whose tables have dynamic ids, by their ids.
+
+    Raises:
+        ConfigError: for a collection that has learned ids, returns remapped ones, or has other tables, too.
+    """
+    found: dict[int, nn.Module] = {}
+    for path, module in model.named_modules():
+        if not is_a(module, _WRAPPER):
+            continue
+        inner = f"{path}._embedding_module" if path else "_embedding_module"
+        tables = list(table_configs(module))
+        own = [name.rpartition(".")[2] for name in tables]
+        left = [name for name in own if name not in given and qualified_name(inner, name) not in given]
+        if len(left) == len(own):
+            continue
+        words = (
+            f"module {path!r} ({type(module).__name__}) is to have dynamic_ids in place of its own map from ids to rows"
+        )
+        if left:
+            raise ConfigError(f"{words}, and its tables {', '.join(map(repr, left))} are not named; name all of them")
+        if module._return_remapped_features:
+            raise ConfigError(f"{words}, and returns remapped features, which there are none of; leave that out")
+        ids = [buffer for name, buffer in module.named_buffers() if name.endswith("_mch_sorted_raw_ids")]
+        if any(bool((one != torch.iinfo(one.dtype).max).any()) for one in ids):
+            raise ConfigError(f"{words}, and has learned ids, which would be lost; shard the model before it trains")
+        found[id(module)] = _RawIds(module)
+    return found
+
+
+def refuse_remappers(model: nn.Module, replaced: Mapping[int, nn.Module], world_size: int) -> None:
+    """On several ranks a module that learns a map from ids to rows would learn another one on each.
+
+    Args:
+        model: unsharded.
+        replaced: modules whose maps will not be used, by their ids.
+        world_size: number of ranks.
+    """
+    gone = {id(child) for module in model.modules() if id(module) in replaced for child in module.modules()}
+    remappers = {path: module for path, module in remappers_of(model).items() if id(module) not in gone}
+    if not remappers or world_size == 1:
+        return
+    path, module = next(iter(remappers.items()))
+    remedy = "map the ids before the model sees them, with a hash or a fixed map"
+    policy = getattr(module, "_eviction_policy", None)
+    if policy is not None:
+        table, evict = path.rpartition(".")[2], _EVICT.get(type(policy).__name__, "lfu")
+        options = f"shardrec.DynamicIds(evict={evict!r}, fallback_rows=1)"
+        remedy = f"give shardrec.shard dynamic_ids={{{table!r}: {options}}}, with all tables of its collection"
+    raise ConfigError(
+        f"module {path!r} ({type(module).__name__}) keeps a map from ids to rows, and each of {world_size} ranks would "
+        f"learn another one for the same tables; {remedy}, or shard the model on one rank"
+    )
 
 
 def constraints_of(given: Mapping[str, DynamicIds]) -> dict[str, Constraint]:

@@ -188,7 +188,8 @@ class ShardedModel(nn.Module):
         Since the model was sharded, of lookups in training mode: ``lookups``, ids that came to the rows' owners (of a
         sequence collection with ``dedup``, distinct ones); ``hits``, those that had a row before; ``inserts`` and
         ``evictions`` of ids; ``fallbacks``, lookups of ids without a row; ``no_room``, times that an id was due a row
-        and none could be freed. Now: ``rows`` that ids may have, and ``used``, those that have. One collective.
+        and none could be freed (with the inserts: the admissions); ``collisions``, ids of a step that took a row of the
+        fallback after another of it. Now: ``rows`` that ids may have, and ``used``, those that have. One collective.
         """
         maps = [one.id_maps for one in self._sharded if one.id_maps is not None]
         return collective_stats(maps, self.context.collectives, self.context.device)

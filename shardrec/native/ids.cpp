@@ -3,8 +3,9 @@
 // A map is two tensors. "records" (R, 3) int64 has for each row
 //     id, uses, step of the last use
 // and uses are 0 of a free row, and negative of one that is not to be given to an id. "buckets" is a hash table with
-// open addressing and linear probing, a power of two long and at most half full. A bucket is int64: the upper half of the
-// id's hash, so that records of other ids are not read, and below it the number of the row plus 1; or 0.
+// open addressing and linear probing, a power of two long and at most half full. A bucket is int32: the number of the row
+// plus 1, and above it, in the bits that are left, a tag of the id's hash, so that few records of other ids are read; or
+// 0. The home bucket is the hash's lowest bits, its row block the highest ones, and the tag those from the 32nd on.
 //
 // What a step does, which docs/dynamic_ids.md states, is held to a dict in Python by tests/ids/test_id_map.py.
 
@@ -15,6 +16,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <limits>
 #include <tuple>
 #include <vector>
@@ -26,7 +28,7 @@ enum Policy : int64_t { kNever, kLfu, kLru, kTtl, kScore };
 
 // Of the state of a map: the first row that may be free (of the map, of the candidates), then what is counted.
 enum State : int64_t { kHint, kCandidateHint, kEvictedLast, kLookups, kHits, kInserts, kEvictions, kFallbacks, kNoRoom,
-                       kState };
+                       kCollisions, kState };
 
 struct Record {
   int64_t id;
@@ -47,7 +49,7 @@ class Map {
  public:
   Map(const at::Tensor& records, const at::Tensor& buckets, int64_t* hint) : hint_(hint) {
     check_numbers(records, at::kLong, "records");
-    check_numbers(buckets, at::kLong, "buckets");
+    check_numbers(buckets, at::kInt, "buckets");
     TORCH_CHECK(records.dim() == 2 && records.size(1) == 3, "shardrec: records are (rows, 3)");
     size_ = records.size(0);
     const int64_t places = buckets.numel();
@@ -56,8 +58,9 @@ class Map {
             size_ < std::numeric_limits<int32_t>::max(),
         "shardrec: ", places, " buckets for ", size_, " rows; they are a power of two, at least twice the rows");
     records_ = reinterpret_cast<Record*>(records.data_ptr<int64_t>());
-    buckets_ = reinterpret_cast<uint64_t*>(buckets.data_ptr<int64_t>());
+    buckets_ = reinterpret_cast<uint32_t*>(buckets.data_ptr<int32_t>());
     mask_ = uint64_t(places - 1);
+    row_bits_ = std::bit_width(uint32_t(size_));
   }
 
   int64_t size() const { return size_; }
@@ -65,16 +68,18 @@ class Map {
   uint64_t bucket_of(uint64_t hash) const { return hash & mask_; }
   void prefetch_bucket(uint64_t hash) const { __builtin_prefetch(buckets_ + (hash & mask_)); }
   void prefetch_record(int64_t row) const {
-    if (row >= 0) __builtin_prefetch(records_ + row, 1);
+    if (row < 0) return;
+    __builtin_prefetch(records_ + row, 1);
+    __builtin_prefetch(&records_[row].last, 1);  // a quarter of the records lie in two cache lines
   }
 
-  // The first row whose id has this upper half of a hash, or -1; from the bucket `place` on, which becomes the next.
+  // The first row whose id has this hash's tag, or -1; from the bucket `place` on, which becomes the next.
   int64_t probe(uint64_t hash, uint64_t& place) const {
     for (uint64_t left = mask_ + 1; left > 0; --left) {
-      const uint64_t bucket = buckets_[place];
+      const uint32_t bucket = buckets_[place];
       if (bucket == 0) return -1;
       place = (place + 1) & mask_;
-      if ((bucket ^ hash) >> 32 == 0) return row_of(bucket);
+      if ((bucket ^ tag_of(hash)) >> row_bits_ == 0) return row_of(bucket);
     }
     TORCH_CHECK(false, "shardrec: the buckets of an id map are full");
   }
@@ -100,7 +105,7 @@ class Map {
     for (uint64_t left = mask_; buckets_[place] != 0; place = (place + 1) & mask_, --left) {
       TORCH_CHECK(left > 0, "shardrec: the buckets of an id map are full");
     }
-    buckets_[place] = (hash & ~kRow) | uint64_t(row + 1);
+    buckets_[place] = tag_of(hash) | uint32_t(row + 1);
   }
 
   // The free row of the least number, or -1.
@@ -118,13 +123,13 @@ class Map {
 
   void erase(int64_t row) {
     uint64_t place = mixed(records_[row].id) & mask_;
-    for (uint64_t left = mask_; (buckets_[place] & kRow) != uint64_t(row + 1); place = (place + 1) & mask_, --left) {
+    for (uint64_t left = mask_; row_in(buckets_[place]) != row; place = (place + 1) & mask_, --left) {
       TORCH_CHECK(buckets_[place] != 0 && left > 0, "shardrec: a row of an id map has no bucket");
     }
     // Those behind it that would not be found any more move up.
     for (uint64_t next = place, left = mask_; left > 0; --left) {
       next = (next + 1) & mask_;
-      const uint64_t other = buckets_[next];
+      const uint32_t other = buckets_[next];
       if (other == 0) break;
       const uint64_t home = mixed(records_[row_of(other)].id) & mask_;
       if (((next - home) & mask_) >= ((next - place) & mask_)) {
@@ -179,18 +184,22 @@ class Map {
   }
 
  private:
-  static constexpr uint64_t kRow = 0xffffffffu;
+  uint32_t tag_of(uint64_t hash) const { return uint32_t(hash >> 32) << row_bits_; }
 
-  int64_t row_of(uint64_t bucket) const {
-    const uint64_t row = bucket & kRow;
-    TORCH_CHECK(row > 0 && row <= uint64_t(size_), "shardrec: a bucket has row ", row, " of ", size_);
-    return int64_t(row) - 1;
+  // -1 of an empty bucket.
+  int64_t row_in(uint32_t bucket) const { return int64_t(bucket & ((uint32_t(1) << row_bits_) - 1)) - 1; }
+
+  int64_t row_of(uint32_t bucket) const {
+    const int64_t row = row_in(bucket);
+    TORCH_CHECK(row >= 0 && row < size_, "shardrec: a bucket has row ", row, " of ", size_);
+    return row;
   }
 
   Record* records_;
-  uint64_t* buckets_;
+  uint32_t* buckets_;
   int64_t size_;
   uint64_t mask_;
+  int row_bits_;
   int64_t* hint_;
 };
 
@@ -222,21 +231,27 @@ class FirstSeen {
 
 template <class Hit>
 void find_all(Map& map, const int64_t* ids, int64_t count, const Hit& hit) {
-  constexpr int64_t kBlock = 64;
-  std::array<uint64_t, kBlock> hashes;
-  std::array<int64_t, kBlock> rows;
-  for (int64_t start = 0; start < count; start += kBlock) {
-    const int64_t length = std::min(kBlock, count - start);
-    for (int64_t i = 0; i < length; ++i) {
-      hashes[i] = mixed(ids[start + i]);
-      map.prefetch_bucket(hashes[i]);
+  // A pipeline of three stages, kAhead ids apart: fetch the bucket, fetch the record, compare.
+  constexpr int64_t kAhead = 32;
+  const auto ring = [](int64_t i) { return size_t(i & (2 * kAhead - 1)); };
+  std::array<uint64_t, 2 * kAhead> hashes;
+  std::array<int64_t, 2 * kAhead> rows;
+  for (int64_t i = 0; i < count + 2 * kAhead; ++i) {
+    const int64_t last = i - 2 * kAhead, middle = i - kAhead;
+    if (last >= 0) {
+      const size_t at = ring(last);
+      hit(last, map.find_from(rows[at], ids[last], hashes[at]));
     }
-    for (int64_t i = 0; i < length; ++i) {
-      uint64_t place = map.bucket_of(hashes[i]);
-      rows[i] = map.probe(hashes[i], place);
-      map.prefetch_record(rows[i]);
+    if (middle >= 0 && middle < count) {
+      const size_t at = ring(middle);
+      uint64_t place = map.bucket_of(hashes[at]);
+      rows[at] = map.probe(hashes[at], place);
+      map.prefetch_record(rows[at]);
     }
-    for (int64_t i = 0; i < length; ++i) hit(start + i, map.find_from(rows[i], ids[start + i], hashes[i]));
+    if (i < count) {
+      hashes[ring(i)] = mixed(ids[i]);
+      map.prefetch_bucket(hashes[ring(i)]);
+    }
   }
 }
 
@@ -317,12 +332,17 @@ std::tuple<at::Tensor, int64_t> map_ids(
     map.erase(row);
   }
   std::vector<int32_t> row_of(fresh);
+  std::vector<bool> taken(fallback_rows);
   for (int64_t i = 0; i < fresh; ++i) {
-    row_of[i] = fallback(seen.ids[i]);
-    if (uses[i] == 0) continue;
-    const int64_t row = map.free_row();
-    add(counts[kNoRoom], row < 0);
-    if (row < 0) continue;
+    const int64_t row = uses[i] == 0 ? -1 : map.free_row();
+    if (row < 0) {
+      row_of[i] = fallback(seen.ids[i]);
+      add(counts[kNoRoom], uses[i] != 0);
+      if (fallback_rows == 0) continue;
+      add(counts[kCollisions], taken[row_of[i]]);
+      taken[row_of[i]] = true;
+      continue;
+    }
     map.insert(row, {seen.ids[i], uses[i], step});
     if (candidate[i] >= 0) waiting.erase(candidate[i]);
     row_of[i] = int32_t(row);

@@ -17,7 +17,7 @@ _HELD_OUT = ("auc", "logloss", "normalized_entropy")
 
 
 class Board:
-    """A display that also writes event files: the loss, samples a second, learning rates and held-out metrics.
+    """A display that also writes event files: the loss, samples a second, learning rates, held-out metrics, id counts.
 
     Args:
         shown: is told of everything, too.
@@ -62,6 +62,10 @@ class Board:
             self._write(f"held_out/{name}", getattr(point, name), point.samples)
         if point.gauc is not None:
             self._write("held_out/gauc", point.gauc, point.samples)
+        for table, counts in point.ids.items():
+            for name, count in counts.items():
+                self._write(f"ids/{table}/{name}", count, point.samples)
+            self._write(f"ids/{table}/load", counts["used"] / counts["rows"], point.samples)
 
     def close(self) -> None:
         """The loop is over, or broken."""

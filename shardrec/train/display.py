@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -205,9 +205,19 @@ def _pace(samples: int, seconds: float, total: int | None) -> str:
 
 
 def _held_out(point: CurvePoint) -> str:
-    return (
+    metrics = (
         f"{point.samples:>11,} samples  held out: AUC {point.auc:.4f}  logloss {point.logloss:.4f}  "
         f"NE {point.normalized_entropy:.4f}"
+    )
+    return "\n".join([metrics, *(_ids(table, counts) for table, counts in point.ids.items())])
+
+
+def _ids(table: str, counts: Mapping[str, int]) -> str:
+    lookups = max(counts["lookups"], 1)
+    return (
+        f"{'':>11} ids of {table}: {counts['hits'] / lookups:.1%} hits, {counts['fallbacks'] / lookups:.1%} fallbacks, "
+        f"{counts['inserts']:,} inserts, {counts['evictions']:,} evictions, {counts['no_room']:,} without room, "
+        f"{counts['used'] / counts['rows']:.1%} full"
     )
 
 

@@ -194,6 +194,7 @@ def train_epoch(
     progress: Progress,
     schedule: Schedule,
     evaluate: Callable[[], ClickMetrics],
+    id_counts: Callable[[], Mapping[str, Mapping[str, int]]] = dict,
     display: Display,
     device: torch.device,
     loss_of: Callable[[nn.Module, ClickBatch], Tensor],
@@ -210,6 +211,7 @@ def train_epoch(
         progress: is moved on, at the end to the next epoch.
         schedule: of evaluations and learning rates.
         evaluate: held-out metrics, on every rank.
+        id_counts: what became of dynamic ids, by table, likewise.
         display: is told of every step.
         device: where the model is.
         loss_of: the loss of the model on a batch.
@@ -221,7 +223,7 @@ def train_epoch(
     def add_point() -> None:
         with progress.off_the_clock():
             progress.evaluated_at = progress.steps
-            point = curve_point(progress, progress.loss.since_point(), evaluate())
+            point = curve_point(progress, progress.loss.since_point(), evaluate(), id_counts())
             progress.curve.append(point)
             display.evaluated(point)
 
@@ -270,8 +272,10 @@ def _set_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
         group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
 
 
-def curve_point(progress: Progress, train_loss: float | None, metrics: ClickMetrics) -> CurvePoint:
-    """Held-out metrics as a point of the curve."""
+def curve_point(
+    progress: Progress, train_loss: float | None, metrics: ClickMetrics, ids: Mapping[str, Mapping[str, int]]
+) -> CurvePoint:
+    """Held-out metrics as a point of the curve, and what became of dynamic ids."""
     return CurvePoint(
         samples=progress.samples,
         seconds=progress.seconds,
@@ -281,6 +285,7 @@ def curve_point(progress: Progress, train_loss: float | None, metrics: ClickMetr
         normalized_entropy=metrics.normalized_entropy,
         rows=metrics.rows,
         gauc=None if metrics.ranking is None else metrics.ranking.gauc,
+        ids={table: dict(counts) for table, counts in ids.items()},
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,16 +16,19 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from shardrec.data import ClickSchema
+from shardrec.data import ClickSchema, FeatureSpec
 from shardrec.errors import ConfigError
+from shardrec.ids import DynamicIds
+from shardrec.layout.discover import table_configs
 from shardrec.modules import ShardedModel
+from shardrec.modules.dynamic import constraints_of
 from shardrec.modules.table import ShardedTable
 from shardrec.train.config import TrainConfig, parse_constraint
 
 if TYPE_CHECKING:
     from shardrec.planner import Constraint
 
-__all__ = ["build_model", "dense_optimizer", "fuse_optimizer", "planner_constraints", "table_name"]
+__all__ = ["build_model", "dense_optimizer", "dynamic_tables", "fuse_optimizer", "planner_constraints", "table_name"]
 
 _CROSS_LAYERS = 2
 _CROSS_RANK = 32
@@ -135,24 +139,17 @@ def dense_optimizer(model: ShardedModel, config: TrainConfig) -> torch.optim.Opt
     return optimizer
 
 
-def planner_constraints(config: TrainConfig, model: nn.Module) -> dict[str, Constraint]:
+def planner_constraints(
+    config: TrainConfig, model: nn.Module, dynamic: Mapping[str, DynamicIds]
+) -> dict[str, Constraint]:
     """The config's constraints as the planner takes them; of two for one pattern the last one holds.
 
     The name of a feature that one table alone looks up stands for the table, unless a table has this name itself.
+    Tables with dynamic ids get the cuts that these allow, where the config says nothing of them.
     """
     from shardrec.planner import Constraint
 
-    tables: dict[str, list[str]] = {}
-    for module in model.modules():
-        if isinstance(module, (EmbeddingBagCollection, EmbeddingCollection)):
-            configs = (
-                module.embedding_bag_configs()
-                if isinstance(module, EmbeddingBagCollection)
-                else module.embedding_configs()
-            )
-            for one in configs:
-                for feature in one.feature_names:
-                    tables.setdefault(feature, []).append(one.name)
+    tables = _tables_by_feature(model)
     own_names = {name for names in tables.values() for name in names}
     found = {}
     for text in config.constraint:
@@ -160,4 +157,33 @@ def planner_constraints(config: TrainConfig, model: nn.Module) -> dict[str, Cons
         if pattern not in own_names and len(tables.get(pattern, [])) == 1:
             (pattern,) = tables[pattern]
         found[pattern] = Constraint(cuts=cuts, ranks=ranks)
-    return found
+    # The first that matches a table counts.
+    return found | {name: one for name, one in constraints_of(dynamic).items() if name not in found}
+
+
+def dynamic_tables(spec: FeatureSpec, model: nn.Module) -> dict[str, DynamicIds]:
+    """The tables of a model's features with dynamic ids, as :func:`shardrec.shard` takes them.
+
+    Raises:
+        ConfigError: if the features of a table differ in it.
+    """
+    asked = {feature.name: feature.dynamic_ids for feature in spec.sparse}
+    found: dict[str, DynamicIds | None] = {}
+    for feature, tables in _tables_by_feature(model).items():
+        for table in tables:
+            options = asked.get(feature)
+            if found.setdefault(table, options) != options:
+                raise ConfigError(
+                    f"feature {feature!r} has dynamic_ids {options} and another feature of its table {table!r} has "
+                    f"{found[table]}: give all features of a table the same in the features file (--features)"
+                )
+    return {table: options for table, options in found.items() if options is not None}
+
+
+def _tables_by_feature(model: nn.Module) -> dict[str, list[str]]:
+    """The own names of the tables that look each feature up."""
+    tables: dict[str, list[str]] = {}
+    for config in table_configs(model).values():
+        for feature in config.feature_names:
+            tables.setdefault(feature, []).append(config.name)
+    return tables

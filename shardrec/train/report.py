@@ -7,7 +7,7 @@ import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +38,8 @@ class CurvePoint:
         normalized_entropy: held-out.
         rows: held-out rows behind them.
         gauc: held-out area under the ROC curve inside the groups; None without groups.
+        ids: of each table with dynamic ids, by its plan name: the counts of :meth:`shardrec.ShardedModel.id_stats`,
+            since the run began.
     """
 
     samples: int
@@ -48,6 +50,7 @@ class CurvePoint:
     normalized_entropy: float
     rows: int
     gauc: float | None = None
+    ids: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -72,11 +72,13 @@ class RunFolder:
         """
         from shardrec.checkpoint import Checkpoints
         from shardrec.modules import shard
-        from shardrec.train.model import build_model, fuse_optimizer
+        from shardrec.train.model import build_model, dynamic_tables, fuse_optimizer
 
         model = build_model(self.config, self.schema)
         fuse_optimizer(model, self.config)
-        sharded = shard(model)
+        dynamic = dynamic_tables(self.spec, model)
+        # A program that runs without shardrec looks distinct ids up for plain ids alone.
+        sharded = shard(model, dynamic_ids=dynamic, dedup=not dynamic)
         if Checkpoints(self.path / CHECKPOINTS).load_last(sharded) is None:
             raise ConfigError(f"{self.path} has no checkpoint: train it with --checkpoint last, or --checkpoint-every")
         sharded.eval()

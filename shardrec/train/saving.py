@@ -27,6 +27,7 @@ from shardrec.launch.stop import RunStopped, StopRequest
 from shardrec.modules import ShardedModel
 from shardrec.train.config import CHECKPOINTS, TrainConfig
 from shardrec.train.display import Announcer
+from shardrec.train.id_counts import IdCounts
 from shardrec.train.loop import Progress
 from shardrec.train.source import Source
 
@@ -47,6 +48,7 @@ class Saver:
         optimizer: of the dense part.
         source: of the rows; what it has left out is saved.
         progress: likewise, and says when.
+        id_counts: of the model's dynamic ids; saved, too.
         announcer: is told of what is saved, once it is on disk; None on the ranks that say nothing.
     """
 
@@ -60,6 +62,7 @@ class Saver:
         optimizer: torch.optim.Optimizer,
         source: Source,
         progress: Progress,
+        id_counts: IdCounts,
         announcer: Announcer | None,
     ) -> None:
         self._config = config
@@ -69,6 +72,7 @@ class Saver:
         self._optimizer = optimizer
         self._source = source
         self._progress = progress
+        self._id_counts = id_counts
         self._announcer = announcer
         self._checkpoints = Checkpoints(folder / CHECKPOINTS, keep_last=config.keep_checkpoints)
         self._stop = StopRequest()
@@ -98,6 +102,7 @@ class Saver:
         rows = samples * (place.rank + 1) // place.world_size - samples * place.rank // place.world_size
         self._progress.load(loaded.extra["progress"], rows=int(own["rows"]) if own else rows)
         self._source.left_out = loaded.extra["left_out"]
+        self._id_counts.load(loaded.extra.get("ids", {}))
         if own:
             torch.set_rng_state(own["random"])
         if "cuda_random" in own:
@@ -177,6 +182,7 @@ class Saver:
                 "samples": samples,
                 "progress": self._progress.state(),
                 "left_out": self._source.left_out,
+                "ids": self._id_counts.now(),
             }
             self._pending = self._checkpoints.save(
                 steps, self._model, self._optimizer, extra, rank_state=self._own_state(), wait=False

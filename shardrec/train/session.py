@@ -29,15 +29,16 @@ from shardrec.modules.anomaly import detect_anomaly
 from shardrec.train.board import Board
 from shardrec.train.config import BOARD, FILE, PLAN, SPEC, TrainConfig, load_config_text
 from shardrec.train.display import Announcer, Display
+from shardrec.train.id_counts import IdCounts
 from shardrec.train.locking import locked
 from shardrec.train.loop import Progress, RecentLoss, Schedule, failing_together, train_epoch
 from shardrec.train.losses import batch_loss
 from shardrec.train.metrics import evaluate
-from shardrec.train.model import build_model, dense_optimizer, fuse_optimizer, planner_constraints
+from shardrec.train.model import build_model, dense_optimizer, dynamic_tables, fuse_optimizer, planner_constraints
 from shardrec.train.prefetch import Prefetcher
 from shardrec.train.report import RunReport, environment, write_curve, write_metrics
 from shardrec.train.saving import Saver
-from shardrec.train.source import Source
+from shardrec.train.source import Source, spec_of
 
 __all__ = ["run_rank"]
 
@@ -89,11 +90,13 @@ def _run(config: TrainConfig, place: Place, folder: Path, resume: bool) -> Calla
     optimizer = dense_optimizer(model, config)
     watched = "logloss" if config.loss == "bce" else "gauc"
     progress = Progress(world_size=place.world_size, loss=RecentLoss(place.device), watched=watched)
+    id_counts = IdCounts(model)
     saver = Saver(
         config,
         place,
         folder,
         model=model,
+        id_counts=id_counts,
         optimizer=optimizer,
         source=source,
         progress=progress,
@@ -112,7 +115,7 @@ def _run(config: TrainConfig, place: Place, folder: Path, resume: bool) -> Calla
             model.plan.save(file)
     anomalies = detect_anomaly(model) if config.detect_anomaly == "on" else nullcontext()
     with saver.watching(), anomalies:
-        _train(config, source, model, optimizer, place, announcer, progress, saver)
+        _train(config, source, model, optimizer, place, announcer, progress, saver, id_counts)
     saver.finish()
     with Prefetcher(source.test_batches()) as batches:
         final = evaluate(model, failing_together(batches, model), place.device, k=config.top_k)
@@ -172,6 +175,7 @@ def _settle(model: ShardedModel, source: Source, place: Place, loss: str) -> Non
 def _sharded_model(config: TrainConfig, source: Source, place: Place, plan: ShardingPlan | None) -> ShardedModel:
     model = build_model(config, source.schema)
     fuse_optimizer(model, config)
+    dynamic = dynamic_tables(spec_of(config), model)
     if plan is None and config.plan is not None:
         try:
             plan = ShardingPlan.load(config.plan)
@@ -183,12 +187,12 @@ def _sharded_model(config: TrainConfig, source: Source, place: Place, plan: Shar
         plan = make_plan(
             model,
             batch_size=source.batch_size,
-            constraints=planner_constraints(config, model),
+            constraints=planner_constraints(config, model, dynamic),
             sample_batches=source.sampled(_SAMPLED),
             device=place.device,
         )
     meet(place, "planned")  # the first rank has also looked for the best possible metrics
-    sharded = shard(model, plan, device=place.device)
+    sharded = shard(model, plan, device=place.device, dynamic_ids=dynamic)
     _compile(sharded, config)
     return sharded
 
@@ -231,6 +235,7 @@ def _train(
     announcer: Announcer | None,
     progress: Progress,
     saver: Saver,
+    id_counts: IdCounts,
 ) -> None:
     curve_batches = _kept(source.holdout_batches(_CURVE_ROWS), model)
     total = None if source.train_rows is None else source.train_rows * config.epochs
@@ -263,6 +268,7 @@ def _train(
                         decay=config.decay,
                     ),
                     evaluate=lambda: evaluate(model, curve_batches, place.device, k=config.top_k),
+                    id_counts=id_counts.now,
                     display=display,
                     device=place.device,
                     loss_of=batch_loss(config.loss),

@@ -18,7 +18,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from shardrec import native
 from shardrec.data import batch_of_request, click_metrics, request_example
 from shardrec.errors import ConfigError
 from shardrec.layout import ShardingPlan
@@ -159,6 +161,102 @@ def test_texts_lists_and_weights_train_by_a_spec_alone(run: Run) -> None:
         assert ask("/predict", {"row": []})[0] == 400
         assert ask("/predict")[0] == 405
         assert ask("/else") == (404, {"error": "there is no /else: GET / says what there is"})
+
+
+DYNAMIC = """
+label: {column: stars, above: 2.5}
+features:
+  - {name: user, column: who, kind: id, rows: 60, dynamic_ids: {}}
+  - {name: shop, kind: id, rows: 20, dynamic_ids: {evict: lru, admit_after: 2, fallback_rows: 1}}
+  - {name: genre, kind: id, vocabulary: [games, news]}
+"""
+
+
+def write_shops() -> None:
+    """A column of 64-bit ids that drift, and a spec with dynamic ids."""
+    rng = np.random.default_rng(1)
+    shops = rng.integers(-(2**63), 2**63 - 1, 400)
+    for day in range(3):
+        table = pq.read_table(f"day_{day}.parquet")
+        shop = pa.array([int(one) for one in shops[(rng.zipf(1.3, 1000) + day) % 400]])
+        pq.write_table(table.append_column("shop", shop), f"day_{day}.parquet")
+    Path("dynamic.yaml").write_text(DYNAMIC, encoding="utf-8")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not native.is_loaded(), reason="the C++ operators were not compiled")
+def test_dynamic_ids_go_on_on_more_ranks(run: Run) -> None:
+    write_shops()
+    flags = ("--data", "day_[01].parquet", "--test", "day_2.parquet", "--features", "dynamic.yaml", "--epochs", "2")
+    flags += (*FLAGS[2:], "--threads", "1", "--checkpoint-every", "40", "--out", "runs/more")
+    code, _, errors = run("train", *flags)
+    assert (code, errors) == (0, ""), errors
+    before = json.loads(Path("runs/more/metrics.json").read_text(encoding="utf-8"))
+    (_, last) = sorted(Path("runs/more/checkpoints").iterdir())
+    shutil.rmtree(last)
+    code, shown, errors = run("train", *flags, "--nproc", "2", "--constraint", "t_shop=row_wise", "--resume")
+    assert (code, errors) == (0, ""), errors
+    assert "going on from the checkpoint of step 40" in shown
+    after = json.loads(Path("runs/more/metrics.json").read_text(encoding="utf-8"))
+    for name in ("t_user", "t_shop"):
+        table = f"sparse_arch.embedding_bag_collection.{name}"
+        one, two = (metrics["curve"][-1]["ids"][table] for metrics in (before, after))
+        assert (one["lookups"], one["rows"] - (name == "t_shop")) == (two["lookups"], two["rows"])
+    code, shown, errors = run("eval", "runs/more", "--json")
+    assert code == 0, errors
+    assert json.loads(shown)["auc"] == pytest.approx(after["final"]["auc"], abs=1e-6)
+
+
+@pytest.mark.skipif(not native.is_loaded(), reason="the C++ operators were not compiled")
+def test_dynamic_ids_train_resume_and_serve(run: Run) -> None:
+    """Texts and 64-bit numbers are given rows as they come; nothing of it is lost between the commands."""
+    write_shops()
+    flags = ("--data", "day_[01].parquet", "--test", "day_2.parquet", "--features", "dynamic.yaml", "--epochs", "2")
+    flags += (*FLAGS[2:], "--threads", "1", "--checkpoint-every", "20")
+    code, shown, errors = run("train", *flags, "--out", "runs/whole")
+    assert (code, errors) == (0, ""), errors
+    assert "ids of sparse_arch.embedding_bag_collection.t_shop: " in shown
+    metrics = json.loads(Path("runs/whole/metrics.json").read_text(encoding="utf-8"))
+    assert metrics["final"]["auc"] > 0.7
+    last = metrics["curve"][-1]["ids"]
+    user, shop = (last[f"sparse_arch.embedding_bag_collection.t_{name}"] for name in ("user", "shop"))
+    assert (user["used"], user["inserts"], user["evictions"], user["fallbacks"]) == (40, 40, 0, 0)
+    assert shop["lookups"] == user["lookups"] == metrics["training"]["samples"]
+    assert (shop["rows"], shop["used"]) == (19, 19)
+    assert shop["evictions"] == shop["inserts"] - 19 > 0
+    assert shop["fallbacks"] >= shop["collisions"] > 0
+    board = EventAccumulator("runs/whole/tensorboard").Reload()
+    path = "ids/sparse_arch.embedding_bag_collection.t_shop"
+    assert [one.value for one in board.Scalars(f"{path}/evictions")][-1] == shop["evictions"]
+    assert board.Scalars(f"{path}/load")[-1].value == 1
+
+    # From an earlier checkpoint the run goes on with its ids and counts.
+    shutil.copytree("runs/whole", "runs/again")
+    shutil.rmtree(max(Path("runs/again/checkpoints").iterdir()))
+    code, shown, errors = run("train", *flags, "--out", "runs/again", "--resume")
+    assert (code, errors) == (0, ""), errors
+    again = json.loads(Path("runs/again/metrics.json").read_text(encoding="utf-8"))
+    assert "going on from the checkpoint" in shown
+    assert (again["final"], again["curve"][-1]["ids"]) == (metrics["final"], last)
+
+    code, shown, errors = run("eval", "runs/whole", "--json")
+    assert code == 0, errors
+    assert json.loads(shown)["auc"] == pytest.approx(metrics["final"]["auc"], abs=1e-6)
+    rows = pq.read_table("day_2.parquet").to_pylist()
+    asked = [{"user": row["who"], "shop": row["shop"], "genre": row["genre"]} for row in rows]
+    asked[0] = {"user": "nobody", "shop": None, "genre": None}
+    spec = RunFolder(Path("runs/whole")).spec
+    with served(Path("runs/whole")) as ask:
+        code, answer = ask("/predict", {"rows": asked})
+    assert code == 200
+    code, _, errors = run("export", "runs/whole", "ids.pt", "--to", "script")
+    assert code == 0, errors
+    batch = batch_of_request(asked, spec)
+    assert batch.sparse["shop"].values()[1:].tolist() == [row["shop"] for row in rows[1:]]
+    logits = torch.jit.load("ids.pt")(batch.sparse.values(), batch.sparse.lengths(), batch.dense)
+    found = torch.sigmoid(logits).view(-1)
+    torch.testing.assert_close(found, torch.tensor(answer["probabilities"]), rtol=1e-5, atol=1e-6)
+    assert len(set(found.tolist())) > 100
 
 
 @contextmanager

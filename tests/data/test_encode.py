@@ -288,6 +288,23 @@ def test_a_whole_number_is_one_id_in_every_column(numbers: list[int]) -> None:
     assert ids(pa.array([float(number) for number in small])) == ids(pa.array(small, pa.int32()))
 
 
+@given(numbers=st.lists(st.none() | st.integers(-(2**63) + 1, 2**63 - 1), min_size=1, max_size=9))
+def test_a_whole_number_is_its_own_dynamic_id(numbers: list[int | None]) -> None:
+    """In a column of numbers or of texts; another text is its hash, and a missing value an id of its own."""
+    column = {"name": "f", "kind": "id", "rows": 7, "dynamic_ids": {}}
+    spec = FeatureSpec.model_validate({"features": [column]})
+    expected = [-(2**63) if one is None else one for one in numbers]
+    texts = [None if one is None else str(one) for one in numbers]
+    for array in (pa.array(numbers, pa.int64()), pa.array(texts, pa.string())):
+        assert encode(pa.table({"f": array}), spec, labelled=False).rows.ids.tolist() == expected
+    array = pa.array(["seven", "07", "seven", "", None])
+    one, two, again, *missing = encode(pa.table({"f": array}), spec, labelled=False).rows.ids.tolist()
+    assert (one == again, one == two, missing) == (True, False, [-(2**63)] * 2)
+    hexadecimal = FeatureSpec.model_validate({"features": [{**column, "ids": "hexadecimal"}]})
+    table = pa.table({"f": ["ffffffffffffffff", "1f", ""]})
+    assert encode(table, hexadecimal, labelled=False).rows.ids.tolist() == [-1, 31, -(2**63)]
+
+
 @pytest.mark.parametrize("text", ["07", "+7", "-0", "-", "7 ", "7.0", "18446744073709551616", "-9223372036854775809"])
 def test_other_texts_are_no_numbers(text: str) -> None:
     data = np.frombuffer(text.encode(), np.uint8)

@@ -25,6 +25,7 @@ __all__ = [
     "DIM",
     "FEATURES",
     "ROWS",
+    "Bags",
     "Batches",
     "Model",
     "Oracle",

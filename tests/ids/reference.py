@@ -65,7 +65,9 @@ class DictMap:
         self.options = options
         self.rows = Rows(set(range(first, first + capacity)), capacity)
         self.waiting = Rows(set(range(rows)), rows)
-        self.counts = dict.fromkeys(("lookups", "hits", "inserts", "evictions", "fallbacks", "no_room"), 0)
+        self.counts = dict.fromkeys(
+            ("lookups", "hits", "inserts", "evictions", "fallbacks", "no_room", "collisions"), 0
+        )
 
     def fallback(self, key: int) -> int:
         rows = self.options.fallback_rows
@@ -117,4 +119,6 @@ class DictMap:
                 self.waiting.remove(key)
         self.counts["evictions"] += len(evicted)
         self.counts["fallbacks"] += sum(key not in entries for key in ids)
+        shared = [self.fallback(key) for key in fresh if key not in entries]
+        self.counts["collisions"] += len(shared) - len(set(shared)) if options.fallback_rows else 0
         return self.frozen(ids), sorted(evicted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -17,7 +18,7 @@ from shardrec.ids import DynamicIds
 from shardrec.ids.frozen import FrozenMaps
 from shardrec.layout import Topology
 from shardrec.scripting import ScriptError
-from shardrec.serve import quantize
+from shardrec.serve import load_package, package, quantize
 from tests.ids.oracle import DIM, ROWS, dynamic_step, kjt, model_of, raw_batches
 from tests.plans import cut_plan, randoms
 from tests.ranks import ranks
@@ -63,6 +64,17 @@ def test_a_saved_program_serves_raw_ids(cut: str, world_size: int, pooled: bool)
         run()
     else:
         ranks(world_size, run)
+
+
+@pytest.mark.slow
+def test_a_package_serves_raw_ids(tmp_path: Path) -> None:
+    model = trained("table_wise", 1, True)
+    loaded = load_package(package(quantize(model, "fp32"), tmp_path / "ids.pt2", (batch(0),)))
+    for seed in range(4):
+        given = batch(seed)
+        tensors = {"values": given.values(), "lengths": given.lengths()}
+        found = loaded(*(tensors[one.name] for one in loaded.tensors))
+        torch.testing.assert_close(found, model(given).detach(), rtol=1e-6, atol=1e-6, check_stride=False)
 
 
 def test_a_quantized_model_has_maps_of_its_own() -> None:

@@ -78,7 +78,7 @@ def test_from_one_rank_to_many_and_back(tmp_path: Path, cut: str, optimizer: str
         found = ranks(world_size, go_on, tmp_path, part, batches[part], seeds, plan, options, optimizer, rows)
         for step, of_step in enumerate(expected):
             for rank, output in enumerate(of_step):
-                torch.testing.assert_close(found[rank][0][step], output, rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(found[rank][0][step], output, rtol=1e-6, atol=1e-6)
         for table in options:
             (of_table,) = (one for (name, _), one in oracle.maps.items() if name == table)
             assert of_table.counts["evictions"] == 0

@@ -184,14 +184,14 @@ def rowwise_adagrad(rng: Random, guarded: Guarded) -> list[object]:
 def map_ids(rng: Random, guarded: Guarded) -> list[object]:
     rows = rng.choice([1, 2, 40])
     records = torch.zeros((rows, 3), dtype=torch.int64)
-    buckets = torch.zeros(128, dtype=torch.int64)
+    buckets = torch.zeros(128, dtype=torch.int32)
     for row in range(rng.randrange(rows + 1)):
         records[row] = torch.tensor([row * 2**57 - 5, rng.randint(1, 9), rng.randint(1, 5)])
     torch.ops.shardrec.index_ids(records, buckets)
     ids = torch.tensor([rng.randrange(rows + 3) * 2**57 - 5 for _ in range(rng.randrange(60))], dtype=torch.int64)
-    waiting, of_waiting = torch.zeros((rows, 3), dtype=torch.int64), torch.zeros(128, dtype=torch.int64)
-    out, state = torch.zeros(ids.numel(), dtype=torch.int32), torch.zeros(9, dtype=torch.int64)
-    numbers = [0, rng.randint(1, 2), rng.randrange(5), 2, 6, rng.randint(3, 6)]
+    waiting, of_waiting = torch.zeros((rows, 3), dtype=torch.int64), torch.zeros(128, dtype=torch.int32)
+    out, state = torch.zeros(ids.numel(), dtype=torch.int32), torch.zeros(10, dtype=torch.int64)
+    numbers = [rng.choice([0, 0, 1]), rng.randint(1, 2), rng.randrange(5), 2, 6, rng.randint(3, 6)]
     return [ids, out, records, buckets, waiting, of_waiting, state, *numbers, rng.random() < 0.8]
 
 

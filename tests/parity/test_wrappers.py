@@ -24,12 +24,14 @@ from torchrec.modules.mc_modules import (
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
+from shardrec import native
 from shardrec.errors import ConfigError
-from shardrec.layout import ShardingPlan, Topology
+from shardrec.ids import DynamicIds
+from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.layout.discover import table_shapes
 from shardrec.modules import shard
 from tests.batches import random_bags
-from tests.models import collection, feature_rows, random_configs
+from tests.models import apply_optimizer_in_backward, collection, feature_rows, random_configs
 from tests.plans import random_plan
 from tests.ranks import raises_on_all, ranks
 
@@ -150,6 +152,71 @@ def test_maps_that_each_rank_would_learn_for_itself_are_refused(make: Callable[[
         shard(make())
 
     raises_on_all(2, ConfigError, rf"{word}\) keeps a map from ids to rows, and each of 2 ranks", rank_main)
+
+
+def with_sgd(model: nn.Module) -> nn.Module:
+    apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    return model
+
+
+@pytest.mark.skipif(not native.is_loaded(), reason="the C++ operators were not compiled")
+def test_dynamic_ids_in_place_of_managed_collision() -> None:
+    """As dynamic ids of the collection inside, on several ranks, too."""
+    inner = collection(random_configs(Random(0), most=1), seed=0)
+    (config,) = inner.embedding_bag_configs()
+    options = {config.name: DynamicIds(evict="lfu", fallback_rows=1)}
+    count = 2 * len(config.feature_names)
+
+    def rank_main() -> None:
+        model = with_sgd(managed_collision())
+        name, size = f"_embedding_module.{config.name}", (config.num_embeddings, config.embedding_dim)
+        plan = ShardingPlan(topology=Topology(ranks_per_host=2), tables=(cuts.row_wise(name, *size, ranks=[0, 1]),))
+        sharded = shard(model, plan, dynamic_ids=options)
+        other = nn.Module()
+        other.add_module("_embedding_module", with_sgd(collection(random_configs(Random(0), most=1), seed=0)))
+        plain = shard(other, plan, dynamic_ids=options)
+        assert sharded.state_dict().keys() == plain.state_dict().keys()
+        rng = torch.Generator().manual_seed(dist.get_rank())
+        for _ in range(4):
+            ids = torch.randint(-(2**63), 2**63 - 1, (count,), generator=rng)
+            features = KeyedJaggedTensor(
+                keys=config.feature_names, values=ids, lengths=torch.ones(count, dtype=torch.int64)
+            )
+            (found, remapped), expected = sharded(features), plain._sharded[0](features)
+            assert remapped is None
+            assert torch.equal(found.values(), expected.values())
+            found.values().square().sum().backward()
+            expected.values().square().sum().backward()
+        assert sharded.id_stats() == plain.id_stats()
+
+    ranks(2, rank_main)
+
+
+def test_managed_collision_that_dynamic_ids_cannot_replace() -> None:
+    def attempt(words: str, model: nn.Module) -> None:
+        with pytest.raises(ConfigError, match=words):
+            shard(model, dynamic_ids={"t0": DynamicIds(evict="never")})
+
+    model = managed_collision()
+    (config,) = model._embedding_module.embedding_bag_configs()  # type: ignore[operator,union-attr]
+    assert config.name == "t0"
+    model._return_remapped_features = True
+    attempt("returns remapped features", model)
+    model = managed_collision()
+    keys = config.feature_names
+    for _ in range(3):
+        model(
+            KeyedJaggedTensor(
+                keys=keys, values=torch.arange(len(keys)), lengths=torch.ones(len(keys), dtype=torch.int64)
+            )
+        )
+    attempt("has learned ids", model)
+    raises_on_all(
+        2,
+        ConfigError,
+        r"dynamic_ids=\{'t0': shardrec\.DynamicIds\(evict='score', fallback_rows=1\)\}",
+        lambda: shard(managed_collision()),
+    )
 
 
 def test_managed_collision_on_one_rank() -> None:
