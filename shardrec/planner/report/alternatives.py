@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from shardrec.planner.candidate import Candidate
-from shardrec.planner.solve.encode import Floats
+from shardrec.planner.solve.encode import Floats, Ints
 from shardrec.planner.solve.problem import Option, Place, Solution
 
 __all__ = ["next_best"]
@@ -30,13 +30,14 @@ def next_best(
     loads = np.array(solution.loads)
     memory = np.array(solution.memory)[:, 0]
     known: dict[tuple[int, int], tuple[str, str]] = {}
+    arrays: dict[int, Ints] = {}  # by identity of the places, of which there are few and which the candidates keep
     found = {}
     for name, options in candidates.items():
         chosen = solution.choice[name]
         key = (id(options), chosen)
         if key not in known:
             places = solution.places[name]
-            known[key] = _compare(options, chosen, places, loads, memory, capacity)
+            known[key] = _compare(options, chosen, places, loads, memory, capacity, arrays)
         found[name] = known[key]
     return found
 
@@ -48,17 +49,26 @@ def _compare(
     loads: Floats,
     memory: Floats,
     capacity: float,
+    arrays: dict[int, Ints],
 ) -> tuple[str, str]:
     rest_loads, rest_memory = loads.copy(), memory.copy()
     _add(options[chosen].option, places, rest_loads, rest_memory, -1)
-    now = float(loads.max())
-    total = _total(options[chosen].option, len(loads))
-    best: tuple[float, float, str, str] | None = None
+    now, ranks = float(loads.max()), len(loads)
+    highest, lowest = float(rest_loads.max()), float(rest_loads.min())
+    total = _total(options[chosen].option, ranks)
+    others = []
     for number, candidate in enumerate(options):
-        if number == chosen or candidate.cut == options[chosen].cut:
-            continue
-        cost, missing = _with(candidate.option, rest_loads, rest_memory, capacity)
-        work = _total(candidate.option, len(loads))
+        if number != chosen and candidate.cut != options[chosen].cut:
+            option = candidate.option
+            largest = max((item.load for gang in option.gangs for item in gang.items), default=0.0)
+            others.append((max(highest, lowest + largest) + option.everywhere.load, _total(option, ranks), number))
+    best: tuple[float, float, str, str] | None = None
+    # By the least that they can cost, so that most need not be placed.
+    for least, work, number in sorted(others):
+        if best is not None and (least, work) >= best[:2]:
+            break
+        option = options[number].option
+        cost, missing = _with(option, rest_loads, rest_memory, capacity, arrays)
         if missing > 0:
             reason = f"{missing / _GIB:,.2f} GiB over a rank's limit"
             rank = (np.inf, missing)
@@ -69,7 +79,7 @@ def _compare(
             reason = f"no faster, all ranks together {work - total:+,.3f} ms"
             rank = (cost, work)
         if best is None or rank < best[:2]:
-            best = *rank, candidate.option.label, reason
+            best = *rank, option.label, reason
     return ("", "no other cut is allowed") if best is None else best[2:]
 
 
@@ -84,17 +94,21 @@ def _add(option: Option, places: Sequence[Place], loads: Floats, memory: Floats,
                 memory[rank] += sign * item.memory[0]
 
 
-def _with(option: Option, loads: Floats, memory: Floats, capacity: float) -> tuple[float, float]:
+def _with(
+    option: Option, loads: Floats, memory: Floats, capacity: float, arrays: dict[int, Ints]
+) -> tuple[float, float]:
     """Cost with an option added where it hurts least, and the bytes by which a rank is over."""
     loads, memory = loads + option.everywhere.load, memory + option.everywhere.memory[0]
     for gang in sorted(option.gangs, key=lambda gang: -max(item.load for item in gang.items)):
-        ranks = np.array(gang.places)
+        if id(gang.places) not in arrays:
+            arrays[id(gang.places)] = np.array(gang.places)
+        ranks = arrays[id(gang.places)]
         time = np.array([item.load for item in gang.items])
         size = np.array([item.memory[0] for item in gang.items])
         for _ in range(gang.count):
             over = np.maximum(memory[ranks] + size - capacity, 0).max(axis=1)
-            score = (loads[ranks] + time).max(axis=1)
-            place = ranks[np.lexsort((score, over))[0]]
+            score = np.where(over > over.min(), np.inf, (loads[ranks] + time).max(axis=1))
+            place = ranks[score.argmin()]
             np.add.at(loads, place, time)
             np.add.at(memory, place, size)
     return float(loads.max()), float(max(memory.max() - capacity, 0.0))

@@ -10,22 +10,24 @@ import numpy as np
 
 from shardrec.planner.solve.encode import Floats, Ints
 
-__all__ = ["InIntegers", "Outcome", "Programme", "minimise_in_integers"]
+__all__ = ["Outcome", "Programme", "minimise_in_integers"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Outcome:
-    """A solution.
+    """How a search ended.
 
     Args:
-        values: one per column; None if the search ended without a solution.
-        objective: its value.
-        bound: no solution has a lower objective.
+        values: the best solution, one value per column; None if none was found.
+        bound: no solution has a lower objective; infinite if there is none at all.
+        finished: there is no better one, but for the gap.
+        timed_out: the time ended it.
     """
 
     values: Floats | None
-    objective: float
     bound: float
+    finished: bool
+    timed_out: bool
 
 
 class Programme:
@@ -46,15 +48,9 @@ class Programme:
         self._solver = _highs(presolve="off")
 
     def minimise(
-        self,
-        objective: Floats,
-        upper: Floats,
-        rows: Floats,
-        limits: Floats,
-        *,
-        key: tuple[int, ...] = (),
-    ) -> Outcome | None:
-        """The best solution, or None if there is none.
+        self, objective: Floats, upper: Floats, rows: Floats, limits: Floats, *, key: tuple[int, ...] = ()
+    ) -> Outcome:
+        """The best solution.
 
         Args:
             objective: (O,).
@@ -63,116 +59,102 @@ class Programme:
             limits: (N,).
             key: which rows these are.
         """
-        solver, columns, groups = self._solver, len(objective), len(self._sizes)
+        solver, columns = self._solver, len(objective)
         top = float(np.abs(objective).max(initial=0.0)) or 1.0
         # A column is in the row of its group, which comes first, and in few others: never as a full matrix.
         row_of, column_of = np.nonzero(rows)
         starts = np.concatenate([self._starts, columns + np.searchsorted(row_of, np.arange(len(rows)))])
         solver.clearModel()
-        solver.passModel(
-            columns,
-            groups + len(rows),
-            columns + len(row_of),
-            highspy.MatrixFormat.kRowwise.value,
-            highspy.ObjSense.kMinimize.value,
-            0.0,
-            objective / top,
-            np.zeros(columns),
-            upper,
-            np.concatenate([self._sizes, np.full(len(limits), -highspy.kHighsInf)]),
-            np.concatenate([self._sizes, limits]),
-            starts.astype(np.int32),
-            np.concatenate([self._by_group, column_of]).astype(np.int32),
-            np.concatenate([np.ones(columns), rows[row_of, column_of]]),
-            np.zeros(columns, dtype=np.int32),
+        _pass(
+            solver,
+            objective=objective / top,
+            columns=(np.zeros(columns), upper),
+            rows=(
+                np.concatenate([self._sizes, np.full(len(limits), -highspy.kHighsInf)]),
+                np.concatenate([self._sizes, limits]),
+            ),
+            matrix=(
+                starts,
+                np.concatenate([self._by_group, column_of]),
+                np.concatenate([np.ones(columns), rows[row_of, column_of]]),
+            ),
+            integers=np.zeros(columns),
         )
         if key in self._basis:
             solver.setBasis(self._basis[key])
         solver.run()
         status = solver.getModelStatus()
-        if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
-            return None
-        solution = solver.getSolution()
-        info = solver.getInfo()
-        if status != highspy.HighsModelStatus.kOptimal:
-            return Outcome(None, np.inf, -np.inf)
-        self._basis[key] = solver.getBasis()
-        value = float(info.objective_function_value) * top
-        return Outcome(np.array(solution.col_value), value, value)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class InIntegers:
-    """How a search through integers ended.
-
-    Args:
-        values: the best that was found; None if nothing was.
-        bound: no solution has a lower objective.
-        is_optimal: nothing better exists, but for the gap.
-        is_infeasible: nothing exists.
-        timed_out: the time ended it.
-    """
-
-    values: Floats | None
-    bound: float
-    is_optimal: bool
-    is_infeasible: bool
-    timed_out: bool
+        if status == highspy.HighsModelStatus.kOptimal:
+            self._basis[key] = solver.getBasis()
+            value = float(solver.getInfo().objective_function_value) * top
+            return Outcome(values=np.array(solver.getSolution().col_value), bound=value, finished=True, timed_out=False)
+        infeasible = status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible)
+        return Outcome(values=None, bound=np.inf if infeasible else -np.inf, finished=infeasible, timed_out=False)
 
 
 def minimise_in_integers(
     matrix: Floats,
-    lower: Floats,
-    upper: Floats,
-    least: Floats,
-    most: Floats,
+    rows: tuple[Floats, Floats],
+    columns: tuple[Floats, Floats],
     *,
     nodes: int,
     seconds: float,
     gap: float,
-) -> InIntegers:
+) -> Outcome:
     """Minimise the last column by branch and bound; the others are whole numbers.
 
     Args:
         matrix: (N, C).
-        lower: (N,) the least that a row may come to.
-        upper: (N,) the most.
-        least: (C,) least of each column.
-        most: (C,) most of each column.
+        rows: (N,) the least that each may come to, and (N,) the most.
+        columns: (C,) the least of each, and (C,) the most.
         nodes: most branches.
         seconds: time limit.
         gap: stop at this relative gap.
     """
-    solver, (row_count, columns) = _highs(), matrix.shape
+    solver, (row_count, count) = _highs(), matrix.shape
     for name, value in (("mip_max_nodes", nodes), ("time_limit", min(seconds, 1e9)), ("mip_rel_gap", gap)):
         solver.setOptionValue(name, value)
     row_of, column_of = np.nonzero(matrix)
-    solver.passModel(
-        columns,
-        row_count,
-        len(row_of),
-        highspy.MatrixFormat.kRowwise.value,
-        highspy.ObjSense.kMinimize.value,
-        0.0,
-        np.eye(1, columns, columns - 1)[0],
-        least,
-        most,
-        lower,
-        upper,
-        np.searchsorted(row_of, np.arange(row_count)).astype(np.int32),
-        column_of.astype(np.int32),
-        matrix[row_of, column_of],
-        np.eye(1, columns, columns - 1, dtype=np.int32)[0] ^ 1,
-    )
+    last = np.eye(1, count, count - 1)[0]
+    starts = np.searchsorted(row_of, np.arange(row_count))
+    entries = (starts, column_of, matrix[row_of, column_of])
+    _pass(solver, objective=last, columns=columns, rows=rows, matrix=entries, integers=1 - last)
     solver.run()
     status, info = solver.getModelStatus(), solver.getInfo()
     found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
-    return InIntegers(
+    return Outcome(
         values=np.array(solver.getSolution().col_value) if found else None,
         bound=float(info.mip_dual_bound),
-        is_optimal=status == highspy.HighsModelStatus.kOptimal,
-        is_infeasible=status == highspy.HighsModelStatus.kInfeasible,
+        finished=status in (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kInfeasible),
         timed_out=status == highspy.HighsModelStatus.kTimeLimit,
+    )
+
+
+def _pass(
+    solver: Any,
+    *,
+    objective: Floats,
+    columns: tuple[Floats, Floats],
+    rows: tuple[Floats, Floats],
+    matrix: tuple[Ints, Ints, Floats],
+    integers: Floats,
+) -> None:
+    """Give a solver its model; the matrix is where each row begins, and the column and value of each entry."""
+    starts, column_of, values = matrix
+    solver.passModel(
+        len(objective),
+        len(rows[0]),
+        len(values),
+        highspy.MatrixFormat.kRowwise.value,
+        highspy.ObjSense.kMinimize.value,
+        0.0,
+        objective,
+        *columns,
+        *rows,
+        starts.astype(np.int32),
+        column_of.astype(np.int32),
+        values,
+        integers.astype(np.int32),
     )
 
 

@@ -57,10 +57,8 @@ class Rebuilder:
     def __init__(self, encoded: Encoded, clock: Clock | None = None) -> None:
         self.encoded = encoded
         self._arrays = _arrays(encoded)
-        work = encoded.total_load / encoded.ranks
-        least = np.minimum.reduceat(work, [span.start for span in encoded.group_options])
-        self._extra = work - least[encoded.option_group]
-        self._least = float(least @ encoded.sizes)
+        self._least_cost, memory = _least_with(encoded)
+        self._fits = (memory <= encoded.capacity * (1 + 1e-12)).all(axis=1)
         if clock is not None:
             clock.uncounted(self._compile)
 
@@ -107,17 +105,34 @@ class Rebuilder:
         rounds(self._below(np.inf), *_unpacked(self._arrays, start), np.random.default_rng(0), np.zeros(0))
 
     def _below(self, cost: float) -> Arrays:
-        """The arrays with those options that a plan of less than a cost can have.
-
-        An option that does so much more work than the one of its table that does least cannot be in such a plan if all
-        other tables took what does least, and all ranks would still be at the cost.
-        """
-        # Rounding may have the cost below what the options of least work come to; these are always there.
-        choice = self._arrays.choice[self._extra[self._arrays.choice] <= max(0.0, cost - self._least)]
+        """The arrays with those options that a plan of less than a cost can have."""
+        # Rounding must not take the options of the plan with this cost, so that each table keeps one.
+        able = self._fits & (self._least_cost <= cost * (1 + 1e-9))
+        choice = self._arrays.choice[able[self._arrays.choice]]
         groups = np.arange(len(self.encoded.groups) + 1)
         return self._arrays._replace(
             choice=choice, choice_first=np.searchsorted(self.encoded.option_group[choice], groups)
         )
+
+
+def _least_with(encoded: Encoded) -> tuple[Floats, Floats]:
+    """(O,) the least cost of a plan that has an option, and (O, M) its least memory of a rank: a bound for each.
+
+    All other tables take what does least; then all ranks bear the mean of the work, and the one with the option's
+    largest item bears what is on every rank and that item.
+    """
+    starts, option_group = [span.start for span in encoded.group_options], encoded.option_group
+
+    def with_each(values: Floats) -> Floats:
+        least = np.minimum.reduceat(values, starts)
+        found: Floats = values - least[option_group] + encoded.sizes.astype(np.float64) @ least
+        return found
+
+    load, memory = np.zeros(len(option_group)), np.zeros_like(encoded.base_memory)
+    np.maximum.at(load, encoded.item_option, encoded.item_load)
+    np.maximum.at(memory, encoded.item_option, encoded.item_memory)
+    mean = with_each(encoded.total_load / encoded.ranks)
+    return np.maximum(mean, with_each(encoded.base_load) + load), with_each(encoded.base_memory) + memory
 
 
 def by_memory(encoded: Encoded) -> Encoded:

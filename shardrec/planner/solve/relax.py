@@ -94,8 +94,8 @@ class Relaxation:
         weight: float = 0.0,
         memory_share: float = 1.0,
         item_share: float = 1.0,
-    ) -> Outcome | None:
-        """E: the least that the options chosen put on every rank, where items have so much budget; None if none fit.
+    ) -> Outcome:
+        """E: the least that the options chosen put on every rank, where items have a budget; infinite if none fit.
 
         Args:
             budget: c.
@@ -117,7 +117,7 @@ class Relaxation:
         while True:
             picked = np.array(sorted(used), dtype=np.int64)
             found = self._programme.minimise(objective, upper, rows[picked], limits[picked], key=tuple(picked.tolist()))
-            if found is None or found.values is None:
+            if found.values is None:
                 return found
             over = np.flatnonzero(rows @ found.values > limits * (1 + 1e-7) + 1e-12)
             broken = (set(over.tolist()) & telling) - used
@@ -165,10 +165,7 @@ class Relaxation:
         )
 
     def _base_at(self, budget: float) -> float:
-        found = self.least_base(budget)
-        if found is None:
-            return np.inf
-        return max(found.bound * (1 - 1e-7), 0.0)
+        return max(self.least_base(budget).bound * (1 - 1e-7), 0.0)
 
     def _least(self, per_option: Floats) -> Floats:
         """(M,) the least sum over the tables of a quantity of their options."""

@@ -141,7 +141,7 @@ class _Search:
                 if self._closed() or stop():
                     return
                 found = relaxation.least_base(budget, weight=weight, memory_share=memory_share, item_share=item_share)
-                if found is None or found.values is None or self._try(rounded(self.encoded, found.values)):
+                if found.values is None or self._try(rounded(self.encoded, found.values)):
                     break
 
     def _try(self, counts: Ints) -> bool:

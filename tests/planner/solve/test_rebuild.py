@@ -6,6 +6,7 @@ from random import Random
 
 import numpy as np
 from hypothesis import given, settings
+from numpy.typing import NDArray
 
 from shardrec.planner.solve import Gang, Item, Option, Problem
 from shardrec.planner.solve.encode import Encoded, encode
@@ -88,6 +89,36 @@ def test_what_is_found_is_better_and_fits(rng: Random) -> None:
         for option, blocks in enumerate(encoded.option_blocks)
     )
     assert sum(int(at.sum()) for at in found.at.values()) == gangs
+
+
+@settings(max_examples=60, deadline=None)
+@given(rng=randoms())
+def test_options_of_a_plan_are_not_left_out_below_its_cost(rng: Random) -> None:
+    encoded = encode(many_items(rng) if rng.random() < 0.5 else random_problem(rng, most_tables=6))
+    plan = start_of(rng, encoded)
+    if plan is not None:
+        assert set(np.flatnonzero(plan.counts).tolist()) <= set(options_below(encoded, plan.cost).tolist())
+
+
+def test_options_that_no_better_plan_has_are_left_out() -> None:
+    """Too large an item, too much on every rank beside it, too much work, too many bytes; and one that may do."""
+    places = anywhere(4)
+    options = tuple(
+        Option(
+            label="",
+            everywhere=Item(load=everywhere, memory=(1.0,)),
+            gangs=(Gang(items=(Item(load=load, memory=(size,)),), places=places, count=count),),
+        )
+        for everywhere, load, size, count in [(0, 6, 1, 1), (2, 4, 1, 1), (0, 3, 1, 7), (0, 1, 8, 1), (1, 3, 1, 4)]
+    )
+    other = (Option(label="", everywhere=Item(load=1.0, memory=(1.0,))),)
+    encoded = encode(Problem(ranks=4, capacity=(9.0,), tables={"t": options, "u": other}))
+    assert options_below(encoded, 5.5).tolist() == [4, 5]
+
+
+def options_below(encoded: Encoded, cost: float) -> NDArray[np.int64]:
+    """What the search considers once there is a plan of that cost."""
+    return np.sort(Rebuilder(encoded)._below(cost).choice)
 
 
 @settings(max_examples=12, deadline=None)
