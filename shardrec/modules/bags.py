@@ -21,14 +21,16 @@ from shardrec.exchange.anomaly import note_rows, watch_gradient
 from shardrec.exchange.batch import KEY_ORDERS, Batch
 from shardrec.exchange.blocks import BlocksInFlight, Stream
 from shardrec.exchange.hot import HotSplit, hot_key
+from shardrec.exchange.input import InputExchange
 from shardrec.exchange.output import OutputExchange
 from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.queue import ModelContext
-from shardrec.exchange.route import Lookup
+from shardrec.exchange.route import Lookup, build_route
 from shardrec.exchange.step import Call
 from shardrec.exchange.weights import received_weights, tied
 from shardrec.layout import ShardingPlan
 from shardrec.lookup.groups import group_tables
+from shardrec.lookup.shards import ShardLookup
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.live import LiveBags
 from shardrec.pending import LazyAwaitable
@@ -115,9 +117,12 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         self.lookups = tuple(lookups)
         self.own_lookups = tuple(lookup for lookup in lookups if lookup.layout.copied_rows)
         sent = self._split_lookups(lookups)
-        copies = [self.replica_number[lookup.layout.name] for lookup in self.own_lookups]
+        route = build_route(sent, collectives.world_size, len(groups))
         expect = self._expectation(lookups, weighted=self._is_weighted)
-        route = self._build_exchange(sent, expect, groups, copies)
+        self.input = InputExchange(route, expect, self.context)
+        self.id_maps = self._new_id_maps(route)
+        self.shards = ShardLookup(groups, route.slots[collectives.rank], collectives, self.device)
+        self.replicas = self._copies([self.replica_number[lookup.layout.name] for lookup in self.own_lookups])
         self._output = OutputExchange(
             route, lookups, collectives.rank, self._ranks_per_host, mean_over=collectives.mean_over
         )

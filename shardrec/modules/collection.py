@@ -20,13 +20,13 @@ from shardrec.exchange.blocks import Stream
 from shardrec.exchange.input import InputExchange
 from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.queue import ModelContext
-from shardrec.exchange.route import Lookup, Route, build_route
+from shardrec.exchange.route import Lookup, Route
 from shardrec.exchange.step import Call
 from shardrec.exchange.transport import transport_of
 from shardrec.ids.maps import IdMaps, Mapped
 from shardrec.layout import Shard, ShardingPlan, TableLayout
 from shardrec.layout.discover import Collection, configs_of, qualified_name
-from shardrec.lookup.groups import LookupGroup, LookupTable
+from shardrec.lookup.groups import LookupTable
 from shardrec.lookup.hot import HotRows
 from shardrec.lookup.optimizers import FusedOptimizer, fused_optimizer_of
 from shardrec.lookup.replicated import ReplicatedLookup
@@ -236,29 +236,6 @@ class ShardedCollection(nn.Module, abc.ABC):
 
     def _is_written(self) -> bool:
         return any(table.written for table in self.tables().values() if table.layout.hot_rows)
-
-    def _build_exchange(
-        self, sent: Sequence[Lookup], expect: Expectation, groups: Sequence[LookupGroup], copies: Sequence[int]
-    ) -> Route:
-        """Make the input exchange and the lookups.
-
-        Args:
-            sent: the lookups by the keys that are sent.
-            expect: what the input must look like.
-            groups: lookup groups.
-            copies: per lookup of a copy, the number of its table; see :meth:`_replicated_tables`.
-
-        Returns:
-            The route of the ids.
-        """
-        collectives = self.context.collectives
-        route = build_route(sent, collectives.world_size, len(groups))
-        slots = route.slots[collectives.rank]
-        self.input = InputExchange(route, expect, self.context, per_id=not expect.pooled)
-        self.id_maps = self._new_id_maps(route)
-        self.shards = ShardLookup(groups, slots, collectives, self.device, pooled=expect.pooled)
-        self.replicas = self._copies(copies)
-        return route
 
     def _expectation(self, lookups: Sequence[Lookup], *, weighted: bool, pooled: bool = True) -> Expectation:
         policies = self.context.on_bad_id
