@@ -23,7 +23,7 @@ class Columns:
     """Columns as sums of columns of blocks.
 
     Args:
-        pieces: the columns from left to right; at least one piece.
+        pieces: the columns from left to right.
         scales: a factor for the gradient of each block; default: 1.
     """
 
@@ -57,7 +57,7 @@ class Columns:
                 other = _columns(blocks, source, piece.width)
                 column = column.add_(other) if number else column + other
             columns.append(column)
-        return torch.cat(columns, dim=1)
+        return torch.cat(columns, dim=1) if columns else blocks[0].new_empty((blocks[0].size(0), 0))
 
     def distribute(self, gradient: Tensor, blocks: Sequence[Tensor]) -> None:
         """The transpose of :meth:`assemble`: writes the gradient of each block, from that (B, D) of the output.

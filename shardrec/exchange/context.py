@@ -111,10 +111,7 @@ class StepContext:
         """
         flags = self._exchange_flag(NO_MORE)
         if any(flag != NO_MORE for flag in flags):
-            try:
-                self.raise_faults("" if {1, FORWARD_FAILED} & set(flags) else _NO_MORE_HERE, "")
-            except InputError as error:
-                raise (ForwardFailed(str(error)) if FORWARD_FAILED in flags else error) from None
+            self.raise_faults("" if {1, FORWARD_FAILED} & set(flags) else _NO_MORE_HERE, "", flags)
 
     def _exchange_flag(self, flag: int) -> list[int]:
         """A header of a flag alone; returns those of all ranks."""
@@ -135,25 +132,25 @@ class StepContext:
             self.raise_faults("", agreement)
         return True
 
-    def raise_faults(self, message: str, agreement: str) -> NoReturn:
+    def raise_faults(self, message: str, agreement: str, flags: Sequence[int] = ()) -> NoReturn:
         """Exchange the messages of all ranks and raise them; every rank must call this in the same step.
 
         Args:
             message: what is wrong on this rank, or "".
             agreement: what this rank would have sent, used when no rank has a message.
+            flags: fault flags of all ranks.
 
         Raises:
-            InputError: the same on every rank.
+            InputError: the same on every rank; a ForwardFailed if a flag says so.
         """
+        error = ForwardFailed if FORWARD_FAILED in flags else InputError
         messages = self.all_gather_text(message)
         if any(messages):
             lines = [f"rank {rank}: {text}" for rank, text in enumerate(messages) if text]
-            raise InputError(
-                lines[0] if len(lines) == 1 else f"{len(lines)} ranks have bad input:\n  " + "\n  ".join(lines)
-            )
+            raise error(lines[0] if len(lines) == 1 else f"{len(lines)} ranks have bad input:\n  " + "\n  ".join(lines))
         agreements = self.all_gather_text(agreement)
         lines = [f"rank {rank}: {text}" for rank, text in enumerate(agreements)]
-        raise InputError(
+        raise error(
             "the ranks disagree about their input; give every rank the same dtypes and modes:\n  " + "\n  ".join(lines)
         )
 

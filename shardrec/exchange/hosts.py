@@ -33,9 +33,6 @@ __all__ = ["HostExchange", "HostSums", "host_sums"]
 Column = tuple[int, int]
 """Lookup and first column of some neighbouring columns of its table."""
 
-Span = tuple[int, int]
-"""First column and number of columns."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class HostSums:
@@ -45,16 +42,16 @@ class HostSums:
         ranks_per_host: L.
         columns: per host, what is summed there, with the width of each, in order.
         direct: per rank, the slots whose columns are not.
-        direct_spans: per rank, their pooled columns.
-        spans: per rank, the pooled columns that are summed.
+        direct_columns: per rank, their pooled columns.
+        summed_columns: per rank, the pooled columns that are summed.
         pieces: per host, how its sums come from the L blocks.
     """
 
     ranks_per_host: int
     columns: tuple[tuple[tuple[Column, int], ...], ...]
     direct: tuple[tuple[int, ...], ...]
-    direct_spans: tuple[tuple[Span, ...], ...]
-    spans: tuple[tuple[Span, ...], ...]
+    direct_columns: tuple[tuple[Piece, ...], ...]
+    summed_columns: tuple[tuple[Piece, ...], ...]
     pieces: tuple[tuple[Piece, ...], ...]
 
     def width(self, host: int) -> int:
@@ -76,27 +73,28 @@ def host_sums(route: Route, ranks_per_host: int) -> HostSums | None:
     columns = [_summed(route.slots[host * ranks_per_host : (host + 1) * ranks_per_host]) for host in hosts]
     if not any(columns):
         return None
-    direct, direct_spans, spans = [], [], []
+    direct, direct_columns, summed_columns = [], [], []
     sources: list[dict[Column, list[Source]]] = [{} for _ in hosts]
     for rank, slots in enumerate(route.slots):
         host, local = divmod(rank, ranks_per_host)
         alone: list[int] = []
-        alone_spans: list[Span] = []
-        summed_spans: list[Span] = []
+        alone_columns: list[Piece] = []
+        summed: list[Piece] = []
         start = place = 0
         for number, slot in enumerate(slots):
             key = (slot.lookup, slot.shard.col_start)
+            pooled = Piece(width=slot.shard.cols, sources=(Source(block=0, start=start),))
             if key in columns[host]:
                 sources[host].setdefault(key, []).append(Source(block=local, start=place))
                 place += slot.shard.cols
-                _append(summed_spans, (start, slot.shard.cols))
+                add_columns(summed, pooled)
             else:
                 alone.append(number)
-                _append(alone_spans, (start, slot.shard.cols))
+                add_columns(alone_columns, pooled)
             start += slot.shard.cols
         direct.append(tuple(alone))
-        direct_spans.append(tuple(alone_spans))
-        spans.append(tuple(summed_spans))
+        direct_columns.append(tuple(alone_columns))
+        summed_columns.append(tuple(summed))
     pieces = []
     for host in hosts:
         found: list[Piece] = []
@@ -107,8 +105,8 @@ def host_sums(route: Route, ranks_per_host: int) -> HostSums | None:
         ranks_per_host=ranks_per_host,
         columns=tuple(tuple(one.items()) for one in columns),
         direct=tuple(direct),
-        direct_spans=tuple(direct_spans),
-        spans=tuple(spans),
+        direct_columns=tuple(direct_columns),
+        summed_columns=tuple(summed_columns),
         pieces=tuple(pieces),
     )
 
@@ -125,29 +123,29 @@ def _summed(ranks: Sequence[tuple[Slot, ...]]) -> dict[Column, int]:
     return {key: widths[key] for key in sorted(holders) if len(holders[key]) > 1}
 
 
-def _append(spans: list[Span], span: Span) -> None:
-    if spans and sum(spans[-1]) == span[0]:
-        spans[-1] = (spans[-1][0], spans[-1][1] + span[1])
-    elif span[1]:
-        spans.append(span)
-
-
 class HostExchange:
     """A pooled module's part of the exchange inside hosts.
 
     Args:
         sums: what is summed where.
         rank: this rank.
+
+    Attributes:
+        direct: the pooled columns that go straight to the ranks that asked.
+        summed: those that are summed first.
+        columns: this host's sums, of the blocks of its ranks.
+        order: the ranks in the order in which their samples are sent: by their place on a host.
     """
 
     def __init__(self, sums: HostSums, rank: int) -> None:
         self.sums = sums
         self._rank = rank
-        self._world_size = len(sums.spans)
+        self._world_size = len(sums.direct)
         self._host, self._local = divmod(rank, sums.ranks_per_host)
-        self.width = sums.width(self._host)
+        self.direct, self.summed = Columns(sums.direct_columns[rank]), Columns(sums.summed_columns[rank])
         self.columns = Columns(sums.pieces[self._host])
-        self._widths = [sum(width for _, width in spans) for spans in sums.spans]
+        self.order = tuple(other for local in range(sums.ranks_per_host) for other in self._peers(local))
+        self._widths = [sum(piece.width for piece in pieces) for pieces in sums.summed_columns]
 
     def divide(self, pooled: Tensor, batch_sizes: Sequence[int]) -> tuple[Tensor, Stream]:
         """The columns that go straight to the ranks that asked, and what goes to this host's ranks.
@@ -156,20 +154,11 @@ class HostExchange:
             pooled: (B_all, D_mine) float32, rank after rank.
             batch_sizes: samples of each rank.
         """
-        order = self._order(batch_sizes)
-        mine = self.sums
-        division = _Division(
-            direct=mine.direct_spans[self._rank],
-            summed=mine.spans[self._rank],
-            order=order,
-            batch_sizes=tuple(batch_sizes),
-            width=pooled.size(1),
-        )
-        direct, flat = _Divide.apply(pooled, division)  # type: ignore[no-untyped-call]
+        direct, flat = _Divide.apply(pooled, self, list(batch_sizes))  # type: ignore[no-untyped-call]
         out: list[list[Shape]] = []
         into: list[list[Shape]] = []
         for other in range(self._world_size):
-            host, local = divmod(other, mine.ranks_per_host)
+            host, local = divmod(other, self.sums.ranks_per_host)
             if host == self._host:
                 out.append([(self._rows(local, batch_sizes), self._widths[self._rank])])
                 into.append([(self._rows(self._local, batch_sizes), self._widths[other])])
@@ -202,40 +191,30 @@ class HostExchange:
     def _rows(self, local: int, batch_sizes: Sequence[int]) -> int:
         return sum(batch_sizes[rank] for rank in self._peers(local))
 
-    def _order(self, batch_sizes: Sequence[int]) -> tuple[int, ...]:
-        """The ranks in the order in which their samples are sent: by their place on a host."""
-        return tuple(rank for local in range(self.sums.ranks_per_host) for rank in self._peers(local))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Division:
-    direct: tuple[Span, ...]
-    summed: tuple[Span, ...]
-    order: tuple[int, ...]
-    batch_sizes: tuple[int, ...]
-    width: int
-
 
 class _Divide(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, pooled: Tensor, division: _Division) -> tuple[Tensor, Tensor]:
-        ctx.division = division  # type: ignore[attr-defined]
-        samples = pooled.split(list(division.batch_sizes))
-        summed = [_select(samples[rank], division.summed).reshape(-1) for rank in division.order]
-        return _select(pooled, division.direct), torch.cat(summed)
+    def forward(
+        ctx: FunctionCtx, pooled: Tensor, exchange: HostExchange, batch_sizes: list[int]
+    ) -> tuple[Tensor, Tensor]:
+        ctx.exchange, ctx.batch_sizes = exchange, batch_sizes  # type: ignore[attr-defined]
+        samples = pooled.split(batch_sizes)
+        summed = [exchange.summed.assemble([samples[rank]]).view(-1) for rank in exchange.order]
+        return exchange.direct.assemble([pooled]), torch.cat(summed)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, direct: Tensor, flat: Tensor) -> tuple[Tensor, None]:
-        division: _Division = ctx.division
-        pooled = direct.new_empty((sum(division.batch_sizes), division.width))
-        _write(pooled, division.direct, direct)
-        columns = sum(width for _, width in division.summed)
-        samples = pooled.split(list(division.batch_sizes))
-        parts = flat.split([division.batch_sizes[rank] * columns for rank in division.order])
-        for rank, part in zip(division.order, parts, strict=True):
-            _write(samples[rank], division.summed, part.view(-1, columns) if columns else part.view(0, 0))
-        return pooled, None
+    def backward(ctx: Any, direct: Tensor, flat: Tensor) -> tuple[Tensor, None, None]:
+        exchange: HostExchange = ctx.exchange
+        sizes: list[int] = ctx.batch_sizes
+        width = exchange.summed.width
+        pooled = direct.new_empty((sum(sizes), exchange.direct.width + width))
+        exchange.direct.distribute(direct, [pooled])
+        parts = flat.split([sizes[rank] * width for rank in exchange.order])
+        samples = pooled.split(sizes)
+        for rank, part in zip(exchange.order, parts, strict=True):
+            exchange.summed.distribute(part.view(sizes[rank], width), [samples[rank]])
+        return pooled, None, None
 
 
 class _Sum(torch.autograd.Function):
@@ -244,8 +223,7 @@ class _Sum(torch.autograd.Function):
         ctx: FunctionCtx, exchange: HostExchange, flight: BlocksInFlight, stream: int, rows: int, *flats: Tensor
     ) -> Tensor:
         ctx.exchange, ctx.flight, ctx.stream, ctx.rows = exchange, flight, stream, rows  # type: ignore[attr-defined]
-        blocks = exchange.blocks(flats, rows)
-        return exchange.columns.assemble(blocks) if exchange.width else flats[0].new_zeros((rows, 0))
+        return exchange.columns.assemble(exchange.blocks(flats, rows))
 
     @staticmethod
     @once_differentiable
@@ -255,16 +233,3 @@ class _Sum(torch.autograd.Function):
         blocks = exchange.blocks(views, ctx.rows)
         exchange.columns.distribute(gradient, blocks)
         return None, None, None, None, *views
-
-
-def _select(rows: Tensor, spans: Sequence[Span]) -> Tensor:
-    if not spans:
-        return rows.new_zeros((rows.size(0), 0))
-    return torch.cat([rows[:, start : start + width] for start, width in spans], dim=1)
-
-
-def _write(target: Tensor, spans: Sequence[Span], columns: Tensor) -> None:
-    place = 0
-    for start, width in spans:
-        target[:, start : start + width] = columns[:, place : place + width]
-        place += width

@@ -21,15 +21,14 @@ import abc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from shardrec.errors import InputError
 from shardrec.exchange.blocks import BlockExchange, BlocksInFlight, Stream
 from shardrec.exchange.collectives import Pending
-from shardrec.exchange.context import FIXED_COLUMNS, FORWARD_FAILED, ForwardFailed, StepContext, checksum
+from shardrec.exchange.context import FIXED_COLUMNS, StepContext, checksum
 from shardrec.exchange.input import InputExchange, Prepared, SentIds
 from shardrec.exchange.payload import ShardInput
 
@@ -281,10 +280,8 @@ def _exchange_headers(context: StepContext, calls: Sequence[Call]) -> tuple[list
     headers = [numbers[row : row + width] for row in range(first, len(numbers), width)]
     flags = [header[0] for header in headers]
     if not context.check(flags, [header[1] for header in headers], agreement):
-        try:
-            _raise_faults(context, calls, agreement, faulty=bool(flags[context.collectives.rank]))
-        except InputError as error:
-            raise (ForwardFailed(str(error)) if FORWARD_FAILED in flags else error) from None
+        words = [call.input.describe(call.prepared) for call in calls] if flags[context.collectives.rank] else []
+        context.raise_faults("; ".join(filter(None, words)), agreement, flags)
     return numbers, headers
 
 
@@ -303,8 +300,3 @@ def _header(context: StepContext, calls: Sequence[Call], agreement: str) -> Tens
     header[:, 1] = checksum(agreement)
     torch.cat(parts, dim=1, out=header[:, FIXED_COLUMNS:columns])
     return header
-
-
-def _raise_faults(context: StepContext, calls: Sequence[Call], agreement: str, *, faulty: bool) -> NoReturn:
-    words = [call.input.describe(call.prepared) for call in calls] if faulty else []
-    context.raise_faults("; ".join(filter(None, words)), agreement)

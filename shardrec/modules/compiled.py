@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-__all__ = ["compiled_step"]
+__all__ = ["compiled_step", "leaves"]
 
 _TRACED = {
     # The numbers of ids that the ranks tell each other become numbers in the graph.
@@ -45,21 +45,23 @@ def compiled_step(inputs: Any, *, traced: bool) -> Iterator[None]:
 
 
 def _mark(inputs: Any) -> None:
-    for one in _jagged(inputs):
-        weights = one.weights_or_none()
-        for tensor in (one.values(), weights):
-            if tensor is not None and tensor.dim() > 0 and tensor.size(0) > 1:
-                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    for one in leaves(inputs):
+        if isinstance(one, KeyedJaggedTensor | JaggedTensor):
+            for tensor in (one.values(), one.weights_or_none()):
+                if tensor is not None and tensor.dim() > 0 and tensor.size(0) > 1:
+                    torch._dynamo.maybe_mark_dynamic(tensor, 0)
 
 
-def _jagged(value: Any) -> Iterator[KeyedJaggedTensor | JaggedTensor]:
-    if isinstance(value, KeyedJaggedTensor | JaggedTensor):
-        yield value
-    elif isinstance(value, Tensor):
-        return
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _jagged(item)
+def leaves(value: Any) -> Iterator[Any]:
+    """What a forward's arguments hold, through mappings, lists, tuples and dataclasses; jagged tensors as a whole."""
+    inner: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        inner = value.values()
     elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _jagged(item)
+        inner = value
+    elif dataclasses.is_dataclass(value):
+        inner = (getattr(value, field.name, None) for field in dataclasses.fields(value))
+    else:
+        yield value
+    for item in inner:
+        yield from leaves(item)

@@ -125,33 +125,20 @@ class LiveBags(_Live):
 
     def forward(self, features: KeyedJaggedTensor) -> Await[KeyedTensor]:
         """Look up the local batch."""
-        order, ticket = self.begin(features)
-        return awaitable(
-            finish_bags,
-            order,
-            ticket,
-            samples(features),
-            self.width,
-            self.output_dtype,
-            self.number,
-            self.keys,
-            self.dims,
-        )
+        return awaitable(finish_bags, *self.issued(features))
 
     @torch.jit.unused
     def traced(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """The same for a tracer."""
-        pending = Late(
-            finish_bags,
-            *self.begin(features),
-            samples(features),
-            self.width,
-            self.output_dtype,
-            self.number,
-            self.keys,
-            self.dims,
-        )
-        return LateKeyedTensor(pending, self.keys, self.dims)
+        return LateKeyedTensor(Late(finish_bags, *self.issued(features)), self.keys, self.dims)
+
+    def issued(
+        self, features: KeyedJaggedTensor
+    ) -> tuple[Tensor, Tensor, int, int, torch.dtype, int, list[str], list[int]]:
+        """Queue the lookup; gives the arguments of :func:`finish_bags`."""
+        order, ticket = self.begin(features)
+        batch = samples(features)
+        return order, ticket, batch, self.width, self.output_dtype, self.number, self.keys, self.dims
 
 
 class LiveSequences(_Live):
@@ -172,40 +159,26 @@ class LiveSequences(_Live):
 
     def forward(self, features: KeyedJaggedTensor) -> Await[dict[str, JaggedTensor]]:
         """Look up the local batch."""
-        order, ticket = self.begin(features)
-        return awaitable(
-            finish_sequences,
-            order,
-            ticket,
-            features,
-            self.width,
-            self.output_dtype,
-            self.number,
-            self.names,
-            self.features,
-            self.need_indices,
-        )
+        return awaitable(finish_sequences, *self.issued(features))
 
     @torch.jit.unused
     def traced(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """The same for a tracer."""
-        pending = Late(
-            finish_sequences,
-            *self.begin(features),
-            features,
-            self.width,
-            self.output_dtype,
-            self.number,
-            self.names,
-            self.features,
-            self.need_indices,
-        )
+        pending = Late(finish_sequences, *self.issued(features))
         lengths = lengths_by_key(features)
         keys = features.keys()
         return {
             name: LateJaggedTensor(pending, name, lengths[keys.index(feature)])
             for name, feature in zip(self.names, self.features, strict=True)
         }
+
+    def issued(
+        self, features: KeyedJaggedTensor
+    ) -> tuple[Tensor, Tensor, KeyedJaggedTensor, int, torch.dtype, int, list[str], list[str], bool]:
+        """Queue the lookup; gives the arguments of :func:`finish_sequences`."""
+        order, ticket = self.begin(features)
+        width, dtype, need = self.width, self.output_dtype, self.need_indices
+        return order, ticket, features, width, dtype, self.number, self.names, self.features, need
 
 
 def lengths_by_key(features: KeyedJaggedTensor) -> list[Tensor]:

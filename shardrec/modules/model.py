@@ -13,7 +13,7 @@ import copy
 import dataclasses
 import inspect
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.nn.parallel import DistributedDataParallel
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from shardrec._dynamo import left_alone, passed_over
 from shardrec.errors import ConfigError, InputError, ShardrecError
@@ -32,7 +31,7 @@ from shardrec.exchange.queue import ModelContext
 from shardrec.ids.maps import collective_stats, cut_faults
 from shardrec.layout import ShardingPlan
 from shardrec.modules.collection import ShardedCollection
-from shardrec.modules.compiled import compiled_step
+from shardrec.modules.compiled import compiled_step, leaves
 from shardrec.modules.dense import DenseWrap, set_gradient_sync, wrap_dense
 from shardrec.modules.optim import FusedOptimizers
 from shardrec.modules.recorded import recorded_call
@@ -376,19 +375,6 @@ def _step_of(model: ShardedModel, args: tuple[Any, ...], kwargs: Mapping[str, An
 
 def dense_signature(inputs: object) -> str:
     """The dtypes of the tensors among a model's inputs, ids aside, as ranks compare them."""
-    return ", ".join(sorted(_dtypes(inputs)))
-
-
-def _dtypes(value: object) -> Iterable[str]:
-    """The distinct ``"<where> <dtype>"`` of the tensors in a forward's arguments, ids aside."""
-    if isinstance(value, (KeyedJaggedTensor, JaggedTensor, KeyedTensor)):
-        return set()
-    if isinstance(value, Tensor):
-        return {str(value.dtype).removeprefix("torch.")}
-    if isinstance(value, Mapping):
-        return {dtype for item in value.values() for dtype in _dtypes(item)}
-    if isinstance(value, (list, tuple)):
-        return {dtype for item in value for dtype in _dtypes(item)}
-    if dataclasses.is_dataclass(value):
-        return {dtype for field in dataclasses.fields(value) for dtype in _dtypes(getattr(value, field.name, None))}
-    return set()
+    return ", ".join(
+        sorted({str(one.dtype).removeprefix("torch.") for one in leaves(inputs) if isinstance(one, Tensor)})
+    )

@@ -198,15 +198,6 @@ def stream_buckets(sizes: Sequence[int], most: int) -> list[list[Span]]:
     return buckets
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Flight:
-    """A collective under way on ``buffer``, which holds ``parts`` one after the other (or is the only part)."""
-
-    work: dist.Work
-    buffer: Tensor
-    parts: tuple[Tensor, ...]
-
-
 class Averager:
     """Makes tensors alike on the ranks of a group, in few large collectives per dtype.
 
@@ -255,17 +246,17 @@ class Averager:
 
     @torch.no_grad()
     def _run(self, tensors: Iterable[Tensor], start: Callable[[Tensor], dist.Work | None]) -> None:
-        flying: list[_Flight] = []
+        flying: list[tuple[dist.Work, Tensor, tuple[Tensor, ...]]] = []  # each with a buffer of its parts
         with peers(self._group, "averaging of the replicas' tables"):
             for parts in self._buckets(tensors):
                 buffer = parts[0] if len(parts) == 1 else torch.cat(parts)
                 work = start(buffer)
                 assert work is not None, "an asynchronous collective of a member gives its work"
-                flying.append(_Flight(work=work, buffer=buffer, parts=parts))
+                flying.append((work, buffer, parts))
                 if len(flying) > 1:
-                    _land(flying.pop(0))
+                    _land(*flying.pop(0))
             for flight in flying:
-                _land(flight)
+                _land(*flight)
 
     def _buckets(self, tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, ...]]:
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
@@ -277,8 +268,8 @@ class Averager:
                 yield tuple(flat[span.tensor][span.start : span.end] for span in bucket)
 
 
-def _land(flight: _Flight) -> None:
-    flight.work.wait()
-    if len(flight.parts) > 1:
-        for part, values in zip(flight.parts, flight.buffer.split([p.numel() for p in flight.parts]), strict=True):
+def _land(work: dist.Work, buffer: Tensor, parts: tuple[Tensor, ...]) -> None:
+    work.wait()
+    if len(parts) > 1:
+        for part, values in zip(parts, buffer.split([part.numel() for part in parts]), strict=True):
             part.copy_(values)

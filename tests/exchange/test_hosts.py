@@ -98,7 +98,7 @@ def crossing_back(case: Case, per_host: int | None, sizes: list[int], rank: int)
     for other in range(case.plan.world_size):
         if other // per_host == rank // per_host:
             continue
-        width = case.route.width(other) if sums is None else sum(cols for _, cols in sums.direct_spans[other])
+        width = case.route.width(other) if sums is None else sum(piece.width for piece in sums.direct_columns[other])
         if sums is not None and (other - rank) % per_host == 0:
             width += sums.width(other // per_host)
         total += sizes[rank] * width
@@ -135,8 +135,8 @@ def test_every_pooled_column_is_sent_one_way_or_the_other(rng: Random) -> None:
     for rank, slots in enumerate(case.route.slots):
         columns = [
             column
-            for start, width in (*sums.direct_spans[rank], *sums.spans[rank])
-            for column in range(start, start + width)
+            for piece in (*sums.direct_columns[rank], *sums.summed_columns[rank])
+            for column in range(piece.sources[0].start, piece.sources[0].start + piece.width)
         ]
         assert sorted(columns) == list(range(sum(slot.shard.cols for slot in slots)))
     assert any(sums.columns)
