@@ -71,6 +71,7 @@ class Row:
         reduced_kib: of the tensors that are all-reduced.
         ms: median step.
         against: median over the rounds of its step over the one without hot rows in the same round.
+        cpu_against: the same of the processor time of rank 0, which other work of the machine hardly changes.
         apart: the largest difference of an output from that without hot rows, after all the steps.
     """
 
@@ -82,6 +83,7 @@ class Row:
     reduced_kib: float
     ms: float
     against: float
+    cpu_against: float
     apart: float
 
 
@@ -183,6 +185,7 @@ def measure(place: Place, workload: Workload, steps: int, rounds: int) -> list[R
         counted = side.counted.take()
         sent[hot] = {name: sum(counted.bytes.get(name, [0])) / steps / 1024 for name in EXCHANGES}
     times: dict[int, list[float]] = {hot: [] for hot in workload.hot}
+    cpu: dict[int, list[float]] = {hot: [] for hot in workload.hot}
     apart = dict.fromkeys(workload.hot, 0.0)
     for number in range(rounds + 2):
         features = batches[number % steps]
@@ -190,13 +193,14 @@ def measure(place: Place, workload: Workload, steps: int, rounds: int) -> list[R
         # The order turns, so that no side is always after the same one.
         for hot in workload.hot[number % len(workload.hot) :] + workload.hot[: number % len(workload.hot)]:
             dist.barrier()
-            begin = time.perf_counter()
+            begin, used = time.perf_counter(), time.process_time()
             outputs[hot] = sides[hot].step(features)
             times[hot].append((time.perf_counter() - begin) * 1e3)
+            cpu[hot].append(time.process_time() - used)
         for hot, output in outputs.items():
             apart[hot] = float((output - outputs[workload.hot[0]]).abs().max())
     bags = workload.tables * (workload.batch if workload.pooled else 1) * (dist.get_world_size() - 1)
-    first = times[workload.hot[0]][2:]
+    first = workload.hot[0]
     return [
         Row(
             hot=hot,
@@ -206,11 +210,16 @@ def measure(place: Place, workload: Workload, steps: int, rounds: int) -> list[R
             ids_kib=sent[hot]["payload"] - bags * 4 / 1024,
             reduced_kib=sides[hot].reduced / 1024,
             ms=median(times[hot][2:]),
-            against=median(mine / other for mine, other in zip(times[hot][2:], first, strict=True)),
+            against=_ratio(times[hot], times[first]),
+            cpu_against=_ratio(cpu[hot], cpu[first]),
             apart=apart[hot],
         )
         for hot in workload.hot
     ]
+
+
+def _ratio(mine: list[float], others: list[float]) -> float:
+    return median(one / other for one, other in zip(mine[2:], others[2:], strict=True))
 
 
 def shown(workload: Workload, rows: list[Row]) -> str:
@@ -221,15 +230,15 @@ def shown(workload: Workload, rows: list[Row]) -> str:
         f"{kind}, {workload.pooling} id(s), batch {workload.batch}",
         "",
         "| hot rows | their share of the ids | ids sent, KiB | left | by theory | output + gradient, KiB | left "
-        "| all-reduce, KiB | step, ms | against none | outputs apart |",
-        "|" + "---:|" * 11,
+        "| all-reduce, KiB | step, ms | against none | processor time | outputs apart |",
+        "|" + "---:|" * 12,
     ]
     for row in rows:
         both, before = (sum(one.kib[name] for name in EXCHANGES[2:]) for one in (row, plain))
         lines.append(
             f"| {row.hot} | {row.share:.1%} | {row.ids_kib:.0f} | {row.ids_kib / plain.ids_kib:.1%} "
             f"| {row.expected:.1%} | {both:.0f} | {both / before:.1%} | {row.reduced_kib:.0f} | {row.ms:.1f} "
-            f"| {row.against:.2f} | {row.apart:.0e} |"
+            f"| {row.against:.2f} | {row.cpu_against:.2f} | {row.apart:.0e} |"
         )
     return "\n".join(lines)
 

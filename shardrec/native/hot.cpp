@@ -110,13 +110,14 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> split_typed(
     const bool is_split = number < hot.numel() && split_key[number] == key;
     number += is_split;
     for (int64_t i = ends[key]; i < ends[key + 1]; ++i) {
-      const bool is_hot = is_split && positions[i] != kCold;
-      const int64_t there = is_hot ? hot_at : cold_at;
-      to[there] = is_hot ? Id(positions[i]) : id[i];
+      // Without a branch, which would be guessed wrong for a part of the ids.
+      const int64_t is_hot = is_split && positions[i] != kCold, mask = -is_hot;
+      const int64_t there = (hot_at & mask) | (cold_at & ~mask);
+      to[there] = Id((int64_t(is_split ? positions[i] : 0) & mask) | (int64_t(id[i]) & ~mask));
       if (bags.weights) to_weights[there] = bags.weights[i];
       if (places) from[there] = i;
       hot_at += is_hot;
-      cold_at += !is_hot;
+      cold_at += 1 - is_hot;
     }
   }
   return {split, found, found_weights, order};
