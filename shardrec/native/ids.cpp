@@ -231,26 +231,36 @@ class FirstSeen {
 
 template <class Hit>
 void find_all(Map& map, const int64_t* ids, int64_t count, const Hit& hit) {
-  // A pipeline of three stages, kAhead ids apart: fetch the bucket, fetch the record, compare.
-  constexpr int64_t kAhead = 32;
-  const auto ring = [](int64_t i) { return size_t(i & (2 * kAhead - 1)); };
-  std::array<uint64_t, 2 * kAhead> hashes;
-  std::array<int64_t, 2 * kAhead> rows;
-  for (int64_t i = 0; i < count + 2 * kAhead; ++i) {
-    const int64_t last = i - 2 * kAhead, middle = i - kAhead;
-    if (last >= 0) {
-      const size_t at = ring(last);
-      hit(last, map.find_from(rows[at], ids[last], hashes[at]));
+  // A pipeline of three stages, a block of ids apart: fetch the buckets, fetch the records, compare.
+  constexpr int64_t kBlock = 32, kStages = 3;
+  std::array<std::array<uint64_t, kBlock>, kStages> hashes;
+  std::array<std::array<int64_t, kBlock>, kStages> rows;
+  const int64_t blocks = (count + kBlock - 1) / kBlock;
+  for (int64_t block = 0; block < blocks + kStages - 1; ++block) {
+    if (block >= 2) {
+      const int64_t* const id = ids + (block - 2) * kBlock;
+      const int64_t length = std::min(kBlock, count - (block - 2) * kBlock);
+      const auto& hash = hashes[(block - 2) % kStages];
+      const auto& row = rows[(block - 2) % kStages];
+      for (int64_t i = 0; i < length; ++i) hit(id - ids + i, map.find_from(row[i], id[i], hash[i]));
     }
-    if (middle >= 0 && middle < count) {
-      const size_t at = ring(middle);
-      uint64_t place = map.bucket_of(hashes[at]);
-      rows[at] = map.probe(hashes[at], place);
-      map.prefetch_record(rows[at]);
+    if (block >= 1 && block <= blocks) {
+      const int64_t length = std::min(kBlock, count - (block - 1) * kBlock);
+      const auto& hash = hashes[(block - 1) % kStages];
+      auto& row = rows[(block - 1) % kStages];
+      for (int64_t i = 0; i < length; ++i) {
+        uint64_t place = map.bucket_of(hash[i]);
+        row[i] = map.probe(hash[i], place);
+        map.prefetch_record(row[i]);
+      }
     }
-    if (i < count) {
-      hashes[ring(i)] = mixed(ids[i]);
-      map.prefetch_bucket(hashes[ring(i)]);
+    if (block < blocks) {
+      const int64_t length = std::min(kBlock, count - block * kBlock);
+      auto& hash = hashes[block % kStages];
+      for (int64_t i = 0; i < length; ++i) {
+        hash[i] = mixed(ids[block * kBlock + i]);
+        map.prefetch_bucket(hash[i]);
+      }
     }
   }
 }
