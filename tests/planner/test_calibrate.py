@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -74,6 +76,27 @@ def test_disturbed_times_do_not_bend_the_rest() -> None:
     found = calibrate.fit(BASE, [made(1, 0), (drawn, disturbed)], name="found", source="made")
     others, quiet = made(2, 7, count=12)
     assert max(map(abs, calibrate.relative_errors(found, others, quiet))) < 0.1
+
+
+def test_small_and_large_steps_are_predicted_from_noisy_times() -> None:
+    """Steps of 1 to 90 ms on a machine that is a profile, timed up to a quarter too long; and others of it."""
+    rng = Random(0)
+    runs = [(drawn, _noisy(measured, rng)) for drawn, measured in (made(1, 0, 40), made(2, 0, 40))]
+    found = calibrate.fit(BASE, runs, name="found", source="made")
+    others, quiet = made(2, 7, count=40)
+    errors = np.abs(calibrate.relative_errors(found, others, quiet))
+    small = np.argsort(quiet.steps)[:10]
+    assert max(errors) < 0.25
+    assert max(errors[small]) < 0.12
+
+
+def _noisy(measured: Measured, rng: Random) -> Measured:
+    noise = [1 + 0.25 * rng.random() ** 3 for _ in measured.steps]
+    return replace(
+        measured,
+        steps=tuple(time * factor for time, factor in zip(measured.steps, noise, strict=True)),
+        forward=tuple(time * factor for time, factor in zip(measured.forward, noise, strict=True)),
+    )
 
 
 def test_too_few_times() -> None:
