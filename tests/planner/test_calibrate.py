@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from shardrec.cli import app
@@ -17,6 +19,7 @@ from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.layout.presets import preset
 from shardrec.planner import SolveLimits, calibrate, plan_tables
 from shardrec.planner.calibrate import Measured
+from shardrec.planner.calibrate.measure import _time_step
 from shardrec.planner.calibrate.workload import step_plan, table_loads
 from shardrec.planner.cost import CostModel, Profile, TableLoad
 from shardrec.planner.price import predicted_phases
@@ -166,6 +169,21 @@ def test_the_fastest_plan_is_kept(tmp_path: Path) -> None:
     assert "to the planner's own" in shown.output
     assert len(ShardingPlan.load(kept).tables) == 3
     assert Profile.load(profile) == BASE, "a profile that is there is used, not measured again"
+
+
+@pytest.mark.parametrize(("least_ms", "timed"), [(0.0, 3), (1e6, 48)])
+def test_small_steps_are_timed_more_often(monkeypatch: pytest.MonkeyPatch, least_ms: float, timed: int) -> None:
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
+    calls: list[str] = []
+
+    def forward() -> Callable[[], None]:
+        calls.append("forward")
+        return lambda: calls.append("backward")
+
+    forward_ms, step_ms = _time_step(forward, 3, torch.device("cpu"), least_ms)
+    assert 0 < forward_ms <= step_ms
+    assert calls == ["forward", "backward"] * (2 + timed)
 
 
 @pytest.mark.slow

@@ -292,7 +292,7 @@ def _time_step(
     once()
     # The same number on all ranks: it goes by the slowest.
     _, about = slowest([once()])
-    repeats = max(repeats, min(_MOST_REPEATS * repeats, ceil(least_ms / about)))
+    repeats = max(repeats, min(_MOST_REPEATS * repeats, ceil(least_ms / max(about, 1e-3))))
     return slowest([once() for _ in range(repeats)])
 
 
