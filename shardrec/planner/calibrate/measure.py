@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,10 @@ _SIZES = (0, 4096, 65_536, 524_288, 4_194_304)
 """Floats that a rank sends to all ranks together, or reduces."""
 _PASSES = 2
 """Times that the workloads are gone through; the quieter counts, for what disturbs one may last for many workloads."""
+_LEAST_MS = 100.0
+"""Time that the steps of a workload take together in a pass: a disturbance lasts longer than a few small steps."""
+_MOST_REPEATS = 16
+"""Times as many steps as asked for, at most, to come to that."""
 _BATCHES = 3
 """Batches that the steps take in turn."""
 
@@ -56,7 +61,7 @@ def measure(workloads: Sequence[Workload], world: int, *, device: str = "cpu", r
         workloads: for so many ranks.
         world: ranks.
         device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL, a device for each rank).
-        repeats: steps that are timed, in two passes through the workloads; the lower of their medians counts.
+        repeats: steps that are timed at least, in two passes through the workloads; the lower of their medians counts.
     """
     times = on_new_ranks(_time_workloads, tuple(workloads), repeats, nproc=world, device=device)
     return Measured(
@@ -134,7 +139,7 @@ def _time_workloads(place: Place, workloads: Sequence[Workload], repeats: int) -
     for _ in range(_PASSES):
         for workload, seen in zip(workloads, times, strict=True):
             forward = _forward(table_loads(workload), step_plan(workload, world), workload.batch, where)
-            seen.append(_time_step(forward, -(-repeats // _PASSES), where))
+            seen.append(_time_step(forward, -(-repeats // _PASSES), where, _LEAST_MS))
     # On every rank alike: the times are those of the slowest.
     for seen in times:
         first, step = min(seen, key=lambda each: each[1])
@@ -254,13 +259,21 @@ def _time(run: Callable[[], None], repeats: int, device: torch.device) -> float:
     return _time_step(forward, repeats, device)[1]
 
 
-def _time_step(forward: Callable[[], Callable[[], None]], repeats: int, device: torch.device) -> tuple[float, float]:
-    """Milliseconds of the median forward, and of the median step, each on the slowest rank."""
+def _time_step(
+    forward: Callable[[], Callable[[], None]], repeats: int, device: torch.device, least_ms: float = 0.0
+) -> tuple[float, float]:
+    """Milliseconds of the median forward, and of the median step, each on the slowest rank.
+
+    Args:
+        forward: returns the backward.
+        repeats: steps that are timed, besides two that are not.
+        device: of the ranks.
+        least_ms: more steps are timed until they take so long, within ``_MOST_REPEATS``.
+    """
     import torch
     import torch.distributed as dist
 
-    times = []
-    for number in range(repeats + 2):
+    def once() -> tuple[float, float]:
         dist.barrier()
         clock = _Clock(device)
         backward = forward()
@@ -268,12 +281,19 @@ def _time_step(forward: Callable[[], Callable[[], None]], repeats: int, device: 
         backward()
         step = clock.mark()
         clock.wait()
-        if number >= 2:
-            times.append((first(), step()))
-    slowest = torch.tensor([median(each) for each in zip(*times, strict=True)], dtype=torch.float32, device=device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    forward_ms, step_ms = slowest.tolist()
-    return forward_ms, step_ms
+        return first(), step()
+
+    def slowest(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
+        found = torch.tensor([median(each) for each in zip(*times, strict=True)], dtype=torch.float32, device=device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        forward_ms, step_ms = found.tolist()
+        return forward_ms, step_ms
+
+    once()
+    # The same number on all ranks: it goes by the slowest.
+    _, about = slowest([once()])
+    repeats = max(repeats, min(_MOST_REPEATS * repeats, ceil(least_ms / max(about, 1e-3))))
+    return slowest([once() for _ in range(repeats)])
 
 
 class _Clock:

@@ -30,7 +30,8 @@ def next_best(
     loads = np.array(solution.loads)
     memory = np.array(solution.memory)[:, 0]
     known: dict[tuple[int, int], tuple[str, str]] = {}
-    arrays: dict[int, Ints] = {}  # by identity of the places, of which there are few and which the candidates keep
+    # (items, places), by identity of the places, of which there are few and which the candidates keep.
+    arrays: dict[int, Ints] = {}
     found = {}
     for name, options in candidates.items():
         chosen = solution.choice[name]
@@ -101,16 +102,18 @@ def _with(
     loads, memory = loads + option.everywhere.load, memory + option.everywhere.memory[0]
     for gang in sorted(option.gangs, key=lambda gang: -max(item.load for item in gang.items)):
         if id(gang.places) not in arrays:
-            arrays[id(gang.places)] = np.array(gang.places)
+            arrays[id(gang.places)] = np.array(gang.places).T.copy()
         ranks = arrays[id(gang.places)]
-        time = np.array([item.load for item in gang.items])
-        size = np.array([item.memory[0] for item in gang.items])
+        time = np.array([[item.load] for item in gang.items])
+        size = np.array([[item.memory[0]] for item in gang.items])
         for _ in range(gang.count):
-            over = np.maximum(memory[ranks] + size - capacity, 0).max(axis=1)
-            score = np.where(over > over.min(), np.inf, (loads[ranks] + time).max(axis=1))
-            place = ranks[score.argmin()]
-            np.add.at(loads, place, time)
-            np.add.at(memory, place, size)
+            score = (loads[ranks] + time).max(axis=0)
+            if memory.max() + size.max() > capacity:
+                over = np.maximum(memory[ranks] + size - capacity, 0).max(axis=0)
+                score[over > over.min()] = np.inf
+            place = ranks[:, score.argmin()]
+            np.add.at(loads, place, time[:, 0])
+            np.add.at(memory, place, size[:, 0])
     return float(loads.max()), float(max(memory.max() - capacity, 0.0))
 
 

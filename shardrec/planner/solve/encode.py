@@ -156,7 +156,9 @@ def encode(problem: Problem) -> Encoded:
     first: dict[Hashable, tuple[Option, ...]] = {}
     keys: dict[int, Hashable] = {}
     for name, options in problem.tables.items():
-        key = keys.setdefault(id(options), tuple(map(_key, options)))
+        if id(options) not in keys:
+            keys[id(options)] = tuple(map(_key, options))
+        key = keys[id(options)]
         grouped.setdefault(key, []).append(name)
         first.setdefault(key, options)
     options_all: list[Option] = []

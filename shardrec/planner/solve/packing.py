@@ -1,16 +1,14 @@
-"""Gangs on ranks: placed largest first, then moved, swapped and shared out anew as long as the most loaded rank gains.
+"""Gangs on ranks, placed largest first.
 
 A packing knows kinds of gangs (:class:`~shardrec.planner.solve.encode.Block`), not tables: how many gangs of each kind
 are at each place. Which table's gang is which does not matter until the end.
 
-Shapes: R ranks, M memory tiers, S kinds of single items in use, P places of a kind.
+Shapes: R ranks, M memory tiers, O options, P places of a kind.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from itertools import product
-from math import prod
 
 import numpy as np
 
@@ -20,10 +18,6 @@ from shardrec.planner.solve.problem import Place, Solution
 __all__ = ["Packing", "compact", "demand", "rounded", "spread"]
 
 _EPS = 1e-12
-_MOST_SPLITS = 4096
-_MOST_PARTNERS = 24
-_MOST_LOOKED_AT = 10**8
-"""Kinds of items, times ranks, times steps of improving a packing."""
 
 
 class Packing:
@@ -154,136 +148,6 @@ class Packing:
             for _ in range(count):
                 if not self.place_best(block, memory_weight):
                     return False
-        return True
-
-    def improve(self, rounds: int, floor: float = 0.0) -> None:
-        """Lower the most loaded rank, step by step, until ``floor`` or until no step helps."""
-        view = _Singles(self)
-        for _ in range(min(rounds, _MOST_LOOKED_AT // max(1, view.count.size))):
-            worst = int(self.loads.argmax())
-            if self.loads[worst] <= floor * (1 + 1e-9):
-                return
-            if not (view.move_or_swap(worst) or self._move_row(worst) or view.share_anew(worst)):
-                return
-
-    def _move_row(self, worst: int) -> bool:
-        """Move a gang of several items away from a rank."""
-        best: tuple[float, int, int, int] | None = None
-        for block, at in self.at.items():
-            kind = self.encoded.blocks[block]
-            if kind.single or not kind.free:
-                continue
-            for place in np.flatnonzero((at > 0) & (kind.places == worst).any(axis=1)).tolist():
-                loads, memory = self.loads.copy(), self.memory.copy()
-                np.add.at(loads, kind.places[place], -kind.loads)
-                np.add.at(memory, kind.places[place], -kind.memory)
-                after = (loads[kind.places] + kind.loads[None]).max(axis=1)
-                fits = (memory[kind.places] + kind.memory[None] <= self._limit).all(axis=(1, 2))
-                after = np.where(fits, after, np.inf)
-                target = int(after.argmin())
-                if after[target] < self.loads[worst] * (1 - 1e-9) and (best is None or after[target] < best[0]):
-                    best = float(after[target]), block, place, target
-        if best is None:
-            return False
-        _, block, place, target = best
-        self.put(block, place, -1)
-        self.put(block, target)
-        return True
-
-
-class _Singles:
-    """The kinds of single free items in use, as matrices."""
-
-    def __init__(self, packing: Packing) -> None:
-        self.packing = packing
-        blocks = packing.encoded.blocks
-        self.kinds = [block for block in sorted(packing.at) if blocks[block].single and blocks[block].free]
-        self.loads = np.array([blocks[block].loads[0] for block in self.kinds])
-        self.memory = np.array([blocks[block].memory[0] for block in self.kinds])
-        self.memory = self.memory.reshape(len(self.kinds), len(packing.encoded.capacity))
-        shape = (len(self.kinds), packing.encoded.ranks)
-        self.place = np.full(shape, -1, dtype=np.int64)
-        self.count = np.zeros(shape, dtype=np.int64)
-        for row, block in enumerate(self.kinds):
-            ranks = blocks[block].places[:, 0]
-            self.place[row, ranks] = np.arange(len(ranks))
-            self.count[row, ranks] = packing.at[block]
-
-    def _shift(self, kind: int, source: int, target: int, count: int = 1) -> None:
-        block = self.kinds[kind]
-        self.packing.put(block, int(self.place[kind, source]), -count)
-        self.packing.put(block, int(self.place[kind, target]), count)
-        self.count[kind, source] -= count
-        self.count[kind, target] += count
-
-    def move_or_swap(self, worst: int) -> bool:
-        """The best move of a item off a rank, or swap of one for another's."""
-        state = self.packing
-        here = np.flatnonzero(self.count[:, worst])
-        if not len(here):
-            return False
-        top = state.loads[worst]
-        gain = self.loads[here]
-        # Moves: (h, R).
-        after = np.maximum(state.loads[None, :] + gain[:, None], (top - gain)[:, None])
-        fits = (state.memory[None] + self.memory[here][:, None] <= state._limit).all(axis=2)
-        fits &= self.place[here] >= 0
-        fits[:, worst] = False
-        after = np.where(fits, after, np.inf)
-        best, chosen = float(after.min()), int(after.argmin())
-        # Swaps: (h, pairs of a kind and the rank it is on).
-        kinds, ranks = np.nonzero(self.count)
-        away = ranks != worst
-        kinds, ranks = kinds[away], ranks[away]
-        swap_best, swap = np.inf, 0
-        if len(kinds):
-            delta = gain[:, None] - self.loads[kinds][None, :]
-            swapped = np.maximum(top - delta, state.loads[ranks][None, :] + delta)
-            swapped = np.where(delta > 0, swapped, np.inf)
-            shift = self.memory[here][:, None] - self.memory[kinds][None, :]
-            fits = (state.memory[ranks][None] + shift <= state._limit).all(axis=2)
-            fits &= (state.memory[worst] - shift <= state._limit).all(axis=2)
-            fits &= (self.place[here][:, ranks] >= 0) & (self.place[kinds, worst] >= 0)[None, :]
-            swapped = np.where(fits, swapped, np.inf)
-            swap_best, swap = float(swapped.min()), int(swapped.argmin())
-        if min(best, swap_best) >= top * (1 - 1e-9):
-            return False
-        if best <= swap_best:
-            row, target = divmod(chosen, after.shape[1])
-            self._shift(int(here[row]), worst, target)
-        else:
-            row, pair = divmod(swap, len(kinds))
-            self._shift(int(here[row]), worst, int(ranks[pair]))
-            self._shift(int(kinds[pair]), int(ranks[pair]), worst)
-        return True
-
-    def share_anew(self, worst: int) -> bool:
-        """Split the items of a rank and of a less loaded one between the two in the best way."""
-        state = self.packing
-        order = np.argsort(state.loads, kind="stable")
-        return any(other != worst and self._split(worst, int(other)) for other in order[:_MOST_PARTNERS])
-
-    def _split(self, worst: int, other: int) -> bool:
-        state = self.packing
-        both = self.count[:, worst] + self.count[:, other]
-        kinds = np.flatnonzero((both > 0) & (self.place[:, worst] >= 0) & (self.place[:, other] >= 0))
-        if prod(int(both[kind]) + 1 for kind in kinds) > _MOST_SPLITS:
-            return False
-        splits = np.array(list(product(*(range(int(both[kind]) + 1) for kind in kinds))))
-        mine = self.count[kinds, worst]
-        moved = splits - mine[None, :]
-        shift = moved @ self.loads[kinds]
-        shift_memory = moved @ self.memory[kinds]
-        after = np.maximum(state.loads[worst] + shift, state.loads[other] - shift)
-        fits = (state.memory[worst] + shift_memory <= state._limit).all(axis=1)
-        fits &= (state.memory[other] - shift_memory <= state._limit).all(axis=1)
-        after = np.where(fits, after, np.inf)
-        best = int(after.argmin())
-        if after[best] >= state.loads[worst] * (1 - 1e-9):
-            return False
-        for kind, count in zip(kinds, moved[best], strict=True):
-            if count:
-                self._shift(int(kind), other, worst, int(count))
         return True
 
 

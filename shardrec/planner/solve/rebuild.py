@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import log
 
 import numpy as np
 
@@ -33,7 +34,11 @@ from shardrec.planner.solve.rounds import Arrays, State, Undo, rounds
 __all__ = ["Rebuilder", "by_memory"]
 
 _SHARPNESS = (60.0, 120.0)
-"""p at the beginning of a cycle and at its end."""
+"""p at the beginning of a cycle and at its end, at least."""
+_NEAREST = 1e-3
+"""Least gain, as a fraction of the cost, that p goes by."""
+_STEEPEST_BASE = 200.0
+"""Largest exponent of what is on every rank: below that at which :mod:`rounds` cuts exponents off."""
 _PATIENCE = 5e-4
 """A state that is so much worse, at most, is gone on from; less towards the end of a cycle."""
 _CYCLE = 1024
@@ -93,7 +98,11 @@ class Rebuilder:
                 first, length = done, 2 * length
             batch = min(_BATCH, most - done, first + length - done)
             progress = (done - first) / length
-            sharpness = _SHARPNESS[0] * (_SHARPNESS[1] / _SHARPNESS[0]) ** progress
+            # The soft maximum is above the highest load by up to log(R) / p: no more than what can be gained.
+            gain = max(1 - floor / state.cost[1], _NEAREST)
+            sharper = max(1.0, log(self.encoded.ranks) / gain / _SHARPNESS[1])
+            sharpness = sharper * _SHARPNESS[0] * (_SHARPNESS[1] / _SHARPNESS[0]) ** progress
+            sharpness = min(sharpness, _STEEPEST_BASE * state.cost[1] / max(state.base[0], 1e-12))
             weight = _WEIGHTS[0] * (_WEIGHTS[1] / _WEIGHTS[0]) ** progress if soft else _FORBIDDEN
             state.steep[:] = sharpness / state.cost[1], sharpness, weight
             rounds(arrays, state, undo, rng, sharpness * _PATIENCE * (1 - progress) * rng.random(batch) ** 2)

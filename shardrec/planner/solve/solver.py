@@ -49,8 +49,6 @@ _ITEM_SHARES = (1.0, 0.3, 0.1, 0.03, 0.01)
 """Of the capacity, or budget, the most for an item: small ones pack well and take more in all."""
 _FILLS = ((0.0, 0.0), (0.0, 0.5), (0.3, 0.5), (1.0, 0.9))
 """Ways to pack, the next where one does not fit memory: how much bytes count for the rank, and in the order."""
-_MOVES = 400
-"""Most steps of improving one packing."""
 _BUDGETS = (1.0, 1.005, 1.01, 1.02, 1.05, 1.1, 1.25, 1.5, 2.0)
 """Of the deciding c: budgets for which options are chosen. The bound is weak where few tables fill the ranks."""
 _POPULATIONS = (8, 4, 2, 2)
@@ -149,7 +147,6 @@ class _Search:
         for memory_weight, memory_order in _FILLS:
             packing = Packing(self.encoded, counts)
             if packing.fits() and packing.fill(demand(self.encoded, counts).items(), memory_weight, memory_order):
-                packing.improve(_MOVES, self.bound)
                 self._add(packing)
                 return True
         self.unpacked.append(counts)
@@ -173,7 +170,6 @@ class _Search:
             starts = [] if found is None else [found]
         for packing in (each.of(self.encoded) for each in starts if each.cost <= 1):
             if packing.fits():
-                packing.improve(_MOVES, self.bound)
                 self._add(packing)
 
     def _load_rebuild(self) -> Any:
