@@ -21,14 +21,16 @@ from tests.worker import SEED, quiet_environment
 for _name, _value in quiet_environment().items():
     os.environ.setdefault(_name, _value)
 
-hypothesis.settings.register_profile(
-    "shardrec",
-    max_examples=50,
-    deadline=None,
-    database=None,
-    derandomize=bool(os.environ.get("CI")),
-    print_blob=True,
-)
+# Every run draws other examples. --hypothesis-profile=thorough draws many: after a change to what they search.
+for _profile, _examples in {"shardrec": 25, "thorough": 1000}.items():
+    hypothesis.settings.register_profile(
+        _profile,
+        max_examples=_examples,
+        deadline=None,
+        database=None,
+        derandomize=bool(os.environ.get("CI")),
+        print_blob=True,
+    )
 hypothesis.settings.load_profile("shardrec")
 
 _THIRD_PARTY = (

@@ -59,6 +59,7 @@ class PooledEmbeddings(LazyAwaitable[KeyedTensor]):
     def _wait_impl(self) -> KeyedTensor:
         return KeyedTensor(keys=list(self._keys), length_per_key=list(self._dims), values=self._call.value())
 
+
 _Bags: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
 """Ids (N,), lengths (S, B), and weights (N,) or none."""
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
+import sys
 import threading
 import urllib.error
 import urllib.request
@@ -21,6 +23,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from shardrec import native
+from shardrec.cli import main
 from shardrec.data import batch_of_request, click_metrics, request_example
 from shardrec.errors import ConfigError
 from shardrec.layout import ShardingPlan
@@ -28,6 +31,7 @@ from shardrec.serve import load_package
 from shardrec.train.endpoint import open_server
 from shardrec.train.runs import RunFolder
 from tests.cli.command import Run
+from tests.ranks import ranks
 
 SPEC = """
 label: {column: stars, above: 2.5}
@@ -300,9 +304,17 @@ def test_two_ranks_train_on_own_columns(run: Run) -> None:
     broken = table.set_column(table.schema.get_field_index("price"), "price", pa.array([float("inf")] + [1.0] * 999))
     pq.write_table(broken, "broken.parquet")
     flags = ("--data", "day_[12].parquet", "--test", "day_0.parquet", *FLAGS, "--epochs", "2", "--threads", "1")
-    flags += ("--nproc", "2", "--model", "own_models:Sums", "--constraint", "user=row_wise", "--out", "runs/2")
-    code, _, errors = run("train", *flags)
-    assert (code, errors) == (0, ""), errors
+    flags += ("--model", "own_models:Sums", "--constraint", "user=row_wise", "--out", "runs/2")
+
+    def train(folder: Path) -> None:
+        """On the ranks of a launcher."""
+        os.chdir(folder)
+        sys.argv = ["shardrec", "train", *flags]
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 0
+
+    ranks(2, train, Path.cwd())
     assert json.loads(Path("runs/2/metrics.json").read_text(encoding="utf-8"))["final"]["auc"] > 0.6
     plan = {table.name: table.cut for table in ShardingPlan.load(Path("runs/2/plan.json")).tables}
     assert plan["bags.user"] == "row_wise"

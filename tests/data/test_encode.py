@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import shardrec.data
@@ -130,7 +130,6 @@ def bags(batch: ClickBatch, name: str) -> list[list[int]]:
     return [bag.tolist() for bag in batch.sparse[name].to_dense()]
 
 
-@settings(max_examples=30, deadline=None)
 @given(rows=rows_of, kind=st.sampled_from(["parquet", "csv", "tsv"]), block=st.sampled_from([1, 60, 1 << 20]))
 def test_every_kind_of_column_from_every_kind_of_file(
     folder: Path, rows: list[dict[str, Any]], kind: str, block: int
@@ -274,7 +273,6 @@ whole = st.integers(-(2**63), 2**64 - 1) | st.sampled_from([0, -1, 2**63 - 1, -(
 KEYS = FeatureSpec(features=(Feature(name="id", kind="id", rows=2**31 - 1),))
 
 
-@settings(max_examples=50, deadline=None)
 @given(numbers=st.lists(whole, min_size=1, max_size=8))
 def test_a_whole_number_is_one_id_in_every_column(numbers: list[int]) -> None:
     def ids(array: Any) -> list[int]:

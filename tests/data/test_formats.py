@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardrec.data import Feature, FeatureSpec, Label, open_click_data, tables
@@ -35,7 +35,6 @@ def batches(path: Path, spec: FeatureSpec, **options: object) -> list:
     return list(open_click_data(path, spec, holdout=0.0, **options).train_batches(0, 1, 4))
 
 
-@settings(max_examples=30, deadline=None)
 @given(rows=rows_of, block=st.sampled_from([1, 30, 1 << 20]), ending=st.sampled_from(["\n", "\r\n", " # why\n"]))
 def test_lines_of_pairs(tmp_path_factory: pytest.TempPathFactory, rows: list, block: int, ending: str) -> None:
     folder = tmp_path_factory.mktemp("svm")

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torchmetrics.functional.retrieval import retrieval_hit_rate, retrieval_normalized_dcg, retrieval_recall
 
@@ -19,7 +19,6 @@ groups_of = st.lists(st.lists(st.booleans(), min_size=1, max_size=7), min_size=1
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(groups=groups_of, k=st.integers(1, 8), seed=st.integers(0, 99))
 def test_of_different_scores_as_torchmetrics(groups: list[list[bool]], k: int, seed: int) -> None:
     rng = np.random.default_rng(seed)

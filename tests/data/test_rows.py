@@ -5,7 +5,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardrec.data import ClickBatch, ClickSchema
@@ -32,7 +32,6 @@ def bags_of(batch: ClickBatch) -> Bags:
     return [list(row) for row in zip(*per_feature, strict=True)]
 
 
-@settings(max_examples=40)
 @given(bags=multi_hot, cut=st.tuples(st.integers(0, 8), st.integers(0, 8)))
 def test_multi_hot_rows_become_feature_major(bags: Bags, cut: tuple[int, int]) -> None:
     start, stop = sorted(min(each, len(bags)) for each in cut)
@@ -41,7 +40,6 @@ def test_multi_hot_rows_become_feature_major(bags: Bags, cut: tuple[int, int]) -
     assert batch.dense[:, 0].tolist() == list(range(start, stop))
 
 
-@settings(max_examples=40)
 @given(bags=one_hot, cut=st.tuples(st.integers(0, 8), st.integers(0, 8)))
 def test_one_hot_rows_equal_multi_hot_rows_of_one(bags: Bags, cut: tuple[int, int]) -> None:
     start, stop = sorted(min(each, len(bags)) for each in cut)
@@ -49,7 +47,6 @@ def test_one_hot_rows_equal_multi_hot_rows_of_one(bags: Bags, cut: tuple[int, in
         assert bags_of(rows_of(bags, multi=multi).between(start, stop).to_batch(SCHEMA)) == bags[start:stop]
 
 
-@settings(max_examples=40)
 @given(bags=multi_hot, keep=st.lists(st.booleans(), min_size=8, max_size=8))
 def test_where(bags: Bags, keep: list[bool]) -> None:
     mask = np.array(keep[: len(bags)], dtype=np.bool_)
@@ -58,7 +55,6 @@ def test_where(bags: Bags, keep: list[bool]) -> None:
     assert kept.dense[:, 0].tolist() == np.flatnonzero(mask).tolist()
 
 
-@settings(max_examples=40)
 @given(bags=multi_hot, multi=st.booleans(), weighted=st.booleans(), rng=st.randoms(use_true_random=False))
 def test_take(bags: Bags, multi: bool, weighted: bool, rng: Random) -> None:
     if not multi:
@@ -73,7 +69,6 @@ def test_take(bags: Bags, multi: bool, weighted: bool, rng: Random) -> None:
         assert batch.sparse.weights().tolist() == [value / 2 for value in batch.sparse.values().tolist()]
 
 
-@settings(max_examples=40)
 @given(left=one_hot, right=multi_hot)
 def test_join_mixes_one_hot_and_multi_hot(left: Bags, right: Bags) -> None:
     joined = join_rows([rows_of(left, multi=False), rows_of(right, multi=True)])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardrec.data import click_spec, hash_categories, open_click_data, write_criteo_tsv, write_parquet
@@ -26,7 +26,6 @@ def test_a_file_gives_the_batches_of_the_generator(tmp_path: Path, name: str) ->
         assert all(equal(left, right) for left, right in pairs)
 
 
-@settings(max_examples=50)
 @given(size=st.integers(2, 2**31 - 1), ids=st.lists(st.integers(0, 2**31 - 2), min_size=1, max_size=20))
 def test_every_category_hashes_back(size: int, ids: list[int]) -> None:
     known = np.array([each % size for each in ids])[:, None]

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardrec.data.zipf import AliasTables, zipf_probabilities
@@ -15,7 +15,6 @@ def test_probabilities_follow_the_power_law(exponent: float) -> None:
     assert np.allclose(probabilities[0] / probabilities, np.arange(1, 1001) ** exponent)
 
 
-@settings(max_examples=30)
 @given(weights=st.lists(st.integers(0, 20), min_size=1, max_size=12).filter(any))
 def test_every_outcome_has_its_share_of_the_uniform_numbers(weights: list[int]) -> None:
     """An even grid over all 32-bit numbers stands for the integral over them: exact up to the grid's width."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -135,7 +135,6 @@ def test_missing_and_damaged_files_are_refused(tmp_path: Path) -> None:
         read_dataset(tmp_path)
 
 
-@settings(max_examples=40)
 @given(split=splits(), data=st.data())
 def test_items_of_users(split: tuple[list[list[int]], list[list[int]], int], data: st.DataObject) -> None:
     train, _, num_items = split
@@ -145,7 +144,6 @@ def test_items_of_users(split: tuple[list[list[int]], list[list[int]], int], dat
     assert lengths.tolist() == [len(train[user]) for user in users]
 
 
-@settings(max_examples=40)
 @given(split=splits(), world_size=st.integers(1, 3), users_per_batch=st.integers(1, 4), seed=st.integers(0, 9))
 def test_an_epoch_deals_each_user_once(
     split: tuple[list[list[int]], list[list[int]], int], world_size: int, users_per_batch: int, seed: int
@@ -233,7 +231,6 @@ def test_items_of_train_come_last() -> None:
     assert top.tolist() == [[1, 2], [1, 0]]
 
 
-@settings(max_examples=30)
 @given(split=splits(), k=st.integers(1, 5), chunk=st.integers(1, 4))
 def test_evaluation_agrees_with_a_naive_one(
     split: tuple[list[list[int]], list[list[int]], int], k: int, chunk: int

@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from torch import Tensor
 
 from shardrec import native
@@ -21,7 +21,6 @@ needs_native = pytest.mark.skipif(not native.is_loaded(), reason="the C++ operat
 
 
 @needs_native
-@settings(max_examples=150, deadline=None)
 @given(rng=randoms())
 def test_at_once_as_in_steps(rng: Random) -> None:
     dynamic = rng.random() < 0.5

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from shardrec.errors import InputError
 from shardrec.exchange.batch import Expectation
@@ -76,7 +76,6 @@ def assert_received(case: Case, rank: int, got: ShardInput, batches: list[Bags],
         assert got.weights is None
 
 
-@settings(max_examples=60)
 @given(rng=randoms())
 def test_every_slot_receives_its_ids_in_order(rng: Random) -> None:
     case = random_case(rng, huge=True)
@@ -107,7 +106,6 @@ def test_every_slot_receives_its_ids_in_order(rng: Random) -> None:
             assert_received(case, rank, got, batches, weighted=weighted)
 
 
-@settings(max_examples=60)
 @given(rng=randoms())
 def test_strided_tensors_are_read_right(rng: Random) -> None:
     """Ids, lengths and weights that are every second entry of a longer tensor."""
@@ -136,7 +134,6 @@ def test_strided_tensors_are_read_right(rng: Random) -> None:
         assert_received(case, rank, got, batches, weighted=weighted)
 
 
-@settings(max_examples=60)
 @given(rng=randoms())
 def test_the_users_tensors_are_left_alone(rng: Random) -> None:
     case = random_case(rng, most_ranks=2)
@@ -183,7 +180,6 @@ def spoil(rng: Random, case: Case, bags: Bags) -> tuple[Bags, str]:
     return Bags(keys=bags.keys, size=bags.size, ids=ids, weights=weights), words
 
 
-@settings(max_examples=60)
 @given(rng=randoms())
 def test_a_bad_id_stops_every_rank_at_the_same_step(rng: Random) -> None:
     case = random_case(rng)
@@ -216,7 +212,6 @@ def test_a_bad_id_stops_every_rank_at_the_same_step(rng: Random) -> None:
         assert_received(case, rank, received, good, weighted=weighted)
 
 
-@settings(max_examples=30)
 @given(rng=randoms())
 def test_ranks_that_disagree_are_told_apart(rng: Random) -> None:
     case = random_case(rng)

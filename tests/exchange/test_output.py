@@ -59,7 +59,6 @@ def by_hand(case: Case, blocks: list[Tensor]) -> Tensor:
     return torch.cat(columns, dim=1)
 
 
-@settings(max_examples=60)
 @given(rng=randoms())
 def test_columns_and_gradients_find_their_way(rng: Random) -> None:
     case = random_case(rng)

@@ -206,7 +206,6 @@ def volume_of(sent: Sequence[Sent], topology: Topology) -> Volume:
     return Volume.of(topology.ranks_per_host, len(sent), lambda name, p, q: sent[p].bytes.get(name, nothing)[q])
 
 
-@settings(max_examples=50)
 @given(rng=randoms())
 def test_a_step_sends_what_the_formula_says(rng: Random) -> None:
     """Any plan, several collections, pooled and not, weights, batch sizes per feature, optimizers, formats."""

@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from torch import Tensor
 
 from shardrec import native
@@ -42,7 +42,6 @@ def look_up(one: IdMap, ids: list[int], step: int, *, learn: bool, protect: int 
     return rows, found.evicted
 
 
-@settings(max_examples=150, deadline=None)
 @given(rng=randoms())
 def test_as_a_dict(rng: Random) -> None:
     options = options_of(rng)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
 import torch
 import torch.distributed as dist
 
-from shardrec.launch.ranks import Place
+from shardrec.launch.ranks import Place, joined
 from shardrec.launch.run import on_new_ranks
 
 
@@ -17,4 +20,13 @@ def summed(place: Place, scale: int) -> tuple[int, int, int, int]:
 
 def test_on_new_ranks() -> None:
     assert on_new_ranks(summed, 10, nproc=2) == (30, 0, 2, 1)
-    assert on_new_ranks(summed, 10, nproc=1) == (10, 0, 1, 1), "one rank has a group, too"
+
+
+def test_one_rank_has_a_group_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here, as a launcher's."""
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with joined(SimpleNamespace(device="cpu", threads=1, seed=0), alone=True) as place:
+        assert summed(place, 10) == (10, 0, 1, 1)
+    assert not dist.is_initialized()

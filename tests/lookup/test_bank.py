@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from torch import Tensor, nn
 
 from shardrec.layout import COLUMN_UNIT
@@ -75,7 +75,6 @@ class Drawn:
         return torch.cat(columns, dim=1)
 
 
-@settings(max_examples=40)
 @given(rng=randoms())
 def test_looks_up_sums_of_rows(rng: Random) -> None:
     drawn = Drawn(rng, None, rng.choice(DTYPES)) if rng.random() < 0.6 else Drawn(rng, SGD)
@@ -84,7 +83,6 @@ def test_looks_up_sums_of_rows(rng: Random) -> None:
     assert torch.allclose(pooled, drawn.reference(drawn.bank.weights), atol=1e-5)
 
 
-@settings(max_examples=30)
 @given(rng=randoms())
 def test_looks_up_rows(rng: Random) -> None:
     drawn = Drawn(rng, None, rng.choice(DTYPES), pooled=False)
@@ -98,7 +96,6 @@ def test_looks_up_rows(rng: Random) -> None:
     assert torch.equal(rows, torch.cat(expected))
 
 
-@settings(max_examples=40)
 @given(rng=randoms())
 def test_row_gradients_are_those_of_autograd(rng: Random) -> None:
     drawn = Drawn(rng, None, rng.choice(DTYPES))
@@ -119,7 +116,6 @@ def test_row_gradients_are_those_of_autograd(rng: Random) -> None:
     assert sorted(seen) == list(range(len(drawn.shapes)))
 
 
-@settings(max_examples=40)
 @given(rng=randoms())
 def test_dense_lookup_gives_dense_gradients(rng: Random) -> None:
     """Summed in float32, rounded once."""
@@ -135,7 +131,6 @@ def test_dense_lookup_gives_dense_gradients(rng: Random) -> None:
         assert torch.allclose(parameter.grad.float(), leaf.grad, rtol=torch.finfo(dtype).eps / 2, atol=1e-5)
 
 
-@settings(max_examples=40)
 @given(rng=randoms())
 def test_a_fused_bank_learns_in_backward(rng: Random) -> None:
     drawn = Drawn(rng, SGD)
@@ -147,7 +142,6 @@ def test_a_fused_bank_learns_in_backward(rng: Random) -> None:
         assert torch.allclose(weight, leaf.detach() - leaf.grad, atol=1e-5)
 
 
-@settings(max_examples=40)
 @given(rng=randoms())
 def test_a_fused_bank_of_float16_rows_learns_in_float32_and_rounds(rng: Random) -> None:
     spec = FusedOptimizer(kind=OptimizerKind.ROWWISE_ADAGRAD, lr=0.5, eps=1e-3)

@@ -95,7 +95,6 @@ class Drawn:
         return torch.cat(columns, dim=1 if self.pooled else 0)
 
 
-@settings(max_examples=40)
 @given(rng=randoms())
 def test_gives_what_torch_and_fbgemm_give(rng: Random) -> None:
     drawn = Drawn(rng, pooled=rng.random() < 0.7)

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from torch import Tensor
 
 from shardrec import native
@@ -41,7 +41,6 @@ def whole(rng: Random, *shape: int) -> Tensor:
     return torch.randint(-8, 9, shape, generator=generator).float()
 
 
-@settings(max_examples=80)
 @given(rng=randoms())
 def test_columns(rng: Random) -> None:
     rows, widths = rng.randrange(70), [rng.randint(1, 12) for _ in range(rng.randint(1, 4))]
@@ -82,7 +81,6 @@ def test_pieces_that_do_not_fit_are_refused() -> None:
             torch.ops.shardrec.assemble([block], pieces, 2, 4)
 
 
-@settings(max_examples=120)
 @given(rng=randoms())
 def test_a_batch_is_sound_or_not(rng: Random) -> None:
     features, batch = rng.randint(1, 4), rng.randrange(5)
@@ -145,7 +143,6 @@ def test_edges_that_are_no_ids_are_refused(dtype: torch.dtype) -> None:
                 torch.ops.shardrec.cut_ids(ids, lengths, None, units, blocks, False)
 
 
-@settings(max_examples=60)
 @given(rng=randoms())
 def test_the_gradient_of_each_row(rng: Random) -> None:
     pooled, weighted = rng.random() < 0.7, rng.random() < 0.5

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.pending.counted import Counted
@@ -113,7 +113,6 @@ def test_format_and_round_of_floats(value: float) -> None:
     assert_same(lambda number: round(number, 2), value)
 
 
-@settings(max_examples=30)
 @given(items=st.lists(st.integers(), max_size=6), key=st.integers(-7, 7), bounds=st.slices(6))
 def test_sequences(items: list[int], key: int, bounds: slice) -> None:
     assert_same(operator.getitem, items, key)
@@ -136,7 +135,6 @@ def test_writing_items(items: list[int], key: int) -> None:
         assert lazy.wait() == plain
 
 
-@settings(max_examples=30)
 @given(items=st.dictionaries(st.text(max_size=3), st.integers(), max_size=4), key=st.text(max_size=3))
 def test_mappings(items: dict[str, int], key: str) -> None:
     assert_same(operator.getitem, items, key)
@@ -148,7 +146,6 @@ def test_mappings(items: dict[str, int], key: str) -> None:
     assert dict(**Counted(items)) == items
 
 
-@settings(max_examples=50)
 @given(text=st.text(max_size=4), other=st.text(max_size=4))
 def test_text(text: str, other: str) -> None:
     assert_same(operator.add, text, other)
@@ -184,7 +181,6 @@ TENSOR_OPERATORS = [
 
 
 @pytest.mark.parametrize("function", TENSOR_OPERATORS)
-@settings(max_examples=30)
 @given(data=st.data())
 def test_tensors(function: Callable[..., Any], data: st.DataObject) -> None:
     numbers = st.lists(st.integers(1, 9), min_size=3, max_size=3)

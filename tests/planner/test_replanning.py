@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from shardrec.errors import ConfigError
 from shardrec.layout import ShardingPlan, Topology, cuts
@@ -69,7 +69,6 @@ def test_nothing_moves_without_a_budget() -> None:
         replan_tables(planner, old, max_moved_bytes=-1)
 
 
-@settings(max_examples=60, deadline=None)
 @given(rng=randoms())
 def test_moved_bytes_are_those_of_the_cells(rng: Random) -> None:
     """Against a count cell by cell: what a rank is to hold and does not."""

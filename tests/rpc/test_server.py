@@ -226,7 +226,6 @@ def test_what_is_no_request_is_refused(request_: Any, match: str) -> None:
 
 
 @given(rng=randoms())
-@settings(max_examples=40, deadline=None)
 def test_spoiled_requests_are_refused_or_looked_up_inside_the_tables(rng: Random) -> None:
     servers, requests = _SPOILED
     request = [(n, list(header), words.clone()) for n, header, words in rng.choice(requests)]

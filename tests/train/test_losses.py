@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import log_softmax, softplus
@@ -28,7 +28,6 @@ def tensors(rows: list[tuple[int, bool]]) -> tuple[Tensor, Tensor, Tensor]:
     return logits.requires_grad_(), labels, torch.tensor([group for group, _ in rows], dtype=torch.int64)
 
 
-@settings(max_examples=60, deadline=None)
 @given(rows=batches)
 def test_softmax_is_that_of_each_group(rows: list[tuple[int, bool]]) -> None:
     logits, labels, groups = tensors(rows)
@@ -45,7 +44,6 @@ def test_softmax_is_that_of_each_group(rows: list[tuple[int, bool]]) -> None:
     )
 
 
-@settings(max_examples=60, deadline=None)
 @given(rows=batches)
 def test_a_pair_is_inside_a_group(rows: list[tuple[int, bool]]) -> None:
     """With at most one other row in each group there is nothing to draw."""

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -45,8 +46,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunReport]:
 
 @pytest.fixture(autouse=True)
 def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing takes as long as training; `trained`, which is made before, has the picture."""
+    """Drawing takes as long as training, as do rows to say what is best; `trained`, which is made before, has both."""
     monkeypatch.setattr("shardrec.train.session.write_curve", lambda report, path: path.touch())
+    monkeypatch.setattr("shardrec.data.synthetic._EXPECTATION_ROWS", 1_000)
 
 
 def test_learns(trained: tuple[Path, RunReport]) -> None:
@@ -117,9 +119,15 @@ def test_the_checkpoint_gives_the_trained_model_back(trained: tuple[Path, RunRep
 
 def test_two_ranks_learn_what_one_does(trained: tuple[Path, RunReport], tmp_path: Path) -> None:
     def train(config: TrainConfig, out: str) -> float | None:
-        from shardrec.train.session import run_rank
+        from shardrec.data import synthetic
+        from shardrec.train import session
 
-        report = run_rank(dataclasses.replace(config, out=out))
+        # For this process only: it has neither the picture nor the rows to say what is best.
+        with (
+            mock.patch.object(session, "write_curve", lambda report, path: path.touch()),
+            mock.patch.object(synthetic, "_EXPECTATION_ROWS", 1_000),
+        ):
+            report = session.run_rank(dataclasses.replace(config, out=out))
         return None if report is None else report.final.auc
 
     halves = dataclasses.replace(TINY, batch_size=TINY.batch_size // 2, constraint=("t_*=row_wise",))

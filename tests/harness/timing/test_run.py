@@ -19,6 +19,7 @@ from benchmarks.harness.timing.processes import MeasurementError
 from benchmarks.harness.timing.report import TimingReport
 from benchmarks.harness.timing.tables import report_tables
 from shardrec.errors import ConfigError
+from tests.harness.timing.blocks import small_blocks
 from tests.ranks import ranks
 
 TINY: dict[str, Any] = {"workload": ("2x30x8",), "batch": (4,), "steps": 3, "rounds": 2}
@@ -172,7 +173,8 @@ def test_on_a_launchers_ranks(tmp_path: Path) -> None:
     def on_rank() -> dict[str, Any] | None:
         options = {**TINY, "out": str(tmp_path), "rounds": 1, "mode": ("train",), "layout": ("row_wise",)}
         options["malloc"] = ("default", "keep")
-        report = time_steps(TimingConfig(**options))
+        with small_blocks():
+            report = time_steps(TimingConfig(**options))
         assert dist.is_initialized(), "the group stays"
         return None if report is None else report.to_json()
 

@@ -16,6 +16,7 @@ from benchmarks.harness.timing.rank import measure
 from benchmarks.harness.timing.sides import make_side
 from shardrec.errors import ConfigError
 from shardrec.launch.ranks import Place
+from tests.harness.timing.blocks import small_blocks
 from tests.ranks import raises_on_all, ranks
 
 TINY: dict[str, Any] = {"workload": "4x30x16x2", "batch_size": 6}
@@ -99,13 +100,18 @@ def test_a_side_that_cannot_make_the_step_says_so() -> None:
     raises_on_all(1, ConfigError, "there is no side 'another'", make, widths, "another")
 
 
+def probed() -> dict[str, float]:
+    with small_blocks():
+        return probe({}, own_place())
+
+
 def test_the_machine_is_measured() -> None:
-    found, other = ranks(2, lambda: probe({}, own_place()))
+    found, other = ranks(2, probed)
     assert found == other
     assert min(found["memory"], found["gather"], found["scatter"]) > 1e7
     assert found["link"] > 1e6
     assert 0 < found["latency"] < 1
-    (alone,) = ranks(1, lambda: probe({}, own_place()))
+    (alone,) = ranks(1, probed)
     assert (alone["link"], alone["latency"]) == (0, 0)
 
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardrec.errors import ConfigError
@@ -19,7 +19,6 @@ def power_law(rows: int, power: float, count: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).choice(rows, count, p=weights / weights.sum()).astype(np.int64)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     ids=st.lists(st.integers(-3, 63), min_size=100, max_size=400),
     squared=st.booleans(),

@@ -54,7 +54,6 @@ def sent(plan: ShardingPlan, loads: Mapping[str, TableLoad]) -> tuple[float, flo
     return volume.sent() - volume.sent(exchange="header") - abroad, abroad
 
 
-@settings(max_examples=60, deadline=None)
 @given(rng=randoms())
 def test_bytes_on_links_are_those_that_the_exchange_sends(rng: Random) -> None:
     topology = random_topology(rng)

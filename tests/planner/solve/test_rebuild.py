@@ -68,7 +68,6 @@ def start_of(rng: Random, encoded: Encoded) -> Packing | None:
     return next((found for _ in range(20) if (found := random_packing(rng, encoded)) is not None), None)
 
 
-@settings(max_examples=40, deadline=None)
 @given(rng=randoms())
 def test_what_is_found_is_better_and_fits(rng: Random) -> None:
     encoded = encode(random_problem(rng, most_tables=6))

@@ -18,7 +18,6 @@ from tests.plans import randoms
 EXACT = SolveLimits(gap=0.0)
 
 
-@settings(max_examples=40, deadline=None)
 @given(rng=randoms())
 def test_small_problems_are_solved_as_by_trying_everything(rng: Random) -> None:
     problem = random_problem(rng, most_tables=3)
