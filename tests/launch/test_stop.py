@@ -5,11 +5,23 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Iterator
 
 import pytest
 
 from shardrec.launch import stop
 from shardrec.launch.stop import RunStopped, StopRequest
+
+
+@pytest.fixture(autouse=True)
+def signals() -> Iterator[None]:
+    """As in a shell's foreground: what a shell starts in the background ignores Ctrl-C, and so do its children."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def test_the_first_signal_is_a_request_and_a_later_one_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
