@@ -30,7 +30,6 @@ from shardrec.planner import Profile, SolveLimits, TableLoad
 from shardrec.planner.infeasible import least_capacity
 from shardrec.planner.make import Planner
 from shardrec.planner.solve import Gang, Item, Option, Problem, Solution, solve
-from shardrec.planner.solve.problem import anywhere, host_places
 
 GIB = 2**30
 GLOBAL_BATCH = 65_536
@@ -134,7 +133,8 @@ def torchrec_side(tables: Mapping[str, TableLoad], ranks: int, capacity: float) 
 def as_problem(options: list[Any], ranks: int, capacity: float) -> Problem:
     """TorchRec's options, with its estimates, as a problem of the solver."""
     per_host = min(8, ranks)
-    free, hosts = anywhere(ranks), host_places(max(1, ranks // 8), per_host)
+    free = tuple((rank,) for rank in range(ranks))
+    hosts = tuple(tuple(range(first, first + per_host)) for first in range(0, ranks, per_host))
     fixed = (tuple(range(ranks)),)
     # Fewer items than a host has ranks: on neighbouring ones, counted round.
     turned = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from shardrec.layout import Shard, TableLayout
@@ -42,27 +42,8 @@ def lay_out(name: str, table: TableLoad, candidate: Candidate, places: Sequence[
     """The layout of a candidate whose gangs were placed."""
     rows, cols = table.num_embeddings, table.embedding_dim
     if candidate.pinned is not None:
-        pinned = candidate.pinned
-        shards = tuple(
-            Shard(
-                table=name,
-                row_start=s.row_start,
-                row_end=s.row_end,
-                col_start=s.col_start,
-                col_end=s.col_end,
-                rank=s.rank,
-            )
-            for s in pinned.shards
-        )
-        return TableLayout(
-            name=name,
-            num_embeddings=rows,
-            embedding_dim=cols,
-            shards=shards,
-            replicated=pinned.replicated,
-            cut=pinned.cut,
-            hot_rows=pinned.hot_rows,
-        )
+        shards = tuple(replace(shard, table=name) for shard in candidate.pinned.shards)
+        return replace(candidate.pinned, name=name, shards=shards)
     if candidate.cut == "data_parallel":
         return TableLayout(name=name, num_embeddings=rows, embedding_dim=cols, replicated=True, cut="data_parallel")
     held = candidate.holders or world

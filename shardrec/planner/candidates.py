@@ -27,6 +27,8 @@ from shardrec.planner.solve.problem import Gang, Item, Option, Place
 
 __all__ = ["CandidateMaker"]
 
+Ints = tuple[int, ...]
+
 _BLOCKS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Numbers of row blocks that are tried, besides one for each rank."""
 _UNEVEN = 16
@@ -55,9 +57,9 @@ class CandidateMaker:
         self._model = model
         self._least = least
         self._topology = model.topology
-        self._reaches: dict[tuple[int, ...], tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        self._reaches: dict[Ints, tuple[Ints, Ints]] = {}
         self._anywhere: dict[int, tuple[Place, ...]] = {}
-        self._hosts: dict[tuple[int, ...], tuple[Place, ...]] = {}
+        self._hosts: dict[Ints, tuple[Place, ...]] = {}
         self._runs: dict[tuple[int, int], tuple[Place, ...]] = {}
         self._made: dict[tuple[TableLoad, Constraint], tuple[Candidate, ...]] = {}
 
@@ -127,7 +129,7 @@ class CandidateMaker:
             widths = even[max(n for n in even if n <= per_host)]
             yield self._by_host(table, "table_column_wise", widths, (0, table.num_embeddings), hosts)
 
-    def _reach(self, limited: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _reach(self, limited: Ints) -> tuple[Ints, Ints]:
         """The ranks that a table may be on, one object for equal ones, and the hosts that it may be all over."""
         if limited not in self._reaches:
             ranks = tuple(sorted(set(limited))) or tuple(range(self._topology.world_size))
@@ -147,9 +149,9 @@ class CandidateMaker:
         self,
         table: TableLoad,
         allowed: tuple[str, ...],
-        even: Mapping[int, tuple[int, ...]],
-        ranks: tuple[int, ...],
-        hosts: tuple[int, ...],
+        even: Mapping[int, Ints],
+        ranks: Ints,
+        hosts: Ints,
         most: float,
     ) -> Iterator[Candidate]:
         """Row blocks where it makes no difference which of them share a host."""
@@ -172,9 +174,9 @@ class CandidateMaker:
         self,
         table: TableLoad,
         allowed: tuple[str, ...],
-        even: Mapping[int, tuple[int, ...]],
-        ranks: tuple[int, ...],
-        hosts: tuple[int, ...],
+        even: Mapping[int, Ints],
+        ranks: Ints,
+        hosts: Ints,
         most: float,
     ) -> Iterator[Candidate]:
         """Row blocks that hosts sum."""
@@ -191,10 +193,8 @@ class CandidateMaker:
                     yield from self._summed(table, "row_wise", whole, holders, 1, ranks)
             for count in _HOSTS:
                 if count <= len(hosts) and count < self._topology.hosts and count * per_host <= min(rows, most):
-                    one = count == 1 and "table_row_wise" in allowed
-                    yield from self._summed(
-                        table, "table_row_wise" if one else "row_wise", whole, per_host, count, ranks
-                    )
+                    cut = "table_row_wise" if count == 1 and "table_row_wise" in allowed else "row_wise"
+                    yield from self._summed(table, cut, whole, per_host, count, ranks)
         elif "table_row_wise" in allowed and hosts and full > 1:
             yield from self._summed(table, "table_row_wise", whole, full, 1, ranks)
         elif "table_row_wise" in allowed and hosts:
@@ -207,9 +207,7 @@ class CandidateMaker:
             for count in sorted(count for count in even if count <= len(hosts)):
                 yield self._by_host(table, "grid", even[count], _row_edges(table, full)[0], hosts)
 
-    def _mixed(
-        self, table: TableLoad, even: Mapping[int, tuple[int, ...]], ranks: tuple[int, ...], most: float
-    ) -> Iterator[Candidate]:
+    def _mixed(self, table: TableLoad, even: Mapping[int, Ints], ranks: Ints, most: float) -> Iterator[Candidate]:
         """Stripes cut into row blocks that no cut with a name of its own makes."""
         rows = table.num_embeddings
         if not self._model.sums_in_hosts(table):
@@ -218,36 +216,23 @@ class CandidateMaker:
                     for edges in _row_edges(table, blocks):
                         yield self._free(table, "mixed", even[count], edges, ranks)
             return
+        full = min(rows, self._topology.ranks_per_host)
         for count, holders in product(_MIXED_STRIPES, _HOLDERS):
-            if (
-                count in even
-                and count * holders <= most
-                and holders < min(rows, self._topology.ranks_per_host)
-                and self._runs_of(holders, ranks)
-            ):
+            if count in even and count * holders <= most and holders < full and self._runs_of(holders, ranks):
                 yield from self._summed(table, "mixed", even[count], holders, 1, ranks)
 
-    def _free(
-        self, table: TableLoad, cut: str, widths: tuple[int, ...], edges: tuple[int, ...], ranks: tuple[int, ...]
-    ) -> Candidate:
+    def _free(self, table: TableLoad, cut: str, widths: Ints, edges: Ints, ranks: Ints) -> Candidate:
         blocks = len(edges) - 1
-        everywhere = self._model.everywhere(
-            table, stripes=len(widths), shards=len(widths) * blocks, sources=float(blocks)
-        )
-        label = _label(table, cut, widths, edges)
+        everywhere = self._everywhere(table, len(widths), blocks, blocks)
         if len(widths) == 1 and blocks == self._topology.world_size == len(ranks) and blocks > 1:
             largest = _largest(self._blocks(table, widths[0], len(widths), edges))
-            option = Option(label=label, everywhere=_item(everywhere + largest))
-            return Candidate(cut=cut, widths=widths, edges=edges, option=option, on_all=True)
+            return _candidate(table, cut, widths, edges, everywhere + largest, on_all=True)
         places = self._anywhere[id(ranks)]
         items = [_item(cost) for width in widths for cost in self._blocks(table, width, len(widths), edges)]
         gangs = tuple(Gang(items=(item,), places=places, count=len(list(same))) for item, same in groupby(items))
-        option = Option(label=label, everywhere=_item(everywhere), gangs=gangs)
-        return Candidate(cut=cut, widths=widths, edges=edges, option=option)
+        return _candidate(table, cut, widths, edges, everywhere, gangs)
 
-    def _by_host(
-        self, table: TableLoad, cut: str, widths: tuple[int, ...], edges: tuple[int, ...], hosts: tuple[int, ...]
-    ) -> Candidate:
+    def _by_host(self, table: TableLoad, cut: str, widths: Ints, edges: Ints, hosts: Ints) -> Candidate:
         items = tuple(_item(cost) for cost in self._blocks(table, widths[0], len(widths), edges))
         count = len(widths)
         if cut == "table_column_wise":
@@ -255,51 +240,36 @@ class CandidateMaker:
         ranks = [self._topology.host_ranks(host)[: len(items)] for host in hosts]
         places = self._hosts.setdefault((len(items), *hosts), tuple(ranks))
         gang = Gang(items=items, places=places, count=count)
-        blocks = len(edges) - 1
-        shards = len(widths) * blocks
-        everywhere = self._model.everywhere(table, stripes=len(widths), shards=shards, sources=float(blocks))
-        option = Option(label=_label(table, cut, widths, edges), everywhere=_item(everywhere), gangs=(gang,))
-        return Candidate(cut=cut, widths=widths, edges=edges, option=option)
+        everywhere = self._everywhere(table, len(widths), len(edges) - 1, len(edges) - 1)
+        return _candidate(table, cut, widths, edges, everywhere, (gang,))
 
-    def _fixed(self, table: TableLoad, edges: tuple[int, ...], ranks: tuple[int, ...]) -> Candidate:
+    def _fixed(self, table: TableLoad, edges: Ints, ranks: Ints) -> Candidate:
         """A row block on each of the first of these ranks, summed where they share a host."""
         rows, cols, world, blocks = table.num_embeddings, table.embedding_dim, self._topology.world_size, len(edges) - 1
-        whole, label = (cols,), _label(table, "row_wise", (cols,), edges)
         if blocks == world:
             # Without a histogram blocks of as many rows are alike.
             distinct = {
                 bottom - top if table.histogram is None else top: (top, bottom) for top, bottom in pairwise(edges)
             }
+            shares = [(bottom - top, table.share(top, bottom)) for top, bottom in distinct.values()]
             largest = _largest(
-                [
-                    self._model.shard(table, rows=bottom - top, cols=cols, share=table.share(top, bottom), summed=True)
-                    for top, bottom in distinct.values()
-                ]
+                [self._model.shard(table, rows=rows, cols=cols, share=share, summed=True) for rows, share in shares]
             )
             per_host, hosts = self._topology.ranks_per_host, self._topology.hosts
-            everywhere = self._model.everywhere(table, stripes=1, shards=world, sources=float(hosts))
+            everywhere = self._everywhere(table, 1, world, hosts)
             everywhere += largest + self._model.host_sum(table, cols=cols, blocks=per_host)
-            option = Option(label=label, everywhere=_item(everywhere))
-            return Candidate(cut="row_wise", widths=whole, edges=edges, option=option, on_all=True)
+            return _candidate(table, "row_wise", (cols,), edges, everywhere, on_all=True)
         layout = cuts.row_wise("", rows, cols, ranks=ranks[:blocks], boundaries=edges)
         everywhere, shards = priced_layout(self._model, table, layout)
         gang = Gang(items=tuple(_item(cost) for _, cost in shards), places=(tuple(rank for rank, _ in shards),))
-        option = Option(label=label, everywhere=_item(everywhere), gangs=(gang,))
-        return Candidate(cut="row_wise", widths=whole, edges=edges, option=option, holders=blocks)
+        return _candidate(table, "row_wise", (cols,), edges, everywhere, (gang,), holders=blocks)
 
     def _summed(
-        self,
-        table: TableLoad,
-        cut: str,
-        widths: tuple[int, ...],
-        holders: int,
-        hosts: int,
-        ranks: tuple[int, ...],
+        self, table: TableLoad, cut: str, widths: Ints, holders: int, hosts: int, ranks: Ints
     ) -> Iterator[Candidate]:
         """Row blocks on so many ranks of each of so many hosts, a pattern for each stripe and host."""
         per_host, blocks = self._topology.ranks_per_host, holders * hosts
-        shards, places = len(widths) * blocks, self._runs_of(holders, ranks)
-        everywhere = self._model.everywhere(table, stripes=len(widths), shards=shards, sources=float(hosts))
+        places, everywhere = self._runs_of(holders, ranks), self._everywhere(table, len(widths), blocks, hosts)
         others = self._model.host_sum(table, cols=widths[0], blocks=holders)
         rest = (_item(others),) * (per_host - holders)
         for edges in _row_edges(table, blocks):
@@ -311,10 +281,9 @@ class CandidateMaker:
             gangs = tuple(
                 Gang(items=items + rest, places=places, count=len(list(same))) for items, same in groupby(patterns)
             )
-            option = Option(label=_label(table, cut, widths, edges), everywhere=_item(everywhere), gangs=gangs)
-            yield Candidate(cut=cut, widths=widths, edges=edges, option=option, holders=holders)
+            yield _candidate(table, cut, widths, edges, everywhere, gangs, holders=holders)
 
-    def _runs_of(self, holders: int, ranks: tuple[int, ...]) -> tuple[Place, ...]:
+    def _runs_of(self, holders: int, ranks: Ints) -> tuple[Place, ...]:
         """All of a host's ranks, once for each run of neighbouring ones that may hold shards, those first."""
         if (holders, id(ranks)) not in self._runs:
             found, allowed = [], set(ranks)
@@ -329,10 +298,8 @@ class CandidateMaker:
         return self._runs[(holders, id(ranks))]
 
     def _replicas(self, table: TableLoad) -> Candidate:
-        option = Option(label="data_parallel", everywhere=_item(self._model.replicated(table)))
-        return Candidate(
-            cut="data_parallel", widths=(table.embedding_dim,), edges=(0, table.num_embeddings), option=option
-        )
+        whole, rows = (table.embedding_dim,), (0, table.num_embeddings)
+        return _candidate(table, "data_parallel", whole, rows, self._model.replicated(table))
 
     def _pinned(self, name: str, table: TableLoad, layout: TableLayout) -> Candidate:
         shape = (layout.num_embeddings, layout.embedding_dim)
@@ -347,19 +314,15 @@ class CandidateMaker:
         if layout.replicated:
             return replace(self._replicas(table), cut=layout.cut, pinned=layout)
         everywhere, shards = priced_layout(self._model, table, layout)
-        items = tuple(_item(cost) for _, cost in shards)
         widths = tuple(stripe.col_end - stripe.col_start for stripe in layout.stripes())
-        place = tuple(rank for rank, _ in shards)
-        option = Option(
-            label=f"{layout.cut} (pinned)",
-            everywhere=_item(everywhere),
-            gangs=(Gang(items=items, places=(place,)),),
-        )
+        gang = Gang(items=tuple(_item(cost) for _, cost in shards), places=(tuple(rank for rank, _ in shards),))
+        option = Option(label=f"{layout.cut} (pinned)", everywhere=_item(everywhere), gangs=(gang,))
         return Candidate(cut=layout.cut, widths=widths, edges=(0, shape[0]), option=option, pinned=layout)
 
-    def _blocks(
-        self, table: TableLoad, width: int, stripes: int, edges: tuple[int, ...], *, summed: bool = False
-    ) -> list[Cost]:
+    def _everywhere(self, table: TableLoad, stripes: int, blocks: int, sources: int) -> Cost:
+        return self._model.everywhere(table, stripes=stripes, shards=stripes * blocks, sources=float(sources))
+
+    def _blocks(self, table: TableLoad, width: int, stripes: int, edges: Ints, *, summed: bool = False) -> list[Cost]:
         """The cost of each row block of a stripe; without a histogram all are priced as the largest."""
         sizes = [bottom - top for top, bottom in pairwise(edges)]
         if table.histogram is None:
@@ -374,7 +337,14 @@ class CandidateMaker:
         ]
 
 
-def _hot_rows(name: str, table: TableLoad, limit: Constraint) -> Iterator[tuple[int, ...]]:
+def _candidate(
+    table: TableLoad, cut: str, widths: Ints, edges: Ints, everywhere: Cost, gangs: tuple[Gang, ...] = (), **more: int
+) -> Candidate:
+    option = Option(label=_label(table, cut, widths, edges), everywhere=_item(everywhere), gangs=gangs)
+    return Candidate(cut=cut, widths=widths, edges=edges, option=option, **more)  # type: ignore[arg-type]
+
+
+def _hot_rows(name: str, table: TableLoad, limit: Constraint) -> Iterator[Ints]:
     """The sets of hot rows that are tried."""
     if not limit.hot_rows:
         return
@@ -400,7 +370,7 @@ def _sum(one: Item, other: Item) -> Item:
     return Item(load=one.load + other.load, memory=tuple(a + b for a, b in zip(one.memory, other.memory, strict=True)))
 
 
-def _row_edges(table: TableLoad, blocks: int) -> list[tuple[int, ...]]:
+def _row_edges(table: TableLoad, blocks: int) -> list[Ints]:
     """Where rows are cut: into equal blocks, and if ids hit some more than others, into blocks of equal work."""
     even = tuple(table.num_embeddings * block // blocks for block in range(blocks + 1))
     if table.histogram is None or blocks == 1:
@@ -418,7 +388,7 @@ def _item(cost: Cost) -> Item:
     return Item(load=cost.ms, memory=(cost.bytes,))
 
 
-def _label(table: TableLoad, cut: str, widths: tuple[int, ...], edges: tuple[int, ...]) -> str:
+def _label(table: TableLoad, cut: str, widths: Ints, edges: Ints) -> str:
     blocks = len(edges) - 1
     if cut in ("table_wise", "data_parallel"):
         return cut
@@ -429,7 +399,7 @@ def _label(table: TableLoad, cut: str, widths: tuple[int, ...], edges: tuple[int
     return f"{cut} ×{blocks}{by_ids}" if len(widths) == 1 else f"{cut} {'×' * stripes.isdigit()}{stripes}"
 
 
-def _stripes(table: TableLoad, least: int) -> Iterator[tuple[int, ...]]:
+def _stripes(table: TableLoad, least: int) -> Iterator[Ints]:
     """Widths of the stripes that columns are cut into; none if the kernels cannot take the width at all.
 
     As even as whole units allow, for any number of stripes; a stripe and one or two narrower ones, and any number of
@@ -442,7 +412,7 @@ def _stripes(table: TableLoad, least: int) -> Iterator[tuple[int, ...]]:
     # Stripes of one width only: the rows of a sequence table are looked up width by width.
     even_only = table.whole_row_state and not table.pooled
     most = max(1, units // least_units)
-    found: dict[tuple[int, ...], None] = {}
+    found: dict[Ints, None] = {}
     for count in range(1, most + 1):
         base, more = divmod(units, count)
         if not more or (count <= _UNEVEN and not even_only):

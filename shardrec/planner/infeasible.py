@@ -28,7 +28,6 @@ def refuse(planner: Planner) -> NoReturn:
     """
     capacity, ranks = planner.capacity, planner.topology.world_size
     uneven = bool((planner.capacities < capacity).any())
-    faults = []
     needs = {
         name: min(
             candidate.option.everywhere.memory[0] * ranks
@@ -38,12 +37,12 @@ def refuse(planner: Planner) -> NoReturn:
         for name, candidates in planner.candidates.items()
     }
     total = sum(needs.values())
-    faults.append(
+    faults = [
         f"the tables do not fit: they take at least {_size(total)} with optimizer state and buffers, and "
         f"{ranks} rank{'s' * (ranks > 1)} of {'up to ' * uneven}{_size(capacity)} have "
         f"{_size(planner.capacities.sum())}; the largest are "
         + ", ".join(f"{name!r} ({_size(needs[name])})" for name in sorted(needs, key=lambda name: -needs[name])[:5])
-    )
+    ]
     for name, candidates in planner.candidates.items():
         least = min(
             max([item.memory[0] for gang in c.option.gangs for item in gang.items], default=0.0)
@@ -63,16 +62,8 @@ def refuse(planner: Planner) -> NoReturn:
     more = _fewest_ranks(planner)
     if more is not None:
         remedies.append(f"{more} ranks of {_size(capacity)}")
-    if planner.constraints and (memory is None or memory > capacity):
-        free = type(planner)(
-            planner.tables,
-            planner.topology,
-            batch_size=planner.model.batch_size,
-            profile=planner.profile,
-        )
-        if solve(free.problem(), _QUICK) is not None:
-            single = _binding(planner)
-            remedies += [f"no constraint on {name!r}" for name in single] or ["no constraints at all"]
+    if planner.constraints and (memory is None or memory > capacity) and _fits(planner.changed(constraints=None)):
+        remedies += [f"no constraint on {name!r}" for name in _binding(planner)] or ["no constraints at all"]
     raise PlanError(faults, remedies)
 
 
@@ -105,16 +96,10 @@ def _fewest_ranks(planner: Planner) -> int | None:
     def fits(hosts: int) -> bool:
         topology = Topology(hosts=hosts, ranks_per_host=old.ranks_per_host, machine=old.machine)
         try:
-            larger = type(planner)(
-                planner.tables,
-                topology,
-                batch_size=planner.model.batch_size,
-                constraints=planner.constraints,
-                profile=planner.profile,
-            )
+            larger = planner.changed(topology=topology)
         except ConfigError:
             return False
-        return solve(larger.problem(planner.capacity), _QUICK) is not None
+        return _fits(larger, planner.capacity)
 
     low, high = old.hosts, 2 * old.hosts
     while not fits(high):
@@ -129,20 +114,13 @@ def _fewest_ranks(planner: Planner) -> int | None:
 
 def _binding(planner: Planner) -> list[str]:
     """The constraints without any one of which a plan was found."""
-    constraints = dict(planner.constraints or {})
-    single = []
-    for name in constraints:
-        rest = {other: limit for other, limit in constraints.items() if other != name}
-        relaxed = type(planner)(
-            planner.tables,
-            planner.topology,
-            batch_size=planner.model.batch_size,
-            constraints=rest,
-            profile=planner.profile,
-        )
-        if solve(relaxed.problem(), _QUICK) is not None:
-            single.append(name)
-    return single
+    limits = dict(planner.constraints or {})
+    rest = {name: {other: limits[other] for other in limits if other != name} for name in limits}
+    return [name for name in limits if _fits(planner.changed(constraints=rest[name]))]
+
+
+def _fits(planner: Planner, capacity: float | None = None) -> bool:
+    return solve(planner.problem(capacity), _QUICK) is not None
 
 
 def _relax(planner: Planner, name: str) -> str:

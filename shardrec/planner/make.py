@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -193,6 +193,11 @@ class Planner:
             for name in sorted(self.tables)
         }
 
+    def changed(self, **others: Any) -> Planner:
+        """The same tables and prices with another ``topology``, or other ``constraints``."""
+        given = {"topology": self.topology, "constraints": self.constraints, "device": self.machine.kind} | others
+        return Planner(self.tables, batch_size=self.model.batch_size, profile=self.profile, **given)
+
     def _least_shard(self) -> tuple[float, float]:
         """A share of a rank's mean load, and of its memory."""
         loads = (
@@ -217,15 +222,12 @@ class Planner:
         To the solver all ranks have the memory of the one that has most. What the others lack is a table more, whose
         one option has an item of so many bytes for each rank, at its place.
         """
-        options: dict[int, tuple[object, ...]] = {}
-        tables = {}
-        for name, candidates in self.candidates.items():
-            made = options.setdefault(id(candidates), tuple(candidate.option for candidate in candidates))
-            tables[name] = made
+        # Tables with the same candidates have the same options: one object.
+        options = {id(each): tuple(one.option for one in each) for each in self.candidates.values()}
         found = Problem(
             ranks=self.topology.world_size,
             capacity=(self.capacity if capacity is None else capacity,),
-            tables=tables,  # type: ignore[arg-type]
+            tables={name: options[id(candidates)] for name, candidates in self.candidates.items()},
         )
         if capacity is not None or self.topology.rank_memory is None:
             return found
@@ -240,17 +242,10 @@ class Planner:
 
     def finished(self, solution: Solution) -> ShardingPlan:
         """The plan of a solution, with its report."""
-        layouts = tuple(
-            lay_out(
-                name,
-                self.tables[name],
-                self.candidates[name][solution.choice[name]],
-                solution.places[name],
-                self.topology.world_size,
-            )
-            for name in self.tables
-        )
-        labels = {name: options[solution.choice[name]].option.label for name, options in self.candidates.items()}
+        chosen = {name: options[solution.choice[name]] for name, options in self.candidates.items()}
+        places, world = solution.places, self.topology.world_size
+        layouts = tuple(lay_out(name, load, chosen[name], places[name], world) for name, load in self.tables.items())
+        labels = {name: candidate.option.label for name, candidate in chosen.items()}
         bare = ShardingPlan(topology=self.topology, tables=layouts)
         others = next_best(self.candidates, solution, self.capacity)
         return self.reported(bare, bound=solution.bound, timed_out=solution.timed_out, labels=labels, others=others)

@@ -42,9 +42,8 @@ def replan_tables(
     bound = 0.0 if free is None else free.bound
     if free is not None:
         anew = planner.finished(free)
-        if sum(moved_bytes(planner.tables[t.name], old.by_name[t.name], t, old.world_size) for t in anew.tables) <= (
-            max_moved_bytes
-        ):
+        moved = (moved_bytes(planner.tables[t.name], old.by_name[t.name], t, old.world_size) for t in anew.tables)
+        if sum(moved) <= max_moved_bytes:
             return anew
     moves = _Moves(planner, old, max_moved_bytes)
     for _ in range(_MOST_MOVES):

@@ -8,9 +8,19 @@ from math import inf
 from random import Random
 
 from shardrec.planner.solve import Gang, Item, Option, Problem, Solution
-from shardrec.planner.solve.problem import Place, anywhere, host_places
+from shardrec.planner.solve.problem import Place
 
-__all__ = ["best_cost", "check", "random_problem"]
+__all__ = ["anywhere", "best_cost", "check", "host_places", "random_problem"]
+
+
+def anywhere(ranks: int) -> tuple[Place, ...]:
+    """The places of a single item that may be on any rank."""
+    return tuple((rank,) for rank in range(ranks))
+
+
+def host_places(hosts: int, ranks_per_host: int) -> tuple[Place, ...]:
+    """The places of a gang with one item for each rank of a host."""
+    return tuple(tuple(range(host * ranks_per_host, (host + 1) * ranks_per_host)) for host in range(hosts))
 
 
 def random_problem(rng: Random, *, most_tables: int = 4, ranks: int | None = None) -> Problem:

@@ -114,14 +114,8 @@ def fit(base: Profile, runs: Sequence[tuple[Sequence[Workload], Measured]], *, n
     Raises:
         ConfigError: if there are fewer steps than coefficients.
     """
-    times = np.array(
-        [
-            time
-            for workloads, measured in runs
-            for step, forward in zip(measured.steps, _forwards(workloads, measured), strict=True)
-            for time in _times(step, forward)
-        ]
-    )
+    pairs = [zip(measured.steps, _forwards(workloads, measured), strict=True) for workloads, measured in runs]
+    times = np.array([time for each in pairs for step, forward in each for time in _times(step, forward)])
     steps = sum(len(measured.steps) for _, measured in runs)
     if steps < len(_FITTED):
         raise ConfigError(f"{steps} steps do not determine {len(_FITTED)} coefficients; measure more workloads")

@@ -64,13 +64,9 @@ def measure(workloads: Sequence[Workload], world: int, *, device: str = "cpu", r
         repeats: steps that are timed at least, in two passes through the workloads; the lower of their medians counts.
     """
     times = on_new_ranks(_time_workloads, tuple(workloads), repeats, nproc=world, device=device)
-    return Measured(
-        world=world,
-        steps=tuple(times["steps"]),
-        forward=tuple(times["forward"]),
-        all_to_all=tuple(map(tuple, times["all_to_all"])),
-        all_reduce=tuple(map(tuple, times["all_reduce"])),
-    )
+    steps, forward = tuple(times["steps"]), tuple(times["forward"])
+    pairs = {name: tuple(map(tuple, times[name])) for name in ("all_to_all", "all_reduce")}
+    return Measured(world=world, steps=steps, forward=forward, **pairs)
 
 
 def measure_plans(

@@ -37,8 +37,7 @@ def next_best(
         chosen = solution.choice[name]
         key = (id(options), chosen)
         if key not in known:
-            places = solution.places[name]
-            known[key] = _compare(options, chosen, places, loads, memory, capacity, arrays)
+            known[key] = _compare(options, chosen, solution.places[name], loads, memory, capacity, arrays)
         found[name] = known[key]
     return found
 
@@ -70,15 +69,13 @@ def _compare(
             break
         option = options[number].option
         cost, missing = _with(option, rest_loads, rest_memory, capacity, arrays)
+        rank = (np.inf, missing) if missing > 0 else (cost, work)
         if missing > 0:
             reason = f"{missing / _GIB:,.2f} GiB over a rank's limit"
-            rank = (np.inf, missing)
         elif cost > now * (1 + 1e-6):
             reason = f"slowest rank {cost - now:+,.3f} ms ({(cost / now - 1) * 100:+.1f}%)"
-            rank = (cost, work)
         else:
             reason = f"no faster, all ranks together {work - total:+,.3f} ms"
-            rank = (cost, work)
         if best is None or rank < best[:2]:
             best = *rank, option.label, reason
     return ("", "no other cut is allowed") if best is None else best[2:]

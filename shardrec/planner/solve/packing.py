@@ -52,14 +52,6 @@ class Packing:
         """Load of the most loaded rank."""
         return float(self.loads.max())
 
-    def copy(self) -> Packing:
-        """A packing of its own."""
-        other = object.__new__(Packing)
-        other.encoded, other._limit = self.encoded, self._limit
-        other.counts, other.loads, other.memory = self.counts.copy(), self.loads.copy(), self.memory.copy()
-        other.at = {block: places.copy() for block, places in self.at.items()}
-        return other
-
     def of(self, encoded: Encoded) -> Packing:
         """The same places and options in another problem, whose gangs are of other sizes."""
         other = Packing(encoded, self.counts)

@@ -22,7 +22,7 @@ from math import inf
 
 from shardrec.errors import ConfigError
 
-__all__ = ["Gang", "Item", "Option", "Place", "Problem", "Solution", "SolveLimits", "anywhere", "host_places"]
+__all__ = ["Gang", "Item", "Option", "Place", "Problem", "Solution", "SolveLimits"]
 
 Place = tuple[int, ...]
 
@@ -140,13 +140,3 @@ class Solution:
         if self.cost <= self.bound:
             return 0.0
         return (self.cost - self.bound) / self.bound if self.bound > 0 else inf
-
-
-def anywhere(ranks: int) -> tuple[Place, ...]:
-    """The places of a single item that may be on any rank."""
-    return tuple((rank,) for rank in range(ranks))
-
-
-def host_places(hosts: int, ranks_per_host: int) -> tuple[Place, ...]:
-    """The places of a gang with one item for each rank of a host."""
-    return tuple(tuple(range(host * ranks_per_host, (host + 1) * ranks_per_host)) for host in range(hosts))

@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 from shardrec.planner.solve import Gang, Item, Option, Problem
 from shardrec.planner.solve.encode import Encoded, encode
 from shardrec.planner.solve.packing import Packing
-from shardrec.planner.solve.problem import anywhere, host_places
 from shardrec.planner.solve.rebuild import Rebuilder
-from tests.planner.problems import random_problem
+from tests.planner.problems import anywhere, host_places, random_problem
 from tests.plans import randoms
 
 

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 
 from shardrec.errors import ConfigError
 from shardrec.planner.solve import Gang, Item, Option, Problem, SolveLimits, exact, solve, solver
-from shardrec.planner.solve.problem import anywhere
-from tests.planner.problems import best_cost, check, random_problem
+from tests.planner.problems import anywhere, best_cost, check, random_problem
 from tests.plans import randoms
 
 EXACT = SolveLimits(gap=0.0)

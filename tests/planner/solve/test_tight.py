@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from shardrec.planner.solve import Gang, Item, Option, Problem, SolveLimits, solve
 from shardrec.planner.solve.encode import encode
 from shardrec.planner.solve.packing import Packing, compact, demand, spread
-from shardrec.planner.solve.problem import anywhere, host_places
 from shardrec.planner.solve.rebuild import Rebuilder, by_memory
-from tests.planner.problems import check
+from tests.planner.problems import anywhere, check, host_places
 from tests.plans import randoms
 
 FULL = 100.0
