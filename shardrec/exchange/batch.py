@@ -29,6 +29,7 @@ __all__ = [
     "OnBadId",
     "fit",
     "form_fault",
+    "length_fault",
     "read_batch",
     "shown",
 ]
@@ -184,6 +185,18 @@ def _size_fault(features: KeyedJaggedTensor) -> str | None:
     return None
 
 
+def length_fault(lengths: Tensor, strides: Sequence[int]) -> str | None:
+    """What is wrong with the number of lengths, of keys with so many samples each."""
+    if lengths.dim() == 1 and lengths.numel() == sum(strides):
+        return None
+    sizes = [int(stride) for stride in strides]  # numbers, also of a tracer's
+    samples = f"batch size {sizes[0]}" if len(set(sizes)) == 1 else f"batch sizes {sizes}"
+    return (
+        f"there are {int(lengths.numel())} lengths for {len(sizes)} features of {samples}; give exactly one length for "
+        "each feature and sample"
+    )
+
+
 def _read(features: KeyedJaggedTensor, expect: Expectation) -> Batch | str:
     keys = tuple(features.keys())
     fault = form_fault(features, expect) or _size_fault(features)
@@ -195,12 +208,9 @@ def _read(features: KeyedJaggedTensor, expect: Expectation) -> Batch | str:
     if isinstance(inverse, str):
         return inverse
     strides = features.stride_per_key() if features.variable_stride_per_key() else [features.stride()] * len(keys)
-    if lengths.dim() != 1 or lengths.numel() != sum(strides):
-        sizes = f"batch size {features.stride()}" if len(set(strides)) == 1 else f"batch sizes {strides}"
-        return (
-            f"there are {lengths.numel()} lengths for {len(keys)} features of {sizes}; give exactly one length for "
-            "each feature and sample"
-        )
+    fault = length_fault(lengths, strides)
+    if fault is not None:
+        return fault
     most = max(strides)
     offsets_fit = None if offsets is None else fit(offsets, given)
     lengths = lengths.detach()

@@ -38,7 +38,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.errors import ConfigError, InputError
-from shardrec.exchange.batch import Expectation, form_fault
+from shardrec.exchange.batch import Expectation, form_fault, length_fault
 from shardrec.exchange.blocks import BlocksInFlight
 from shardrec.exchange.queue import ModelContext
 from shardrec.exchange.step import Call, Caller
@@ -251,6 +251,8 @@ class Program:
         nothing kept, and the model's forward tells the other ranks.
         """
         fault = form_fault(features, self._expect)
+        if fault is None and not features.variable_stride_per_key():  # else the sizes are in a tensor
+            fault = length_fault(features.lengths(), [features.stride()] * len(features.keys()))
         if fault is not None:
             self._refuse(fault)
 

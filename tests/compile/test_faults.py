@@ -42,6 +42,10 @@ def too_many_ids(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     return _changed(features, values=torch.cat([features.values(), features.values()[:2]]))
 
 
+def missing_length(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    return _changed(features, lengths=features.lengths()[:-1])
+
+
 def missing_key(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     return _changed(features, keys=["a", "b", "other"])
 
@@ -51,6 +55,7 @@ FAULTS: dict[str, tuple[Callable[[KeyedJaggedTensor], KeyedJaggedTensor], str]] 
     "negative_length": (negative_length, "lengths must not be negative"),
     "too_few_ids": (too_few_ids, "add up to"),
     "too_many_ids": (too_many_ids, "add up to"),
+    "missing_length": (missing_length, "give exactly one length for each feature and sample"),
     "missing_key": (missing_key, "lacks"),
 }
 
@@ -78,6 +83,10 @@ def fails_together(mode: str, name: str, guilty: int, *faults: str) -> None:
 @pytest.mark.parametrize("mode", ["boundary", pytest.param("traced", marks=pytest.mark.slow)])
 def test_one_rank(mode: str) -> None:
     fails_together(mode, "least", 0)
+
+
+def test_sequences_traced() -> None:
+    fails_together("traced", "sequences", 0, "missing_length")
 
 
 def test_two_ranks_traced() -> None:
