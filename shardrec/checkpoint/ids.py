@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardrec.checkpoint.files import BLOCK_BYTES, DTYPES, OpenFile
-from shardrec.checkpoint.manifest import Manifest, SavedTensor
+from shardrec.checkpoint.files import BLOCK_BYTES, DTYPES
+from shardrec.checkpoint.manifest import Manifest, SavedPart, SavedTensor
 from shardrec.checkpoint.parts import HeldTensor, Part, Rect
 from shardrec.errors import ConfigError
 from shardrec.ids.id_map import IdMap
@@ -73,7 +73,9 @@ class DynamicTable:
                 for shard, one in self.blocks()
             )
             shape = (self.layout.num_embeddings, 3)
-            found[f"ids.{self.path}.{name}"] = HeldTensor(shape=shape, dtype=torch.int64, parts=parts)
+            # Ids wait in places of their own, which are not those of rows.
+            rows_of = self.layout.name if name == "records" else f"{self.layout.name}.{name}"
+            found[f"ids.{self.path}.{name}"] = HeldTensor(shape=shape, dtype=torch.int64, parts=parts, rows_of=rows_of)
         return found
 
 
@@ -95,12 +97,17 @@ class Moves:
     Args:
         model: that loads.
         manifest: of the checkpoint.
-        file: opens one of its files, by number.
+        read: reads what a saved part and a matrix in memory have in common.
     """
 
-    def __init__(self, model: ShardedModel, manifest: Manifest, file: Callable[[int], OpenFile]) -> None:
+    def __init__(
+        self,
+        model: ShardedModel,
+        manifest: Manifest,
+        read: Callable[[SavedPart, torch.dtype, Tensor, Rect, Tensor], None],
+    ) -> None:
         self._manifest = manifest
-        self._file = file
+        self._read = read
         self._tables = dynamic_tables(model)
         self._placed: dict[tuple[str, int], Placed] = {}  # by path and first row
         self._waiting: dict[tuple[str, int], Placed] = {}
@@ -188,7 +195,7 @@ class Moves:
                 if not bool(chosen.any()):
                     continue
                 rows = torch.empty((end - start, right - left), dtype=dtype)
-                self._file(one.file).read(one.start, one.rect, dtype, rows, Rect(start, end, left, right), buffer)
+                self._read(one, dtype, rows, Rect(start, end, left, right), buffer)
                 moved = rows.index_select(0, found.sources[chosen] - start).to(into.device, into.dtype)
                 columns.index_copy_(0, found.targets[chosen].to(into.device), moved)
         return True
@@ -218,6 +225,6 @@ class Moves:
         for one in sorted(saved.parts, key=lambda one: one.rect.row_start):
             if one.rect.row_start * new < shard.row_end * old and one.rect.row_end * new > shard.row_start * old:
                 records = torch.empty((one.rect.row_end - one.rect.row_start, 3), dtype=torch.int64)
-                self._file(one.file).read(one.start, one.rect, torch.int64, records, one.rect, buffer)
+                self._read(one, torch.int64, records, one.rect, buffer)
                 found.append((one.rect.row_start, records))
         return found
