@@ -30,7 +30,7 @@ import os
 import secrets
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,42 +54,22 @@ Kept = dict[PartKey, tuple[SavedPart, Tensor]]
 """What is saved of parts, and (n,) int64 ascending, the rows that have changed since: one tensor for all of a shard."""
 
 
-@dataclass(kw_only=True)
-class _Shard:
-    """Parts of tensors that have the same rows.
-
-    Args:
-        names: of the tensors.
-        parts: of them.
-    """
-
-    names: list[str] = field(default_factory=list)
-    parts: list[Part] = field(default_factory=list)
-
-    @property
-    def keys(self) -> list[PartKey]:
-        return [(name, part.rect) for name, part in zip(self.names, self.parts, strict=True)]
-
-    @property
-    def rows(self) -> int:
-        rect = self.parts[0].rect
-        return rect.row_end - rect.row_start
-
-    @property
-    def row_bytes(self) -> int:
-        return sum(part.rect.cols * part.values.itemsize for part in self.parts)
+Shard = dict[PartKey, Part]
+"""Parts of tensors that have the same rows."""
 
 
-def _shards(tensors: Mapping[str, HeldTensor]) -> dict[tuple[Any, ...], _Shard]:
+def _shards(tensors: Mapping[str, HeldTensor]) -> dict[tuple[Any, ...], Shard]:
     """What this rank writes of tables: by table, rows and first column."""
-    found: dict[tuple[Any, ...], _Shard] = {}
+    found: dict[tuple[Any, ...], Shard] = {}
     for name, one in tensors.items():
         for part in one.parts if one.rows_of else ():
             if part.saved:
-                shard = found.setdefault((one.rows_of, *part.rect[:3]), _Shard())
-                shard.names.append(name)
-                shard.parts.append(part)
+                found.setdefault((one.rows_of, *part.rect[:3]), {})[name, part.rect] = part
     return found
+
+
+def _row_bytes(shard: Shard) -> int:
+    return sum(part.rect.cols * part.values.itemsize for part in shard.values())
 
 
 class SavedBefore:
@@ -130,11 +110,11 @@ class SavedBefore:
         self._hashes = {key: self._hashes[key] for key in shards if key in self._hashes}
         for key, shard in shards.items():
             rows = self._update(key, shard)
-            if known and rows is not None and all(one in self.parts for one in shard.keys):
-                before = sum(rows.length for rows in self.parts[shard.keys[0]].changes)
-                size = (len(rows) + before) * (shard.row_bytes + 8)
-                if size <= _MOST_CHANGED * shard.rows * shard.row_bytes:
-                    found |= {one: (self.parts[one], rows) for one in shard.keys}
+            if known and rows is not None and shard.keys() <= self.parts.keys():
+                before = sum(one.length for one in self.parts[next(iter(shard))].changes)
+                row_bytes, (_, begin, end, _) = _row_bytes(shard), key
+                if (len(rows) + before) * (row_bytes + 8) <= _MOST_CHANGED * (end - begin) * row_bytes:
+                    found |= {one: (self.parts[one], rows) for one in shard}
         used = sorted({file for part, _ in found.values() for file in part.files})
         if not self._link([self.files[file] for file in used], data, number):
             found, used = {}, []
@@ -163,17 +143,18 @@ class SavedBefore:
             return False
         return True
 
-    def _update(self, key: tuple[Any, ...], shard: _Shard) -> Tensor | None:
+    def _update(self, key: tuple[Any, ...], shard: Shard) -> Tensor | None:
         """(n,) the rows whose hashes are others than before, or None if there were none; remembers these."""
-        kinds = [(name, part.rect, part.values.dtype) for name, part in zip(shard.names, shard.parts, strict=True)]
-        matrices = [as_matrix(part.values) for part in shard.parts]
+        kinds = [(*one, part.values.dtype) for one, part in shard.items()]
+        matrices = [as_matrix(part.values) for part in shard.values()]
+        count = len(matrices[0])
         before, hashes = self._hashes.get(key, (None, torch.empty(0)))
         if before != kinds:
-            before, hashes = None, torch.empty((shard.rows, 2), dtype=torch.int64)
+            before, hashes = None, torch.empty((count, 2), dtype=torch.int64)
             self._hashes[key] = kinds, hashes
         found = []
-        length = max(1, _BLOCK_BYTES // shard.row_bytes)
-        for start in range(0, shard.rows, length):
+        length = max(1, _BLOCK_BYTES // _row_bytes(shard))
+        for start in range(0, count, length):
             old, new = hashes[start : start + length], self._hash([one[start : start + length] for one in matrices])
             if before is not None:
                 found.append((old != new).any(1).nonzero().squeeze(1) + start)

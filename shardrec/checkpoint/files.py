@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +38,17 @@ from zlib_ng.zlib_ng import crc32
 from shardrec.checkpoint.parts import Rect, as_matrix
 from shardrec.errors import CheckpointError
 
-__all__ = ["BLOCK_BYTES", "CACHED_BYTES", "DTYPES", "OpenFile", "SavedFile", "as_bytes", "sync_folder", "write_file"]
+__all__ = [
+    "BLOCK_BYTES",
+    "CACHED_BYTES",
+    "DTYPES",
+    "OpenFile",
+    "SavedFile",
+    "SavedRows",
+    "as_bytes",
+    "sync_folder",
+    "write_file",
+]
 
 BLOCK_BYTES = 16 * 2**20
 CACHED_BYTES = 2**19
@@ -81,6 +91,22 @@ class SavedFile:
     def blocks(self) -> int:
         """Number of blocks."""
         return -(-self.size // BLOCK_BYTES)
+
+
+class SavedRows(NamedTuple):
+    """Rows of a rectangle that have changed since it was written.
+
+    Args:
+        file: its number.
+        start: byte in the file, of the rows' values.
+        numbers: byte in the file, of their int64 numbers, which count from the rectangle's first row and ascend.
+        length: number of rows.
+    """
+
+    file: int
+    start: int
+    numbers: int
+    length: int
 
 
 class _Writer:
@@ -229,28 +255,9 @@ class OpenFile:
             start += len(block)
 
     def read_rows(
-        self,
-        start: int,
-        numbers: int,
-        count: int,
-        saved: Rect,
-        dtype: torch.dtype,
-        into: Tensor,
-        place: Rect,
-        buffer: Tensor,
+        self, rows: SavedRows, saved: Rect, dtype: torch.dtype, into: Tensor, place: Rect, buffer: Tensor
     ) -> None:
-        """Read, of some saved rows of a rectangle, those that it and a matrix in memory have in common.
-
-        Args:
-            start: byte at which the rows' values begin.
-            numbers: byte at which their int64 numbers begin, which count from the rectangle's first row and ascend.
-            count: of the rows.
-            saved: the rectangle.
-            dtype: as :meth:`read` takes it, and the others, too.
-            into: likewise.
-            place: likewise.
-            buffer: likewise.
-        """
+        """As :meth:`read`, of some rows of the saved rectangle."""
         common = saved.common(place)
         if common is None:
             return
@@ -258,24 +265,24 @@ class OpenFile:
         row_bytes = saved.cols * dtype.itemsize
         wanted = common.rows_in(saved)
         begin, end = (
-            bisect_left(range(count), row, key=lambda place: int(self._numbers(numbers + 8 * place, 1)))
+            bisect_left(range(rows.length), row, key=lambda place: int(self._numbers(rows, place, 1)))
             for row in (wanted.start, wanted.stop)
         )
         if row_bytes > buffer.numel():
             buffer = torch.empty(row_bytes, dtype=torch.uint8)
         length = max(1, buffer.numel() // (row_bytes + 8))
         for first in range(begin, end, length):
-            rows = self._numbers(numbers + 8 * first, min(length, end - first)) - wanted.start
-            if not 0 <= int(rows.min()) <= int(rows.max()) < len(into):
-                raise self._damaged(f"has numbers of rows at byte {numbers:,} that do not ascend")
-            block = buffer[: len(rows) * row_bytes]
-            self._read(block.numpy().data, start + first * row_bytes)
-            values = block.view(dtype).view(len(rows), saved.cols)[:, common.cols_in(saved)]
-            into[rows.to(into.device)] = values.to(into.device, into.dtype)
+            numbers = self._numbers(rows, first, min(length, end - first)) - wanted.start
+            if not 0 <= int(numbers.min()) <= int(numbers.max()) < len(into):
+                raise self._damaged(f"has numbers of rows at byte {rows.numbers:,} that do not ascend")
+            block = buffer[: len(numbers) * row_bytes]
+            self._read(block.numpy().data, rows.start + first * row_bytes)
+            values = block.view(dtype).view(len(numbers), saved.cols)[:, common.cols_in(saved)]
+            into[numbers.to(into.device)] = values.to(into.device, into.dtype)
 
-    def _numbers(self, start: int, count: int) -> Tensor:
+    def _numbers(self, rows: SavedRows, first: int, count: int) -> Tensor:
         found = torch.empty(count, dtype=torch.int64)
-        self._read(as_bytes(found).data, start)
+        self._read(as_bytes(found).data, rows.numbers + 8 * first)
         return found
 
 

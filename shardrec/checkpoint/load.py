@@ -187,8 +187,8 @@ class _Source:
     def _read(self, saved: SavedPart, dtype: torch.dtype, into: Tensor, place: Rect, buffer: Tensor) -> None:
         """Read what a saved part and a matrix in memory have in common, as :meth:`OpenFile.read` takes them."""
         self._file(saved.file).read(saved.start, saved.rect, dtype, into, place, buffer)
-        for file, start, numbers, count in saved.changes:
-            self._file(file).read_rows(start, numbers, count, saved.rect, dtype, into, place, buffer)
+        for rows in saved.changes:
+            self._file(rows.file).read_rows(rows, saved.rect, dtype, into, place, buffer)
 
     def read(self, model: ShardedModel, optimizer: torch.optim.Optimizer | None) -> None:
         """Read what this rank holds into its memory."""

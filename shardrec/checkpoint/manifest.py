@@ -25,9 +25,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from shardrec.checkpoint.files import DTYPES, SavedFile, sync_folder
+from shardrec.checkpoint.files import DTYPES, SavedFile, SavedRows, sync_folder
 from shardrec.checkpoint.parts import Rect
 from shardrec.errors import CheckpointError
 from shardrec.layout import Shard
@@ -38,7 +38,6 @@ __all__ = [
     "PARTIAL",
     "Manifest",
     "SavedPart",
-    "SavedRows",
     "SavedTensor",
     "leftovers",
     "read_manifest",
@@ -50,22 +49,6 @@ _FORMAT, _LINKED_FORMAT = 2, 3
 PARTIAL = MANIFEST + ".partial"
 _DATA_FOLDER = re.compile(r"data-[0-9a-f]{16}")
 _DIGEST = b',\n"sha256": '
-
-
-class SavedRows(NamedTuple):
-    """Rows of a rectangle that have changed since it was written.
-
-    Args:
-        file: its number.
-        start: byte in the file, of the rows' values.
-        numbers: byte in the file, of their int64 numbers, which count from the rectangle's first row and ascend.
-        length: number of rows.
-    """
-
-    file: int
-    start: int
-    numbers: int
-    length: int
 
 
 @dataclass(frozen=True, kw_only=True)

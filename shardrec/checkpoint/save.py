@@ -25,12 +25,11 @@ from torch import Tensor
 
 from shardrec.checkpoint.agree import Ranks
 from shardrec.checkpoint.changes import Kept, SavedBefore
-from shardrec.checkpoint.files import DTYPES, SavedFile, sync_folder, write_file
+from shardrec.checkpoint.files import DTYPES, SavedFile, SavedRows, sync_folder, write_file
 from shardrec.checkpoint.manifest import (
     MANIFEST,
     Manifest,
     SavedPart,
-    SavedRows,
     SavedTensor,
     leftovers,
     read_manifest,
