@@ -54,13 +54,13 @@ Kept = dict[PartKey, tuple[SavedPart, Tensor]]
 """What is saved of parts, and (n,) int64 ascending, the rows that have changed since: one tensor for all of a shard."""
 
 
-Shard = dict[PartKey, Part]
+ShardParts = dict[PartKey, Part]
 """Parts of tensors that have the same rows."""
 
 
-def _shards(tensors: Mapping[str, HeldTensor]) -> dict[tuple[Any, ...], Shard]:
+def _shards(tensors: Mapping[str, HeldTensor]) -> dict[tuple[Any, ...], ShardParts]:
     """What this rank writes of tables: by table, rows and first column."""
-    found: dict[tuple[Any, ...], Shard] = {}
+    found: dict[tuple[Any, ...], ShardParts] = {}
     for name, one in tensors.items():
         for part in one.parts if one.rows_of else ():
             if part.saved:
@@ -68,7 +68,7 @@ def _shards(tensors: Mapping[str, HeldTensor]) -> dict[tuple[Any, ...], Shard]:
     return found
 
 
-def _row_bytes(shard: Shard) -> int:
+def _row_bytes(shard: ShardParts) -> int:
     return sum(part.rect.cols * part.values.itemsize for part in shard.values())
 
 
@@ -143,7 +143,7 @@ class SavedBefore:
             return False
         return True
 
-    def _update(self, key: tuple[Any, ...], shard: Shard) -> Tensor | None:
+    def _update(self, key: tuple[Any, ...], shard: ShardParts) -> Tensor | None:
         """(n,) the rows whose hashes are others than before, or None if there were none; remembers these."""
         kinds = [(*one, part.values.dtype) for one, part in shard.items()]
         matrices = [as_matrix(part.values) for part in shard.values()]
