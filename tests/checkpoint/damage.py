@@ -100,8 +100,8 @@ def copy_over(rng: Random, folder: Path) -> None:
 def foreign_file(rng: Random, folder: Path) -> None:
     """A sound file of another checkpoint of the same model."""
     files = {path.name: path for path in files_of(folder.with_name("other"))}
-    differing = [path for path in files_of(folder) if path.read_bytes() != files[path.name].read_bytes()]
-    path = rng.choice(differing)
+    named = [path for path in files_of(folder) if path.name in files]
+    path = rng.choice([path for path in named if path.read_bytes() != files[path.name].read_bytes()])
     shutil.copyfile(files[path.name], path)
 
 
