@@ -27,6 +27,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import shardrec
+from shardrec.checkpoint.manifest import read_manifest
 from shardrec.checkpoint.state import model_tensors
 from shardrec.launch.ranks import Place
 from shardrec.launch.run import on_new_ranks
@@ -82,11 +83,12 @@ def build(options: argparse.Namespace, cut: str) -> shardrec.ShardedModel:
     return shardrec.shard(model, plan)
 
 
-def train(model: shardrec.ShardedModel, options: argparse.Namespace) -> None:
-    """A step, so that the states are not all alike."""
+def train(model: shardrec.ShardedModel, options: argparse.Namespace, samples: int = 256) -> None:
+    """A step, so that the states are not all alike. The ids are Zipf's, with an exponent of 1.05."""
     keys = [f"f{number}" for number in range(options.tables)]
-    ids = torch.randint(options.rows, (len(keys) * 256,))
-    features = KeyedJaggedTensor(keys=keys, values=ids, lengths=torch.ones(len(keys) * 256, dtype=torch.int32))
+    often = torch.arange(1, options.rows + 1).double() ** -1.05
+    ids = torch.multinomial(often, len(keys) * samples, replacement=True)
+    features = KeyedJaggedTensor(keys=keys, values=ids, lengths=torch.ones(len(ids), dtype=torch.int32))
     model(features).sum().backward()
 
 
@@ -134,6 +136,10 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     dist.all_gather_object(sizes, held)
     found: dict[str, Any] = {"bytes": sum(sizes), "most_of_a_rank": max(sizes)}
     pending: list[Any] = []
+    written: list[int] = []
+
+    def save_changes() -> None:
+        shardrec.save_checkpoint(folder / "changes", model, incremental=10**6)
 
     def save_theirs() -> None:
         dcp.save(everything(model), checkpoint_id=folder / "theirs new")
@@ -150,6 +156,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
     sides = {
         "shardrec save": lambda: shardrec.save_checkpoint(folder / "ours", model),
+        "shardrec save, incremental": save_changes,
         "dcp save": save_theirs,
         "shardrec save, wait=False": save_behind,
         "shardrec load": lambda: shardrec.load_checkpoint(folder / "ours", other),
@@ -158,16 +165,20 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     for turn in range(options.turns + 1):
         # Each after each: the pages that one side sets free are the other's.
         for name, work in list(sides.items())[:: -1 if turn % 2 else 1]:
+            if name.endswith("incremental"):
+                train(model, options, options.samples)
             seconds, cpu, extra = timed(work)
-            # Of the first save behind the training, its memory is new.
-            if turn or name.endswith("False"):
+            if name.endswith("incremental") and dist.get_rank() == 0:
+                written.append(sum(file.size for file in read_manifest(folder / "changes").files))
+            # Of the first save behind the training, its memory is new; the first of a chain writes all.
+            if turn or name.endswith(("False", "incremental")):
                 place = found.setdefault(name if turn else f"{name}, first", {"s": [], "cpu": [], "extra": []})
                 place["s"].append(seconds)
                 place["cpu"].append(cpu)
                 place["extra"].append(extra)
             while pending:
                 pending.pop().wait()
-    return found
+    return {**found, "written": written}
 
 
 def on_a_rank(place: Place, options: argparse.Namespace) -> dict[str, Any]:
@@ -179,6 +190,8 @@ def on_a_rank(place: Place, options: argparse.Namespace) -> dict[str, Any]:
 def shown(found: dict[str, Any]) -> None:
     """A table."""
     print(f"{found['bytes'] / 2**20:.0f} MiB, {found['most_of_a_rank'] / 2**20:.0f} MiB of a rank at most")
+    later = [f"{one / 2**20:.1f}" for one in found["written"]]
+    print(f"incremental: {', '.join(later)} MiB, one save after the other")
     whole = statistics.median(found["shardrec save"]["s"])
     for name, one in found.items():
         if isinstance(one, dict):
@@ -199,6 +212,7 @@ def main() -> None:
     parser.add_argument("--tables", type=int, default=8)
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--samples", type=int, default=4096, help="of a rank, between two incremental saves")
     parser.add_argument("--saved", default="row_wise", choices=["table_wise", "row_wise", "column_wise"])
     parser.add_argument("--loaded", default="row_wise", choices=["table_wise", "row_wise", "column_wise"])
     parser.add_argument("--turns", type=int, default=5)

@@ -15,7 +15,7 @@ from torch import Tensor
 from shardrec.checkpoint.agree import Ranks
 from shardrec.checkpoint.load import load_checkpoint
 from shardrec.checkpoint.manifest import MANIFEST
-from shardrec.checkpoint.save import PendingSave, remove, save
+from shardrec.checkpoint.save import PendingSave, check_incremental, remove, save
 from shardrec.errors import CheckpointError, ConfigError
 from shardrec.modules.model import ShardedModel
 
@@ -48,16 +48,21 @@ class Checkpoints:
         folder: on a file system that all ranks share; made by the first save.
         keep_last: how many to keep, counted back from the one saved last; default: all. An older one is removed when
             the new one is complete, not before.
+        incremental: how many saves in a row may write only rows that have changed, see
+            :func:`shardrec.save_checkpoint`; default: none. Every checkpoint is whole by itself, but damage to a file
+            that several share is damage to all of them: with ``keep_last`` above ``incremental``, no file is in all.
 
     Raises:
-        ConfigError: if ``keep_last`` is below 1.
+        ConfigError: if ``keep_last`` is below 1 or ``incremental`` below 0.
     """
 
-    def __init__(self, folder: str | Path, *, keep_last: int | None = None) -> None:
+    def __init__(self, folder: str | Path, *, keep_last: int | None = None, incremental: int = 0) -> None:
         if keep_last is not None and keep_last < 1:
             raise ConfigError(f"keep_last={keep_last}; give 1 or more, or None to keep all checkpoints")
         self.folder = Path(folder)
+        check_incremental(incremental)
         self.keep_last = keep_last
+        self.incremental = incremental
 
     def save(
         self,
@@ -87,6 +92,7 @@ class Checkpoints:
             extra,
             rank_state=rank_state,
             wait=wait,
+            incremental=self.incremental,
             then=lambda: self._prune(step),
         )
 

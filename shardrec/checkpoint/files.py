@@ -19,13 +19,15 @@ one block's worth of memory.
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +38,17 @@ from zlib_ng.zlib_ng import crc32
 from shardrec.checkpoint.parts import Rect, as_matrix
 from shardrec.errors import CheckpointError
 
-__all__ = ["BLOCK_BYTES", "CACHED_BYTES", "DTYPES", "OpenFile", "SavedFile", "as_bytes", "sync_folder", "write_file"]
+__all__ = [
+    "BLOCK_BYTES",
+    "CACHED_BYTES",
+    "DTYPES",
+    "OpenFile",
+    "SavedFile",
+    "SavedRows",
+    "as_bytes",
+    "sync_folder",
+    "write_file",
+]
 
 BLOCK_BYTES = 16 * 2**20
 CACHED_BYTES = 2**19
@@ -81,6 +93,22 @@ class SavedFile:
         return -(-self.size // BLOCK_BYTES)
 
 
+class SavedRows(NamedTuple):
+    """Rows of a rectangle that have changed since it was written.
+
+    Args:
+        file: its number.
+        start: byte in the file, of the rows' values.
+        numbers: byte in the file, of their int64 numbers, which count from the rectangle's first row and ascend.
+        length: number of rows.
+    """
+
+    file: int
+    start: int
+    numbers: int
+    length: int
+
+
 class _Writer:
     """Writes, counts and sums."""
 
@@ -100,26 +128,31 @@ class _Writer:
             data = data[len(part) :]
 
 
-def write_file(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> tuple[SavedFile, list[int]]:
+def write_file(path: Path, tensors: Sequence[tuple[str, Tensor, Tensor | None]]) -> tuple[SavedFile, list[int]]:
     """Write a new file of named tensors, on any device, and wait until it is on the disk.
+
+    Args:
+        path: of the file.
+        tensors: names, values, and (n,) int64 the rows to write, or None for all.
 
     Returns:
         The file, and where in it each tensor starts, in bytes.
     """
     header, end = {}, 0
     names = {dtype: name for name, dtype in DTYPES.items()}
-    for name, values in tensors:
-        start, end = end, end + values.nbytes
-        header[name] = {"dtype": names[values.dtype], "shape": values.shape, "data_offsets": [start, end]}
+    for name, values, rows in tensors:
+        shape = list(values.shape) if rows is None else [len(rows), *values.shape[1:]]
+        start, end = end, end + math.prod(shape) * values.itemsize
+        header[name] = {"dtype": names[values.dtype], "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     starts = []
     with path.open("xb") as file:
         writer = _Writer(file)
         writer.write(memoryview(struct.pack("<Q", len(text)) + text))
-        for _, values in tensors:
+        for _, values, rows in tensors:
             starts.append(writer.size)
-            for part in _chunks(values):
+            for part in _chunks(values, rows):
                 writer.write(part)
         file.flush()
         os.fsync(file.fileno())
@@ -128,10 +161,12 @@ def write_file(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> tuple[Saved
     return SavedFile(name=path.name, size=writer.size, header=header_size, checksums=tuple(writer.checksums)), starts
 
 
-def _chunks(values: Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor, row-major, in parts of about a block."""
+def _chunks(values: Tensor, rows: Tensor | None) -> Iterator[memoryview]:
+    """The bytes of a tensor, or of some of its rows, row-major, in parts of about a block."""
     matrix = as_matrix(values)
-    for part in matrix.split(max(1, BLOCK_BYTES // (matrix.size(1) * matrix.itemsize))):
+    length = max(1, BLOCK_BYTES // (matrix.size(1) * matrix.itemsize))
+    parts = matrix.split(length) if rows is None else (matrix[one.to(matrix.device)] for one in rows.split(length))
+    for part in parts:
         yield as_bytes(part.cpu().contiguous()).data
 
 
@@ -218,6 +253,37 @@ class OpenFile:
             self._read(block.numpy().data, start)
             part.copy_(block.view(dtype).view(len(part), saved.cols)[:, common.cols_in(saved)])
             start += len(block)
+
+    def read_rows(
+        self, rows: SavedRows, saved: Rect, dtype: torch.dtype, into: Tensor, place: Rect, buffer: Tensor
+    ) -> None:
+        """As :meth:`read`, of some rows of the saved rectangle."""
+        common = saved.common(place)
+        if common is None:
+            return
+        into = into[common.rows_in(place), common.cols_in(place)]
+        row_bytes = saved.cols * dtype.itemsize
+        wanted = common.rows_in(saved)
+        begin, end = (
+            bisect_left(range(rows.length), row, key=lambda place: int(self._numbers(rows, place, 1)))
+            for row in (wanted.start, wanted.stop)
+        )
+        if row_bytes > buffer.numel():
+            buffer = torch.empty(row_bytes, dtype=torch.uint8)
+        length = max(1, buffer.numel() // (row_bytes + 8))
+        for first in range(begin, end, length):
+            numbers = self._numbers(rows, first, min(length, end - first)) - wanted.start
+            if not 0 <= int(numbers.min()) <= int(numbers.max()) < len(into):
+                raise self._damaged(f"has numbers of rows at byte {rows.numbers:,} that do not ascend")
+            block = buffer[: len(numbers) * row_bytes]
+            self._read(block.numpy().data, rows.start + first * row_bytes)
+            values = block.view(dtype).view(len(numbers), saved.cols)[:, common.cols_in(saved)]
+            into[numbers.to(into.device)] = values.to(into.device, into.dtype)
+
+    def _numbers(self, rows: SavedRows, first: int, count: int) -> Tensor:
+        found = torch.empty(count, dtype=torch.int64)
+        self._read(as_bytes(found).data, rows.numbers + 8 * first)
+        return found
 
 
 def sync_folder(folder: Path) -> None:

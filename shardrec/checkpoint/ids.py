@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardrec.checkpoint.files import BLOCK_BYTES, DTYPES, OpenFile
-from shardrec.checkpoint.manifest import Manifest, SavedTensor
+from shardrec.checkpoint.files import BLOCK_BYTES, DTYPES
+from shardrec.checkpoint.manifest import Manifest, SavedPart, SavedTensor
 from shardrec.checkpoint.parts import HeldTensor, Part, Rect
 from shardrec.errors import ConfigError
 from shardrec.ids.id_map import IdMap
@@ -73,7 +73,9 @@ class DynamicTable:
                 for shard, one in self.blocks()
             )
             shape = (self.layout.num_embeddings, 3)
-            found[f"ids.{self.path}.{name}"] = HeldTensor(shape=shape, dtype=torch.int64, parts=parts)
+            # Ids wait in places of their own, which are not those of rows.
+            rows_of = self.layout.name if name == "records" else f"{self.layout.name}.{name}"
+            found[f"ids.{self.path}.{name}"] = HeldTensor(shape=shape, dtype=torch.int64, parts=parts, rows_of=rows_of)
         return found
 
 
@@ -95,12 +97,17 @@ class Moves:
     Args:
         model: that loads.
         manifest: of the checkpoint.
-        file: opens one of its files, by number.
+        read: reads what a saved part and a matrix in memory have in common.
     """
 
-    def __init__(self, model: ShardedModel, manifest: Manifest, file: Callable[[int], OpenFile]) -> None:
+    def __init__(
+        self,
+        model: ShardedModel,
+        manifest: Manifest,
+        read: Callable[[SavedPart, torch.dtype, Tensor, Rect, Tensor], None],
+    ) -> None:
         self._manifest = manifest
-        self._file = file
+        self._read = read
         self._tables = dynamic_tables(model)
         self._placed: dict[tuple[str, int], Placed] = {}  # by path and first row
         self._waiting: dict[tuple[str, int], Placed] = {}
@@ -130,10 +137,14 @@ class Moves:
                 key = table.path, shard.row_start
                 fresh = IdMap(shard.rows, options, table.maps.capacity(table.layout.name, shard.row_start))
                 found = self._read_records(saved, shard, table.layout)
-                self._placed[key] = placed(found, fresh.records, shard, table.layout, options.evict, step)
+                self._placed[key] = placed(
+                    found, saved.shape[0], fresh.records, shard, table.layout, options.evict, step
+                )
                 if waiting is not None and one.candidates.size(0):
                     found = self._read_records(waiting, shard, table.layout)
-                    self._waiting[key] = placed(found, fresh.candidates, shard, table.layout, "lru", step)
+                    self._waiting[key] = placed(
+                        found, saved.shape[0], fresh.candidates, shard, table.layout, "lru", step
+                    )
                 if self._placed[key].lost:
                     warnings.warn(
                         f"table {table.layout.name!r}: rows {shard.row_start} to {shard.row_end} have no room for "
@@ -150,6 +161,7 @@ class Moves:
                 found = self._placed[key]
                 if not found.in_place and table.maps.step:
                     free = torch.ones(shard.rows, dtype=torch.bool).index_fill_(0, found.targets, False)
+                    free[: found.fallback] = False
                     for stripe in table.maps.shards(table.layout.name, shard.row_start):
                         table.collection.renew_rows(stripe, free.nonzero().squeeze(1), table.maps.step)
                 one.records.copy_(found.records)
@@ -176,11 +188,19 @@ class Moves:
         found = self._placed[path, part.rect.row_start]
         saved = self._manifest.tensors[name]
         dtype = DTYPES[saved.dtype]
+        mean = torch.zeros((found.fallback, into.size(1)), dtype=torch.float64)
         for one in saved.parts:
             left, right = max(one.rect.col_start, part.rect.col_start), min(one.rect.col_end, part.rect.col_end)
             if left >= right:
                 continue
             columns = into[:, left - part.rect.col_start : right - part.rect.col_start]
+            for first, share in found.shares:
+                # Of a mean of equal rows, float64 leaves what they were.
+                rows = torch.empty((found.fallback, right - left), dtype=dtype)
+                place = Rect(first, first + found.fallback, left, right)
+                if one.rect.common(place) == place:
+                    self._read(one, dtype, rows, place, buffer)
+                    mean[:, left - part.rect.col_start : right - part.rect.col_start] += rows.double() * share
             length = max(1, BLOCK_BYTES // ((right - left) * dtype.itemsize))
             for start in range(one.rect.row_start, one.rect.row_end, length):
                 end = min(start + length, one.rect.row_end)
@@ -188,9 +208,10 @@ class Moves:
                 if not bool(chosen.any()):
                     continue
                 rows = torch.empty((end - start, right - left), dtype=dtype)
-                self._file(one.file).read(one.start, one.rect, dtype, rows, Rect(start, end, left, right), buffer)
+                self._read(one, dtype, rows, Rect(start, end, left, right), buffer)
                 moved = rows.index_select(0, found.sources[chosen] - start).to(into.device, into.dtype)
                 columns.index_copy_(0, found.targets[chosen].to(into.device), moved)
+        into[: found.fallback] = mean.to(into.device, into.dtype)
         return True
 
     def _path(self, name: str) -> str | None:
@@ -218,6 +239,6 @@ class Moves:
         for one in sorted(saved.parts, key=lambda one: one.rect.row_start):
             if one.rect.row_start * new < shard.row_end * old and one.rect.row_end * new > shard.row_start * old:
                 records = torch.empty((one.rect.row_end - one.rect.row_start, 3), dtype=torch.int64)
-                self._file(one.file).read(one.start, one.rect, torch.int64, records, one.rect, buffer)
+                self._read(one, torch.int64, records, one.rect, buffer)
                 found.append((one.rect.row_start, records))
         return found

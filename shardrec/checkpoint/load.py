@@ -19,9 +19,9 @@ from torch import Tensor
 from shardrec.checkpoint.agree import Ranks
 from shardrec.checkpoint.files import BLOCK_BYTES, CACHED_BYTES, DTYPES, OpenFile
 from shardrec.checkpoint.ids import Moves
-from shardrec.checkpoint.manifest import MANIFEST, PARTIAL, Manifest, SavedTensor, leftovers, read_manifest
+from shardrec.checkpoint.manifest import MANIFEST, PARTIAL, Manifest, SavedPart, SavedTensor, leftovers, read_manifest
 from shardrec.checkpoint.optimizer import load_settings, optimizer_faults, state_targets
-from shardrec.checkpoint.parts import HeldTensor, as_matrix, held
+from shardrec.checkpoint.parts import HeldTensor, Rect, as_matrix, held
 from shardrec.checkpoint.save import rank_name, settle
 from shardrec.checkpoint.state import model_tensors, sharded_collections
 from shardrec.errors import CheckpointError, ConfigError
@@ -93,7 +93,7 @@ def verify_checkpoint(path: str | Path) -> Manifest:
     manifest = read_manifest(folder)
     buffer = memoryview(bytearray(CACHED_BYTES))
     try:
-        for file in manifest.files:
+        for file in manifest.all_files:
             with ExitStack() as stack:
                 opened = OpenFile(folder / manifest.data, file, stack)
                 for block in range(file.blocks):
@@ -136,7 +136,7 @@ class _Source:
         """
         self.manifest = read_manifest(self._folder)
         self._held = wanted = model_tensors(model)
-        self._moves = Moves(model, self.manifest, self._file)
+        self._moves = Moves(model, self.manifest, self._read)
         faults = _faults(self.manifest, wanted, self._moves) + optimizer_faults(model, optimizer, self.manifest)
         if faults:
             raise ConfigError(
@@ -145,7 +145,8 @@ class _Source:
             )
         if self._ranks.rank == 0:
             self._find_strangers()
-        blocks = [(number, block) for number, file in enumerate(self.manifest.files) for block in range(file.blocks)]
+        files = self.manifest.all_files
+        blocks = [(number, block) for number, file in enumerate(files) for block in range(file.blocks)]
         rank, size = self._ranks.rank, self._ranks.size
         buffer = memoryview(bytearray(CACHED_BYTES))
         for number, block in blocks[len(blocks) * rank // size : len(blocks) * (rank + 1) // size]:
@@ -155,12 +156,13 @@ class _Source:
             moved = self._moves.has(name)
             for saved in self.manifest.tensors[name].parts if name in self.manifest.tensors else ():
                 if moved or any(saved.rect.common(part.rect) for part in tensor.parts):
-                    self._file(saved.file)
+                    for number in saved.files:
+                        self._file(number)
         return self.manifest.data
 
     def _find_strangers(self) -> None:
         data = self._folder / self.manifest.data
-        strange = {path.name for path in data.iterdir()} - {file.name for file in self.manifest.files}
+        strange = {path.name for path in data.iterdir()} - {file.name for file in self.manifest.all_files}
         if strange:
             raise CheckpointError(
                 f"{data} has files that are not the checkpoint's: {', '.join(sorted(strange)[:5])}; find out what has "
@@ -177,8 +179,16 @@ class _Source:
 
     def _file(self, number: int) -> OpenFile:
         if number not in self._open:
-            self._open[number] = OpenFile(self._folder / self.manifest.data, self.manifest.files[number], self._stack)
+            self._open[number] = OpenFile(
+                self._folder / self.manifest.data, self.manifest.all_files[number], self._stack
+            )
         return self._open[number]
+
+    def _read(self, saved: SavedPart, dtype: torch.dtype, into: Tensor, place: Rect, buffer: Tensor) -> None:
+        """Read what a saved part and a matrix in memory have in common, as :meth:`OpenFile.read` takes them."""
+        self._file(saved.file).read(saved.start, saved.rect, dtype, into, place, buffer)
+        for rows in saved.changes:
+            self._file(rows.file).read_rows(rows, saved.rect, dtype, into, place, buffer)
 
     def read(self, model: ShardedModel, optimizer: torch.optim.Optimizer | None) -> None:
         """Read what this rank holds into its memory."""
@@ -204,7 +214,7 @@ class _Source:
                 if moves.read(name, part, into, buffer):
                     continue
                 for one in saved.parts:
-                    self._file(one.file).read(one.start, one.rect, DTYPES[saved.dtype], into, part.rect, buffer)
+                    self._read(one, DTYPES[saved.dtype], into, part.rect, buffer)
                 if into.data_ptr() != part.values.data_ptr():
                     part.values.copy_(into.view(part.values.shape))
         for collection in sharded_collections(model):

@@ -6,6 +6,7 @@ It is JSON, written last, and the only thing that makes a folder a checkpoint::
     ├── manifest.json
     └── data-<token>/
         ├── rank-00000.safetensors
+        ├── rank-00000.0.safetensors      of an incremental checkpoint: a hard link to a file of an earlier one
         └── ...
 
 A save writes a data folder of a new name, and then puts its manifest in the place of the old one, which is one atomic
@@ -21,12 +22,12 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from itertools import pairwise
+from dataclasses import asdict, dataclass, replace
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
-from shardrec.checkpoint.files import DTYPES, SavedFile, sync_folder
+from shardrec.checkpoint.files import DTYPES, SavedFile, SavedRows, sync_folder
 from shardrec.checkpoint.parts import Rect
 from shardrec.errors import CheckpointError
 from shardrec.layout import Shard
@@ -44,7 +45,7 @@ __all__ = [
 ]
 
 MANIFEST = "manifest.json"
-_FORMAT = 2
+_FORMAT, _LINKED_FORMAT = 2, 3
 PARTIAL = MANIFEST + ".partial"
 _DATA_FOLDER = re.compile(r"data-[0-9a-f]{16}")
 _DIGEST = b',\n"sha256": '
@@ -58,11 +59,32 @@ class SavedPart:
         rect: see :mod:`shardrec.checkpoint.parts`.
         file: its number.
         start: byte in the file.
+        changes: to be read on top of it, one after the other.
     """
 
     rect: Rect
     file: int
     start: int
+    changes: tuple[SavedRows, ...] = ()
+
+    @property
+    def files(self) -> set[int]:
+        """Numbers of the files that it takes."""
+        return {self.file, *(rows.file for rows in self.changes)}
+
+    def moved(self, numbers: Mapping[int, int]) -> SavedPart:
+        """The same with other numbers of files."""
+        changes = tuple(rows._replace(file=numbers[rows.file]) for rows in self.changes)
+        return replace(self, file=numbers[self.file], changes=changes)
+
+    def extents(self, itemsize: int) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
+        """Where its values are, and the numbers of rows: file, first byte, and the one after the last."""
+        row_bytes = self.rect.cols * itemsize
+        whole = (self.file, self.start, self.start + self.rect.numel * itemsize)
+        return (
+            [whole, *((rows.file, rows.start, rows.start + rows.length * row_bytes) for rows in self.changes)],
+            [(rows.file, rows.numbers, rows.numbers + rows.length * 8) for rows in self.changes],
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,16 +102,21 @@ class SavedTensor:
     parts: tuple[SavedPart, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON-compatible data; a part is ``[row_start, row_end, col_start, col_end, file, start]``."""
-        parts = [[*part.rect, part.file, part.start] for part in self.parts]
+        """As JSON-compatible data; a part is ``[row_start, row_end, col_start, col_end, file, start, *changes]``."""
+        parts = [[*part.rect, part.file, part.start, *map(list, part.changes)] for part in self.parts]
         return {"dtype": self.dtype, "shape": list(self.shape), "parts": parts}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> SavedTensor:
         """What :meth:`to_json` gave."""
         parts = tuple(
-            SavedPart(rect=Rect(top, bottom, left, right), file=file, start=start)
-            for top, bottom, left, right, file, start in value["parts"]
+            SavedPart(
+                rect=Rect(top, bottom, left, right),
+                file=file,
+                start=start,
+                changes=tuple(SavedRows(*rows) for rows in changes),
+            )
+            for top, bottom, left, right, file, start, *changes in value["parts"]
         )
         return cls(dtype=value["dtype"], shape=tuple(value["shape"]), parts=parts)
 
@@ -98,13 +125,14 @@ class SavedTensor:
         whole = Rect.whole(self.shape)
         shards = []
         for part in self.parts:
-            rect, size = part.rect, part.rect.numel * DTYPES[self.dtype].itemsize
+            rect = part.rect
             if rect.common(whole) != rect:
                 yield f"{name}: {rect} is no part of shape {self.shape}"
-            elif not (
-                0 <= part.file < len(files) and files[part.file].header <= part.start <= files[part.file].size - size
-            ):
-                yield f"{name}: {size} bytes at {part.start} of file {part.file} are outside of it"
+            if any(not 0 < rows.length <= rect.row_end - rect.row_start for rows in part.changes):
+                yield f"{name}: of {rect}, as many rows as that cannot have changed"
+            for file, start, end in chain(*part.extents(DTYPES[self.dtype].itemsize)):
+                if not (0 <= file < len(files) and files[file].header <= start <= end <= files[file].size):
+                    yield f"{name}: bytes {start} to {end} of file {file} are outside of it"
             shards.append(Shard(**{"table": name, **rect._asdict(), "rank": part.file}))
         for region in miscovered(whole.row_end, whole.col_end, shards) if math.prod(self.shape) else ():
             rows, columns = ("{}:{}".format(*one) for one in (region.rows, region.columns))
@@ -118,6 +146,8 @@ class Manifest:
     Args:
         data: the data folder's name.
         files: one per rank that saved, in order.
+        linked: of an incremental checkpoint, files of earlier ones, which are in this data folder as hard links;
+            their numbers follow those of ``files``.
         tensors: by name.
         numbers: states of an ordinary optimizer that are Python numbers, by name.
         plan: that the model had, as JSON.
@@ -129,6 +159,7 @@ class Manifest:
 
     data: str
     files: tuple[SavedFile, ...]
+    linked: tuple[SavedFile, ...]
     tensors: Mapping[str, SavedTensor]
     numbers: Mapping[str, Any]
     plan: Mapping[str, Any]
@@ -137,21 +168,26 @@ class Manifest:
     param_groups: Sequence[Mapping[str, Any]] | None
     extra: Mapping[str, Any]
 
+    @property
+    def all_files(self) -> tuple[SavedFile, ...]:
+        """Those in the data folder, by number."""
+        return self.files + self.linked
+
     def faults(self) -> list[str]:
         """What is wrong with it, one sentence each: parts that are missing, twice there, or not where they can be."""
         found = [
             f"{file.name}: {len(file.checksums)} checksums for {file.size} bytes"
-            for file in self.files
+            for file in self.all_files
             if len(file.checksums) != file.blocks
         ]
-        found += [fault for name, tensor in self.tensors.items() for fault in tensor.faults(name, self.files)]
-        places = sorted(
-            (part.file, part.start, part.start + part.rect.numel * DTYPES[tensor.dtype].itemsize, name)
-            for name, tensor in self.tensors.items()
-            for part in tensor.parts
-        )
+        found += [fault for name, tensor in self.tensors.items() for fault in tensor.faults(name, self.all_files)]
+        extents = [part.extents(DTYPES[one.dtype].itemsize) for one in self.tensors.values() for part in one.parts]
+        # Tensors with the same rows share the numbers of those that have changed.
+        places = [place for values, _ in extents for place in values]
+        places += {place for _, numbers in extents for place in numbers}
+        places.sort()
         return found + [
-            f"{one[3]} and {other[3]} share bytes of file {one[0]}"
+            f"two tensors share bytes {other[1]} to {one[2]} of file {one[0]}"
             for one, other in pairwise(places)
             if one[0] == other[0] and other[1] < one[2]
         ]
@@ -159,9 +195,11 @@ class Manifest:
     def to_bytes(self) -> bytes:
         """As JSON, with a checksum of itself at the end."""
         values = {one: getattr(self, one) for one in self.__dataclass_fields__}
-        values["files"] = [asdict(file) for file in self.files]
+        values["files"], values["linked"] = ([asdict(file) for file in one] for one in (self.files, self.linked))
+        if not self.linked:
+            del values["linked"]
         values["tensors"] = {name: tensor.to_json() for name, tensor in self.tensors.items()}
-        text = json.dumps({"format": _FORMAT, **values}).encode()
+        text = json.dumps({"format": _LINKED_FORMAT if self.linked else _FORMAT, **values}).encode()
         body = text.removesuffix(b"}")
         return body + _DIGEST + b'"%s"}\n' % hashlib.sha256(body).hexdigest().encode()
 
@@ -179,15 +217,17 @@ class Manifest:
             raise ValueError("its checksum is not that of its text")
         values = json.loads(body + b"}")
         version = values.pop("format", None)
-        if version != _FORMAT:
-            raise ValueError(f"it has format {version!r}, and this release reads {_FORMAT}")
+        if version not in (_FORMAT, _LINKED_FORMAT):
+            raise ValueError(f"it has format {version!r}, and this release reads {_FORMAT} and {_LINKED_FORMAT}")
         for key in ("tensors", "numbers", "plan", "step_counts", "fused_settings", "extra"):
             if not isinstance(values[key], dict):
                 raise ValueError(f"its {key!r} is a {type(values[key]).__name__}")
-        values["files"] = tuple(SavedFile(**{**one, "checksums": tuple(one["checksums"])}) for one in values["files"])
+        values["linked"] = values["linked"] if version == _LINKED_FORMAT else []
+        for key in ("files", "linked"):
+            values[key] = tuple(SavedFile(**{**one, "checksums": tuple(one["checksums"])}) for one in values[key])
         values["tensors"] = {name: SavedTensor.from_json(one) for name, one in values["tensors"].items()}
         manifest = cls(**values)
-        names = [manifest.data, *(file.name for file in manifest.files)]
+        names = [manifest.data, *(file.name for file in manifest.all_files)]
         if not _DATA_FOLDER.fullmatch(names[0]) or any(Path(name).name != name for name in names):
             raise ValueError("it names files outside of the checkpoint")
         faults = manifest.faults()

@@ -89,11 +89,14 @@ class HeldTensor:
         shape: of the whole.
         dtype: of the values.
         parts: this rank's; possibly none.
+        rows_of: what its rows are those of, a table say, so that a row of it changes when they do; "" if its rows are
+            not to be told apart.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     parts: tuple[Part, ...]
+    rows_of: str = ""
 
 
 def held(tensor: Tensor, *, saved: bool) -> HeldTensor:

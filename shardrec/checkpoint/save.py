@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from shardrec.checkpoint.agree import Ranks
-from shardrec.checkpoint.files import DTYPES, SavedFile, sync_folder, write_file
+from shardrec.checkpoint.changes import Kept, SavedBefore
+from shardrec.checkpoint.files import DTYPES, SavedFile, SavedRows, sync_folder, write_file
 from shardrec.checkpoint.manifest import (
     MANIFEST,
     Manifest,
@@ -91,11 +92,12 @@ class PendingSave:
 
 @dataclass(kw_only=True)
 class _Background:
-    """What is kept of a model between saves behind its training: memory, the save under way, and the threads' ranks."""
+    """What is kept of a model between saves: memory, the save under way, the threads' ranks, and what was saved."""
 
     copies: dict[tuple[str, Rect], Tensor] = field(default_factory=dict)
     pending: PendingSave = field(default_factory=PendingSave)
     ranks: Ranks | None = None
+    before: SavedBefore = field(default_factory=SavedBefore)
 
 
 _BACKGROUND: WeakKeyDictionary[ShardedModel, _Background] = WeakKeyDictionary()
@@ -115,6 +117,7 @@ def save_checkpoint(
     *,
     rank_state: Mapping[str, Tensor] | None = None,
     wait: bool = True,
+    incremental: int = 0,
 ) -> PendingSave:
     """Write the model, its fused optimizers and an ordinary optimizer. Every rank calls it.
 
@@ -134,6 +137,10 @@ def save_checkpoint(
         rank_state: tensors of this rank's own, such as states of random number generators, by name.
         wait: return when the checkpoint is complete. If false, return when its values are copied, which takes as much
             memory again on the CPU as this rank's shards, kept for the next save; then a thread writes.
+        incremental: how many saves in a row may write, of each shard, only the rows that have changed since this
+            model's save before; 0: none. A shard of which more than half would be written so is written whole. The
+            files with the other rows are in this checkpoint, too, as hard links, so that it needs no other folder.
+            Takes 16 bytes per row on the CPU. Rows of embedding servers are all written.
 
     Returns:
         The save, to wait for.
@@ -144,7 +151,7 @@ def save_checkpoint(
             raises it, or else the next save or load of this model.
         PeerError: if another rank is gone or did not come in time.
     """
-    return save(Path(path), model, optimizer, extra, rank_state=rank_state, wait=wait)
+    return save(Path(path), model, optimizer, extra, rank_state=rank_state, wait=wait, incremental=incremental)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,9 +181,11 @@ def save(
     *,
     rank_state: Mapping[str, Tensor] | None,
     wait: bool,
+    incremental: int,
     then: Callable[[], None] | None = None,
 ) -> PendingSave:
     """:func:`save_checkpoint`, and then ``then`` on rank 0, before any rank knows that the save is complete."""
+    check_incremental(incremental)
     settle(model)
     if isinstance(model, ReplicatedModel):
         # Then it does not matter which of the ranks that hold a shard writes it.
@@ -203,6 +212,7 @@ def save(
     manifest = Manifest(
         data=prepared[0].data,
         files=(),
+        linked=(),
         tensors={},
         numbers={name: value for one in reversed(prepared) for name, value in one.numbers.items()},
         plan=model.plan.to_json(),
@@ -214,11 +224,20 @@ def save(
     elsewhere: list[Written] = []
     if model.servers:
         elsewhere = model.save_servers(folder / manifest.data, ranks.size)
-    job = _Job(folder=folder, ranks=ranks, tensors=tensors, manifest=manifest, then=then, elsewhere=elsewhere)
+    background = _BACKGROUND.setdefault(model, _Background())
+    job = _Job(
+        folder=folder,
+        ranks=ranks,
+        tensors=tensors,
+        manifest=manifest,
+        then=then,
+        elsewhere=elsewhere,
+        before=background.before if incremental else None,
+        incremental=incremental,
+    )
     if wait:
         job.run()
         return PendingSave()
-    background = _BACKGROUND.setdefault(model, _Background())
     if background.ranks is None:
         group = model.group and subgroup(model.group, range(ranks.size), model.context.device, "gloo", "save")
         background.ranks = Ranks(group, torch.device("cpu"))
@@ -231,6 +250,16 @@ def save(
 
     background.pending = PendingSave(run)
     return background.pending
+
+
+def check_incremental(incremental: int) -> None:
+    """Refuse what cannot be a number of saves.
+
+    Raises:
+        ConfigError: below 0.
+    """
+    if incremental < 0:
+        raise ConfigError(f"incremental={incremental}; give the saves in a row that may write changes alone, or 0")
 
 
 def _as_json(extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -291,6 +320,8 @@ class _Job:
         manifest: without files and tensors.
         then: done on rank 0 when the checkpoint is complete.
         elsewhere: files that others than these ranks have written.
+        before: what this rank has saved before; None to write all.
+        incremental: how many saves in a row may write changed rows alone.
     """
 
     folder: Path
@@ -299,6 +330,8 @@ class _Job:
     manifest: Manifest
     then: Callable[[], None] | None
     elsewhere: list[Written] = field(default_factory=list)
+    before: SavedBefore | None = None
+    incremental: int = 0
 
     def run(self) -> None:
         try:
@@ -306,24 +339,39 @@ class _Job:
         except CheckpointError:
             shutil.rmtree(self.folder / self.manifest.data, ignore_errors=True)
             raise
-        self.ranks.agree("save", lambda: self._complete(written + self.elsewhere), remedy=_REMEDY)
+        everyone = [*written, *((one, []) for one in self.elsewhere)]
+        self.ranks.agree("save", lambda: self._complete(everyone), remedy=_REMEDY)
+        if self.before is not None:
+            self.before.complete = True
 
-    def _write(self) -> Written:
-        """Write this rank's file."""
-        return write_part(self.folder / self.manifest.data, self.ranks.rank, self.tensors)
+    def _write(self) -> tuple[Written, list[SavedFile]]:
+        """Write this rank's file; returns the files that it has linked, too."""
+        data, number, before = (self.folder / self.manifest.data).absolute(), self.ranks.rank, self.before
+        if before is None:
+            return write_part(data, number, self.tensors), []
+        kept = before.kept(self.tensors, data, number, self.incremental)
+        linked = [file for file, _ in before.files]
+        file, tensors = write_part(data, number, self.tensors, kept, len(linked))
+        before.wrote(file, data, {(name, part.rect): part for name, one in tensors.items() for part in one.parts})
+        return (file, tensors), linked
 
-    def _complete(self, written: list[Written]) -> None:
+    def _complete(self, written: list[tuple[Written, list[SavedFile]]]) -> None:
         """On rank 0, make the folder a checkpoint of what the ranks have written."""
         if self.ranks.rank:
             return
         tensors: dict[str, SavedTensor] = {}
-        for file, index in written:
+        linked: list[SavedFile] = []
+        for number, ((file, index), links) in enumerate(written):
             path = self.folder / self.manifest.data / file.name
             if path.stat().st_size != file.size:
                 raise CheckpointError(f"{path} has {path.stat().st_size:,} bytes, and {file.size:,} were written")
+            numbers = {place: len(written) + len(linked) + place for place in range(len(links))} | {len(links): number}
+            linked += links
             for name, one in index.items():
-                tensors[name] = _merged(tensors.get(name, one), one, name)
-        manifest = replace(self.manifest, files=tuple(file for file, _ in written), tensors=tensors)
+                moved = replace(one, parts=tuple(part.moved(numbers) for part in one.parts))
+                tensors[name] = _merged(tensors.get(name, moved), moved, name)
+        files = tuple(file for (file, _), _ in written)
+        manifest = replace(self.manifest, files=files, linked=tuple(linked), tensors=tensors)
         faults = manifest.faults()
         if faults:
             raise CheckpointError(
@@ -337,21 +385,45 @@ class _Job:
             self.then()
 
 
-def write_part(data: Path, number: int, tensors: Mapping[str, HeldTensor]) -> Written:
+def write_part(
+    data: Path, number: int, tensors: Mapping[str, HeldTensor], kept: Kept | None = None, linked: int = 0
+) -> Written:
     """Write one file of a checkpoint.
 
     Args:
         data: the checkpoint's data folder.
         number: of the file.
         tensors: by name; their parts that are to be saved are written.
+        kept: what is there already of parts that are not to be written whole, and the rows of them to write.
+        linked: how many files that is in.
+
+    Returns:
+        The file, and what is in it, by name. Parts count the linked files from 0 on, and this one after them.
     """
     data.mkdir(exist_ok=True)
+    kept = kept or {}
     parts = [(name, one, part) for name, one in tensors.items() for part in one.parts if part.saved]
-    named = [(_part_name(name, one, part), part.values) for name, one, part in parts]
-    file, starts = write_file(data / f"rank-{number:05}.safetensors", named)
+    rows_of = [kept[name, part.rect][1] if (name, part.rect) in kept else None for name, _, part in parts]
+    numbers = {id(rows): rows for rows in rows_of if rows is not None and len(rows)}
+    values = [
+        (_part_name(name, one, part), part.values, rows)
+        for (name, one, part), rows in zip(parts, rows_of, strict=True)
+        if rows is None or len(rows)
+    ]
+    of_numbers = [(f"changed rows {place}", rows, None) for place, rows in enumerate(numbers.values())]
+    file, starts = write_file(data / f"rank-{number:05}.safetensors", [*values, *of_numbers])
+    numbers_at = dict(zip(numbers, starts[len(values) :], strict=True))
     saved: dict[str, list[SavedPart]] = {name: [] for name in tensors}
-    for (name, _, part), start in zip(parts, starts, strict=True):
-        saved[name].append(SavedPart(rect=part.rect, file=number, start=start))
+    start = iter(starts)
+    for (name, _, part), rows in zip(parts, rows_of, strict=True):
+        if rows is None:
+            one = SavedPart(rect=part.rect, file=linked, start=next(start))
+        else:
+            one = kept[name, part.rect][0]
+            if len(rows):
+                fresh = SavedRows(file=linked, start=next(start), numbers=numbers_at[id(rows)], length=len(rows))
+                one = replace(one, changes=(*one.changes, fresh))
+        saved[name].append(one)
     names = {dtype: name for name, dtype in DTYPES.items()}
     return file, {
         name: SavedTensor(dtype=names[one.dtype], shape=one.shape, parts=tuple(saved[name]))

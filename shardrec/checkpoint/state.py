@@ -142,7 +142,7 @@ def _of_table(
         if rowwise:
             rect = rect._replace(col_start=0, col_end=1)
         parts.append(Part(rect=rect, values=values, saved=saved))
-    return HeldTensor(shape=shape, dtype=dtype, parts=tuple(parts))
+    return HeldTensor(shape=shape, dtype=dtype, parts=tuple(parts), rows_of=table.layout.name)
 
 
 def _reshard(model: ShardedModel) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardrec.checkpoint.load import verify_checkpoint
-from shardrec.checkpoint.manifest import MANIFEST
+from shardrec.checkpoint.manifest import MANIFEST, Manifest
 from shardrec.errors import ConfigError
 from shardrec.layout import ShardingPlan
 from shardrec.serve.save import NOTES
@@ -51,13 +51,26 @@ def _checkpoint(path: Path) -> dict[str, Any]:
     plan = ShardingPlan.from_json(manifest.plan)
     ordinary = sum(len(group["parameters"]) for group in manifest.param_groups or ())
     return {
-        "is": "a checkpoint, every byte as it was written",
+        "is": f"{'an incremental' if manifest.linked else 'a'} checkpoint, every byte as it was written",
         "files": f"{len(manifest.files)}, {sum(file.size for file in manifest.files):,} bytes",
+        **_linked(manifest),
         **_plan(plan),
         "tensors": f"{len(manifest.tensors):,}",
         "fused optimizers": f"of {len(manifest.fused_settings)} tables",
         "ordinary optimizer": f"of {ordinary} parameters" if ordinary else "none",
         "extra": ", ".join(manifest.extra) or "none",
+    }
+
+
+def _linked(manifest: Manifest) -> dict[str, Any]:
+    """What an incremental checkpoint takes besides its own files."""
+    if not manifest.linked:
+        return {}
+    size = sum(file.size for file in manifest.linked)
+    rows = sum(rows.length for one in manifest.tensors.values() for part in one.parts for rows in part.changes)
+    return {
+        "files of earlier saves": f"{len(manifest.linked)}, {size:,} bytes, as hard links; no other folder is needed",
+        "changed rows": f"{rows:,} of all tensors, which are read on top of them",
     }
 
 

@@ -22,8 +22,10 @@ class Placed:
 
     Args:
         records: (R, 3) int64 of the block's map.
-        sources: (k,) int64, saved rows of the table, ascending but for the fallback's.
+        sources: (k,) int64, saved rows of the table, ascending.
         targets: (k,) int64, rows of the block.
+        fallback: how many rows are of the fallback, the block's first ones; 0 if the saved blocks have another number.
+        shares: of them, per saved block that the block overlaps its first row, and its share: they become its mean.
         in_place: every row of the block, free ones too, is the saved one of the same number.
         lost: ids that there is no row for.
     """
@@ -33,15 +35,24 @@ class Placed:
     targets: Tensor
     in_place: bool
     lost: int
+    fallback: int = 0
+    shares: tuple[tuple[int, float], ...] = ()
 
 
 def placed(
-    saved: Sequence[tuple[int, Tensor]], fresh: Tensor, shard: Shard, layout: TableLayout, evict: Evict, step: int
+    saved: Sequence[tuple[int, Tensor]],
+    old_rows: int,
+    fresh: Tensor,
+    shard: Shard,
+    layout: TableLayout,
+    evict: Evict,
+    step: int,
 ) -> Placed:
     """Give the saved ids of a row block their rows.
 
     Args:
         saved: the saved blocks that it overlaps, by their first rows; records (n, 3).
+        old_rows: of the table as it was saved.
         fresh: (R, 3) records of the block's map without ids.
         shard: the block.
         layout: of its table.
@@ -65,17 +76,30 @@ def placed(
     free = free[: chosen.numel()]
     placed_records = fresh.clone()
     placed_records[free] = records[chosen]
-    mine = (fresh[:, 1] == FALLBACK).nonzero().squeeze(1)
-    theirs = (saved[0][1][:, 1] == FALLBACK).nonzero().squeeze(1) if saved else mine[:0]
-    if mine.numel() != theirs.numel():
-        mine = theirs = mine[:0]
+    fallback = int((fresh[:, 1] == FALLBACK).sum())
+    if any(int((one[:, 1] == FALLBACK).sum()) != fallback for _, one in saved):
+        fallback = 0
     return Placed(
         records=placed_records,
-        sources=torch.cat([theirs + (saved[0][0] if saved else 0), rows[chosen]]),
-        targets=torch.cat([mine, free]),
+        sources=rows[chosen],
+        targets=free,
         in_place=False,
         lost=lost,
+        fallback=fallback,
+        shares=_shares(saved, shard, layout, old_rows) if fallback else (),
     )
+
+
+def _shares(
+    saved: Sequence[tuple[int, Tensor]], shard: Shard, layout: TableLayout, old_rows: int
+) -> tuple[tuple[int, float], ...]:
+    """Of each saved block, its first row and its share of the ids of a row block."""
+    new_rows = layout.num_embeddings
+    common = [
+        min((start + len(one)) * new_rows, shard.row_end * old_rows) - max(start * new_rows, shard.row_start * old_rows)
+        for start, one in saved
+    ]
+    return tuple((start, part / sum(common)) for (start, _), part in zip(saved, common, strict=True))
 
 
 def _mine(records: Tensor, shard: Shard, layout: TableLayout) -> Tensor:

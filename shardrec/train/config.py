@@ -199,6 +199,9 @@ class TrainConfig:
     checkpoint_every: str | None = option(
         None, _OUTPUT, "Save each so many steps, or minutes ('10m'), and when told to end.", metavar="STEPS|MINUTESm"
     )
+    checkpoint_incremental: int = option(
+        0, _OUTPUT, "Most saves in a row that write only rows that have changed; 0: all rows, always.", minimum=0
+    )
     keep_checkpoints: int = option(2, _OUTPUT, "Newest checkpoints to keep.", minimum=1)
 
     def __post_init__(self) -> None:

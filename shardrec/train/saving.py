@@ -74,7 +74,9 @@ class Saver:
         self._progress = progress
         self._id_counts = id_counts
         self._announcer = announcer
-        self._checkpoints = Checkpoints(folder / CHECKPOINTS, keep_last=config.keep_checkpoints)
+        self._checkpoints = Checkpoints(
+            folder / CHECKPOINTS, keep_last=config.keep_checkpoints, incremental=config.checkpoint_incremental
+        )
         self._stop = StopRequest()
         self._pending: PendingSave | None = None
         self._saved_step: int | None = None

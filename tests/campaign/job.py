@@ -16,10 +16,10 @@ __all__ = ["Job"]
 
 _ROOT = Path(__file__).parents[2]
 _FLAGS = (
-    *("--samples", "19200", "--batch-size", "32", "--max-embeddings", "60", "--embedding-dim", "4"),
+    *("--samples", "19200", "--batch-size", "32", "--max-embeddings", "2000", "--embedding-dim", "4"),
     *("--dense-layers", "8", "--over-layers", "8", "--embedding-optimizer", "adam", "--embedding-lr", "0.01"),
     *("--holdout-samples", "512", "--evaluations", "4", "--threads", "1"),
-    *("--checkpoint-every", "10", "--max-restarts", "1000"),
+    *("--checkpoint-every", "10", "--checkpoint-incremental", "3", "--max-restarts", "1000"),
 )
 _MARK = "SHARDREC_CAMPAIGN"
 _POLL_S = 0.005

@@ -7,6 +7,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from shardrec.checkpoint.manifest import read_manifest
+from tests.checkpoint.whole import contents
+
 __all__ = ["differences", "leftovers", "shared_memory"]
 
 _RESULTS = {"checkpoints", "config.yaml", "curve.png", "features.yaml", "metrics.json", "plan.json", "tensorboard"}
@@ -17,8 +22,8 @@ _TIMES = frozenset({"seconds", "samples_per_second"})
 def differences(run: Path, reference: Path) -> list[str]:
     """What differs between two finished runs, times and names of folders aside.
 
-    Weights, optimizer states and random states are compared as the bytes of the last checkpoint's files; options,
-    metrics and the curve as JSON.
+    Weights, optimizer states and random states are compared as the last checkpoints hold them, whichever files these
+    share with earlier ones; options, metrics and the curve as JSON.
     """
     found = [f"{name} is left in the folder" for name in os.listdir(run) if name not in _RESULTS]
     for path in (run / "checkpoints").iterdir():
@@ -30,13 +35,18 @@ def differences(run: Path, reference: Path) -> list[str]:
     last, wanted = max((run / "checkpoints").iterdir()), max((reference / "checkpoints").iterdir())
     if last.name != wanted.name:
         return [*found, f"its last checkpoint is {last.name}, the undisturbed run's {wanted.name}"]
-    ranks, others = (sorted(folder.glob("data-*/*.safetensors")) for folder in (last, wanted))
-    if [path.name for path in ranks] != [path.name for path in others]:
-        return [*found, f"{last.name} has other files than the undisturbed run's"]
-    for mine, theirs in zip(ranks, others, strict=True):
-        if mine.read_bytes() != theirs.read_bytes():
-            found.append(f"{last.name}/{mine.name} differs")
-    return found
+    one, other = read_manifest(last), read_manifest(wanted)
+    if [file.name for file in one.files] != [file.name for file in other.files]:
+        return [*found, f"{last.name} is of other ranks than the undisturbed run's"]
+    if (one.numbers, one.step_counts) != (other.numbers, other.step_counts):
+        found.append(f"{last.name}: counts differ")
+    mine, theirs = contents(last), contents(wanted)
+    names = sorted(mine.keys() | theirs.keys())
+    return found + [
+        f"{last.name}: {name} differs"
+        for name in names
+        if name not in mine or name not in theirs or not torch.equal(mine[name], theirs[name])
+    ]
 
 
 def leftovers(folder: Path, before: set[str]) -> list[str]:

@@ -99,9 +99,10 @@ def copy_over(rng: Random, folder: Path) -> None:
 
 def foreign_file(rng: Random, folder: Path) -> None:
     """A sound file of another checkpoint of the same model."""
-    path = rng.choice(files_of(folder))
-    others = [one for one in files_of(folder.with_name("other")) if one.name == path.name]
-    shutil.copyfile(others[0], path)
+    files = {path.name: path for path in files_of(folder.with_name("other"))}
+    named = [path for path in files_of(folder) if path.name in files]
+    path = rng.choice([path for path in named if path.read_bytes() != files[path.name].read_bytes()])
+    shutil.copyfile(files[path.name], path)
 
 
 def foreign_bytes(rng: Random, folder: Path) -> None:
@@ -150,7 +151,7 @@ def edit_the_manifest(rng: Random, folder: Path) -> None:
             case 4:
                 tensor["shape"] = [1, *tensor["shape"]]
             case _:
-                values["format"] = 3
+                values["format"] = 4
 
     _edit(folder, change, sign=False)
 
@@ -163,7 +164,7 @@ def forge_the_manifest(rng: Random, folder: Path) -> None:
         tensor = values["tensors"][rng.choice(names)]
         part = rng.choice(tensor["parts"])
         file = values["files"][rng.randrange(len(values["files"]))]
-        number = rng.randrange(14)
+        number = rng.randrange(16 if values.get("linked") else 14)
         match number:
             case 0:
                 tensor["parts"].remove(part)
@@ -191,8 +192,14 @@ def forge_the_manifest(rng: Random, folder: Path) -> None:
                 values.pop(rng.choice(sorted(values)))
             case 12:
                 values[rng.choice(["tensors", "files", "extra"])] = rng.choice([None, 5, [1], "x"])
+            case 13:
+                values["format"] = rng.choice([1, 4, 5 - values["format"], None, "2"])
+            case 14:
+                values["linked"] = rng.choice([None, [], values["linked"][1:], values["linked"] + ["x"]])
             case _:
-                values["format"] = rng.choice([1, 3, None, "2"])
+                changed = [part for one in values["tensors"].values() for part in one["parts"] if part[6:]]
+                rows = rng.choice(rng.choice(changed)[6:])
+                rows[rng.randrange(4)] += rng.choice([-(2**40), 2**40, 2**70])
 
     _edit(folder, change, sign=True)
 

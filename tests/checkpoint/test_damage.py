@@ -13,17 +13,21 @@ import torch
 import torch.distributed as dist
 
 from shardrec import CheckpointError, load_checkpoint, save_checkpoint
+from shardrec.checkpoint.manifest import read_manifest
 from tests.checkpoint.damage import DAMAGE
 from tests.checkpoint.models import adam, held, make, train
 from tests.ranks import ranks
 
 
-def save_two(folder: Path) -> None:
+def save_two(folder: Path, incremental: int) -> None:
     model = make("row_wise", "adam")
     optimizer = adam(model)
-    for name in ("good", "other"):
-        train(model, optimizer, 1, seed=1)
-        save_checkpoint(folder / name, model, optimizer, extra={"step": 1})
+    train(model, optimizer, 1, seed=1)
+    for name in ("first", "good", "other"):
+        for table in model.module.bags.tables().values():
+            for values in table.locals.values():
+                values.detach()[0] += 1
+        save_checkpoint(folder / name, model, optimizer, extra={"step": 1}, incremental=incremental)
 
 
 def load_damaged(folder: Path, seeds: range) -> dict[int, tuple[str, str]]:
@@ -59,8 +63,9 @@ def load_damaged(folder: Path, seeds: range) -> dict[int, tuple[str, str]]:
     return found
 
 
-def check(folder: Path, seeds: range) -> None:
-    ranks(3, save_two, folder)
+def check(folder: Path, seeds: range, incremental: int) -> None:
+    ranks(3, save_two, folder, incremental)
+    assert bool(read_manifest(folder / "good").linked) == bool(incremental)
     one, other = ranks(2, load_damaged, folder, seeds, timeout=1200)
     assert one == other  # every rank says the same
     assert len(one) == len(seeds)
@@ -74,14 +79,16 @@ def check(folder: Path, seeds: range) -> None:
             print(f"{kind}: {text}")
 
 
-def test_damage_is_found_before_anything_changes(tmp_path: Path) -> None:
-    check(tmp_path, range(len(DAMAGE) * 3))
+@pytest.mark.parametrize("incremental", [0, 3])
+def test_damage_is_found_before_anything_changes(tmp_path: Path, incremental: int) -> None:
+    check(tmp_path, range(len(DAMAGE) * (2 if incremental else 3)), incremental)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_thousand_damaged_checkpoints(tmp_path: Path) -> None:
-    check(tmp_path, range(10_000, 11_000))
+@pytest.mark.parametrize("incremental", [0, 3])
+def test_a_thousand_damaged_checkpoints(tmp_path: Path, incremental: int) -> None:
+    check(tmp_path, range(10_000, 11_000), incremental)
 
 
 def test_files_beside_a_checkpoint_are_named_and_not_read(tmp_path: Path) -> None:

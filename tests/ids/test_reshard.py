@@ -146,6 +146,57 @@ def test_the_fallback_goes_along(tmp_path: Path) -> None:
     assert not torch.equal(row_of(model, 123), torch.full((DIM,), 0.25))
 
 
+Fallback = dict[tuple[int, int], tuple[int, Tensor, Tensor]]
+"""By first row and first column of a shard: its rows, and the fallback's weights and their sums of squares."""
+
+
+def fallback_on(folder: Path, part: int, batches: Batches, plan: ShardingPlan) -> tuple[Fallback, Fallback]:
+    """On one rank: what is loaded, and what is saved after some steps."""
+
+    def rows() -> Fallback:
+        shards = model._sharded[0].shards
+        return {
+            (one.row_start, one.col_start): (
+                one.rows,
+                shards.weight(one)[:2].clone(),
+                shards.states(one)["sum"][:2].clone(),
+            )
+            for one in shards.shards
+            if one.table == "sparse.goods"
+        }
+
+    options = {"goods": DynamicIds(fallback_rows=2, admit_after=50), "users": DynamicIds()}
+    model = shard(model_of(True, "adagrad", LARGE), plan, dynamic_ids=options)
+    if part:
+        load_checkpoint(folder / f"{part - 1}", model)
+    loaded = rows()
+    for seed, of_step in enumerate(batches):
+        dynamic_step(model, of_step[torch.distributed.get_rank()], seed)
+    save_checkpoint(folder / f"{part}", model)
+    return loaded, rows()
+
+
+@pytest.mark.parametrize("cut", ["row_wise", "row_wise_uneven"])
+def test_the_fallback_is_cut_and_joined(tmp_path: Path, cut: str) -> None:
+    """Each block of 1 -> 2 -> 4 -> 1 ranks has the mean of the fallbacks of the saved blocks that it overlaps."""
+    rng = Random(6)
+    saved: Fallback = {}
+    for part, world_size in enumerate([1, 2, 4, 1]):
+        plan, batches = plan_of(cut, world_size, rng, LARGE), raw_batches(rng, 6, world_size)
+        found = ranks(world_size, fallback_on, tmp_path, part, batches, plan)
+        for start, (count, *mine) in ((key[0], one) for loaded, _ in found for key, one in loaded.items() if saved):
+            shares = {
+                key: max(0, min(start + count, key[0] + theirs[0]) - max(start, key[0]))
+                for key, theirs in saved.items()
+            }
+            assert sum(shares.values()) == count
+            for place, values in enumerate(mine, 1):
+                expected = sum(saved[key][place].double() * share / count for key, share in shares.items())
+                assert torch.equal(values, expected.float())
+        saved = {key: one for _, after in found for key, one in after.items()}
+        assert len({one[1].sum().item() for one in saved.values()}) == len(saved), "blocks learn apart"
+
+
 def test_going_on_is_going_on(tmp_path: Path) -> None:
     """The same evictions and admissions as without the break."""
     options = DynamicIds(admit_after=2, evict="score")

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from shardrec import Checkpoints
+from shardrec.checkpoint.manifest import read_manifest
 from shardrec.errors import ConfigError
 from shardrec.layout import ShardingPlan
 from shardrec.train import RunStopped, TrainConfig, load_config
@@ -96,6 +98,18 @@ def test_a_run_that_is_broken_off_goes_on_as_if_nothing_had_happened(
     assert run(config, cut_after=cut) == list(range(1, cut + 1))
     assert run(config, resume=True) == list(range(cut // 6 * 6 + 1, 49))
     assert differences(tmp_path, undisturbed) == []
+
+
+def test_a_run_goes_on_from_an_incremental_checkpoint(tmp_path: Path) -> None:
+    config = dataclasses.replace(SMALL, max_embeddings=3_000, checkpoint_incremental=3)
+    run(dataclasses.replace(config, checkpoint_incremental=0, out=str(tmp_path / "whole")))
+    config = dataclasses.replace(config, out=str(tmp_path / "parts"))
+    assert run(config, cut_after=19) == list(range(1, 20))
+    for path in Checkpoints(tmp_path / "parts" / "checkpoints").paths().values():
+        assert any(part.changes for one in read_manifest(path).tensors.values() for part in one.parts)
+    assert run(config, resume=True) == list(range(19, 49))
+    # Which tells the options, of which one is another.
+    assert differences(tmp_path / "parts", tmp_path / "whole") == ["metrics.json differs"]
 
 
 def test_sigterm_saves_first(undisturbed: Path, tmp_path: Path) -> None:
