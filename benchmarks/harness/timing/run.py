@@ -62,7 +62,8 @@ def time_steps(
         from shardrec.launch.quiet import quiet_libraries
 
         check_versions()
-        with quiet_libraries(quiet=not debug), FreshProcesses(threads=config.threads or 1) as processes:
+        fresh = FreshProcesses(threads=config.threads or 1, debug=debug)
+        with quiet_libraries(quiet=not debug), fresh as processes:
             return _Run(config, processes, tell, resume=resume).all_rounds()
     nproc = config.nproc or (1 if launched is not None else 2)
     options = {**config.to_mapping(), "nproc": nproc if launched is None else launched[1], "resume": resume}
