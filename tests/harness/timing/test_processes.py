@@ -35,7 +35,7 @@ def look_around(options: Mapping[str, Any], place: Place) -> dict[str, Any]:
         "sum": total.item(),
         "ranks": [place.rank, place.world_size],
         "threads": torch.get_num_threads(),
-        "malloc": {name: value for name, value in os.environ.items() if name.startswith(("MALLOC_", "SHARDREC_"))},
+        "malloc": {name: value for name, value in os.environ.items() if name.startswith(("MALLOC_", "SHARDREC_KEEP"))},
         "pid": os.getpid(),
     }
 
