@@ -60,13 +60,13 @@ class Bags(nn.Module):
 
 def _bags(options: argparse.Namespace) -> Bags:
     """Of the load test in half precision, as tables that are served are; those that train in single."""
-    is_load = options.role.startswith("load")
+    is_load = options.part == "load"
     data_type = DataType[options.dtype.upper()] if is_load else DataType.FP32
     return Bags(options.rows, data_type, _collections(options))
 
 
 def _collections(options: argparse.Namespace) -> int:
-    collections: int = options.collections if options.role.startswith("load") else 1
+    collections: int = options.collections if options.part == "load" else 1
     return collections
 
 
@@ -201,20 +201,18 @@ def trainer(options: argparse.Namespace, world: RpcWorld, number: int) -> dict[s
 def _role(options: dict[str, Any]) -> list[Any]:
     """One process of a part: the first are the trainers, the others the servers. What the trainers found."""
     torch.set_num_threads(1)
-    rank, servers = int(os.environ["RANK"]), options.pop("servers")
-    part, folder = options.pop("part"), options.pop("folder")
-    settings = argparse.Namespace(**options)
-    store = dist.FileStore(f"{folder}/{part}", -1)
+    rank, settings = int(os.environ["RANK"]), argparse.Namespace(**options)
+    store = dist.FileStore(f"{settings.folder}/{settings.part}", -1)
     role, number = ("trainer", rank) if rank < PROCESSES else ("server", rank - PROCESSES)
     if role == "trainer":
         own = dist.PrefixStore("gloo", store)
         dist.init_process_group("gloo", store=own, rank=number, world_size=PROCESSES)
-    world = RpcWorld(store, trainers=PROCESSES, servers=servers, name=f"{role}{number}", threads=16)
+    world = RpcWorld(store, trainers=PROCESSES, servers=settings.servers, name=f"{role}{number}", threads=16)
     if role == "server":
-        serve(settings, world, number, servers)
+        serve(settings, world, number, settings.servers)
         return []
     found: list[Any] = [None] * PROCESSES
-    dist.all_gather_object(found, (client if part == "load" else trainer)(settings, world, number))
+    dist.all_gather_object(found, (client if settings.part == "load" else trainer)(settings, world, number))
     return found
 
 
