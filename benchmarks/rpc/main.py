@@ -8,6 +8,7 @@ it. ``step``: 2 trainers with 2 servers, and the same model sharded over the 2 t
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import tempfile
@@ -211,9 +212,9 @@ def _role(options: dict[str, Any]) -> list[Any]:
     if role == "server":
         serve(settings, world, number, settings.servers)
         return []
-    found: list[Any] = [None] * PROCESSES
-    dist.all_gather_object(found, (client if settings.part == "load" else trainer)(settings, world, number))
-    return found
+    found = (client if settings.part == "load" else trainer)(settings, world, number)
+    store.set(f"found{number}", json.dumps(found))
+    return [json.loads(store.get(f"found{one}")) for one in range(PROCESSES)]
 
 
 def _run(options: argparse.Namespace, part: str, servers: int, folder: str) -> list[Any]:
