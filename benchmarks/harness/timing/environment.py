@@ -26,17 +26,12 @@ MALLOC: Mapping[str, Mapping[str, str]] = {
 malloc is told to take no block from mmap and to give nothing back, for all the sides alike. ``alone``: malloc as it
 comes for all of them, shardrec told to leave it."""
 
-_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 _RECORDED = ("LD_PRELOAD", "GLIBC_TUNABLES", "OMP_", "MKL_", "MALLOC_", "NCCL_", "SHARDREC_")
 
 
 def template_environment(malloc: Mapping[str, str]) -> dict[str, str]:
     """Variables of the process that ranks are forked from: the user's own, without other settings of malloc."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("MALLOC_", "SHARDREC_")) and name not in _RANK_VARIABLES
-    }
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "SHARDREC_"))}
     return {**kept, **ONE_THREAD, "TORCH_CPP_LOG_LEVEL": "ERROR", **malloc}
 
 
