@@ -46,7 +46,7 @@ class RankTemplate:
     """
 
     def __init__(self, modules: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
-        self._server = forkserver.ForkServer()
+        self._server = _Server()
         self._server.set_forkserver_preload([*modules, "shardrec.launch.preloaded"])
         self._environment = environment
 
@@ -91,7 +91,12 @@ class RankTemplate:
 
     def close(self) -> None:
         """End it, and all ranks that were forked from it. A later `start` starts another."""
-        self._server._stop()  # type: ignore[attr-defined]
+        self._server.stop()
+
+
+class _Server(forkserver.ForkServer):
+    def stop(self) -> None:
+        self._stop()  # type: ignore[attr-defined]
 
 
 def end_with_launcher() -> None:
