@@ -1,8 +1,7 @@
 """Processes that are kept from one multi-rank test to the next; `tests.ranks` is what tests use.
 
-They are forked from multiprocessing's fork server, which has imported torch, fbgemm, torchrec and shardrec: four ranks
-start in the time and memory of one. A rank that raised, hung or died is killed and started again for the next call,
-because the state of its connections is unknown.
+They are forked from a `RankTemplate`, which has imported torch, fbgemm, torchrec and shardrec. A rank that raised, hung
+or died is killed and started again for the next call, because the state of its connections is unknown.
 """
 
 from __future__ import annotations
@@ -19,13 +18,12 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING
-from unittest import mock
 
+from shardrec.launch.template import RankTemplate
 from tests.worker import GO, HOST, JOINED, RELEASE, Call, Reply, quiet_environment, serve
 
 if TYPE_CHECKING:
@@ -42,7 +40,6 @@ _GLOO_MARGIN_S = 30.0  # gloo's own limit comes after the pool's, whose report h
 _STOP_S = 10.0
 _STACK_S = 1.0
 
-_ROOT = Path(__file__).resolve().parents[1]
 _PRELOADED = (
     "torch.distributed",
     "torch.distributed.optim",
@@ -152,7 +149,7 @@ class Pool:
 
     def __init__(self, preloaded: Sequence[str] | None = None) -> None:
         self._preloaded = preloaded
-        self._server = forkserver.ForkServer()
+        self._template: RankTemplate | None = None
         self._store: TCPStore | None = None
         self._workers: dict[int, RankProcess] = {}
         self._numbers, self._started = itertools.count(), itertools.count()
@@ -160,13 +157,13 @@ class Pool:
         self._owner = os.getpid()
         atexit.register(self.close)
 
-    def prepare(self) -> None:
+    def prepare(self) -> RankTemplate:
         """Start importing in the background, for a call that is to come."""
-        modules = _usual() if self._preloaded is None else self._preloaded
-        self._server.set_forkserver_preload([*modules, "tests.preloaded"])
-        path = os.pathsep.join([str(_ROOT), *(entry or os.getcwd() for entry in sys.path)])
-        with mock.patch.dict(os.environ, quiet_environment(), PYTHONPATH=path):
-            self._server.ensure_running()
+        if self._template is None:
+            modules = _usual() if self._preloaded is None else self._preloaded
+            self._template = RankTemplate(modules, {**os.environ, **quiet_environment()})
+        self._template.prepare()
+        return self._template
 
     def pids(self) -> list[int]:
         """Process ids of the ranks, in order of rank."""
@@ -221,8 +218,9 @@ class Pool:
             worker.end()
             worker.close()
         self._workers.clear()
-        self._server._stop()  # type: ignore[attr-defined]
-        self._store = None
+        if self._template is not None:
+            self._template.close()
+        self._template = self._store = None
 
     def _workers_for(self, n: int) -> list[RankProcess]:
         if self._store is None:
@@ -239,22 +237,12 @@ class Pool:
         return [self._workers[rank] for rank in range(n)]
 
     def _new_worker(self, port: int) -> RankProcess:
-        self.prepare()
-        start = multiprocessing.get_context("forkserver")
-        mine, theirs = start.Pipe()
+        mine, theirs = multiprocessing.Pipe()
         log, stack = (Path(self._folder.name) / f"{next(self._started)}.{what}" for what in ("log", "stack"))
         log.touch()
         stack.touch()
-        # The context would use the one server that multiprocessing has, but each pool has other imports.
-        own_server = mock.patch.object(forkserver, "connect_to_new_process", self._server.connect_to_new_process)
-        with theirs, own_server:
-            process = start.Process(target=serve, args=(port, theirs, str(log), str(stack)))
-            try:
-                process.start()
-            except (EOFError, ConnectionError) as error:
-                raise RuntimeError(
-                    "the fork server of the test ranks ended while it imported torch and shardrec: its stderr says why"
-                ) from error
+        with theirs:
+            process = self.prepare().start(serve, port, theirs, str(log), str(stack))
         return RankProcess(process=process, channel=mine, log=log, stack=stack)
 
 

@@ -201,7 +201,9 @@ def run_without_shardrec(n: int, program: str, **names: Any) -> None:
         RankErrors: it raised, died or hung on a rank.
     """
     _check(n, 1, ())
-    whole = f"import os\nrank, size = int(os.environ['RANK']), int(os.environ['WORLD_SIZE'])\n{program}"
+    forget = "for name in [name for name in sys.modules if name.split('.')[0] == 'shardrec']: del sys.modules[name]"
+    place = "rank, size = int(os.environ['RANK']), int(os.environ['WORLD_SIZE'])"
+    whole = f"import os, sys\n{forget}  # what starts ranks\n{place}\n{program}"
     # Without the filters of warnings, which name classes of other packages.
     payload = pack((exec, (whole, names), {}, []))
     _run(BARE, n, payload, hosts=1, timeout=100.0, grace=10.0, expect_death=())

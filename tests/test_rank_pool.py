@@ -65,15 +65,6 @@ def test_an_interrupt_ends_the_ranks() -> None:
     assert pool.pids() == []
 
 
-def test_a_fork_server_that_cannot_import_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "fails_to_import.py").write_text("raise RuntimeError('no luck')")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    pool = Pool(["fails_to_import"])
-    with pytest.raises(RuntimeError, match="the fork server of the test ranks ended while it imported"):
-        pool.run(1, b"", hosts=1, timeout=5, grace=5, mortal=frozenset())
-    assert pool.pids() == []
-
-
 def test_a_forked_copy_of_the_session_leaves_the_ranks_alone() -> None:
     before = run_ranks(1, _pid)
     child = os.fork()

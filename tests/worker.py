@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
-import multiprocessing
 import os
 import pickle
 import random
@@ -35,6 +34,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
+
+from shardrec.launch.template import end_with_launcher
 
 __all__ = [
     "GO",
@@ -142,14 +143,13 @@ def serve(port: int, channel: Connection, log: str, stack: str) -> None:
     """
     code = 1
     try:
+        end_with_launcher()
         os.setsid()  # Ctrl-C is for pytest, which then closes the pool
-        multiprocessing.set_start_method(None, force=True)  # the usual one, as in a process that was not forked
         log_fd, stack_fd = (os.open(path, os.O_WRONLY | os.O_APPEND) for path in (log, stack))
         os.dup2(log_fd, 1)
         os.dup2(log_fd, 2)
         faulthandler.enable(stack_fd)
         faulthandler.register(signal.SIGUSR1, stack_fd, all_threads=True)
-        threading.Thread(target=_end_with_pytest, name="end-with-pytest", daemon=True).start()
         _Rank(port).run(channel)
         code = 0
     except BaseException:
@@ -158,14 +158,6 @@ def serve(port: int, channel: Connection, log: str, stack: str) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-
-
-def _end_with_pytest() -> None:
-    """A rank that is busy when pytest is killed does not see its channel close."""
-    pytest = multiprocessing.parent_process()
-    assert pytest is not None, "the pool started this process"
-    pytest.join()
-    os._exit(1)
 
 
 class _Rank:

@@ -11,12 +11,9 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +25,7 @@ from torchrec.modules.embedding_configs import DataType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import shardrec
+from shardrec.launch.run import run_on_ranks
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.rpc import EmbeddingServer, RpcWorld
 from shardrec.rpc.client import Servers
@@ -63,13 +61,13 @@ class Bags(nn.Module):
 
 def _bags(options: argparse.Namespace) -> Bags:
     """Of the load test in half precision, as tables that are served are; those that train in single."""
-    is_load = options.role.startswith("load")
+    is_load = options.part == "load"
     data_type = DataType[options.dtype.upper()] if is_load else DataType.FP32
     return Bags(options.rows, data_type, _collections(options))
 
 
 def _collections(options: argparse.Namespace) -> int:
-    collections: int = options.collections if options.role.startswith("load") else 1
+    collections: int = options.collections if options.part == "load" else 1
     return collections
 
 
@@ -201,36 +199,28 @@ def trainer(options: argparse.Namespace, world: RpcWorld, number: int) -> dict[s
     return found
 
 
-def _role(options: argparse.Namespace) -> None:
+def _role(options: dict[str, Any]) -> list[Any]:
+    """One process of a part: the first are the trainers, the others the servers. What the trainers found."""
     torch.set_num_threads(1)
-    part, name, folder = options.role.split(":")
-    number = int(name[-1])
-    servers = 1 if part == "load" else 2
-    store = dist.FileStore(f"{folder}/{part}", -1)
-    if name.startswith("trainer"):
+    rank, settings = int(os.environ["RANK"]), argparse.Namespace(**options)
+    store = dist.FileStore(f"{settings.folder}/{settings.part}", -1)
+    role, number = ("trainer", rank) if rank < PROCESSES else ("server", rank - PROCESSES)
+    if role == "trainer":
         own = dist.PrefixStore("gloo", store)
         dist.init_process_group("gloo", store=own, rank=number, world_size=PROCESSES)
-    world = RpcWorld(store, trainers=PROCESSES, servers=servers, name=name, threads=16)
-    if name.startswith("server"):
-        serve(options, world, number, servers)
-        return
-    found = client(options, world, number) if part == "load" else trainer(options, world, number)
-    Path(f"{folder}/{part}-{name}.json").write_text(json.dumps(found))
+    world = RpcWorld(store, trainers=PROCESSES, servers=settings.servers, name=f"{role}{number}", threads=16)
+    if role == "server":
+        serve(settings, world, number, settings.servers)
+        return []
+    found = (client if settings.part == "load" else trainer)(settings, world, number)
+    store.set(f"found{number}", json.dumps(found))
+    return [json.loads(store.get(f"found{one}")) for one in range(PROCESSES)]
 
 
 def _run(options: argparse.Namespace, part: str, servers: int, folder: str) -> list[Any]:
-    names = [f"server{n}" for n in range(servers)] + [f"trainer{n}" for n in range(PROCESSES)]
-    here = [sys.executable, "-W", "ignore", os.path.abspath(__file__), *sys.argv[1:]]
-    running = [subprocess.Popen([*here, "--role", f"{part}:{name}:{folder}"]) for name in names]
-    try:
-        for one in reversed(running):
-            if one.wait():
-                raise SystemExit(f"a process of the benchmark ended with {one.returncode}")
-    finally:
-        for one in running:
-            one.kill()
-            one.wait()
-    return [json.loads(Path(f"{folder}/{part}-trainer{n}.json").read_text()) for n in range(PROCESSES)]
+    given = {**vars(options), "part": part, "servers": servers, "folder": folder}
+    found: list[Any] = run_on_ranks(_role, given, nproc=PROCESSES + servers)
+    return found
 
 
 def main() -> None:
@@ -245,11 +235,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0, help="of each way in a round")
     parser.add_argument("--step-batch", type=int, default=512)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--role", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.role:
-        _role(options)
-        return
     with tempfile.TemporaryDirectory() as folder:
         load = _run(options, "load", 1, folder)
         steps = _run(options, "step", 2, folder) if options.steps else []

@@ -18,6 +18,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 import shardrec
 from examples.parameter_server.model import DIM, FEATURES, batch, build
+from shardrec.launch.ranks import Place
+from shardrec.launch.run import on_new_ranks
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.rpc import RpcWorld
 from shardrec.rpc.serve import open_store
@@ -56,54 +58,40 @@ def train(model: shardrec.ShardedModel, trainer: int, steps: int) -> list[float]
     return losses
 
 
-def compare(trainer: int, store: str, steps: int) -> tuple[list[float], list[float]]:
+def compare(place: Place, store: str, steps: int) -> tuple[list[float], list[float]]:
     """On one of two trainers: its losses with servers, and by collectives."""
-    torch.set_num_threads(1)
-    own = dist.PrefixStore("trainers", open_store(store))
-    dist.init_process_group("gloo", store=own, rank=trainer, world_size=2)
-    world = RpcWorld(open_store(store), trainers=2, servers=SERVERS, name=f"trainer{trainer}")
+    world = RpcWorld(open_store(store), trainers=2, servers=SERVERS, name=f"trainer{place.rank}")
     with world.joined():
-        remote = train(shardrec.shard(build(), make_plan(), servers=world.servers), trainer, steps)
+        remote = train(shardrec.shard(build(), make_plan(), servers=world.servers), place.rank, steps)
         dist.barrier()
         world.end()
-    local = train(shardrec.shard(build(), make_plan()), trainer, steps)
-    dist.destroy_process_group()
+    local = train(shardrec.shard(build(), make_plan()), place.rank, steps)
     return remote, local
 
 
 def main(steps: int = STEPS) -> None:
-    """Start all processes, and wait for the trainers."""
-    here = [sys.executable, "-W", "ignore", "-m"]
+    """Start the servers, and train on two ranks."""
     with tempfile.TemporaryDirectory() as folder:
         store, plan = f"file://{folder}/store", Path(folder) / "plan.json"
         make_plan().save(plan)
-        serve = [*here, "shardrec.cli", "serve-embeddings", "examples.parameter_server.model:build"]
-        serve += ["--store", store, "--servers", ",".join(SERVERS), "--trainers", "2", "--plan", str(plan)]
+        serve = [sys.executable, "-W", "ignore", "-m", "shardrec.cli", "serve-embeddings"]
+        serve += ["examples.parameter_server.model:build", "--store", store, "--servers", ",".join(SERVERS)]
+        serve += ["--trainers", "2", "--plan", str(plan)]
         quiet = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}  # what agents say of those that leave before them
-        processes = [subprocess.Popen([*serve, "--rank", str(rank)], env=quiet) for rank in range(len(SERVERS))]
-        own = [*here, "examples.parameter_server.main", store, str(steps)]
-        processes += [subprocess.Popen([*own, str(trainer)], env=quiet) for trainer in range(2)]
+        servers = [subprocess.Popen([*serve, "--rank", str(rank)], env=quiet) for rank in range(len(SERVERS))]
         try:
-            for process in reversed(processes):
-                if process.wait():
-                    raise SystemExit(f"{' '.join(process.args[3:])} ended with {process.returncode}")  # type: ignore[index]
+            remote, local = on_new_ranks(compare, store, steps, nproc=2)
+            if any([server.wait() for server in servers]):
+                raise SystemExit("an embedding server failed")
         finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-
-
-def _trainer(store: str, steps: str, trainer: str) -> None:
-    remote, local = compare(int(trainer), store, int(steps))
-    if trainer == "0":
-        last = max(1, len(remote) // 10)
-        for name, losses in {"with 2 embedding servers": remote, "by collectives": local}.items():
-            print(f"{name:24}  first loss {losses[0]:.6f}, mean of the last {last}: {sum(losses[-last:]) / last:.6f}")
-        print(f"largest difference of a step's loss: {max(abs(a - b) for a, b in zip(remote, local, strict=True)):.2g}")
+            for server in servers:
+                server.kill()
+                server.wait()
+    last = max(1, len(remote) // 10)
+    for name, losses in {"with 2 embedding servers": remote, "by collectives": local}.items():
+        print(f"{name:24}  first loss {losses[0]:.6f}, mean of the last {last}: {sum(losses[-last:]) / last:.6f}")
+    print(f"largest difference of a step's loss: {max(abs(a - b) for a, b in zip(remote, local, strict=True)):.2g}")
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 4:
-        _trainer(*sys.argv[1:])
-    else:
-        main(*map(int, sys.argv[1:]))
+    main(*map(int, sys.argv[1:]))

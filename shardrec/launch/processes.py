@@ -14,19 +14,17 @@ a kill at any time leaves no process, no file and no open port. The launcher imp
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import multiprocessing
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +32,7 @@ from shardrec import errors
 from shardrec.errors import InputError, PeerError, ShardrecError
 from shardrec.launch.quiet import environment_for_torch
 from shardrec.launch.stop import SAME_SIGNAL_S, RunStopped
+from shardrec.launch.template import RankTemplate, end_with_launcher
 
 __all__ = ["LISTENER", "Note", "RankProcesses", "Run", "first_cause"]
 
@@ -48,7 +47,6 @@ _GRACE_S = 5.0
 """How long the other ranks have, after the first failure, to say what they know of it."""
 
 _POLL_S = 0.5
-_PR_SET_PDEATHSIG = 1
 
 _SIGNAL, _STOPPED, _EXIT = "ended by a signal", "stopped", "exit code"
 
@@ -81,13 +79,27 @@ class RankProcesses:
         nproc: ranks to start.
         timeout: seconds for which a rank may be stopped (SIGSTOP) before it is taken for dead and ended.
         debug: keep the ranks' tracebacks, and torch's warnings.
+        limit: seconds that the ranks may run.
+        template: to fork them from; default: each is spawned, and imports for itself.
     """
 
-    def __init__(self, run: Run, options: dict[str, Any], *, nproc: int, timeout: float, debug: bool) -> None:
+    def __init__(
+        self,
+        run: Run,
+        options: dict[str, Any],
+        *,
+        nproc: int,
+        timeout: float,
+        debug: bool,
+        limit: float = float("inf"),
+        template: RankTemplate | None = None,
+    ) -> None:
         self._work = (run, options)
         self._timeout = timeout
         self._debug = debug
-        self._processes: list[SpawnProcess] = []
+        self._limit = limit
+        self._template = template
+        self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
         self._stopped_s = [0.0] * nproc
         self._signalled_at: float | None = None
@@ -123,7 +135,7 @@ class RankProcesses:
         return self._said.get("returned")
 
     def _start(self) -> None:
-        spawn = multiprocessing.get_context("spawn")
+        start = _spawn if self._template is None else self._template.start
         nproc = len(self._stopped_s)
         # A signal that is ignored stays so in new processes: Ctrl-C is for the launcher, which passes it on.
         with (
@@ -132,12 +144,10 @@ class RankProcesses:
             _handling(signal.SIG_IGN, signal.SIGINT),
         ):
             for rank in range(nproc):
-                receiver, sender = spawn.Pipe(duplex=False)
-                birth = _Birth(rank, nproc, os.getpid(), listener.getsockname()[1], listener if rank == 0 else None)
-                process = spawn.Process(target=_rank_main, args=(birth, sender, *self._work), name=f"rank {rank}")
+                receiver, sender = multiprocessing.Pipe(duplex=False)
+                birth = _Birth(rank, nproc, listener.getsockname()[1], listener if rank == 0 else None)
                 with sender:
-                    process.start()
-                self._processes.append(process)
+                    self._processes.append(start(_rank_main, birth, sender, *self._work, name=f"rank {rank}"))
                 self._pipes.append(receiver)
         if self._signalled_at is not None:  # meanwhile, when some had not been started
             self._ask_to_end()
@@ -157,7 +167,8 @@ class RankProcesses:
     def _watch(self) -> None:
         """Until every rank has ended, or one has failed and the others had the time to say what they know of it."""
         running = set(range(len(self._processes)))
-        now, deadline = time.monotonic(), float("inf")
+        now = time.monotonic()
+        deadline = now + self._limit
         while running and now < deadline:
             pipes = [self._pipes[rank] for rank in running if not self._pipes[rank].closed]
             wait([*(self._processes[rank].sentinel for rank in running), *pipes], _POLL_S)
@@ -170,6 +181,9 @@ class RankProcesses:
                 # Of a rank that was killed or stopped the others have nothing to add.
                 is_known = any(note.kind in (_SIGNAL, _STOPPED) for note in self._notes)
                 deadline = min(deadline, now if is_known else now + _GRACE_S)
+        if running and not self._notes:
+            what = f"ranks {', '.join(map(str, sorted(running)))} still ran after {self._limit:g} s, and were ended"
+            self._notes.append(Note(rank=min(running), kind=PeerError.__name__, message=what, time=time.time()))
 
     def _is_over(self, rank: int, seconds: float) -> bool:
         """Whether a rank has ended, or has been stopped for too long; takes what it has said."""
@@ -221,6 +235,12 @@ def _handling(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
             signal.signal(number, old)
 
 
+def _spawn(target: Callable[..., None], *args: Any, name: str) -> BaseProcess:
+    process = multiprocessing.get_context("spawn").Process(target=target, args=args, name=name)
+    process.start()
+    return process
+
+
 def _is_stopped(pid: int | None) -> bool:
     """Whether a process was stopped by a signal."""
     try:
@@ -235,18 +255,17 @@ def _is_stopped(pid: int | None) -> bool:
 
 @dataclass(frozen=True)
 class _Birth:
-    """What a new process is told: which rank it is, whose, and where the store is."""
+    """What a new process is told: which rank it is, and where the store is."""
 
     rank: int
     nproc: int
-    parent: int
     port: int
     listener: socket.socket | None
 
 
 def _rank_main(birth: _Birth, said: Connection, run: Run, options: dict[str, Any]) -> None:
     """What each new process runs: the run, and in the end a word about how it went."""
-    _end_with(birth.parent)
+    end_with_launcher()
     rank = str(birth.rank)
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "MASTER_ADDR": _HOST, "MASTER_PORT": str(birth.port)}
     os.environ |= {"WORLD_SIZE": str(birth.nproc), "LOCAL_WORLD_SIZE": str(birth.nproc)}
@@ -268,14 +287,6 @@ def _rank_main(birth: _Birth, said: Connection, run: Run, options: dict[str, Any
         note = Note(rank=birth.rank, kind=type(error).__name__, message=str(error), time=time.time(), trace=trace)
         said.send(("failed", note))
         raise SystemExit(1) from None
-
-
-def _end_with(parent: int) -> None:
-    """Have the system kill this process when the one that started it has ended, even if this one is stopped then."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it had ended already
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 # -------------------------------------------------------------------------------------------------- what went wrong

@@ -11,6 +11,7 @@ from typing import Any
 from shardrec.errors import ConfigError
 from shardrec.launch.processes import RankProcesses, Run
 from shardrec.launch.quiet import environment_for_torch, quiet_libraries
+from shardrec.launch.template import RankTemplate
 
 __all__ = ["launched_rank", "on_new_ranks", "run_on_ranks"]
 
@@ -51,6 +52,8 @@ def on_new_ranks(
     threads: int | None = 1,
     timeout: float = 300.0,
     debug: bool = False,
+    limit: float = float("inf"),
+    template: RankTemplate | None = None,
 ) -> Any:
     """Call ``work(place, *arguments)`` on ``nproc`` new ranks of this host, in a process group, also if it is one.
 
@@ -62,6 +65,8 @@ def on_new_ranks(
         threads: of each rank; None for an even share of the cores.
         timeout: seconds that a rank waits for the others.
         debug: keep the ranks' tracebacks.
+        limit: seconds that the ranks may run.
+        template: to fork them from, on the CPU; default: each is spawned, and imports for itself.
 
     Returns:
         What ``work`` returned on rank 0; it must be possible to pickle.
@@ -71,7 +76,8 @@ def on_new_ranks(
     """
     options = {"work": work, "arguments": arguments, "device": device, "threads": threads, "timeout": timeout}
     quiet = functools.partial(_run_quietly, _joined_rank, debug)
-    return RankProcesses(quiet, options, nproc=nproc, timeout=timeout, debug=debug).result()
+    ranks = RankProcesses(quiet, options, nproc=nproc, timeout=timeout, debug=debug, limit=limit, template=template)
+    return ranks.result()
 
 
 def launched_rank() -> tuple[int, int] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 import subprocess
 import sys
@@ -19,20 +18,9 @@ from shardrec.cli.ending import ended_by_error
 from shardrec.errors import DataError, InputError
 from shardrec.train import TrainConfig
 from shardrec.train.options import flag
+from tests.cli.command import shell
 
 ROOT = Path(__file__).parents[2]
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    return subprocess.run(
-        [sys.executable, "-m", "shardrec.cli", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-    )
 
 
 def test_help_names_every_option() -> None:
@@ -121,7 +109,7 @@ def test_doctor_tells_when_values_differ(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_wrong_option_is_one_line_and_exit_code_1() -> None:
-    done = run("train", "--batch-size", "0")
+    done = shell("train", "--batch-size", "0")
     assert done.returncode == 1
     assert done.stdout == ""
     assert done.stderr == "shardrec: error: batch_size (--batch-size) is 0: give a whole number, at least 1\n"
@@ -130,7 +118,7 @@ def test_a_wrong_option_is_one_line_and_exit_code_1() -> None:
 def test_an_unknown_key_in_the_file(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("embeding_lr: 0.1\n", encoding="utf-8")
-    done = run("train", str(path))
+    done = shell("train", str(path))
     assert done.returncode == 1
     assert f"{path}:1: there is no option 'embeding_lr', did you mean 'embedding_lr'?" in done.stderr
     assert "The options are data, features" in done.stderr
@@ -138,13 +126,13 @@ def test_an_unknown_key_in_the_file(tmp_path: Path) -> None:
 
 
 def test_debug_keeps_the_traceback() -> None:
-    done = run("train", "--epochs", "0", "--debug")
+    done = shell("train", "--epochs", "0", "--debug")
     assert done.returncode == 1
     assert "Traceback" in done.stderr
 
 
 def test_a_flag_of_the_wrong_type_is_a_usage_error() -> None:
-    assert run("train", "--batch-size", "many").returncode == 2
+    assert shell("train", "--batch-size", "many").returncode == 2
 
 
 class TestEnding:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,22 +17,10 @@ from benchmarks.harness.timing import TimingConfig
 from shardrec.cli import app
 from shardrec.errors import ConfigError, PlanError
 from shardrec.train.options import flag
+from tests.cli.command import shell
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("--tables", "3x40x8", "--batch-size", "16", "--steps", "1", "--threads", "1")
-
-
-def shell(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs the command line in a process of its own."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    return subprocess.run(
-        [sys.executable, "-m", "shardrec.cli", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-    )
 
 
 def test_help_names_every_option() -> None:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.cli.command import Run
+from tests.cli.command import Run, shell
 
 SMALL = ("--max-embeddings", "100", "--embedding-dim", "8", "--batch-size", "64", "--evaluations", "1")
 
@@ -103,19 +100,6 @@ def test_ctrl_c(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(command, "train", interrupted)
     assert run("train") == (130, "", "\nshardrec: stopped\n")
-
-
-def shell(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs the command line in a process of its own."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    return subprocess.run(
-        [sys.executable, "-m", "shardrec.cli", *arguments],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-    )
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,25 @@ import pytest
 from shardrec.errors import ConfigError, DataError, InputError, PeerError
 from shardrec.launch.processes import LISTENER, Note, RankProcesses, first_cause
 from shardrec.launch.stop import RunStopped, StopRequest
+from shardrec.launch.template import RankTemplate
 
 LONG_S = 120.0
 """What no test waits for: it is ended before."""
 
 
-def start(run: Any, options: dict[str, Any] | None = None, *, nproc: int = 2, timeout: float = LONG_S) -> Any:
-    return RankProcesses(run, options or {}, nproc=nproc, timeout=timeout, debug=False).result()
+def start(
+    run: Any, options: dict[str, Any] | None = None, *, nproc: int = 2, timeout: float = LONG_S, **more: Any
+) -> Any:
+    return RankProcesses(run, options or {}, nproc=nproc, timeout=timeout, debug=False, **more).result()
+
+
+@pytest.fixture(params=["spawned", "forked"])
+def template(request: pytest.FixtureRequest) -> Iterator[RankTemplate | None]:
+    if request.param == "spawned":
+        yield None
+        return
+    with RankTemplate(["tests.launch.test_processes"]) as made:
+        yield made
 
 
 @pytest.fixture(autouse=True)
@@ -87,8 +100,8 @@ def large(options: dict[str, Any]) -> bytes:
 # ----------------------------------------------------------------------------------------------------- in the launcher
 
 
-def test_ranks_know_who_they_are_and_meet_on_the_loopback_address() -> None:
-    found = start(describe, {"given": 3})
+def test_ranks_know_who_they_are_and_meet_on_the_loopback_address(template: RankTemplate | None) -> None:
+    found = start(describe, {"given": 3}, template=template)
     assert found == {
         "RANK": "0",
         "WORLD_SIZE": "2",
@@ -110,14 +123,30 @@ def test_an_error_is_raised_as_it_was_on_its_rank() -> None:
         start(fail)
 
 
-def test_a_killed_rank_ends_the_others_at_once() -> None:
+def test_a_killed_rank_ends_the_others_at_once(template: RankTemplate | None) -> None:
     with pytest.raises(PeerError, match="rank 1 was ended by SIGKILL; the system"):
-        start(meet_signal, {"signal": signal.SIGKILL})
+        start(meet_signal, {"signal": signal.SIGKILL}, template=template)
 
 
 def test_a_stopped_rank_ends_as_a_dead_one_after_the_time_limit() -> None:
     with pytest.raises(PeerError, match=r"rank 1 was stopped.*at most 0\.6 s.*--timeout"):
         start(meet_signal, {"signal": signal.SIGSTOP}, timeout=0.6)
+
+
+def test_ranks_that_run_too_long_are_named_and_ended() -> None:
+    with pytest.raises(PeerError, match=r"^ranks 0, 1 still ran after 0\.6 s, and were ended$"):
+        start(meet_signal, {"signal": signal.SIGCONT}, limit=0.6)
+
+
+def test_a_template_that_cannot_import_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    fault = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()"
+    (tmp_path / "starts_a_thread.py").write_text(fault)
+    with (
+        RankTemplate(["starts_a_thread"]) as threaded,
+        pytest.raises(PeerError, match="ranks are forked from ended in its imports: its stderr says why"),
+    ):
+        start(describe, template=threaded)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -132,22 +161,25 @@ def test_a_launcher_that_is_told_to_end_lets_its_ranks_save(number: signal.Signa
 LAUNCHER = """
 import sys
 from shardrec.launch.processes import RankProcesses
+from shardrec.launch.template import RankTemplate
 from tests.launch.test_processes import hold
 
 if __name__ == "__main__":
-    RankProcesses(hold, {"folder": sys.argv[1]}, nproc=2, timeout=1000.0, debug=False).result()
+    template = RankTemplate([]) if sys.argv[2:] else None
+    RankProcesses(hold, {"folder": sys.argv[1]}, nproc=2, timeout=1000.0, debug=False, template=template).result()
 """
 
 
-def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
-    """Also one that is stopped, and nothing is left in the folder for temporary files."""
+@pytest.mark.parametrize("forked", [[], ["forked"]], ids=str)
+def test_ranks_end_with_a_launcher_that_is_killed(forked: list[str], tmp_path: Path) -> None:
+    """Also one that is stopped, and of spawned ones nothing is left in the folder for temporary files."""
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     script = tmp_path / "launcher.py"
     script.write_text(LAUNCHER, encoding="utf-8")
     root = str(Path(__file__).parents[2])
     environment = {**os.environ, "PYTHONPATH": root, "TMPDIR": str(temporary)}
-    launcher = subprocess.Popen([sys.executable, str(script), str(tmp_path)], env=environment, cwd=root)
+    launcher = subprocess.Popen([sys.executable, str(script), str(tmp_path), *forked], env=environment, cwd=root)
     try:
         pids = [_pid(tmp_path / str(rank)) for rank in range(2)]
     finally:
@@ -155,7 +187,7 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
         launcher.wait()
     for pid in pids:
         _wait_for(lambda pid=pid: not _runs(pid))
-    assert list(temporary.iterdir()) == []
+    assert forked or list(temporary.iterdir()) == []
 
 
 def _pid(path: Path) -> int:

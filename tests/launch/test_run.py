@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from shardrec.launch.ranks import Place, joined
 from shardrec.launch.run import on_new_ranks
+from tests.ranks import POOL
 
 
 def summed(place: Place, scale: int) -> tuple[int, int, int, int]:
@@ -19,7 +20,7 @@ def summed(place: Place, scale: int) -> tuple[int, int, int, int]:
 
 
 def test_on_new_ranks() -> None:
-    assert on_new_ranks(summed, 10, nproc=2) == (30, 0, 2, 1)
+    assert on_new_ranks(summed, 10, nproc=2, template=POOL.prepare()) == (30, 0, 2, 1)
 
 
 def test_one_rank_has_a_group_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """A job whose servers are killed at random moments and started again: a trainer, two servers and their supervisor.
 
-``python -m tests.rpc.supervised FOLDER KILLS STEPS`` leaves the number of losses that the trainer saw, and its
-state_dict, in ``FOLDER/result``. The processes are forked from one, so that a server starts in milliseconds.
+`supervise` leaves the number of losses that the trainer saw, and its state_dict, in ``FOLDER/result``, and what the
+processes wrote in ``FOLDER/log``. They are forked from one, so that a server starts in milliseconds.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 import shardrec
 from shardrec.errors import PeerError
+from shardrec.launch.template import end_with_launcher
 from shardrec.rpc import RpcWorld
 from shardrec.rpc.serve import load_server, serve
 from tests.rpc.jobs import make_model, make_plan, train
@@ -88,7 +89,11 @@ def _trainer(folder: Path, steps: int) -> None:
 
 
 def supervise(folder: Path, kills: int, steps: int) -> None:
-    """Start all, kill servers, and wait for the trainer."""
+    """Start all, kill servers, and wait for the trainer. In a process without threads, which ends then."""
+    end_with_launcher()
+    log = os.open(folder / "log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
     rng = Random(kills)
     servers = [_fork(lambda rank=rank: _server(folder, rank)) for rank in range(2)]  # type: ignore[misc]
     trainer = _fork(lambda: _trainer(folder, steps))
@@ -112,7 +117,3 @@ def supervise(folder: Path, kills: int, steps: int) -> None:
     finally:
         for pid in servers:
             os.kill(pid, signal.SIGKILL)
-
-
-if __name__ == "__main__":
-    supervise(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,8 +16,9 @@ import shardrec
 from shardrec.errors import ConfigError, PeerError
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.rpc import EmbeddingServer, RpcWorld
-from tests.ranks import RankDied, ranks
+from tests.ranks import POOL, RankDied, ranks
 from tests.rpc.jobs import batch, in_job, make_model, make_plan, train
+from tests.rpc.supervised import supervise
 
 
 def _server(rank: int) -> EmbeddingServer:
@@ -149,8 +148,11 @@ def test_processes_that_do_not_come_are_named(tmp_path: Path) -> None:
 
 
 def _killed(tmp_path: Path, *, kills: int, steps: int) -> None:
-    program = [sys.executable, "-W", "ignore", "-m", "tests.rpc.supervised", str(tmp_path), str(kills), str(steps)]
-    subprocess.run(program, check=True, timeout=120.0 + 20.0 * kills, cwd=Path(__file__).parents[2])
+    supervisor = POOL.prepare().start(supervise, tmp_path, kills, steps)
+    supervisor.join(120.0 + 20.0 * kills)
+    supervisor.kill()
+    supervisor.join()
+    assert supervisor.exitcode == 0, (tmp_path / "log").read_text()
     lost, found = torch.load(tmp_path / "result")
     assert lost >= 1
     model = shardrec.shard(make_model("adagrad"))

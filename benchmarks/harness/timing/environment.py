@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import shardrec
+from shardrec.launch.template import ONE_THREAD
 
 __all__ = ["MALLOC", "load_average", "machine_record", "template_environment"]
 
@@ -26,22 +26,13 @@ MALLOC: Mapping[str, Mapping[str, str]] = {
 malloc is told to take no block from mmap and to give nothing back, for all the sides alike. ``alone``: malloc as it
 comes for all of them, shardrec told to leave it."""
 
-_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 _RECORDED = ("LD_PRELOAD", "GLIBC_TUNABLES", "OMP_", "MKL_", "MALLOC_", "NCCL_", "SHARDREC_")
 
 
 def template_environment(malloc: Mapping[str, str]) -> dict[str, str]:
     """Variables of the process that ranks are forked from: the user's own, without other settings of malloc."""
-    root = str(Path(shardrec.__file__).parents[1])  # also where shardrec is not installed
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("MALLOC_", "SHARDREC_")) and name not in _RANK_VARIABLES
-    }
-    # One thread while it imports: threads that a library starts would not survive the fork.
-    single = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {**kept, **single, "PYTHONPATH": path, "TORCH_CPP_LOG_LEVEL": "ERROR", **malloc}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "SHARDREC_"))}
+    return {**kept, **ONE_THREAD, "TORCH_CPP_LOG_LEVEL": "ERROR", **malloc}
 
 
 def load_average() -> list[float]:

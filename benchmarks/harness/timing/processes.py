@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import select
-import subprocess
-import sys
-import tempfile
+import importlib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from benchmarks.harness.timing.environment import MALLOC, template_environment
-from shardrec.errors import PeerError, ShardrecError
+from shardrec.errors import ShardrecError
+from shardrec.launch.run import on_new_ranks
+from shardrec.launch.template import RankTemplate
 
 if TYPE_CHECKING:
     from shardrec.launch.ranks import Place
 
 __all__ = ["FreshProcesses", "KeptProcesses", "MeasurementError", "Processes", "serve"]
 
-_START_S = 180.0
-_MARGIN_S = 30.0
+_IMPORTS = (
+    "benchmarks.harness.timing.probe",
+    "benchmarks.harness.timing.rank",
+    "benchmarks.harness.timing.sides.dense",
+    "benchmarks.harness.timing.sides.kernels",
+    "benchmarks.harness.timing.sides.plain",
+    "benchmarks.harness.timing.sides.sharded",
+    "shardrec.modules",
+    "shardrec.planner.torchrec_plan",
+    "torchrec.distributed.model_parallel",
+)
+_COLLECTIVE_S = 120.0
 
 
 class MeasurementError(ShardrecError):
-    """A measurement that failed on its ranks; the message is that of the rank where the trouble began."""
+    """A measurement that failed on a rank that stays."""
 
 
 class Processes(Protocol):
@@ -47,91 +54,53 @@ class Processes(Protocol):
             malloc: a key of :data:`~benchmarks.harness.timing.environment.MALLOC`.
 
         Raises:
-            MeasurementError: if the function raised on any rank.
+            ShardrecError: if the function raised on any rank.
         """
 
 
 class FreshProcesses:
-    """New processes for each task, forked from a template (``template.py``) for each malloc setting.
+    """New processes for each task, forked from a template for each malloc setting.
+
+    A rank starts with the memory allocator in the state in which the imports leave it, the same each time; malloc read
+    its variables when the template started.
 
     Args:
         threads: of each rank.
         timeout: seconds that a task may take.
+        debug: keep the ranks' tracebacks.
     """
 
     read_files = True
 
-    def __init__(self, *, threads: int, timeout: float = 300.0) -> None:
+    def __init__(self, *, threads: int, timeout: float = 300.0, debug: bool = False) -> None:
         self._threads = threads
         self._timeout = timeout
-        self._templates: dict[str, subprocess.Popen[str]] = {}
+        self._debug = debug
+        self._templates: dict[str, RankTemplate] = {}
 
     def __enter__(self) -> FreshProcesses:
         return self
 
     def __exit__(self, *unused: object) -> None:
         for template in self._templates.values():
-            template.kill()
-            template.wait()
+            template.close()
         self._templates.clear()
 
     def run(self, task: str, options: Mapping[str, Any], *, ranks: int, malloc: str) -> Any:
         """See :class:`Processes`."""
-        template = self._template(malloc)
-        with tempfile.TemporaryDirectory(prefix="shardrec-bench-") as scratch:
-            request = {
-                "ranks": ranks,
-                "scratch": scratch,
-                "task": task,
-                "options": options,
-                "threads": self._threads,
-                "timeout": self._timeout,
-            }
-            assert template.stdin is not None, "it was opened as a pipe"
-            try:
-                template.stdin.write(json.dumps(request) + "\n")
-                template.stdin.flush()
-                codes = json.loads(_line(template, self._timeout + _MARGIN_S))
-            except (OSError, ValueError) as error:
-                self._templates.pop(malloc).kill()
-                raise PeerError(f"the process that starts the ranks is gone: {error}; run it with --debug") from error
-            if any(codes):
-                raise _failure(Path(scratch), codes, self._timeout)
-            return json.loads(Path(scratch, "result.json").read_text(encoding="utf-8"))
-
-    def _template(self, malloc: str) -> subprocess.Popen[str]:
         if malloc not in self._templates:
-            template = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.harness.timing.template"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                bufsize=1,
-                env=template_environment(MALLOC[malloc]),
-            )
-            self._templates[malloc] = template
-            if _line(template, _START_S).strip() != "ready":
-                self._templates.pop(malloc).kill()
-                raise PeerError("the process that starts the ranks could not start; its own message is above")
-        return self._templates[malloc]
-
-
-def _line(process: subprocess.Popen[str], seconds: float) -> str:
-    """The next line that a process writes, or "" when it has ended or does not write in time."""
-    assert process.stdout is not None, "it was opened as a pipe"
-    readable, _, _ = select.select([process.stdout], [], [], seconds)
-    return process.stdout.readline() if readable else ""
-
-
-def _failure(scratch: Path, codes: list[int], seconds: float) -> MeasurementError:
-    """What went wrong first."""
-    notes = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(scratch.glob("*.error.json"))]
-    if not notes:
-        ended = ", ".join(f"rank {rank} ended with {code}" for rank, code in enumerate(codes) if code)
-        return MeasurementError(f"{ended} and said nothing, within {seconds:.0f} s")
-    own = [note for note in notes if note["kind"] != PeerError.__name__]
-    first = min(own or notes, key=lambda note: note["at"])
-    return MeasurementError(f"{first['kind']}: {first['message']}")
+            self._templates[malloc] = RankTemplate(_IMPORTS, template_environment(MALLOC[malloc]))
+        return on_new_ranks(
+            _do_task,
+            task,
+            dict(options),
+            nproc=ranks,
+            threads=self._threads,
+            timeout=_COLLECTIVE_S,
+            debug=self._debug,
+            limit=self._timeout,
+            template=self._templates[malloc],
+        )
 
 
 class KeptProcesses:
@@ -176,15 +145,18 @@ def serve(place: Place) -> None:
             _call(task, options, place)
 
 
+def _do_task(place: Place, task: str, options: Mapping[str, Any]) -> Any:
+    module, _, name = task.partition(":")
+    return getattr(importlib.import_module(module), name)(options, place)
+
+
 def _call(task: str, options: Mapping[str, Any], place: Place) -> Any:
     import gc
-    import importlib
 
     import torch
 
-    module, _, name = task.partition(":")
     try:
-        return getattr(importlib.import_module(module), name)(options, place)
+        return _do_task(place, task, options)
     except Exception as error:
         raise MeasurementError(f"{type(error).__name__}: {error}") from error
     finally:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.harness.timing.case import Case, Job
@@ -18,7 +18,7 @@ from benchmarks.harness.timing.matrix import cases_of
 from benchmarks.harness.timing.record import BASE, CaseResult, turn_of
 from benchmarks.harness.timing.report import TimingReport, machine_of, results_done, write_report
 from shardrec.errors import ConfigError, ShardrecError
-from shardrec.launch.run import launched_rank, run_on_ranks
+from shardrec.launch.run import launched_rank, on_new_ranks, run_on_ranks
 
 if TYPE_CHECKING:
     from benchmarks.harness.timing.processes import Processes
@@ -62,50 +62,38 @@ def time_steps(
         from shardrec.launch.quiet import quiet_libraries
 
         check_versions()
-        with quiet_libraries(quiet=not debug), FreshProcesses(threads=config.threads or 1) as processes:
+        fresh = FreshProcesses(threads=config.threads or 1, debug=debug)
+        with quiet_libraries(quiet=not debug), fresh as processes:
             return _Run(config, processes, tell, resume=resume).all_rounds()
     nproc = config.nproc or (1 if launched is not None else 2)
     options = {**config.to_mapping(), "nproc": nproc if launched is None else launched[1], "resume": resume}
-    report: TimingReport | None = run_on_ranks(_on_kept_rank, options, nproc=nproc, debug=debug)
+    report: TimingReport | None
+    if launched is None:
+        device, threads = config.device, config.threads or 1
+        report = on_new_ranks(_on_kept_rank, options, nproc=nproc, device=device, threads=threads, debug=debug)
+    else:
+        report = run_on_ranks(_on_launched_rank, options, nproc=nproc, debug=debug)
     return report
 
 
-def _on_kept_rank(options: dict[str, Any]) -> TimingReport | None:
-    from benchmarks.harness.timing.processes import KeptProcesses, serve
+def _on_launched_rank(options: dict[str, Any]) -> TimingReport | None:
     from shardrec.launch.ranks import joined
 
+    settings = SimpleNamespace(device=options["device"], threads=options["threads"] or 1, seed=options["seed"])
+    with joined(settings, alone=True) as place:
+        return _on_kept_rank(place, options)
+
+
+def _on_kept_rank(place: Place, options: dict[str, Any]) -> TimingReport | None:
+    """In a process group, also of one rank, which TorchRec asks for."""
+    from benchmarks.harness.timing.processes import KeptProcesses, serve
+
     resume = options.pop("resume")
-    config = TimingConfig(**options)
-    with joined(_Ranks(device=config.device, threads=config.threads or 1, seed=config.seed)) as place, _group(place):
-        if not place.is_lead:
-            serve(place)
-            return None
-        with KeptProcesses(place) as processes:
-            return _Run(config, processes, print, resume=resume).all_rounds()
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Ranks:
-    device: str
-    threads: int
-    seed: int
-
-
-@contextlib.contextmanager
-def _group(place: Place) -> Any:
-    """A process group also for one rank, which TorchRec asks for."""
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        yield
-        return
-    with tempfile.TemporaryDirectory(prefix="shardrec-bench-") as folder:
-        backend = "gloo" if place.device.type == "cpu" else "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
-        try:
-            yield
-        finally:
-            dist.destroy_process_group()
+    if not place.is_lead:
+        serve(place)
+        return None
+    with KeptProcesses(place) as processes:
+        return _Run(TimingConfig(**options), processes, print, resume=resume).all_rounds()
 
 
 @dataclass(kw_only=True)

@@ -1,4 +1,4 @@
-"""Imported last by the fork server that the ranks come from: its memory is theirs."""
+"""Imported last by the process that ranks are forked from: its memory is theirs."""
 
 from __future__ import annotations
 

@@ -1,0 +1,125 @@
+"""A process that ranks are forked from, and how a rank that was forked or spawned ends with its launcher.
+
+::
+
+    launcher ── "fork one" ──► template ── fork ──► rank 0 … rank W-1
+             ◄── pid, exit code ──────          ◄── exit ──
+
+The template is a fork server of multiprocessing that has imported what the ranks need: they start in milliseconds,
+share the memory of the imports, and find malloc in the state in which these leave it, each time the same. It has one
+thread and never computes, which is what makes forking it sound; ``preloaded.py`` checks it. Its socket is a file in
+multiprocessing's temporary folder, which a launcher that is killed leaves behind; a spawned rank leaves nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing import forkserver
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from typing import Any, Self
+
+from shardrec.errors import PeerError
+
+__all__ = ["ONE_THREAD", "RankTemplate", "end_with_launcher"]
+
+_PR_SET_PDEATHSIG = 1
+
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+"""While the template imports: threads that a library starts would not survive the fork."""
+
+
+class RankTemplate:
+    """A process to fork ranks from, started when it is first needed. For the CPU: CUDA's state does not survive a fork.
+
+    Not thread-safe.
+
+    Args:
+        modules: that it imports; some that are not there are left out.
+        environment: all of its variables, and the ranks', at first; default: this process's at the start.
+    """
+
+    def __init__(self, modules: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+        self._server = _Server()
+        self._server.set_forkserver_preload([*modules, "shardrec.launch.preloaded"])
+        self._environment = environment
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self.close()
+
+    def prepare(self) -> None:
+        """Start importing in the background."""
+        variables = os.environ if self._environment is None else self._environment
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        with _environment({**variables, **ONE_THREAD, "PYTHONPATH": path}):
+            self._server.ensure_running()
+
+    def start(self, target: Callable[..., None], *args: Any, name: str | None = None) -> BaseProcess:
+        """Fork a rank, which calls ``target(*args)``.
+
+        Args:
+            target: a function of a module.
+            args: that can be pickled; also pipes and sockets.
+            name: of the process.
+
+        Raises:
+            PeerError: the template could not import what it was to.
+        """
+        self.prepare()
+        process = multiprocessing.get_context("forkserver").Process(target=target, args=args, name=name)
+        # The context would use the one server that multiprocessing has, but each template has other imports.
+        connect = forkserver.connect_to_new_process
+        forkserver.connect_to_new_process = self._server.connect_to_new_process
+        try:
+            process.start()
+        except (EOFError, ConnectionError) as error:
+            raise PeerError(
+                "the process that ranks are forked from ended in its imports: its stderr says why"
+            ) from error
+        finally:
+            forkserver.connect_to_new_process = connect
+        return process
+
+    def close(self) -> None:
+        """End it, and all ranks that were forked from it. A later `start` starts another."""
+        self._server.stop()
+
+
+class _Server(forkserver.ForkServer):
+    def stop(self) -> None:
+        self._stop()  # type: ignore[attr-defined]
+
+
+def end_with_launcher() -> None:
+    """In a new rank: have the system kill it when its launcher has ended, also if the rank is stopped then."""
+    if multiprocessing.get_start_method() == "forkserver":
+        # A template ends when nobody holds the other end of this pipe any more, and its ranks with it.
+        os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
+        multiprocessing.set_start_method(None, force=True)  # the usual one, as in a process that was not forked
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    launcher = multiprocessing.parent_process()
+    if launcher is None or wait([launcher.sentinel], 0):  # it had ended already
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Other variables, for a process that is started meanwhile."""
+    before = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
