@@ -129,6 +129,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "process group between ranks": {"transport": "group"},
     "sums inside hosts": {"hosts": 2},
     "bad ids looked up as zeros": {"on_bad_id": "zero"},
+    "dynamic ids": {"dynamic": ["one.t_a", "one.t_b", "two.t_c", "rows.t_d"]},
     "hot rows": {"hot_rows": {"one.t_a": range(5), "one.t_b": [3, 20], "two.t_c": [16], "rows.t_d": range(1, 23, 2)}},
 }
 
@@ -144,6 +145,7 @@ def _make(options: dict[str, Any]) -> Any:
         _plan(dist.get_world_size() // hosts).with_hot_rows(options.get("hot_rows", {})),
         transport=options.get("transport"),
         comms=None if comms is None else shardrec.QuantizedComms(output=comms, gradient=comms),
+        dynamic_ids=dict.fromkeys(options.get("dynamic", []), shardrec.DynamicIds(evict="lru")),
         on_bad_id={} if "on_bad_id" not in options else dict.fromkeys(ROWS, options["on_bad_id"]),
     )
 
@@ -156,6 +158,9 @@ def _batches(options: dict[str, Any], step: int) -> tuple[KeyedJaggedTensor, Key
     rows = _batch(rng, sizes={"d": 5}, weighted=False)
     if "on_bad_id" in options:
         rows.values()[:1] = 99
+    if "dynamic" in options:
+        for values in (bags.values(), rows.values()):
+            values.mul_(2**40 + 7)
     return bags, rows
 
 
@@ -220,7 +225,7 @@ TOGETHER = [
     ("one exchange for several collections",),
     ("a batch size per feature", "BF16 on the wire"),
     ("weights of ids", "bad ids looked up as zeros"),
-    ("learned weights", "INT8 on the wire"),
+    ("learned weights", "INT8 on the wire", "dynamic ids"),
     ("hot rows", "process group between ranks"),
 ]
 """All that are on two ranks, compiled half as often."""
@@ -232,6 +237,7 @@ REFUSED = {
     "learned weights": "the weights of the ids take a gradient, which scripted models do not carry back",
     "BF16 on the wire": "a program that runs without shardrec exchanges fp32",
     "INT8 on the wire": "a program that runs without shardrec exchanges fp32",
+    "dynamic ids": "has dynamic ids and is in training mode",
     "hot rows": "have hot rows, which a portable program does not take",
 }
 

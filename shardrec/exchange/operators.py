@@ -49,7 +49,7 @@ _LIBRARY = torch.library.Library("shardrec", "FRAGMENT")
 _LIBRARY.define(
     "issue_lookup(Tensor anchor, Tensor[] replicas, Tensor values, Tensor? lengths, Tensor? offsets, Tensor? weights, "
     "Tensor? strides, Tensor? inverse, str[] keys, str[] inverse_keys, SymInt stride, int number, bool learned, "
-    "bool gradients, bool scripted) -> (Tensor, Tensor)",
+    "bool gradients, bool? scripted) -> (Tensor, Tensor)",
     tags=torch.Tag.cudagraph_unsafe,
 )
 _LIBRARY.define(
@@ -83,6 +83,17 @@ def _with_autograd(gradients: bool) -> Iterator[None]:
         exclude = exclude.remove(key)
     with torch._C._ForceDispatchKeyGuard(include, exclude), torch.set_grad_enabled(gradients):
         yield
+
+
+@contextmanager
+def _in_mode(module: Caller, training: bool | None) -> Iterator[None]:
+    """Calls made inside are of a module in training mode or not; None: in the mode that it is in."""
+    own = module.training
+    module.training = own if training is None else training
+    try:
+        yield
+    finally:
+        module.training = own
 
 
 class _Issued:
@@ -190,16 +201,23 @@ class Program:
         self.number = next(_NUMBERS)
         _PROGRAMS[self.number] = self
 
-    def issue(self, features: KeyedJaggedTensor, learned: bool, gradients: bool, scripted: bool) -> Tensor:
-        """Queue a call; gives its ticket."""
+    def issue(self, features: KeyedJaggedTensor, learned: bool, gradients: bool, scripted: bool | None) -> Tensor:
+        """Queue a call; gives its ticket.
+
+        Args:
+            features: of the local batch.
+            learned: their weights take a gradient.
+            gradients: there will be a backward.
+            scripted: whether TorchScript, which calls, is in training mode; None if it is not TorchScript.
+        """
         ticket = torch.tensor(next(self._tickets))
         number = int(ticket)
         weights = features.weights_or_none()
-        with _with_autograd(gradients):
+        with _with_autograd(gradients), _in_mode(self._module, scripted):
             if learned and gradients:
                 weights.requires_grad_()
             self._kept[number] = _Issued(
-                self._context.queue.submit(self._module, features, by_operator=True, scripted=scripted),
+                self._context.queue.submit(self._module, features, by_operator=True, scripted=scripted is not None),
                 weights if learned and gradients else None,
                 self._replicas,
             )
@@ -297,7 +315,7 @@ def _features(
 @torch.library.impl(_LIBRARY, "issue_lookup", "CompositeExplicitAutograd")
 def _issue(anchor: Tensor, replicas: Sequence[Tensor], *given: Any) -> tuple[Tensor, Tensor]:
     number, learned, gradients, scripted = given[9:]
-    own = [one if one is None else one.detach() if scripted else one.detach().clone() for one in given[:6]]
+    own = [one if one is None else one.detach().clone() if scripted is None else one.detach() for one in given[:6]]
     ticket = _program(number).issue(_features(own, *given[6:9]), learned, gradients, scripted)
     return anchor.new_zeros(0), ticket
 

@@ -79,6 +79,8 @@ def run_step(context: StepContext, inside: BlockExchange, output: BlockExchange,
 class Caller(Protocol):
     """A sharded module."""
 
+    training: bool
+
     def new_call(self, features: object) -> Call:
         """A call with these features, which it checks and cuts."""
 

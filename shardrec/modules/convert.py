@@ -169,7 +169,8 @@ def shard(
     if plan is None:
         from shardrec.planner import plan as make_plan
 
-        plan = make_plan(model, Topology.of_world(size), device=target, constraints=constraints_of(dynamic_ids or {}))
+        limits = constraints_of(dynamic_ids or {})
+        plan = make_plan(model, Topology.of_world(size), device=target, constraints=limits, dedup=dedup)
     tables, faults = dynamic_tables(model, plan, dynamic_ids or {}, options.replicas)
     agree_on_plan(plan, _plan_faults(plan, model, options, collectives.world_size) or faults, world)
     _check_hot_rows(plan, options, dense)

@@ -51,6 +51,7 @@ class _Live(nn.Module):
 
     def __init__(self, collection: ShardedCollection, results: Callable[[Any], tuple[Tensor, Tensor, Tensor]]) -> None:
         super().__init__()
+        self.train(collection.training)
         replicas = collection.reduced_parameters()
         self.program = Program(collection, collection.context, collection.input.expect, results, replicas)
         self.replicas = list_of(Tensor, replicas)
@@ -88,6 +89,9 @@ class _Live(nn.Module):
             strides = features._stride_per_key_per_rank
         else:
             stride = features.stride()
+        scripted: bool | None = None
+        if torch.jit.is_scripting():
+            scripted = self.training  # of the program; a tracer leaves that to the module
         order, ticket = torch.ops.shardrec.issue_lookup(
             self.anchor,
             self.replicas,
@@ -103,7 +107,7 @@ class _Live(nn.Module):
             self.number,
             learned,
             torch.is_grad_enabled(),
-            torch.jit.is_scripting(),
+            scripted,
         )
         return order, ticket
 

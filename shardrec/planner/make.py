@@ -48,6 +48,7 @@ def plan(
     sample_batches: Iterable[KeyedJaggedTensor] | None = None,
     limits: SolveLimits | None = None,
     device: torch.device | str | None = None,
+    dedup: bool = True,
 ) -> ShardingPlan:
     """Plan where each table of a model's embedding collections goes.
 
@@ -66,6 +67,7 @@ def plan(
         limits: when to stop searching.
         device: where the tables will be, of which the topology's machine says more if it has one; default: where
             :func:`shardrec.shard` puts the model by default.
+        dedup: as :func:`shardrec.shard` will be told: sequence collections send each distinct id of a table once.
 
     Returns:
         The plan; :func:`shardrec.planner.explain`, ``to_html`` and ``to_png`` say what it costs and why it is as it is.
@@ -75,7 +77,7 @@ def plan(
         PlanError: if the tables do not fit; says which, and what would do.
     """
     planner = Planner(
-        _tables_of(model, poolings, sample_batches),
+        _tables_of(model, poolings, sample_batches, dedup),
         topology or _current_topology(),
         batch_size=batch_size,
         constraints=constraints,
@@ -119,6 +121,7 @@ def replan(
     sample_batches: Iterable[KeyedJaggedTensor] | None = None,
     limits: SolveLimits | None = None,
     device: torch.device | str | None = None,
+    dedup: bool = True,
 ) -> ShardingPlan:
     """A better plan for the same ranks that moves few bytes.
 
@@ -136,13 +139,14 @@ def replan(
         sample_batches: batches as one rank gets them.
         limits: when to stop searching.
         device: where the tables will be.
+        dedup: as :func:`shardrec.shard` will be told.
 
     Returns:
         The plan, whose bound is that of planning anew.
     """
     from shardrec.planner.replanning import replan_tables
 
-    tables = _tables_of(model, poolings, sample_batches)
+    tables = _tables_of(model, poolings, sample_batches, dedup)
     old_plan.check_tables({name: (load.num_embeddings, load.embedding_dim) for name, load in tables.items()})
     planner = Planner(
         tables,
@@ -298,12 +302,15 @@ def _with_lacking(problem: Problem, lacking: Floats) -> Problem:
 
 
 def _tables_of(
-    model: nn.Module, poolings: Mapping[str, float] | None, sample_batches: Iterable[KeyedJaggedTensor] | None
+    model: nn.Module,
+    poolings: Mapping[str, float] | None,
+    sample_batches: Iterable[KeyedJaggedTensor] | None,
+    dedup: bool,
 ) -> dict[str, TableLoad]:
     from shardrec.planner.tables import sampled_features, table_loads
 
     sampled = None if sample_batches is None else sampled_features(sample_batches)
-    tables = table_loads(model, poolings=poolings, sampled=sampled)
+    tables = table_loads(model, poolings=poolings, sampled=sampled, dedup=dedup)
     if not tables:
         raise ConfigError(
             f"{type(model).__name__} holds no torchrec embedding collection to plan; was it sharded already?"

@@ -40,6 +40,7 @@ def table_loads(
     *,
     poolings: Mapping[str, float] | None = None,
     sampled: Mapping[str, Sampled] | None = None,
+    dedup: bool = True,
 ) -> dict[str, TableLoad]:
     """What the planner knows of each table of a model's collections.
 
@@ -47,6 +48,7 @@ def table_loads(
         model: holds unsharded collections.
         poolings: ids of a sample, by feature or by table name; default: 1.
         sampled: what sample batches said, by feature; ``poolings`` goes over it.
+        dedup: sequence collections send each distinct id of a table once per batch.
 
     Raises:
         ConfigError: for a pooling of no feature and no table.
@@ -86,6 +88,7 @@ def table_loads(
                 histogram=Histogram.of_ids(np.concatenate(ids), config.num_embeddings) if ids else None,
                 frequencies=Frequencies.of_ids(np.concatenate(ids), config.num_embeddings) if ids else None,
                 pooled=pooled,
+                dedup=dedup,
                 weight_bytes=_weight_bytes(config),
                 state_bytes=0 if rowwise else 4 * states,
                 row_state_bytes=4 if rowwise else 0,

@@ -103,7 +103,8 @@ def shard_over_servers(
     if plan is None:
         from shardrec.planner import plan as make_plan
 
-        plan = make_plan(model, Topology.of_world(len(servers)), device="cpu")  # where servers have their tables
+        # Servers have their tables on the CPU.
+        plan = make_plan(model, Topology.of_world(len(servers)), device="cpu", dedup=dedup)
     collections = collections_of(model)
     collectives = RemoteCollectives(trainers, servers, staleness=staleness)
     context = ModelContext(collectives, device)

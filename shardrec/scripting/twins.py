@@ -218,11 +218,6 @@ def _ask(module: Any) -> Any:
         for kind, portable in twins().items():
             if isinstance(module, kind):
                 return portable(module)
-    if getattr(module, "id_maps", None) is not None:
-        raise ScriptError(
-            f"{type(module).__name__} has dynamic ids, which a program scripted with portable=False would learn in "
-            "evaluation, too; script it with portable=True, which freezes them, or use torch.compile"
-        )
     return module.scripted_twin()
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given
+from torch import Tensor
 
 import shardrec
 from shardrec import native, shard
@@ -17,9 +18,8 @@ from shardrec.errors import ConfigError
 from shardrec.ids import DynamicIds
 from shardrec.ids.frozen import FrozenMaps
 from shardrec.layout import Topology
-from shardrec.scripting import ScriptError
 from shardrec.serve import load_package, package, quantize
-from tests.ids.oracle import DIM, ROWS, dynamic_step, kjt, model_of, raw_batches
+from tests.ids.oracle import DIM, ROWS, Batches, dynamic_step, kjt, model_of, raw_batches
 from tests.plans import cut_plan, randoms
 from tests.ranks import ranks
 
@@ -109,10 +109,44 @@ def test_as_the_live_maps(rng: Random) -> None:
         assert rows.tolist() == expected.clamp(min=0).tolist()
 
 
+def in_both_modes(run: Any, model: Any, batches: Batches) -> list[Tensor]:
+    """Outputs in training and, each third step, in evaluation; then the weights and the records of the maps."""
+    found = []
+    for step, of_step in enumerate(batches):
+        bags = of_step[torch.distributed.get_rank()]
+        run.train(step % 3 != 2)
+        if run.training:
+            found.append(dynamic_step(run, bags, step))
+        else:
+            with torch.no_grad():
+                found.append(run(kjt(bags)))
+    (collection,) = model._sharded
+    return [*found, *model.parameters(), *(one.records for one in collection.id_maps.maps.values())]
+
+
+@pytest.mark.parametrize(("pooled", "dedup"), [(True, False), (False, True), (False, False)])
+def test_a_live_program_learns_in_its_own_training_mode(pooled: bool, dedup: bool) -> None:
+    """As the eager model does, to the bit, whatever mode that is in."""
+
+    def run() -> None:
+        rng = Random(1)
+        options = {"users": DynamicIds(evict="lru"), "goods": DynamicIds(admit_after=2, fallback_rows=2)}
+        plan = cut_plan("row_wise", rng, SIZES, Topology(ranks_per_host=2))
+        eager, model = (shard(model_of(pooled, "adagrad"), plan, dynamic_ids=options, dedup=dedup) for _ in range(2))
+        batches = raw_batches(rng, 9, 2)
+        expected = in_both_modes(eager, eager, batches)
+        scripted = shardrec.script(model.eval(), portable=False)
+        assert not scripted.training
+        torch.testing.assert_close(in_both_modes(scripted, model, batches), expected, rtol=0, atol=0)
+        assert not model.training
+        assert model.id_stats() == eager.id_stats()
+        assert eager.id_stats()["sparse.users"]["evictions"]
+
+    ranks(2, run)
+
+
 def test_what_a_program_cannot_do() -> None:
     model = trained("table_wise", 1, True)
-    with pytest.raises(ScriptError, match="script it with portable=True"):
-        shardrec.script(model, portable=False)
     with pytest.raises(ConfigError, match=r"call eval\(\)"):
         shardrec.script(model.train())
     plan = cut_plan("table_wise", Random(0), SIZES, Topology())

@@ -86,6 +86,28 @@ def test_auto_is_never_worse_and_says_what_it_costs() -> None:
         assert ("hot rows" in auto.report.tables[0].cut) == gains
 
 
+def test_sequences_that_send_all_ids_gain_by_hot_rows() -> None:
+    """They save a row for each id. The price is that of what is sent: rows for all ids, or for distinct ones."""
+    distinct = zipf_table(pooled=False)
+    every = replace(distinct, dedup=False)
+    limit = Constraint(cuts=("row_wise",), hot_rows="auto")
+    plans = {
+        table.dedup: plan_tables({"t": table}, TWO, constraints={"t": limit}, batch_size=BATCH)
+        for table in (distinct, every)
+    }
+    assert plans[False].by_name["t"].hot_rows and not plans[True].by_name["t"].hot_rows
+    model = CostModel(profile=Profile.of_machine(preset("cpu")), topology=TWO, batch_size=BATCH)
+    whole = {"rows": ROWS, "cols": 64, "share": 1.0}
+    sent = [model.shard(table, **whole).times[2] for table in (distinct, every)]
+    assert sent[1] / sent[0] == pytest.approx(8 * BATCH / distinct.distinct(8 * BATCH))
+    assert every.frequencies is not None
+    hot_rows = every.frequencies.hottest(64)
+    share = float(every.frequencies.share_of(hot_rows).sum())
+    others, copies = apart(every, hot_rows, 8.0 * BATCH)
+    assert copies.ids_per_sample == pytest.approx(8 * share)
+    assert model.shard(others, **whole).times[2] == pytest.approx((1 - share) * sent[1])
+
+
 @pytest.mark.parametrize("dear", ["cut_id_ns", "pooled_byte_ns", "replica_byte_ns", "reduce_byte_ns", "shard_us"])
 def test_auto_goes_by_what_hot_rows_cost(dear: str) -> None:
     """Ids told apart, sums added, a dense gradient, its all-reduce, a lookup: where one is dear, there are none."""

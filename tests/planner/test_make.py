@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.errors import ConfigError
@@ -81,6 +82,25 @@ def test_shard_plans_for_itself() -> None:
         assert model.plan.world_size == 2
         features = random_bags(Random(0), feature_rows(CONFIGS), 3).kjt()
         assert model(torch.randn(3, 3), features).shape == (3,)
+
+    ranks(2, rank_main)
+
+
+def test_sequences_are_priced_as_they_are_sharded() -> None:
+    config = EmbeddingConfig(name="t", num_embeddings=9, embedding_dim=8, feature_names=["f"])
+
+    def cost(given: ShardingPlan) -> float:
+        assert given.report is not None
+        return given.report.cost_ms
+
+    def rank_main() -> None:
+        model = EmbeddingCollection(tables=[config])
+        topology = Topology.of_world(2)
+        distinct, every = (plan(model, topology, dedup=dedup) for dedup in (True, False))
+        assert cost(distinct) < cost(every)  # 4,096 ids of 9 rows
+        assert cost(replan(every, model, max_moved_bytes=0, dedup=False)) == cost(every)
+        for dedup, expected in ((True, distinct), (False, every)):
+            assert cost(shard(EmbeddingCollection(tables=[config]), dedup=dedup).plan) == cost(expected)
 
     ranks(2, rank_main)
 

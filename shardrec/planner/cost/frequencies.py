@@ -70,7 +70,7 @@ def apart(table: TableLoad, hot_rows: Sequence[int], ids: float) -> tuple[TableL
 
     Returns:
         The table that the other ids are looked up in, and the hot rows as a table, which is looked up for each of their
-        ids; where rows are not summed, for each distinct one.
+        ids; where distinct ids are sent, for each of these.
     """
     if table.frequencies is not None:
         shares = table.frequencies.share_of(hot_rows)
@@ -94,7 +94,7 @@ def apart(table: TableLoad, hot_rows: Sequence[int], ids: float) -> tuple[TableL
         histogram=histogram,
         frequencies=frequencies,
     )
-    asked = share if table.pooled else hit / max(ids, 1e-9)
+    asked = hit / max(ids, 1e-9) if table.sends_distinct_ids else share
     copies = replace(
         table,
         num_embeddings=len(hot_rows),

@@ -253,9 +253,9 @@ class CostModel:
         return others, parted + self.replicated(copies, bags)
 
     def _sent_ids(self, table: TableLoad) -> float:
-        """Ids that one rank sends for a table: sequence tables send each distinct id once."""
+        """Ids that one rank sends for a table: all, or each distinct one once."""
         ids = self.batch_size * table.ids_per_sample
-        return ids if table.pooled else table.distinct(ids)
+        return table.distinct(ids) if table.sends_distinct_ids else ids
 
     def _rows(self, table: TableLoad, rows: int, cols: int, ids: float, share: float) -> tuple[float, float, float]:
         """Bytes of rows that come from memory, and from a cache; and ns of the update, besides its bytes."""

@@ -41,6 +41,7 @@ class TableLoad:
         histogram: which rows the ids hit; default: all alike.
         frequencies: how often sampled ids hit each row, by which hot rows are chosen.
         pooled: a sum per bag; else a row per id.
+        dedup: of a row per id, each distinct id of a batch is sent once.
         weight_bytes: bytes of a weight.
         state_bytes: bytes of optimizer state per weight.
         row_state_bytes: bytes of optimizer state per row.
@@ -55,6 +56,7 @@ class TableLoad:
     histogram: Histogram | None = None
     frequencies: Frequencies | None = None
     pooled: bool = True
+    dedup: bool = True
     weight_bytes: int = 4
     state_bytes: int = 0
     row_state_bytes: int = 0
@@ -86,6 +88,11 @@ class TableLoad:
     def ids_per_sample(self) -> float:
         """Ids of a sample over all features."""
         return sum(self.poolings)
+
+    @property
+    def sends_distinct_ids(self) -> bool:
+        """Whether an id that comes again in a rank's batch is not sent again."""
+        return self.dedup and not self.pooled
 
     def share(self, start: int, end: int) -> float:
         """The part of the table's ids that are in rows ``[start, end)``."""
