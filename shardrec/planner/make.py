@@ -76,14 +76,9 @@ def plan(
         ConfigError: if the model has no collection, or a constraint is for an unknown table or cannot be met.
         PlanError: if the tables do not fit; says which, and what would do.
     """
-    planner = Planner(
-        _tables_of(model, poolings, sample_batches, dedup),
-        topology or _current_topology(),
-        batch_size=batch_size,
-        constraints=constraints,
-        profile=profile,
-        device=_device_type(model, device),
-    )
+    tables, kind = _tables_of(model, poolings, sample_batches, dedup), _device_type(model, device)
+    ranks = topology or _current_topology()
+    planner = Planner(tables, ranks, batch_size=batch_size, constraints=constraints, profile=profile, device=kind)
     return planner.plan(limits)
 
 
@@ -146,16 +141,10 @@ def replan(
     """
     from shardrec.planner.replanning import replan_tables
 
-    tables = _tables_of(model, poolings, sample_batches, dedup)
+    tables, kind = _tables_of(model, poolings, sample_batches, dedup), _device_type(model, device)
     old_plan.check_tables({name: (load.num_embeddings, load.embedding_dim) for name, load in tables.items()})
-    planner = Planner(
-        tables,
-        old_plan.topology,
-        batch_size=batch_size,
-        constraints=constraints,
-        profile=profile,
-        device=_device_type(model, device),
-    )
+    ranks = old_plan.topology
+    planner = Planner(tables, ranks, batch_size=batch_size, constraints=constraints, profile=profile, device=kind)
     return replan_tables(planner, old_plan, max_moved_bytes=max_moved_bytes, limits=limits)
 
 
@@ -265,7 +254,7 @@ class Planner:
     ) -> ShardingPlan:
         """A plan with its report: priced as it is laid out."""
         ranks, per_table = priced_plan(self.model, self.tables, bare)
-        cost = max(each.ms for each in ranks)
+        cost, labels, others = max(each.ms for each in ranks), labels or {}, others or {}
         report = PlanReport(
             batch_size=self.model.batch_size,
             profile=self.profile.name,
@@ -282,11 +271,11 @@ class Planner:
             tables=tuple(
                 TableReport(
                     name=layout.name,
-                    cut=(labels or {}).get(layout.name, layout.cut),
+                    cut=labels.get(layout.name, layout.cut),
                     ms=per_table[layout.name].ms,
                     bytes=per_table[layout.name].bytes,
-                    next_cut=(others or {}).get(layout.name, ("", ""))[0],
-                    reason=(others or {}).get(layout.name, ("", "kept as it was"))[1],
+                    next_cut=others.get(layout.name, ("", ""))[0],
+                    reason=others.get(layout.name, ("", "kept as it was"))[1],
                 )
                 for layout in bare.tables
             ),
@@ -302,14 +291,11 @@ def _with_lacking(problem: Problem, lacking: Floats) -> Problem:
 
 
 def _tables_of(
-    model: nn.Module,
-    poolings: Mapping[str, float] | None,
-    sample_batches: Iterable[KeyedJaggedTensor] | None,
-    dedup: bool,
+    model: nn.Module, poolings: Mapping[str, float] | None, batches: Iterable[KeyedJaggedTensor] | None, dedup: bool
 ) -> dict[str, TableLoad]:
     from shardrec.planner.tables import sampled_features, table_loads
 
-    sampled = None if sample_batches is None else sampled_features(sample_batches)
+    sampled = None if batches is None else sampled_features(batches)
     tables = table_loads(model, poolings=poolings, sampled=sampled, dedup=dedup)
     if not tables:
         raise ConfigError(

@@ -152,19 +152,13 @@ def _metadata(shard: Shard, device: str, ranks_per_host: int) -> Any:
 
 
 def _shards(name: str, spec: Any) -> list[Shard]:
-    return [
-        Shard(
-            table=name,
-            row_start=each.shard_offsets[0],
-            row_end=each.shard_offsets[0] + each.shard_sizes[0],
-            col_start=each.shard_offsets[1],
-            col_end=each.shard_offsets[1] + each.shard_sizes[1],
-            rank=each.placement.rank(),
-        )
-        for each in spec.shards
-        # TorchRec gives a rank without rows a shard of none.
-        if each.shard_sizes[0] and each.shard_sizes[1]
-    ]
+    found = []
+    for each in spec.shards:
+        (top, left), (rows, cols) = each.shard_offsets, each.shard_sizes
+        if rows and cols:  # TorchRec gives a rank without rows a shard of none
+            rectangle = {"row_start": top, "row_end": top + rows, "col_start": left, "col_end": left + cols}
+            found.append(Shard(table=name, rank=each.placement.rank(), **rectangle))
+    return found
 
 
 def _in_torchrec_order(layout: TableLayout) -> list[Shard]:
