@@ -15,8 +15,9 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <array>
 #include <bit>
+#include <cstddef>
+#include <cstdint>
 #include <limits>
 #include <tuple>
 #include <vector>
@@ -65,23 +66,33 @@ class Map {
 
   int64_t size() const { return size_; }
   Record& at(int64_t row) { return records_[row]; }
-  uint64_t bucket_of(uint64_t hash) const { return hash & mask_; }
   void prefetch_bucket(uint64_t hash) const { __builtin_prefetch(buckets_ + (hash & mask_)); }
   void prefetch_record(int64_t row) const {
-    if (row < 0) return;
-    __builtin_prefetch(records_ + row, 1);
-    __builtin_prefetch(&records_[row].last, 1);  // a quarter of the records lie in two cache lines
+    // As a number, for -1 has no record; nothing is read there.
+    const uintptr_t record = reinterpret_cast<uintptr_t>(records_) + uint64_t(row) * sizeof(Record);
+    __builtin_prefetch(reinterpret_cast<const void*>(record), 1);
+    // A quarter of the records lie in two cache lines.
+    __builtin_prefetch(reinterpret_cast<const void*>(record + offsetof(Record, last)), 1);
   }
 
-  // The first row whose id has this hash's tag, or -1; from the bucket `place` on, which becomes the next.
+  // The first row whose id has this hash's tag, or -1; from the bucket `place` on, which becomes the row's.
   int64_t probe(uint64_t hash, uint64_t& place) const {
     for (uint64_t left = mask_ + 1; left > 0; --left) {
       const uint32_t bucket = buckets_[place];
+      const uint32_t row = bucket ^ tag_of(hash);  // plus 1, if the tag is this one
+      if (row <= uint32_t(size_)) return int64_t(row) - 1;
       if (bucket == 0) return -1;
+      TORCH_CHECK(row >> row_bits_ != 0, "shardrec: a bucket has row ", row - 1, " of ", size_);
       place = (place + 1) & mask_;
-      if ((bucket ^ tag_of(hash)) >> row_bits_ == 0) return row_of(bucket);
     }
     TORCH_CHECK(false, "shardrec: the buckets of an id map are full");
+  }
+
+  // The same from the home bucket on, which most ids are in.
+  int64_t probe(uint64_t hash) const {
+    uint64_t place = hash & mask_;
+    const uint32_t row = buckets_[place] ^ tag_of(hash);
+    return row <= uint32_t(size_) ? int64_t(row) - 1 : probe(hash, place);
   }
 
   // The row of an id, or -1.
@@ -90,6 +101,7 @@ class Map {
     for (uint64_t left = mask_ + 1; left > 0; --left) {
       const int64_t row = probe(hash, place);
       if (row < 0 || records_[row].id == id) return row;
+      place = (place + 1) & mask_;
     }
     return -1;
   }
@@ -229,39 +241,26 @@ class FirstSeen {
   std::vector<int32_t> numbers_;
 };
 
+// Calls hit(place, row) for each id; a block of them at a time, as one waits for memory while the others do.
 template <class Hit>
-void find_all(Map& map, const int64_t* ids, int64_t count, const Hit& hit) {
-  // A pipeline of three stages, a block of ids apart: fetch the buckets, fetch the records, compare.
-  constexpr int64_t kBlock = 32, kStages = 3;
-  std::array<std::array<uint64_t, kBlock>, kStages> hashes;
-  std::array<std::array<int64_t, kBlock>, kStages> rows;
-  const int64_t blocks = (count + kBlock - 1) / kBlock;
-  for (int64_t block = 0; block < blocks + kStages - 1; ++block) {
-    if (block >= 2) {
-      const int64_t* const id = ids + (block - 2) * kBlock;
-      const int64_t length = std::min(kBlock, count - (block - 2) * kBlock);
-      const auto& hash = hashes[(block - 2) % kStages];
-      const auto& row = rows[(block - 2) % kStages];
-      for (int64_t i = 0; i < length; ++i) hit(id - ids + i, map.find_from(row[i], id[i], hash[i]));
+void find_all(const Map& given, const int64_t* ids, int64_t count, const Hit& hit) {
+  constexpr int64_t kBlock = 128;
+  const Map map = given;  // nobody else writes to it, so that it stays in registers
+  uint64_t hash[kBlock];
+  int32_t rows[kBlock];
+  for (int64_t start = 0; start < count; start += kBlock) {
+    const int64_t length = std::min(kBlock, count - start);
+    const int64_t* const id = ids + start;
+    for (int64_t i = 0; i < length; ++i) {
+      hash[i] = mixed(id[i]);
+      map.prefetch_bucket(hash[i]);
     }
-    if (block >= 1 && block <= blocks) {
-      const int64_t length = std::min(kBlock, count - (block - 1) * kBlock);
-      const auto& hash = hashes[(block - 1) % kStages];
-      auto& row = rows[(block - 1) % kStages];
-      for (int64_t i = 0; i < length; ++i) {
-        uint64_t place = map.bucket_of(hash[i]);
-        row[i] = map.probe(hash[i], place);
-        map.prefetch_record(row[i]);
-      }
+    for (int64_t i = 0; i < length; ++i) {
+      const int64_t row = map.probe(hash[i]);
+      map.prefetch_record(row);
+      rows[i] = int32_t(row);
     }
-    if (block < blocks) {
-      const int64_t length = std::min(kBlock, count - block * kBlock);
-      auto& hash = hashes[block % kStages];
-      for (int64_t i = 0; i < length; ++i) {
-        hash[i] = mixed(ids[block * kBlock + i]);
-        map.prefetch_bucket(hash[i]);
-      }
-    }
+    for (int64_t i = 0; i < length; ++i) hit(start + i, map.find_from(rows[i], id[i], hash[i]));
   }
 }
 
