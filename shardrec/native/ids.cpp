@@ -79,10 +79,10 @@ class Map {
   int64_t probe(uint64_t hash, uint64_t& place) const {
     for (uint64_t left = mask_ + 1; left > 0; --left) {
       const uint32_t bucket = buckets_[place];
-      const uint32_t row = bucket ^ tag_of(hash);  // plus 1, if the tag is this one
-      if (row <= uint32_t(size_)) return int64_t(row) - 1;
+      const uint32_t row = (bucket ^ tag_of(hash)) - 1;  // if the tag is this one
+      if (row < uint32_t(size_)) return row;
       if (bucket == 0) return -1;
-      TORCH_CHECK(row >> row_bits_ != 0, "shardrec: a bucket has row ", row - 1, " of ", size_);
+      TORCH_CHECK((row + 1) >> row_bits_ != 0, "shardrec: a bucket has row ", int32_t(row), " of ", size_);
       place = (place + 1) & mask_;
     }
     TORCH_CHECK(false, "shardrec: the buckets of an id map are full");
@@ -91,8 +91,8 @@ class Map {
   // The same from the home bucket on, which most ids are in.
   int64_t probe(uint64_t hash) const {
     uint64_t place = hash & mask_;
-    const uint32_t row = buckets_[place] ^ tag_of(hash);
-    return row <= uint32_t(size_) ? int64_t(row) - 1 : probe(hash, place);
+    const uint32_t row = (buckets_[place] ^ tag_of(hash)) - 1;
+    return row < uint32_t(size_) ? row : probe(hash, place);
   }
 
   // The row of an id, or -1.
