@@ -231,6 +231,11 @@ class TrainConfig:
                 for name in ("features", "valid", "test", "shuffle")
                 if getattr(self, name) is not None
             ]
+        if self.out is not None and "://" in self.out:
+            faults.append(
+                f"out (--out) is {self.out!r}: results and checkpoints go to a folder of a file system that is mounted "
+                "here; give one, and copy the results afterwards"
+            )
         if self.loss != "bce" and self.features is None:
             faults.append(
                 f"loss (--loss) is {self.loss!r}, which ranks the rows of a group, and no features (--features) name "

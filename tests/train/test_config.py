@@ -134,6 +134,12 @@ def test_effective_config_reads_back_equal(
     assert load_config(path) == config == TrainConfig(**config.to_mapping())
 
 
+def test_results_do_not_go_to_a_url() -> None:
+    """Of which pathlib would make a folder ``s3:`` here."""
+    with pytest.raises(ConfigError, match=r"out \(--out\) is 's3://box/run': results and checkpoints go to a folder"):
+        TrainConfig(out="s3://box/run")
+
+
 def test_every_option_has_a_help_line() -> None:
     for field in dataclasses.fields(TrainConfig):
         assert rule_of(field).help[0].isupper(), field.name
