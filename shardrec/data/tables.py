@@ -83,8 +83,10 @@ def check_file(path: str, spec: FeatureSpec) -> None:
             if remedy:
                 faults.append(f"column {name!r} has type {found.field(name).type}: {remedy}")
     if faults:
-        shown = ", ".join(names[:50]) + (", ..." if len(names) > 50 else "")
-        raise DataError(f"data file {path} (columns {shown}): " + "; ".join(faults))
+        shown = f" (columns {', '.join(names[:50])}{', ...' * (len(names) > 50)})" * (
+            not set(spec.sources) <= set(names)
+        )
+        raise DataError(f"data file {path}{shown}: " + "; ".join(faults))
 
 
 def read_blocks(path: str, spec: FeatureSpec) -> Iterator[TableBlock]:

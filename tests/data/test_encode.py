@@ -283,7 +283,7 @@ def test_what_a_file_lacks_is_told_before_it_is_read(tmp_path: Path) -> None:
     assert "column 'id' has type struct<k: int64>: write ids as texts or numbers" in text
     pq.write_table(pa.table({"label": [1], "id": [date(2025, 3, 1)], "x": [1]}), path)
     with pytest.raises(
-        DataError, match=r"column 'id' has type date32\[day\]: a date is read as a number of days: give"
+        DataError, match=r"a\.parquet: column 'id' has type date32\[day\]: a date is read as a number of days: give"
     ):
         read(path, PLAIN)
     (tmp_path / "a.csv").write_text("label,id\n1,2\n", encoding="utf-8")
