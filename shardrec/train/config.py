@@ -375,7 +375,10 @@ def _read(path: Path) -> dict[str, tuple[Any, int]]:
     except FileNotFoundError as error:
         raise ConfigError(f"config file {path} does not exist: check the name, or leave it out") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {path} cannot be read ({error}): give a YAML file of options") from error
+        raise ConfigError(
+            f"config file {path} cannot be read ({error}): give a YAML file of options; a pattern of data files needs "
+            "quotes, or the shell makes several arguments of it"
+        ) from error
 
 
 def _parse(text: str, path: Path) -> dict[str, tuple[Any, int]]:

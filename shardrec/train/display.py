@@ -152,6 +152,10 @@ class Announcer:
         """The run goes on from a checkpoint."""
         self._say(f"going on from the checkpoint of step {step:,}")
 
+    def nothing_to_resume(self, folder: Path) -> None:
+        """There is no checkpoint, as at the first start of a command with ``--resume``, or in a folder by mistake."""
+        self._say(f"there is no checkpoint in {folder} to go on from: the run begins")
+
     def saved(self, step: int) -> None:
         """A checkpoint is on disk: whatever happens from now on, the run goes on from there or later."""
         self._say(f"saved the checkpoint of step {step:,}")

@@ -106,6 +106,8 @@ def _run(config: TrainConfig, place: Place, folder: Path, resume: bool) -> Calla
     if resume and saver.has_checkpoints():
         _settle(model, source, place, config.loss)
         saver.load()
+    elif resume and announcer is not None:
+        announcer.nothing_to_resume(folder)
     if place.is_lead:
         with _replacing(folder / FILE) as file:
             file.write_text(config.to_yaml(), encoding="utf-8")
