@@ -66,7 +66,7 @@ class _Found:
 EXTRAS = {
     "planner": ("highspy", "numba", "scipy"),
     "plots": ("matplotlib",),
-    "train": ("pyarrow", "pydantic", "tensorboard", "werkzeug"),
+    "train": ("fsspec", "pyarrow", "pydantic", "tensorboard", "werkzeug"),
 }
 """The modules that each extra of the package brings."""
 

@@ -1,13 +1,15 @@
-"""Where tables and progress are printed to."""
+"""Where tables are printed to, and what is shown while a command works."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["LOG_WIDTH", "console"]
+__all__ = ["LOG_WIDTH", "console", "working"]
 
 LOG_WIDTH = 120
 """Columns of a log file."""
@@ -26,3 +28,28 @@ def console(width: int = LOG_WIDTH, *, stderr: bool = False) -> Console:
 
     found = Console(stderr=stderr)
     return found if found.is_terminal or os.environ.get("COLUMNS") else Console(width=width, stderr=stderr)
+
+
+@contextmanager
+def working(text: str, *, unit: str = "rows") -> Iterator[Callable[[int], None]]:
+    """Shows a spinner, ``text`` and the time so far on stderr while the block runs; nothing where it is no terminal.
+
+    Args:
+        text: what is done.
+        unit: of what is counted.
+
+    Yields:
+        A function that adds to the count, which is shown from the first call on.
+    """
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    shown = console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    with Progress(*columns, console=shown, transient=True, disable=not shown.is_terminal) as progress:
+        task = progress.add_task(text, total=None)
+
+        def add(count: int) -> None:
+            progress.advance(task, count)
+            progress.update(task, description=f"{text}  {int(progress.tasks[0].completed):,} {unit}")
+
+        yield add

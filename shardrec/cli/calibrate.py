@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardrec.console import console
+from shardrec.console import console, working
 from shardrec.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -79,7 +79,8 @@ def _calibrated(out: Path, ranks: int, device: str, workloads: int, repeats: int
     for world in worlds:
         drawn = calibrate.workloads(workloads, world, seed)
         typer.echo(f"timing {len(drawn)} workloads on {world} rank{'s' * (world > 1)}")
-        runs.append((drawn, calibrate.measure(drawn, world, device=device, repeats=repeats)))
+        with working("timing"):
+            runs.append((drawn, calibrate.measure(drawn, world, device=device, repeats=repeats)))
     source = f"measured on {ranks} {device} rank{'s' * (ranks > 1)}, {sum(len(w) for w, _ in runs)} workloads"
     found = calibrate.fit(base, runs, name=f"calibrated {device}", source=source)
     found.save(out)
@@ -89,7 +90,8 @@ def _calibrated(out: Path, ranks: int, device: str, workloads: int, repeats: int
     typer.echo(f"fit: median error {found.errors['median_percent']}%, worst {found.errors['worst_percent']}%")
     if checks:
         others = [each for each in calibrate.workloads(3 * checks, ranks, seed + 1) if each not in runs[-1][0]]
-        measured = calibrate.measure(others[:checks], ranks, device=device, repeats=repeats)
+        with working(f"timing {checks} workloads that were left out"):
+            measured = calibrate.measure(others[:checks], ranks, device=device, repeats=repeats)
         errors = [abs(error) for error in calibrate.relative_errors(found, others[:checks], measured)]
         typer.echo(
             f"check: {len(errors)} workloads that were left out: median error {median(errors):.1%}, worst "
@@ -118,9 +120,11 @@ def _keep_fastest(
     from shardrec.planner import calibrate
 
     topology = Topology(ranks_per_host=ranks, machine=detect_machine(ranks, device=device))
-    plans = calibrate.different_plans(tables, topology, batch_size=batch_size, profile=profile, count=count)
+    with working(f"planning {len(tables)} tables"):
+        plans = calibrate.different_plans(tables, topology, batch_size=batch_size, profile=profile, count=count)
     typer.echo(f"timing {len(plans)} plan{'s' * (len(plans) > 1)} of {len(tables)} tables")
-    timed = calibrate.time_plans(tables, plans, batch_size=batch_size, profile=profile, device=device)
+    with working("timing"):
+        timed = calibrate.time_plans(tables, plans, batch_size=batch_size, profile=profile, device=device)
     shown = Table("cuts", "predicted, ms", "measured, ms", "to the planner's own")
     for each in timed:
         cuts = Counter(layout.cut.replace("_", "-") for layout in each.plan.tables)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardrec.console import console
+from shardrec.console import console, working
 from shardrec.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -72,14 +72,15 @@ def plan_command(
     if optimizer not in _OPTIMIZERS:
         raise ConfigError(f"--optimizer is {optimizer!r}: give one of {', '.join(_OPTIMIZERS)}")
     loads = read_tables(tables, instance=instance, optimizer=optimizer)
-    found = plan_tables(
-        loads,
-        _topology(ranks, hosts, machine, memory),
-        batch_size=batch_size,
-        constraints=_constraints(constraint or []),
-        profile=None if profile is None else Profile.load(profile),
-        limits=SolveLimits(gap=gap, seconds=inf if seconds is None else seconds),
-    )
+    with working(f"planning {len(loads)} tables on {ranks} ranks"):
+        found = plan_tables(
+            loads,
+            _topology(ranks, hosts, machine, memory),
+            batch_size=batch_size,
+            constraints=_constraints(constraint or []),
+            profile=None if profile is None else Profile.load(profile),
+            limits=SolveLimits(gap=gap, seconds=inf if seconds is None else seconds),
+        )
     if save is not None:
         found.save(save)
     if html is not None:

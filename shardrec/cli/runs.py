@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardrec.console import console
+from shardrec.console import console, working
 from shardrec.train.runs import TARGETS, RunFolder, differing
 
 if TYPE_CHECKING:
@@ -41,8 +41,8 @@ def eval_command(
     del debug  # read by the entry point
     from shardrec.launch.quiet import environment_for_torch, quiet_libraries
 
-    with environment_for_torch(), quiet_libraries():
-        metrics, skipped = RunFolder(run).evaluate(data, on_bad_row)
+    with environment_for_torch(), quiet_libraries(), working(f"evaluating {run}") as add_rows:
+        metrics, skipped = RunFolder(run).evaluate(data, on_bad_row, add_rows)
         found = metrics.to_mapping()
     for reason, count in skipped.items():
         typer.echo(f"left out {count:,} row{'s' * (count > 1)}: {reason}", err=True)
@@ -63,7 +63,7 @@ def export_command(
     del debug  # read by the entry point
     from shardrec.launch.quiet import environment_for_torch, quiet_libraries
 
-    with environment_for_torch(), quiet_libraries():
+    with environment_for_torch(), quiet_libraries(), working(f"exporting {run}"):
         path = RunFolder(run).export(to, out, weights)
     typer.echo(f"wrote {path}, {path.stat().st_size:,} bytes")
 
@@ -84,7 +84,8 @@ def serve_command(
     with environment_for_torch(), quiet_libraries():
         from shardrec.train.endpoint import open_server
 
-        server = open_server(RunFolder(run).endpoint(), host, port)
+        with working(f"loading {run}"):
+            server = open_server(RunFolder(run).endpoint(), host, port)
         typer.echo(f"serving {run} at http://{host}:{server.port}/ (GET / shows an example; Ctrl-C ends)")
         try:
             server.serve_forever()
@@ -104,7 +105,9 @@ def inspect_command(
     del debug  # read by the entry point
     from shardrec.cli.inspecting import describe
 
-    console().print(_table(describe(path).items(), "", str(path)))
+    with working(f"reading {path}"):
+        found = describe(path)
+    console().print(_table(found.items(), "", str(path)))
 
 
 def compare_command(

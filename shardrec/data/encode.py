@@ -105,11 +105,14 @@ def column_fault(kind: Any, name: str, spec: FeatureSpec) -> str:
     """What to give instead of a column of this type; empty when it can be read."""
     import pyarrow as pa
 
+    numeric = {spec.label.column, *(one.source for one in spec.dense)}
     inner = kind.value_type if _is_list(kind) else kind
     inner = inner.value_type if pa.types.is_dictionary(inner) else inner
-    number = pa.types.is_integer(inner) or pa.types.is_floating(inner) or pa.types.is_boolean(inner)
+    number = pa.types.is_integer(inner) or _is_fraction(inner) or pa.types.is_boolean(inner)
     readable = number or _is_text(inner) or pa.types.is_null(inner)
-    numeric = {spec.label.column, *(one.source for one in spec.dense)}
+    if pa.types.is_date(kind) or pa.types.is_timestamp(kind):
+        as_ids = {spec.group, *(one.source for one in spec.sparse if one.coding != "buckets")}
+        return "a date is read as a number of days: give boundaries, or kind: dense" if name in as_ids else ""
     if name in numeric and (_is_list(kind) or not readable):
         return "write numbers"
     if name == spec.group and _is_list(kind):
@@ -143,7 +146,10 @@ def _mixed(raw: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _numbers(array: Any) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_]]:
-    """A column of numbers, or of texts of them, as float64 (N,): values, which are missing, which are bad."""
+    """A column of numbers or dates, or of texts of them, as float64 (N,): values, which are missing, which are bad.
+
+    A date or time is the days since 1970-01-01.
+    """
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -164,6 +170,9 @@ def _numbers(array: Any) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArra
         return values, missing, bad | ~np.isfinite(values)
     if pa.types.is_null(array.type):
         return np.zeros(len(array)), empty, np.zeros(len(array), dtype=np.bool_)
+    if pa.types.is_date(array.type) or pa.types.is_timestamp(array.type):
+        zone = array.type.tz if pa.types.is_timestamp(array.type) else None
+        array = pc.divide(array.cast(pa.timestamp("us", zone)).cast(pa.int64()).cast(pa.float64()), 86_400e6)
     values = np.asarray(array.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False), dtype=np.float64)
     missing = empty | np.isnan(values)
     return np.where(missing, 0.0, values), missing, np.isinf(values)
@@ -290,7 +299,7 @@ def _keys(array: Any, *, mixed: bool = True) -> tuple[NDArray[np.uint64], NDArra
         raw = _mixed(raw) if mixed else raw
         raw[text] = hash_texts(data, starts[text], lengths[text])
         return raw, null | (lengths == 0), none
-    if pa.types.is_floating(array.type):
+    if _is_fraction(array.type):
         values, missing, bad = _numbers(array)
         bad |= values != np.floor(values)
         raw = np.where(missing | bad, 0, values).astype(np.int64).astype(np.uint64)
@@ -396,6 +405,8 @@ def _plain(array: Any) -> Any:
         array = array.combine_chunks()
     if pa.types.is_dictionary(array.type):
         return array.dictionary_decode()
+    if pa.types.is_fixed_size_list(array.type):
+        array = array.cast(pa.large_list(array.type.value_type))
     if _is_list(array.type) and pa.types.is_dictionary(array.type.value_type):
         return array.cast(pa.large_list(array.type.value_type.value_type))
     return array
@@ -404,7 +415,13 @@ def _plain(array: Any) -> Any:
 def _is_list(kind: Any) -> bool:
     import pyarrow as pa
 
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+
+
+def _is_fraction(kind: Any) -> bool:
+    import pyarrow as pa
+
+    return bool(pa.types.is_floating(kind) or pa.types.is_decimal(kind))
 
 
 def _is_text(kind: Any) -> bool:

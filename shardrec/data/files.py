@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from glob import glob
 
 import numpy as np
 
@@ -18,22 +17,7 @@ from shardrec.data.split import BatchRequest, held_out
 from shardrec.data.tables import check_file, read_blocks
 from shardrec.errors import ConfigError, DataError
 
-__all__ = ["FileClickData", "files_of"]
-
-
-def files_of(pattern: str) -> list[str]:
-    """The files that a name, a URL, a folder or a pattern (``day_*.parquet``) stands for, in order.
-
-    Raises:
-        DataError: if there is none.
-    """
-    if "://" in pattern or not (set("*?[") & set(pattern) or os.path.isdir(pattern)) or os.path.isfile(pattern):
-        return [pattern]
-    inside = os.path.join(pattern, "*") if os.path.isdir(pattern) else pattern
-    found = sorted(name for name in glob(inside) if os.path.isfile(name))
-    if not found:
-        raise DataError(f"no data file is named {inside}: check the path")
-    return found
+__all__ = ["FileClickData"]
 
 
 class FileClickData:

@@ -8,10 +8,11 @@ from typing import Any, Protocol
 
 from shardrec.data.batch import ClickBatch
 from shardrec.data.config import SyntheticConfig
-from shardrec.data.files import FileClickData, files_of
+from shardrec.data.files import FileClickData
 from shardrec.data.schema import ClickSchema
 from shardrec.data.spec import FeatureSpec, criteo_spec
 from shardrec.data.synthetic import SyntheticClickData
+from shardrec.data.urls import files_of
 from shardrec.errors import ConfigError
 
 __all__ = ["ClickData", "open_click_data"]
@@ -84,8 +85,8 @@ def open_click_data(
     """Opens rows of clicks.
 
     Args:
-        source: a :class:`SyntheticConfig`; or files, read as one stream: a name, a pattern, a URL, or a sequence of
-            these.
+        source: a :class:`SyntheticConfig`; or files, read as one stream: a name, a folder, a pattern, a URL of one of
+            these, or a sequence of them.
         spec: what the files' columns are; :func:`criteo_spec` by default.
         options: of :class:`FileClickData`.
 

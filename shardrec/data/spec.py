@@ -66,7 +66,7 @@ class Feature(_Strict):
         ids: how values become rows: ``hash``; ``number``, as they are; by ``vocabulary``; by ``buckets``; or
             ``hexadecimal``, numbers of up to 16 digits modulo the rows. Default: what the other settings say.
         vocabulary: values that have a row each; others have row 0.
-        boundaries: of buckets of a number, ascending.
+        boundaries: of buckets of a number, ascending; a date or time is the days since 1970-01-01, here and if dense.
         dynamic_ids: settings of a :class:`shardrec.DynamicIds`: values become 64-bit ids, to which the table's rows are
             given as they come. A whole number is its own id, a text its hash; with ``ids="hexadecimal"``, its number.
         separator: between the ids in a text.

@@ -21,6 +21,7 @@ from shardrec.data import svmlight
 from shardrec.data.encode import column_fault
 from shardrec.data.fault import Reason, RowFault
 from shardrec.data.spec import FeatureSpec
+from shardrec.data.urls import open_input, path_of
 from shardrec.errors import DataError
 
 __all__ = ["TableBlock", "check_file", "read_blocks"]
@@ -82,8 +83,10 @@ def check_file(path: str, spec: FeatureSpec) -> None:
             if remedy:
                 faults.append(f"column {name!r} has type {found.field(name).type}: {remedy}")
     if faults:
-        shown = ", ".join(names[:50]) + (", ..." if len(names) > 50 else "")
-        raise DataError(f"data file {path} (columns {shown}): " + "; ".join(faults))
+        shown = f" (columns {', '.join(names[:50])}{', ...' * (len(names) > 50)})" * (
+            not set(spec.sources) <= set(names)
+        )
+        raise DataError(f"data file {path}{shown}: " + "; ".join(faults))
 
 
 def read_blocks(path: str, spec: FeatureSpec) -> Iterator[TableBlock]:
@@ -121,29 +124,34 @@ def _undamaged(path: str, line: int) -> Iterator[None]:
 
 
 def _is_parquet(path: str) -> bool:
-    return Path(path).suffix.lower() in _PARQUET
+    return _suffix(path) in _PARQUET
 
 
 def _is_archive(path: str) -> bool:
-    return Path(path).suffix.lower() == ".npz"
+    return _suffix(path) == ".npz"
 
 
 def _is_svmlight(path: str) -> bool:
     return _plain_suffix(path) in _SVMLIGHT
 
 
+def _suffix(path: str) -> str:
+    return Path(path_of(path)).suffix.lower()
+
+
 def _plain_suffix(path: str) -> str:
     """The suffix of a name without that of a compression."""
-    name = Path(path)
-    return (Path(name.stem).suffix if name.suffix.lower() in _COMPRESSED else name.suffix).lower()
+    suffix = _suffix(path)
+    return Path(Path(path_of(path)).stem).suffix.lower() if suffix in _COMPRESSED else suffix
 
 
 def _parquet(path: str) -> Any:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    file = open_input(path)
     try:
-        return pq.ParquetFile(_input(path))
+        return pq.ParquetFile(file)
     except (pa.ArrowException, OSError) as error:
         text = str(error).splitlines()[0]
         raise DataError(f"data file {path} is not a complete Parquet file ({text}): copy or write it again") from error
@@ -181,11 +189,10 @@ def _archive(path: str, spec: FeatureSpec, rows: slice, arrays: dict[str, NDArra
 
 
 def _arrays(path: str, spec: FeatureSpec) -> dict[str, NDArray[Any]]:
+    file = open_input(path)
     try:
-        with np.load(_input(path), allow_pickle=False) as archive:
+        with np.load(file, allow_pickle=False) as archive:
             found = {name: archive[name] for name in spec.sources if name in archive.files}
-    except FileNotFoundError:
-        raise DataError(f"data file {path} does not exist: check the path") from None
     except (OSError, EOFError, ValueError, TypeError, AttributeError, zipfile.BadZipFile) as error:
         raise DataError(
             f"data file {path} is not an .npz archive of plain arrays ({error}): write it with numpy.savez, without "
@@ -306,17 +313,6 @@ def _whole_lines(path: str, stream: Any) -> Iterator[bytes]:
         yield rest
 
 
-def _input(path: str) -> Any:
-    """A file of this machine, or of another by its URL."""
-    import pyarrow as pa
-    from pyarrow import fs
-
-    if "://" not in path:
-        return pa.OSFile(path)
-    system, name = fs.FileSystem.from_uri(path)
-    return system.open_input_file(name)
-
-
 def _opened(path: str) -> AbstractContextManager[Any]:
     """A stream of the text, decompressed.
 
@@ -325,15 +321,9 @@ def _opened(path: str) -> AbstractContextManager[Any]:
     """
     import pyarrow as pa
 
-    kind = _COMPRESSED.get(Path(path).suffix.lower())
-    try:
-        file = _input(path)
-        if file.size() == 0:
-            raise DataError(f"data file {path} is empty: copy or write it again")
-        if kind == "xz":
-            return lzma.open(file)
-        return pa.CompressedInputStream(file, kind) if kind else file  # type: ignore[no-any-return]
-    except FileNotFoundError:
-        raise DataError(f"data file {path} does not exist: check the path") from None
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(f"data file {path} cannot be read ({error}): give a file that can") from error
+    kind, file = _COMPRESSED.get(_suffix(path)), open_input(path)
+    if file.size() == 0:
+        raise DataError(f"data file {path} is empty: copy or write it again")
+    if kind == "xz":
+        return lzma.open(file)
+    return pa.CompressedInputStream(file, kind) if kind else file  # type: ignore[no-any-return]

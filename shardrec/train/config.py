@@ -234,6 +234,11 @@ class TrainConfig:
                 for name in ("features", "valid", "test", "shuffle")
                 if getattr(self, name) is not None
             ]
+        if self.out is not None and "://" in self.out:
+            faults.append(
+                f"out (--out) is {self.out!r}: results and checkpoints go to a folder of a file system that is mounted "
+                "here; give one, and copy the results afterwards"
+            )
         if self.loss != "bce" and self.features is None:
             faults.append(
                 f"loss (--loss) is {self.loss!r}, which ranks the rows of a group, and no features (--features) name "
@@ -373,7 +378,10 @@ def _read(path: Path) -> dict[str, tuple[Any, int]]:
     except FileNotFoundError as error:
         raise ConfigError(f"config file {path} does not exist: check the name, or leave it out") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {path} cannot be read ({error}): give a YAML file of options") from error
+        raise ConfigError(
+            f"config file {path} cannot be read ({error}): give a YAML file of options; a pattern of data files needs "
+            "quotes, or the shell makes several arguments of it"
+        ) from error
 
 
 def _parse(text: str, path: Path) -> dict[str, tuple[Any, int]]:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["Announcer", "Display", "LogDisplay", "SilentDisplay", "TerminalDisplay", "duration"]
 
 _LOG_PERIOD_S = 5.0
+_OVERFITS = 0.99
+"""Of the last point's logloss: a run whose curve has been below this would have done better to end there."""
 
 
 class Display(Protocol):
@@ -150,6 +152,10 @@ class Announcer:
         """The run goes on from a checkpoint."""
         self._say(f"going on from the checkpoint of step {step:,}")
 
+    def nothing_to_resume(self, folder: Path) -> None:
+        """There is no checkpoint, as at the first start of a command with ``--resume``, or in a folder by mistake."""
+        self._say(f"there is no checkpoint in {folder} to go on from: the run begins")
+
     def saved(self, step: int) -> None:
         """A checkpoint is on disk: whatever happens from now on, the run goes on from there or later."""
         self._say(f"saved the checkpoint of step {step:,}")
@@ -185,12 +191,13 @@ class Announcer:
                 f"normalized entropy {report.final.normalized_entropy:.4f} is above 1: always predicting the click "
                 "rate would be better. Train on more rows, or lower --embedding-lr and --lr"
             )
-            best = min(report.curve, key=lambda point: point.logloss, default=None)
-            if best is not None and best.normalized_entropy < 1 and best is not report.curve[-1]:
-                self._say(
-                    f"after {best.samples:,} samples it was {best.normalized_entropy:.4f}: the model overfits; give "
-                    "--patience, or fewer --epochs"
-                )
+        best = min(report.curve, key=lambda point: point.logloss, default=None)
+        if best is not None and report.config["loss"] == "bce" and best.logloss < report.curve[-1].logloss * _OVERFITS:
+            self._say(
+                f"the held-out normalized entropy was {best.normalized_entropy:.4f} after {best.samples:,} samples and "
+                f"{report.curve[-1].normalized_entropy:.4f} at the end: the model overfits; give --patience, or fewer "
+                "--epochs"
+            )
         self._say(summary_line(report))
 
     def _say(self, text: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from shardrec.errors import ConfigError
 from shardrec.train.config import CHECKPOINTS, FILE, PLAN, SPEC, TrainConfig, load_config
 
 if TYPE_CHECKING:
-    from shardrec.data import ClickMetrics, ClickSchema, FeatureSpec
+    from shardrec.data import ClickBatch, ClickMetrics, ClickSchema, FeatureSpec
     from shardrec.layout import ShardingPlan
     from shardrec.modules import ShardedModel
     from shardrec.train.endpoint import Endpoint
@@ -85,13 +85,14 @@ class RunFolder:
         return sharded
 
     def evaluate(
-        self, data: str | None = None, on_bad_row: str | None = None
+        self, data: str | None = None, on_bad_row: str | None = None, scored: Callable[[int], None] = lambda rows: None
     ) -> tuple[ClickMetrics, Mapping[str, int]]:
         """Metrics of the model on all rows of some files, or on the run's own held-out rows.
 
         Args:
             data: files, as the run's; None for the rows that the run's final metrics are of.
             on_bad_row: "error" or "skip"; None for what the run was told.
+            scored: is told of each batch's rows.
 
         Returns:
             The metrics, and the rows that were left out, by reason.
@@ -112,7 +113,13 @@ class RunFolder:
         place = Place(rank=0, world_size=1, device=cpu, threads=torch.get_num_threads())
         source = Source(dataclasses.replace(config, global_batch_size=config.batch_size), place)
         batches = source.test_batches() if data is None else source.holdout_batches()
-        return evaluate(self.model(), batches, cpu, k=config.top_k), source.skipped
+
+        def counted() -> Iterator[ClickBatch]:
+            for batch in batches:
+                yield batch
+                scored(batch.size)
+
+        return evaluate(self.model(), counted(), cpu, k=config.top_k), source.skipped
 
     def endpoint(self) -> Endpoint:
         """The model of the last good checkpoint behind HTTP."""

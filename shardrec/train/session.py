@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from shardrec.console import working
 from shardrec.data import ClickBatch, ClickMetrics, load_spec
 from shardrec.data.spec import parse_spec
 from shardrec.errors import ConfigError
@@ -105,6 +106,8 @@ def _run(config: TrainConfig, place: Place, folder: Path, resume: bool) -> Calla
     if resume and saver.has_checkpoints():
         _settle(model, source, place, config.loss)
         saver.load()
+    elif resume and announcer is not None:
+        announcer.nothing_to_resume(folder)
     if place.is_lead:
         with _replacing(folder / FILE) as file:
             file.write_text(config.to_yaml(), encoding="utf-8")
@@ -117,7 +120,8 @@ def _run(config: TrainConfig, place: Place, folder: Path, resume: bool) -> Calla
     with saver.watching(), anomalies:
         _train(config, source, model, optimizer, place, announcer, progress, saver, id_counts)
     saver.finish()
-    with Prefetcher(source.test_batches()) as batches:
+    shown = working("final metrics") if place.is_lead else nullcontext()
+    with shown, Prefetcher(source.test_batches()) as batches:
         final = evaluate(model, failing_together(batches, model), place.device, k=config.top_k)
     samples = over_ranks(progress.rows, place)
 
@@ -184,13 +188,14 @@ def _sharded_model(config: TrainConfig, source: Source, place: Place, plan: Shar
     if plan is None:
         from shardrec.planner import plan as make_plan  # a fifth of the imports, which a run that goes on does without
 
-        plan = make_plan(
-            model,
-            batch_size=source.batch_size,
-            constraints=planner_constraints(config, model, dynamic),
-            sample_batches=source.sampled(_SAMPLED),
-            device=place.device,
-        )
+        with working("planning") if place.is_lead else nullcontext():
+            plan = make_plan(
+                model,
+                batch_size=source.batch_size,
+                constraints=planner_constraints(config, model, dynamic),
+                sample_batches=source.sampled(_SAMPLED),
+                device=place.device,
+            )
     meet(place, "planned")  # the first rank has also looked for the best possible metrics
     sharded = shard(model, plan, device=place.device, dynamic_ids=dynamic)
     _compile(sharded, config)

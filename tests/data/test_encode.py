@@ -7,6 +7,8 @@ import csv
 import lzma
 import math
 import re
+from datetime import date, datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ import shardrec.data
 from shardrec.data import ClickBatch, Feature, FeatureSpec, Label, criteo_spec, open_click_data, tables
 from shardrec.data.encode import encode, hash_texts
 from shardrec.errors import ConfigError, DataError
-from tests.data.raw import SPEC, line, lines, write
+from tests.data.raw import SPEC, equal, line, lines, write
 
 SPECS = FeatureSpec(
     label=Label(column="stars", above=2.5),
@@ -229,6 +231,47 @@ def test_dictionaries_numbers_and_booleans_are_ids(tmp_path: Path) -> None:
     assert batch.dense.tolist() == [[1.0]] * 3  # a column of ones where there is no dense one
 
 
+def test_decimals_and_lists_of_one_length(tmp_path: Path) -> None:
+    """As warehouses and array libraries write them; equal to the same numbers and lists of any length."""
+    spec = FeatureSpec(
+        features=(
+            Feature(name="shop", kind="id", rows=10**6),
+            Feature(name="pair", kind="multi_hot", rows=10**6),
+            Feature(name="price", kind="dense"),
+        )
+    )
+    label, shop, price = [0, 1, 1], [7, None, 9], [1.25, None, -3.5]
+    pairs = [["a", "b"], None, ["c", None]]
+    plain = {"label": label, "shop": pa.array(shop), "pair": pa.array(pairs), "price": pa.array(price)}
+    other = {
+        "label": pa.array(label, pa.int8()).cast(pa.decimal128(5, 0)),
+        "shop": pa.array([None if one is None else Decimal(one) for one in shop], pa.decimal128(10, 2)),
+        "pair": pa.array(pairs, pa.list_(pa.string(), 2)),
+        "price": pa.array([None if one is None else Decimal(str(one)) for one in price], pa.decimal128(10, 2)),
+    }
+    pq.write_table(pa.table(plain), tmp_path / "plain.parquet")
+    pq.write_table(pa.table(other), tmp_path / "other.parquet")
+    assert equal(read(tmp_path / "plain.parquet", spec), read(tmp_path / "other.parquet", spec))
+
+
+def test_dates_and_times_are_days(tmp_path: Path) -> None:
+    spec = FeatureSpec(
+        features=(
+            Feature(name="day", kind="id", boundaries=(365.0, 730.5)),
+            Feature(name="day again", column="day", kind="dense"),
+            *(Feature(name=unit, kind="dense", mean=1.0, std=2.0) for unit in ("s", "ms", "us", "ns")),
+            Feature(name="zone", kind="dense"),
+        )
+    )
+    noon = datetime(1970, 1, 4, 12)
+    columns: dict[str, Any] = {unit: pa.array([noon, None], pa.timestamp(unit)) for unit in ("s", "ms", "us", "ns")}
+    columns |= {"day": [date(1971, 1, 1), None], "zone": pa.array([noon, None], pa.timestamp("us", "Asia/Tokyo"))}
+    pq.write_table(pa.table({"label": [1, 0], **columns}), tmp_path / "a.parquet")
+    batch = read(tmp_path / "a.parquet", spec)
+    assert batch.dense.tolist() == [[365.0, 1.25, 1.25, 1.25, 1.25, 3.5], [0.0] * 6]
+    assert bags(batch, "day") == [[2], [0]]
+
+
 def test_what_a_file_lacks_is_told_before_it_is_read(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"label": [[1]], "id": [{"k": 1}], "y": [1]}), path)
@@ -238,6 +281,11 @@ def test_what_a_file_lacks_is_told_before_it_is_read(tmp_path: Path) -> None:
     assert "(columns label, id, y): column 'x' is missing: name the file's column in the spec (column:)" in text
     assert "column 'label' has type list<element: int64>: write numbers" in text
     assert "column 'id' has type struct<k: int64>: write ids as texts or numbers" in text
+    pq.write_table(pa.table({"label": [1], "id": [date(2025, 3, 1)], "x": [1]}), path)
+    with pytest.raises(
+        DataError, match=r"a\.parquet: column 'id' has type date32\[day\]: a date is read as a number of days: give"
+    ):
+        read(path, PLAIN)
     (tmp_path / "a.csv").write_text("label,id\n1,2\n", encoding="utf-8")
     with pytest.raises(DataError, match=r"a\.csv \(columns label, id\): column 'x' is missing"):
         read(tmp_path / "a.csv", PLAIN)

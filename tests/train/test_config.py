@@ -69,7 +69,7 @@ def test_missing_and_unreadable_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         load_config(tmp_path)
     (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match=r"cannot be read.*a pattern of data files needs quotes"):
         load_config(tmp_path / "bytes.yaml")
 
 
@@ -132,6 +132,12 @@ def test_effective_config_reads_back_equal(
     )
     path = write(tmp_path_factory.mktemp("config"), config.to_yaml())
     assert load_config(path) == config == TrainConfig(**config.to_mapping())
+
+
+def test_results_do_not_go_to_a_url() -> None:
+    """Of which pathlib would make a folder ``s3:`` here."""
+    with pytest.raises(ConfigError, match=r"out \(--out\) is 's3://box/run': results and checkpoints go to a folder"):
+        TrainConfig(out="s3://box/run")
 
 
 def test_every_option_has_a_help_line() -> None:

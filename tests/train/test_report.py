@@ -104,3 +104,15 @@ def test_worse_than_a_constant_is_said(capsys: pytest.CaptureFixture[str]) -> No
         shown = capsys.readouterr().out
         assert ("normalized entropy 1.0400 is above 1" in shown) == said
         assert shown.splitlines()[-1].startswith("AUC 0.8012")
+
+
+@pytest.mark.parametrize(("last", "said"), [(0.497, False), (0.5, False), (0.51, True)])
+def test_a_curve_that_turns_up_is_said(last: float, said: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    made = report()
+    worse = dataclasses.replace(made.curve[-1], samples=3000, logloss=last, normalized_entropy=0.95)
+    Announcer().results(dataclasses.replace(made, curve=[*made.curve[:-1], worse]), Path("run"))
+    shown = capsys.readouterr().out
+    expected = (
+        "normalized entropy was 0.9000 after 1,000 samples and 0.9500 at the end: the model overfits; give --pati"
+    )
+    assert (expected in shown) == said

@@ -91,12 +91,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("cut", [3, 31, *(pytest.param(cut, marks=pytest.mark.slow) for cut in (6, 23, 24, 48))])
 def test_a_run_that_is_broken_off_goes_on_as_if_nothing_had_happened(
-    cut: int, undisturbed: Path, tmp_path: Path
+    cut: int, undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Before the first checkpoint, at one, at the ends of both epochs, and in the second."""
     config = dataclasses.replace(SMALL, out=str(tmp_path))
     assert run(config, cut_after=cut) == list(range(1, cut + 1))
     assert run(config, resume=True) == list(range(cut // 6 * 6 + 1, 49))
+    assert (f"there is no checkpoint in {tmp_path} to go on from" in capsys.readouterr().out) == (cut < 6)
     assert differences(tmp_path, undisturbed) == []
 
 

@@ -1,0 +1,109 @@
+"""Data files by name, folder or pattern: of this machine, or by the URL of a file system of pyarrow's or fsspec's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from glob import escape, glob
+from typing import Any
+
+from shardrec.errors import DataError
+
+__all__ = ["files_of", "open_input", "path_of"]
+
+_BY_PYARROW = ("file", "s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs")
+
+
+def files_of(pattern: str) -> list[str]:
+    """The files that a name, a folder or a pattern (``day_*.parquet``) stands for, in order; each may be a URL.
+
+    Of a folder, files whose names begin with ``.`` or ``_``, such as those that Spark adds, are left out.
+
+    Raises:
+        DataError: if there is none, or the URL's file system cannot be used.
+    """
+    if "://" not in pattern:
+        return _found(pattern, os.path.isfile, os.path.isdir, glob)
+    import pyarrow as pa
+
+    system, path = _file_system(pattern)
+    try:
+        names = _found(path, system.isfile, system.isdir, system.glob)
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"data files {pattern} cannot be listed ({error}): check the URL and your access") from error
+    if names == [path]:
+        return [pattern]
+    # A name in the file system as a URL again, with user, host and options: only the path's end differs.
+    url, mark, options = pattern.partition("?")
+    before = url.rstrip("/").removesuffix(path.strip("/"))
+    return [before + name.lstrip("/") + mark + options for name in names]
+
+
+def path_of(path: str) -> str:
+    """A path, or that of a URL: without its options, so that the end says what the file is."""
+    return path.partition("?")[0] if "://" in path else path
+
+
+def open_input(path: str) -> Any:
+    """A file as a ``pyarrow.NativeFile``, to be read at any place.
+
+    Raises:
+        DataError: if there is none, or it cannot be opened.
+    """
+    import pyarrow as pa
+    from pyarrow import fs
+
+    try:
+        if "://" not in path:
+            return pa.OSFile(path)
+        system, name = _file_system(path)
+        own = getattr(system, "fs", None)
+        if not isinstance(own, fs.FileSystem):
+            own = fs.PyFileSystem(fs.FSSpecHandler(system))
+        return own.open_input_file(name)
+    except FileNotFoundError:
+        raise DataError(f"data file {path} does not exist: check the path") from None
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"data file {path} cannot be opened ({error}): give a file that can") from error
+
+
+def _found(
+    path: str, is_file: Callable[[str], bool], is_folder: Callable[[str], bool], matching: Callable[[str], list[str]]
+) -> list[str]:
+    folder = is_folder(path)
+    if is_file(path) or not (folder or set("*?[") & set(path)):
+        return [path]  # if it is not there, its reader says so
+    inside = os.path.join(escape(path), "[!._]*") if folder else path
+    found = sorted(name for name in matching(inside) if is_file(name))
+    if not found:
+        raise DataError(f"no data file is named {inside}: check the path")
+    return found
+
+
+def _file_system(url: str) -> tuple[Any, str]:
+    """The fsspec file system of a URL, and the path in it.
+
+    pyarrow's own come first: they are there with it, and are read without Python.
+    """
+    import fsspec
+    import pyarrow as pa
+    from fsspec.implementations.arrow import ArrowFSWrapper
+    from pyarrow import fs
+
+    scheme, _, rest = url.partition("://")
+    try:
+        if scheme not in _BY_PYARROW:
+            system, path = fsspec.core.url_to_fs(url)
+            return system, path
+        rest, mark, options = rest.partition("?")
+        authority, _, path = rest.partition("/")
+        own, base = fs.FileSystem.from_uri(f"{scheme}://{authority}/{mark}{options}")  # a pattern is no URI
+        return ArrowFSWrapper(own), f"{base.rstrip('/')}/{path}"
+    except ImportError as error:  # which names the package
+        raise DataError(f"data file {url} cannot be read here: {error}") from error
+    except (ValueError, OSError, pa.ArrowException) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise DataError(
+            f"data file {url} cannot be read ({reason}): give a path, or a URL of {', '.join(_BY_PYARROW)} or of an "
+            "installed fsspec file system"
+        ) from error
