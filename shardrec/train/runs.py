@@ -85,7 +85,7 @@ class RunFolder:
         return sharded
 
     def evaluate(
-        self, data: str | None = None, on_bad_row: str | None = None, scored: Callable[[int], None] = lambda rows: None
+        self, data: str | None = None, on_bad_row: str | None = None, scored: Callable[[int], None] | None = None
     ) -> tuple[ClickMetrics, Mapping[str, int]]:
         """Metrics of the model on all rows of some files, or on the run's own held-out rows.
 
@@ -117,7 +117,8 @@ class RunFolder:
         def counted() -> Iterator[ClickBatch]:
             for batch in batches:
                 yield batch
-                scored(batch.size)
+                if scored is not None:
+                    scored(batch.size)
 
         return evaluate(self.model(), counted(), cpu, k=config.top_k), source.skipped
 
