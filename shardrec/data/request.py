@@ -129,7 +129,7 @@ def _hexadecimal(value: Any) -> str | None:
 
 def _example(feature: Feature) -> Any:
     if feature.kind == "dense":
-        return 0.5
+        return feature.mean if feature.mean and feature.transform == "none" else 0.5  # a value that is not extreme
     make: Callable[[int], Any] = {
         "vocabulary": lambda place: (feature.vocabulary or ("",))[place % len(feature.vocabulary or ("",))],
         "buckets": lambda place: (feature.boundaries or (0.0,))[0],
