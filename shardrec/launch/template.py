@@ -19,13 +19,14 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Self
 
-from shardrec.errors import PeerError
+from shardrec.errors import ConfigError, PeerError
 
 __all__ = ["ONE_THREAD", "RankTemplate", "end_with_launcher"]
 
@@ -61,7 +62,13 @@ class RankTemplate:
         variables = os.environ if self._environment is None else self._environment
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         with _environment({**variables, **ONE_THREAD, "PYTHONPATH": path}):
-            self._server.ensure_running()
+            try:
+                self._server.ensure_running()
+            except OSError as error:
+                raise ConfigError(
+                    f"no socket for the process that ranks are forked from in {tempfile.gettempdir()} ({error}): set "
+                    "TMPDIR to a folder of a short name that can be written to"
+                ) from error
 
     def start(self, target: Callable[..., None], *args: Any, name: str | None = None) -> BaseProcess:
         """Fork a rank, which calls ``target(*args)``.

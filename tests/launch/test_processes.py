@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -173,21 +174,20 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("forked", [[], ["forked"]], ids=str)
 def test_ranks_end_with_a_launcher_that_is_killed(forked: list[str], tmp_path: Path) -> None:
     """Also one that is stopped, and of spawned ones nothing is left in the folder for temporary files."""
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
     script = tmp_path / "launcher.py"
     script.write_text(LAUNCHER, encoding="utf-8")
     root = str(Path(__file__).parents[2])
-    environment = {**os.environ, "PYTHONPATH": root, "TMPDIR": str(temporary)}
-    launcher = subprocess.Popen([sys.executable, str(script), str(tmp_path), *forked], env=environment, cwd=root)
-    try:
-        pids = [_pid(tmp_path / str(rank)) for rank in range(2)]
-    finally:
-        launcher.kill()
-        launcher.wait()
-    for pid in pids:
-        _wait_for(lambda pid=pid: not _runs(pid))
-    assert forked or list(temporary.iterdir()) == []
+    with tempfile.TemporaryDirectory() as temporary:  # a short name: the fork server's socket is in it
+        environment = {**os.environ, "PYTHONPATH": root, "TMPDIR": temporary}
+        launcher = subprocess.Popen([sys.executable, str(script), str(tmp_path), *forked], env=environment, cwd=root)
+        try:
+            pids = [_pid(tmp_path / str(rank)) for rank in range(2)]
+        finally:
+            launcher.kill()
+            launcher.wait()
+        for pid in pids:
+            _wait_for(lambda pid=pid: not _runs(pid))
+        assert forked or os.listdir(temporary) == []
 
 
 def _pid(path: Path) -> int:
