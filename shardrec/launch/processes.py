@@ -284,7 +284,8 @@ def _rank_main(birth: _Birth, said: Connection, run: Run, options: dict[str, Any
         raise SystemExit(1) from None
     except Exception as error:
         trace = "".join(traceback.format_exception(error))
-        note = Note(rank=birth.rank, kind=type(error).__name__, message=str(error), time=time.time(), trace=trace)
+        raised_at = getattr(error, "raised_at", time.time())
+        note = Note(rank=birth.rank, kind=type(error).__name__, message=str(error), time=raised_at, trace=trace)
         said.send(("failed", note))
         raise SystemExit(1) from None
 

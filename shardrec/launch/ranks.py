@@ -108,6 +108,9 @@ def joined(config: RankOptions, *, timeout: float = _TIMEOUT_S, alone: bool = Fa
             _leave_together(place)
         if stopped is not None:
             raise stopped
+    except Exception as error:
+        error.raised_at = time.time()  # type: ignore[attr-defined]  # when the group has ended, the others fail, too
+        raise
     finally:
         if joins and dist.is_initialized():
             dist.destroy_process_group()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from shardrec.errors import PeerError
 from shardrec.launch.ranks import Place, joined
 from shardrec.launch.run import on_new_ranks
 from tests.ranks import POOL
@@ -21,6 +23,19 @@ def summed(place: Place, scale: int) -> tuple[int, int, int, int]:
 
 def test_on_new_ranks() -> None:
     assert on_new_ranks(summed, 10, nproc=2, template=POOL.prepare()) == (30, 0, 2, 1)
+
+
+def fails_and_leaves_slowly(place: Place) -> None:
+    if place.rank == 1:
+        destroy = dist.destroy_process_group
+        dist.destroy_process_group = lambda: (destroy(), time.sleep(0.5))
+        raise ValueError("rank 1 has had enough")
+    dist.barrier()
+
+
+def test_who_raised_first_is_told_and_not_whose_peer_went() -> None:
+    with pytest.raises(PeerError, match="rank 1 failed with ValueError: rank 1 has had enough"):
+        on_new_ranks(fails_and_leaves_slowly, nproc=2, template=POOL.prepare())
 
 
 def test_one_rank_has_a_group_too(monkeypatch: pytest.MonkeyPatch) -> None:
