@@ -134,7 +134,7 @@ def as_problem(options: list[Any], ranks: int, capacity: float) -> Problem:
     """TorchRec's options, with its estimates, as a problem of the solver."""
     per_host = min(8, ranks)
     free = tuple((rank,) for rank in range(ranks))
-    hosts = tuple(tuple(range(first, first + per_host)) for first in range(0, ranks, per_host))
+    hosts = tuple(tuple(range(host * per_host, (host + 1) * per_host)) for host in range(max(1, ranks // 8)))
     fixed = (tuple(range(ranks)),)
     # Fewer items than a host has ranks: on neighbouring ones, counted round.
     turned = {
