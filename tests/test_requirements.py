@@ -52,6 +52,7 @@ def test_setuptools_suits_every_torch() -> None:
     assert 78 <= int(pins("base.txt")["setuptools"].partition(".")[0]) < 82
 
 
+@pytest.mark.slow  # `make test` has just installed one of the sets
 @pytest.mark.timeout(60)
 def test_all_of_it_is_published() -> None:
     """Asked of the index that pip uses here."""
