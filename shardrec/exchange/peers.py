@@ -133,7 +133,8 @@ class _Place:
         state, began = _process(self.pid)
         if state in ("", "Z", "X") or began != self.began:
             return _ENDED
-        return _STOPPED if state in "Tt" else _RUNS
+        # "t": a debugger holds it, or for a moment a sampling profiler.
+        return _STOPPED if state == "T" else _RUNS
 
 
 _PLACES: dict[int, _Place] = {}  # by global rank, of the default group in _STORE

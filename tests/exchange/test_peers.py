@@ -53,6 +53,15 @@ def test_which_errors_are_a_collectives(error: Exception, told: bool) -> None:
     assert failed_in_a_collective(error) is told
 
 
+@pytest.mark.parametrize(
+    ("state", "words"), [("T", "is stopped by a signal"), ("t", "runs"), ("S", "runs"), ("Z", "has ended")]
+)
+def test_a_process_that_a_profiler_looks_at_is_not_stopped(state: str, words: str) -> None:
+    place = module._Place(host="here", pid=7, began="long ago", record=-1)
+    with patch.object(module, "_process", return_value=(state, "long ago")):
+        assert place.state() == words
+
+
 def test_other_hosts_tell_who_is_gone() -> None:
     """Rank 0 is alone on its host, and cannot see the processes of ranks 1 and 2."""
 
