@@ -5,7 +5,7 @@ A round takes some tables off their ranks, puts them back, and is kept or undone
 - One to three tables take options at random, or keep theirs, and go where the soft maximum, with what is over the
   memory, grows least. In half of these rounds, the tables that they share overloaded ranks with are put back in the way
   of the second kind (an ejection chain).
-- Tables of a highly loaded rank and of one or two others are packed below an aim one by one: each takes the first
+- Tables of a highly loaded rank and of one or two others, or all of some, are packed below an aim: each takes the first
   option that fits, of those with the least work first, and its gangs go where they leave the least budget over. Now and
   then an option or a place is passed over ("blinks"), so that rounds differ.
 
