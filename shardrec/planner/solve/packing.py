@@ -8,14 +8,14 @@ Shapes: R ranks, M memory tiers, O options, P places of a kind.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 
 from shardrec.planner.solve.encode import Encoded, Floats, Ints
 from shardrec.planner.solve.problem import Place, Solution
 
-__all__ = ["Packing", "compact", "demand", "rounded", "spread"]
+__all__ = ["Packing", "demand", "rounded"]
 
 _EPS = 1e-12
 
@@ -159,41 +159,4 @@ def rounded(encoded: Encoded, values: Floats) -> Ints:
         columns = slice(span.start, span.stop)
         order = np.argsort(counts[columns] - values[columns], kind="stable")
         counts[columns][order[: int(size - counts[columns].sum())]] += 1
-    return counts
-
-
-def compact(encoded: Encoded, share: float, budget: float = 0.0) -> Ints:
-    """(O,) a choice of options: of each group, the one that takes the least memory, or time, of all ranks together.
-
-    Args:
-        encoded: the problem.
-        share: of a rank's capacity that an item may take; of a group without such items, the smallest are taken.
-        budget: time of a rank, of which that share holds, too; then time is what is least. 0: memory alone counts.
-    """
-    size = encoded.total_load if budget else (encoded.total_memory / np.maximum(encoded.capacity, 1.0)).max(axis=1)
-    sizes = (encoded.item_memory / np.maximum(encoded.capacity, 1.0)).max(axis=1)
-    item = np.zeros(len(encoded.options))
-    np.maximum.at(item, encoded.item_option, np.maximum(sizes, encoded.item_load / budget) if budget else sizes)
-    item = np.maximum(item, share)
-    return _least(encoded, lambda option: (item[option], size[option]))
-
-
-def spread(encoded: Encoded) -> Ints:
-    """(O,) a choice of options: of each group, the one that takes the least memory of any rank.
-
-    That is to have all tables on all ranks, mostly: it fits if anything does, but for what cuts do not divide.
-    """
-    most = np.zeros_like(encoded.base_memory)
-    np.maximum.at(most, encoded.item_option, encoded.item_memory)
-    items = np.bincount(encoded.item_option, encoded.item_count, len(encoded.options))
-    memory = encoded.base_memory + most * np.ceil(items / encoded.ranks)[:, None]
-    share = (memory / np.maximum(encoded.capacity, 1.0)).max(axis=1)
-    load = encoded.base_load + encoded.total_load / encoded.ranks
-    return _least(encoded, lambda option: (share[option], load[option]))
-
-
-def _least(encoded: Encoded, key: Callable[[int], tuple[float, float]]) -> Ints:
-    counts = np.zeros(len(encoded.options), dtype=np.int64)
-    for size, span in zip(encoded.sizes, encoded.group_options, strict=True):
-        counts[min(span, key=key)] = size
     return counts

@@ -20,7 +20,7 @@ Shapes: as in :mod:`rounds`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import log
 
@@ -29,7 +29,7 @@ import numpy as np
 from shardrec.planner.solve.clock import Clock
 from shardrec.planner.solve.encode import Encoded, Floats, Ints
 from shardrec.planner.solve.packing import Packing
-from shardrec.planner.solve.rounds import Arrays, State, Undo, rounds
+from shardrec.planner.solve.rounds import Arrays, State, Undo, pack, rounds
 
 __all__ = ["Rebuilder", "by_memory"]
 
@@ -47,6 +47,8 @@ _WEIGHTS = (3.0, 1e4)
 """w at the beginning of a cycle of a soft search and at its end."""
 _FORBIDDEN = 1e9
 """w of other searches."""
+_PACKINGS = 8
+"""Budgets for which tables are packed one by one, in each order."""
 _BATCH = 128
 """Rounds between two questions whether to stop."""
 
@@ -109,9 +111,58 @@ class Rebuilder:
             done += batch
         return _packed(arrays, state, self.encoded) if state.cost[1] < start.cost * (1 - 1e-9) else None
 
+    def multifit(self, budget: float, stop: Callable[[], bool]) -> Iterator[Packing]:
+        """First packings, table by table, for smaller and smaller budgets with which each table finds a place.
+
+        Tables that take much of all ranks' budget or memory come first: of the larger of these shares, of both, or of
+        memory alone.
+
+        Args:
+            budget: no packing is looked for in which the items of the most loaded rank come to less.
+            stop: asked between two packings; ends the search.
+        """
+        encoded = self.encoded
+        starts = [span.start for span in encoded.group_options]
+        work = np.minimum.reduceat(encoded.total_load, starts) / max(budget, 1e-300)
+        share = (encoded.total_memory / np.maximum(encoded.capacity, 1.0)).max(axis=1)
+        memory = np.minimum.reduceat(share, starts)
+        for size in (np.maximum(work, memory), work + memory, memory):
+            order = np.argsort(-np.repeat(size, encoded.sizes), kind="stable")
+            low, high, tried = budget, np.inf, np.inf
+            for _ in range(_PACKINGS):
+                packing = self.pack(order, tried)
+                if packing is not None:
+                    yield packing
+                    high = packing.cost - packing.base
+                elif tried == np.inf:
+                    break
+                else:
+                    low = tried
+                if stop():
+                    return
+                tried = (low + high) / 2
+
+    def pack(self, order: Ints, budget: float) -> Packing | None:
+        """Pack tables one after the other, with options of little work first; None if one fits nowhere.
+
+        Args:
+            order: (N,) numbers of the tables, group by group.
+            budget: load of the items of a rank.
+        """
+        encoded, arrays = self.encoded, self._below(np.inf)
+        state, _ = _unpacked(arrays, Packing(encoded, np.zeros(len(encoded.options), dtype=np.int64)))
+        slots = int(np.diff(arrays.option_first).max())
+        option, spot = np.zeros(len(order), dtype=np.int64), np.zeros((len(order), max(1, slots)), dtype=np.int32)
+        on = np.zeros((encoded.ranks, len(order)), dtype=np.int32)
+        state = state._replace(option=option, spot=spot, on=on, best_option=option, best_spot=spot)
+        least = np.minimum.reduceat(arrays.base, [span.start for span in encoded.group_options], axis=0)
+        done = pack(arrays, state, np.random.default_rng(0), order, least, budget)
+        return _packed(arrays, state, encoded) if done == len(order) else None
+
     def _compile(self) -> None:
         start = Packing(self.encoded, np.zeros(len(self.encoded.options), dtype=np.int64))
         rounds(self._below(np.inf), *_unpacked(self._arrays, start), np.random.default_rng(0), np.zeros(0))
+        self.pack(np.zeros(0, dtype=np.int64), np.inf)
 
     def _below(self, cost: float) -> Arrays:
         """The arrays with those options that a plan of less than a cost can have."""

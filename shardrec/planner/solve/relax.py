@@ -82,33 +82,25 @@ class Relaxation:
             inside = within[encoded.item_reach]
             if inside.any() or not self._inside:
                 self._inside.append((len(ranks), inside[order].astype(np.float64)))
-        self._memory_rows: dict[float, tuple[Floats, Floats]] = {}
+        self._memory_rows: list[tuple[Floats, Floats]] | None = None
         self._active: set[int] = set()
         # By identity of the array, which is kept so that no other takes its place.
         self._distinct: dict[int, tuple[Floats, Floats, NDArray[np.int64]]] = {}
 
-    def least_base(
-        self,
-        budget: float,
-        *,
-        weight: float = 0.0,
-        memory_share: float = 1.0,
-        item_share: float = 1.0,
-    ) -> Outcome:
+    def least_base(self, budget: float, *, weight: float = 0.0, item_share: float = 1.0) -> Outcome:
         """E: the least that the options chosen put on every rank, where items have a budget; infinite if none fit.
 
         Args:
             budget: c.
             weight: of the average load of the items in the objective, against E.
-            memory_share: the share of the capacity that may be used.
             item_share: the share of the budget that a single item may take.
         """
         encoded = self.encoded
         objective = encoded.base_load
         if weight:
             objective = objective + weight * (encoded.total_load / encoded.ranks - encoded.base_load)
-        upper = np.where(self._fits(budget * item_share, encoded.capacity * memory_share), self._upper, 0.0)
-        rows, limits = self._rows(budget, memory_share)
+        upper = np.where(self._fits(budget * item_share), self._upper, 0.0)
+        rows, limits = self._rows(budget)
         # Sums that no choice of the options allowed can make too large tell nothing.
         allowed = np.where(upper > 0, rows, 0.0)
         highest = np.maximum.reduceat(allowed, self._starts, axis=1) @ encoded.sizes
@@ -175,29 +167,25 @@ class Relaxation:
         least: Floats = np.minimum.reduceat(per_option, self._starts, axis=0).T @ encoded.sizes.astype(np.float64)
         return least
 
-    def _fits(self, budget: float, capacity: Floats) -> NDArray[np.bool_]:
+    def _fits(self, budget: float) -> NDArray[np.bool_]:
         """(O,) whether each of an option's items fits an empty rank."""
         encoded = self.encoded
         too_big = encoded.item_load > budget * (1 + _SLACK)
-        too_big |= (encoded.item_memory > (capacity - self._least_memory) * (1 + _SLACK)).any(axis=1)
+        too_big |= (encoded.item_memory > (encoded.capacity - self._least_memory) * (1 + _SLACK)).any(axis=1)
         fits: NDArray[np.bool_] = np.bincount(encoded.item_option[too_big], minlength=len(encoded.options)) == 0
         return fits
 
-    def _rows(self, budget: float, memory_share: float) -> tuple[Floats, Floats]:
+    def _rows(self, budget: float) -> tuple[Floats, Floats]:
         """All the rows: the same number, in the same order, for every c."""
         encoded = self.encoded
-        if memory_share not in self._memory_rows:
-            tiers = []
-            for tier, capacity in enumerate(encoded.capacity * memory_share):
-                left = capacity - self._least_memory[tier]
-                tiers.append(self._sums(encoded.item_memory[:, tier], encoded.base_memory[:, tier], capacity, left))
-            self._memory_rows[memory_share] = (
-                np.concatenate([rows for rows, _ in tiers]),
-                np.concatenate([limits for _, limits in tiers]),
-            )
-        rows, limits = self._sums(encoded.item_load, np.zeros(len(encoded.options)), budget, budget)
-        memory_rows, memory_limits = self._memory_rows[memory_share]
-        return np.concatenate([rows, memory_rows]), np.concatenate([limits, memory_limits])
+        if self._memory_rows is None:
+            self._memory_rows = [
+                self._sums(encoded.item_memory[:, tier], encoded.base_memory[:, tier], capacity, capacity - least)
+                for tier, (capacity, least) in enumerate(zip(encoded.capacity, self._least_memory, strict=True))
+            ]
+        load_rows = self._sums(encoded.item_load, np.zeros(len(encoded.options)), budget, budget)
+        rows, limits = zip(load_rows, *self._memory_rows, strict=True)
+        return np.concatenate(rows), np.concatenate(limits)
 
     def _sums(self, sizes: Floats, everywhere: Floats, most: float, budget: float) -> tuple[Floats, Floats]:
         """The rows of one quantity, scaled to coefficients of at most 1."""

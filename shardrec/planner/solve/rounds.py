@@ -5,7 +5,7 @@ A round takes some tables off their ranks, puts them back, and is kept or undone
 - One to three tables take options at random, or keep theirs, and go where the soft maximum, with what is over the
   memory, grows least. In half of these rounds, the tables that they share overloaded ranks with are put back in the way
   of the second kind (an ejection chain).
-- Tables of a highly loaded rank and of one or two others are packed below an aim one by one: each takes the first
+- Tables of a highly loaded rank and of one or two others, or all of some, are packed below an aim: each takes the first
   option that fits, of those with the least work first, and its gangs go where they leave the least budget over. Now and
   then an option or a place is passed over ("blinks"), so that rounds differ.
 
@@ -18,7 +18,7 @@ all kinds, O options, G groups, C options of all groups that are looked at, S mo
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import exp, inf
+from math import exp, inf, log
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numba
@@ -27,14 +27,14 @@ from numpy.typing import NDArray
 
 from shardrec.planner.solve.encode import Floats, Ints
 
-__all__ = ["Arrays", "State", "Undo", "rounds"]
+__all__ = ["Arrays", "State", "Undo", "pack", "rounds"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 _STEEPEST = 230.0
 """Largest exponent: what is so far above the cost, how far makes no difference."""
-_OPTIONS = 24
-"""Most options of a table that are tried."""
+_WHOLE = 0.05
+"""How often whole ranks are emptied, from one to all of them."""
 _AIM = 0.02
 """How far below the cost, at most, the aim is."""
 _REPAIRED = 0.5
@@ -153,17 +153,17 @@ def rounds(a: Arrays, s: State, u: Undo, rng: np.random.Generator, patience: Flo
         done, back = True, 0
         if random:
             while done and back < many:
-                done = _put(a, s, rng, u.tables[back], u.chosen[back], 0.0)
+                done = _put(a, s, rng, u.tables[back], u.chosen[back], 0.0, True)
                 back += done
         if not random or (done and rng.random() < _REPAIRED):
             aim = s.cost[1] * (1.0 - _AIM * rng.random() ** 2)
-            budget = aim - s.base[0]
+            budget = aim - (s.base[0] if random else u.base[0])
             done = budget > 0.0
             if random and done:
                 first, many = many, _overloaded(a, s, u, rng, many, budget)
                 _take(a, s, u, first, many)
             while done and back < many:
-                done = _fill(a, s, rng, u.tables[back], budget)
+                done = _fill(a, s, rng, u.tables[back], budget, True)
                 back += done
         after = _height(a, s)
         if done and after <= before * exp(patience[number]):
@@ -171,6 +171,21 @@ def rounds(a: Arrays, s: State, u: Undo, rng: np.random.Generator, patience: Flo
             _keep(a, s)
         else:
             _restore(a, s, u, many, back)
+
+
+@_kept
+def pack(a: Arrays, s: State, rng: np.random.Generator, order: Ints, least: Floats, budget: float) -> int:
+    """Put tables on empty ranks in an order, (N,), on the least loaded ones; how many there is budget for.
+
+    What tables yet to come put on every rank at least, (G, D), is kept free.
+    """
+    for table in order:
+        _add_base(s.base, least, a.group[table], 1)
+    for number in range(len(order)):
+        _add_base(s.base, least, a.group[order[number]], -1)
+        if not _fill(a, s, rng, order[number], budget, False):
+            return number
+    return len(order)
 
 
 @_compiled
@@ -298,13 +313,15 @@ def _varied(a: Arrays, s: State, u: Undo, rng: np.random.Generator) -> int:
 @_compiled
 def _ruined(a: Arrays, s: State, u: Undo, rng: np.random.Generator) -> int:
     """Some tables of a highly loaded rank, and of a few others; how many."""
-    many, picked = 0, 2 + (rng.random() < 0.5)
+    many, ranks, whole = 0, s.sums.shape[1], rng.random() < _WHOLE
+    picked = int(exp(rng.random() * log(ranks + 1.0))) if whole else 2 + (rng.random() < 0.5)
+    start = _below(rng, ranks)
     for number in range(picked):
-        rank = _below(rng, s.sums.shape[1])
+        rank = (start + number) % ranks if whole else _below(rng, ranks)
         if number == 0 and rng.random() < 0.7:
             rank = _hottest(s.sums)
         end = _find(s.on, u.tables, rank, many)
-        most = 1 + _below(rng, 2 if number else 3)
+        most = end if whole else 1 + _below(rng, 2 if number else 3)
         for _ in range(min(end - many, most)):
             other = many + _below(rng, end - many)
             u.tables[many], u.tables[other] = u.tables[other], u.tables[many]
@@ -379,29 +396,22 @@ def _shift(a: Arrays, s: State, table: int, kind: int, place: int, sign: int) ->
 
 
 @_compiled
-def _fill(a: Arrays, s: State, rng: np.random.Generator, table: int, budget: float) -> bool:
+def _fill(a: Arrays, s: State, rng: np.random.Generator, table: int, budget: float, best_fit: bool) -> bool:
     """Put a table on with an option of little work for which there is budget; whether there is one."""
-    tried = 0
     for number in range(a.choice_first[a.group[table]], a.choice_first[a.group[table] + 1]):
-        if rng.random() < _BLINK:
-            continue
-        if tried == _OPTIONS:
-            break
-        tried += 1
-        if _put(a, s, rng, table, a.choice[number], budget):
+        if (not best_fit or rng.random() >= _BLINK) and _put(a, s, rng, table, a.choice[number], budget, best_fit):
             return True
     return False
 
 
 @_compiled
-def _put(a: Arrays, s: State, rng: np.random.Generator, table: int, option: int, budget: float) -> bool:
-    """Put a table on with an option, each gang where it leaves the least of the budget or, where that is 0, where the
-    soft maximum grows least; if there is no place for one, nothing is done, which is returned."""
+def _put(a: Arrays, s: State, rng: np.random.Generator, table: int, option: int, budget: float, best_fit: bool) -> bool:
+    """Put a table on with an option, each gang at its best place; if one has none, nothing is done: False."""
     _add_base(s.base, a.base, option, 1)
     first, end = a.option_first[option], a.option_first[option + 1]
     fits, gang = budget <= 0.0 or _within(a.limit, s.sums, s.base), first
     while gang < end and fits:
-        place = _best_place(a, s, rng, a.gang_kind[gang], budget)
+        place = _best_place(a, s, rng, a.gang_kind[gang], budget, best_fit)
         fits = place >= 0
         if fits:
             _shift(a, s, table, a.gang_kind[gang], place, 1)
@@ -431,8 +441,9 @@ def _within(limit: Floats, sums: Floats, base: Floats) -> bool:
 
 
 @_compiled
-def _best_place(a: Arrays, s: State, rng: np.random.Generator, kind: int, budget: float) -> int:
-    """Where a gang leaves the least of the budget, or where the soft maximum grows least; -1 if it fits nowhere."""
+def _best_place(a: Arrays, s: State, rng: np.random.Generator, kind: int, budget: float, best_fit: bool) -> int:
+    """Where a gang leaves the least of the budget (best fit), or the most, or, where that is 0, where the soft maximum
+    grows least; -1 if it fits nowhere."""
     width, item, first = a.set_width[a.kind_set[kind]], a.kind_first[kind], a.set_first[a.kind_set[kind]]
     places = (a.set_first[a.kind_set[kind] + 1] - first) // width
     best, found = inf, -1
@@ -452,11 +463,11 @@ def _best_place(a: Arrays, s: State, rng: np.random.Generator, kind: int, budget
             if budget > 0:
                 left = budget - s.sums[0, rank] - load
                 fits = left >= 0
-                score += left
+                score += left if best_fit else s.sums[0, rank] + load
             else:
                 score += common * s.terms[rank] * (exp(min(s.steep[0] * load, _STEEPEST)) - 1.0)
             if not fits or score >= best:
                 break
-        if fits and score < best and (budget <= 0 or rng.random() >= _BLINK):
+        if fits and score < best and (budget <= 0 or not best_fit or rng.random() >= _BLINK):
             best, found = score, place
     return found

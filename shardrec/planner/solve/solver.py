@@ -3,9 +3,8 @@
 With E the load on every rank and c the most that the items of one come to, the makespan is E + c; all of it goes by c.
 
 1. :mod:`relax` proves a bound, and finds which values of c are promising. What its linear programmes choose there is
-   rounded, packed (:mod:`packing`) and gives the first plans.
-2. Where none of them fits memory, :mod:`rebuild` moves items until one does: the same search, with the bytes of a rank
-   in the place of its load.
+   rounded, packed (:mod:`packing`) and gives the first plans; MULTIFIT (:mod:`rebuild`) gives others.
+2. Where none fits memory, :mod:`rebuild` moves items until one does, with the bytes of a rank in the place of its load.
 3. What is small goes to HiGHS as a whole (:mod:`exact`).
 4. :mod:`rebuild` improves the best plans by taking a few tables off and putting them back.
 
@@ -27,7 +26,7 @@ import numpy as np
 from shardrec.planner.solve.clock import AT_ONCE, Clock
 from shardrec.planner.solve.encode import Encoded, Ints, encode
 from shardrec.planner.solve.exact import solve_exactly
-from shardrec.planner.solve.packing import Packing, compact, demand, rounded, spread
+from shardrec.planner.solve.packing import Packing, demand, rounded
 from shardrec.planner.solve.problem import Problem, Solution, SolveLimits
 from shardrec.planner.solve.relax import Relaxation
 
@@ -43,10 +42,6 @@ _ROUNDED = ((1.0, 0.1), (1.0, 1.0), (0.5, 1.0))
 """Limits on the size of an item, against c, and weights of the items' load, for the first plans."""
 _MANY_GROUPS = 3000
 """Tables that differ, beyond which no linear programs are solved."""
-_MEMORY_SHARES = (1.0, 0.99, 0.97)
-"""Shares of the capacity that the choice of options may use: what fits on the whole may not fit rank by rank."""
-_ITEM_SHARES = (1.0, 0.3, 0.1, 0.03, 0.01)
-"""Of the capacity, or budget, the most for an item: small ones pack well and take more in all."""
 _FILLS = ((0.0, 0.0), (0.0, 0.5), (0.3, 0.5), (1.0, 0.9))
 """Ways to pack, the next where one does not fit memory: how much bytes count for the rank, and in the order."""
 _BUDGETS = (1.0, 1.005, 1.01, 1.02, 1.05, 1.1, 1.25, 1.5, 2.0)
@@ -82,9 +77,9 @@ class _Search:
         self.bound = 0.0
         self.pool: list[Packing] = []
         self.best: Packing | None = None
-        self.unpacked: list[Ints] = []
-        """Choices of options whose items did not fit memory rank by rank."""
         self.timed_out = False
+        self.budget = 0.0  # the deciding c
+        self.search: Any = None
 
     def run(self) -> Solution | None:
         if len(self.encoded.groups) > _MANY_GROUPS:
@@ -93,9 +88,9 @@ class _Search:
             self._start()
         if not np.isfinite(self.bound):
             return None
-        if self.best is None:
-            self._try(spread(self.encoded))
-        if self.best is None:
+        if self.best is None and self.search is None:
+            self._multifit()
+        if self.best is None and not self._out_of_time():
             self._repair()
         if not self._exact():
             self._rebuild()
@@ -110,24 +105,18 @@ class _Search:
         self.bound = intervals[0].bound
         if not np.isfinite(self.bound):
             return
-        budget = next((each.high for each in intervals if np.isfinite(each.high)), 2 * intervals[0].low)
+        self.budget = next((each.high for each in intervals if np.isfinite(each.high)), 2 * intervals[0].low)
         stop = partial(self._only, self._time_left() * (1 - _STARTING))
         for factor in _BUDGETS:
             if factor == _BUDGETS[0] or self.best is not None:  # else memory decides, which other budgets do not change
-                self._round(relaxation, budget * factor, stop)
+                self._round(relaxation, self.budget * factor, stop)
 
     def _start_many(self) -> None:
-        """The same where linear programs over all tables take minutes: many tables share a rank there.
-
-        The bound is the mean load of the ranks, and first plans take of each table what does the least work in items
-        of at most a share of it.
-        """
+        """The bound where linear programs over all tables take minutes: the mean load of the ranks."""
         encoded = self.encoded
         least = np.minimum.reduceat(encoded.total_load, [span.start for span in encoded.group_options])
-        self.bound = float(least @ encoded.sizes) / encoded.ranks * (1 - 1e-9)
-        for share in _ITEM_SHARES:
-            if self._time_left() > 0:
-                self._try(compact(encoded, share, self.bound))
+        self.budget = self.bound = float(least @ encoded.sizes) / encoded.ranks * (1 - 1e-9)
+        self._multifit()
 
     def _round(self, relaxation: Relaxation, budget: float, stop: Callable[[], bool]) -> None:
         """Quick first plans: fractional choices for a budget c, rounded table by table.
@@ -135,41 +124,36 @@ class _Search:
         Smaller items cost more in all and pack better, so the choices are made with several limits on their size.
         """
         for item_share, weight in _ROUNDED:
-            for memory_share in _MEMORY_SHARES:
-                if self._closed() or stop():
-                    return
-                found = relaxation.least_base(budget, weight=weight, memory_share=memory_share, item_share=item_share)
-                if found.values is None or self._try(rounded(self.encoded, found.values)):
-                    break
+            if self._closed() or stop():
+                return
+            found = relaxation.least_base(budget, weight=weight, item_share=item_share)
+            if found.values is not None:
+                self._try(rounded(self.encoded, found.values))
 
-    def _try(self, counts: Ints) -> bool:
-        """Pack a choice of options; whether it fits memory."""
+    def _try(self, counts: Ints) -> None:
+        """Pack a choice of options, if it fits memory."""
         for memory_weight, memory_order in _FILLS:
             packing = Packing(self.encoded, counts)
             if packing.fits() and packing.fill(demand(self.encoded, counts).items(), memory_weight, memory_order):
                 self._add(packing)
-                return True
-        self.unpacked.append(counts)
-        return False
+                return
+
+    def _multifit(self) -> None:
+        """First plans that take options as they fit time and memory."""
+        self.search = self._load_rebuild().Rebuilder(self.encoded, self.clock)
+        stop = partial(self._only, self._time_left() * (1 - _STARTING))
+        for packing in self.search.multifit(self.budget, lambda: self._closed() or stop()):
+            self._add(packing)
 
     def _repair(self) -> None:
-        """A first plan where no choice of options could be packed: the memory of the fullest rank is lowered."""
-        if self._out_of_time():
-            return
+        """A first plan where tables could not be packed: the memory of the fullest rank is lowered."""
         rebuild = self._load_rebuild()
-        memory = rebuild.by_memory(self.encoded)
-        choices = [spread(self.encoded), *(compact(self.encoded, share) for share in _ITEM_SHARES), *self.unpacked]
-        starts = [Packing(memory, counts) for counts in choices]
-        for packing in starts:
-            packing.fill(demand(memory, packing.counts).items())
-        if all(packing.cost > 1 for packing in starts):
-            start = min(starts, key=lambda packing: packing.cost)
-            stop = partial(self._only, self._time_left() / 2)
-            most = _ROUNDS_PER_EFFORT * self.limits.effort
-            found = rebuild.Rebuilder(memory, self.clock).run(start, most, stop, floor=1.0)
-            starts = [] if found is None else [found]
-        for packing in (each.of(self.encoded) for each in starts if each.cost <= 1):
-            if packing.fits():
+        search = rebuild.Rebuilder(rebuild.by_memory(self.encoded), self.clock)
+        stop = partial(self._only, self._time_left() / 2)
+        start = min(search.multifit(1.0, stop), key=lambda packing: packing.cost, default=None)
+        if start is not None:
+            found = search.run(start, _ROUNDS_PER_EFFORT * self.limits.effort, stop, floor=1.0)
+            if (packing := (found or start).of(self.encoded)).fits():
                 self._add(packing)
 
     def _load_rebuild(self) -> Any:
@@ -195,7 +179,9 @@ class _Search:
         """Take tables off and put them back, in the best plans: fewer in each phase, with more rounds for each."""
         if not self.pool or self._closed() or self._out_of_time():
             return
-        search, seed = self._load_rebuild().Rebuilder(self.encoded, self.clock), 0
+        if self.search is None:
+            self._multifit()
+        seed = 0
         for phase, size in enumerate(_POPULATIONS):
             self.pool.sort(key=lambda packing: packing.cost)
             best = [*{packing.cost: packing for packing in self.pool}.values()]
@@ -208,7 +194,7 @@ class _Search:
                     return
                 until = end + (self._time_left() - end) * (1 - AT_ONCE / (size - number))
                 run = partial(
-                    search.run,
+                    self.search.run,
                     most=most,
                     stop=partial(self._only, until),
                     floor=self.bound * (1 + self.limits.gap),

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from shardrec.planner.solve import Gang, Item, Option, Problem, SolveLimits, solve
 from shardrec.planner.solve.encode import encode
-from shardrec.planner.solve.packing import Packing, compact, demand, spread
+from shardrec.planner.solve.packing import Packing, demand
 from shardrec.planner.solve.rebuild import Rebuilder, by_memory
 from tests.planner.problems import anywhere, check, host_places
 from tests.plans import randoms
@@ -74,11 +74,13 @@ def _option(label: str, load: float, memory: float, spots: tuple[tuple[int, ...]
 @settings(max_examples=10, deadline=None)
 @given(rng=randoms())
 def test_repair_brings_every_rank_within_its_memory(rng: Random) -> None:
-    """From anywhere: each table's least memory, on ranks at random."""
+    """From anywhere: each table in four parts, on ranks at random."""
     encoded = encode(planted(rng, 8))
     memory = by_memory(encoded)
-    start = Packing(memory, spread(encoded))
-    for block, count in demand(encoded, start.counts).items():
+    counts = np.zeros(len(encoded.options), dtype=np.int64)
+    counts[[span.stop - 1 for span in encoded.group_options]] = encoded.sizes
+    start = Packing(memory, counts)
+    for block, count in demand(encoded, counts).items():
         for _ in range(count):
             start.put(block, rng.randrange(encoded.ranks))
     found = start if start.cost <= 1 else Rebuilder(memory).run(start, 4000, lambda: False, floor=1.0)
@@ -88,20 +90,29 @@ def test_repair_brings_every_rank_within_its_memory(rng: Random) -> None:
     np.testing.assert_allclose(found.loads * encoded.capacity[0], packing.memory[:, 0])
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(rng=randoms())
-def test_compact_choices_take_the_least_memory_of_items_so_small(rng: Random) -> None:
-    encoded = encode(planted(rng, 8))
-    share = rng.choice([0.05, 0.1, 0.3, 1.0])
-    counts = compact(encoded, share)
-    size = encoded.total_memory[:, 0]
-    for span, tables in zip(encoded.group_options, encoded.sizes.tolist(), strict=True):
-        (chosen,) = np.flatnonzero(counts[span.start : span.stop]) + span.start
-        assert counts[chosen] == tables
-        items = {o: encoded.item_memory[encoded.item_option == o].max() / encoded.capacity[0] for o in span}
-        small = [o for o in span if items[o] <= share]
-        assert chosen in small or not small
-        assert all(size[chosen] <= size[o] for o in small)
+def test_packings_fit_and_need_less_and_less_budget(rng: Random) -> None:
+    """First plans keep to the memory, hold each table, and are the same every time."""
+    encoded = encode(planted(rng, 8, hosts=rng.randint(0, 2)))
+    found = [*Rebuilder(encoded).multifit(FULL, lambda: False)]
+    again = [*Rebuilder(encoded).multifit(FULL, lambda: False)]
+    assert [packing.cost for packing in found] == [packing.cost for packing in again]
+    for packing in found:
+        assert packing.fits()
+        assert [packing.counts[span.start : span.stop].sum() for span in encoded.group_options] == [*encoded.sizes]
+        assert {block: at.sum() for block, at in packing.at.items()} == demand(encoded, packing.counts)
+
+
+def test_tables_are_cut_to_fill_what_others_leave() -> None:
+    """Fourteen tables on four ranks with memory for three and a half: two of them have to be cut."""
+    spots, unit = anywhere(4), 100.0
+    options = tuple(_option(label, 1.0, unit / count, spots, count) for label, count in (("one", 1), ("two", 2)))
+    tables = {f"t{number}": options for number in range(14)}
+    encoded = encode(Problem(ranks=4, capacity=(3.5 * unit + 0.1,), tables=tables))
+    found = [*Rebuilder(encoded).multifit(0.0, lambda: False)]
+    assert found and all(packing.fits() for packing in found)
+    assert found[0].counts.tolist() == [12, 2]
 
 
 def test_what_greedy_packing_misses() -> None:
