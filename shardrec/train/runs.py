@@ -180,7 +180,7 @@ class RunFolder:
         counted = ("rows", "groups", "click_rate", "auc_stderr")
         return {
             **found,
-            "samples": f"{training['samples']:,}",
+            "samples trained on": f"{training['samples']:,}",
             "steps": f"{training['steps']:,}",
             "samples_per_second": f"{training['samples_per_second']:,.0f}",
             **{name: f"{value:.4f}" for name, value in final.items() if name not in counted and value is not None},
