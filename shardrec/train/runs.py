@@ -195,6 +195,8 @@ def cuts_of(plan: ShardingPlan) -> str:
 
 
 def differing(left: TrainConfig, right: TrainConfig) -> Mapping[str, tuple[Any, Any]]:
-    """The options that two runs differ in, but for their folders."""
+    """The options that two runs differ in, but for their folders; of feature specs, the contents count."""
     first, second = left.to_mapping(), right.to_mapping()
-    return {name: (first[name], second[name]) for name in first if name != "out" and first[name] != second[name]}
+    specs = {Path(one.features).read_bytes() if one.features else b"" for one in (left, right)}
+    same = {"out"} | ({"features"} if len(specs) == 1 else set())
+    return {name: (first[name], second[name]) for name in first if name not in same and first[name] != second[name]}
