@@ -94,11 +94,21 @@ docs: $(DEV) ## write docs/api.md and run the examples of docs/
 	$(BIN)/python docs/make_notebook.py
 	$(BIN)/python -m pytest -q tests/docs
 
-# For this Python and this torch, which the operators are compiled against.
-wheel: $(RUNTIME) ## build a wheel with the C++ operators, in dist
-	@echo "==> compiling the C++ operators (minutes)"
-	@SHARDREC_OPERATORS=required $(BIN)/python -m pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation -w dist .
-	@ls dist/shardrec-*.whl
+# For this Python and this torch, which the operators are compiled against. It is tried in an environment that has the packages of
+# $(VENV), but not its editable install, and from a folder without the sources.
+wheel: TRY = build/wheel
+wheel: $(RUNTIME) ## build a wheel with the C++ operators, in dist, and try it in an environment of its own
+	@rm -rf build/lib $(TRY)
+	@echo "==> building the wheel (minutes, where the operators are yet to be compiled)"
+	@SHARDREC_OPERATORS=required $(BIN)/python -W ignore setup.py -q build --build-lib build/lib bdist_wheel -d $(TRY)/dist
+	@echo "==> trying it in $(TRY)"
+	@$(BIN)/python -m venv --without-pip $(TRY)
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$(echo $(TRY)/lib/python*/site-packages)/packages.pth"
+	@$(BIN)/python -m pip --python $(TRY)/bin/python install -q --disable-pip-version-check --no-index --no-deps \
+	  --ignore-installed $(TRY)/dist/*.whl
+	@cd $(TRY) && bin/shardrec doctor | tee doctor.txt && grep -q "C++: the operators compiled for this torch are loaded" doctor.txt
+	@cd $(TRY) && { bin/shardrec train --nproc $(NPROC) --samples 20_000 --batch-size 512 --out run >train.txt 2>&1 || { cat train.txt; exit 1; }; }
+	@mkdir -p dist && mv $(TRY)/dist/*.whl dist && ls dist/shardrec-*.whl
 
 # Once installed, the build asks no network. Its warnings are errors.
 docs-site: $(SITE) ## build the pages of docs/, benchmarks/ and examples/ as a site, in build/site

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from setuptools import Extension, setup
@@ -20,10 +22,23 @@ _LAST_FLAGS = [*_SANITIZE, *_CHEAPER, "-O1", "-g1", "-fno-omit-frame-pointer"] i
 
 
 class ParallelBuild(build_ext):
-    """Compiles the sources of an extension side by side; each takes half a minute."""
+    """Compiles the sources of an extension side by side, half a minute each, and not again while they are the same."""
 
     def build_extension(self, ext: Extension) -> None:
-        """Compile and link."""
+        """Compile and link, or take the library that an editable install has compiled."""
+        before = Path(self.get_ext_filename(ext.name))
+        newest = max(Path(source).stat().st_mtime for source in (*ext.sources, *ext.depends))
+        if before.is_file() and before.stat().st_mtime > newest and not (self.force or _SANITIZERS):
+            out = Path(self.get_ext_fullpath(ext.name))
+            out.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(before, out)
+            return
+        compiler = self.compiler.compiler_so_cxx[0]
+        if _REQUIRED and shutil.which(compiler) is None:
+            raise SystemExit(
+                f"the C++ operators need a C++ compiler, and {compiler} is none on PATH: install one (on Debian and "
+                "Ubuntu: apt-get install g++), or name it with CXX=..."
+            )
         compile_all = self.compiler.compile
 
         def compile_each(sources: list[str], *args: Any, **kwargs: Any) -> list[str]:
@@ -44,6 +59,8 @@ def operators() -> list[Extension]:
         import torch
         from torch.utils import cpp_extension
     except ImportError:
+        if _REQUIRED:
+            raise SystemExit("the C++ operators are compiled for the torch that is installed, and none is") from None
         return []
     # The name carries torch's version: a library built for another one is never loaded.
     version = "".join(letter if letter.isalnum() else "_" for letter in torch.__version__)
@@ -51,7 +68,7 @@ def operators() -> list[Extension]:
         Extension(
             f"shardrec.native.ops_for_torch_{version}",
             [f"shardrec/native/{name}.cpp" for name in ("ops", "cut", "hot", "ids", "lookup", "update")],
-            depends=[f"shardrec/native/{name}.h" for name in ("vectors", "slots", "gradient", "ids")],
+            depends=["setup.py", *(f"shardrec/native/{name}.h" for name in ("vectors", "slots", "gradient", "ids"))],
             include_dirs=cpp_extension.include_paths(),
             library_dirs=cpp_extension.library_paths(),
             libraries=["c10", "torch", "torch_cpu"],

@@ -39,7 +39,7 @@ from shardrec.checkpoint.optimizer import fused_settings, optimizer_groups, opti
 from shardrec.checkpoint.parts import HeldTensor, Part, Rect, held
 from shardrec.checkpoint.state import model_tensors, sharded_collections
 from shardrec.errors import CheckpointError, ConfigError
-from shardrec.modules.model import ShardedModel
+from shardrec.modules.model import ShardedModel, require_sharded
 from shardrec.modules.replicas import subgroup
 from shardrec.modules.replicated_model import ReplicatedModel
 
@@ -104,7 +104,12 @@ _BACKGROUND: WeakKeyDictionary[ShardedModel, _Background] = WeakKeyDictionary()
 
 
 def settle(model: ShardedModel) -> None:
-    """Wait for the model's save under way, if there is one, and raise its error if nobody has seen it yet."""
+    """Wait for the model's save under way, if there is one, and raise its error if nobody has seen it yet.
+
+    Raises:
+        ConfigError: if the model is not sharded.
+    """
+    require_sharded(model, "a checkpoint")
     if model in _BACKGROUND:
         _BACKGROUND[model].pending.wait()
 

@@ -16,6 +16,7 @@ from shardrec.cli.plan import PLAN_HELP, plan_command
 from shardrec.cli.runs import compare_command, eval_command, export_command, inspect_command, serve_command
 from shardrec.cli.serve_embeddings import SERVE_HELP, serve_embeddings_command
 from shardrec.cli.train import train_command
+from shardrec.launch.quiet import environment_for_torch, quiet_libraries
 
 __all__ = ["app", "main"]
 
@@ -61,12 +62,14 @@ def main() -> None:
     """Run the command line and exit: 0 done, 1 an error (one message, no traceback), 2 a wrong flag, 75 stopped
     after saving, 130 stopped.
 
-    With ``--debug`` among the arguments an error keeps its traceback.
+    With ``--debug`` among the arguments an error keeps its traceback, and the libraries below say what they like.
     """
+    quiet = "--debug" not in sys.argv[1:]
     try:
-        app(prog_name="shardrec")
+        with environment_for_torch(quiet=quiet), quiet_libraries(quiet=quiet):
+            app(prog_name="shardrec")
     except Exception as error:
-        if "--debug" in sys.argv[1:]:
+        if not quiet:
             raise
         ended_by_error(error)
         raise SystemExit(1) from None

@@ -46,10 +46,7 @@ def doctor(
     )
     failed = [name for name, check in checks if not _passes(name, check)]
     if not {"versions", "device"} & set(failed):
-        from shardrec.launch.quiet import quiet_libraries
-
-        with quiet_libraries():
-            failed += [name for name, check in _on_device(_chosen(device)) if not _passes(name, check)]
+        failed += [name for name, check in _on_device(_chosen(device)) if not _passes(name, check)]
     if failed:
         raise typer.Exit(1)
 

@@ -39,9 +39,7 @@ def eval_command(
 ) -> None:
     """Compute the metrics of a run's last checkpoint on other rows, of files with the run's columns."""
     del debug  # read by the entry point
-    from shardrec.launch.quiet import environment_for_torch, quiet_libraries
-
-    with environment_for_torch(), quiet_libraries(), working(f"evaluating {run}") as add_rows:
+    with working(f"evaluating {run}") as add_rows:
         metrics, skipped = RunFolder(run).evaluate(data, on_bad_row, add_rows)
         found = metrics.to_mapping()
     for reason, count in skipped.items():
@@ -61,9 +59,7 @@ def export_command(
 ) -> None:
     """Write a run's last checkpoint as a file for programs that serve it; docs/serving.md says what it takes."""
     del debug  # read by the entry point
-    from shardrec.launch.quiet import environment_for_torch, quiet_libraries
-
-    with environment_for_torch(), quiet_libraries(), working(f"exporting {run}"):
+    with working(f"exporting {run}"):
         path = RunFolder(run).export(to, out, weights)
     typer.echo(f"wrote {path}, {path.stat().st_size:,} bytes")
 
@@ -79,20 +75,17 @@ def serve_command(
     POST /predict takes {"rows": [...]}, objects by the features' names; GET / shows an example.
     """
     del debug  # read by the entry point
-    from shardrec.launch.quiet import environment_for_torch, quiet_libraries
+    from shardrec.train.endpoint import open_server
 
-    with environment_for_torch(), quiet_libraries():
-        from shardrec.train.endpoint import open_server
-
-        with working(f"loading {run}"):
-            server = open_server(RunFolder(run).endpoint(), host, port)
-        typer.echo(f"serving {run} at http://{host}:{server.port}/ (GET / shows an example; Ctrl-C ends)")
-        try:
-            server.serve_forever()
-        except KeyboardInterrupt:
-            raise typer.Exit(130) from None
-        finally:
-            server.server_close()
+    with working(f"loading {run}"):
+        server = open_server(RunFolder(run).endpoint(), host, port)
+    typer.echo(f"serving {run} at http://{host}:{server.port}/ (GET / shows an example; Ctrl-C ends)")
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    finally:
+        server.server_close()
 
 
 def inspect_command(

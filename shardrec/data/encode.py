@@ -9,8 +9,10 @@ Legend: N rows, D dense features, F sparse features, V ids of one feature.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -167,7 +169,10 @@ def _numbers(array: Any) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArra
             bad = ~np.asarray(good.to_numpy(zero_copy_only=False)) & ~missing
             numbers = pc.if_else(good, array, zero).cast(pa.large_string()).cast(pa.float64())
         values = np.asarray(numbers.to_numpy(zero_copy_only=False))
-        return values, missing, bad | ~np.isfinite(values)
+        if bad.any():
+            values = values.copy()
+            values[bad] = [_days(text) for text in array.filter(pa.array(bad)).to_pylist()]
+        return np.where(np.isnan(values), 0.0, values), missing, ~np.isfinite(values)
     if pa.types.is_null(array.type):
         return np.zeros(len(array)), empty, np.zeros(len(array), dtype=np.bool_)
     if pa.types.is_date(array.type) or pa.types.is_timestamp(array.type):
@@ -176,6 +181,15 @@ def _numbers(array: Any) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArra
     values = np.asarray(array.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False), dtype=np.float64)
     missing = empty | np.isnan(values)
     return np.where(missing, 0.0, values), missing, np.isinf(values)
+
+
+def _days(text: bytes) -> float:
+    """Days from 1970-01-01 UTC to a date or time in the format of ISO 8601; NaN for another text."""
+    try:
+        found = datetime.fromisoformat(text.decode())
+    except ValueError:
+        return math.nan
+    return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp() / 86_400
 
 
 def _transformed(feature: Feature, values: NDArray[np.float64], missing: NDArray[np.bool_]) -> NDArray[np.float32]:

@@ -55,6 +55,8 @@ def quiet_libraries(*, quiet: bool = True) -> Iterator[None]:
         with warnings.catch_warnings():
             for package in _THIRD_PARTY:
                 warnings.filterwarnings("ignore", module=rf"{package}(\.|$)")
+            # torch.export's own use of a name of torch, said to be that of a module of Python's.
+            warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
             yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):

@@ -126,8 +126,8 @@ def shard(
     collections = collections_of(model)
     if not collections:
         raise ConfigError(
-            f"{type(model).__name__} holds no torchrec embedding collection to shard; build its embeddings with one, "
-            "or wrap it in DistributedDataParallel as it is"
+            f"{type(model).__name__} holds no torchrec embedding collection to shard: if it is sharded already, use "
+            "it as it is; else build its embeddings with one, or wrap it in DistributedDataParallel"
         )
     if output_dtype not in TABLE_DTYPES.values():
         known = ", ".join(str(dtype) for dtype in TABLE_DTYPES.values())

@@ -36,7 +36,7 @@ from shardrec.modules.dense import DenseWrap, set_gradient_sync, wrap_dense
 from shardrec.modules.optim import FusedOptimizers
 from shardrec.modules.recorded import recorded_call
 
-__all__ = ["ShardedModel", "dense_signature"]
+__all__ = ["ShardedModel", "dense_signature", "require_sharded"]
 
 
 class ShardedModel(nn.Module):
@@ -371,6 +371,31 @@ class _Step(ExitStack):
 @left_alone
 def _step_of(model: ShardedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any], compiler: Any) -> _Step:
     return _Step(model, args, kwargs, compiled=callable(compiler))
+
+
+def require_sharded(model: nn.Module, taker: str) -> None:
+    """Raises unless a model is what :func:`shardrec.shard` returned.
+
+    Args:
+        model: what ``taker`` was given.
+        taker: name of the function that wants a sharded model, for the error.
+
+    Raises:
+        ConfigError: naming the sharded model inside, where ``model`` is a wrapper around one.
+    """
+    if isinstance(model, ShardedModel):
+        return
+    name = type(model).__name__
+    held = next((path for path, child in model.named_modules() if isinstance(child, ShardedModel)), None)
+    if held is not None:
+        raise ConfigError(
+            f"{taker} takes the sharded model itself, which {name} holds as {held!r}: give it that one, or put the "
+            "wrapper around the model before shardrec.shard"
+        )
+    raise ConfigError(
+        f"{taker} takes what shardrec.shard returns, not {name}: shard the model first, which takes no process "
+        "group on one rank"
+    )
 
 
 def dense_signature(inputs: object) -> str:

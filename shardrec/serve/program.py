@@ -32,6 +32,7 @@ from torch.utils import _pytree as pytree
 from shardrec._torchscript import plain
 from shardrec.errors import ConfigError, ShardrecError
 from shardrec.modules import ShardedModel
+from shardrec.modules.model import require_sharded
 from shardrec.portable.group import GroupName
 from shardrec.scripting.twins import scriptable_copy
 from shardrec.serve.example import Example
@@ -54,16 +55,7 @@ def served(model: ShardedModel) -> ServedModel:
     Raises:
         ConfigError: for a model that is not sharded, or trains.
     """
-    if any(isinstance(child, ShardedModel) for child in model.children()):
-        raise ConfigError(
-            f"{type(model).__name__} holds a sharded model, and what is exported is sharded as a whole: put the "
-            "wrapper around the model before shardrec.shard, or use shardrec.serve.save"
-        )
-    if not isinstance(model, ShardedModel):
-        raise ConfigError(
-            f"what is exported is what shardrec.shard or shardrec.serve.quantize returns, not {type(model).__name__}: "
-            "shard the model first, which takes no process group on one rank"
-        )
+    require_sharded(model, "exporting")
     if model.training:
         raise ConfigError(
             f"{type(model).__name__} is in training mode, and an exported model does not train: call model.eval() first"

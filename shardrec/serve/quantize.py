@@ -15,6 +15,7 @@ from shardrec.exchange.queue import ModelContext
 from shardrec.layout import Shard, TableLayout
 from shardrec.modules import ShardedModel
 from shardrec.modules.collection import ShardedCollection
+from shardrec.modules.model import require_sharded
 from shardrec.serve.collection import ServedCollection, serve_collection
 from shardrec.serve.format import WeightFormat
 from shardrec.serve.model import ServedModel
@@ -51,11 +52,9 @@ def quantize(model: ShardedModel, weights: str = "int8", *, tables: Mapping[str,
         ConfigError: on every rank, for a format or table that there is not, for a value that the format cannot keep
             (not finite, or beyond ±65504 unless FP32), or for INT4 shards on CUDA of other widths than multiples of 8.
     """
-    if not isinstance(model, ShardedModel) or isinstance(model, ServedModel):
-        raise ConfigError(
-            f"shardrec.serve.quantize takes what shardrec.shard returns, not {type(model).__name__}: shard the model "
-            "first, which takes no process group on one rank"
-        )
+    require_sharded(model, "shardrec.serve.quantize")
+    if isinstance(model, ServedModel):
+        raise ConfigError("the model is quantized already: give shardrec.serve.quantize what shardrec.shard returned")
     sources = [child for child in model.module.modules() if isinstance(child, ShardedCollection)]
     formats = _formats(sources, weights, tables or {})
     context = ModelContext(model.context.collectives, model.context.device, model.context.comms)

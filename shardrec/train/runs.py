@@ -180,7 +180,7 @@ class RunFolder:
         counted = ("rows", "groups", "click_rate", "auc_stderr")
         return {
             **found,
-            "samples": f"{training['samples']:,}",
+            "samples trained on": f"{training['samples']:,}",
             "steps": f"{training['steps']:,}",
             "samples_per_second": f"{training['samples_per_second']:,.0f}",
             **{name: f"{value:.4f}" for name, value in final.items() if name not in counted and value is not None},
@@ -195,6 +195,8 @@ def cuts_of(plan: ShardingPlan) -> str:
 
 
 def differing(left: TrainConfig, right: TrainConfig) -> Mapping[str, tuple[Any, Any]]:
-    """The options that two runs differ in, but for their folders."""
+    """The options that two runs differ in, but for their folders; of feature specs, the contents count."""
     first, second = left.to_mapping(), right.to_mapping()
-    return {name: (first[name], second[name]) for name in first if name != "out" and first[name] != second[name]}
+    specs = {Path(one.features).read_bytes() if one.features else b"" for one in (left, right)}
+    same = {"out"} | ({"features"} if len(specs) == 1 else set())
+    return {name: (first[name], second[name]) for name in first if name not in same and first[name] != second[name]}

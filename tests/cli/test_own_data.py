@@ -365,6 +365,11 @@ def test_a_model_of_ones_own_and_early_stopping(run: Run) -> None:
     assert code == 0
     assert "decay" in shown
     assert "embedding_lr" not in shown
+    assert "features" not in shown, "each has a copy of one spec"
+    assert "samples trained on" in shown, "not the option's name"
+    with Path("runs/other/features.yaml").open("a", encoding="utf-8") as spec:
+        spec.write("# another\n")
+    assert "runs/other/features.yaml" in run("compare", "runs/own", "runs/other")[1]
 
 
 @pytest.mark.parametrize(

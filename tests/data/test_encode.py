@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -270,6 +271,14 @@ def test_dates_and_times_are_days(tmp_path: Path) -> None:
     batch = read(tmp_path / "a.parquet", spec)
     assert batch.dense.tolist() == [[365.0, 1.25, 1.25, 1.25, 1.25, 3.5], [0.0] * 6]
     assert bags(batch, "day") == [[2], [0]]
+    words = "1970-01-04 12:00:00,1970-01-04T12:00,1970-01-04 12:00:00.000000,3.5,1971-01-01,1970-01-04 21:00+09:00"
+    (tmp_path / "a.csv").write_text(f"label,s,ms,us,ns,day,zone\n1,{words}\n0,,,,,,\n", encoding="utf-8")
+    texts = read(tmp_path / "a.csv", spec)
+    assert torch.equal(texts.dense, batch.dense)
+    assert bags(texts, "day") == [[2], [0]]
+    (tmp_path / "a.csv").write_text("label,s,ms,us,ns,day,zone\n1,1970-02-30,1,1,1,1,1\n", encoding="utf-8")
+    with pytest.raises(DataError, match=r"a\.csv:2: field 's': value '1970-02-30' is not a finite number"):
+        read(tmp_path / "a.csv", spec)
 
 
 def test_what_a_file_lacks_is_told_before_it_is_read(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from torchrec.models.dlrm import DLRM
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
+from shardrec import export, serve
+from shardrec.checkpoint import Checkpoints, load_checkpoint, save_checkpoint
 from shardrec.errors import ConfigError
 from shardrec.layout import Topology
 from shardrec.modules import ShardedModel, shard
@@ -325,3 +328,29 @@ def test_what_cannot_be_copied() -> None:
     replicated = shard(click_model(CONFIGS), mixed_plan(1), replicas=1)
     with pytest.raises(ConfigError, match=r"ReplicatedModel cannot be copied.*load this one's state_dict into it"):
         copy.deepcopy(replicated)
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda model, path: serve.quantize(model),
+        lambda model, path: serve.package(model, path / "m.pt2", ()),
+        lambda model, path: export(model, ()),
+        lambda model, path: save_checkpoint(path / "saved", model),
+        lambda model, path: load_checkpoint(path, model),
+        lambda model, path: Checkpoints(path).save(1, model),
+        lambda model, path: Checkpoints(path).load_last(model),
+    ],
+    ids=["quantize", "package", "export", "save_checkpoint", "load_checkpoint", "Checkpoints.save", "load_last"],
+)
+def test_a_wrapper_made_after_sharding_is_told_apart(take: Callable[[nn.Module, Path], Any], tmp_path: Path) -> None:
+    """Where the sharded model itself is wanted, such as that of an average: its place in the wrapper is named."""
+    average = torch.optim.swa_utils.AveragedModel(shard(click_model(CONFIGS), mixed_plan(1))).eval()
+    words = r"the sharded model itself, which AveragedModel holds as 'module': give it that one, or put the wrapper"
+    with pytest.raises(ConfigError, match=words):
+        take(average, tmp_path)
+    with pytest.raises(ConfigError, match=r"not Linear: shard the model first"):
+        take(nn.Linear(1, 1), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ConfigError, match=r"AveragedModel holds no .* to shard: if it is sharded already, use it"):
+        shard(average)

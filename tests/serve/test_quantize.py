@@ -208,7 +208,7 @@ def test_what_is_wrong_is_named() -> None:
     with pytest.raises(ConfigError, match="not Linear: shard the model first"):
         quantize(nn.Linear(1, 1))  # type: ignore[arg-type]
     served = quantize(model)
-    with pytest.raises(ConfigError, match="not ServedModel"):
+    with pytest.raises(ConfigError, match="quantized already"):
         quantize(served)
     with pytest.raises(ConfigError, match=r"has no state_dict: save it with shardrec\.serve\.save"):
         served.state_dict()

@@ -255,9 +255,7 @@ def test_one_weighted_request_serves_weighted_and_unweighted_collections(tmp_pat
         with quiet():
             loaded = torch.jit.load(save(one, tmp_path / "m.pt", features=keys))
         torch.testing.assert_close(loaded(*given.values()), answer.detach())
-    with pytest.raises(
-        ConfigError, match=r"Probability holds a sharded model.*put the wrapper around the model before"
-    ):
+    with pytest.raises(ConfigError, match=r"which Probability holds as 'model': give it that one"):
         export(around, (KeyedJaggedTensor(keys, **given),))
     program = export(model, (KeyedJaggedTensor(keys, **given),))
     torch.testing.assert_close(program.module()(*given.values()), expected.detach())
