@@ -33,8 +33,8 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 _STEEPEST = 230.0
 """Largest exponent: what is so far above the cost, how far makes no difference."""
-_WHOLE = 0.05
-"""How often whole ranks are emptied, from one to all of them."""
+_WHOLE = (0.05, 128)
+"""How often whole ranks are emptied, and how many at most: a round takes time by the square of the tables on them."""
 _AIM = 0.02
 """How far below the cost, at most, the aim is."""
 _REPAIRED = 0.5
@@ -313,8 +313,8 @@ def _varied(a: Arrays, s: State, u: Undo, rng: np.random.Generator) -> int:
 @_compiled
 def _ruined(a: Arrays, s: State, u: Undo, rng: np.random.Generator) -> int:
     """Some tables of a highly loaded rank, and of a few others; how many."""
-    many, ranks, whole = 0, s.sums.shape[1], rng.random() < _WHOLE
-    picked = int(exp(rng.random() * log(ranks + 1.0))) if whole else 2 + (rng.random() < 0.5)
+    many, ranks, whole = 0, s.sums.shape[1], rng.random() < _WHOLE[0]
+    picked = int(exp(rng.random() * log(min(ranks, _WHOLE[1]) + 1.0))) if whole else 2 + (rng.random() < 0.5)
     start = _below(rng, ranks)
     for number in range(picked):
         rank = (start + number) % ranks if whole else _below(rng, ranks)
