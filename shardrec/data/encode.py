@@ -25,6 +25,7 @@ from shardrec.data.spec import Feature, FeatureSpec
 
 __all__ = ["Encoded", "column_fault", "encode", "hash_texts"]
 
+_NO_NUMBER = "is not a finite number among numbers, nor a date among dates"
 _NUMBER = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
 _NIBBLES = np.full(256, 255, dtype=np.uint8)
 for _digits in (b"0123456789abcdef", b"0123456789ABCDEF"):
@@ -82,7 +83,7 @@ def encode(table: Any, spec: FeatureSpec, *, labelled: bool = True) -> Encoded:
     for index, feature in enumerate(spec.dense):
         values, missing, bad = _numbers(table[feature.source])
         dense[:, index] = _transformed(feature, np.where(bad, 0.0, values), missing)
-        bads.append((feature.source, Reason.NUMBER, "is not a finite number", bad))
+        bads.append((feature.source, Reason.NUMBER, _NO_NUMBER, bad))
     bags = [_bags(table, feature) for feature in spec.sparse]
     for feature, found in zip(spec.sparse, bags, strict=True):
         bads.append((feature.source, Reason.ID, _id_words(feature), found.bad))
@@ -172,6 +173,9 @@ def _numbers(array: Any) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArra
         if bad.any():
             values = values.copy()
             values[bad] = [_days(text) for text in array.filter(pa.array(bad)).to_pylist()]
+            # A date among numbers is a mistake, and so is a number among dates.
+            dates, numbers = bad & np.isfinite(values), ~bad & ~missing
+            values[numbers if dates.sum() > numbers.sum() else dates] = np.nan
         return np.where(np.isnan(values), 0.0, values), missing, ~np.isfinite(values)
     if pa.types.is_null(array.type):
         return np.zeros(len(array)), empty, np.zeros(len(array), dtype=np.bool_)
@@ -456,7 +460,7 @@ def _id_words(feature: Feature) -> str:
         case "number":
             return f"is no whole number from 0 to {feature.num_embeddings - 1}"
         case "buckets":
-            return "is not a finite number"
+            return _NO_NUMBER
     return f"has ids and weights ({feature.weights!r}) that do not go together" if feature.weights else "is no id"
 
 

@@ -170,7 +170,7 @@ PLAIN = FeatureSpec(features=(Feature(name="id", kind="id", rows=9, ids="number"
         (
             b"1\tabc\t3\t\t\n",
             "bad number",
-            r"field 'int_1': value 'abc' is not a finite number; correct it, or leave such",
+            r"field 'int_1': value 'abc' is not a finite number among numbers, nor a date among dates; correct",
         ),
         (b"1\t1e999\t3\t\t\n", "bad number", r"field 'int_1': value '1e999' is not a finite number"),
         (b"2\t2\t3\t\t\n", "bad label", r"field 'label': value '2' is not 0 or 1"),
@@ -279,6 +279,11 @@ def test_dates_and_times_are_days(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("label,s,ms,us,ns,day,zone\n1,1970-02-30,1,1,1,1,1\n", encoding="utf-8")
     with pytest.raises(DataError, match=r"a\.csv:2: field 's': value '1970-02-30' is not a finite number"):
         read(tmp_path / "a.csv", spec)
+    for column, at, bad in ((["1", "2", "1970-01-02"], 4, "1970-01-02"), (["1970-01-02", "2", "1970-01-02"], 3, "2")):
+        rows = [f"1,{one},0,0,0,0,0\n" for one in column]
+        (tmp_path / "a.csv").write_text("label,s,ms,us,ns,day,zone\n" + "".join(rows), encoding="utf-8")
+        with pytest.raises(DataError, match=rf"a\.csv:{at}: field 's': value '{bad}' is not a finite number"):
+            read(tmp_path / "a.csv", spec)
 
 
 def test_what_a_file_lacks_is_told_before_it_is_read(tmp_path: Path) -> None:
