@@ -92,7 +92,7 @@ def test_repair_brings_every_rank_within_its_memory(rng: Random) -> None:
 
 @settings(max_examples=10, deadline=None)
 @given(rng=randoms())
-def test_packings_fit_and_need_less_and_less_budget(rng: Random) -> None:
+def test_first_packings_fit_and_hold_each_table(rng: Random) -> None:
     """First plans keep to the memory, hold each table, and are the same every time."""
     encoded = encode(planted(rng, 8, hosts=rng.randint(0, 2)))
     found = [*Rebuilder(encoded).multifit(FULL, lambda: False)]
