@@ -108,8 +108,7 @@ class _Search:
         self.budget = next((each.high for each in intervals if np.isfinite(each.high)), 2 * intervals[0].low)
         stop = partial(self._only, self._time_left() * (1 - _STARTING))
         for factor in _BUDGETS:
-            if factor == _BUDGETS[0] or self.best is not None:  # else memory decides, which other budgets do not change
-                self._round(relaxation, self.budget * factor, stop)
+            self._round(relaxation, self.budget * factor, stop)
 
     def _start_many(self) -> None:
         """The bound where linear programs over all tables take minutes: the mean load of the ranks."""
