@@ -47,7 +47,7 @@ def numbers_in(path: Path) -> list[int]:
     return pq.read_table(path)["I1"].to_pylist()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 30), min_size=1, max_size=3),
     parts=st.integers(1, 5),
