@@ -90,6 +90,7 @@ GOOD = {"user": "a", "country": "de", "age": 3, "code": 7, "tags": {}, "history"
         ([GOOD, {**GOOD, "price": "2025-03-01"}], r"row 1: field 'price': value '2025-03-01' is not .* date among"),
         ([{**GOOD, "price": True}], r"field 'price': value True is not a finite number, a date or null"),
         ([{**GOOD, "price": float("nan")}], r"field 'price': value nan"),
+        ([{**GOOD, "price": 10**400}], r"field 'price': value 1000.* is not a finite number"),
         ([{**GOOD, "user": ["a"]}], r"field 'user': value \['a'\] is not a text, a number or null"),
         ([{**GOOD, "history": "a"}], r"field 'history': value 'a' is not a list or null"),
         ([{**GOOD, "history": ["a", None]}], r"field 'history': value .* is not a list of texts or numbers"),
