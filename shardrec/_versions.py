@@ -63,12 +63,13 @@ class _Found:
         return f"{self.name} {self.version or 'of unknown version'}"
 
 
+_PLANNER, _PLOTS = ("highspy", "numba", "scipy"), ("matplotlib",)
 EXTRAS = {
-    "planner": ("highspy", "numba", "scipy"),
-    "plots": ("matplotlib",),
-    "train": ("fsspec", "pyarrow", "pydantic", "tensorboard", "werkzeug"),
+    "planner": _PLANNER,
+    "plots": _PLOTS,
+    "train": (*_PLANNER, *_PLOTS, "fsspec", "pyarrow", "pydantic", "tensorboard", "werkzeug"),
 }
-"""The modules that each extra of the package brings."""
+"""The modules that each extra of the package brings; of extras that bring the same one, the smallest comes first."""
 
 
 @functools.cache

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import configparser
 import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,23 @@ def test_every_package_has_one_version(one: MatchingSet) -> None:
         unpinned = [line for line in lines(name) if "==" not in line]
         assert set(unpinned) <= set(of_set), f"{name}: no version of {unpinned}"
         assert not set(pins(name)) & set(of_set), f"{name} and the set pin the same"
+
+
+def test_what_is_required_is_used() -> None:
+    """By shardrec, or by torchrec, which is installed without what it requires."""
+    config = configparser.ConfigParser()
+    config.read(FOLDER.parent / "setup.cfg", encoding="utf-8")
+    extras = config["options.extras_require"]
+    asked = "".join([config["options"]["install_requires"], *(extras[name] for name in ("planner", "plots", "train"))])
+    required = {re.split(r"[ ><=!]", line)[0] for line in asked.split("\n") if line and "[" not in line}
+    imported: set[str] = set()
+    for path in (FOLDER.parent / "shardrec").rglob("*.py"):
+        for found in re.findall(r"^ *(?:from|import) ([\w.]+)", path.read_text(encoding="utf-8"), re.MULTILINE):
+            imported.update(found.split("."))
+    by_torchrec = {re.match(r"[\w-]+", one).group() for one in metadata.requires("torchrec") or ()}  # type: ignore[union-attr]
+    modules = {"pyyaml": "yaml", "zlib-ng": "zlib_ng"}
+    assert {one for one in required if modules.get(one, one) not in imported} <= by_torchrec
+    assert {"pyarrow", "torch", "tqdm"} <= required
 
 
 def test_setuptools_suits_every_torch() -> None:

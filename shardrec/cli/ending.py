@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
-from shardrec._versions import EXTRAS
-from shardrec.errors import InputError, ShardrecError
+from shardrec._versions import EXTRAS, check_extra
+from shardrec.errors import InputError, ShardrecError, VersionError
 from shardrec.train import RunStopped
 
 __all__ = ["SAVED", "ended_after_saving", "ended_by_error", "ended_by_user"]
@@ -35,11 +35,14 @@ def ended_by_error(error: Exception) -> None:
     """
     if isinstance(error, InputError) and not _speaks():
         return
-    text = str(error) or type(error).__name__
     extra = next((name for name, modules in EXTRAS.items() if getattr(error, "name", None) in modules), None)
     if isinstance(error, ModuleNotFoundError) and extra is not None:
-        text = f"this command needs {error.name}, which is not installed: pip install 'shardrec[{extra}]'"
-    elif not isinstance(error, ShardrecError):
+        try:
+            check_extra(extra)
+        except VersionError as missing:  # all that the extra lacks, and not only what was imported first
+            error = missing
+    text = str(error) or type(error).__name__
+    if not isinstance(error, ShardrecError):
         text = f"unexpected {type(error).__name__}: {text}\nRun it again with --debug for the traceback"
     who = "shardrec" if "RANK" not in os.environ else f"shardrec, rank {os.environ['RANK']}"
     if not sys.stderr.isatty():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +16,7 @@ from shardrec.errors import ConfigError
 
 if TYPE_CHECKING:
     from shardrec.layout import Topology
-    from shardrec.planner import Constraint, TableLoad
+    from shardrec.planner import TableLoad
 
 __all__ = ["PLAN_HELP", "check_outputs", "plan_command", "read_tables"]
 
@@ -53,7 +53,7 @@ def plan_command(
     gap: Annotated[
         float, typer.Option(help="Stop when the plan is proven to be this close to the best.", min=0)
     ] = 0.005,
-    seconds: Annotated[float | None, typer.Option(help="Stop then with the best plan so far.", min=0)] = None,
+    seconds: Annotated[float | None, typer.Option(help="Stop then with the best plan so far.", min=0.001)] = None,
     save: Annotated[Path | None, typer.Option(help="Write the plan to this JSON file.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page about the plan.")] = None,
     png: Annotated[Path | None, typer.Option(help="Draw the load of each rank.")] = None,
@@ -67,6 +67,7 @@ def plan_command(
     from math import inf
 
     from shardrec.planner import Profile, SolveLimits, explain, plan_tables, to_html, to_png
+    from shardrec.train.config import parse_constraint
 
     check_outputs({"--save": save, "--html": html, "--png": png})
     if optimizer not in _OPTIMIZERS:
@@ -77,7 +78,7 @@ def plan_command(
             loads,
             _topology(ranks, hosts, machine, memory),
             batch_size=batch_size,
-            constraints=_constraints(constraint or []),
+            constraints=dict(map(parse_constraint, constraint or [])),
             profile=None if profile is None else Profile.load(profile),
             limits=SolveLimits(gap=gap, seconds=inf if seconds is None else seconds),
         )
@@ -246,23 +247,3 @@ def _topology(ranks: int, hosts: int, machine: str, memory: float | None) -> Top
         tier = "device_memory" if found.kind == "cuda" else "host_memory"
         found = replace(found, **{tier: memory * 2**30})  # type: ignore[arg-type]
     return Topology(hosts=hosts, ranks_per_host=local, machine=found)
-
-
-def _constraints(given: Sequence[str]) -> dict[str, Constraint]:
-    """``pattern=cut,cut@rank,rank``; either side of the ``@`` may be empty."""
-    from shardrec.planner import Constraint
-
-    found = {}
-    for text in given:
-        pattern, equals, rest = text.partition("=")
-        cuts, _, ranks = rest.partition("@")
-        try:
-            found[pattern] = Constraint(
-                cuts=tuple(filter(None, cuts.split(","))),
-                ranks=tuple(int(rank) for rank in filter(None, ranks.split(","))),
-            )
-        except ValueError as error:
-            raise ConfigError(f"--constraint {text!r}: {error}") from None
-        if not pattern or not equals:
-            raise ConfigError(f"--constraint is {text!r}: give it as 'pattern=cut,cut@rank,rank'")
-    return found

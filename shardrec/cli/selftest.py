@@ -131,10 +131,15 @@ def _sharded(device: torch.device) -> Any:
     from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 
     import shardrec
+    from shardrec.layout import ShardingPlan, Topology
+    from shardrec.layout.cuts import table_wise
+    from shardrec.layout.discover import table_shapes
 
     module = _collection()
     apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.5})
-    return shardrec.shard(module, device=device)
+    # Not the planner's, whose extra may not be installed.
+    tables = tuple(table_wise(name, *shape, rank=0) for name, shape in table_shapes(module).items())
+    return shardrec.shard(module, ShardingPlan(topology=Topology(), tables=tables), device=device)
 
 
 def _features(step: int, device: torch.device | str = "cpu") -> Any:

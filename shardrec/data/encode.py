@@ -197,12 +197,9 @@ def _days(text: bytes) -> float:
 
 
 def _transformed(feature: Feature, values: NDArray[np.float64], missing: NDArray[np.bool_]) -> NDArray[np.float32]:
-    log = feature.transform == "log"
-    found = transform_dense(values, missing) if log else values.astype(np.float32)
-    if feature.mean == 0.0 and feature.std == 1.0:
-        return np.where(missing, np.float32(0.0), found)
-    scaled = (found - np.float32(feature.mean)) / np.float32(feature.std)
-    return np.where(missing, np.float32(0.0), scaled).astype(np.float32)
+    # In float64: of a time, float32 would lose the seconds before the mean is subtracted.
+    found = transform_dense(values, missing) if feature.transform == "log" else values
+    return np.where(missing, 0.0, (found - feature.mean) / feature.std).astype(np.float32)
 
 
 def _bags(table: Any, feature: Feature) -> _Bags:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,8 +20,8 @@ def batch_of_request(rows: Any, spec: FeatureSpec) -> ClickBatch:
     """The rows of a request, encoded as those of a file are.
 
     Each row is an object with exactly the spec's features: an ``id`` is a text or a number; a ``multi_hot`` feature or
-    a ``sequence`` a list of these; a ``weighted`` one an object of ids and their weights; a ``dense`` one a number. Any
-    may be null, for a missing value.
+    a ``sequence`` a list of these; a ``weighted`` one an object of ids and their weights; a ``dense`` one a number, or
+    a date or time in ISO 8601, as in a CSV file. Any may be null, for a missing value.
 
     Args:
         rows: what ``json.loads`` made of it.
@@ -46,8 +46,7 @@ def batch_of_request(rows: Any, spec: FeatureSpec) -> ClickBatch:
         features.append(feature.model_copy(update={"column": feature.name, "weights": weights}))
         values = [_value(number, row[feature.name], feature) for number, row in enumerate(rows)]
         if weights is None:
-            kind = pa.list_(pa.string()) if feature.is_list else pa.float64() if feature in spec.dense else pa.string()
-            columns[feature.name] = pa.array(values, kind)
+            columns[feature.name] = pa.array(values, pa.list_(pa.string()) if feature.is_list else pa.string())
         else:
             columns[feature.name] = pa.array([list(bag) for bag in values], pa.list_(pa.string()))
             columns[weights] = pa.array([list(bag.values()) for bag in values], pa.list_(pa.float64()))
@@ -84,15 +83,11 @@ def _value(number: int, value: Any, feature: Feature) -> Any:
     def refused(wanted: str) -> DataError:
         return DataError(f"row {number}: field {feature.name!r}: value {_shown(value)} is not {wanted}; correct it")
 
-    if feature.kind == "dense":
-        if value is not None and not _is_number(value):
-            raise refused("a finite number or null")
-        return value
     as_text = _hexadecimal if feature.coding == "hexadecimal" else _text
     if not feature.is_list:
         text = None if value is None else as_text(value)
         if value is not None and text is None:
-            raise refused("a text, a number or null")
+            raise refused("a finite number, a date or null" if feature.kind == "dense" else "a text, a number or null")
         return text
     if feature.weights is not None:
         if value is not None and not (isinstance(value, Mapping) and all(map(_is_number, value.values()))):
@@ -109,7 +104,7 @@ def _value(number: int, value: Any, feature: Feature) -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _text(value: Any) -> str | None:

@@ -47,7 +47,7 @@ class Constraint:
         if unknown:
             raise ConfigError(f"there is no cut {unknown[0]!r}; the cuts are {', '.join(CUTS)}")
         if self.ranks and self.cuts and set(self.cuts) <= {"data_parallel"}:
-            raise ConfigError("a data_parallel table is on every rank; leave ranks empty")
+            raise ConfigError("a data_parallel table is on every rank; name no ranks for it")
         if self.min_columns < 0:
             raise ConfigError(f"min_columns is {self.min_columns}; give a number of columns, at least 0")
         if self.hot_rows != "auto" and (not isinstance(self.hot_rows, int) or self.hot_rows < 0):

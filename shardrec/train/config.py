@@ -8,10 +8,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardrec.errors import ConfigError
 from shardrec.train.options import check_fields, flag, option, rule_of, together
+
+if TYPE_CHECKING:
+    from shardrec.planner import Constraint
 
 __all__ = [
     "BOARD",
@@ -346,14 +349,14 @@ def load_config_text(text: str, path: Path) -> TrainConfig:
     return TrainConfig(**{name: value for name, (value, _) in _parse(text, path).items()})
 
 
-def parse_constraint(text: str) -> tuple[str, tuple[str, ...], tuple[int, ...]]:
-    """``'t_*=row_wise,column_wise@0,1'`` as (pattern of plan names, cuts, ranks).
+def parse_constraint(text: str) -> tuple[str, Constraint]:
+    """``'t_*=row_wise,column_wise@0,1'`` as (pattern of plan names, what it asks for); ``@`` is before ranks.
 
     Raises:
-        ConfigError: for another form, or an unknown cut.
+        ConfigError: for another form, an unknown cut, or ranks of a table that every rank has.
     """
     # Imported here because the planner's package is only wanted by runs with a constraint.
-    from shardrec.planner.constraint import CUTS
+    from shardrec.planner.constraint import Constraint
 
     pattern, equals, right = text.rpartition("=")
     cuts_text, _, ranks_text = right.partition("@")
@@ -363,12 +366,10 @@ def parse_constraint(text: str) -> tuple[str, tuple[str, ...], tuple[int, ...]]:
         raise ConfigError(
             f"constraint (--constraint) is {text!r}: give TABLE=CUT[,CUT][@RANK,RANK], such as 't_*=row_wise'"
         )
-    unknown = [cut for cut in cuts if cut not in CUTS]
-    if unknown:
-        raise ConfigError(
-            f"constraint (--constraint) is {text!r}: there is no cut {unknown[0]!r}; the cuts are {', '.join(CUTS)}"
-        )
-    return pattern, cuts, tuple(map(int, ranks))
+    try:
+        return pattern, Constraint(cuts=cuts, ranks=tuple(map(int, ranks)))
+    except ConfigError as error:
+        raise ConfigError(f"constraint (--constraint) is {text!r}: {error}") from None
 
 
 def _read(path: Path) -> dict[str, tuple[Any, int]]:

@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from shardrec._versions import EXTRAS, check_extra
+from shardrec._versions import check_extra
 from shardrec.errors import ConfigError, PeerError
 from shardrec.launch.run import launched_rank, run_on_ranks
 from shardrec.train.config import CHECKPOINTS, TrainConfig
@@ -39,8 +39,7 @@ def train(config: TrainConfig, *, resume: bool = False, debug: bool = False) -> 
         RunStopped: SIGTERM or Ctrl-C ended the run after it had saved; a KeyboardInterrupt.
         KeyboardInterrupt: they ended it without.
     """
-    for extra in EXTRAS:
-        check_extra(extra)
+    check_extra("train")
     resume = resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
     _check_out(config, resume)
     config = dataclasses.replace(config, out=config.out or _new_folder())  # of several ranks' the first one's holds

@@ -147,16 +147,14 @@ def planner_constraints(
     The name of a feature that one table alone looks up stands for the table, unless a table has this name itself.
     Tables with dynamic ids get the cuts that these allow, where the config says nothing of them.
     """
-    from shardrec.planner import Constraint
-
     tables = _tables_by_feature(model)
     own_names = {name for names in tables.values() for name in names}
     found = {}
     for text in config.constraint:
-        pattern, cuts, ranks = parse_constraint(text)
+        pattern, limit = parse_constraint(text)
         if pattern not in own_names and len(tables.get(pattern, [])) == 1:
             (pattern,) = tables[pattern]
-        found[pattern] = Constraint(cuts=cuts, ranks=ranks)
+        found[pattern] = limit
     # The first that matches a table counts.
     return found | {name: one for name, one in constraints_of(dynamic).items() if name not in found}
 

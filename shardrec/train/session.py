@@ -185,6 +185,11 @@ def _sharded_model(config: TrainConfig, source: Source, place: Place, plan: Shar
             plan = ShardingPlan.load(config.plan)
         except OSError as error:
             raise ConfigError(f"plan (--plan) is {config.plan!r}: {error.strerror}; give a plan.json") from error
+        if plan.world_size != place.world_size:
+            raise ConfigError(
+                f"plan (--plan) is {config.plan!r}, which is for {plan.world_size} ranks, and there are "
+                f"{place.world_size}: start {plan.world_size} (--nproc {plan.world_size}), or leave it out"
+            )
     if plan is None:
         from shardrec.planner import plan as make_plan  # a fifth of the imports, which a run that goes on does without
 

@@ -6,6 +6,7 @@ import dataclasses
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,13 @@ import torch
 from typer.testing import CliRunner
 
 import shardrec
+from shardrec import _versions, native, planner
+from shardrec._versions import check_extra
 from shardrec.cli import app, selftest
+from shardrec.cli import doctor as doctor_lines
 from shardrec.cli.ending import ended_by_error
-from shardrec.errors import DataError, InputError
-from shardrec.train import TrainConfig
+from shardrec.errors import DataError, InputError, VersionError
+from shardrec.train import TrainConfig, train
 from shardrec.train.options import flag
 from tests.cli.command import shell
 
@@ -54,7 +58,9 @@ def test_without_a_command_there_is_help() -> None:
     assert "doctor" in shown.output
 
 
-def test_doctor() -> None:
+def test_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where shardrec was installed without the planner's extra."""
+    monkeypatch.setattr(planner, "plan", lambda *_, **__: pytest.fail("the planner's packages may not be there"))
     shown = CliRunner().invoke(app, ["doctor"])
     assert shown.exit_code == 0, shown.output
     assert "PROBLEM" not in shown.output
@@ -71,6 +77,18 @@ def test_doctor() -> None:
         "scripted",
     ]
     assert re.search(r"torchrec \d", shown.output)
+
+
+def test_doctor_says_how_to_compile_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a line of its own, for an install without them is silent otherwise until the first step."""
+    monkeypatch.delenv("SHARDREC_NATIVE", raising=False)
+    monkeypatch.setattr(native, "library_path", lambda: None)
+    monkeypatch.setattr(native, "is_loaded", native.is_loaded.__wrapped__)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        said = doctor_lines._native()
+    assert "without C++ operators for torch" in said
+    assert "`pip install --no-build-isolation .`" in said
 
 
 def test_doctor_fails_with_the_remedy_when_versions_do_not_match(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,6 +159,23 @@ class TestEnding:
     def test_an_unexpected_error_names_its_kind(self, capsys: pytest.CaptureFixture[str]) -> None:
         ended_by_error(ZeroDivisionError("division by zero"))
         assert "unexpected ZeroDivisionError: division by zero\nRun it again with --debug" in capsys.readouterr().err
+
+    def test_all_that_an_extra_lacks_is_named_at_once(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        lacking = ("highspy", "pyarrow", "werkzeug")
+        monkeypatch.setattr(_versions.util, "find_spec", lambda name: None if name in lacking else name)
+        check_extra.cache_clear()
+        words = "without highspy, pyarrow, werkzeug, which its extra 'train' brings: pip install 'shardrec[train]'"
+        for name in ("werkzeug", "pyarrow"):
+            ended_by_error(ModuleNotFoundError(name=name))
+            assert capsys.readouterr().err == f"shardrec: error: shardrec was installed {words}\n"
+        with pytest.raises(VersionError, match=re.escape(words)):
+            train(TrainConfig(out="nowhere"))
+        ended_by_error(ModuleNotFoundError(name="highspy"))
+        assert "without highspy, which its extra 'planner' brings" in capsys.readouterr().err
+        ended_by_error(ModuleNotFoundError("No module named 'another'", name="another"))
+        assert "unexpected ModuleNotFoundError: No module named 'another'" in capsys.readouterr().err
 
     def test_shared_errors_come_from_rank_0_only(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

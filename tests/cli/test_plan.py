@@ -145,7 +145,7 @@ def test_instances(tmp_path: Path) -> None:
         (["--ranks", "3", "--hosts", "2"], "3 ranks cannot be spread evenly over 2 hosts"),
         (["--machine", "abacus"], "there is no preset 'abacus'"),
         (["--optimizer", "lion"], "--optimizer is 'lion'"),
-        (["--constraint", "user"], "--constraint is 'user': give it as"),
+        (["--constraint", "user"], "constraint (--constraint) is 'user': give TABLE=CUT"),
         (["--constraint", "user=diagonal"], "there is no cut 'diagonal'"),
         (["--memory", "0.01", "--ranks", "2"], "the tables do not fit"),
     ],

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from shardrec.layout import ShardingPlan, Topology, cuts
 from tests.cli.command import Run, shell
 
 SMALL = ("--max-embeddings", "100", "--embedding-dim", "8", "--batch-size", "64", "--evaluations", "1")
@@ -40,6 +42,36 @@ def test_a_file(run: Run, rows: Path, tmp_path: Path) -> None:
     assert metrics["optimum"] is None
     assert metrics["training"]["samples"] + metrics["final"]["rows"] == 600
     assert len(metrics["curve"]) == 1
+
+
+def test_advice_names_flags_and_no_arguments_of_python(run: Run, rows: Path, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    tables = (cuts.table_wise("t", 10, 4, rank=3),)
+    ShardingPlan(topology=Topology(ranks_per_host=4), tables=tables).save(plan)
+    csv = tmp_path / "tables.csv"
+    csv.write_text("name,num_embeddings,embedding_dim\nuser,10,4\n", encoding="utf-8")
+    break_rows(rows, 3, "abc", (17,))
+    train = ("train", "--data", str(rows), *SMALL, "--out", str(tmp_path / "out"))
+    for arguments, words in (
+        ((*train, "--on-bad-row", "skip", "--plan", str(plan)), f"plan (--plan) is '{plan}', which is for 4 ranks"),
+        ((*train, "--on-bad-row", "skip", "--plan", str(plan)), "start 4 (--nproc 4)"),
+        (train, "--on-bad-row skip"),
+        (
+            (*train, "--constraint", "t_cat_1=data_parallel@0"),
+            "constraint (--constraint) is 't_cat_1=data_parallel@0'",
+        ),
+        ((*train, "--loss", "softmax"), "loss (--loss) is 'softmax'"),
+        (("plan", str(csv), "--constraint", "user=data_parallel@0"), "constraint (--constraint) is "),
+        (("plan", str(csv), "--seconds", "0"), "'--seconds'"),
+        (("plan", str(csv), "--save", str(tmp_path / "no" / "plan.json")), "--save "),
+        (("calibrate", "--save", str(tmp_path / "plan.json")), "--plans"),
+    ):
+        code, _, errors = run(*arguments)
+        assert code in (1, 2)
+        assert words in errors
+        for given in arguments:
+            errors = errors.replace(given, "") if "=" in given else errors
+        assert not re.search(r"\b[a-z_]+=\S", errors), "an argument of a function"
 
 
 def test_samples_cut_a_file_short(run: Run, rows: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,6 +59,22 @@ def test_hexadecimal_numbers() -> None:
     assert found.sparse.values().tolist() == [256, 256, 0]
 
 
+def test_dates_are_those_of_a_csv_file(tmp_path: Path) -> None:
+    since = Feature(name="since", kind="dense", mean=20_000, std=100)
+    day = Feature(name="day", kind="id", boundaries=(20_000.0, 20_148.0))
+    spec = FeatureSpec(features=(since, day))
+    dates = ["2025-03-01", "2025-03-01 12:30:00+01:00", None]
+    path = tmp_path / "dates.csv"
+    path.write_text("label,since,day\n" + "".join(f"0,{date or ''},{date or ''}\n" for date in dates), encoding="utf-8")
+    (of_file,) = open_click_data(path, spec, holdout=0.0).train_batches(0, 1, 10)
+    asked = batch_of_request([{"since": date, "day": date} for date in dates], spec)
+    torch.testing.assert_close(asked.dense, of_file.dense)
+    assert asked.sparse.values().tolist() == of_file.sparse.values().tolist() == [3, 3, 0]
+    assert asked.dense[:, 0].tolist() == pytest.approx([1.48, 1.48 + 11.5 / 2400, 0.0])
+    (alone,) = batch_of_request([{"since": 20_148.0, "day": 20_148}], spec).dense.tolist()
+    assert alone == pytest.approx([1.48])
+
+
 GOOD = {"user": "a", "country": "de", "age": 3, "code": 7, "tags": {}, "history": ["x"], "price": 1, "size": None}
 
 
@@ -69,9 +86,11 @@ GOOD = {"user": "a", "country": "de", "age": 3, "code": 7, "tags": {}, "history"
         ([GOOD, 3], r"row 1 is 3: give an object with the fields user, country"),
         ([{**GOOD, "usr": "a"}], r"row 0: field 'usr' is no feature: the features are user, country"),
         ([{"user": "a"}], r"row 0: field 'country' is missing"),
-        ([GOOD, {**GOOD, "price": "3"}], r"row 1: field 'price': value '3' is not a finite number or null"),
-        ([{**GOOD, "price": True}], r"field 'price': value True"),
+        ([GOOD, {**GOOD, "price": "dear"}], r"row 1: field 'price': value 'dear' is not a finite number among numbers"),
+        ([GOOD, {**GOOD, "price": "2025-03-01"}], r"row 1: field 'price': value '2025-03-01' is not .* date among"),
+        ([{**GOOD, "price": True}], r"field 'price': value True is not a finite number, a date or null"),
         ([{**GOOD, "price": float("nan")}], r"field 'price': value nan"),
+        ([{**GOOD, "price": 10**400}], r"field 'price': value 1000.* is not a finite number"),
         ([{**GOOD, "user": ["a"]}], r"field 'user': value \['a'\] is not a text, a number or null"),
         ([{**GOOD, "history": "a"}], r"field 'history': value 'a' is not a list or null"),
         ([{**GOOD, "history": ["a", None]}], r"field 'history': value .* is not a list of texts or numbers"),

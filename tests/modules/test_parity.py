@@ -5,9 +5,14 @@ The product of all that a table can be asked for is in tests/parity; here the mo
 
 from __future__ import annotations
 
-import pytest
+from random import Random
 
-from tests.modules.parity import check, random_case
+import pytest
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+from tests.models import OPTIMIZERS, table_sizes
+from tests.modules.parity import Case, check, random_case
+from tests.plans import CUTS, cut_plan, topologies_of
 from tests.ranks import ranks
 
 CHUNK = 16
@@ -21,6 +26,31 @@ def check_seeds(first: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_random_plans(world_size: int) -> None:
     ranks(world_size, check_seeds, 0, world_size)
+
+
+def check_odd_widths(world_size: int) -> None:
+    """Each cut with each optimizer, on tables whose rows fbgemm's kernels do not take."""
+    optimizers = sorted(OPTIMIZERS)
+    configs = [
+        EmbeddingBagConfig(name=f"t{dim}", num_embeddings=7, embedding_dim=dim, feature_names=[f"f{dim}", "shared"])
+        for dim in (1, 3, 6, 10, 17)
+    ]
+    for number, cut in enumerate(CUTS):
+        check(
+            Case(
+                name=cut,
+                configs=configs,
+                plan=cut_plan(cut, Random(number), table_sizes(configs), topologies_of(world_size)[-1]),
+                optimizers=[optimizers[(number + table) % len(optimizers)] for table in range(len(configs))],
+                weighted=number % 2 == 1,
+                seed=number,
+            )
+        )
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_widths_that_are_no_multiple_of_4_train_as_the_unsharded_tables(world_size: int) -> None:
+    ranks(world_size, check_odd_widths, world_size)
 
 
 @pytest.mark.slow

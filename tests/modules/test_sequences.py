@@ -25,11 +25,11 @@ KEY_ROWS = {"a": 13, "b": 7, "c": 7}
 DIM = 16
 
 
-def collection(optimizer: Any, lr: float, device: str = "cpu") -> EmbeddingCollection:
+def collection(optimizer: Any, lr: float, device: str = "cpu", dim: int = DIM) -> EmbeddingCollection:
     torch.manual_seed(0)
     made = EmbeddingCollection(
         tables=[
-            EmbeddingConfig(name=name, num_embeddings=rows, embedding_dim=DIM, feature_names=FEATURES[name])
+            EmbeddingConfig(name=name, num_embeddings=rows, embedding_dim=dim, feature_names=FEATURES[name])
             for name, rows in ROWS.items()
         ],
         device=torch.device(device),
@@ -79,6 +79,35 @@ def count_collectives() -> list[dict[str, int]]:
             sum(value.values().sum() for value in values.values()).backward()
         counts.append(dict(counted))
     return counts
+
+
+def train_odd_widths(dim: int) -> None:
+    """With the same batch on every rank, so that the mean of their gradients is the unsharded one's."""
+    world = dist.get_world_size()
+    layouts = (
+        cuts.row_wise("sequences.t0", ROWS["t0"], dim, ranks=range(world)),
+        cuts.column_wise("sequences.t1", ROWS["t1"], dim, ranks=range(world)),
+        cuts.data_parallel("sequences.t2", ROWS["t2"], dim),
+    )
+    for optimizer in (torch.optim.SGD, torch.optim.Adagrad):
+        plan = ShardingPlan(topology=Topology(ranks_per_host=world), tables=layouts)
+        model, reference = shard(Holder(collection(optimizer, 0.5, dim=dim)), plan), collection(None, 0.0, dim=dim)
+        step = optimizer(reference.parameters(), lr=0.5)
+        for seed in range(3):
+            features = batch(random.Random(seed), ["a", "b", "c"], 4)
+            found, expected = model(features), reference(features)
+            for key, values in expected.items():
+                torch.testing.assert_close(found[key].values(), values.values(), atol=1e-5, rtol=1e-5)
+            for output in (found, expected):
+                sum(values.values().square().sum() for values in output.values()).backward()
+            step.step()
+            step.zero_grad()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_widths_that_are_no_multiple_of_4_train_as_the_unsharded_tables(world: int) -> None:
+    for dim in (3, 6):
+        ranks(world, train_odd_widths, dim)
 
 
 @pytest.mark.parametrize("world", [2, 4])

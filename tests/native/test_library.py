@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import venv
 import warnings
 import zipfile
 from pathlib import Path
@@ -43,18 +44,30 @@ def test_an_install_without_operators_says_so(monkeypatch: pytest.MonkeyPatch) -
         assert not native.is_loaded.__wrapped__()
 
 
-def test_an_editable_install_of_these_settings_is_a_path_that_type_checkers_follow(tmp_path: Path) -> None:
+def test_mypy_finds_an_editable_install_of_these_settings(tmp_path: Path) -> None:
+    """Type checkers follow a path; the import hook of other editable installs they do not see."""
     root = Path(shardrec.__file__).parents[1]
     text = (root / "setup.cfg").read_text(encoding="utf-8").split("[editable_wheel]")[1]
-    (tmp_path / "setup.cfg").write_text(
-        f"[metadata]\nname = tiny\nversion = 1\n[options]\npackages = tiny\n[editable_wheel]{text.split('[')[0]}",
+    sources, environment = tmp_path / "sources", tmp_path / "environment"
+    (sources / "tiny").mkdir(parents=True)
+    (sources / "setup.cfg").write_text(
+        "[metadata]\nname = tiny\nversion = 1\n[options]\npackages = tiny\n[options.package_data]\ntiny = py.typed\n"
+        f"[editable_wheel]{text.split('[')[0]}",
         encoding="utf-8",
     )
-    (tmp_path / "tiny").mkdir()
-    (tmp_path / "tiny" / "__init__.py").touch()
-    code = "from setuptools import build_meta; build_meta.build_editable('.')"
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True)
-    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
-        (path,) = (name for name in wheel.namelist() if name.endswith(".pth"))
-        assert wheel.read(path).decode().strip() == str(tmp_path)
+    (sources / "tiny" / "__init__.py").write_text("answer: int = 42\n", encoding="utf-8")
+    (sources / "tiny" / "py.typed").touch()
     assert (root / "shardrec" / "py.typed").is_file()
+    code = "from setuptools import build_meta; build_meta.build_editable('.')"
+    subprocess.run([sys.executable, "-c", code], cwd=sources, check=True, capture_output=True)
+    venv.create(environment, symlinks=True)
+    (packages,) = environment.glob("lib/python*/site-packages")
+    with zipfile.ZipFile(next(sources.glob("*.whl"))) as wheel:
+        wheel.extractall(packages)
+    program = tmp_path / "program.py"
+    program.write_text("import tiny\nanswer: str = tiny.answer\n", encoding="utf-8")
+    flags = ("--strict", "--cache-dir", str(tmp_path / "cache"), "--python-executable", str(environment / "bin/python"))
+    command = [sys.executable, "-m", "mypy", *flags, str(program)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert '"int", variable has type "str"' in done.stdout, done.stdout + done.stderr
+    assert "Found 1 error" in done.stdout

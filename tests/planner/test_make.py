@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -16,7 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from shardrec.errors import ConfigError
 from shardrec.layout import ShardingPlan, Topology
 from shardrec.modules import shard
-from shardrec.planner import Constraint, plan, plan_tables, replan
+from shardrec.planner import Constraint, constraints_from_torchrec, plan, plan_tables, replan
 from shardrec.planner.tables import sampled_features, table_loads
 from tests.batches import random_bags
 from tests.models import click_model, collection, feature_rows
@@ -40,6 +41,20 @@ def test_covers_the_tables_of_every_collection(device: str) -> None:
         ("one.users", 9, 12),
         ("two.movies", 10, 8),
     ]
+
+
+def test_a_constraint_by_a_tables_own_name() -> None:
+    """Also one of TorchRec's, which knows tables by nothing else."""
+    sequences = EmbeddingCollection(
+        tables=[EmbeddingConfig(name="t_item", num_embeddings=10, embedding_dim=8, feature_names=["item"])]
+    )
+    model = nn.ModuleDict({"seq": sequences, "one": collection(CONFIGS), "two": collection(CONFIGS[:1])})
+    theirs, _ = constraints_from_torchrec({"t_item": ParameterConstraints(sharding_types=["column_wise"])})
+    for constraints in ({"t_item": Constraint(cuts=("column_wise",))}, theirs):
+        found = plan(model, Topology(ranks_per_host=2), constraints=constraints)
+        assert found.by_name["seq.t_item"].cut == "column_wise"
+    with pytest.raises(ConfigError, match=r"table 'movies' and there are 'one\.movies', 'two\.movies'"):
+        plan(model, constraints={"movies": Constraint(cuts=("row_wise",))})
 
 
 def test_without_a_process_group_it_is_for_one_rank() -> None:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardrec.errors import ConfigError
+from shardrec.planner import Constraint
 from shardrec.train import TrainConfig, load_config
 from shardrec.train.config import parse_constraint
 from shardrec.train.options import rule_of
@@ -86,6 +87,7 @@ def test_missing_and_unreadable_files(tmp_path: Path) -> None:
         ({"constraint": "t_a=diagonal"}, "there is no cut 'diagonal'; the cuts are table_wise"),
         ({"constraint": "t_a"}, r"constraint .* is 't_a': give TABLE=CUT"),
         ({"constraint": "t_a=row_wise@x"}, "give TABLE=CUT"),
+        ({"constraint": "t_a=data_parallel@1"}, r"\(--constraint\) is .*@1': a data_parallel table .* name no ranks"),
         ({"constraint": "t_a=row_wise", "plan": "p.json"}, "leave one out"),
         ({"model": "dcn", "over_layers": ()}, "needs one layer at least"),
     ],
@@ -109,7 +111,8 @@ def test_all_faults_are_told_together() -> None:
     ],
 )
 def test_constraints(text: str, parsed: tuple[str, tuple[str, ...], tuple[int, ...]]) -> None:
-    assert parse_constraint(text) == parsed
+    pattern, cuts, ranks = parsed
+    assert parse_constraint(text) == (pattern, Constraint(cuts=cuts, ranks=ranks))
 
 
 @given(
