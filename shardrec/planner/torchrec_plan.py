@@ -111,7 +111,7 @@ def to_torchrec(
 
 
 def constraints_from_torchrec(
-    constraints: Mapping[str, ParameterConstraints], prefix: str = "*"
+    constraints: Mapping[str, ParameterConstraints], prefix: str = ""
 ) -> tuple[dict[str, Constraint], dict[str, float]]:
     """TorchRec's constraints as shardrec's, and the ids of a sample that they tell.
 
@@ -119,7 +119,7 @@ def constraints_from_torchrec(
 
     Args:
         constraints: by table name, as TorchRec's planner takes them.
-        prefix: put before the names, which are those of the tables in their collections; ``"*"`` finds them anywhere.
+        prefix: put before the names, which stand for tables' own names; ``"*."`` where several collections have one.
 
     Returns:
         For :func:`shardrec.plan`: ``constraints`` by table, and ``poolings`` by feature where the features are named.

@@ -121,6 +121,7 @@ def test_profiles_are_saved_and_checked(tmp_path: Path) -> None:
     assert Profile.load(path) == TRUE
     data = json.loads(path.read_text(encoding="utf-8"))
     for wrong, message in (
+        ([], "format: None"),
         ({**data, "format": 9}, "format: 9"),
         ({**data, "speed": 1}, "unknown: speed"),
         ({**data, "bag_ns": "fast"}, "bag_ns is 'fast'"),
@@ -130,6 +131,9 @@ def test_profiles_are_saved_and_checked(tmp_path: Path) -> None:
         path.write_text(json.dumps(wrong), encoding="utf-8")
         with pytest.raises(ConfigError, match=message):
             Profile.load(path)
+    path.write_text("not,json", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"profile\.json: not JSON .*; give a file that shardrec calibrate wrote"):
+        Profile.load(path)
 
 
 def test_plans_to_time_differ_in_more_than_numbers_of_ranks() -> None:

@@ -46,13 +46,17 @@ def test_covers_the_tables_of_every_collection(device: str) -> None:
 def test_a_constraint_by_a_tables_own_name() -> None:
     """Also one of TorchRec's, which knows tables by nothing else."""
     sequences = EmbeddingCollection(
-        tables=[EmbeddingConfig(name="t_item", num_embeddings=10, embedding_dim=8, feature_names=["item"])]
+        tables=[
+            EmbeddingConfig(name=name, num_embeddings=10, embedding_dim=8, feature_names=[name])
+            for name in ("t_item", "not_t_item")
+        ]
     )
     model = nn.ModuleDict({"seq": sequences, "one": collection(CONFIGS), "two": collection(CONFIGS[:1])})
     theirs, _ = constraints_from_torchrec({"t_item": ParameterConstraints(sharding_types=["column_wise"])})
     for constraints in ({"t_item": Constraint(cuts=("column_wise",))}, theirs):
         found = plan(model, Topology(ranks_per_host=2), constraints=constraints)
         assert found.by_name["seq.t_item"].cut == "column_wise"
+        assert found.by_name["seq.not_t_item"].cut == "table_wise"
     with pytest.raises(ConfigError, match=r"table 'movies' and there are 'one\.movies', 'two\.movies'"):
         plan(model, constraints={"movies": Constraint(cuts=("row_wise",))})
 

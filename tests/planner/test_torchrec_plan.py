@@ -80,7 +80,7 @@ def test_constraints() -> None:
         "b": ParameterConstraints(pooling_factors=[3.0, 5.0], feature_names=["f", "g"]),
     }
     constraints, poolings = constraints_from_torchrec(theirs)
-    assert constraints == {"*a": Constraint(cuts=("column_wise", "grid"), min_columns=16), "*b": Constraint()}
+    assert constraints == {"a": Constraint(cuts=("column_wise", "grid"), min_columns=16), "b": Constraint()}
     assert poolings == {"f": 3.0, "g": 5.0}
     with pytest.raises(PlanError, match="has none of the sharding types"):
         constraints_from_torchrec({"a": ParameterConstraints(sharding_types=["diagonal"])})

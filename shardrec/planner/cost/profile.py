@@ -174,11 +174,11 @@ class Profile:
         """
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
-            if not isinstance(data, dict):
-                raise ConfigError("not a profile; calibrate again")
-            return cls.from_json(data)
-        except (OSError, ValueError) as error:
+            return cls.from_json(data if isinstance(data, dict) else {})
+        except (OSError, ConfigError) as error:
             raise ConfigError(f"{path}: {error}") from error
+        except ValueError as error:
+            raise ConfigError(f"{path}: not JSON ({error}); give a file that shardrec calibrate wrote") from error
 
     def scaled(self, **factors: float) -> Profile:
         """The profile with some coefficients multiplied."""
