@@ -93,7 +93,7 @@ class SASRec(nn.Module):
         """
         history, item = sparse["history"], sparse["item"]
         drawn_N = torch.randint(1, self.num_items, (self.num_negatives,), device=labels.device)
-        lengths = torch.tensor([0, self.num_negatives], device=labels.device)
+        lengths = torch.arange(2, device=labels.device) * self.num_negatives  # none as history, all as item
         found = self.items(sparse)
         others_ND = self.items(KeyedJaggedTensor(["history", "item"], drawn_N, lengths=lengths))["item"].values()
         tokens_TD, lengths_B = found["history"].values(), history.lengths()

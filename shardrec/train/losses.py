@@ -73,7 +73,7 @@ def with_own_loss(model: nn.Module, name: str) -> nn.Module:
     def forward(self: Any, dense: Tensor, sparse: KeyedJaggedTensor, labels: Tensor | None = None) -> Any:
         return cls.forward(self, dense, sparse) if labels is None else self.loss(dense, sparse, labels)
 
-    model.__class__ = type(cls.__name__, (cls,), {"forward": forward})
+    model.__class__ = type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
     return model
 
 

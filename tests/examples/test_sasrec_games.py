@@ -6,7 +6,6 @@ import itertools
 import lzma
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -14,16 +13,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from werkzeug.test import Client
 
 from examples.sasrec_games.model import SASRec
 from examples.sasrec_games.prepare import prepare
 from shardrec.data import ClickSchema, load_spec
 from shardrec.errors import DataError
 from shardrec.train import RunFolder, TrainConfig, load_config
-from shardrec.train.report import RunReport
+from tests.campaign.results import differences
 from tests.ranks import ranks
+from tests.train.test_resume import run as run_to
 
 FOLDER = Path(__file__).parents[2] / "examples" / "sasrec_games"
 
@@ -106,9 +107,10 @@ def model() -> SASRec:
     return made
 
 
-def scores(model: SASRec, found: list[list[int]], items: list[int]) -> Tensor:
+def scores(model: nn.Module, found: list[list[int]], items: list[int]) -> Tensor:
     with torch.no_grad():
-        return model(torch.ones(len(items), 1), features(found, items))
+        logits: Tensor = model(torch.ones(len(items), 1), features(found, items))
+    return logits
 
 
 @given(found=histories.filter(bool), repeats=st.data())
@@ -179,32 +181,44 @@ def walks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(config: TrainConfig) -> RunReport | None:
-    from shardrec.train import session
-
-    with mock.patch.object(session, "write_curve", lambda report, path: path.touch()):
-        return session.run_rank(config)
-
-
-def test_a_run_by_its_files_learns(walks: Path, tmp_path: Path) -> None:
-    """On two ranks: 601 rows in steps of 50, of whose last one a rank has no row. Then what the run is good for."""
+def of_walks(walks: Path, **options: Any) -> TrainConfig:
+    """The example's run on the walks: 601 rows in steps of 50, of whose last one a rank of two has no row."""
     flags = {name: str(walks / f"{name}.parquet") for name in ("valid", "test")}
-    flags |= {"data": str(walks / "train.parquet"), "features": str(walks / "features.yaml"), "out": str(tmp_path)}
-    more = {"global_batch_size": 50, "epochs": 6, "evaluations": 1, "lr": 0.005, "embedding_lr": 0.02}
-    report, _ = ranks(2, train, load_config(FOLDER / "run.yaml", flags | more))
-    assert report is not None
-    assert report.steps == 6 * 13
-    assert report.final.ranking is not None
-    assert report.final.ranking.hit_rate > 0.7  # of a constant: 10 of 31
+    flags |= {"data": str(walks / "train.parquet"), "features": str(walks / "features.yaml")}
+    sizes = {"global_batch_size": 50, "evaluations": 1, "lr": 0.005, "embedding_lr": 0.02}
+    return load_config(FOLDER / "run.yaml", {**flags, **sizes, **options})
+
+
+def test_a_run_by_its_files_learns_and_serves(walks: Path, tmp_path: Path) -> None:
+    assert ranks(2, broken_off, of_walks(walks, epochs=6, out=str(tmp_path)))[0][-1] == 6 * 13
     run = RunFolder(tmp_path)
-    metrics, _ = run.evaluate(flags["test"])
-    assert metrics.to_mapping() == pytest.approx(report.final.to_mapping(), abs=1e-6)
-    found = [[5, 6, 7], [5, 6, 7], [9]]
+    final = run.metrics["final"]
+    assert final["hit_rate@10"] > 0.7  # of a constant: 10 of 31
+    metrics, _ = run.evaluate(str(walks / "test.parquet"))
+    assert metrics.to_mapping() == pytest.approx(final, abs=1e-6)
+    found, items = [[5, 6, 7], [5, 6, 7], [9]], [8, 20, 10]
+    expected = scores(run.model(), found, items)
+    batch = features(found, items)
     served = torch.jit.load(run.export("script", tmp_path / "games.pt"))
-    batch = features(found, [8, 20, 10])
-    torch.testing.assert_close(
-        served(batch.values(), batch.lengths(), torch.ones(3, 1)), scores(run.model(), found, [8, 20, 10])
+    torch.testing.assert_close(served(batch.values(), batch.lengths(), torch.ones(3, 1)), expected)
+    asked = [{"history": history, "item": item} for history, item in zip(found, items, strict=True)]
+    answer = Client(run.endpoint()).post("/predict", json={"rows": asked}).get_json()
+    assert answer["scores"] == pytest.approx(expected.tolist(), rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_the_same_random_items(walks: Path, tmp_path: Path) -> None:
+    whole, parts = (
+        of_walks(walks, epochs=2, checkpoint_every="4", out=str(tmp_path / name)) for name in ("whole", "parts")
     )
+    ranks(2, broken_off, whole)
+    assert ranks(2, broken_off, parts, 18)[1][-1] == 18
+    assert ranks(2, broken_off, parts, None, True)[1] == list(range(17, 27))
+    assert differences(tmp_path / "parts", tmp_path / "whole") == []
+
+
+def broken_off(config: TrainConfig, cut_after: int | None = None, resume: bool = False) -> Any:
+    return run_to(config, cut_after=cut_after, resume=resume)
 
 
 def test_the_spec_fits_the_model() -> None:
