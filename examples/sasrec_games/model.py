@@ -4,7 +4,7 @@
 softmax over random items, which a batch shares, as loss. Linear layers and norms see a batch's tokens end to end;
 attention sees them padded, rows of like length together, because most histories are short and a few fill all positions.
 
-Legend: B rows, T tokens (the items of all histories, row after row), D columns, H heads, N negatives.
+Legend: B rows, T tokens (the items of all histories, row after row), D columns, N negatives.
 """
 
 from __future__ import annotations
