@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Board"]
 
-_HELD_OUT = ("auc", "logloss", "normalized_entropy")
+_HELD_OUT = ("auc", "logloss", "normalized_entropy", "gauc", "ndcg")
 
 
 class Board:
@@ -59,9 +59,9 @@ class Board:
         """Show held-out metrics."""
         self._shown.evaluated(point)
         for name in _HELD_OUT:
-            self._write(f"held_out/{name}", getattr(point, name), point.samples)
-        if point.gauc is not None:
-            self._write("held_out/gauc", point.gauc, point.samples)
+            value = getattr(point, name)
+            if value is not None:
+                self._write(f"held_out/{name}", value, point.samples)
         for table, counts in point.ids.items():
             for name, count in counts.items():
                 self._write(f"ids/{table}/{name}", count, point.samples)

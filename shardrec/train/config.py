@@ -53,6 +53,7 @@ _DATA, _MODEL, _LEARNING, _RANKS, _OUTPUT = "Data", "Model", "Learning", "Ranks"
 _OF_THE_RUN = (_DATA, _MODEL, _LEARNING)
 
 _MODELS = ("dlrm", "dcn")
+_OVER_GROUPS = ("softmax", "pairwise")
 _OWN_MODEL = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _EVERY = re.compile(r"0*[1-9][0-9]*|(?=.*[1-9])[0-9]+(\.[0-9]+)?m")
 
@@ -122,8 +123,8 @@ class TrainConfig:
         "bce",
         _LEARNING,
         "Cross entropy of each row (bce); or of the order of a group's rows: softmax over them, or clicked rows "
-        "against others in pairs (pairwise). The features say what a group is.",
-        choices=("bce", "softmax", "pairwise"),
+        "against others in pairs (pairwise). The features say what a group is. Or the loss method of your own model.",
+        choices=("bce", *_OVER_GROUPS, "model"),
     )
     optimizer: str = option("adam", _LEARNING, "Optimizer of the dense layers.", choices=("sgd", "adagrad", "adam"))
     lr: float = option(5e-3, _LEARNING, "Learning rate of the dense layers.", above=0)
@@ -242,10 +243,15 @@ class TrainConfig:
                 f"out (--out) is {self.out!r}: results and checkpoints go to a folder of a file system that is mounted "
                 "here; give one, and copy the results afterwards"
             )
-        if self.loss != "bce" and self.features is None:
+        if self.needs_groups and self.features is None:
             faults.append(
                 f"loss (--loss) is {self.loss!r}, which ranks the rows of a group, and no features (--features) name "
                 "one: give a file with group: COLUMN, or loss 'bce'"
+            )
+        if self.loss == "model" and self.model in _MODELS:
+            faults.append(
+                f"loss (--loss) is 'model', which is the method loss of a model of your own, and model (--model) is "
+                f"{self.model!r}: give package.module:Model, or loss bce, softmax or pairwise"
             )
         if self.model == "dcn" and not self.over_layers:
             faults.append("over_layers (--over-layers) is empty: model dcn needs one layer at least")
@@ -295,6 +301,11 @@ class TrainConfig:
         ]
         if faults:
             raise ConfigError(together(faults))
+
+    @property
+    def needs_groups(self) -> bool:
+        """Whether the loss is one of the order of the rows in a group."""
+        return self.loss in _OVER_GROUPS
 
     @property
     def is_synthetic(self) -> bool:

@@ -212,10 +212,11 @@ def _pace(samples: int, seconds: float, total: int | None) -> str:
 
 
 def _held_out(point: CurvePoint) -> str:
-    metrics = (
-        f"{point.samples:>11,} samples  held out: AUC {point.auc:.4f}  logloss {point.logloss:.4f}  "
-        f"NE {point.normalized_entropy:.4f}"
-    )
+    metrics = f"{point.samples:>11,} samples  held out: AUC {point.auc:.4f}  logloss {point.logloss:.4f}  "
+    if point.gauc is None or point.ndcg is None:
+        metrics += f"NE {point.normalized_entropy:.4f}"
+    else:
+        metrics += f"GAUC {point.gauc:.4f}  NDCG {point.ndcg:.4f}"
     return "\n".join([metrics, *(_ids(table, counts) for table, counts in point.ids.items())])
 
 

@@ -285,6 +285,7 @@ def curve_point(
         normalized_entropy=metrics.normalized_entropy,
         rows=metrics.rows,
         gauc=None if metrics.ranking is None else metrics.ranking.gauc,
+        ndcg=None if metrics.ranking is None else metrics.ranking.ndcg,
         ids={table: dict(counts) for table, counts in ids.items()},
     )
 

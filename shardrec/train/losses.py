@@ -1,4 +1,4 @@
-"""Losses of a batch, from its logits: of each row by itself, or of the order of the rows in a group.
+"""Losses of a batch: of each row's logit by itself, of the order of the rows in a group, or the model's own.
 
 A rank's batch knows its own rows only: a group that is spread over ranks or steps counts as several. No loss makes the
 host wait for the device.
@@ -8,25 +8,31 @@ Legend: B rows; a group's number is at most B - 1.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, softplus
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.data import ClickBatch
+from shardrec.errors import ConfigError
 
-__all__ = ["LOSSES", "batch_loss", "click_loss", "pairwise_loss", "softmax_loss"]
+__all__ = ["batch_loss", "click_loss", "pairwise_loss", "softmax_loss", "with_own_loss"]
 
 
 def batch_loss(name: str) -> Callable[[nn.Module, ClickBatch], Tensor]:
     """The loss of a model, from (dense, sparse) to (B,) or (B, 1) logits, on a batch.
 
     Args:
-        name: one of :data:`LOSSES`.
+        name: ``bce``, ``softmax``, ``pairwise``, or ``model`` for the own one of a model from :func:`with_own_loss`.
     """
 
     def loss(model: nn.Module, batch: ClickBatch) -> Tensor:
+        if name == "model":
+            return _scalar(model(batch.dense, batch.sparse, batch.labels))
         logits = model(batch.dense, batch.sparse)
         if name == "bce":
             return click_loss(logits, batch.labels)
@@ -34,6 +40,58 @@ def batch_loss(name: str) -> Callable[[nn.Module, ClickBatch], Tensor]:
         return _BY_GROUP[name](logits, batch.labels, batch.groups)
 
     return loss
+
+
+def with_own_loss(model: nn.Module, name: str) -> nn.Module:
+    """The same module, whose forward gives its ``loss(dense, sparse, labels)`` when it is called with labels.
+
+    A loss that calls other parts of a model than its forward has to run inside of the forward: there alone
+    DistributedDataParallel prepares the backward, and the lookups of several calls share an exchange. The module gets a
+    subclass of its own class, so that the names of its parameters stay.
+
+    Args:
+        model: an unsharded model from (dense, sparse) to logits, with such a method.
+        name: of the model, for errors.
+
+    Raises:
+        ConfigError: for a model without this method.
+    """
+    own = getattr(model, "loss", None)
+    wanted = (
+        f"loss (--loss) is 'model' and model (--model) {name!r} has {{}}: give it a method loss(dense, sparse, labels) "
+        "that returns a scalar tensor, or train on the logits with loss bce, softmax or pairwise"
+    )
+    if not callable(own):
+        raise ConfigError(wanted.format("no method loss"))
+    signature = inspect.signature(own.forward if isinstance(own, nn.Module) else own)
+    try:
+        signature.bind(None, None, None)
+    except TypeError:
+        raise ConfigError(wanted.format(f"loss({', '.join(signature.parameters)})")) from None
+    cls = type(model)
+
+    def forward(self: Any, dense: Tensor, sparse: KeyedJaggedTensor, labels: Tensor | None = None) -> Any:
+        return cls.forward(self, dense, sparse) if labels is None else self.loss(dense, sparse, labels)
+
+    model.__class__ = type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
+    return model
+
+
+def _scalar(loss: object) -> Tensor:
+    """The loss that a model gave.
+
+    Raises:
+        ConfigError: if it is no tensor with one number and a gradient.
+    """
+    if isinstance(loss, Tensor) and loss.dim() == 0 and loss.requires_grad:
+        return loss
+    kind = type(loss).__name__
+    found = kind if not isinstance(loss, Tensor) else f"{kind} of shape {tuple(loss.shape)}, dtype {loss.dtype}"
+    detached = " that needs no gradient" if isinstance(loss, Tensor) and not loss.requires_grad else ""
+    raise ConfigError(
+        f"loss (--loss) is 'model' and the model's loss(dense, sparse, labels) returns a {found}{detached}: return a "
+        "scalar computed from its parameters, such as the mean over the rows"
+    )
 
 
 def click_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -107,5 +165,3 @@ _BY_GROUP: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "softmax": softmax_loss,
     "pairwise": pairwise_loss,
 }
-LOSSES = ("bce", *_BY_GROUP)
-"""Names of the losses."""

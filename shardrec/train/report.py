@@ -38,6 +38,7 @@ class CurvePoint:
         normalized_entropy: held-out.
         rows: held-out rows behind them.
         gauc: held-out area under the ROC curve inside the groups; None without groups.
+        ndcg: held-out normalized discounted cumulative gain of the groups' first ``top_k`` rows, likewise.
         ids: of each table with dynamic ids, by its plan name: the counts of :meth:`shardrec.ShardedModel.id_stats`,
             since the run began.
     """
@@ -50,6 +51,7 @@ class CurvePoint:
     normalized_entropy: float
     rows: int
     gauc: float | None = None
+    ndcg: float | None = None
     ids: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
@@ -111,14 +113,20 @@ def environment(*, world_size: int, threads: int) -> dict[str, Any]:
 
 
 def metrics_table(report: RunReport) -> Table:
-    """Held-out metrics beside the best possible ones and the gap between them."""
+    """Held-out metrics beside the best possible ones and the gap between them.
+
+    Logits that rank are no log odds: without cross entropy of rows there are none of probabilities.
+    """
     table = Table()
     table.add_column("held out")
     table.add_column("model", justify="right")
     if report.optimum is not None:
         table.add_column("best possible", justify="right")
         table.add_column("gap", justify="right")
-    for label, name in (("AUC", "auc"), ("normalized entropy", "normalized_entropy"), ("logloss", "logloss")):
+    shown_metrics = [("AUC", "auc")]
+    if report.config["loss"] == "bce" or report.final.ranking is None:
+        shown_metrics += [("normalized entropy", "normalized_entropy"), ("logloss", "logloss")]
+    for label, name in shown_metrics:
         value = getattr(report.final, name)
         cells = [f"{value:.4f}"]
         if report.optimum is not None:
@@ -170,7 +178,7 @@ def write_metrics(report: RunReport, path: Path) -> None:
 def write_curve(report: RunReport, path: Path) -> None:
     """Draw loss and held-out AUC against the rows trained on, with the optimum where there is one.
 
-    Of a loss over groups, which the held-out logloss cannot stand beside: the loss, and GAUC.
+    Beside another loss than cross entropy stands no held-out logloss, and for rows in groups there is GAUC.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -184,10 +192,12 @@ def write_curve(report: RunReport, path: Path) -> None:
     if report.config["loss"] == "bce":
         _held_out(left, report, samples, "logloss")
         left.set(title="Logloss", ylabel="nats per row")
+    else:
+        left.set(title=f"{report.config['loss']} loss")
+    if report.config["loss"] == "bce" or report.final.ranking is None:
         _held_out(right, report, samples, "auc")
         right.set(title="Held-out AUC", ylabel="AUC")
     else:
-        left.set(title=f"{report.config['loss']} loss", ylabel="nats")
         right.plot(samples, [point.gauc for point in report.curve], color="tab:blue", marker="o", label="held out")
         right.set(title="Held-out GAUC", ylabel="GAUC")
     for axes in (left, right):

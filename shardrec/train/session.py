@@ -33,7 +33,7 @@ from shardrec.train.display import Announcer, Display
 from shardrec.train.id_counts import IdCounts
 from shardrec.train.locking import locked
 from shardrec.train.loop import Progress, RecentLoss, Schedule, failing_together, train_epoch
-from shardrec.train.losses import batch_loss
+from shardrec.train.losses import batch_loss, with_own_loss
 from shardrec.train.metrics import evaluate
 from shardrec.train.model import build_model, dense_optimizer, dynamic_tables, fuse_optimizer, planner_constraints
 from shardrec.train.prefetch import Prefetcher
@@ -89,7 +89,7 @@ def _run(config: TrainConfig, place: Place, folder: Path, resume: bool) -> Calla
             announcer.plan(model.plan)
         announcer.run(config, place, source.batch_size)
     optimizer = dense_optimizer(model, config)
-    watched = "logloss" if config.loss == "bce" else "gauc"
+    watched = "logloss" if config.loss == "bce" or spec_of(config).group is None else "gauc"
     progress = Progress(world_size=place.world_size, loss=RecentLoss(place.device), watched=watched)
     id_counts = IdCounts(model)
     saver = Saver(
@@ -178,6 +178,8 @@ def _settle(model: ShardedModel, source: Source, place: Place, loss: str) -> Non
 
 def _sharded_model(config: TrainConfig, source: Source, place: Place, plan: ShardingPlan | None) -> ShardedModel:
     model = build_model(config, source.schema)
+    if config.loss == "model":
+        model = with_own_loss(model, config.model)
     fuse_optimizer(model, config)
     dynamic = dynamic_tables(spec_of(config), model)
     if plan is None and config.plan is not None:

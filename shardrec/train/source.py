@@ -30,6 +30,8 @@ __all__ = ["Source", "spec_of"]
 
 _SYNTHETIC_ROWS = 2_400_000
 _SYNTHETIC_HOLDOUT_ROWS = 100_000
+_SCORED_ROWS = 2048
+"""Rows to score at once on a rank, where a step has fewer: without gradients they need little memory."""
 
 
 class Source:
@@ -103,7 +105,8 @@ class Source:
             global_rows=self._rows_of_a_step,
             epoch=epoch,
         )
-        return self._counted("train", self._data, self._first_rows(batches, self._samples, first))
+        steps = None if self._samples is None else max(0, -(-self._samples // self._rows_of_a_step) - first)
+        return self._counted("train", self._data, islice(batches, steps))
 
     def sampled(self, count: int) -> list[KeyedJaggedTensor]:
         """The ids of rank 0's first training batches, which are the same for every rank that asks."""
@@ -112,30 +115,29 @@ class Source:
 
     def holdout_batches(self, limit: int | None = None) -> Iterator[ClickBatch]:
         """This rank's batches of the held-out rows, or of the first ``limit`` of them, to whole batches."""
-        place = self._place
-        arguments = (place.rank, place.world_size, self.batch_size)
-        rows = limit or self._holdout_samples
+        limit = limit or self._holdout_samples
         if self._valid is not None:
-            batches = self._valid.train_batches(*arguments, global_rows=self._rows_of_a_step)
-            return self._counted("valid", self._valid, self._first_rows(batches, rows))
-        batches = self._data.holdout_batches(*arguments, global_rows=self._rows_of_a_step)
-        return self._counted("train", self._data, self._first_rows(batches, rows))
+            return self._scored("valid", self._valid, limit)
+        return self._scored("train", self._data, limit, held=True)
 
     def test_batches(self) -> Iterator[ClickBatch]:
         """This rank's batches for the final metrics: of the test files, or else the held-out rows."""
-        if self._test is None:
-            return self.holdout_batches()
-        place = self._place
-        rows = self._rows_of_a_step
-        batches = self._test.train_batches(place.rank, place.world_size, self.batch_size, global_rows=rows)
-        return self._counted("test", self._test, batches)
+        return self.holdout_batches() if self._test is None else self._scored("test", self._test, None)
+
+    def _scored(
+        self, files: str, data: FileClickData | SyntheticClickData, limit: int | None, *, held: bool = False
+    ) -> Iterator[ClickBatch]:
+        """The rows of some files, or the held-out ones among them, or the first ``limit``, to whole batches."""
+        rank, ranks = self._place.rank, self._place.world_size
+        many = ranks * _SCORED_ROWS
+        rows = max(self._rows_of_a_step, many if limit is None else min(limit, many))
+        read = data.holdout_batches if held else data.train_batches
+        batches = read(rank, ranks, -(-rows // ranks), global_rows=rows)
+        return self._counted(files, data, islice(batches, None if limit is None else -(-limit // rows)))
 
     def best_metrics(self) -> ClickMetrics | None:
         """The best that any model can have on the held-out rows; None for data whose optimum nobody knows."""
         return self._data.best_metrics().holdout if isinstance(self._data, SyntheticClickData) else None
-
-    def _first_rows(self, batches: Iterator[ClickBatch], limit: int | None, first: int = 0) -> Iterator[ClickBatch]:
-        return batches if limit is None else islice(batches, max(0, -(-limit // self._rows_of_a_step) - first))
 
     def _counted(
         self, files: str, data: FileClickData | SyntheticClickData, batches: Iterator[ClickBatch]
@@ -155,7 +157,7 @@ def spec_of(config: TrainConfig) -> FeatureSpec:
 
 def _files(config: TrainConfig, names: str, *, holdout: float = 0.0, shuffle: int = 0) -> FileClickData:
     spec = spec_of(config)
-    if config.loss != "bce" and spec.group is None:
+    if config.needs_groups and spec.group is None:
         raise ConfigError(
             f"loss (--loss) is {config.loss!r}, which ranks the rows of a group, and {config.features} names none: add "
             "group: COLUMN, or give loss 'bce'"

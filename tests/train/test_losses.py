@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,8 +18,9 @@ from torch import Tensor
 from torch.nn.functional import log_softmax, softplus
 
 from shardrec.errors import ConfigError
-from shardrec.train import TrainConfig
+from shardrec.train import RunFolder, TrainConfig
 from shardrec.train.losses import pairwise_loss, softmax_loss
+from tests.ranks import ranks
 
 batches = st.lists(st.tuples(st.integers(-3, 3), st.booleans()), max_size=12)
 
@@ -164,3 +167,127 @@ def test_groups_stay_whole(files: Path) -> None:
     runs = 1 + int((train[1:] != train[:-1]).sum())
     assert runs <= len(train) / 6 + 2 * (len(train) // 600 + 1)
     assert not torch.equal(train, torch.cat([b.groups for b in data.train_batches(0, 1, 256, epoch=1)]))
+
+
+OWN = """
+import torch
+from torch import nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from shardrec.train.losses import click_loss
+
+
+class Clicks(nn.Module):
+    def __init__(self, schema):
+        super().__init__()
+        tables = [
+            EmbeddingBagConfig(name=f"t_{name}", embedding_dim=4, num_embeddings=rows, feature_names=[name])
+            for name, rows in zip(schema.sparse_names, schema.num_embeddings)
+        ]
+        self.tables = EmbeddingBagCollection(tables=tables)
+        self.over = nn.Linear(4 * len(tables) + len(schema.dense_names), 1)
+
+    def forward(self, dense: torch.Tensor, sparse: KeyedJaggedTensor) -> torch.Tensor:
+        return self.over(torch.cat([dense, self.tables(sparse).values()], 1))
+
+
+class Own(Clicks):
+    def loss(self, dense, sparse, labels):
+        # Not by way of forward, as a loss over other things than the rows' logits.
+        return click_loss(self.over(torch.cat([dense, self.tables(sparse).values()], 1)), labels)
+
+
+class Rows(Clicks):
+    def loss(self, dense, sparse, labels):
+        return self(dense, sparse).view(-1) - labels
+
+
+class Number(Clicks):
+    def loss(self, dense, sparse, labels):
+        return float(labels.sum())
+
+
+class Detached(Clicks):
+    def loss(self, dense, sparse, labels):
+        return labels.mean()
+
+
+class OfLogits(Clicks):
+    def __init__(self, schema):
+        super().__init__(schema)
+        self.loss = nn.BCEWithLogitsLoss()
+"""
+
+OWN_RUN = TrainConfig(
+    samples=2_100, epochs=2, holdout_samples=1_000, max_embeddings=60, batch_size=128, evaluations=2, threads=1
+)
+
+
+@pytest.fixture(scope="module")
+def own_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    (folder / "own_losses.py").write_text(OWN, encoding="utf-8")
+    return folder
+
+
+def own_run(config: TrainConfig, folder: str) -> Any:
+    """The final metrics of a run on this process's rank, with the models in a folder."""
+    import sys
+    from unittest import mock
+
+    from shardrec.data import synthetic
+    from shardrec.train import session
+
+    with (
+        mock.patch.object(sys, "path", [*sys.path, folder]),
+        mock.patch.object(session, "write_curve", lambda report, path: path.touch()),
+        mock.patch.object(synthetic, "_EXPECTATION_ROWS", 1_000),
+    ):
+        report = session.run_rank(config)
+    return report and report.final
+
+
+def test_a_models_own_loss_runs_inside_of_its_forward(own_models: Path, tmp_path: Path) -> None:
+    """On two ranks, the last of an epoch's batches uneven: gradients are averaged as those of another loss are."""
+    of_rows = dataclasses.replace(OWN_RUN, model="own_losses:Clicks", out=str(tmp_path / "rows"))
+    expected, _ = ranks(2, own_run, of_rows, str(own_models))
+    for pipeline in (0, 2):
+        out = str(tmp_path / str(pipeline))
+        own = dataclasses.replace(OWN_RUN, model="own_losses:Own", loss="model", pipeline=pipeline, out=out)
+        assert ranks(2, own_run, own, str(own_models))[0] == expected
+    assert expected.auc > 0.55
+
+
+def test_a_run_with_an_own_loss_is_evaluated_by_its_logits(
+    own_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(own_models)
+    config = dataclasses.replace(OWN_RUN, loss="model", model="own_losses:Own", epochs=1, out=str(tmp_path / "run"))
+    final = own_run(config, str(own_models))
+    run = RunFolder(tmp_path / "run")
+    assert run.evaluate()[0].to_mapping() == pytest.approx(final.to_mapping(), abs=1e-6)
+    assert type(run.model().module).__name__ == "Own"
+    assert run.export("script", tmp_path / "own.pt").stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("Clicks", r"'own_losses:Clicks' has no method loss: give it a method loss\(dense, sparse, labels\)"),
+        ("OfLogits", r"has loss\(input, target\): give it a method loss\(dense, sparse, labels\)"),
+        ("Rows", r"returns a Tensor of shape \(128,\), dtype torch.float32: return a scalar"),
+        ("Number", r"returns a float: return a scalar"),
+        ("Detached", r"returns a Tensor of shape \(\), dtype torch.float32 that needs no gradient: return a scalar"),
+    ],
+)
+def test_own_losses_that_are_none(own_models: Path, tmp_path: Path, model: str, message: str) -> None:
+    config = dataclasses.replace(OWN_RUN, loss="model", model=f"own_losses:{model}", out=str(tmp_path))
+    with pytest.raises(ConfigError, match=message):
+        own_run(config, str(own_models))
+
+
+def test_an_own_loss_wants_an_own_model() -> None:
+    with pytest.raises(ConfigError, match=r"loss \(--loss\) is 'model', .* and model \(--model\) is 'dlrm': give"):
+        TrainConfig(loss="model")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from shardrec.data import ClickMetrics
+from shardrec.data import ClickMetrics, RankingMetrics
 from shardrec.train import TrainConfig
 from shardrec.train.display import Announcer, duration
 from shardrec.train.report import (
@@ -69,6 +69,17 @@ def test_table_has_the_optimum_only_where_it_is_known() -> None:
     shown = text(metrics_table(report()))
     assert [word in shown for word in ("best possible", "0.8012", "0.0039", "0.0200")] == [True] * 4
     assert "best possible" not in text(metrics_table(report(None)))
+
+
+def test_logits_that_rank_have_no_metrics_of_probabilities(tmp_path: Path) -> None:
+    ranking = RankingMetrics(gauc=0.91, ndcg=0.54, recall=0.74, hit_rate=0.74, k=10, groups=100)
+    for loss, said in (("bce", True), ("softmax", False), ("model", False)):
+        config = TrainConfig().to_mapping() | {"loss": loss}
+        made = dataclasses.replace(report(None), config=config, final=dataclasses.replace(FINAL, ranking=ranking))
+        shown = text(metrics_table(made))
+        assert [word in shown for word in ("logloss", "normalized entropy")] == [said] * 2
+        assert [word in shown for word in ("0.8012", "0.9100", "NDCG@10", "0.5400", "hit rate@10")] == [True] * 5
+    write_curve(made, tmp_path / "curve.png")
 
 
 def test_metrics_json(tmp_path: Path) -> None:

@@ -1,0 +1,226 @@
+"""The SASRec example: its files against a naive reading, its model row by row, and a run from the command line."""
+
+from __future__ import annotations
+
+import itertools
+import lzma
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from werkzeug.test import Client
+
+from examples.sasrec_games.model import SASRec
+from examples.sasrec_games.prepare import prepare
+from shardrec.data import ClickSchema, load_spec
+from shardrec.errors import DataError
+from shardrec.train import RunFolder, TrainConfig, load_config
+from tests.campaign.results import differences
+from tests.ranks import ranks
+from tests.train.test_resume import run as run_to
+
+FOLDER = Path(__file__).parents[2] / "examples" / "sasrec_games"
+
+ITEMS = 40
+
+histories = st.lists(st.lists(st.integers(1, 3), max_size=9) | st.lists(st.integers(1, 9), max_size=50), max_size=8)
+
+
+def write(path: Path, sequences: dict[int, list[int]]) -> Path:
+    path.write_bytes(lzma.compress("".join(f"{u} {i}\n" for u, items in sequences.items() for i in items).encode()))
+    return path
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return list(pq.read_table(path).to_pylist())
+
+
+@given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=6), seed=st.integers(0, 99))
+def test_the_split(tmp_path_factory: pytest.TempPathFactory, lengths: list[int], seed: int) -> None:
+    draws = np.random.default_rng(seed)
+    sequences = {user: draws.integers(1, 90, size).tolist() for user, size in enumerate([3, *lengths], 7)}
+    folder = tmp_path_factory.mktemp("games")
+    counts = prepare(write(folder / "all.txt.xz", sequences), folder, users=4, candidates=5, seed=seed)
+    most = max(map(max, sequences.values()))
+    train = {user: items if len(items) < 3 else items[:-2] for user, items in sequences.items()}
+    found = {row["user"]: (row["history"], row["item"], row["label"]) for row in rows(folder / "train.parquet")}
+    assert found == {user: (items[:-1][-50:], items[-1], 1) for user, items in train.items() if len(items) > 1}
+    assert counts["train"] == len(found)
+    users = {}
+    for name, ahead in (("valid", 2), ("test", 1)):
+        ranked = rows(folder / f"{name}.parquet")
+        assert counts[name] == len(ranked)
+        users[name] = [row["user"] for row in ranked[::6]]
+        for start, user in zip(range(0, len(ranked), 6), users[name], strict=True):
+            group = ranked[start : start + 6]
+            assert [row["label"] for row in group] == [1, 0, 0, 0, 0, 0]
+            assert {row["user"] for row in group} == {user}
+            assert all(row["history"] == sequences[user][:-ahead][-50:] for row in group)
+            assert group[0]["item"] == sequences[user][-ahead]
+            assert not {row["item"] for row in group[1:]} & set(train[user])
+            assert all(1 <= row["item"] <= most for row in group)
+    eligible = {user for user, items in sequences.items() if len(items) >= 3}
+    assert users["valid"] == users["test"]
+    assert len(set(users["valid"])) == min(4, len(eligible))
+    assert set(users["valid"]) <= eligible
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"1 2\n1 x\n", "give lines 'user item'"),
+        (b"1 2\n1 0\n", "the lowest item 0: ids count from 1"),
+        (b"1 2\n1 3\n", "no user with three items"),
+        (b"1 1\n1 2\n1 3\n1 2\n1 3\n", "a user has 3 training items of 3"),
+    ],
+)
+def test_files_that_are_none(tmp_path: Path, text: bytes, message: str) -> None:
+    (tmp_path / "all.txt").write_bytes(text)
+    with pytest.raises(DataError, match=message):
+        prepare(tmp_path / "all.txt", tmp_path)
+    with pytest.raises(DataError, match="cannot be read"):
+        prepare(tmp_path / "none.txt", tmp_path)
+
+
+def features(found: list[list[int]], items: list[int]) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(
+        ["history", "item"],
+        torch.tensor([*itertools.chain(*found), *items], dtype=torch.int64),
+        lengths=torch.tensor([*map(len, found), *[1] * len(items)]),
+    )
+
+
+@pytest.fixture(scope="module")
+def model() -> SASRec:
+    schema = ClickSchema(dense_names=("one",), sparse_names=("history", "item"), num_embeddings=(ITEMS, ITEMS))
+    made = SASRec(schema).eval()
+    with torch.no_grad():  # so that all that should not be seen would be
+        for parameter in made.parameters():
+            parameter.add_(torch.randn_like(parameter) / 4)
+    return made
+
+
+def scores(model: nn.Module, found: list[list[int]], items: list[int]) -> Tensor:
+    with torch.no_grad():
+        logits: Tensor = model(torch.ones(len(items), 1), features(found, items))
+    return logits
+
+
+@given(found=histories.filter(bool), repeats=st.data())
+def test_rows_with_the_same_history_score_as_alone(
+    model: SASRec, found: list[list[int]], repeats: st.DataObject
+) -> None:
+    repeated = [one for one in found for _ in range(repeats.draw(st.integers(1, 3)))]
+    items = [1 + index % (ITEMS - 1) for index in range(len(repeated))]
+    alone = [scores(model, [one], [item]) for one, item in zip(repeated, items, strict=True)]
+    torch.testing.assert_close(scores(model, repeated, items), torch.cat(alone), rtol=1e-4, atol=1e-4)
+    assert all(float(score) == 0 for one, score in zip(repeated, alone, strict=True) if not one)
+
+
+@given(found=st.lists(st.integers(1, 9), min_size=2, max_size=50), cut=st.integers(1, 49), seed=st.integers(0, 99))
+def test_a_later_item_changes_no_earlier_position(model: SASRec, found: list[int], cut: int, seed: int) -> None:
+    """Positions count back from the end, so that both sequences have one length."""
+    cut = min(cut, len(found) - 1)
+    other = [*found[:cut], *[item + 9 + seed % 9 for item in found[cut:]]]
+    with torch.no_grad():
+        table = model.items.embeddings["t_item"].weight
+        first, second = (model.encode(table[torch.tensor(one)], torch.tensor([len(one)])) for one in (found, other))
+    torch.testing.assert_close(first[:cut], second[:cut])
+    assert not torch.allclose(first[cut:], second[cut:])
+
+
+def naive_loss(model: SASRec, found: list[list[int]], items: list[int], labels: list[float], drawn: Tensor) -> Tensor:
+    """Position by position, each over its item and those that were drawn and are not it."""
+    table = model.items.embeddings["t_item"].weight
+    losses = []
+    for history, item, label in zip(found, items, labels, strict=True):
+        if not history:
+            continue
+        encoded = model.encode(table[torch.tensor(history)], torch.tensor([len(history)]))
+        wanted = [*history[1:], *([item] if label else [])]
+        for position, each in zip(encoded, wanted, strict=False):
+            candidates = torch.tensor([each, *[one for one in drawn.tolist() if one != each]])
+            losses.append(-torch.log_softmax(table[candidates] @ position, 0)[0])
+    return torch.stack(losses).mean() if losses else torch.zeros(())
+
+
+@given(found=histories, seed=st.integers(0, 99))
+def test_the_loss_is_that_of_each_position(model: SASRec, found: list[list[int]], seed: int) -> None:
+    found = found or [[]]  # TorchRec's unsharded collection takes no batch without rows
+    items = [1 + index % (ITEMS - 1) for index in range(len(found))]
+    labels = [float(index % 3 != 1) for index in range(len(found))]
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        loss = model.loss(torch.ones(len(found), 1), features(found, items), torch.tensor(labels))
+        torch.manual_seed(seed)
+        drawn = torch.randint(1, ITEMS, (model.num_negatives,))
+        torch.testing.assert_close(loss, naive_loss(model, found, items, labels, drawn), rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def walks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Walks in three steps out of four to the next of 60 items that are equally popular, and else to any."""
+    folder = tmp_path_factory.mktemp("walks")
+    draws = np.random.default_rng(0)
+    sequences = {}
+    for user in range(1, 602):
+        items = [int(draws.integers(60))]
+        for _ in range(int(draws.integers(4, 12))):
+            items.append((items[-1] + 1) % 60 if draws.random() < 0.75 else int(draws.integers(60)))
+        sequences[user] = [item + 1 for item in items]
+    prepare(write(folder / "all.txt.xz", sequences), folder, users=100, candidates=30)
+    spec = (FOLDER / "features.yaml").read_text(encoding="utf-8").replace("23_716", "61")
+    (folder / "features.yaml").write_text(spec, encoding="utf-8")
+    return folder
+
+
+def of_walks(walks: Path, **options: Any) -> TrainConfig:
+    """The example's run on the walks: 601 rows in steps of 50, of whose last one a rank of two has no row."""
+    flags = {name: str(walks / f"{name}.parquet") for name in ("valid", "test")}
+    flags |= {"data": str(walks / "train.parquet"), "features": str(walks / "features.yaml")}
+    sizes = {"global_batch_size": 50, "evaluations": 1, "lr": 0.005, "embedding_lr": 0.02}
+    return load_config(FOLDER / "run.yaml", {**flags, **sizes, **options})
+
+
+def test_a_run_by_its_files_learns_and_serves(walks: Path, tmp_path: Path) -> None:
+    assert ranks(2, broken_off, of_walks(walks, epochs=6, out=str(tmp_path)))[0][-1] == 6 * 13
+    run = RunFolder(tmp_path)
+    final = run.metrics["final"]
+    assert final["hit_rate@10"] > 0.7  # of a constant: 10 of 31
+    metrics, _ = run.evaluate(str(walks / "test.parquet"))
+    assert metrics.to_mapping() == pytest.approx(final, abs=1e-6)
+    found, items = [[5, 6, 7], [5, 6, 7], [9]], [8, 20, 10]
+    expected = scores(run.model(), found, items)
+    batch = features(found, items)
+    served = torch.jit.load(run.export("script", tmp_path / "games.pt"))
+    torch.testing.assert_close(served(batch.values(), batch.lengths(), torch.ones(3, 1)), expected)
+    asked = [{"history": history, "item": item} for history, item in zip(found, items, strict=True)]
+    answer = Client(run.endpoint()).post("/predict", json={"rows": asked}).get_json()
+    assert answer["scores"] == pytest.approx(expected.tolist(), rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_the_same_random_items(walks: Path, tmp_path: Path) -> None:
+    whole, parts = (
+        of_walks(walks, epochs=2, checkpoint_every="4", out=str(tmp_path / name)) for name in ("whole", "parts")
+    )
+    ranks(2, broken_off, whole)
+    assert ranks(2, broken_off, parts, 18)[1][-1] == 18
+    assert ranks(2, broken_off, parts, None, True)[1] == list(range(17, 27))
+    assert differences(tmp_path / "parts", tmp_path / "whole") == []
+
+
+def broken_off(config: TrainConfig, cut_after: int | None = None, resume: bool = False) -> Any:
+    return run_to(config, cut_after=cut_after, resume=resume)
+
+
+def test_the_spec_fits_the_model() -> None:
+    schema = load_spec(FOLDER / "features.yaml").schema_
+    assert SASRec(schema).num_items == 23_716
