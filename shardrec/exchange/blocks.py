@@ -1,6 +1,6 @@
-"""Blocks of float rows between ranks and their gradients back: one all-to-all each way, for one or several modules.
+"""Blocks of float rows between ranks and their gradients back: one all-to-all each way, for one or several calls.
 
-Shapes: W ranks, M streams (one per module), n elements of a block.
+Shapes: W ranks, M streams (one per call), n elements of a block.
 
 ::
 
@@ -37,7 +37,7 @@ __all__ = ["BlockExchange", "BlocksInFlight", "Stream"]
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
-    """What one module sends.
+    """What one call sends.
 
     Args:
         flat: float32, the parts for each rank one after the other.

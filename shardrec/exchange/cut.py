@@ -41,7 +41,7 @@ class Cut:
     """A batch cut into blocks, and the order in which its slots leave it.
 
     Args:
-        rows: (K·U, B) lengths, or (F, B) with one block.
+        row_lengths: (K·U, B); (F, B) with one block; (S, B), in place, by the C++ operator.
         values: (N,) ids in that order, local to the block; on CUDA more elements may follow, which are none.
         weights: (N,) or None.
         positions: (N,) integer place of each id in the batch, or None where nobody asks; int64 once in place.
@@ -51,7 +51,7 @@ class Cut:
         borrowed: values or weights are the caller's own memory.
     """
 
-    rows: Tensor
+    row_lengths: Tensor
     values: Tensor
     weights: Tensor | None
     positions: Tensor | None
@@ -132,7 +132,7 @@ class Cutter:
                 lengths, values, weights, positions, self.dynamic, self.block_sizes, self._route.blocks, self.boundaries
             )
         return Cut(
-            rows=lengths,
+            row_lengths=lengths,
             values=values,
             weights=weights,
             positions=positions,
@@ -149,7 +149,7 @@ class Cutter:
             batch.values, batch.lengths, batch.weights, order.described, count, keep_positions
         )
         return Cut(
-            rows=lengths,
+            row_lengths=lengths,
             values=ids,
             weights=None if batch.weights is None else weights,
             positions=positions if keep_positions else None,
@@ -164,7 +164,7 @@ class Cutter:
         values, weights, positions = cut.values, cut.weights, cut.positions
         if not cut.in_place:
             order = cut.slots.to(torch.int32)
-            _, values, weights, positions = permuted(order, cut.rows, values, weights, positions, total)
+            _, values, weights, positions = permuted(order, cut.row_lengths, values, weights, positions, total)
         else:
             values, weights = values[:total], None if weights is None else weights[:total]
             positions = None if positions is None else positions[:total]
@@ -173,7 +173,7 @@ class Cutter:
                 values, weights = values.clone(), None if weights is None else weights.clone()
         return replace(
             cut,
-            rows=cut.lengths,
+            row_lengths=cut.lengths,
             values=values,
             weights=weights,
             positions=None if positions is None else positions.to(torch.int64),

@@ -2,7 +2,7 @@
 
 A ring of a few entries in an anonymous memory file. It has no name and ends with the process; while the process lives,
 even stopped or stuck, another one of the same user reads it through ``/proc``. An entry takes half a microsecond. The
-idea is that of PyTorch's flight recorder, which knows NCCL only.
+idea is that of PyTorch's flight recorder, which knows NCCL only. (For ``BlocksInFlight`` see ``blocks.py``.)
 """
 
 from __future__ import annotations

@@ -5,10 +5,11 @@ G lookup groups, N ids.
 
 ::
 
-    prepare   KeyedJaggedTensor ──► Batch: read and checked ──► Cut: its ids in blocks ──► Prepared: with their numbers
+    prepare   KeyedJaggedTensor ──► Batch: read and checked ──► Cut: its ids in blocks of rows (by the C++ operator:
+              in slots) ──► Prepared: with their numbers
     header    (W, 2 + G) int64, row q to rank q:  batch size | words of bags | ids in group 0 | ... | in group G-1
-    send      ──► SentIds: the pieces for each rank (shardrec.exchange.payload), and where their ids were in the batch
-    receive   the parts of all ranks ──► ShardInput: ids slot by slot, each slot's samples rank by rank, which is what a
+    pack      ──► SentIds: in slots, the tensors for each rank (shardrec.exchange.payload), and where each id was
+    unpack    the parts of all ranks ──► ShardInput: ids slot by slot, each slot's samples rank by rank, which is what a
               table-batched kernel takes; its pooled rows (sum of B, D) are then rank by rank, ready to be sent back
 
 :mod:`shardrec.exchange.step` exchanges the headers and payloads of several modules together.
@@ -42,10 +43,11 @@ class Prepared:
     """A batch checked and cut, before the ranks have told each other anything.
 
     Args:
-        batch: the checked local input, of empty bags if it is faulty (lookups of replicated tables read it).
+        batch: the checked local input, of empty bags if it is faulty (read for bag lengths and inverse indices, and of
+            sequences for replicated tables).
         given: the input as it was read, for words about its faults.
-        sent: what is sent of it: the deduplicated ids, where they are; those of hot rows are under keys of their own.
-        cut: ``sent`` cut into blocks.
+        to_send: what is cut of it: its distinct ids, where asked; those of hot rows, which stay, under their own keys.
+        cut: ``to_send`` cut into blocks.
         lengths: (S, B) int32 lengths of each slot.
         slot_sizes: (S,) batch size of each slot, where they differ.
         counts: (W, G) int64 ids for each rank and lookup group.
@@ -59,7 +61,7 @@ class Prepared:
 
     batch: Batch
     given: Batch
-    sent: Batch
+    to_send: Batch
     cut: Cut
     lengths: Tensor
     slot_sizes: tuple[int, ...] | None
@@ -77,14 +79,14 @@ class SentIds:
     """A batch as it is sent, once the header has told the sizes.
 
     Args:
-        parts: per rank, the pieces of its part; see :meth:`Payload.pack`.
+        parts: per rank, the tensors of its part; see :meth:`Payload.pack`.
         counts: ids to each rank, per group.
         slot_ids: (S,) number of ids of each slot of all ranks.
         positions: (N_sent,) int64, position of each sent id, in order of travel: in the sent batch's values if each id
             gets a row of its own, else in the local batch's as they were given. None where nobody asks.
         sent_key_ids: number of ids of each key of the sent batch; empty unless each id gets a row of its own.
         key_ids: number of ids of each key of the local batch as it was given; likewise.
-        replica_ids: number of ids of each lookup of a replicated table; empty if each id gets a row of its own.
+        replica_ids: number of ids of each lookup of a replicated table, then of hot rows; empty if each id gets a row.
     """
 
     parts: list[list[Tensor]]
@@ -111,7 +113,7 @@ class InputExchange:
         payload: packs what is sent and unpacks what is received.
         group_edges: (W·G + 1,) int64, where each rank's groups begin among the slots.
         columns: width of this module's part of a header.
-        slot_rows: (S_mine,) int64, on the CPU, the rows of the shard of each of this rank's slots.
+        shard_rows: (S_mine,) int64, on the CPU, the rows of the shard of each of this rank's slots.
         bad_ids: (U,) int64, per feature, ids outside its table that were no error, in the batches so far.
     """
 
@@ -130,16 +132,16 @@ class InputExchange:
         self.payload = Payload(route, self._rank, weighted=expect.weighted, device=expect.device)
         self.group_edges = torch.tensor(group_edges(route), dtype=torch.int64, device=expect.device)
         self._drops = "zero" in expect.on_bad_id.values()
-        self.slot_rows = torch.tensor([slot.shard.rows for slot in route.slots[self._rank]], dtype=torch.int64)
+        self.shard_rows = torch.tensor([slot.shard.rows for slot in route.slots[self._rank]], dtype=torch.int64)
         self.bad_ids = torch.zeros(len(expect.features), dtype=torch.int64, device=expect.device)
 
-    def prepare(self, features: object, agreement: str, *, prepare: Callable[[Batch], Batch] | None = None) -> Prepared:
+    def prepare(self, features: object, agreement: str, *, to_send: Callable[[Batch], Batch] | None = None) -> Prepared:
         """Check the batch and cut it. Reads no tensor's value on the host and raises nothing for a faulty batch.
 
         Args:
             features: a KeyedJaggedTensor; keys in any order, further keys are ignored.
             agreement: what the ranks must have in common beyond the ids' dtype.
-            prepare: makes the batch to send out of the checked one.
+            to_send: makes the batch to send out of the checked one: hot rows set aside, distinct ids.
         """
         given = read_batch(features, self.expect)
         fault = given if isinstance(given, str) else ""
@@ -154,21 +156,21 @@ class InputExchange:
         if self.expect.on_bad_id and given.size and (valid.is_cuda or not bool(valid)):
             whole, valid, bad_ids = self._mended(given)
         safe = self._safe(whole, valid)
-        sent = safe if prepare is None else prepare(safe)
-        cut = self.cutter.cut(sent, keep_positions=self.per_id or differentiable, given=given)
+        outgoing = safe if to_send is None else to_send(safe)
+        cut = self.cutter.cut(outgoing, keep_positions=self.per_id or differentiable, given=given)
         lengths_SB = cut.lengths
         slot_sizes = None
         notes: tuple[Tensor, ...] = ()
         if self.per_id:
             lengths_SB = lengths_SB.sum(dim=1, keepdim=True, dtype=torch.int32)
             local = safe.lengths if safe.mended is None else safe.mended.lengths
-            notes = (sent.lengths.sum(dim=1, dtype=torch.int64), local.sum(dim=1, dtype=torch.int64))
-        elif sent.sizes is not None and self._world_size > 1:
-            slot_sizes = self._slot_sizes(sent.keys, sent.sizes)
+            notes = (outgoing.lengths.sum(dim=1, dtype=torch.int64), local.sum(dim=1, dtype=torch.int64))
+        elif outgoing.sizes is not None and self._world_size > 1:
+            slot_sizes = self._slot_sizes(outgoing.keys, outgoing.sizes)
         return Prepared(
             batch=safe,
             given=given,
-            sent=sent,
+            to_send=outgoing,
             cut=cut,
             lengths=lengths_SB,
             slot_sizes=slot_sizes,
@@ -196,8 +198,8 @@ class InputExchange:
             return prepared.fault
         return describe_fault(prepared.given, self.expect)
 
-    def send(self, prepared: Prepared, counts: Sequence[int], notes: Sequence[Sequence[int]]) -> SentIds:
-        """Pack, now that the header exchange has brought the sizes to the host.
+    def pack(self, prepared: Prepared, counts: Sequence[int], notes: Sequence[Sequence[int]]) -> SentIds:
+        """Put in slots and pack, now that the header exchange has brought the sizes to the host.
 
         Args:
             prepared: the batch.
@@ -211,7 +213,7 @@ class InputExchange:
         cut = self.cutter.in_slots(prepared.cut, sum(counts))
         positions = cut.positions
         if positions is not None and not self.per_id:
-            positions = prepared.sent.places_as_given(positions)
+            positions = prepared.to_send.places_as_given(positions)
         totals = [sum(one) for one in counts_WG]
         return SentIds(
             parts=self.payload.pack(prepared.lengths, cut.values, cut.weights, totals, prepared.slot_sizes),
@@ -223,7 +225,7 @@ class InputExchange:
             replica_ids=tuple(notes[0]) if notes and not self.per_id else (),
         )
 
-    def receive(
+    def unpack(
         self, headers: Sequence[Sequence[int]], parts: Sequence[Tensor], *, keep_order: bool = False
     ) -> ShardInput:
         """Put what the ranks sent slot by slot. (What came with requests, as :meth:`requests` gives their headers, is
@@ -231,7 +233,7 @@ class InputExchange:
 
         Args:
             headers: this module's part of each rank's header.
-            parts: of each rank, int32 words; of one rank by itself, the pieces that :meth:`send` gave.
+            parts: of each rank, int32 words; of one rank by itself, the tensors that :meth:`pack` gave.
             keep_order: tell where each id was among the received ones.
         """
         if self._world_size == 1:

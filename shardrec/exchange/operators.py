@@ -127,13 +127,13 @@ class _Backward:
         self._returning: list[tuple[Tensor, Tensor]] = []
         self._gradients: dict[int, Tensor] = {}  # of replicas and weights, by id
 
-    def arrived(self, call: _Issued) -> None:
+    def arrived(self, issued: _Issued) -> None:
         """A value that will be given its gradient, or take no part in the loss."""
-        self._arrived.append(weakref.ref(call))
+        self._arrived.append(weakref.ref(issued))
 
-    def give(self, call: _Issued, gradient: Tensor) -> None:
+    def give(self, issued: _Issued, gradient: Tensor) -> None:
         """The gradient of a call's value; the last one lets all of them go."""
-        self._given[call] = gradient
+        self._given[issued] = gradient
         if all(one() is None or one() in self._given for one in self._arrived):
             self._send()
 
@@ -153,9 +153,9 @@ class _Backward:
 
     def _send(self) -> None:
         given, self._given = self._given, {}
-        others = {id(one): one for call in given for one in (*call.replicas, call.weights) if one is not None}
+        others = {id(one): one for issued in given for one in (*issued.replicas, issued.weights) if one is not None}
         inputs = [*self._leaves, *(one for one in others.values() if one.requires_grad)]
-        values = [call.value for call in given if call.value is not None]
+        values = [issued.value for issued in given if issued.value is not None]
         # Not backward(): the replicas' gradients are reduced where the program's own graph accumulates them.
         with _with_autograd(True):
             found = torch.autograd.grad(values, inputs, list(given.values()), retain_graph=True, allow_unused=True)
@@ -242,21 +242,21 @@ class Program:
 
     def give_gradient(self, gradient: Tensor, ticket: Tensor) -> None:
         """The gradient of a call's value is there."""
-        call = self._kept[int(ticket)]
-        if call.value is not None and call.backward is not None:
-            call.backward.give(call, gradient)
+        issued = self._kept[int(ticket)]
+        if issued.value is not None and issued.backward is not None:
+            issued.backward.give(issued, gradient)
 
     def finish_backward(self, ticket: Tensor) -> tuple[Tensor | None, list[Tensor | None]]:
         """The tables are updated; gives the gradients of the ids' weights and of the replicas."""
-        call = self._kept[int(ticket)]
-        if call.backward is None:
-            return None, [None for _ in call.replicas]
-        call.backward.receive()
-        replicas = [call.backward.take(one) for one in call.replicas]
-        if call.weights is None:
+        issued = self._kept[int(ticket)]
+        if issued.backward is None:
+            return None, [None for _ in issued.replicas]
+        issued.backward.receive()
+        replicas = [issued.backward.take(one) for one in issued.replicas]
+        if issued.weights is None:
             return None, replicas
-        gradient, call.weights.grad = call.weights.grad, None
-        own = call.backward.take(call.weights)
+        gradient, issued.weights.grad = issued.weights.grad, None
+        own = issued.backward.take(issued.weights)
         if gradient is None or own is None:
             return own if gradient is None else gradient, replicas
         return gradient + own, replicas

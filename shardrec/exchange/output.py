@@ -39,7 +39,7 @@ __all__ = ["OutputExchange"]
 
 
 class OutputExchange:
-    """Sends pooled rows to the ranks that asked for them and puts columns in the unsharded order.
+    """Lays out pooled rows for the ranks that asked for them, and puts columns in the unsharded order.
 
     Args:
         route: of the ids.
@@ -112,7 +112,7 @@ class OutputExchange:
         out: list[list[Shape]] = []
         plain = not any(served.slot_sizes) and self._sums is None
         blocks = [] if plain else list(pooled.split(list(served.batch_sizes)))
-        pieces: list[Tensor] = []
+        parts: list[Tensor] = []
         for other, rows in enumerate(served.batch_sizes):
             sizes = served.slot_sizes[other]
             shapes: list[Shape] = [(rows, mine)]
@@ -121,13 +121,13 @@ class OutputExchange:
                 ragged = Ragged(rows=rows, sizes=own, columns=self._columns[self._rank])
                 blocks[other], shapes = ragged.strip(blocks[other]), ragged.shapes
             if not plain:
-                pieces.append(blocks[other].reshape(-1))
+                parts.append(blocks[other].reshape(-1))
             if self._is_peer(other):
-                part = sums[other // self._ranks_per_host]
-                pieces.append(part.reshape(-1))
-                shapes.append((rows, part.size(1)))
+                summed = sums[other // self._ranks_per_host]
+                parts.append(summed.reshape(-1))
+                shapes.append((rows, summed.size(1)))
             out.append(shapes)
-        return torch.cat(pieces) if pieces else pooled, out
+        return torch.cat(parts) if parts else pooled, out
 
     def finish(
         self,

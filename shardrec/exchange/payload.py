@@ -103,7 +103,7 @@ class Payload:
         counts: Sequence[int],
         slot_sizes: Sequence[int] | None = None,
     ) -> list[list[Tensor]]:
-        """Per rank, the pieces of its part: int32, or as they are where there is one rank, for :meth:`own`.
+        """Per rank, the tensors of its part: int32, or as they are where there is one rank, for :meth:`own`.
 
         Args:
             lengths_SB: (S, B) int32.
@@ -190,9 +190,9 @@ class Payload:
             order=order,
         )
 
-    def own(self, pieces: Sequence[Tensor], header: Sequence[int]) -> ShardInput:
+    def own(self, tensors: Sequence[Tensor], header: Sequence[int]) -> ShardInput:
         """What one rank by itself has packed, which does not travel."""
-        lengths, ids, *weights = pieces
+        lengths, ids, *weights = tensors
         counts = _counts([header])
         return ShardInput(
             lengths=lengths,

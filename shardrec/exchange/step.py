@@ -4,15 +4,15 @@ Shapes: W ranks, C columns of the header.
 
 ::
 
-    prepare        when a module is called: its batch checked, its ids cut into slots    (one call)
+    prepare        when a module is called: its batch checked, its ids cut               (one call)
     exchange ids   header   (W, C) int64, row q to rank q:  fault | checksum | part of call 0 | part of call 1 | ...
                    payload  int32, to rank q:               part of call 0 | part of call 1 | ...
     look up        what all ranks asked of this one, a kernel call per lookup group
     send rows      one all-to-all of float rows (before it, where there are several hosts, one inside each)
     finish         at the first use of a call's value: its columns, or its rows, in order    (one call)
 
-:func:`run_step` is all of it. C is the same in every exchange of a model, so that a rank which cannot come to one can
-answer for it.
+:func:`run_step` is the middle three; to prepare is ``Caller.new_call``, to finish is :meth:`Call.value`. C is the same
+in every exchange of a model, so that a rank which cannot come to one can answer for it.
 """
 
 from __future__ import annotations
@@ -43,13 +43,15 @@ def run_step(context: StepContext, inside: BlockExchange, output: BlockExchange,
 
     What happens to a batch's ``values``, in order:
 
-    1. ``InputExchange.prepare``, when the module was called: compared with their tables' rows, and cut into slots, one
-       for each shard and lookup.
-    2. :func:`exchange_ids`: the header tells each rank how many come; they travel in the payload, and are put slot by
-       slot where they arrive. (Calls made ahead of their forward have done this.)
+    1. ``InputExchange.prepare``, when the module was called: compared with their tables' rows; ids of hot rows set
+       aside; cut in blocks of rows, by the C++ operator straight into slots, one for each shard and lookup.
+    2. :func:`exchange_ids` (calls made ahead of their forward have done it): the header tells each rank how many come,
+       ``InputExchange.pack`` puts them in slots, and they travel in the payload. :meth:`Call.received` waits for them.
     3. ``Call.look_up``: one kernel call per lookup group makes rows of them.
-    4. ``Call.outgoing``: the rows go back to the ranks that asked; partial sums of a host's ranks are added up first.
-    5. ``Call.finish``, at the first use of the call's value: the rows that came are put in order.
+    4. ``Call.outgoing`` lays the rows out for the ranks that asked, partial sums of a host's ranks added up first, and
+       ``BlockExchange.start`` sends them. ``Call.issued``: this rank's replicated tables meanwhile.
+    5. ``Call.finish``, at the first use of the call's value: the rows put in order, those of hot rows added, sums of
+       mean pooling divided.
 
     Args:
         context: of the model.
@@ -66,10 +68,10 @@ def run_step(context: StepContext, inside: BlockExchange, output: BlockExchange,
     partial_sums = [call.look_up(ids) for call, ids in zip(calls, asked, strict=True)]
     context.raise_anomalies()
     streams = [stream for stream in partial_sums if stream is not None]
-    host_sums = inside.start(streams) if streams else None
+    inside_flight = inside.start(streams) if streams else None
     rows, number = [], 0
     for call, stream in zip(calls, partial_sums, strict=True):
-        rows.append(call.outgoing(None if stream is None else host_sums, number))
+        rows.append(call.outgoing(None if stream is None else inside_flight, number))
         number += stream is not None
     flight = output.start(rows)
     for number, call in enumerate(calls):
@@ -86,7 +88,8 @@ class Caller(Protocol):
 
 
 class Call(abc.ABC):
-    """One forward of a sharded module, from its batch to its value.
+    """One forward of a sharded module, from its batch to its value: a ``BagCall`` (:mod:`shardrec.modules.bags`) or a
+    ``SequenceCall`` (:mod:`shardrec.modules.sequences`).
 
     Args:
         queue: of the model.
@@ -113,7 +116,7 @@ class Call(abc.ABC):
 
     @abc.abstractmethod
     def look_up(self, ids: ShardInput) -> Stream | None:
-        """Look up the rows; returns what is to be exchanged inside hosts first, if anything is in this module."""
+        """Look up the rows, which the call keeps; returns those to be summed inside hosts first, if there are any."""
 
     @abc.abstractmethod
     def outgoing(self, inside: BlocksInFlight | None, stream: int) -> Stream:
@@ -170,7 +173,7 @@ class Call(abc.ABC):
         self.sent, self._receive = sent, receive
 
     def received(self) -> ShardInput:
-        """What all ranks ask of this one."""
+        """What all ranks ask of this one, slot by slot (``Payload.unpack``); waits for it."""
         assert self._receive is not None, "ids are exchanged before they are looked up"
         return self._receive()
 
@@ -212,7 +215,7 @@ def exchange_ids(context: StepContext, calls: Sequence[Call]) -> None:
             start += tensor.numel()
         own_headers.append([header[column : column + call.input.columns] for header in headers])
         column += call.input.columns
-        sent.append(call.input.send(call.prepared, known[0], known[1:]))
+        sent.append(call.input.pack(call.prepared, known[0], known[1:]))
     payloads = _Payloads(context, calls, sent, own_headers)
     for number, call in enumerate(calls):
         call.ask(sent[number], partial(payloads.receive, number))
@@ -239,7 +242,7 @@ class _Payloads:
             self._own = [one.parts[0] for one in sent]
             return
         ranks = range(collectives.world_size)
-        parts = [[piece for one in sent for piece in one.parts[rank]] for rank in ranks]
+        parts = [[tensor for one in sent for tensor in one.parts[rank]] for rank in ranks]
         words = [map(call.input.payload.words_in, rows) for call, rows in zip(calls, headers, strict=True)]
         self._words_in = list(map(list, zip(*words, strict=True)))
         self._pending = collectives.send(parts, list(map(sum, self._words_in)), "payload")
@@ -249,7 +252,7 @@ class _Payloads:
         if not self._arrived:
             parts = self._own or self._wait()
             self._arrived = [
-                exchange.receive(rows, came, keep_order=keep_order)
+                exchange.unpack(rows, came, keep_order=keep_order)
                 for (exchange, keep_order), rows, came in zip(self._exchanges, self._headers, parts, strict=True)
             ]
             self._own = []
@@ -282,8 +285,8 @@ def _exchange_headers(context: StepContext, calls: Sequence[Call]) -> tuple[list
     headers = [numbers[row : row + width] for row in range(first, len(numbers), width)]
     flags = [header[0] for header in headers]
     if not context.check(flags, [header[1] for header in headers], agreement):
-        words = [call.input.describe(call.prepared) for call in calls] if flags[context.collectives.rank] else []
-        context.raise_faults("; ".join(filter(None, words)), agreement, flags)
+        faults = [call.input.describe(call.prepared) for call in calls] if flags[context.collectives.rank] else []
+        context.raise_faults("; ".join(filter(None, faults)), agreement, flags)
     return numbers, headers
 
 

@@ -7,7 +7,8 @@ quantized comms, a batch size per feature), and compiled dense code before the f
 model with n sharded calls becomes n + 1 dense regions.
 
 ``traced``: no break. The tracer runs the module's twin of operators (:mod:`shardrec.modules.live`), so that a whole
-model is one graph and ``fullgraph=True`` holds. Each module then has an exchange of its own, through the process group.
+model is one graph and ``fullgraph=True`` holds. Its calls go through the eager model's queue, so they share exchanges
+and transport.
 
 [Note: the marks]
 ``_is_fsdp_managed_module`` and ``_fsdp_use_orig_params`` are FSDP's words to dynamo: this module's parameters change
@@ -60,8 +61,7 @@ def annotate_for_dynamo(
         mode: ``"boundary"`` runs lookups eagerly, at graph breaks; ``"traced"`` takes them into the graph.
 
     Raises:
-        ConfigError: for an unknown mode; without ``use_orig_params``; for a module that holds nothing sharded; for
-            ``"traced"`` with quantized comms.
+        ConfigError: for an unknown mode; without ``use_orig_params``; for a module that holds nothing sharded.
     """
     if mode not in get_args(CompileMode):
         raise ConfigError(f"mode is {mode!r}; give one of {', '.join(map(repr, get_args(CompileMode)))}")

@@ -209,7 +209,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         """(B, D_r) pooled columns of the replicated tables.
 
         Args:
-            batch: what is sent of this rank's, beside which their ids are.
+            batch: what is to be sent of this rank's, beside which their ids are.
             counts: ids of each lookup in a copy.
             learned_weights: (N,), those that take a gradient; else None.
         """
@@ -271,9 +271,9 @@ class BagCall(Call):
 
     def __init__(self, collection: ShardedEmbeddingBagCollection, features: KeyedJaggedTensor) -> None:
         split = collection.hot_split
-        prepare = None if split is None else lambda batch: split(batch, places=False)
-        prepared = collection.input.prepare(features, collection._agreement(), prepare=prepare)
-        prepared = replace(prepared, notes=collection._own_counts(prepared.sent))
+        to_send = None if split is None else lambda batch: split(batch, places=False)
+        prepared = collection.input.prepare(features, collection._agreement(), to_send=to_send)
+        prepared = replace(prepared, notes=collection._own_counts(prepared.to_send))
         super().__init__(collection.context.queue, collection.input, prepared)
         self._collection = collection
         self._learns_ids = collection.learns_ids()
@@ -329,16 +329,16 @@ class BagCall(Call):
         return output.stream(pooled, ids, self.prepared.slot_sizes, sums)
 
     def issued(self) -> None:
-        """Look up the replicated tables and the hot rows while the others' rows are under way."""
+        """Look up the replicated tables, and pick out the ids of hot rows, while the others' rows are under way."""
         collection = self._collection
         assert self.sent is not None, "ids are sent before rows are"
         collection.refresh_hot_rows()
-        given = self.prepared.sent, self.sent.replica_ids, self._learned_weights
-        self._replicated, self._hot = collection._look_up_replicas(*given), collection._hot_bags(*given)
+        own = self.prepared.to_send, self.sent.replica_ids, self._learned_weights
+        self._replicated, self._hot = collection._look_up_replicas(*own), collection._hot_bags(*own)
         self._lengths = collection._bag_lengths(self.prepared.batch)
         if collection.context.detect_anomaly and self._replicated is not None:
-            own = [one.layout for one in collection.own_lookups]
-            sizes, tables = [one.embedding_dim for one in own], [one.name for one in own]
+            layouts = [one.layout for one in collection.own_lookups]
+            sizes, tables = [one.embedding_dim for one in layouts], [one.name for one in layouts]
             note_rows(self._replicated.detach(), sizes, 1, collection.context, tables)
         if collection.context.detect_anomaly and collection.hot_rows is not None and self._hot is not None:
             none = self._hot[1].new_zeros((self._hot[1].size(1), sum(collection.dims)), dtype=torch.float32)

@@ -129,14 +129,14 @@ class LiveBags(_Live):
 
     def forward(self, features: KeyedJaggedTensor) -> Await[KeyedTensor]:
         """Look up the local batch."""
-        return awaitable(finish_bags, *self.issued(features))
+        return awaitable(finish_bags, *self.queued(features))
 
     @torch.jit.unused
     def traced(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """The same for a tracer."""
-        return LateKeyedTensor(Late(finish_bags, *self.issued(features)), self.keys, self.dims)
+        return LateKeyedTensor(Late(finish_bags, *self.queued(features)), self.keys, self.dims)
 
-    def issued(
+    def queued(
         self, features: KeyedJaggedTensor
     ) -> tuple[Tensor, Tensor, int, int, torch.dtype, int, list[str], list[int]]:
         """Queue the lookup; gives the arguments of :func:`finish_bags`."""
@@ -163,12 +163,12 @@ class LiveSequences(_Live):
 
     def forward(self, features: KeyedJaggedTensor) -> Await[dict[str, JaggedTensor]]:
         """Look up the local batch."""
-        return awaitable(finish_sequences, *self.issued(features))
+        return awaitable(finish_sequences, *self.queued(features))
 
     @torch.jit.unused
     def traced(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """The same for a tracer."""
-        pending = Late(finish_sequences, *self.issued(features))
+        pending = Late(finish_sequences, *self.queued(features))
         lengths = lengths_by_key(features)
         keys = features.keys()
         return {
@@ -176,7 +176,7 @@ class LiveSequences(_Live):
             for name, feature in zip(self.names, self.features, strict=True)
         }
 
-    def issued(
+    def queued(
         self, features: KeyedJaggedTensor
     ) -> tuple[Tensor, Tensor, KeyedJaggedTensor, int, torch.dtype, int, list[str], list[str], bool]:
         """Queue the lookup; gives the arguments of :func:`finish_sequences`."""

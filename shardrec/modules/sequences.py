@@ -210,13 +210,13 @@ class ShardedEmbeddingCollection(ShardedCollection):
 
     def _targets(self, prepared: Prepared, sent: SentIds) -> tuple[Tensor, int]:
         """Where the rows go that come back; and the number of output rows."""
-        if prepared.sent.order is not None:
+        if prepared.to_send.order is not None:
             # The keys before those of hot rows are the lookups, in order; so the output's rows are its ids.
             assert sent.positions is not None, "the positions of the ids were kept"
-            sent = replace(sent, positions=prepared.sent.order.index_select(0, sent.positions))
+            sent = replace(sent, positions=prepared.to_send.order.index_select(0, sent.positions))
             return self.row_exchange.targets(sent, [0] * sum(self.input.route.slot_counts())), sum(sent.sent_key_ids)
-        key_start = dict(zip(prepared.sent.keys, [0, *accumulate(sent.sent_key_ids)], strict=False))
-        count = dict(zip(prepared.sent.keys, sent.sent_key_ids, strict=True))
+        key_start = dict(zip(prepared.to_send.keys, [0, *accumulate(sent.sent_key_ids)], strict=False))
+        count = dict(zip(prepared.to_send.keys, sent.sent_key_ids, strict=True))
         starts = [0, *accumulate(count[lookup.feature] for lookup in self.sent_lookups)]
         # Per lookup, an id's output row minus its position in the sent batch.
         apart = [start - key_start[lookup.feature] for lookup, start in zip(self.sent_lookups, starts, strict=False)]
@@ -227,11 +227,11 @@ class ShardedEmbeddingCollection(ShardedCollection):
         """(n,) output rows of the ids of hot rows, which lie behind the others that are sent, and (n, D) these."""
         if self.hot_rows is None:
             return None
-        assert prepared.sent.order is not None, "the split told where the ids were"
+        assert prepared.to_send.order is not None, "the split told where the ids were"
         keys = sum(bool(one.layout.hot_rows) for one in self.sent_lookups)
         start, end = sum(sent.sent_key_ids[:-keys]), sum(sent.sent_key_ids)
-        rows = self.hot_rows(prepared.sent.values[start:end], prepared.sent.lengths[-keys:])
-        return prepared.sent.order[start:end], rows
+        rows = self.hot_rows(prepared.to_send.values[start:end], prepared.to_send.lengths[-keys:])
+        return prepared.to_send.order[start:end], rows
 
     def _entries(self, prepared: Prepared, sent: SentIds, features: KeyedJaggedTensor) -> list[SequenceKey]:
         keys, sizes, batch = prepared.given.keys, features.stride_per_key(), prepared.batch
@@ -274,8 +274,8 @@ class SequenceCall(Call):
         self._output_rows = 0
         self._hot: tuple[Tensor, Tensor] | None = None
         self._entries: list[SequenceKey] = []
-        prepare = self._sent_of if collection.dedup or collection.hot_split is not None else None
-        prepared = collection.input.prepare(features, collection._agreement(), prepare=prepare)
+        to_send = self._to_send if collection.dedup or collection.hot_split is not None else None
+        prepared = collection.input.prepare(features, collection._agreement(), to_send=to_send)
         super().__init__(collection.context.queue, collection.input, prepared)
 
     def look_up(self, ids: ShardInput) -> None:
@@ -338,8 +338,8 @@ class SequenceCall(Call):
             tables = [collection.sent_lookups[slots[number].lookup].layout.name for number in here]
             note_rows(part, [sizes[number] for number in here], 0, collection.context, tables)
 
-    def _sent_of(self, batch: Batch) -> Batch:
-        """What is sent of a batch, and with :attr:`_inverse` the place in it of each id of the lookups."""
+    def _to_send(self, batch: Batch) -> Batch:
+        """What is to be sent of a batch, and with :attr:`_inverse` the place in it of each id of the lookups."""
         find, split = self._collection._distinct_ids, self._collection.hot_split
         if find is not None:
             batch, self._inverse = find(batch)

@@ -28,7 +28,7 @@ __all__ = ["twins"]
 def twins() -> dict[type[nn.Module], Callable[[Any], nn.Module]]:
     """What TorchScript sees in place of a module, by the module's class, if the program is to run anywhere."""
     from shardrec.modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
-    from shardrec.portable.bags import ScriptedBags
-    from shardrec.portable.sequences import ScriptedSequences
+    from shardrec.portable.bags import PortableBags
+    from shardrec.portable.sequences import PortableSequences
 
-    return {ShardedEmbeddingBagCollection: ScriptedBags, ShardedEmbeddingCollection: ScriptedSequences}
+    return {ShardedEmbeddingBagCollection: PortableBags, ShardedEmbeddingCollection: PortableSequences}

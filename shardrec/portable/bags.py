@@ -1,6 +1,6 @@
-"""A sharded embedding bag collection as operators and plain data: its twin for TorchScript and export.
+"""A sharded embedding bag collection as operators and plain data: its portable twin.
 
-:meth:`ScriptedBags.forward` issues the all-to-all and returns an ``Await``; in an exported graph it is the place of
+:meth:`PortableBags.forward` issues the all-to-all and returns an ``Await``; in an exported graph it is the place of
 ``wait_tensor`` that counts.
 """
 
@@ -25,7 +25,7 @@ from shardrec.portable.twin import PortableTwin
 if TYPE_CHECKING:
     from shardrec.modules.bags import ShardedEmbeddingBagCollection
 
-__all__ = ["ScriptedBags"]
+__all__ = ["PortableBags"]
 
 
 # Spelled as a call, for TorchScript wants types where an annotation is text.
@@ -40,8 +40,8 @@ IssuedColumns = NamedTuple(  # noqa: UP014
 """
 
 
-class ScriptedBags(PortableTwin):
-    """The scripted twin of a :class:`ShardedEmbeddingBagCollection`, with its live parameters.
+class PortableBags(PortableTwin):
+    """The portable twin of a :class:`ShardedEmbeddingBagCollection`, with its live parameters.
 
     Args:
         collection: the eager module.
@@ -87,7 +87,7 @@ class ScriptedBags(PortableTwin):
     def begin(self, features: KeyedJaggedTensor) -> IssuedColumns:
         """The pooled rows under way, and what is beside them."""
         checked = self.input.checked(features)
-        pooled, sizes = self.pooled(features, checked)
+        pooled, sizes = self.pooled(checked)
         batch = sizes[self.rank]
         into = [batch * width for width in self.widths]
         out = [size * self.widths[self.rank] for size in sizes]
@@ -95,9 +95,9 @@ class ScriptedBags(PortableTwin):
         replicated, divisors = self.own_columns(checked, batch)
         return IssuedColumns(pending, batch, replicated, divisors)
 
-    def pooled(self, features: KeyedJaggedTensor, checked: Checked) -> tuple[Tensor, list[int]]:
+    def pooled(self, checked: Checked) -> tuple[Tensor, list[int]]:
         """(B_all, D_mine) pooled rows of this rank's shards, rank after rank, and the batch size of each rank."""
-        got = self.input.exchange(features, checked, checked.keys, checked.lengths, checked.values)
+        got = self.input.exchange(checked, checked.keys, checked.lengths, checked.values)
         sizes = got.sizes
         ids, weights = got.ids, got.weights
         for maps in self.id_maps:

@@ -1,4 +1,4 @@
-"""A batch checked by operators and plain data, as TorchScript, torch.compile and torch.export take it.
+"""A batch checked by operators and plain data, as TorchScript and torch.export take them.
 
 Shapes: F features of the input, B samples, N ids.
 """
@@ -16,7 +16,7 @@ from shardrec.exchange.bad_ids import DROPPED, POLICIES, mend
 from shardrec.exchange.batch import NO_LIMIT, Expectation, fit
 from shardrec.exchange.check import add_up, are_sound
 
-__all__ = ["FAULTS", "Checked", "ScriptedBatch"]
+__all__ = ["FAULTS", "Checked", "PortableBatch"]
 
 FAULTS = [
     "",
@@ -24,9 +24,9 @@ FAULTS = [
     "the input lacks a feature that a table looks up",
     "the ids are not int32 or int64, or not one-dimensional",
     "the collection is weighted and the input has no floating-point weight for each id, or the other way around",
-    "the features have a batch size each, which scripted models do not take",
+    "the features have a batch size each, which portable programs do not take",
     "there is not exactly one length for each feature and sample",
-    "the weights of the ids take a gradient, which scripted models do not carry back",
+    "the weights of the ids take a gradient, which portable programs do not carry back",
     "there are ids and no samples",
     "the lengths (or offsets) are not int32 or int64",
     "the offsets do not begin at 0, or are not those of the lengths that the input has, too",
@@ -60,7 +60,7 @@ out, and ``kept``: (N,) bool, whether they were not.
 """
 
 
-class ScriptedBatch(nn.Module):
+class PortableBatch(nn.Module):
     """Checks a batch.
 
     Args:

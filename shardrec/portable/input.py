@@ -1,14 +1,15 @@
-"""The exchanges as modules of operators and plain data, which TorchScript, torch.compile and torch.export take alike.
+"""The exchanges as modules of operators and plain data, as TorchScript and torch.export take them.
 
-What :mod:`shardrec.exchange.input`, :mod:`payload` and :mod:`output` do for one module, in the same order and layouts,
-with collectives that carry gradients by themselves. Left out, and refused with a fault: a batch size per feature and
-weights that take a gradient. Not needed: sums inside hosts (the output is the same without).
+What :mod:`shardrec.exchange.input` and :mod:`payload` do for one module, by the same routes and in the same order of
+slots. Header and payload are of its own: a row of the header is fault | mode | batch size | counts, without a checksum;
+weights have an all-to-all of their own; wide ids widen the lengths. Left out, and refused with a fault: a batch size
+per feature and weights that take a gradient. Not needed: sums inside hosts (the output is the same without).
 
 Shapes as in those modules: F features of the input, S slots of all ranks, W ranks, G lookup groups, B local batch size.
 
 [Note: faults without Python]
 The header carries a number for the fault, so that every rank raises at the same step and says which ranks are at fault
-and why, but not which id: the eager model tells that, and a compiled one, which has Python at hand (``self.agree``).
+and why, but not which id: the eager model tells that.
 
 [Note: sizes that tracers do not know]
 The numbers of ids come from a header, so a tracer has a symbol for each, and cannot answer a question about one. Hence
@@ -22,16 +23,15 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec._torchscript import list_of
 from shardrec.exchange.collectives import Collectives
 from shardrec.exchange.cut import in_blocks, permuted
 from shardrec.exchange.input import InputExchange
-from shardrec.portable.batch import Checked, ScriptedBatch
+from shardrec.portable.batch import Checked, PortableBatch
 from shardrec.portable.group import GroupName
 
-__all__ = ["Received", "ScriptedInput"]
+__all__ = ["PortableInput", "Received"]
 
 # Spelled as a call, for TorchScript wants types where an annotation is text.
 Received = NamedTuple(  # noqa: UP014
@@ -55,7 +55,7 @@ Received = NamedTuple(  # noqa: UP014
 """
 
 
-class ScriptedInput(ScriptedBatch):
+class PortableInput(PortableBatch):
     """Checks a batch, cuts it by rank, and exchanges header and payload.
 
     Args:
@@ -89,24 +89,11 @@ class ScriptedInput(ScriptedBatch):
         self.group_edges = exchange.group_edges
         self.slot_major = exchange.payload.slot_major(self.world_size)
 
-    def forward(self, features: KeyedJaggedTensor) -> Received:
-        """Check, cut and exchange a batch."""
-        checked = self.checked(features)
-        return self.exchange(features, checked, checked.keys, checked.lengths, checked.values)
-
-    def exchange(
-        self,
-        features: KeyedJaggedTensor,
-        checked: Checked,
-        keys: list[str],
-        lengths: Tensor,
-        values: Tensor,
-    ) -> Received:
+    def exchange(self, checked: Checked, keys: list[str], lengths: Tensor, values: Tensor) -> Received:
         """Cut the batch, tell the sizes, and send the ids.
 
         Args:
-            features: as they came, for words about a fault.
-            checked: the same, checked.
+            checked: the batch.
             keys: F features, of what is sent of it.
             lengths: (F, B) int32.
             values: (N,), in the dtype that :meth:`checked` gives them.
@@ -143,7 +130,7 @@ class ScriptedInput(ScriptedBatch):
             lengths_SB = slot_ids.to(torch.int32).unsqueeze(1)
         ends = torch.ops.fbgemm.asynchronous_complete_cumsum(slot_ids)
         counts = ends.index_select(0, self.group_edges).diff().view(self.world_size, self.groups)
-        numbers = self.exchange_header(counts, checked.fault, features, lengths_SB.size(1))
+        numbers = self.exchange_header(counts, checked.fault, lengths_SB.size(1))
         self.count_bad_ids(checked.bad_ids)
         went, sizes, came = self.sizes(numbers, lengths_SB.size(1))
         total = sum([sum(per_group) for per_group in went])
@@ -174,13 +161,12 @@ class ScriptedInput(ScriptedBatch):
             came.append(went[rank] if rank == self.rank else numbers[start + 1 : start + 1 + self.groups])
         return went, sizes, came
 
-    def exchange_header(self, counts: Tensor, fault: Tensor, features: KeyedJaggedTensor, batch: int) -> list[int]:
+    def exchange_header(self, counts: Tensor, fault: Tensor, batch: int) -> list[int]:
         """Ids sent (W·G), then per rank what its header says: batch size, ids per group (W, 1 + G).
 
         Args:
             counts: (W, G) ids for each rank and group.
             fault: 0-d int64.
-            features: as they came.
             batch: size to tell.
 
         Raises:

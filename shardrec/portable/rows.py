@@ -1,4 +1,4 @@
-"""The all-to-all of float rows as operators, for TorchScript, torch.compile and torch.export."""
+"""The all-to-all of float rows as operators, for TorchScript and torch.export."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sharded embedding collection as operators and plain data: its twin for TorchScript and export.
+"""A sharded embedding collection as operators and plain data: its portable twin.
 
 The same steps as :mod:`shardrec.modules.sequences`, :mod:`shardrec.exchange.dedup` and :mod:`shardrec.exchange.rows`.
 """
@@ -25,7 +25,7 @@ from shardrec.portable.twin import PortableTwin
 if TYPE_CHECKING:
     from shardrec.modules.sequences import ShardedEmbeddingCollection
 
-__all__ = ["ScriptedSequences"]
+__all__ = ["PortableSequences"]
 
 
 # Spelled as a call, for TorchScript wants types where an annotation is text.
@@ -53,8 +53,8 @@ each of a replicated one; ``ids``, ``lengths``: of each output.
 """
 
 
-class ScriptedSequences(PortableTwin):
-    """The scripted twin of a :class:`ShardedEmbeddingCollection`, with its live parameters.
+class PortableSequences(PortableTwin):
+    """The portable twin of a :class:`ShardedEmbeddingCollection`, with its live parameters.
 
     Args:
         collection: the eager module.
@@ -119,7 +119,7 @@ class ScriptedSequences(PortableTwin):
         if self.dedup:
             sent_keys = self.sent_features
             sent_lengths, sent_values, places = self.distinct(keys, key_ids, local, values)
-        got = self.input.exchange(features, checked, sent_keys, sent_lengths, sent_values)
+        got = self.input.exchange(checked, sent_keys, sent_lengths, sent_values)
         came, went = got.came, got.went
         into = [sum([count * self.widths[group] for group, count in enumerate(counts)]) for counts in went]
         out = [sum([count * self.widths[group] for group, count in enumerate(counts)]) for counts in came]

@@ -12,7 +12,7 @@ from shardrec._torchscript import list_of
 from shardrec.errors import ConfigError
 from shardrec.ids.frozen import frozen_maps
 from shardrec.modules.collection import ShardedCollection
-from shardrec.portable.input import ScriptedInput
+from shardrec.portable.input import PortableInput
 from shardrec.portable.options import twin_options
 
 __all__ = ["PortableTwin"]
@@ -37,7 +37,7 @@ class PortableTwin(nn.Module):
                 f"{type(collection).__name__} exchanges {comms.output} and {comms.gradient}; a program that runs "
                 "without shardrec exchanges fp32: shard without comms, or script with portable=False"
             )
-        self.input = ScriptedInput(collection.input, collectives)
+        self.input = PortableInput(collection.input, collectives)
         self.id_maps = frozen_maps(collection)
         self.lookups, group_slots = collection.shards.scripted(training=collection.training)
         self.group_slots = list_of(int, group_slots)

@@ -34,8 +34,8 @@ def script(model: nn.Module, *, parallel_lookups: bool = False, portable: bool =
             ``KeyedTensor``, not ``LazyAwaitable``. It is not changed.
         parallel_lookups: sharded bags run the lookups of independent table groups as forks, on TorchScript's inter-op
             threads.
-        portable: the result runs in any process that loads it. With False it runs in this one only, where ``model``
-            lives, and on several ranks sharded bags exchange their output as the eager model does, which is faster.
+        portable: the result runs in any process that loads it. With False it runs in this one only, and its lookups
+            are those of ``model``, with all that the eager model has (docs/executors.md).
 
     Returns:
         The compiled model. Its ``forward`` returns plain values; the method ``issue`` of a module that was replaced
