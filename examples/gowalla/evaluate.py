@@ -80,6 +80,7 @@ def evaluate(
     graph: Graph,
     test: Interactions,
     *,
+    prior: float,
     k: int = 20,
     chunk: int = 512,
     rank: int = 0,
@@ -93,6 +94,8 @@ def evaluate(
         model: whose vectors are compared.
         graph: of train, whose items are left out.
         test: what is to be found.
+        prior: an item's score is its cosine plus ``prior * log(users of the item)``, a logit adjustment after training
+            (Menon et al., 2021) towards popular items.
         k: ranks that count.
         chunk: users scored at a time; scores take chunk * I * 4 bytes.
         rank: this rank.
@@ -109,6 +112,7 @@ def evaluate(
         return F.normalize(own + neighbors, dim=1)
 
     vectors_ID = torch.cat([vectors(none, items) for items in torch.arange(num_items).split(8192)])
+    prior_I = prior * graph.train.popularity().clamp(min=1).log()
     testers = test.counts().nonzero().squeeze(1)
     calls = max(1, math.ceil(len(testers) / (chunk * world_size)))
     totals = torch.zeros(3, dtype=torch.float64)
@@ -117,7 +121,7 @@ def evaluate(
     for users in torch.tensor_split(testers, calls * world_size)[rank::world_size]:
         vectors_BD = vectors(users, none)
         if len(users):
-            scores_BI = torch.mm(vectors_BD, vectors_ID.t(), out=buffer_BI[: len(users)])
+            scores_BI = torch.addmm(prior_I, vectors_BD, vectors_ID.t(), out=buffer_BI[: len(users)])
             top = top_items(scores_BI, graph.train, users, k=min(k, num_items))
             recall, ndcg = recall_and_ndcg(top, test, users)
             totals += torch.stack([recall.sum(), ndcg.sum(), torch.tensor(float(len(users)))])

@@ -48,6 +48,7 @@ class Settings:
         scale: standard deviation of the tables' first values.
         temperature: divides the cosines in the softmax.
         balance: a user with n items weighs n ** balance in the loss.
+        prior: how much of the log of an item's popularity is added to its cosine when items are ranked.
         cut: how the planner has to cut the tables; "any" leaves it the choice.
         eval_every: epochs between evaluations; the last epoch is always evaluated.
         servers: hold the tables, as processes of their own; 0 shards them over the ranks that train.
@@ -65,6 +66,7 @@ class Settings:
     scale: float = 0.07
     temperature: float = 0.1
     balance: float = 0.5
+    prior: float = 0.035
     cut: str = "row_wise"
     eval_every: int = 4
     servers: int = 0
@@ -169,7 +171,14 @@ class Trainer:
             self.model.flush()
         # A sharded model has the attributes of the model it holds, which a type checker cannot see.
         model = cast(LightGCN, self.model)
-        return evaluate(model, self._graph, self._test, rank=self._rank, world_size=self._world_size)
+        return evaluate(
+            model,
+            self._graph,
+            self._test,
+            prior=self._settings.prior,
+            rank=self._rank,
+            world_size=self._world_size,
+        )
 
 
 def run(trainer: Trainer, settings: Settings, console: Console) -> list[dict[str, float]]:

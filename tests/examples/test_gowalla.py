@@ -312,8 +312,9 @@ def test_evaluation_agrees_with_a_naive_one(
     torch.manual_seed(0)
     model = LightGCN(len(train), num_items, dim=4, scale=1.0)
     users, items = (torch.nn.functional.normalize(vectors) for vectors in naive_vectors(model, train))
-    scores = users @ items.t()
-    metrics = evaluate(model, Graph(dataset.train, neighbor_weight=NEIGHBOR_WEIGHT), dataset.test, k=k, chunk=chunk)
+    scores = users @ items.t() + 0.3 * dataset.train.popularity().clamp(min=1).log()
+    graph = Graph(dataset.train, neighbor_weight=NEIGHBOR_WEIGHT)
+    metrics = evaluate(model, graph, dataset.test, prior=0.3, k=k, chunk=chunk)
     naive = naive_metrics(scores, train, test, k)
     assert metrics.users == naive.users
     assert (metrics.recall, metrics.ndcg) == pytest.approx((naive.recall, naive.ndcg))
