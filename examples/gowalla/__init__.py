@@ -1,1 +1,1 @@
-"""A two-tower recommender on the Gowalla check-ins, its tables sharded over the ranks; see README.md."""
+"""LightGCN on the Gowalla check-ins, its tables sharded over the ranks; see README.md."""

@@ -51,6 +51,25 @@ class Interactions:
         """Users per item, int64 (I,)."""
         return torch.bincount(self.items, minlength=self.num_items)
 
+    def transposed(self) -> Interactions:
+        """The same interactions as each item's users: users and items change places."""
+        users = torch.arange(self.num_users).repeat_interleave(self.counts())
+        ends = self.popularity().cumsum(0)
+        return Interactions(
+            offsets=torch.cat([ends.new_zeros(1), ends]),
+            items=users[self.items.argsort(stable=True)],
+            num_items=self.num_users,
+        )
+
+    def hold_out(self, share: float) -> Dataset:
+        """Split at random, always in the same way: about ``share`` of the interactions into ``test``."""
+        held = torch.rand(len(self.items), generator=torch.Generator().manual_seed(0)) < share
+        return Dataset(train=self._where(~held), test=self._where(held))
+
+    def _where(self, keep: Tensor) -> Interactions:
+        kept = torch.cat([self.offsets.new_zeros(1), keep.cumsum(0)])
+        return Interactions(offsets=kept[self.offsets], items=self.items[keep], num_items=self.num_items)
+
     def of(self, users: Tensor) -> tuple[Tensor, Tensor]:
         """The items of some users.
 
@@ -80,16 +99,19 @@ class Dataset:
     test: Interactions
 
 
-def read_dataset(folder: Path) -> Dataset:
+def read_dataset(folder: Path, *, validate: float = 0.0) -> Dataset:
     """Read ``train.txt`` and ``test.txt``, or the same with ``.xz``, from a folder.
 
     Args:
         folder: holds both files.
+        validate: share of the interactions of ``train.txt`` to hold out in place of ``test.txt``, which is not read
+            then; 0 reads both files.
 
     Raises:
         DataError: if a file is missing or has a broken line (``file:line: what``), or if a user has an item in both.
     """
-    train, test = (_read_rows(_find(folder, f"{half}.txt")) for half in ("train", "test"))
+    train = _read_rows(_find(folder, "train.txt"))
+    test = {} if validate else _read_rows(_find(folder, "test.txt"))
     if not any(train.values()):
         raise DataError(f"{folder}: train.txt has no interactions; there is nothing to learn from")
     for user, items in test.items():
@@ -101,7 +123,8 @@ def read_dataset(folder: Path) -> Dataset:
             )
     num_users = 1 + max((*train, *test))
     num_items = 1 + max(item for half in (train, test) for items in half.values() for item in items)
-    return Dataset(train=_interactions(train, num_users, num_items), test=_interactions(test, num_users, num_items))
+    both = Dataset(train=_interactions(train, num_users, num_items), test=_interactions(test, num_users, num_items))
+    return both.train.hold_out(validate) if validate else both
 
 
 def _find(folder: Path, name: str) -> Path:

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
-from examples.gowalla.batches import item_features, user_features
-from examples.gowalla.data import Dataset, Interactions
-from examples.gowalla.model import TwoTower
+from examples.gowalla.batches import Graph
+from examples.gowalla.data import Interactions
+from examples.gowalla.model import LightGCN
 
 __all__ = ["Metrics", "evaluate", "recall_and_ndcg", "top_items"]
 
@@ -75,9 +76,11 @@ def recall_and_ndcg(top: Tensor, test: Interactions, users: Tensor) -> tuple[Ten
 
 @torch.no_grad()
 def evaluate(
-    model: TwoTower,
-    dataset: Dataset,
+    model: LightGCN,
+    graph: Graph,
+    test: Interactions,
     *,
+    prior: float,
     k: int = 20,
     chunk: int = 512,
     rank: int = 0,
@@ -89,7 +92,10 @@ def evaluate(
 
     Args:
         model: whose vectors are compared.
-        dataset: train, to be left out, and test, to be found.
+        graph: of train, whose items are left out.
+        test: what is to be found.
+        prior: an item's score is its cosine plus ``prior * log(users of the item)``, a logit adjustment after training
+            (Menon et al., 2021) towards popular items.
         k: ranks that count.
         chunk: users scored at a time; scores take chunk * I * 4 bytes.
         rank: this rank.
@@ -98,20 +104,26 @@ def evaluate(
     Returns:
         The same on every rank.
     """
-    num_items = dataset.train.num_items
-    item_chunks = torch.arange(num_items).split(8192)
-    vectors_ID = torch.cat([model.embed_items(item_features(items)) for items in item_chunks])
-    testers = dataset.test.counts().nonzero().squeeze(1)
+    num_items = graph.train.num_items
+    none = torch.empty(0, dtype=torch.int64)
+
+    def vectors(users: Tensor, items: Tensor) -> Tensor:
+        own, neighbors = model(graph.nodes(users, items), len(users))
+        return F.normalize(own + neighbors, dim=1)
+
+    vectors_ID = torch.cat([vectors(none, items) for items in torch.arange(num_items).split(8192)])
+    prior_I = prior * graph.train.popularity().clamp(min=1).log()
+    testers = test.counts().nonzero().squeeze(1)
     calls = max(1, math.ceil(len(testers) / (chunk * world_size)))
     totals = torch.zeros(3, dtype=torch.float64)
     # One buffer for all chunks: fresh pages for each would cost as much as the product.
     buffer_BI = torch.empty(chunk, num_items)
     for users in torch.tensor_split(testers, calls * world_size)[rank::world_size]:
-        vectors_BD = model.embed_users(user_features(dataset.train, users))
+        vectors_BD = vectors(users, none)
         if len(users):
-            scores_BI = torch.mm(vectors_BD, vectors_ID.t(), out=buffer_BI[: len(users)])
-            top = top_items(scores_BI, dataset.train, users, k=min(k, num_items))
-            recall, ndcg = recall_and_ndcg(top, dataset.test, users)
+            scores_BI = torch.addmm(prior_I, vectors_BD, vectors_ID.t(), out=buffer_BI[: len(users)])
+            top = top_items(scores_BI, graph.train, users, k=min(k, num_items))
+            recall, ndcg = recall_and_ndcg(top, test, users)
             totals += torch.stack([recall.sum(), ndcg.sum(), torch.tensor(float(len(users)))])
     if world_size > 1:
         dist.all_reduce(totals)

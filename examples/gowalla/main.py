@@ -1,4 +1,4 @@
-"""Train a two-tower model on Gowalla, its tables sharded over the ranks, and evaluate it; see README.md."""
+"""Train LightGCN on Gowalla, its tables sharded over the ranks, and evaluate it; see README.md."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 import shardrec
-from examples.gowalla.batches import BatchSampler
+from examples.gowalla.batches import BatchSampler, Graph
 from examples.gowalla.data import Dataset, read_dataset
 from examples.gowalla.evaluate import Metrics, evaluate
-from examples.gowalla.model import TwoTower, sampled_softmax
+from examples.gowalla.model import LightGCN, sampled_softmax
 from shardrec.layout import ShardingPlan, Topology
 from shardrec.rpc import EmbeddingServer, RemoteModel, RpcWorld
 from shardrec.rpc.serve import open_store, serve
@@ -43,35 +43,41 @@ class Settings:
         users_per_batch: users in a step, per rank.
         num_negatives: random items in a step, per rank, beside the batch's positives.
         dim: columns of each table.
+        neighbor_weight: what neighbors weigh in a vector, beside its own embedding.
         lr: learning rate of the fused rowwise Adagrad.
         scale: standard deviation of the tables' first values.
         temperature: divides the cosines in the softmax.
         balance: a user with n items weighs n ** balance in the loss.
+        prior: how much of the log of an item's popularity is added to its cosine when items are ranked.
         cut: how the planner has to cut the tables; "any" leaves it the choice.
         eval_every: epochs between evaluations; the last epoch is always evaluated.
         servers: hold the tables, as processes of their own; 0 shards them over the ranks that train.
         staleness: updates that a step may leave under way at the servers.
+        validate: share of train to hold out and evaluate on in place of test, which is not read then.
         seed: of first values, order and random items.
     """
 
-    epochs: int = 40
+    epochs: int = 12
     users_per_batch: int = 512
     num_negatives: int = 2048
     dim: int = 128
+    neighbor_weight: float = 5.0
     lr: float = 0.1
     scale: float = 0.07
     temperature: float = 0.1
     balance: float = 0.5
+    prior: float = 0.035
     cut: str = "row_wise"
-    eval_every: int = 10
+    eval_every: int = 4
     servers: int = 0
     staleness: int = 0
+    validate: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
         for name in ("epochs", "users_per_batch", "num_negatives", "dim", "eval_every"):
             if getattr(self, name) < 1:
-                raise shardrec.ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}; give at least 1")
+                raise shardrec.ConfigError(f"{_option(name)} is {getattr(self, name)}; give at least 1")
         for name in ("servers", "staleness"):
             if getattr(self, name) < 0:
                 raise shardrec.ConfigError(f"--{name} is {getattr(self, name)}; give 0 or more")
@@ -79,24 +85,32 @@ class Settings:
             raise shardrec.ConfigError(
                 f"--staleness is {self.staleness} without --servers; updates are made at once then"
             )
-        for name in ("lr", "scale", "temperature"):
+        if not 0 <= self.validate < 1:
+            raise shardrec.ConfigError(f"--validate is {self.validate}; give a share from 0 to below 1, such as 0.1")
+        for name in ("neighbor_weight", "lr", "scale", "temperature"):
             if not getattr(self, name) > 0:
-                raise shardrec.ConfigError(f"--{name} is {getattr(self, name)}; give a positive number")
+                raise shardrec.ConfigError(f"{_option(name)} is {getattr(self, name)}; give a positive number")
 
 
-def make_model(dataset: Dataset, settings: Settings) -> TwoTower:
+def _option(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+def make_model(dataset: Dataset, settings: Settings) -> LightGCN:
     """The unsharded model with its optimizers, the same in every process."""
     torch.manual_seed(settings.seed)
-    model = TwoTower(dataset.train.num_users, dataset.train.num_items, dim=settings.dim, scale=settings.scale)
+    model = LightGCN(dataset.train.num_users, dataset.train.num_items, dim=settings.dim, scale=settings.scale)
     apply_optimizer_in_backward(RowWiseAdagrad, model.parameters(), {"lr": settings.lr})
     return model
 
 
-def make_plan(model: TwoTower, settings: Settings) -> ShardingPlan:
+def make_plan(model: LightGCN, settings: Settings) -> ShardingPlan:
     """Over the servers, or over the ranks of the process group."""
     topology = Topology(ranks_per_host=settings.servers) if settings.servers else None
     constraints = None if settings.cut == "any" else {"*": shardrec.Constraint(cuts=(settings.cut,))}
-    return shardrec.plan(model, topology, batch_size=settings.users_per_batch, constraints=constraints)
+    return shardrec.plan(
+        model, topology, batch_size=settings.users_per_batch + settings.num_negatives, constraints=constraints
+    )
 
 
 class Trainer:
@@ -123,15 +137,16 @@ class Trainer:
         world_size: int = 1,
         servers: Sequence[str] | None = None,
     ) -> None:
-        self._dataset = dataset
+        self._test = dataset.test
         self._settings = settings
         self._rank = rank
         self._world_size = world_size
         model = make_model(dataset, settings)
         plan = make_plan(model, settings)
         self.model = shardrec.shard(model, plan, device="cpu", servers=servers, staleness=settings.staleness)
+        self._graph = Graph(dataset.train, neighbor_weight=settings.neighbor_weight)
         self.sampler = BatchSampler(
-            dataset.train,
+            self._graph,
             users_per_batch=settings.users_per_batch,
             num_negatives=settings.num_negatives,
             rank=rank,
@@ -142,9 +157,9 @@ class Trainer:
     def steps(self) -> Iterator[tuple[float, int]]:
         """Train for one epoch; yields the loss and the number of positives of each of this rank's steps."""
         for batch in self.sampler.epoch():
-            cosines = self.model(batch.users, batch.items)
+            own, neighbors = self.model(batch.nodes, batch.num_users)
             loss = sampled_softmax(
-                cosines, batch, temperature=self._settings.temperature, balance=self._settings.balance
+                own, neighbors, batch, temperature=self._settings.temperature, balance=self._settings.balance
             )
             # The tables' optimizers are fused into this; no parameter is left for a step() after it.
             loss.backward()
@@ -155,8 +170,15 @@ class Trainer:
         if isinstance(self.model, RemoteModel):
             self.model.flush()
         # A sharded model has the attributes of the model it holds, which a type checker cannot see.
-        model = cast(TwoTower, self.model)
-        return evaluate(model, self._dataset, rank=self._rank, world_size=self._world_size)
+        model = cast(LightGCN, self.model)
+        return evaluate(
+            model,
+            self._graph,
+            self._test,
+            prior=self._settings.prior,
+            rank=self._rank,
+            world_size=self._world_size,
+        )
 
 
 def run(trainer: Trainer, settings: Settings, console: Console) -> list[dict[str, float]]:
@@ -254,8 +276,7 @@ def _parse(arguments: list[str] | None) -> tuple[Path, Path, Settings]:
     parser.add_argument("--data", type=Path, default=Path(data), help="folder that holds gowalla_m1 (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("runs/gowalla/metrics.json"), help="metrics (%(default)s)")
     for field in dataclasses.fields(Settings):
-        option = "--" + field.name.replace("_", "-")
-        parser.add_argument(option, type=type(field.default), default=field.default, help="%(default)s")
+        parser.add_argument(_option(field.name), type=type(field.default), default=field.default, help="%(default)s")
     options = vars(parser.parse_args(arguments))
     return options.pop("data"), options.pop("out"), Settings(**options)
 
@@ -271,7 +292,7 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     with _process_group() as (rank, world_size):
         console = Console(quiet=rank != 0)
-        dataset = read_dataset(folder / "gowalla_m1")
+        dataset = read_dataset(folder / "gowalla_m1", validate=settings.validate)
         with _embedding_servers(dataset, settings, rank, world_size) as servers:
             trainer = Trainer(dataset, settings, rank=rank, world_size=world_size, servers=servers)
             records = run(trainer, settings, console)

@@ -1,10 +1,10 @@
-"""Two towers of embeddings, and the loss that trains them.
+"""Vectors of users and items that pool each other's embeddings, and the loss that trains them.
 
-The user's vector is an embedding of the user plus the mean of embeddings of the items in the history, as in YoutubeDNN
-(Covington et al., 2016) and SimpleX (Mao et al., 2021); the item's vector is an embedding of the item. Both are scaled
-to length 1.
+This is LightGCN (He et al., 2020) with one layer: a user's vector is the user's embedding plus the weighted sum of the
+embeddings of the user's items; an item's vector is the item's embedding plus the weighted sum of those of its users.
+One lookup in a weighted ``EmbeddingBagCollection`` with two tables does both.
 
-Legend: B users, C candidate items, D columns, P positives.
+Legend: N = B users + C candidate items, D columns, P positives.
 """
 
 from __future__ import annotations
@@ -16,23 +16,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from examples.gowalla.batches import TrainingBatch
 
-__all__ = ["TwoTower", "sampled_softmax"]
+__all__ = ["LightGCN", "sampled_softmax"]
 
 
-class TwoTower(nn.Module):
-    """Cosine similarities between users and items.
+class LightGCN(nn.Module):
+    """Embeddings of users and items and sums of their neighbors' embeddings.
 
-    All parameters are in two ``EmbeddingBagCollection`` modules: ``users`` with the tables "user" and "history", and
-    ``items`` with the table "item".
+    All parameters are in the ``EmbeddingBagCollection`` ``tables``, with the tables "user" and "item".
 
     Args:
         num_users: rows of "user".
-        num_items: rows of "history" and of "item".
-        dim: D, columns of each.
+        num_items: rows of "item".
+        dim: D, columns of both.
         scale: standard deviation of the initial values, which are uniform.
         device: of the tables; "meta" where only their shapes are wanted.
     """
@@ -42,64 +41,54 @@ class TwoTower(nn.Module):
     ) -> None:
         super().__init__()
         most = scale * math.sqrt(3)
-
-        def table(name: str, rows: int, pooling: PoolingType) -> EmbeddingBagConfig:
-            return EmbeddingBagConfig(
-                name=name,
-                num_embeddings=rows,
-                embedding_dim=dim,
-                feature_names=[name],
-                pooling=pooling,
-                weight_init_min=-most,
-                weight_init_max=most,
-            )
-
-        target = torch.device(device)
-        self.users = EmbeddingBagCollection(
-            tables=[table("user", num_users, PoolingType.SUM), table("history", num_items, PoolingType.MEAN)],
-            device=target,
+        self.tables = EmbeddingBagCollection(
+            tables=[
+                EmbeddingBagConfig(
+                    name=name,
+                    num_embeddings=rows,
+                    embedding_dim=dim,
+                    feature_names=[name],
+                    pooling=PoolingType.SUM,
+                    weight_init_min=-most,
+                    weight_init_max=most,
+                )
+                for name, rows in {"user": num_users, "item": num_items}.items()
+            ],
+            is_weighted=True,
+            device=torch.device(device),
         )
-        self.items = EmbeddingBagCollection(tables=[table("item", num_items, PoolingType.SUM)], device=target)
 
-    def forward(self, users: KeyedJaggedTensor, items: KeyedJaggedTensor) -> Tensor:
-        """Cosine of every user with every item.
+    def forward(self, nodes: KeyedJaggedTensor, num_users: int) -> tuple[Tensor, Tensor]:
+        """Look up users and items; the vector of each is the sum of the two results.
 
         Args:
-            users: features "user" and "history", stride B.
-            items: feature "item", stride C.
+            nodes: weighted features "user" and "item", stride N: the users, then the items.
+            num_users: B, how many of them are users.
 
         Returns:
-            float32 (B, C), from -1 to 1.
+            Their own embeddings and the weighted sums of their neighbors', float32 (N, D) each.
         """
-        # Sharded collections answer at once; neither is waited for before the exchanges of both are under way.
-        user_lookup, item_lookup = self.users(users), self.items(items)
-        return _user_vectors(user_lookup) @ _item_vectors(item_lookup).t()
-
-    def embed_users(self, users: KeyedJaggedTensor) -> Tensor:
-        """float32 (B, D) vectors of length 1 for features "user" and "history", stride B."""
-        return _user_vectors(self.users(users))
-
-    def embed_items(self, items: KeyedJaggedTensor) -> Tensor:
-        """float32 (C, D) vectors of length 1 for feature "item", stride C."""
-        return _item_vectors(self.items(items))
+        pooled = self.tables(nodes)
+        user, item = pooled["user"], pooled["item"]
+        own = torch.cat([user[:num_users], item[num_users:]])
+        neighbors = torch.cat([item[:num_users], user[num_users:]])
+        return own, neighbors
 
 
-def _user_vectors(pooled: KeyedTensor) -> Tensor:
-    return F.normalize(pooled["user"] + pooled["history"], dim=1)
-
-
-def _item_vectors(pooled: KeyedTensor) -> Tensor:
-    return F.normalize(pooled["item"], dim=1)
-
-
-def sampled_softmax(cosines: Tensor, batch: TrainingBatch, *, temperature: float, balance: float) -> Tensor:
+def sampled_softmax(
+    own: Tensor, neighbors: Tensor, batch: TrainingBatch, *, temperature: float, balance: float
+) -> Tensor:
     """Cross entropy of each positive against the items its user has not, estimated from the batch's candidates.
+
+    Logits are cosines over the temperature. Users and items of a positive pool each other's embeddings, which they
+    do not in test: that part is taken out of both vectors before their cosine.
 
     A candidate counts by the inverse of its probability to be one, so that the sum over candidates estimates the sum
     over all items (the correction of Bengio and Senécal, 2008; for in-batch items that of Yi et al., 2019).
 
     Args:
-        cosines: float32 (B, C).
+        own: float32 (N, D), what ``LightGCN`` returns first.
+        neighbors: float32 (N, D), what it returns second.
         batch: the batch they are of.
         temperature: divides the cosines.
         balance: a user with n positives weighs ``n ** balance``: 1 for equal positives, 0 for equal users.
@@ -107,11 +96,19 @@ def sampled_softmax(cosines: Tensor, batch: TrainingBatch, *, temperature: float
     Returns:
         float32 scalar, the weighted mean over the P positives; 0 without any.
     """
-    logits = cosines / temperature
-    positive = logits[batch.rows, batch.columns]
-    own = torch.zeros_like(logits, dtype=torch.bool)
-    own[batch.rows, batch.columns] = True
-    others = (logits - batch.log_inclusion).masked_fill(own, -torch.inf).logsumexp(dim=1)
+    vectors = own + neighbors
+    users, items = F.normalize(vectors, dim=1).tensor_split([batch.num_users])
+    logits = torch.addmm(-batch.log_inclusion, users / temperature, items.t())
+    logits[batch.rows, batch.columns] = -torch.inf
+    others = logits.logsumexp(dim=1)
+
+    def ends(rows: Tensor) -> tuple[Tensor, Tensor]:
+        # index_select: its backward adds whole rows, that of rows[index] goes element by element.
+        return rows.index_select(0, batch.rows), rows.index_select(0, batch.num_users + batch.columns)
+
+    (user, item), (user_own, item_own) = ends(vectors), ends(own)
+    edges = batch.edges[:, None]
+    positive = F.cosine_similarity(user - edges * item_own, item - edges * user_own) / temperature
     weights = batch.positives[batch.rows] ** (balance - 1)
     losses = F.softplus(others[batch.rows] - positive)
     return (losses * weights).sum() / weights.sum().clamp(min=torch.finfo(weights.dtype).tiny)

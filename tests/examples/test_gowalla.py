@@ -15,17 +15,19 @@ import torch.distributed as dist
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from examples.gowalla import main as gowalla
-from examples.gowalla.batches import BatchSampler
+from examples.gowalla.batches import BatchSampler, Graph
 from examples.gowalla.data import Dataset, Interactions, read_dataset
 from examples.gowalla.evaluate import Metrics, evaluate, recall_and_ndcg, top_items
 from examples.gowalla.main import Settings, Trainer
-from examples.gowalla.model import TwoTower, sampled_softmax
+from examples.gowalla.model import LightGCN, sampled_softmax
 from shardrec.errors import ConfigError, DataError
 
 Rows = Sequence[Sequence[int]]
 
+NEIGHBOR_WEIGHT = 2.0
 TINY = Settings(epochs=8, users_per_batch=40, num_negatives=30, dim=16, cut="row_wise", eval_every=8)
 
 
@@ -75,6 +77,35 @@ def popularity_recall(dataset: Dataset) -> float:
     scores = dataset.train.popularity().float().repeat(len(users), 1)
     recall, _ = recall_and_ndcg(top_items(scores, dataset.train, users, k=20), dataset.test, users)
     return recall.mean().item()
+
+
+def pairs_of(rows: Interactions) -> list[tuple[int, int]]:
+    items, lengths = rows.of(torch.arange(rows.num_users))
+    users = torch.arange(rows.num_users).repeat_interleave(lengths)
+    return list(zip(users.tolist(), items.tolist(), strict=True))
+
+
+def own_ids(nodes: KeyedJaggedTensor, num_users: int) -> tuple[tuple[list[int], list[int]], list[list[int]]]:
+    """The users and the items of some nodes, and the neighbors of each node."""
+    users, items = ([bag.tolist() for bag in nodes[name].to_dense()] for name in ("user", "item"))
+    own = users[:num_users] + items[num_users:]
+    assert {len(bag) for bag in own} <= {1}
+    ids = [bag[0] for bag in own]
+    return (ids[:num_users], ids[num_users:]), items[:num_users] + users[num_users:]
+
+
+def naive_vectors(model: LightGCN, rows: Rows, without: tuple[int, int] | None = None) -> tuple[Tensor, Tensor]:
+    """Vectors of users and items with all interactions but one; degrees count that one, too."""
+    user, item = (model.tables.embedding_bags[name].weight.detach() for name in ("user", "item"))
+    pairs = [(one, other) for one, items in enumerate(rows) for other in items]
+    users, items = user.clone(), item.clone()
+    for one, other in pairs:
+        visits = sum(place == other for _, place in pairs)
+        if (one, other) != without:
+            weight = NEIGHBOR_WEIGHT * (len(rows[one]) * visits) ** -0.5
+            users[one] += weight * item[other]
+            items[other] += weight * user[one]
+    return users, items
 
 
 def naive_metrics(scores: Tensor, train: Rows, test: Rows, k: int) -> Metrics:
@@ -144,6 +175,30 @@ def test_items_of_users(split: tuple[list[list[int]], list[list[int]], int], dat
     assert lengths.tolist() == [len(train[user]) for user in users]
 
 
+@given(split=splits())
+def test_transposed_and_held_out_interactions(split: tuple[list[list[int]], list[list[int]], int]) -> None:
+    rows, _, num_items = split
+    train = interactions(rows, num_items)
+    turned = train.transposed()
+    assert pairs_of(turned) == sorted((item, user) for user, item in pairs_of(train))
+    assert (turned.num_users, turned.num_items) == (num_items, len(rows))
+    halves = train.hold_out(0.3)
+    assert sorted(pairs_of(halves.train) + pairs_of(halves.test)) == sorted(pairs_of(train))
+    assert halves.train.num_users == halves.test.num_users == len(rows)
+    assert pairs_of(train.hold_out(0.3).test) == pairs_of(halves.test)
+
+
+@given(split=splits())
+def test_nodes_hold_themselves_and_their_neighbors(split: tuple[list[list[int]], list[list[int]], int]) -> None:
+    rows, _, num_items = split
+    users, items = torch.arange(len(rows)).flip(0), torch.arange(num_items)
+    nodes = Graph(interactions(rows, num_items), neighbor_weight=NEIGHBOR_WEIGHT).nodes(users, items)
+    own, neighbors = own_ids(nodes, len(rows))
+    assert own == (users.tolist(), items.tolist())
+    visitors = [[user for user, places in enumerate(rows) if item in places] for item in items.tolist()]
+    assert neighbors == [rows[user] for user in users.tolist()] + visitors
+
+
 @given(split=splits(), world_size=st.integers(1, 3), users_per_batch=st.integers(1, 4), seed=st.integers(0, 9))
 def test_an_epoch_deals_each_user_once(
     split: tuple[list[list[int]], list[list[int]], int], world_size: int, users_per_batch: int, seed: int
@@ -153,21 +208,23 @@ def test_an_epoch_deals_each_user_once(
     dealt: list[int] = []
     for rank in range(world_size):
         sampler = BatchSampler(
-            train, users_per_batch=users_per_batch, num_negatives=3, rank=rank, world_size=world_size, seed=seed
+            Graph(train, neighbor_weight=NEIGHBOR_WEIGHT),
+            users_per_batch=users_per_batch,
+            num_negatives=3,
+            rank=rank,
+            world_size=world_size,
+            seed=seed,
         )
         batches = list(sampler.epoch())
         assert len(batches) == sampler.steps
         for batch in batches:
-            users = batch.users["user"].values().tolist()
-            histories = [bag.tolist() for bag in batch.users["history"].to_dense()]
+            (users, candidates), _ = own_ids(batch.nodes, batch.num_users)
             assert len(users) <= users_per_batch
-            assert histories == [rows[user] for user in users]
             assert batch.positives.tolist() == [len(rows[user]) for user in users]
-            candidates = batch.items["item"].values()
-            assert len(candidates.unique()) == len(candidates) == batch.items.stride()
+            assert len(set(candidates)) == len(candidates)
             pairs = [(user, item) for user in users for item in rows[user]]
             assert [users[row] for row in batch.rows.tolist()] == [user for user, _ in pairs]
-            assert candidates[batch.columns].tolist() == [item for _, item in pairs]
+            assert [candidates[column] for column in batch.columns.tolist()] == [item for _, item in pairs]
             dealt += users
     assert sorted(dealt) == list(range(len(rows)))
 
@@ -175,11 +232,12 @@ def test_an_epoch_deals_each_user_once(
 def test_inclusion_is_how_often_an_item_is_a_candidate() -> None:
     generator = torch.Generator().manual_seed(0)
     rows = [torch.multinomial(1 / torch.arange(1, 41.0), 4, generator=generator).tolist() for _ in range(200)]
-    sampler = BatchSampler(interactions(rows, 40), users_per_batch=4, num_negatives=5)
+    train = interactions(rows, 40)
+    sampler = BatchSampler(Graph(train, neighbor_weight=NEIGHBOR_WEIGHT), users_per_batch=4, num_negatives=5)
     seen, expected = torch.zeros(40), torch.zeros(40)
     batches = [batch for _ in range(4) for batch in sampler.epoch()]
     for batch in batches:
-        candidates = batch.items["item"].values()
+        (_, candidates), _ = own_ids(batch.nodes, batch.num_users)
         seen[candidates] += 1 / len(batches)
         expected[candidates] = batch.log_inclusion.exp()
     # 200 batches: four standard deviations of a share are at most 0.142.
@@ -187,33 +245,46 @@ def test_inclusion_is_how_often_an_item_is_a_candidate() -> None:
     assert expected.max() - expected.min() > 0.3
 
 
+def cosine(one: Tensor, other: Tensor) -> float:
+    return (one @ other / (one.norm() * other.norm())).item()
+
+
 @pytest.mark.parametrize("balance", [0.0, 0.5, 1.0])
-def test_loss_is_the_weighted_cross_entropy(balance: float) -> None:
-    rows = [[0, 2, 3], [1]]
-    sampler = BatchSampler(interactions(rows, 6), users_per_batch=2, num_negatives=40)
+def test_loss_is_the_weighted_cross_entropy_of_items_left_out(balance: float) -> None:
+    """A positive's cosine is that of a model which pools over all interactions but this one."""
+    rows = [[0, 2, 3], [1, 2]]
+    train = interactions(rows, 6)
+    sampler = BatchSampler(Graph(train, neighbor_weight=NEIGHBOR_WEIGHT), users_per_batch=2, num_negatives=40)
     batch = sampler.batch(torch.tensor([0, 1]))
-    candidates = batch.items["item"].values().tolist()
-    cosines = torch.rand(2, len(candidates)) * 2 - 1
-    loss = sampled_softmax(cosines, batch, temperature=0.2, balance=balance)
+    (_, candidates), _ = own_ids(batch.nodes, 2)
+    torch.manual_seed(0)
+    model = LightGCN(2, 6, dim=4, scale=1.0)
+    loss = sampled_softmax(*model(batch.nodes, 2), batch, temperature=0.2, balance=balance)
+    user_vectors, item_vectors = naive_vectors(model, rows)
     total = weight = 0.0
     for user, items in enumerate(rows):
-        logit = {item: cosines[user, column].item() / 0.2 for column, item in enumerate(candidates)}
+        logit = {item: cosine(user_vectors[user], item_vectors[item]) / 0.2 for item in candidates}
         inclusion = {item: batch.log_inclusion[column].exp().item() for column, item in enumerate(candidates)}
         others = sum(math.exp(logit[item]) / inclusion[item] for item in candidates if item not in items)
         for item in items:
-            share = math.exp(logit[item]) / (math.exp(logit[item]) + others)
-            total -= len(items) ** (balance - 1) * math.log(share)
+            left_users, left_items = naive_vectors(model, rows, without=(user, item))
+            gain = math.exp(cosine(left_users[user], left_items[item]) / 0.2)
+            total -= len(items) ** (balance - 1) * math.log(gain / (gain + others))
             weight += len(items) ** (balance - 1)
     assert loss.item() == pytest.approx(total / weight, rel=1e-4)
 
 
-def test_loss_of_an_empty_batch_is_zero() -> None:
-    sampler = BatchSampler(interactions([[0], [1]], 3), users_per_batch=2, num_negatives=2)
-    batch = sampler.batch(torch.tensor([], dtype=torch.int64))
-    cosines = torch.zeros(0, batch.items.stride(), requires_grad=True)
-    loss = sampled_softmax(cosines, batch, temperature=0.1, balance=0.5)
+@pytest.mark.parametrize(("users", "num_items"), [([], 3), ([0], 1)])
+def test_loss_without_anything_to_learn_is_zero(users: list[int], num_items: int) -> None:
+    """No users, or no item that the user has not."""
+    train = interactions([[0], [0]], num_items)
+    sampler = BatchSampler(Graph(train, neighbor_weight=NEIGHBOR_WEIGHT), users_per_batch=2, num_negatives=2)
+    batch = sampler.batch(torch.tensor(users, dtype=torch.int64))
+    model = LightGCN(2, num_items, dim=4, scale=1.0)
+    loss = sampled_softmax(*model(batch.nodes, len(users)), batch, temperature=0.1, balance=0.5)
     loss.backward()
     assert loss.item() == 0
+    assert all((parameter.grad == 0).all() for parameter in model.parameters())
 
 
 def test_metrics_by_hand() -> None:
@@ -239,12 +310,11 @@ def test_evaluation_agrees_with_a_naive_one(
     assume(any(test))
     dataset = Dataset(train=interactions(train, num_items), test=interactions(test, num_items))
     torch.manual_seed(0)
-    model = TwoTower(len(train), num_items, dim=4, scale=1.0)
-    weights = {name: bag.weight.detach() for name, bag in model.users.embedding_bags.items()}
-    history = torch.stack([weights["history"][items].mean(0) for items in train])
-    items = torch.nn.functional.normalize(model.items.embedding_bags["item"].weight.detach())
-    scores = torch.nn.functional.normalize(weights["user"] + history) @ items.t()
-    metrics = evaluate(model, dataset, k=k, chunk=chunk)
+    model = LightGCN(len(train), num_items, dim=4, scale=1.0)
+    users, items = (torch.nn.functional.normalize(vectors) for vectors in naive_vectors(model, train))
+    scores = users @ items.t() + 0.3 * dataset.train.popularity().clamp(min=1).log()
+    graph = Graph(dataset.train, neighbor_weight=NEIGHBOR_WEIGHT)
+    metrics = evaluate(model, graph, dataset.test, prior=0.3, k=k, chunk=chunk)
     naive = naive_metrics(scores, train, test, k)
     assert metrics.users == naive.users
     assert (metrics.recall, metrics.ndcg) == pytest.approx((naive.recall, naive.ndcg))
@@ -293,6 +363,14 @@ def test_command_writes_metrics(
     assert "Recall@20" in capsys.readouterr().out
 
 
+def test_validation_leaves_test_unread(tmp_path: Path) -> None:
+    write(tmp_path / "city", towns(users=20))
+    (tmp_path / "city" / "test.txt").unlink()
+    dataset = read_dataset(tmp_path / "city", validate=0.25)
+    assert dataset.train.offsets[-1] + dataset.test.offsets[-1] == 160
+    assert 20 < dataset.test.offsets[-1] < 60
+
+
 @pytest.mark.slow
 def test_servers_train_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
@@ -318,7 +396,8 @@ def test_servers_train_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("servers", -1), ("staleness", 2), ("epochs", 0), ("lr", 0.0), ("temperature", math.nan)]
+    ("name", "value"),
+    [("servers", -1), ("staleness", 2), ("epochs", 0), ("lr", 0.0), ("temperature", math.nan), ("validate", 1.0)],
 )
 def test_settings_are_checked(name: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"--{name} is"):
