@@ -80,7 +80,7 @@ class Endpoint:
     def _predict(self, request: Request) -> dict[str, Any]:
         try:
             given = json.loads(request.get_data())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise BadRequest(f'the body is not JSON ({error}): give {{"rows": [...]}}') from error
         if not isinstance(given, dict) or set(given) != {"rows"}:
             raise BadRequest('the body must be an object with the one field "rows", a list')
