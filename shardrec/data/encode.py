@@ -26,6 +26,8 @@ from shardrec.data.spec import Feature, FeatureSpec
 __all__ = ["Encoded", "column_fault", "encode", "hash_texts"]
 
 _NO_NUMBER = "is not a finite number among numbers, nor a date among dates"
+_MOST = float(np.finfo(np.float32).max)
+_TOO_LARGE = "is too large for a float32"
 _NUMBER = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
 _NIBBLES = np.full(256, 255, dtype=np.uint8)
 for _digits in (b"0123456789abcdef", b"0123456789ABCDEF"):
@@ -82,11 +84,13 @@ def encode(table: Any, spec: FeatureSpec, *, labelled: bool = True) -> Encoded:
     dense = np.ones((count, len(spec.dense) or 1), dtype=np.float32)
     for index, feature in enumerate(spec.dense):
         values, missing, bad = _numbers(table[feature.source])
-        dense[:, index] = _transformed(feature, np.where(bad, 0.0, values), missing)
-        bads.append((feature.source, Reason.NUMBER, _NO_NUMBER, bad))
+        found = _transformed(feature, np.where(bad, 0.0, values), missing)
+        large = np.abs(found) > _MOST
+        dense[:, index] = np.where(large, 0.0, found)
+        bads += [(feature.source, Reason.NUMBER, _NO_NUMBER, bad), (feature.source, Reason.NUMBER, _TOO_LARGE, large)]
     bags = [_bags(table, feature) for feature in spec.sparse]
-    for feature, found in zip(spec.sparse, bags, strict=True):
-        bads.append((feature.source, Reason.ID, _id_words(feature), found.bad))
+    for feature, bag in zip(spec.sparse, bags, strict=True):
+        bads.append((feature.source, Reason.ID, _id_words(feature), bag.bad))
     weighted = spec.schema_.weighted
     ids, lengths, weights = _interleave(bags, count, weighted=weighted)
     rows = ClickRows(labels=labels, dense=dense, ids=ids, lengths=lengths, weights=weights, groups=groups)
@@ -196,10 +200,11 @@ def _days(text: bytes) -> float:
     return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp() / 86_400
 
 
-def _transformed(feature: Feature, values: NDArray[np.float64], missing: NDArray[np.bool_]) -> NDArray[np.float32]:
+def _transformed(feature: Feature, values: NDArray[np.float64], missing: NDArray[np.bool_]) -> NDArray[np.float64]:
     # In float64: of a time, float32 would lose the seconds before the mean is subtracted.
-    found = transform_dense(values, missing) if feature.transform == "log" else values
-    return np.where(missing, 0.0, (found - feature.mean) / feature.std).astype(np.float32)
+    with np.errstate(over="ignore"):
+        found = transform_dense(values, missing) if feature.transform == "log" else values
+        return np.where(missing, 0.0, (found - feature.mean) / feature.std)
 
 
 def _bags(table: Any, feature: Feature) -> _Bags:
@@ -219,8 +224,9 @@ def _bags(table: Any, feature: Feature) -> _Bags:
             bad |= differ
             weights = np.ones(len(ids), dtype=np.float32)
         else:
-            bad |= np.bincount(row_V[bad_W | missing], minlength=len(lengths)) > 0
-            weights = values.astype(np.float32)
+            bad_W |= missing | (np.abs(values) > _MOST)
+            bad |= np.bincount(row_V[bad_W], minlength=len(lengths)) > 0
+            weights = np.where(bad_W, 0.0, values).astype(np.float32)
     if feature.max_length is not None:
         ends = np.cumsum(lengths)
         keep = np.repeat(ends, lengths) - np.arange(len(ids)) <= feature.max_length

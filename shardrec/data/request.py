@@ -92,6 +92,8 @@ def _value(number: int, value: Any, feature: Feature) -> Any:
     if feature.weights is not None:
         if value is not None and not (isinstance(value, Mapping) and all(map(_is_number, value.values()))):
             raise refused("an object of ids and their weights, or null")
+        if None in map(as_text, value or ()):
+            raise refused("an object of ids that are texts")
         return dict(value or {})
     if value is None:
         return None
@@ -110,7 +112,7 @@ def _is_number(value: Any) -> bool:
 def _text(value: Any) -> str | None:
     """As a CSV file has it, whose ids are those of a Parquet file's numbers."""
     if isinstance(value, str):
-        return value
+        return value if _is_encodable(value) else None
     if not _is_number(value):
         return None
     return str(int(value)) if value == int(value) else repr(value)
@@ -119,7 +121,12 @@ def _text(value: Any) -> str | None:
 def _hexadecimal(value: Any) -> str | None:
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**64:
         return f"{value:x}"
-    return value if isinstance(value, str) else None
+    return value if isinstance(value, str) and _is_encodable(value) else None
+
+
+def _is_encodable(text: str) -> bool:
+    """Whether it is without halves of surrogate pairs, which JSON can spell and UTF-8 cannot."""
+    return text.encode(errors="ignore").decode() == text
 
 
 def _example(feature: Feature) -> Any:

@@ -11,6 +11,7 @@ One process computes one request at a time. What serves many is what ``shardrec 
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -80,7 +81,7 @@ class Endpoint:
     def _predict(self, request: Request) -> dict[str, Any]:
         try:
             given = json.loads(request.get_data())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise BadRequest(f'the body is not JSON ({error}): give {{"rows": [...]}}') from error
         if not isinstance(given, dict) or set(given) != {"rows"}:
             raise BadRequest('the body must be an object with the one field "rows", a list')
@@ -109,9 +110,13 @@ def open_server(endpoint: Endpoint, host: str, port: int) -> BaseWSGIServer:
     Raises:
         ConfigError: if the address is taken or not this machine's.
     """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return make_server(host, port, endpoint, threaded=True, request_handler=_Quiet)
-    except (OSError, SystemExit) as error:  # werkzeug ends the process where an address is taken
+        # Werkzeug would end the process where an address is taken, with lines of its own.
+        listening = socket.create_server((host, port), family=family, backlog=128)
+    except OSError as error:
         raise ConfigError(
             f"--host {host} --port {port} cannot be listened on ({error}): give another port, or 0 for any"
         ) from error
+    with listening:
+        return make_server(host, port, endpoint, threaded=True, request_handler=_Quiet, fd=listening.fileno())

@@ -290,12 +290,13 @@ def served(run: Path) -> Iterator[Callable[..., tuple[int, Any]]]:
         server.server_close()
 
 
-def test_a_port_that_is_taken() -> None:
+def test_a_port_that_is_taken(capfd: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with pytest.raises(ConfigError, match=r"cannot be listened on .*: give another port"):
+        with pytest.raises(ConfigError, match=r"cannot be listened on .*in use.*: give another port"):
             open_server(lambda environ, start: [], "127.0.0.1", taken.getsockname()[1])
+    assert capfd.readouterr() == ("", "")
 
 
 def test_two_ranks_train_on_own_columns(run: Run) -> None:

@@ -173,6 +173,7 @@ PLAIN = FeatureSpec(features=(Feature(name="id", kind="id", rows=9, ids="number"
             r"field 'int_1': value 'abc' is not a finite number among numbers, nor a date among dates; correct",
         ),
         (b"1\t1e999\t3\t\t\n", "bad number", r"field 'int_1': value '1e999' is not a finite number"),
+        (b"1\t1e39\t3\t\t\n", "bad number", r"field 'int_1': value '1e39' is too large for a float32"),
         (b"2\t2\t3\t\t\n", "bad label", r"field 'label': value '2' is not 0 or 1"),
         (b"\n", "bad label", r"field 'label': value '' is not 0 or 1"),
         (b"1\t2\t3\t0000000g\t\n", "bad id", r"field 'cat_1': value '0000000g' is not a number of 1 to 16 hexadecimal"),
@@ -195,6 +196,7 @@ def test_a_broken_line(tmp_path: Path, broken: bytes, reason: str, message: str)
         ({"label": [0, 2]}, r":2: field 'label': value 2 is not 0 or 1"),
         ({"label": [None, 1]}, r":1: field 'label': value None is not 0 or 1"),
         ({"x": [0.5, float("inf")]}, r":2: field 'x': value inf is not a finite number"),
+        ({"x": [0.5, -1e39]}, r":2: field 'x': value -1e\+39 is too large for a float32"),
         ({"id": [9, 1]}, r":1: field 'id': value 9 is no whole number from 0 to 8"),
         ({"id": [1, -1]}, r":2: field 'id': value -1 is no whole number"),
         ({"id": [1.5, 1]}, r":1: field 'id': value 1\.5 is no whole number"),
@@ -211,11 +213,12 @@ def test_a_broken_row_of_a_parquet_file(tmp_path: Path, changes: dict[str, Any],
 def test_ids_and_weights_that_do_not_go_together(tmp_path: Path) -> None:
     spec = FeatureSpec(features=(Feature(name="t", kind="weighted", rows=9, weights="w"),))
     path = tmp_path / "a.csv"
-    path.write_text("label,t,w\n1,a|b,1|2\n0,a|b,1\n", encoding="utf-8")
-    with pytest.raises(
-        DataError, match=r"a\.csv:3: field 't': value 'a\|b' has ids and weights \('w'\) that do not go"
-    ):
-        read(path, spec)
+    for weights in ("1", "1|1e39"):
+        path.write_text(f"label,t,w\n1,a|b,1|2\n0,a|b,{weights}\n", encoding="utf-8")
+        with pytest.raises(
+            DataError, match=r"a\.csv:3: field 't': value 'a\|b' has ids and weights \('w'\) that do not go"
+        ):
+            read(path, spec)
 
 
 def test_dictionaries_numbers_and_booleans_are_ids(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
 import shardrec
+from shardrec.data import Feature, FeatureSpec, batch_of_request
 
 ROOT = Path(__file__).parents[2]
 WHOLE = {"docs/guide.md", "docs/tutorial.md", "docs/api.md"}
@@ -88,3 +89,28 @@ def test_what_a_block_names_is_there(page: str) -> None:
                 assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == []
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "shardrec":
                 assert hasattr(shardrec, node.attr), node.attr
+
+
+def test_the_rows_of_ids_that_a_program_without_shardrec_computes() -> None:
+    names: dict[str, Any] = {}
+    exec(blocks("docs/serving.md")[0], names)
+    ids = [
+        "",
+        "a",
+        "user-17",
+        "Artist № 3",
+        "7",
+        "-7",
+        "07",
+        "+7",
+        "-0",
+        "0",
+        "7.5",
+        str(2**64 - 1),
+        str(2**64),
+        "-" + "9" * 19,
+    ]
+    for rows in (2, 97, 2**31 - 1):
+        spec = FeatureSpec(features=(Feature(name="f", kind="id", rows=rows),))
+        found = batch_of_request([{"f": one} for one in ids], spec).sparse.values().tolist()
+        assert [names["row_of"](one, rows) for one in ids] == found
