@@ -81,9 +81,7 @@ def serve_command(
         server = open_server(RunFolder(run).endpoint(), host, port)
     typer.echo(f"serving {run} at http://{host}:{server.port}/ (GET / shows an example; Ctrl-C ends)")
     try:
-        server.serve_forever()
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+        server.serve_forever()  # until Ctrl-C
     finally:
         server.server_close()
 
