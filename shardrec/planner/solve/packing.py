@@ -15,7 +15,7 @@ import numpy as np
 from shardrec.planner.solve.encode import Encoded, Floats, Ints
 from shardrec.planner.solve.problem import Place, Solution
 
-__all__ = ["Packing", "demand", "rounded"]
+__all__ = ["Packing", "compact", "demand", "rounded"]
 
 _EPS = 1e-12
 
@@ -159,4 +159,15 @@ def rounded(encoded: Encoded, values: Floats) -> Ints:
         columns = slice(span.start, span.stop)
         order = np.argsort(counts[columns] - values[columns], kind="stable")
         counts[columns][order[: int(size - counts[columns].sum())]] += 1
+    return counts
+
+
+def compact(encoded: Encoded, share: float, budget: float) -> Ints:
+    """(O,) of each group the option of least work whose items take so much of capacity and budget, or the smallest."""
+    sizes = (encoded.item_memory / np.maximum(encoded.capacity, 1.0)).max(axis=1)
+    item = np.full(len(encoded.options), share)
+    np.maximum.at(item, encoded.item_option, np.maximum(sizes, encoded.item_load / budget))
+    order = np.lexsort((encoded.total_load, item, encoded.option_group))
+    counts = np.zeros(len(encoded.options), dtype=np.int64)
+    counts[order[[span.start for span in encoded.group_options]]] = encoded.sizes
     return counts

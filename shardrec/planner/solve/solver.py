@@ -26,7 +26,7 @@ import numpy as np
 from shardrec.planner.solve.clock import AT_ONCE, Clock
 from shardrec.planner.solve.encode import Encoded, Ints, encode
 from shardrec.planner.solve.exact import solve_exactly
-from shardrec.planner.solve.packing import Packing, demand, rounded
+from shardrec.planner.solve.packing import Packing, compact, demand, rounded
 from shardrec.planner.solve.problem import Problem, Solution, SolveLimits
 from shardrec.planner.solve.relax import Relaxation
 
@@ -42,6 +42,8 @@ _ROUNDED = ((1.0, 0.1), (1.0, 1.0), (0.5, 1.0))
 """Limits on the size of an item, against c, and weights of the items' load, for the first plans."""
 _MANY_GROUPS = 3000
 """Tables that differ, beyond which no linear programs are solved."""
+_ITEM_SHARES = (1.0, 0.3, 0.1, 0.03, 0.01)
+"""Of the capacity and the budget, the most for an item, then: small ones pack well and take more in all."""
 _FILLS = ((0.0, 0.0), (0.0, 0.5), (0.3, 0.5), (1.0, 0.9))
 """Ways to pack, the next where one does not fit memory: how much bytes count for the rank, and in the order."""
 _BUDGETS = (1.0, 1.005, 1.01, 1.02, 1.05, 1.1, 1.25, 1.5, 2.0)
@@ -111,11 +113,13 @@ class _Search:
             self._round(relaxation, self.budget * factor, stop)
 
     def _start_many(self) -> None:
-        """The bound where linear programs over all tables take minutes: the mean load of the ranks."""
+        """Where linear programs over all tables take minutes: the ranks' mean load, and options of little work."""
         encoded = self.encoded
         least = np.minimum.reduceat(encoded.total_load, [span.start for span in encoded.group_options])
         self.budget = self.bound = float(least @ encoded.sizes) / encoded.ranks * (1 - 1e-9)
-        self._multifit()
+        for share in _ITEM_SHARES:
+            if self._time_left() > 0:
+                self._try(compact(encoded, share, self.bound))
 
     def _round(self, relaxation: Relaxation, budget: float, stop: Callable[[], bool]) -> None:
         """Quick first plans: fractional choices for a budget c, rounded table by table.
