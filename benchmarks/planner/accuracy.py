@@ -114,7 +114,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--workloads", type=int, default=40, help="fitted, on one rank and on all")
+    parser.add_argument("--workloads", type=int, default=60, help="fitted, on one rank and on all")
     parser.add_argument("--checks", type=int, default=20, help="not fitted")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--rounds", type=int, default=8, help="in which the ten plans take turns")

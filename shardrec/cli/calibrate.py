@@ -32,8 +32,8 @@ def calibrate_command(
     out: Annotated[Path, typer.Argument(help="JSON file to write the profile to.")] = Path("profile.json"),
     ranks: Annotated[int, typer.Option(help="Ranks to start here.", min=1)] = 2,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    workloads: Annotated[int, typer.Option(help="Different steps to time, on one rank and on all.", min=1)] = 48,
-    repeats: Annotated[int, typer.Option(help="Times that each is repeated, in two passes.", min=1)] = 7,
+    workloads: Annotated[int, typer.Option(help="Different steps to time, on one rank and on all.", min=1)] = 60,
+    repeats: Annotated[int, typer.Option(help="Times that each is repeated at least, in four passes.", min=1)] = 7,
     checks: Annotated[int, typer.Option(help="Workloads left out of the fit, to compare with.", min=0)] = 8,
     seed: Annotated[int, typer.Option(help="Draws the workloads.")] = 0,
     plans: Annotated[

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
+import numpy as np
+
 from shardrec.layout import Shard, TableLayout
 from shardrec.planner.cost import TableLoad
+from shardrec.planner.solve.encode import Floats, Ints
 from shardrec.planner.solve.problem import Option, Place
 
-__all__ = ["Candidate", "lay_out"]
+__all__ = ["Candidate", "add_option", "lay_out"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,3 +64,30 @@ def lay_out(name: str, table: TableLoad, candidate: Candidate, places: Sequence[
             for (top, bottom, left, right), rank in zip(rectangles, ranks, strict=True)
         ),
     )
+
+
+def add_option(option: Option, loads: Floats, memory: Floats, limits: Floats, known: dict[int, Ints]) -> list[Place]:
+    """Add an option to the ranks' loads (R,) and bytes (R,), each gang where these are least over the limits (R,), and
+    of such places where the slowest rank is fastest; returns the places.
+
+    ``known`` keeps places as arrays, by their identity: there are few of them.
+    """
+    loads += option.everywhere.load
+    memory += option.everywhere.memory[0]
+    found = []
+    for gang in option.gangs:
+        if id(gang.places) not in known:
+            known[id(gang.places)] = np.array(gang.places).T.copy()
+        ranks = known[id(gang.places)]
+        time = np.array([[item.load] for item in gang.items])
+        size = np.array([[item.memory[0]] for item in gang.items])
+        for _ in range(gang.count):
+            score = (loads[ranks] + time).max(axis=0)
+            if memory.max() + size.max() > limits.min():
+                over = np.maximum(memory[ranks] + size - limits[ranks], 0).max(axis=0)
+                score[over > over.min()] = np.inf
+            place = int(score.argmin())
+            np.add.at(loads, ranks[:, place], time[:, 0])
+            np.add.at(memory, ranks[:, place], size[:, 0])
+            found.append(gang.places[place])
+    return found

@@ -77,8 +77,7 @@ def least_capacity(planner: Planner, accuracy: float = 0.005) -> float | None:
     unlimited = solve(planner.problem(inf), _QUICK)
     if unlimited is None:
         return None
-    high = max(memory[0] for memory in unlimited.memory)
-    low = 0.0
+    low, high = 0.0, max(memory[0] for memory in unlimited.memory)
     while high - low > accuracy * high:
         middle = (low + high) / 2
         found = solve(planner.problem(middle), _QUICK)

@@ -9,11 +9,11 @@ import numpy as np
 
 from shardrec.errors import ConfigError
 from shardrec.layout import ShardingPlan, TableLayout
-from shardrec.planner.candidate import Candidate, lay_out
+from shardrec.planner.candidate import Candidate, add_option, lay_out
 from shardrec.planner.cost import CostModel, TableLoad
 from shardrec.planner.price import priced_layout
 from shardrec.planner.solve import SolveLimits, solve
-from shardrec.planner.solve.encode import Floats
+from shardrec.planner.solve.encode import Floats, Ints
 from shardrec.planner.solve.problem import Place
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ class _Moves:
         self.limits = planner.capacities
         self.layouts = {table.name: table for table in old.tables}
         self.labels: dict[str, str] = {}
+        self._known: dict[int, Ints] = {}
         self.moved = dict.fromkeys(self.layouts, 0.0)
         self.shares = {name: self._price(name, layout) for name, layout in self.layouts.items()}
         self.loads: Floats = sum((loads for loads, _ in self.shares.values()), np.zeros(old.world_size))
@@ -123,19 +124,7 @@ class _Moves:
 
     def _placed(self, name: str, candidate: Candidate, loads: Floats, memory: Floats) -> TableLayout:
         """A candidate with each gang where the load is least and the memory is enough."""
-        loads, memory = loads.copy(), memory.copy()
-        places: list[Place] = []
-        for gang in candidate.option.gangs:
-            ranks = np.array(gang.places)
-            time = np.array([item.load for item in gang.items])
-            size = np.array([item.memory[0] for item in gang.items])
-            for _ in range(gang.count):
-                over = np.maximum(memory[ranks] + size - self.limits[ranks], 0).max(axis=1)
-                score = (loads[ranks] + time).max(axis=1)
-                place = int(np.lexsort((score, over))[0])
-                np.add.at(loads, ranks[place], time)
-                np.add.at(memory, ranks[place], size)
-                places.append(gang.places[place])
+        places = add_option(candidate.option, loads.copy(), memory.copy(), self.limits, self._known)
         table = self.planner.tables[name]
         return lay_out(name, table, candidate, self._near(name, table, candidate, places), self.old.world_size)
 

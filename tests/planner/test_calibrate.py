@@ -41,7 +41,7 @@ TRUE = replace(
 )
 
 
-def made(world: int, seed: int, count: int = 30) -> tuple[list[calibrate.Workload], Measured]:
+def made(world: int, seed: int, count: int = 60) -> tuple[list[calibrate.Workload], Measured]:
     """Workloads and the times that the true profile predicts."""
     drawn = calibrate.workloads(count, world, seed)
     links = {
@@ -70,7 +70,7 @@ def test_a_known_profile_comes_back() -> None:
 
 
 def test_disturbed_times_do_not_bend_the_rest() -> None:
-    drawn, measured = made(2, 0, count=40)
+    drawn, measured = made(2, 0)
     disturbed = replace(
         measured,
         steps=tuple(time * 4 if number % 10 == 0 else time for number, time in enumerate(measured.steps)),
@@ -84,7 +84,7 @@ def test_disturbed_times_do_not_bend_the_rest() -> None:
 def test_small_and_large_steps_are_predicted_from_noisy_times() -> None:
     """Steps of 1 to 90 ms on a machine that is a profile, timed up to a quarter too long; and others of it."""
     rng = Random(0)
-    runs = [(drawn, _noisy(measured, rng)) for drawn, measured in (made(1, 0, 40), made(2, 0, 40))]
+    runs = [(drawn, _noisy(measured, rng)) for drawn, measured in (made(1, 0), made(2, 0))]
     found = calibrate.fit(BASE, runs, name="found", source="made")
     others, quiet = made(2, 7, count=40)
     errors = np.abs(calibrate.relative_errors(found, others, quiet))

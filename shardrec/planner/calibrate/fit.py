@@ -15,7 +15,7 @@ of the all-reduce, and how far the links to other hosts are scaled.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -75,18 +75,9 @@ def _phases(profile: Profile, workload: Workload, world: int) -> tuple[float, fl
     return predicted_phases(model, table_loads(workload), step_plan(workload, world))
 
 
-def _times(step: float, forward: float | None) -> list[float]:
-    """What is fitted of a step: all of it, and if known its forward and backward."""
-    return [step] if forward is None else [step, forward, step - forward]
-
-
-def _forwards(workloads: Sequence[Workload], measured: Measured) -> list[float | None]:
-    """Of each workload whose forward was measured and is predicted: that of replicas is not."""
-    if not measured.forward:
-        return [None] * len(workloads)
-    return [
-        None if each.cut == "data_parallel" else time for each, time in zip(workloads, measured.forward, strict=True)
-    ]
+def _times(workload: Workload, step: float, forward: float) -> list[float]:
+    """What is fitted of a step: all of it and, but for replicas, whose forward is not predicted, its two parts."""
+    return [step] if workload.cut == "data_parallel" else [step, forward, step - forward]
 
 
 def relative_errors(profile: Profile, workloads: Sequence[Workload], measured: Measured) -> list[float]:
@@ -114,8 +105,8 @@ def fit(base: Profile, runs: Sequence[tuple[Sequence[Workload], Measured]], *, n
     Raises:
         ConfigError: if there are fewer steps than coefficients.
     """
-    pairs = [zip(measured.steps, _forwards(workloads, measured), strict=True) for workloads, measured in runs]
-    times = np.array([time for each in pairs for step, forward in each for time in _times(step, forward)])
+    steps_of = [zip(workloads, run.steps, run.forward, strict=True) for workloads, run in runs]
+    times = np.array([time for each in steps_of for step in each for time in _times(*step)])
     steps = sum(len(measured.steps) for _, measured in runs)
     if steps < len(_FITTED):
         raise ConfigError(f"{steps} steps do not determine {len(_FITTED)} coefficients; measure more workloads")
@@ -149,17 +140,17 @@ def _solved(
     def all_predicted(profile: Profile) -> Floats:
         found: list[float] = []
         for workloads, run in runs:
-            for each, known in zip(workloads, _forwards(workloads, run), strict=True):
+            for each in workloads:
                 forward, backward = _phases(profile, each, run.world)
-                found += _times(forward + backward, None if known is None else forward)
+                found += _times(each, forward + backward, forward)
         return np.array(found)
 
-    nothing = _with(start, dict.fromkeys(_FITTED, 0.0))
-    fixed = all_predicted(nothing) / times
+    nothing: dict[str, Any] = dict.fromkeys(_FITTED, 0.0)
+    fixed = all_predicted(replace(start, **nothing)) / times
     columns = dict(known)
     for name in _FITTED:
         if name not in columns:
-            columns[name] = all_predicted(_with(nothing, {name: 1.0})) / times - fixed
+            columns[name] = all_predicted(replace(start, **(nothing | {name: 1.0}))) / times - fixed
     known.update({name: column for name, column in columns.items() if name not in _BY_CACHE})
     # What no workload used (the exchange, on one rank) stays as it was.
     used = {name: column for name, column in columns.items() if column.max() > 0}
@@ -179,11 +170,7 @@ def _solved(
     found = least_squares(
         logarithms, begin, jac=slopes, bounds=(0.0, np.inf), loss="soft_l1", f_scale=_USUAL_ERROR, max_nfev=200
     )
-    return _with(start, dict(zip(used, (found.x / scale).tolist(), strict=True)))
-
-
-def _with(profile: Profile, values: Mapping[str, Any]) -> Profile:
-    return replace(profile, **values)
+    return replace(start, **dict(zip(used, (found.x / scale).tolist(), strict=True)))
 
 
 def _with_links(base: Profile, runs: Sequence[Measured]) -> Profile:

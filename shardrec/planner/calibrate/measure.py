@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
-from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +24,11 @@ __all__ = ["Measured", "measure", "measure_plans"]
 
 _SIZES = (0, 4096, 65_536, 524_288, 4_194_304)
 """Floats that a rank sends to all ranks together, or reduces."""
-_PASSES = 2
-"""Times that the workloads are gone through; the quieter counts, for what disturbs one may last for many workloads."""
+_PASSES = 4
+"""Times that the workloads are gone through; the quietest counts: what disturbs one may last for many workloads."""
+_QUIET = 0.1
+"""Quantile of the times of equal steps that counts. Passes differ less in it than in the median, which depends more on
+what else the machine does: by 8% instead of 14% (standard deviation; two ranks, two cores)."""
 _LEAST_MS = 100.0
 """Time that the steps of a workload take together in a pass: a disturbance lasts longer than a few small steps."""
 _MOST_REPEATS = 16
@@ -42,14 +44,14 @@ class Measured:
     Args:
         world: ranks.
         steps: milliseconds of each workload's step.
-        forward: the part of it until the outputs are there; nothing where it was not measured.
+        forward: the part of it until the outputs are there.
         all_to_all: (bytes that leave a rank, milliseconds).
         all_reduce: (bytes of the tensor, milliseconds).
     """
 
     world: int
     steps: tuple[float, ...]
-    forward: tuple[float, ...] = ()
+    forward: tuple[float, ...]
     all_to_all: tuple[tuple[float, float], ...] = ()
     all_reduce: tuple[tuple[float, float], ...] = ()
 
@@ -61,7 +63,7 @@ def measure(workloads: Sequence[Workload], world: int, *, device: str = "cpu", r
         workloads: for so many ranks.
         world: ranks.
         device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL, a device for each rank).
-        repeats: steps that are timed at least, in two passes through the workloads; the lower of their medians counts.
+        repeats: steps that are timed at least, in passes through the workloads; that of the quietest pass counts.
     """
     times = on_new_ranks(_time_workloads, tuple(workloads), repeats, nproc=world, device=device)
     steps, forward = tuple(times["steps"]), tuple(times["forward"])
@@ -91,7 +93,7 @@ def measure_plans(
             ``"<table>.0"``, ``"<table>.1"`` and so on, tables in order. Default: ids drawn evenly from all rows.
         device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL).
         rounds: in each, every plan makes its steps, and begins where another did in the round before.
-        steps: of a plan in a round; their median counts.
+        steps: of a plan in a round; a quiet one counts.
 
     Returns:
         Per plan, the milliseconds of a step on the slowest rank, one for each round.
@@ -246,7 +248,7 @@ def _all_reduce(tensor: torch.Tensor) -> Callable[[], None]:
 
 
 def _time(run: Callable[[], None], repeats: int, device: torch.device) -> float:
-    """Milliseconds of the median run, on the slowest rank."""
+    """Milliseconds of a quiet run, on the slowest rank."""
 
     def forward() -> Callable[[], None]:
         run()
@@ -258,7 +260,7 @@ def _time(run: Callable[[], None], repeats: int, device: torch.device) -> float:
 def _time_step(
     forward: Callable[[], Callable[[], None]], repeats: int, device: torch.device, least_ms: float = 0.0
 ) -> tuple[float, float]:
-    """Milliseconds of the median forward, and of the median step, each on the slowest rank.
+    """Milliseconds of a quiet forward, and of a quiet step, each on the slowest rank.
 
     Args:
         forward: returns the backward.
@@ -280,7 +282,7 @@ def _time_step(
         return first(), step()
 
     def slowest(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
-        found = torch.tensor([median(each) for each in zip(*times, strict=True)], dtype=torch.float32, device=device)
+        found = torch.quantile(torch.tensor(times, device=device), _QUIET, dim=0)
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         forward_ms, step_ms = found.tolist()
         return forward_ms, step_ms

@@ -29,7 +29,8 @@ block. Without a :class:`~shardrec.planner.cost.histogram.Histogram`, ids are sp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 from shardrec.layout import Topology
 from shardrec.planner.cost.frequencies import apart
@@ -98,15 +99,18 @@ class CostModel:
     profile: Profile
     topology: Topology
     batch_size: int
-    _off_rank: float = field(init=False, repr=False)
-    _wire_ns: float = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def _route_ns(self) -> float:
+        """Per id on its way; one rank by itself sends none."""
+        return self.profile.route_id_ns if self.topology.world_size > 1 else 0.0
+
+    @cached_property
+    def _wire_ns(self) -> float:
+        """Per byte of what every rank sends to all ranks."""
         world, local = self.topology.world_size, self.topology.ranks_per_host
-        inside, outside = (local - 1) / world, (world - local) / world
-        wire = inside * self.profile.exchange_byte_ns + outside * self.profile.host_exchange_byte_ns
-        object.__setattr__(self, "_off_rank", inside + outside)
-        object.__setattr__(self, "_wire_ns", wire)
+        inside = (local - 1) * self.profile.exchange_byte_ns
+        return (inside + (world - local) * self.profile.host_exchange_byte_ns) / world
 
     def overhead_ms(self, *, forward: int, backward: int, reduces: bool) -> tuple[float, float]:
         """What forward and backward take whatever the shards: the host's work, and the collectives without bytes.
@@ -154,10 +158,10 @@ class CostModel:
         if table.whole_row_state and stripes > 1:
             # The stripes of a row tell each other their part of its mean square: a float per distinct row.
             told = _FLOAT * (stripes - 1) * (table.distinct(ids / share) * share if share else 0.0)
-            written += told * self._wire_ns / self._off_rank if self._off_rank else 0.0
-            written += ids * (profile.update_id_ns + profile.route_id_ns)
+            told *= topology.world_size / max(topology.world_size - 1, 1)  # none goes to its own rank
+            written += told * self._wire_ns + ids * (self._update_id_ns(rows, cols) + self._route_ns)
         times = (
-            received * self._wire_ns + ids * profile.route_id_ns,
+            received * self._wire_ns + ids * self._route_ns,
             read + copies + bags * profile.bag_ns / 2,
             sent,
             sent + copies,
@@ -210,7 +214,7 @@ class CostModel:
         rows_out = self.batch_size * table.features if table.pooled else ids
         # Without pooling a row comes from the one block that has it.
         out = rows_out * table.embedding_dim * _FLOAT * (sources if table.pooled else 1)
-        sent = ids * stripes * profile.route_id_ns + bags * shards * profile.bag_ns / 4
+        sent = ids * stripes * self._route_ns + bags * shards * profile.bag_ns / 4
         if shards > stripes:
             sent += ids * profile.cut_id_ns
         copies = out * profile.assemble_byte_ns * _NS
@@ -263,8 +267,10 @@ class CostModel:
         distinct = min(table.distinct(ids / share) * share if share else 0.0, ids, float(rows))
         beyond = max(0.0, 1 - profile.cache_bytes / max(rows * row_bytes, 1.0))
         from_memory = distinct * beyond * row_bytes
-        small = rows * cols * _FLOAT <= _SUMMED_BYTES
-        updated = ids * (profile.summed_id_ns if small else profile.update_id_ns) + distinct * profile.update_row_ns
+        updated = ids * self._update_id_ns(rows, cols) + distinct * profile.update_row_ns
         if table.weight_bytes < _FLOAT:
             updated += distinct * cols * profile.decode_ns + ids * profile.decode_id_ns
         return from_memory, ids * row_bytes - from_memory, updated
+
+    def _update_id_ns(self, rows: int, cols: int) -> float:
+        return self.profile.summed_id_ns if rows * cols * _FLOAT <= _SUMMED_BYTES else self.profile.update_id_ns

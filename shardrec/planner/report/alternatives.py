@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from shardrec.planner.candidate import Candidate
+from shardrec.planner.candidate import Candidate, add_option
 from shardrec.planner.solve.encode import Floats, Ints
 from shardrec.planner.solve.problem import Option, Place, Solution
 
@@ -29,15 +29,15 @@ def next_best(
     """
     loads = np.array(solution.loads)
     memory = np.array(solution.memory)[:, 0]
+    limits = np.full(len(loads), capacity)
     known: dict[tuple[int, int], tuple[str, str]] = {}
-    # (items, places), by identity of the places, of which there are few and which the candidates keep.
     arrays: dict[int, Ints] = {}
     found = {}
     for name, options in candidates.items():
         chosen = solution.choice[name]
         key = (id(options), chosen)
         if key not in known:
-            known[key] = _compare(options, chosen, solution.places[name], loads, memory, capacity, arrays)
+            known[key] = _compare(options, chosen, solution.places[name], loads, memory, limits, arrays)
         found[name] = known[key]
     return found
 
@@ -48,11 +48,11 @@ def _compare(
     places: Sequence[Place],
     loads: Floats,
     memory: Floats,
-    capacity: float,
+    limits: Floats,
     arrays: dict[int, Ints],
 ) -> tuple[str, str]:
     rest_loads, rest_memory = loads.copy(), memory.copy()
-    _add(options[chosen].option, places, rest_loads, rest_memory, -1)
+    _take_off(options[chosen].option, places, rest_loads, rest_memory)
     now, ranks = float(loads.max()), len(loads)
     highest, lowest = float(rest_loads.max()), float(rest_loads.min())
     total = _total(options[chosen].option, ranks)
@@ -68,7 +68,9 @@ def _compare(
         if best is not None and (least, work) >= best[:2]:
             break
         option = options[number].option
-        cost, missing = _with(option, rest_loads, rest_memory, capacity, arrays)
+        with_it, held = rest_loads.copy(), rest_memory.copy()
+        add_option(option, with_it, held, limits, arrays)
+        cost, missing = float(with_it.max()), max(float((held - limits).max()), 0.0)
         rank = (np.inf, missing) if missing > 0 else (cost, work)
         if missing > 0:
             reason = f"{missing / _GIB:,.2f} GiB over a rank's limit"
@@ -81,37 +83,14 @@ def _compare(
     return ("", "no other cut is allowed") if best is None else best[2:]
 
 
-def _add(option: Option, places: Sequence[Place], loads: Floats, memory: Floats, sign: int) -> None:
-    loads += sign * option.everywhere.load
-    memory += sign * option.everywhere.memory[0]
-    spots = iter(places)
-    for gang in option.gangs:
-        for _ in range(gang.count):
-            for item, rank in zip(gang.items, next(spots), strict=True):
-                loads[rank] += sign * item.load
-                memory[rank] += sign * item.memory[0]
-
-
-def _with(
-    option: Option, loads: Floats, memory: Floats, capacity: float, arrays: dict[int, Ints]
-) -> tuple[float, float]:
-    """Cost with an option added where it hurts least, and the bytes by which a rank is over."""
-    loads, memory = loads + option.everywhere.load, memory + option.everywhere.memory[0]
-    for gang in sorted(option.gangs, key=lambda gang: -max(item.load for item in gang.items)):
-        if id(gang.places) not in arrays:
-            arrays[id(gang.places)] = np.array(gang.places).T.copy()
-        ranks = arrays[id(gang.places)]
-        time = np.array([[item.load] for item in gang.items])
-        size = np.array([[item.memory[0]] for item in gang.items])
-        for _ in range(gang.count):
-            score = (loads[ranks] + time).max(axis=0)
-            if memory.max() + size.max() > capacity:
-                over = np.maximum(memory[ranks] + size - capacity, 0).max(axis=0)
-                score[over > over.min()] = np.inf
-            place = ranks[:, score.argmin()]
-            np.add.at(loads, place, time[:, 0])
-            np.add.at(memory, place, size[:, 0])
-    return float(loads.max()), float(max(memory.max() - capacity, 0.0))
+def _take_off(option: Option, places: Sequence[Place], loads: Floats, memory: Floats) -> None:
+    loads -= option.everywhere.load
+    memory -= option.everywhere.memory[0]
+    items = (gang.items for gang in option.gangs for _ in range(gang.count))
+    for place, held in zip(places, items, strict=True):
+        for item, rank in zip(held, place, strict=True):
+            loads[rank] -= item.load
+            memory[rank] -= item.memory[0]
 
 
 def _total(option: Option, ranks: int) -> float:

@@ -102,13 +102,8 @@ class Packing:
     def place_best(self, block: int, memory_weight: float = 0.0) -> bool:
         """Add one gang where the highest rank of its place is lowest; False if it fits nowhere."""
         kind = self.encoded.blocks[block]
-        if kind.single:
-            ranks = kind.places[:, 0]
-            after = self.memory[ranks] + kind.memory[0]
-            score = self.loads[ranks] + kind.loads[0]
-        else:
-            after = (self.memory[kind.places] + kind.memory[None]).max(axis=1)
-            score = (self.loads[kind.places] + kind.loads[None]).max(axis=1)
+        after = (self.memory[kind.places] + kind.memory[None]).max(axis=1)
+        score = (self.loads[kind.places] + kind.loads[None]).max(axis=1)
         fits = (after <= self._limit).all(axis=1)
         if not fits.any():
             return False
