@@ -161,7 +161,7 @@ def compact(encoded: Encoded, share: float, budget: float) -> Ints:
     """(O,) of each group the option of least work whose items take at most a share of a rank, or the smallest."""
     sizes = (encoded.item_memory / np.maximum(encoded.capacity, 1.0)).max(axis=1)
     item = np.full(len(encoded.options), share)
-    np.maximum.at(item, encoded.item_option, np.maximum(sizes, encoded.item_load / budget))
+    np.maximum.at(item, encoded.item_option, np.maximum(sizes, encoded.item_load / max(budget, 1e-300)))
     order = np.lexsort((encoded.total_load, item, encoded.option_group))
     counts = np.zeros(len(encoded.options), dtype=np.int64)
     counts[order[[span.start for span in encoded.group_options]]] = encoded.sizes
