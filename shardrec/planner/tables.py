@@ -64,10 +64,10 @@ def table_loads(
     for path, collection in collections_of(model).items():
         pooled = isinstance(collection, EmbeddingBagCollection)
         configs = collection.embedding_bag_configs() if pooled else collection.embedding_configs()
+        tables: Any = collection.embedding_bags if pooled else collection.embeddings
         for config in configs:
             name = qualified_name(path, config.name)
-            parameter = _weight(collection, config.name, pooled)
-            optimizer = None if parameter is None else fused_optimizer_of(parameter, name)
+            optimizer = fused_optimizer_of(tables[config.name].weight, name) if config.name in tables else None
             growth = None
             poolings_here, ids = [], []
             for feature in config.feature_names:
@@ -89,7 +89,7 @@ def table_loads(
                 frequencies=Frequencies.of_ids(np.concatenate(ids), config.num_embeddings) if ids else None,
                 pooled=pooled,
                 dedup=dedup,
-                weight_bytes=_weight_bytes(config),
+                weight_bytes=2 if "16" in str(config.data_type) else 4,
                 state_bytes=0 if rowwise else 4 * states,
                 row_state_bytes=4 if rowwise else 0,
                 whole_row_state=optimizer is not None and optimizer.kind is OptimizerKind.ROWWISE_ADAGRAD,
@@ -132,13 +132,3 @@ def sampled_features(batches: Iterable[KeyedJaggedTensor]) -> dict[str, Sampled]
         numbers = everything.to(device="cpu", dtype=torch.int64).numpy()
         found[key] = Sampled(pooling=len(everything) / samples, growth=growth, ids=numbers)
     return found
-
-
-def _weight(collection: Any, table: str, pooled: bool) -> Any:
-    tables = collection.embedding_bags if pooled else collection.embeddings
-    return tables[table].weight if table in tables else None
-
-
-def _weight_bytes(config: Any) -> int:
-    kind = str(getattr(config, "data_type", "FP32"))
-    return 2 if "16" in kind else 4

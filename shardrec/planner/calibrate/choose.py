@@ -29,7 +29,7 @@ _PARTS = (
     ("pooled_byte_ns", "assemble_byte_ns"),
     ("bag_ns", "shard_us", "route_id_ns", "cut_id_ns"),
     ("exchange_us", "exchange_byte_ns", "host_exchange_byte_ns"),
-    ("reduce_us", "reduce_byte_ns", "replica_us", "replica_byte_ns"),
+    ("reduce_us", "reduce_byte_ns", "replica_us", "replica_byte_ns", "replica_out_byte_ns"),
 )
 """Coefficients that err together."""
 _LEAST_ERROR = 0.25

@@ -54,6 +54,7 @@ _FITTED = (
     "reduce_us",
     "replica_us",
     "replica_byte_ns",
+    "replica_out_byte_ns",
     "shard_us",
     "forward_us",
     "backward_us",

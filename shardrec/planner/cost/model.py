@@ -236,7 +236,7 @@ class CostModel:
         time += from_memory * (profile.lookup_byte_ns + profile.update_byte_ns) + cached * (
             profile.cached_byte_ns + profile.update_cached_byte_ns
         )
-        time += 2 * out * profile.pooled_byte_ns + size * profile.replica_byte_ns
+        time += 2 * out * profile.replica_out_byte_ns + size * profile.replica_byte_ns
         if self.topology.world_size > 1:
             time += size * profile.reduce_byte_ns
         state = rows * cols * table.state_bytes + rows * table.row_state_bytes

@@ -51,6 +51,7 @@ class Profile:
         reduce_us: the all-reduce of a step without bytes, and the work around it.
         replica_us: per replicated table and step.
         replica_byte_ns: per byte of a replica's dense gradient, besides the all-reduce.
+        replica_out_byte_ns: per byte of pooled columns that a replica writes, and of their gradient.
         shard_us: per shard and step.
         forward_us: per forward, whatever the plan, besides the collectives.
         backward_us: the same of a backward.
@@ -82,6 +83,7 @@ class Profile:
     reduce_us: float
     replica_us: float
     replica_byte_ns: float
+    replica_out_byte_ns: float
     shard_us: float
     forward_us: float
     backward_us: float
@@ -130,6 +132,7 @@ class Profile:
             replica_us=0.0,
             # Zeroed, filled, averaged and applied.
             replica_byte_ns=4 * memory,
+            replica_out_byte_ns=memory,
             shard_us=1.0 if gpu else 20.0,
             forward_us=100.0 if gpu else 900.0,
             backward_us=100.0 if gpu else 150.0,
