@@ -32,8 +32,7 @@ from shardrec.pipeline.message import Failure, Key, Message, Port, flatten, vers
 from shardrec.pipeline.recompute import Modes, RandomState, RandomStream, checkpointing, recomputing
 from shardrec.pipeline.schedule import Action
 from shardrec.pipeline.skip.layout import Route
-from shardrec.pipeline.skip.namespace import Namespace
-from shardrec.pipeline.skip.tracker import SkipKey, SkipTracker, changed_in_place, use_skip_tracker
+from shardrec.pipeline.skip.tracker import SkipTracker, changed_in_place, use_skip_tracker
 from shardrec.pipeline.statistics import MiniBatchStatistics
 from shardrec.pipeline.timeline import Recorder
 
@@ -98,7 +97,6 @@ class _Entrance:
         leaves = list(self.leaves)
         places = [place for place, wanted in enumerate(self.differentiable) if wanted]
         if with_graph and places:
-            self.caught = [None] * len(places)
             entering = (leaves[place] for place in places)
             inside: Any = _Boundary.apply(self.caught, token, *entering)  # type: ignore[no-untyped-call]
             for place, leaf in zip(places, inside, strict=True):
@@ -106,25 +104,13 @@ class _Entrance:
         return tree_unflatten(leaves, self.spec)
 
     def gradients(self) -> list[Tensor | None]:
-        """Per leaf."""
-        found: list[Tensor | None] = [None] * len(self.differentiable)
-        places = [place for place, wanted in enumerate(self.differentiable) if wanted]
-        for place, gradient in zip(places, self.caught, strict=False):
-            found[place] = gradient
-        return found
+        """Per leaf; None for all that no backward has been to."""
+        caught = iter(self.caught)
+        return [next(caught, None) if wanted else None for wanted in self.differentiable]
 
 
-@dataclass
-class _Exit:
-    """Tensors that leave a stage.
-
-    Args:
-        message: for the stage that gets them.
-        edges: per leaf, where its gradient enters the graph; None where it takes none.
-    """
-
-    message: Message | None
-    edges: list[GradientEdge | None]
+_Edges = list[GradientEdge | None]
+"""Per leaf of a message, where its gradient enters the graph; None where it takes none."""
 
 
 @dataclass
@@ -132,35 +118,14 @@ class _Record:
     """What a micro-batch's backward needs.
 
     Args:
-        activation: what entered.
-        skips: likewise, by number of the skip.
-        exits: what left, by number of the skip, -1 for the activation; None if it is to be computed again.
+        entrances: what was taken: the activation, then the skips.
+        exits: of what was sent: the activation, then the skips; None if it is to be computed again.
         random: state before the forward, if so.
     """
 
-    activation: _Entrance
-    skips: dict[int, _Entrance]
-    exits: dict[int, _Exit] | None
-    random: RandomState | None
-
-
-class StageSkips(SkipTracker):
-    """The skips of one micro-batch's forward in one stage.
-
-    Args:
-        batch: number of the micro-batch.
-        incoming: what other stages have stashed.
-    """
-
-    def __init__(self, batch: int, incoming: dict[SkipKey, Any]) -> None:
-        super().__init__()
-        self.batch = batch
-        self._incoming = incoming
-
-    def load(self, batch: int, namespace: Namespace | None, name: str) -> Any:
-        """What another stage stashed, or this one."""
-        key = (namespace, name)
-        return self._incoming.pop(key) if key in self._incoming else super().load(batch, namespace, name)
+    entrances: list[_Entrance]
+    exits: list[_Edges] | None = None
+    random: RandomState | None = None
 
 
 class Stage:
@@ -286,63 +251,49 @@ class StageStep:
     def _forward(self, action: Action) -> list[Message]:
         stage, step, batch = self._stage, self._step, action.batch
         with self._noted(action, "wait"):
-            first, *others = self._take(stage.taken(action))
-        for route, message in zip(stage.popped, others, strict=True):
+            came = self._take(stage.taken(action))
+        for route, message in zip(stage.popped, came[1:], strict=True):
             if message.versions and message.versions != versions_of(message.leaves):
                 raise changed_in_place(route.key[1])
         with self._noted(action, "compute"):
-            activation = self._entrance(first)
-            skips = {route.number: self._entrance(message) for route, message in zip(stage.popped, others, strict=True)}
-            again = step.with_gradients and batch < step.checkpointed
-            record = _Record(activation, skips, None, None)
-            if again:
-                entrances = [activation, *skips.values()]
-                versions = [versions_of(one.leaves) for one in entrances]
+            record = _Record([self._entrance(message) for message in came])
+            if step.with_gradients and batch < step.checkpointed:
+                versions = [versions_of(one.leaves) for one in record.entrances]
                 record.random = RandomState.now(stage.device, self._stream)
                 with checkpointing():
-                    exits = self._compute(record, batch, with_graph=False)
-                if versions != [versions_of(one.leaves) for one in entrances]:
+                    messages, _ = self._compute(record, batch, with_graph=False)
+                if versions != [versions_of(one.leaves) for one in record.entrances]:
                     raise PipelineError(
                         f"stage {stage.index} changes its input in place, and could not compute its forward again from "
                         "it: set inplace=False in its first layer, or checkpoint='never'"
                     )
             else:
-                with torch.set_grad_enabled(step.with_gradients):
-                    exits = self._compute(record, batch, with_graph=step.with_gradients)
-                record.exits = exits
-                for entrance in (activation, *skips.values()):
+                messages, record.exits = self._compute(record, batch, with_graph=step.with_gradients)
+                for entrance in record.entrances:
                     entrance.leaves = []
         if step.with_gradients:
             self._records[batch] = record
-        messages = []
-        for number in (-1, *(route.number for route in stage.stashed)):
-            outgoing, exits[number].message = exits[number].message, None
-            assert outgoing is not None, "each exit has its message, once"
-            messages.append(outgoing)
         return messages
 
     def _backward(self, action: Action) -> list[Message]:
         stage, batch = self._stage, action.batch
         keys = stage.taken(action)
+        gradients: list[list[Tensor | None] | None] = []
         if stage.index == stage.stages - 1 and self._step.loss is not None:
-            keys = keys[1:]  # the loss has no gradient to wait for
+            keys, gradients = keys[1:], [None]  # the loss has no gradient to wait for
         with self._noted(action, "wait"):
-            gradients = {
-                key.skip: message.on(stage.device) for key, message in zip(keys, self._take(keys), strict=True)
-            }
+            gradients += [message.on(stage.device) for message in self._take(keys)]
         record = self._records.pop(batch)
         with self._noted(action, "compute"):
             exits = record.exits
             if exits is None:
                 assert record.random is not None, "what is computed again kept its random state"
                 with record.random.again(), recomputing():
-                    exits = self._compute(record, batch, with_graph=True)
+                    exits = self._compute(record, batch, with_graph=True)[1]
             roots: list[GradientEdge] = []
             seeds: list[Tensor | None] = []
-            for number, one in exits.items():
-                one.message = None
-                found = gradients.get(number)
-                for place, edge in enumerate(one.edges):
+            for edges, found in zip(exits, gradients, strict=True):
+                for place, edge in enumerate(edges):
                     seed = None if found is None else found[place]
                     if edge is not None and (found is None or seed is not None):
                         roots.append(edge)
@@ -350,36 +301,35 @@ class StageStep:
             record.exits = exits = None
             if roots:
                 torch.autograd.backward(roots, seeds)
-        entrances = [record.activation, *record.skips.values()]
-        return [Message(leaves=entrance.gradients()) for entrance in entrances]
+        return [Message(leaves=entrance.gradients()) for entrance in record.entrances]
 
     def _entrance(self, message: Message) -> _Entrance:
         assert message.spec is not None, "what goes forward tells how it is nested"
         return _Entrance(message.on(self._stage.device), message.spec, message.differentiable)
 
-    def _compute(self, record: _Record, batch: int, *, with_graph: bool) -> dict[int, _Exit]:
-        """The layers' forward: what leaves the stage, by number of the skip."""
+    def _compute(self, record: _Record, batch: int, *, with_graph: bool) -> tuple[list[Message], list[_Edges]]:
+        """The layers' forward: what leaves the stage, the activation and then the skips."""
         stage, step = self._stage, self._step
-        token = stage.token
-        incoming = {route.key: record.skips[route.number].enter(token, with_graph=with_graph) for route in stage.popped}
-        tracker = StageSkips(batch, incoming)
-        value = record.activation.enter(token, with_graph=with_graph)
-        with step.modes.applied(), torch.set_grad_enabled(with_graph), self._stream or nullcontext():
-            with use_skip_tracker(tracker):
-                for layer in stage.layers:
-                    value = layer(value)
-            if step.loss is not None and stage.index == stage.stages - 1:
-                value = step.loss(batch, value)
-            exits = {-1: self._exit(value, f"the output of stage {stage.index}")}
-            del value
-            for route in stage.stashed:
-                name = route.key[1]
-                stashed = tracker.load(batch, *route.key)
-                exits[route.number] = self._exit(stashed, f"the skip {name!r}")
-                del stashed
-        return exits
+        tracker = SkipTracker()
+        tracker.batch = batch
+        with step.modes.applied(), torch.set_grad_enabled(with_graph):
+            first, *skips = record.entrances
+            for route, entrance in zip(stage.popped, skips, strict=True):
+                tracker.save(batch, *route.key, entrance.enter(stage.token, with_graph=with_graph))
+            value = first.enter(stage.token, with_graph=with_graph)
+            with self._stream or nullcontext():
+                with use_skip_tracker(tracker):
+                    for layer in stage.layers:
+                        value = layer(value)
+                if step.loss is not None and stage.index == stage.stages - 1:
+                    value = step.loss(batch, value)
+                exits = [self._exit(value, f"the output of stage {stage.index}")]
+                del value
+                for route in stage.stashed:
+                    exits.append(self._exit(tracker.load(batch, *route.key), f"the skip {route.key[1]!r}"))
+        return [message for message, _ in exits], [edges for _, edges in exits]
 
-    def _exit(self, value: Any, what: str) -> _Exit:
+    def _exit(self, value: Any, what: str) -> tuple[Message, _Edges]:
         leaves, spec = flatten(value, what)
         will = self._step.with_gradients
         # A checkpointed forward cannot tell, so that a gradient is asked for that may be left out.
@@ -391,8 +341,7 @@ class StageStep:
         ]
         edges = [get_gradient_edge(leaf) if leaf is not None and leaf.requires_grad else None for leaf in leaves]
         detached = [None if leaf is None else leaf.detach() for leaf in leaves]
-        message = Message(leaves=detached, spec=spec, differentiable=asks, versions=versions_of(detached))
-        return _Exit(message, edges)
+        return Message(leaves=detached, spec=spec, differentiable=asks, versions=versions_of(detached)), edges
 
     def _noted(self, action: Action, what: str) -> Any:
         recorder, stage = self._step.recorder, self._stage

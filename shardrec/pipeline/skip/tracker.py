@@ -2,8 +2,8 @@
 
 ::
 
-    outside of a pipeline   SkipTracker, one per thread   a dict
-    inside of a stage       its subclass StageSkips       sent to the stage that pops, received from that which stashes
+    outside of a pipeline   one tracker per thread
+    inside of a stage       one per micro-batch, with what other stages have stashed; the rest is sent to those that pop
 
 A skippable asks :func:`current_skip_tracker`, so that its forward is the same in both.
 """
