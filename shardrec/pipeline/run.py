@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION
 from concurrent.futures import wait as wait_for
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -152,15 +153,12 @@ class Run:
     def _in_turn(self, schedule: Schedule) -> None:
         """On this thread, in an order in which nothing is waited for (but what other ranks send)."""
         own = {stage.index: step for stage, step in zip(self._pipeline.local_stages, self._steps, strict=True)}
-        for step in own.values():
-            step.begin()
-        try:
+        with ExitStack() as stack:
+            for step in own.values():
+                stack.enter_context(step.at_work())
             for one in place(schedule):
                 if one.stage in own:
                     own[one.stage].do(one.action)
-        finally:
-            for step in own.values():
-                step.end()
 
     def _end_together(self, port: PeerPort) -> None:
         """Learn of failures on other ranks, and tell them of this one's."""

@@ -17,8 +17,8 @@ computes with it, and by autograd where a backward needs its values.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -187,22 +187,18 @@ class StageStep:
 
     def run(self, actions: Sequence[Action]) -> None:
         """Do all the actions."""
-        self.begin()
-        try:
+        with self.at_work():
             for action in actions:
                 self.do(action)
-        finally:
-            self.end()
 
-    def begin(self) -> None:
-        """Before the first action."""
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Around the actions: batch norms collect their statistics."""
         self._stage.statistics.begin()
-
-    def end(self) -> None:
-        """After the last one. What failed keeps nothing."""
-        self._stage.statistics.end(update=self.failure is None)
-        if self.failure is not None:
-            self._records.clear()
+        try:
+            yield
+        finally:
+            self._stage.statistics.end(update=self.failure is None)
 
     def do(self, action: Action) -> None:
         """Do it, or tell the others that this stage has failed; raises no exception for a failure.
@@ -210,35 +206,28 @@ class StageStep:
         Raises:
             BaseException: that is no Exception, such as KeyboardInterrupt, after the others have been told.
         """
-        outgoing = self._stage.sent(action)
+        keys, device = self._stage.sent(action), self._stage.device
         messages: list[Message] = []
-        if self.failure is None:
-            try:
-                with ExitStack() as stack:
-                    if self._stage.device.type == "cuda":
-                        stack.enter_context(torch.cuda.device(self._stage.device))
+        try:
+            if self.failure is None:
+                with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
                     messages = (self._forward if action.kind == "F" else self._backward)(action)
-            except Exception as error:
-                self._fail(error)
-            except BaseException as error:
-                self._fail(error)
-                self._tell(outgoing)
+        except BaseException as error:
+            self._fail(error)
+            if not isinstance(error, Exception):
                 raise
-        if self.failure is not None:
-            self._tell(outgoing)
-            return
-        for key, message in zip(outgoing, messages, strict=True):
-            self._port.send(key, message)
+        finally:
+            if self.failure is not None:
+                messages = [Message(failure=self.failure)] * len(keys)
+            for key, message in zip(keys, messages, strict=True):
+                self._port.send(key, message)
 
     def _fail(self, error: BaseException) -> None:
+        """Note the first failure. What failed keeps nothing."""
         if self.failure is None:
             text = "".join(traceback.format_exception(error))
             self.failure = Failure(stage=self._stage.index, text=text, error=error)
         self._records.clear()
-
-    def _tell(self, keys: Sequence[Key]) -> None:
-        for key in keys:
-            self._port.send(key, Message(failure=self.failure))
 
     def _take(self, keys: Sequence[Key]) -> list[Message]:
         messages = [self._port.take(key) for key in keys]
