@@ -148,23 +148,22 @@ class Stage:
         self.device = device
         self.stashed = [route for route in routes if route.source == index]
         self.popped = [route for route in routes if route.target == index]
+        # The other stage, and the number of the skip: what comes in forward goes back in backward, and the other way.
+        self._before = [(index - 1, -1), *((one.source, one.number) for one in self.popped)]
+        self._behind = [(index + 1, -1), *((one.target, one.number) for one in self.stashed)]
         modules = dict.fromkeys(module for layer in layers for module in layer.modules())
         self.statistics = MiniBatchStatistics(modules)
         self.token = torch.zeros(0, requires_grad=True)
 
     def taken(self, action: Action) -> list[Key]:
         """What comes for an action, in the order in which it is taken."""
-        own, batch = self.index, action.batch
-        if action.kind == "F":
-            return [Key(own - 1, own, batch), *(Key(one.source, own, batch, one.number) for one in self.popped)]
-        return [Key(own + 1, own, batch), *(Key(one.target, own, batch, one.number) for one in self.stashed)]
+        others = self._before if action.kind == "F" else self._behind
+        return [Key(other, self.index, action.batch, skip) for other, skip in others]
 
     def sent(self, action: Action) -> list[Key]:
         """What an action sends, in order."""
-        own, batch = self.index, action.batch
-        if action.kind == "F":
-            return [Key(own, own + 1, batch), *(Key(own, one.target, batch, one.number) for one in self.stashed)]
-        return [Key(own, own - 1, batch), *(Key(own, one.source, batch, one.number) for one in self.popped)]
+        others = self._behind if action.kind == "F" else self._before
+        return [Key(self.index, other, action.batch, skip) for other, skip in others]
 
 
 class StageStep:
