@@ -175,7 +175,7 @@ class Peers:
 
 
 class PeerPort(Mailbox):
-    """The port of a stage that is alone in its process, in one step.
+    """The mailbox of a stage that is alone in its process, in one step.
 
     Args:
         peers: the other ranks.

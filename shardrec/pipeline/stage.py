@@ -28,7 +28,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from shardrec.pipeline.error import PipelineError
-from shardrec.pipeline.message import Failure, Key, Message, Port, flatten, versions_of
+from shardrec.pipeline.message import Failure, Key, Mailbox, Message, flatten, versions_of
 from shardrec.pipeline.recompute import Modes, RandomState, RandomStream, checkpointing, recomputing
 from shardrec.pipeline.schedule import Action
 from shardrec.pipeline.skip.layout import Route
@@ -176,7 +176,7 @@ class StageStep:
         stream: of random numbers on the CPU; None: torch's generator.
     """
 
-    def __init__(self, stage: Stage, step: Step, port: Port, stream: RandomStream | None = None) -> None:
+    def __init__(self, stage: Stage, step: Step, port: Mailbox, stream: RandomStream | None = None) -> None:
         self._stage = stage
         self._step = step
         self._port = port
