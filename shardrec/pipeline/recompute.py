@@ -17,13 +17,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Modes", "RandomState", "RandomStream", "checkpointing", "is_checkpointing", "is_recomputing", "recomputing"]
+__all__ = ["Modes", "RandomState", "RandomStream", "flagged", "is_checkpointing", "is_recomputing"]
 
 
 class _Flags(threading.local):
@@ -48,25 +48,14 @@ def is_recomputing() -> bool:
 
 
 @contextmanager
-def checkpointing() -> Iterator[None]:
-    """A forward that keeps no graph."""
-    before, _flags.checkpointing = _flags.checkpointing, True
+def flagged(flag: Literal["checkpointing", "recomputing"]) -> Iterator[None]:
+    """What layers are told inside the block."""
+    before = getattr(_flags, flag)
+    setattr(_flags, flag, True)
     try:
-        with torch.no_grad():
-            yield
+        yield
     finally:
-        _flags.checkpointing = before
-
-
-@contextmanager
-def recomputing() -> Iterator[None]:
-    """The forward once more, with a graph."""
-    before, _flags.recomputing = _flags.recomputing, True
-    try:
-        with torch.enable_grad():
-            yield
-    finally:
-        _flags.recomputing = before
+        setattr(_flags, flag, before)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from shardrec.pipeline.error import PipelineError
 from shardrec.pipeline.message import Failure, Key, Mailbox, Message, flatten, versions_of
-from shardrec.pipeline.recompute import Modes, RandomState, RandomStream, checkpointing, recomputing
+from shardrec.pipeline.recompute import Modes, RandomState, RandomStream, flagged
 from shardrec.pipeline.schedule import Action
 from shardrec.pipeline.skip.layout import Route
 from shardrec.pipeline.skip.tracker import SkipTracker, changed_in_place, use_skip_tracker
@@ -248,7 +248,7 @@ class StageStep:
             if step.with_gradients and batch < step.checkpointed:
                 versions = [versions_of(one.leaves) for one in record.entrances]
                 record.random = RandomState.now(stage.device, self._stream)
-                with checkpointing():
+                with flagged("checkpointing"):
                     messages, _ = self._compute(record, batch, with_graph=False)
                 if versions != [versions_of(one.leaves) for one in record.entrances]:
                     raise PipelineError(
@@ -276,7 +276,7 @@ class StageStep:
             exits = record.exits
             if exits is None:
                 assert record.random is not None, "what is computed again kept its random state"
-                with record.random.again(), recomputing():
+                with record.random.again(), flagged("recomputing"):
                     exits = self._compute(record, batch, with_graph=True)[1]
             roots: list[GradientEdge] = []
             seeds: list[Tensor | None] = []
