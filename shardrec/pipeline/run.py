@@ -103,14 +103,10 @@ class Run:
             self._port = Mailbox()
         if not self._steps:
             self._begin(self._port)
-        try:
-            if pipeline.threads() is not None:
-                self._on_threads(self._port, schedule)
-            else:
-                self._in_turn(schedule)
-        except BaseException:
-            self._port.give_up(PipelineError("the step was interrupted"))
-            raise
+        if pipeline.threads() is not None:
+            self._on_threads(self._port, schedule)
+        else:
+            self._in_turn(schedule)
         if isinstance(self._port, PeerPort):
             self._end_together(self._port)
         for stage, step in zip(pipeline.local_stages, self._steps, strict=True):
