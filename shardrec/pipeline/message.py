@@ -139,6 +139,9 @@ class Mailbox:
                 raise self._broken
             return self._messages.pop(key)
 
+    def finish(self) -> None:
+        """Wait until all that goes to other processes, or comes from them, has arrived."""
+
     def give_up(self, error: BaseException) -> None:
         """Nothing more will come."""
         with self._changed:
