@@ -193,17 +193,12 @@ class Run:
         results = self._results()
         leaves, spec = tree_flatten(_gathered(results))
         asks = [any(flags) for flags in zip(*(one.differentiable for one in results), strict=True)]
-        inputs = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
         token = torch.zeros(0, requires_grad=True)
-        there = [at for at, leaf in enumerate(leaves) if leaf is not None]
-        values, asked = [leaves[at] for at in there], [asks[at] for at in there]
-        attached: Any = _Attach.apply(self, values, asked, token, *inputs)  # type: ignore[no-untyped-call]
-        for at, leaf in zip(there, attached, strict=True):
-            leaves[at] = leaf
-        return tree_unflatten(leaves, spec)
+        attached: Any = _Attach.apply(self, leaves, asks, token, *self._leaves)  # type: ignore[no-untyped-call]
+        return tree_unflatten(attached, spec)
 
     def backward(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
-        """The gradients of the input's tensors, from those of the output's."""
+        """The gradients of the input's leaves, from those of the output's."""
         if self._went_back:
             raise PipelineError("a pipeline's output goes back once: call forward again, or add the losses up")
         self._went_back = True
@@ -230,11 +225,10 @@ class Run:
             torch.autograd.backward(roots, seeds)
 
     def _input_gradients(self) -> list[list[Tensor | None]]:
-        """Per micro-batch, those of the input's tensors."""
-        found = [list(self._port.take(Key(0, -1, batch)).leaves) for batch in range(self.batches)]
-        device = [leaf.device if isinstance(leaf, Tensor) else None for leaf in self._leaves]
+        """Per micro-batch, those of the input's leaves."""
+        found = [self._port.take(Key(0, -1, batch)).leaves for batch in range(self.batches)]
         return [
-            [None if one is None else one.to(where) for one, where in zip(leaves, device, strict=True)]
+            [None if one is None else one.to(leaf.device) for one, leaf in zip(leaves, self._leaves, strict=True)]
             for leaves in found
         ]
 
@@ -258,12 +252,13 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, run: Run, values: list[Tensor], asks: list[bool], token: Tensor, *inputs: Tensor
-    ) -> tuple[Tensor, ...]:
+        ctx: Any, run: Run, leaves: list[Tensor | None], asks: list[bool], token: Tensor, *inputs: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         ctx.run = run
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(value for value, asked in zip(values, asks, strict=True) if not asked))
-        return tuple(values)
+        unasked = (leaf for leaf, asked in zip(leaves, asks, strict=True) if leaf is not None and not asked)
+        ctx.mark_non_differentiable(*unasked)
+        return tuple(leaves)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:

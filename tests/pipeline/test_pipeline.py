@@ -83,6 +83,22 @@ def test_namespaces_nests_and_none(make: Callable[[], nn.Sequential], checkpoint
     assert all(parameter.grad is not None for parameter in pipeline.parameters())
 
 
+def test_none_in_input_and_output_takes_no_gradient() -> None:
+    class Apart(nn.Module):
+        def forward(self, input: tuple[None, Tensor]) -> tuple[None, Tensor, Tensor]:
+            return None, input[1] * 2, input[1].detach()
+
+    x = torch.ones(3, 1, requires_grad=True)
+    none, doubled, same = Pipeline(nn.Sequential(nn.Identity(), Apart()), [1, 1], chunks=2, checkpoint="never")(
+        (None, x)
+    )
+    assert none is None
+    assert not same.requires_grad
+    doubled.sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [[2.0]] * 3
+
+
 def test_a_pipeline_s_input_may_be_in_a_graph() -> None:
     before, model, (x, y) = nn.Linear(4, 4).double(), network(), batch()
     pipeline = Pipeline(copy.deepcopy(model), [4, 4], chunks=3)
