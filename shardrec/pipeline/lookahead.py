@@ -81,15 +81,11 @@ class Lookahead:
         self._copies = torch.cuda.Stream(device) if on_gpu else None
         self._ids = torch.cuda.Stream(device) if on_gpu else None
 
-    def step(self, forward: Callable[[Any], Any], finish: Callable[[Any], None]) -> Any:
-        """One step.
+    def step(self, forward: Callable[[Any], Any]) -> Any:
+        """One step, up to its backward.
 
         Args:
-            forward: from the batch to a result.
-            finish: the backward and the update, if any; called with the result.
-
-        Returns:
-            The result.
+            forward: from the batch to the result that is returned.
 
         Raises:
             StopIteration: if there is no further batch.
@@ -118,7 +114,6 @@ class Lookahead:
                 following.ahead.close()
                 following.ahead = None
             raise
-        finish(result)
         return result
 
     def close(self) -> None:

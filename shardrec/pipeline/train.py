@@ -82,10 +82,8 @@ class TrainPipeline:
         self._loss_fn = loss_fn or _call
         self._depth = depth
         context = model.context if isinstance(model, ShardedModel) else None
-        if device is None and context is not None:
-            device = context.device
-        elif device is None:
-            device = next((one.device for one in model.parameters()), "cpu")
+        if device is None:
+            device = next((one.device for one in model.parameters()), "cpu") if context is None else context.device
         self._device = torch.device(device)
         self._context: ModelContext | None = context
         self._steps = self._ahead(dataloader, gradients=True)
@@ -103,7 +101,12 @@ class TrainPipeline:
             StopIteration: after the last batch.
             InputError: on every rank, if the batch, or the model's forward on it, fails on any.
         """
-        return self._steps.step(self._loss, self._update)
+        result = self._steps.step(self._loss)
+        loss: Tensor = result[0] if isinstance(result, (tuple, list)) else result
+        loss.backward()  # type: ignore[no-untyped-call,unused-ignore]  # untyped in some releases of torch
+        for optimizer in self._optimizers:
+            optimizer.step()
+        return result
 
     def close(self) -> None:
         """Let go of the batches that are under way, where a loop ends before its dataloader does.
@@ -132,7 +135,7 @@ class TrainPipeline:
             self._model.eval()
             try:
                 with torch.no_grad():
-                    output = steps.step(lambda batch: (forward or _call)(self._model, batch), _nothing)
+                    output = steps.step(lambda batch: (forward or _call)(self._model, batch))
             except StopIteration:
                 return
             finally:
@@ -147,16 +150,6 @@ class TrainPipeline:
             optimizer.zero_grad(set_to_none=True)
         return self._loss_fn(self._model, batch)
 
-    def _update(self, result: Any) -> None:
-        loss: Tensor = result[0] if isinstance(result, (tuple, list)) else result
-        loss.backward()  # type: ignore[no-untyped-call,unused-ignore]  # untyped in some releases of torch
-        for optimizer in self._optimizers:
-            optimizer.step()
-
 
 def _call(model: nn.Module, batch: Any) -> Any:
     return model(batch)
-
-
-def _nothing(result: Any) -> None:
-    pass
