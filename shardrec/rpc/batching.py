@@ -36,10 +36,6 @@ class Request:
     work: Callable[[], Any] | None = None
     answer: Future[Answer] = field(default_factory=Future)
 
-    def complete(self, answer: Answer) -> None:
-        """Give the answer; there may be nobody left to take it."""
-        complete(self.answer, answer)
-
 
 def complete(future: Future[Answer], answer: Answer) -> None:
     """Complete a Future, whose callbacks send it to a caller that may be gone."""
@@ -132,11 +128,11 @@ class RequestQueue:
                     answer: Answer = (True, one.work())
                 except Exception as error:
                     answer = failure(error)
-                one.complete(answer)
+                complete(one.answer, answer)
             if lookups:
                 self._look_up(lookups)
         for one in left:
-            one.complete(failure(BusyError("the server is ending; ask again when it is back")))
+            complete(one.answer, failure(BusyError("the server is ending; ask again when it is back")))
 
     def _gather(self) -> None:
         """Wait out the window, unless a whole batch is there."""

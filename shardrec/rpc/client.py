@@ -43,11 +43,6 @@ class Servers:
     def __len__(self) -> int:
         return len(self.names)
 
-    @property
-    def replicated(self) -> bool:
-        """Whether any server has several replicas."""
-        return any(len(one) > 1 for one in self.names)
-
     def ask(self, server: int, function: Callable[..., Any], *args: Any, what: str) -> Answers:
         """Call a function on a server, on one of its replicas in turn.
 

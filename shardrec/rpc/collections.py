@@ -46,7 +46,8 @@ class RemoteTable(ShardedTable):
         layout = self.layout
         whole = torch.empty((layout.num_embeddings, layout.embedding_dim), dtype=self.dtype)
         self._collectives.settle()
-        for server in self._servers():
+        for rank in layout.ranks:
+            server = rank - self._collectives.trainers.world_size
             for (top, bottom, left, right), values in self._collectives.servers.call(server, "read", layout.name, ""):
                 whole[top:bottom, left:right] = values
         destination[prefix + "weight"] = whole
@@ -62,10 +63,9 @@ class RemoteTable(ShardedTable):
         """
         collectives, layout = self._collectives, self.layout
         shards: dict[Shard | None, Tensor] = {
-            shard: torch.empty((shard.rows, shard.cols), dtype=self.dtype) for shard in layout.shards
+            shard: torch.empty((shard.rows, shard.cols), dtype=self.dtype)
+            for shard in (() if collectives.rank else layout.shards)
         }
-        if collectives.rank:
-            shards = {}
         load_table(layout, shards, value)
         collectives.settle()
         for shard, values in shards.items():
@@ -73,9 +73,6 @@ class RemoteTable(ShardedTable):
             rect = [shard.row_start, shard.row_end, shard.col_start, shard.col_end]
             server = shard.rank - collectives.trainers.world_size
             collectives.servers.tell(server, "write", layout.name, rect, values)
-
-    def _servers(self) -> list[int]:
-        return [rank - self._collectives.trainers.world_size for rank in self.layout.ranks]
 
 
 class _Asking:
