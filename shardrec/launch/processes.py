@@ -13,15 +13,13 @@ a kill at any time leaves no process, no file and no open port. The launcher imp
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import signal
 import socket
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -31,7 +29,7 @@ from typing import Any
 from shardrec import errors
 from shardrec.errors import InputError, PeerError, ShardrecError
 from shardrec.launch.quiet import environment_for_torch
-from shardrec.launch.stop import SAME_SIGNAL_S, RunStopped
+from shardrec.launch.stop import SAME_SIGNAL_S, RunStopped, handling
 from shardrec.launch.template import RankTemplate, end_with_launcher
 
 __all__ = ["LISTENER", "Note", "RankProcesses", "Run", "first_cause"]
@@ -118,7 +116,7 @@ class RankProcesses:
             KeyboardInterrupt: they were told to end, and did.
         """
         try:
-            with _handling(self._pass_on, signal.SIGINT, signal.SIGTERM):
+            with handling(self._pass_on, signal.SIGINT, signal.SIGTERM):
                 self._start()
                 self._watch()
         finally:
@@ -141,7 +139,7 @@ class RankProcesses:
         with (
             socket.create_server((_HOST, 0), backlog=nproc) as listener,
             environment_for_torch(quiet=not self._debug),
-            _handling(signal.SIG_IGN, signal.SIGINT),
+            handling(signal.SIG_IGN, signal.SIGINT),
         ):
             for rank in range(nproc):
                 receiver, sender = multiprocessing.Pipe(duplex=False)
@@ -219,20 +217,6 @@ class RankProcesses:
             process.join()
             process.close()
             pipe.close()
-
-
-@contextlib.contextmanager
-def _handling(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
-    """Handle signals so; outside of the main thread, which alone may say, as they are handled."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, handler) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
 
 
 def _spawn(target: Callable[..., None], *args: Any, name: str) -> BaseProcess:
