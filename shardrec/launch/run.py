@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping
-from types import SimpleNamespace
 from typing import Any
 
 from shardrec.errors import ConfigError
@@ -107,6 +106,5 @@ def _run_quietly(run: Run, debug: bool, options: dict[str, Any]) -> Any:
 def _joined_rank(options: dict[str, Any]) -> Any:
     from shardrec.launch.ranks import joined  # which imports torch
 
-    settings = SimpleNamespace(device=options["device"], threads=options["threads"], seed=0)
-    with joined(settings, timeout=options["timeout"], alone=True) as place:
+    with joined(options["device"], options["threads"], timeout=options["timeout"], alone=True) as place:
         return options["work"](place, *options["arguments"])
