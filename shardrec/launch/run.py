@@ -35,8 +35,11 @@ def run_on_ranks(
         KeyboardInterrupt: the run was stopped by Ctrl-C or SIGTERM.
     """
     launched = launched_rank()
-    if launched is not None:
-        _check_nproc(nproc, launched[1])
+    if launched is not None and nproc not in (1, launched[1]):
+        raise ConfigError(
+            f"nproc (--nproc) is {nproc} and a launcher has already started {launched[1]} ranks: leave nproc out "
+            "under torchrun"
+        )
     if launched is not None or nproc == 1:
         return _run_quietly(run, debug, dict(options))
     quiet = functools.partial(_run_quietly, run, debug)
@@ -84,14 +87,6 @@ def launched_rank() -> tuple[int, int] | None:
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-
-
-def _check_nproc(nproc: int, world_size: int) -> None:
-    if nproc not in (1, world_size):
-        raise ConfigError(
-            f"nproc (--nproc) is {nproc} and a launcher has already started {world_size} ranks: leave nproc out "
-            "under torchrun"
-        )
 
 
 def _run_quietly(run: Run, debug: bool, options: dict[str, Any]) -> Any:
