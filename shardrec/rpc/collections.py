@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, MutableMapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +23,6 @@ from shardrec.modules.table import ShardedTable, load_table
 from shardrec.rpc.collectives import RemoteCollectives, words
 
 __all__ = ["RemoteCollection", "RemoteEmbeddingBagCollection", "RemoteEmbeddingCollection"]
-
-if TYPE_CHECKING:
-    _Base = ShardedCollection
-else:
-    _Base = object
 
 
 class RemoteTable(ShardedTable):
@@ -93,7 +88,7 @@ class _RemoteSequenceCall(_Asking, SequenceCall):
     pass
 
 
-class RemoteCollection(_Base):
+class RemoteCollection(ShardedCollection):
     """What the remote collections have in common.
 
     Args:
