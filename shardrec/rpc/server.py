@@ -73,9 +73,6 @@ class _Pushes:
     rates: list[float]
     of: dict[int, _Push] = field(default_factory=dict)
 
-    def in_order(self) -> list[_Push]:
-        return [self.of[number] for number in sorted(self.of)]
-
     def deadline(self) -> float:
         return min(push.deadline for push in self.of.values())
 
@@ -362,7 +359,8 @@ class EmbeddingServer:
 
     def _update(self, update: tuple[int, int], of_trainers: _Pushes) -> int:
         """One update of the trainers' gradients; see [Note: an update]."""
-        pushes, rates = of_trainers.in_order(), of_trainers.rates
+        pushes = [of_trainers.of[number] for number in sorted(of_trainers.of)]
+        rates = of_trainers.rates
         self.between.begin(update, of_trainers.deadline())
         numbers = [[part[0] for part in push.parts] for push in pushes]
         if any(one != numbers[0] for one in numbers) or len(rates) != len(self._optimizers):
