@@ -65,10 +65,10 @@ class _Boundary(torch.autograd.Function):
     """Tensors enter a stage's graph here; their gradients end in ``caught``."""
 
     @staticmethod
-    def forward(ctx: Any, caught: list[Any], token: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, caught: list[Any], token: Tensor, *leaves: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.caught = caught
         ctx.set_materialize_grads(False)
-        return tuple(tensor.detach() for tensor in tensors)
+        return tuple(None if leaf is None else leaf.detach() for leaf in leaves)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
@@ -84,7 +84,7 @@ class _Entrance:
         leaves: the tensors; let go when the forward has them, unless it is made again.
         spec: how they are nested.
         differentiable: per leaf, whether its gradient is to go back.
-        caught: the gradients, of those that are differentiable, once the backward has been there.
+        caught: per leaf, its gradient; empty before the backward has been there.
     """
 
     leaves: list[Tensor | None]
@@ -94,19 +94,16 @@ class _Entrance:
 
     def enter(self, token: Tensor, *, with_graph: bool) -> Any:
         """The nest, at the beginning of a graph if there is to be one."""
-        leaves = list(self.leaves)
-        places = [place for place, wanted in enumerate(self.differentiable) if wanted]
-        if with_graph and places:
-            entering = (leaves[place] for place in places)
+        leaves = self.leaves
+        if with_graph and any(self.differentiable):
+            entering = (leaf if wanted else None for leaf, wanted in zip(leaves, self.differentiable, strict=True))
             inside: Any = _Boundary.apply(self.caught, token, *entering)  # type: ignore[no-untyped-call]
-            for place, leaf in zip(places, inside, strict=True):
-                leaves[place] = leaf
+            leaves = [leaf if entered is None else entered for leaf, entered in zip(leaves, inside, strict=True)]
         return tree_unflatten(leaves, self.spec)
 
     def gradients(self) -> list[Tensor | None]:
-        """Per leaf; None for all that no backward has been to."""
-        caught = iter(self.caught)
-        return [next(caught, None) if wanted else None for wanted in self.differentiable]
+        """Per leaf."""
+        return self.caught or [None] * len(self.differentiable)
 
 
 _Edges = list[GradientEdge | None]
