@@ -178,13 +178,11 @@ class PeerPort(Mailbox):
         super().__init__()
         self._peers = peers
         self._recorder = recorder
-        self._under_way: list[Future[None]] = []
         by_source: dict[int, list[Key]] = {}
         for key in expected:
             if 0 <= key.source < peers.size:
                 by_source.setdefault(key.source, []).append(key)
-        for source, keys in by_source.items():
-            self._under_way.append(peers.submit("receive", source, self._receive, keys))
+        self._under_way = [peers.submit("receive", source, self._receive, keys) for source, keys in by_source.items()]
 
     def send(self, key: Key, message: Message) -> None:
         """To another rank, or to the caller."""
