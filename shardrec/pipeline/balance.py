@@ -53,13 +53,8 @@ def balance_by_size(stages: int, module: nn.Sequential) -> list[int]:
     Raises:
         ConfigError: if there are fewer layers than stages.
     """
-    return partition(
-        [
-            sum(one.numel() * one.element_size() for one in [*layer.parameters(), *layer.buffers()])
-            for layer in _layers(module)
-        ],
-        stages,
-    )
+    sizes = [sum(one.nbytes for one in [*layer.parameters(), *layer.buffers()]) for layer in _layers(module)]
+    return partition(sizes, stages)
 
 
 def balance_by_time(stages: int, module: nn.Sequential, sample: Any, *, repeats: int = 5) -> list[int]:
@@ -144,8 +139,7 @@ def check_balance(module: nn.Sequential, balance: Sequence[int]) -> list[int]:
     owner: dict[Tensor, tuple[int, str]] = {}
     faults = []
     stage_of = [stage for stage, count in enumerate(balance) for _ in range(count)]
-    for stage, (name, layer) in zip(stage_of, module._modules.items(), strict=True):
-        assert layer is not None, "a sequential holds modules"
+    for stage, name, layer in zip(stage_of, module._modules, layers, strict=True):
         for path, tensor in chain(layer.named_parameters(name), layer.named_buffers(name)):
             first, first_path = owner.setdefault(tensor, (stage, path))
             if first != stage:

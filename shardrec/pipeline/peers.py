@@ -123,7 +123,7 @@ class Peers:
                     if ready is not None:
                         leaf.record_stream(torch.cuda.current_stream(self.device))
                     dist.send(leaf.contiguous(), to, group=group)
-                    self.sent_bytes[key.target] += leaf.numel() * leaf.element_size()
+                    self.sent_bytes[key.target] += leaf.nbytes
 
     def receive(self, key: Key) -> Message:
         """Receive the next message of a peer, which is ``key``."""
