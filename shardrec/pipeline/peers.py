@@ -39,7 +39,7 @@ _FRAME = 1024
 
 
 class Peers:
-    """The other ranks of a pipeline.
+    """The other ranks of a pipeline; what waits for them raises PeerError if one is gone.
 
     Args:
         group: stage s is on its rank s; all of its ranks call this.
@@ -65,33 +65,21 @@ class Peers:
         self._threads: dict[tuple[str, int], ThreadPoolExecutor] = {}
 
     def gather(self, value: Any) -> list[Any]:
-        """The value of each rank, on every rank; over gloo, so that no device waits.
-
-        Raises:
-            PeerError: if another rank is gone.
-        """
+        """The value of each rank, on every rank; over gloo, so that no device waits."""
         values: list[Any] = [None] * self.size
         with self._about_stages():
             dist.all_gather_object(values, value, group=self._control)
         return values
 
     def agree(self, number: int) -> list[int]:
-        """A number of each rank, on every rank; likewise.
-
-        Raises:
-            PeerError: if another rank is gone.
-        """
+        """A number of each rank, on every rank; likewise."""
         numbers = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         with self._about_stages():
             dist.all_gather(numbers, torch.tensor([number]), group=self._control)
         return [int(one) for one in numbers]
 
     def broadcast(self, value: Tensor, stage: int) -> None:
-        """Overwrite ``value`` on every rank with that of a stage.
-
-        Raises:
-            PeerError: if another rank is gone.
-        """
+        """Overwrite ``value`` on every rank with that of a stage."""
         with self._about_stages():
             dist.broadcast(value, self._ranks[stage], group=self._tensors[0])
 

@@ -63,14 +63,7 @@ Schedule = list[list[Action]]
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """An action in time.
-
-    Args:
-        stage: who does it.
-        action: what.
-        start: time.
-        end: time.
-    """
+    """When a stage does an action: from ``start`` to ``end``."""
 
     stage: int
     action: Action

@@ -126,15 +126,7 @@ class _Record:
 
 
 class Stage:
-    """A run of a sequential's layers on one device.
-
-    Args:
-        index: its number s.
-        stages: number of stages S.
-        layers: its layers, on the device.
-        device: where it computes.
-        routes: the skips between stages.
-    """
+    """Stage ``index`` of ``stages``: a run of a sequential's layers on a device. ``routes`` are those of all skips."""
 
     def __init__(
         self, index: int, stages: int, layers: Sequence[nn.Module], device: torch.device, routes: Sequence[Route]
@@ -164,14 +156,7 @@ class Stage:
 
 
 class StageStep:
-    """A stage in one step.
-
-    Args:
-        stage: the stage.
-        step: the step.
-        port: to the other stages and the caller.
-        stream: of random numbers on the CPU; None: torch's generator.
-    """
+    """A stage in one step; ``stream`` is of its random numbers on the CPU (None: torch's generator)."""
 
     def __init__(self, stage: Stage, step: Step, port: Mailbox, stream: RandomStream | None = None) -> None:
         self._stage = stage
