@@ -17,8 +17,8 @@ computes with it, and by autograd where a backward needs its values.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -172,14 +172,9 @@ class StageStep:
             for action in actions:
                 self.do(action)
 
-    @contextmanager
-    def at_work(self) -> Iterator[None]:
-        """Around the actions: batch norms collect their statistics."""
-        self._stage.statistics.begin()
-        try:
-            yield
-        finally:
-            self._stage.statistics.end(update=self.failure is None)
+    def at_work(self) -> AbstractContextManager[None]:
+        """What stands around the actions: batch norms collect their statistics."""
+        return self._stage.statistics.collected(lambda: self.failure is None)
 
     def do(self, action: Action) -> None:
         """Do it, or tell the others that this stage has failed; raises no exception for a failure.
