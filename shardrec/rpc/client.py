@@ -114,7 +114,12 @@ class Answers(Awaitable[Any]):
                     self._names.pop(0)
                     self._future = self._start()
                     continue
-                raise PeerError(self._words(name, error), waited_for=self._what) from error
+                first = str(error).split("\n", 1)[0][:200]
+                raise PeerError(
+                    f"server {name!r} is gone or did not answer the {self._what} within {self._timeout_s:g} s "
+                    f"({first}); start it again from the last checkpoint, and connect anew",
+                    waited_for=self._what,
+                ) from error
             try:
                 return unwrapped(answer, name)
             except BusyError:
@@ -123,10 +128,3 @@ class Answers(Awaitable[Any]):
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
                 self._future = self._start()
-
-    def _words(self, name: str, error: Exception) -> str:
-        first = str(error).split("\n", 1)[0][:200]
-        return (
-            f"server {name!r} is gone or did not answer the {self._what} within {self._timeout_s:g} s ({first}); start "
-            "it again from the last checkpoint, and connect anew"
-        )
