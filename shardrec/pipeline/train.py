@@ -21,6 +21,7 @@ that is faulty is told there, too, and raised in its own step: batch i is traine
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Self
 
@@ -79,7 +80,7 @@ class TrainPipeline:
             raise ConfigError(f"depth is {depth!r}: give 0 (the plain loop), 1 or 2")
         self._model = model
         self._optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-        self._loss_fn = loss_fn or _call
+        self._loss_fn = loss_fn or operator.call
         self._depth = depth
         context = model.context if isinstance(model, ShardedModel) else None
         if device is None:
@@ -135,7 +136,7 @@ class TrainPipeline:
             self._model.eval()
             try:
                 with torch.no_grad():
-                    output = steps.step(lambda batch: (forward or _call)(self._model, batch))
+                    output = steps.step(lambda batch: (forward or operator.call)(self._model, batch))
             except StopIteration:
                 return
             finally:
@@ -149,7 +150,3 @@ class TrainPipeline:
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none=True)
         return self._loss_fn(self._model, batch)
-
-
-def _call(model: nn.Module, batch: Any) -> Any:
-    return model(batch)
