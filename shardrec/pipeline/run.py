@@ -53,7 +53,7 @@ class Run:
         self._step = Step(
             with_gradients=with_gradients,
             checkpointed=stops[pipeline.checkpoint],
-            modes=Modes.now({device.type for device in pipeline.devices}),
+            modes=Modes({device.type for device in pipeline.devices}),
             recorder=pipeline.recorder,
         )
         self._port = Mailbox()

@@ -224,7 +224,7 @@ class StageStep:
             record = _Record([self._entrance(message) for message in came])
             if step.with_gradients and batch < step.checkpointed:
                 versions = [versions_of(one.leaves) for one in record.entrances]
-                record.random = RandomState.now(stage.device, self._stream)
+                record.random = RandomState(stage.device, self._stream)
                 with flagged("checkpointing"):
                     messages, _ = self._compute(record, batch, with_graph=False)
                 if versions != [versions_of(one.leaves) for one in record.entrances]:
