@@ -47,8 +47,7 @@ class Run:
         self._last = pipeline.local_stages[-1].index == pipeline.stages - 1
         self._sizes = sizes_of(self._agreed_size(input), pipeline.chunks)
         self.batches = len(self._sizes)
-        self._leaves: list[Any] = tree_flatten(input)[0] if self._first else []
-        self._parts: list[Any] = scatter(input, self._sizes) if self._first else []
+        self._parts = [tree_flatten(part) for part in scatter(input, self._sizes)] if self._first else []
         stops = {"always": self.batches, "except_last": self.batches - 1, "never": 0}
         self._step = Step(
             with_gradients=with_gradients,
@@ -119,8 +118,7 @@ class Run:
         for stage in self._pipeline.local_stages:
             stream = RandomStream(seed + stage.index) if on_threads else None
             self._steps[stage.index] = StageStep(stage, self._step, self._port, stream)
-        for batch, part in enumerate(self._parts):
-            leaves, spec = tree_flatten(part)
+        for batch, (leaves, spec) in enumerate(self._parts):
             asks = [self._step.with_gradients and leaf is not None and leaf.requires_grad for leaf in leaves]
             # Views of one tensor count in-place changes together; each micro-batch's are its own.
             detached = [None if leaf is None else leaf.data for leaf in leaves]
@@ -194,11 +192,11 @@ class Run:
         leaves, spec = tree_flatten(_gathered(results))
         asks = [any(flags) for flags in zip(*(one.differentiable for one in results), strict=True)]
         token = torch.zeros(0, requires_grad=True)
-        attached: Any = _Attach.apply(self, leaves, asks, token, *self._leaves)  # type: ignore[no-untyped-call]
+        attached: Any = _Attach.apply(self, leaves, asks, token, *self._input())  # type: ignore[no-untyped-call]
         return tree_unflatten(attached, spec)
 
     def backward(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
-        """The gradients of the input's leaves, from those of the output's."""
+        """The gradients of :meth:`_input`, from those of the output's leaves."""
         if self._went_back:
             raise PipelineError("a pipeline's output goes back once: call forward again, or add the losses up")
         self._went_back = True
@@ -206,31 +204,24 @@ class Run:
         for batch, leaves in enumerate(scatter(gradients, self._sizes)):
             self._port.send(Key(stages, stages - 1, batch), Message(leaves=leaves))
         self.execute(backwards(gpipe(stages, self.batches)))
-        per_batch = self._input_gradients()
-        return [
-            None if any(one is None for one in column) else torch.cat(column) for column in zip(*per_batch, strict=True)
-        ]
+        return self._input_gradients()
 
     def input_backward(self) -> None:
         """After a step: let the input's gradients go on in the graph that it came from."""
         if not self._first:
             return
-        roots, seeds = [], []
-        for part, gradients in zip(self._parts, self._input_gradients(), strict=True):
-            for leaf, gradient in zip(tree_flatten(part)[0], gradients, strict=True):
-                if gradient is not None:
-                    roots.append(leaf)
-                    seeds.append(gradient)
-        if roots:
-            torch.autograd.backward(roots, seeds)
+        pairs = zip(self._input(), self._input_gradients(), strict=True)
+        found = [(leaf, gradient) for leaf, gradient in pairs if gradient is not None]
+        if found:
+            torch.autograd.backward([leaf for leaf, _ in found], [gradient for _, gradient in found])
 
-    def _input_gradients(self) -> list[list[Tensor | None]]:
-        """Per micro-batch, those of the input's leaves."""
-        found = [self._port.take(Key(0, -1, batch)).leaves for batch in range(self.batches)]
-        return [
-            [None if one is None else one.to(leaf.device) for one, leaf in zip(leaves, self._leaves, strict=True)]
-            for leaves in found
-        ]
+    def _input(self) -> list[Any]:
+        """The leaves of the micro-batches, one after the other; autograd knows how they were cut out of the input."""
+        return [leaf for leaves, _ in self._parts for leaf in leaves]
+
+    def _input_gradients(self) -> list[Tensor | None]:
+        found = [one for batch in range(self.batches) for one in self._port.take(Key(0, -1, batch)).leaves]
+        return [None if one is None else one.to(leaf.device) for one, leaf in zip(found, self._input(), strict=True)]
 
     def total_loss(self) -> Tensor:
         """The sum over micro-batches, on every rank."""

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.errors import ConfigError
 from shardrec.pending import LazyAwaitable
@@ -97,6 +98,24 @@ def test_none_in_input_and_output_takes_no_gradient() -> None:
     doubled.sum().backward()
     assert x.grad is not None
     assert x.grad.tolist() == [[2.0]] * 3
+
+
+def test_gradients_of_an_input_cut_in_pieces_are_put_in_its_order() -> None:
+    class Weigh(nn.Module):
+        def forward(self, input: tuple[KeyedJaggedTensor, Tensor]) -> Tensor:
+            features, x = input
+            weighed = features.weights() * features.values()
+            return weighed.view(2, -1).t() + (x if int(features.values()[0]) == 1 else x.detach())
+
+    weights, x = torch.ones(6, requires_grad=True), torch.ones(3, 1, requires_grad=True)
+    ids, lengths = torch.arange(1, 7), torch.ones(6, dtype=torch.int32)
+    features = KeyedJaggedTensor(keys=["a", "b"], values=ids, lengths=lengths, weights=weights)
+    pipeline = Pipeline(nn.Sequential(Weigh(), nn.Identity()), [1, 1], chunks=3, checkpoint="never")
+    pipeline((features, x)).sum().backward()
+    assert weights.grad is not None
+    assert weights.grad.tolist() == [1, 2, 3, 4, 5, 6]
+    assert x.grad is not None
+    assert x.grad.tolist() == [[2], [0], [0]]
 
 
 def test_a_pipeline_s_input_may_be_in_a_graph() -> None:
