@@ -23,13 +23,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from shardrec.errors import ConfigError
-from shardrec.exchange.queue import ModelContext
 from shardrec.modules.model import ShardedModel
 from shardrec.pipeline.lookahead import Lookahead
 
@@ -81,12 +81,10 @@ class TrainPipeline:
         self._model = model
         self._optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         self._loss_fn = loss_fn or operator.call
-        self._depth = depth
         context = model.context if isinstance(model, ShardedModel) else None
         if device is None:
             device = next((one.device for one in model.parameters()), "cpu") if context is None else context.device
-        self._device = torch.device(device)
-        self._context: ModelContext | None = context
+        self._ahead = partial(Lookahead, context=context, depth=depth, device=torch.device(device))
         self._steps = self._ahead(dataloader, gradients=True)
 
     def __iter__(self) -> Self:
@@ -142,9 +140,6 @@ class TrainPipeline:
             finally:
                 self._model.train(was_training)
             yield output
-
-    def _ahead(self, batches: Iterable[Any], *, gradients: bool) -> Lookahead:
-        return Lookahead(batches, self._context, depth=self._depth, device=self._device, gradients=gradients)
 
     def _loss(self, batch: Any) -> Any:
         for optimizer in self._optimizers:
