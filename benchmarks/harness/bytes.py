@@ -40,7 +40,7 @@ def count_bytes(config: BenchConfig) -> ByteReport | None:
     Raises:
         ShardrecError: for options, a plan or peers that the run cannot go on with.
     """
-    with joined(config) as place:
+    with joined(config.device, config.threads, seed=config.seed) as place:
         tables = config.workload_tables()
         plan = _plan(config, tables, place)
         sent = _gathered(_run_steps(config, tables, plan, place), place)

@@ -13,15 +13,13 @@ a kill at any time leaves no process, no file and no open port. The launcher imp
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import signal
 import socket
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -31,7 +29,7 @@ from typing import Any
 from shardrec import errors
 from shardrec.errors import InputError, PeerError, ShardrecError
 from shardrec.launch.quiet import environment_for_torch
-from shardrec.launch.stop import SAME_SIGNAL_S, RunStopped
+from shardrec.launch.stop import SAME_SIGNAL_S, RunStopped, handling
 from shardrec.launch.template import RankTemplate, end_with_launcher
 
 __all__ = ["LISTENER", "Note", "RankProcesses", "Run", "first_cause"]
@@ -118,7 +116,7 @@ class RankProcesses:
             KeyboardInterrupt: they were told to end, and did.
         """
         try:
-            with _handling(self._pass_on, signal.SIGINT, signal.SIGTERM):
+            with handling(self._pass_on, signal.SIGINT, signal.SIGTERM):
                 self._start()
                 self._watch()
         finally:
@@ -141,13 +139,13 @@ class RankProcesses:
         with (
             socket.create_server((_HOST, 0), backlog=nproc) as listener,
             environment_for_torch(quiet=not self._debug),
-            _handling(signal.SIG_IGN, signal.SIGINT),
+            handling(signal.SIG_IGN, signal.SIGINT),
         ):
             for rank in range(nproc):
                 receiver, sender = multiprocessing.Pipe(duplex=False)
-                birth = _Birth(rank, nproc, listener.getsockname()[1], listener if rank == 0 else None)
+                birth = (rank, nproc, listener.getsockname()[1], listener if rank == 0 else None)
                 with sender:
-                    self._processes.append(start(_rank_main, birth, sender, *self._work, name=f"rank {rank}"))
+                    self._processes.append(start(_rank_main, *birth, sender, *self._work, name=f"rank {rank}"))
                 self._pipes.append(receiver)
         if self._signalled_at is not None:  # meanwhile, when some had not been started
             self._ask_to_end()
@@ -221,20 +219,6 @@ class RankProcesses:
             pipe.close()
 
 
-@contextlib.contextmanager
-def _handling(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
-    """Handle signals so; outside of the main thread, which alone may say, as they are handled."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, handler) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
-
-
 def _spawn(target: Callable[..., None], *args: Any, name: str) -> BaseProcess:
     process = multiprocessing.get_context("spawn").Process(target=target, args=args, name=name)
     process.start()
@@ -253,30 +237,27 @@ def _is_stopped(pid: int | None) -> bool:
 # ------------------------------------------------------------------------------------------------------ on the ranks
 
 
-@dataclass(frozen=True)
-class _Birth:
-    """What a new process is told: which rank it is, and where the store is."""
-
-    rank: int
-    nproc: int
-    port: int
-    listener: socket.socket | None
-
-
-def _rank_main(birth: _Birth, said: Connection, run: Run, options: dict[str, Any]) -> None:
-    """What each new process runs: the run, and in the end a word about how it went."""
+def _rank_main(
+    rank: int,
+    nproc: int,
+    port: int,
+    listener: socket.socket | None,
+    said: Connection,
+    run: Run,
+    options: dict[str, Any],
+) -> None:
+    """What each new process runs: the run, and in the end a word about how it went. Rank 0 has the store's listener."""
     end_with_launcher()
-    rank = str(birth.rank)
-    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "MASTER_ADDR": _HOST, "MASTER_PORT": str(birth.port)}
-    os.environ |= {"WORLD_SIZE": str(birth.nproc), "LOCAL_WORLD_SIZE": str(birth.nproc)}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": _HOST, "MASTER_PORT": str(port)}
+    os.environ |= {"WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc)}
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if birth.listener is not None:
-        os.environ[LISTENER] = str(birth.listener.detach())
+    if listener is not None:
+        os.environ[LISTENER] = str(listener.detach())
         # Rank 0 has a terminal to put in order; the others may go at once, even out of the middle of a collective.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         result = run(options)
-        if birth.rank == 0:
+        if rank == 0:
             said.send(("returned", result))
     except RunStopped as stopped:
         said.send(("saved", stopped.args))
@@ -285,7 +266,7 @@ def _rank_main(birth: _Birth, said: Connection, run: Run, options: dict[str, Any
     except Exception as error:
         trace = "".join(traceback.format_exception(error))
         raised_at = getattr(error, "raised_at", time.time())
-        note = Note(rank=birth.rank, kind=type(error).__name__, message=str(error), time=raised_at, trace=trace)
+        note = Note(rank=rank, kind=type(error).__name__, message=str(error), time=raised_at, trace=trace)
         said.send(("failed", note))
         raise SystemExit(1) from None
 

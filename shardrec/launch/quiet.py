@@ -17,7 +17,7 @@ _VARIABLES = {
     # or with other work on the machine, they then wait for the very thread whose core they keep busy: ten times slower.
     "OMP_WAIT_POLICY": "PASSIVE",
 }
-_LOGGERS = ("torch.fx._symbolic_trace",)  # tells TorchRec at each start that a function it uses has a new name
+_LOGGER = "torch.fx._symbolic_trace"  # tells TorchRec at each start that a function it uses has a new name
 _THIRD_PARTY = ("fbgemm_gpu", "pyre_extensions", "tensordict", "torch", "torchmetrics", "torchrec")
 
 
@@ -47,10 +47,9 @@ def quiet_libraries(*, quiet: bool = True) -> Iterator[None]:
     if not quiet:
         yield
         return
-    loggers = [logging.getLogger(name) for name in _LOGGERS]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
+    logger = logging.getLogger(_LOGGER)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             for package in _THIRD_PARTY:
@@ -59,5 +58,4 @@ def quiet_libraries(*, quiet: bool = True) -> Iterator[None]:
             warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        logger.setLevel(level)

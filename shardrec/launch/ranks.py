@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,7 @@ from shardrec.exchange.peers import peers
 from shardrec.launch.processes import LISTENER
 from shardrec.launch.stop import RunStopped
 
-__all__ = ["Place", "RankOptions", "joined", "meet", "over_ranks", "same_everywhere"]
+__all__ = ["Place", "joined", "meet", "over_ranks", "same_everywhere"]
 
 _TIMEOUT_S = 300.0
 """How long a rank waits for the others, at the start and, unless told otherwise, in a collective. Ranks do the same
@@ -28,22 +27,6 @@ work, so minutes mean that one is gone."""
 
 _ASK_S = 0.05
 """Rank 0 looks so often whether the others have come."""
-
-
-class RankOptions(Protocol):
-    """What a run's options say of its ranks."""
-
-    @property
-    def device(self) -> str:
-        """``"cpu"`` or ``"cuda"``."""
-
-    @property
-    def threads(self) -> int | None:
-        """Threads of each rank; None for an even share of the cores."""
-
-    @property
-    def seed(self) -> int:
-        """Of torch's random numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,13 +54,17 @@ class Place:
 
 
 @contextmanager
-def joined(config: RankOptions, *, timeout: float = _TIMEOUT_S, alone: bool = False) -> Iterator[Place]:
+def joined(
+    device: str, threads: int | None, *, seed: int = 0, timeout: float = _TIMEOUT_S, alone: bool = False
+) -> Iterator[Place]:
     """Be a rank: set threads and seed, and join the group that the launcher's variables describe (else be alone).
 
     A default group that is there already is used, and left as it is.
 
     Args:
-        config: of the ranks.
+        device: ``"cpu"`` or ``"cuda"``.
+        threads: of each rank; None for an even share of the cores.
+        seed: of torch's random numbers.
         timeout: seconds that a rank waits for the others, at the start and in each collective.
         alone: a rank that a launcher started by itself has a group, too.
 
@@ -89,12 +76,12 @@ def joined(config: RankOptions, *, timeout: float = _TIMEOUT_S, alone: bool = Fa
     rank = int(os.environ["RANK"]) if "RANK" in os.environ else 0
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    device = _device(config.device, local_rank)
+    own_device = _device(device, local_rank)
     threads_before = torch.get_num_threads()
-    threads = config.threads or max(1, len(os.sched_getaffinity(0)) // local_world_size)
+    threads = threads or max(1, len(os.sched_getaffinity(0)) // local_world_size)
     torch.set_num_threads(threads)
-    torch.manual_seed(config.seed)
-    place = Place(rank=rank, world_size=world_size, device=device, threads=threads, timeout=timeout)
+    torch.manual_seed(seed)
+    place = Place(rank=rank, world_size=world_size, device=own_device, threads=threads, timeout=timeout)
     joins = (world_size > 1 or (alone and "RANK" in os.environ)) and not dist.is_initialized()
     stopped: RunStopped | None = None
     try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping
-from types import SimpleNamespace
 from typing import Any
 
 from shardrec.errors import ConfigError
@@ -36,8 +35,11 @@ def run_on_ranks(
         KeyboardInterrupt: the run was stopped by Ctrl-C or SIGTERM.
     """
     launched = launched_rank()
-    if launched is not None:
-        _check_nproc(nproc, launched[1])
+    if launched is not None and nproc not in (1, launched[1]):
+        raise ConfigError(
+            f"nproc (--nproc) is {nproc} and a launcher has already started {launched[1]} ranks: leave nproc out "
+            "under torchrun"
+        )
     if launched is not None or nproc == 1:
         return _run_quietly(run, debug, dict(options))
     quiet = functools.partial(_run_quietly, run, debug)
@@ -87,14 +89,6 @@ def launched_rank() -> tuple[int, int] | None:
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
-def _check_nproc(nproc: int, world_size: int) -> None:
-    if nproc not in (1, world_size):
-        raise ConfigError(
-            f"nproc (--nproc) is {nproc} and a launcher has already started {world_size} ranks: leave nproc out "
-            "under torchrun"
-        )
-
-
 def _run_quietly(run: Run, debug: bool, options: dict[str, Any]) -> Any:
     """``run(options)`` with libraries that match and, without ``debug``, say nothing."""
     from shardrec._versions import check_versions
@@ -107,6 +101,5 @@ def _run_quietly(run: Run, debug: bool, options: dict[str, Any]) -> Any:
 def _joined_rank(options: dict[str, Any]) -> Any:
     from shardrec.launch.ranks import joined  # which imports torch
 
-    settings = SimpleNamespace(device=options["device"], threads=options["threads"], seed=0)
-    with joined(settings, timeout=options["timeout"], alone=True) as place:
+    with joined(options["device"], options["threads"], timeout=options["timeout"], alone=True) as place:
         return options["work"](place, *options["arguments"])

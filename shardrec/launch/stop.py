@@ -5,10 +5,12 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from types import FrameType, TracebackType
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import Any, Self
 
-__all__ = ["SAME_SIGNAL_S", "RunStopped", "StopRequest"]
+__all__ = ["SAME_SIGNAL_S", "RunStopped", "StopRequest", "handling"]
 
 SAME_SIGNAL_S = 1.0
 """A signal so soon after the first is the same request: a terminal and a launcher both pass Ctrl-C on."""
@@ -28,6 +30,20 @@ class RunStopped(KeyboardInterrupt):
         self.folder = folder
 
 
+@contextmanager
+def handling(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
+    """Handle signals so; outside of the main thread, which alone may say, as they are handled."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
 class StopRequest:
     """Notes SIGTERM and SIGINT while it is entered; a second signal raises KeyboardInterrupt.
 
@@ -40,21 +56,16 @@ class StopRequest:
     def __init__(self) -> None:
         self.made = False
         self._made_at = 0.0
-        self._before: dict[signal.Signals, Any] = {}
+        self._handling = ExitStack()
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                # A launcher that handles Ctrl-C itself has its ranks ignore it.
-                if signal.getsignal(number) is not signal.SIG_IGN:
-                    self._before[number] = signal.signal(number, self._note)
+        # A launcher that handles Ctrl-C itself has its ranks ignore it.
+        heard = [one for one in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(one) is not signal.SIG_IGN]
+        self._handling.enter_context(handling(self._note, *heard))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+    def __exit__(self, *unused: object) -> None:
+        self._handling.close()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

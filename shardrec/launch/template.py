@@ -13,14 +13,13 @@ multiprocessing's temporary folder, which a launcher that is killed leaves behin
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import multiprocessing
 import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -59,16 +58,21 @@ class RankTemplate:
 
     def prepare(self) -> None:
         """Start importing in the background."""
-        variables = os.environ if self._environment is None else self._environment
+        own = dict(os.environ)
+        variables = own if self._environment is None else self._environment
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        with _environment({**variables, **ONE_THREAD, "PYTHONPATH": path}):
-            try:
-                self._server.ensure_running()
-            except OSError as error:
-                raise ConfigError(
-                    f"no socket for the process that ranks are forked from in {tempfile.gettempdir()} ({error}): set "
-                    "TMPDIR to a folder of a short name that can be written to"
-                ) from error
+        os.environ.clear()
+        os.environ.update({**variables, **ONE_THREAD, "PYTHONPATH": path})
+        try:
+            self._server.ensure_running()
+        except OSError as error:
+            raise ConfigError(
+                f"no socket for the process that ranks are forked from in {tempfile.gettempdir()} ({error}): set "
+                "TMPDIR to a folder of a short name that can be written to"
+            ) from error
+        finally:
+            os.environ.clear()
+            os.environ.update(own)
 
     def start(self, target: Callable[..., None], *args: Any, name: str | None = None) -> BaseProcess:
         """Fork a rank, which calls ``target(*args)``.
@@ -117,16 +121,3 @@ def end_with_launcher() -> None:
     launcher = multiprocessing.parent_process()
     if launcher is None or wait([launcher.sentinel], 0):  # it had ended already
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-@contextlib.contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Other variables, for a process that is started meanwhile."""
-    before = dict(os.environ)
-    os.environ.clear()
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)

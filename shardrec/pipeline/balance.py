@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -32,25 +32,15 @@ def partition(costs: Sequence[float], stages: int) -> list[int]:
     """
     if not 1 <= stages <= len(costs):
         raise ConfigError(f"{len(costs)} layers cannot be cut into {stages} stages: take 1 to {len(costs)}")
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-    # best[n]: the least that the most costly run costs if the first n layers are cut into as many runs as so far.
-    best = list(sums)
-    cuts: list[list[int]] = []
+    sums = list(accumulate(costs, initial=0.0))
+    # best[n]: the first n layers cut into as many runs as so far: what the most costly run costs, and the counts.
+    best = {end: (sums[end], [end]) for end in range(1, len(sums))}
     for runs in range(2, stages + 1):
-        after = [float("inf")] * len(sums)
-        cut = [0] * len(sums)
+        before, best = best, {}
         for end in range(runs, len(sums)):
-            cut[end] = min(range(runs - 1, end), key=lambda start: max(best[start], sums[end] - sums[start]))
-            after[end] = max(best[cut[end]], sums[end] - sums[cut[end]])
-        best = after
-        cuts.append(cut)
-    balance, end = [], len(costs)
-    for cut in reversed(cuts):
-        balance.append(end - cut[end])
-        end = cut[end]
-    return [end, *reversed(balance)]
+            start = min(range(runs - 1, end), key=lambda start: max(before[start][0], sums[end] - sums[start]))
+            best[end] = max(before[start][0], sums[end] - sums[start]), [*before[start][1], end - start]
+    return best[len(costs)][1]
 
 
 def balance_by_size(stages: int, module: nn.Sequential) -> list[int]:
@@ -63,13 +53,8 @@ def balance_by_size(stages: int, module: nn.Sequential) -> list[int]:
     Raises:
         ConfigError: if there are fewer layers than stages.
     """
-    return partition(
-        [
-            sum(one.numel() * one.element_size() for one in [*layer.parameters(), *layer.buffers()])
-            for layer in _layers(module)
-        ],
-        stages,
-    )
+    sizes = [sum(one.nbytes for one in [*layer.parameters(), *layer.buffers()]) for layer in _layers(module)]
+    return partition(sizes, stages)
 
 
 def balance_by_time(stages: int, module: nn.Sequential, sample: Any, *, repeats: int = 5) -> list[int]:
@@ -154,8 +139,7 @@ def check_balance(module: nn.Sequential, balance: Sequence[int]) -> list[int]:
     owner: dict[Tensor, tuple[int, str]] = {}
     faults = []
     stage_of = [stage for stage, count in enumerate(balance) for _ in range(count)]
-    for stage, (name, layer) in zip(stage_of, module._modules.items(), strict=True):
-        assert layer is not None, "a sequential holds modules"
+    for stage, name, layer in zip(stage_of, module._modules, layers, strict=True):
         for path, tensor in chain(layer.named_parameters(name), layer.named_buffers(name)):
             first, first_path = owner.setdefault(tensor, (stage, path))
             if first != stage:

@@ -6,7 +6,7 @@ import dataclasses
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -48,6 +48,12 @@ class _Slot:
     exchanged: bool = False
     ready: Any = None
 
+    def let_go(self) -> None:
+        """Of the calls that no forward has made."""
+        if self.ahead is not None:
+            self.ahead.close()
+            self.ahead = None
+
 
 class Lookahead:
     """Steps through batches; see :mod:`shardrec.pipeline.train`.
@@ -81,15 +87,11 @@ class Lookahead:
         self._copies = torch.cuda.Stream(device) if on_gpu else None
         self._ids = torch.cuda.Stream(device) if on_gpu else None
 
-    def step(self, forward: Callable[[Any], Any], finish: Callable[[Any], None]) -> Any:
-        """One step.
+    def step(self, forward: Callable[[Any], Any]) -> Any:
+        """One step, up to its backward.
 
         Args:
-            forward: from the batch to a result.
-            finish: the backward and the update, if any; called with the result.
-
-        Returns:
-            The result.
+            forward: from the batch to the result that is returned.
 
         Raises:
             StopIteration: if there is no further batch.
@@ -114,19 +116,16 @@ class Lookahead:
             if self._learnt:
                 self._exchange(following)
         except BaseException:
-            if following is not None and following.ahead is not None:
-                following.ahead.close()
-                following.ahead = None
+            if following is not None:
+                following.let_go()
             raise
-        finish(result)
         return result
 
     def close(self) -> None:
         """Let go of the batches that are under way: every rank does so after the same step."""
         self._source = None
         for slot in self._slots:
-            if slot.ahead is not None:
-                slot.ahead.close()
+            slot.let_go()
         self._slots.clear()
 
     def _fetch(self, count: int) -> None:
@@ -193,9 +192,7 @@ class Lookahead:
                 return
             slot.told = True
             slot.error = slot.error or error
-            if slot.ahead is not None:
-                slot.ahead.close()
-                slot.ahead = None
+            slot.let_go()
 
     def _forward(self, slot: _Slot, forward: Callable[[Any], Any]) -> Any:
         context = self._context
@@ -221,8 +218,7 @@ class Lookahead:
         finally:
             context.queue.observed = None
             context.made_ahead = None
-            if slot.ahead is not None:
-                slot.ahead.close()
+            slot.let_go()
         return result
 
     def _fail(self, slot: _Slot, observed: list[tuple[Caller, object]] | None, error: Exception) -> None:
@@ -284,16 +280,13 @@ def _words(error: Exception) -> str:
     return str(error) if isinstance(error, ShardrecError) else f"{type(error).__name__}: {error}"
 
 
-@contextmanager
-def _on(stream: Any, after: Any = None) -> Iterator[None]:
+def _on(stream: Any, after: Any = None) -> AbstractContextManager[Any]:
     """Issue on a CUDA stream, after an event; nothing on the CPU."""
     if stream is None:
-        yield
-        return
+        return nullcontext()
     if after is not None:
         stream.wait_event(after)
-    with torch.cuda.stream(stream):
-        yield
+    return torch.cuda.stream(stream)
 
 
 def _copied(batch: Any, device: torch.device) -> Any:

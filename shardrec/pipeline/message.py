@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map
 
 from shardrec.pending import wait
 
-__all__ = ["Failure", "Key", "Mailbox", "Message", "Port", "flatten", "versions_of"]
+__all__ = ["Failure", "Key", "Mailbox", "Message", "flatten", "versions_of"]
 
 
 class Key(NamedTuple):
@@ -112,26 +112,16 @@ def flatten(value: Any, what: str) -> tuple[list[Tensor | None], TreeSpec]:
     return leaves, spec
 
 
-class Port(Protocol):
-    """How a stage's messages travel in one step."""
-
-    def send(self, key: Key, message: Message) -> None:
-        """Let it go; does not wait."""
-
-    def take(self, key: Key) -> Message:
-        """Wait for it."""
-
-
-@dataclass
 class Mailbox:
-    """Messages between threads: the port of stages in one process."""
+    """How messages travel in one step: between threads, for stages in one process."""
 
-    _messages: dict[Key, Message] = field(default_factory=dict)
-    _changed: threading.Condition = field(default_factory=threading.Condition)
-    _broken: BaseException | None = None
+    def __init__(self) -> None:
+        self._messages: dict[Key, Message] = {}
+        self._changed = threading.Condition()
+        self._broken: BaseException | None = None
 
     def send(self, key: Key, message: Message) -> None:
-        """Put a message in."""
+        """Put a message in; does not wait."""
         with self._changed:
             self._messages[key] = message
             self._changed.notify_all()
@@ -148,6 +138,9 @@ class Mailbox:
                 assert self._broken is not None, "waiting ends with a message or without hope"
                 raise self._broken
             return self._messages.pop(key)
+
+    def finish(self) -> None:
+        """Wait until all that goes to other processes, or comes from them, has arrived."""
 
     def give_up(self, error: BaseException) -> None:
         """Nothing more will come."""

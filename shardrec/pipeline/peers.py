@@ -29,7 +29,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 
 from shardrec.errors import PeerError
 from shardrec.exchange.transport import timeout_s
-from shardrec.pipeline.message import Failure, Key, Mailbox, Message
+from shardrec.pipeline.message import Key, Mailbox, Message
 from shardrec.pipeline.timeline import Recorder
 
 __all__ = ["PeerPort", "Peers"]
@@ -39,7 +39,7 @@ _FRAME = 1024
 
 
 class Peers:
-    """The other ranks of a pipeline.
+    """The other ranks of a pipeline; what waits for them raises PeerError if one is gone.
 
     Args:
         group: stage s is on its rank s; all of its ranks call this.
@@ -65,41 +65,23 @@ class Peers:
         self._threads: dict[tuple[str, int], ThreadPoolExecutor] = {}
 
     def gather(self, value: Any) -> list[Any]:
-        """The value of each rank, on every rank; over gloo, so that no device waits.
-
-        Raises:
-            PeerError: if another rank is gone.
-        """
+        """The value of each rank, on every rank; over gloo, so that no device waits."""
         values: list[Any] = [None] * self.size
-        try:
+        with self._about_stages():
             dist.all_gather_object(values, value, group=self._control)
-        except RuntimeError as error:
-            raise self._gone(error) from error
         return values
 
     def agree(self, number: int) -> list[int]:
-        """A number of each rank, on every rank; likewise.
-
-        Raises:
-            PeerError: if another rank is gone.
-        """
+        """A number of each rank, on every rank; likewise."""
         numbers = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        try:
+        with self._about_stages():
             dist.all_gather(numbers, torch.tensor([number]), group=self._control)
-        except RuntimeError as error:
-            raise self._gone(error) from error
         return [int(one) for one in numbers]
 
     def broadcast(self, value: Tensor, stage: int) -> None:
-        """Overwrite ``value`` on every rank with that of a stage.
-
-        Raises:
-            PeerError: if another rank is gone.
-        """
-        try:
+        """Overwrite ``value`` on every rank with that of a stage."""
+        with self._about_stages():
             dist.broadcast(value, self._ranks[stage], group=self._tensors[0])
-        except RuntimeError as error:
-            raise self._gone(error) from error
 
     def submit(self, way: str, peer: int, work: Any, *args: Any) -> Future[None]:
         """Do it on the thread for a peer; one at a time, in order."""
@@ -111,35 +93,31 @@ class Peers:
 
     def send(self, key: Key, message: Message, ready: Any) -> None:
         """Send a message; waits until it is gone. ``ready`` is recorded when its tensors had been computed."""
-        failure = message.failure
         shapes = [None if leaf is None else (tuple(leaf.shape), leaf.dtype) for leaf in message.leaves]
-        words = None if failure is None else (failure.stage, failure.text)
-        head = _pickled((tuple(key), shapes, message.spec, list(message.differentiable), words))
+        failure = None if message.failure is None else message.failure.told()
+        head = _pickled((tuple(key), shapes, message.spec, list(message.differentiable), failure))
         data = len(head).to_bytes(8, "little") + head
         to = self._ranks[key.target]
         group = self._tensors[key.source > key.target]
-        try:
+        with self._about_stages(), ExitStack() as stack:
             dist.send(_bytes(data[:_FRAME].ljust(_FRAME, b"\0")), to, group=self._control)
             if len(data) > _FRAME:
                 dist.send(_bytes(data[_FRAME:]), to, group=self._control)
-            with ExitStack() as stack:
-                if ready is not None:
-                    stream = stack.enter_context(_side_stream(self.device))
-                    stream.wait_event(ready)
-                for leaf in message.leaves:
-                    if leaf is not None and leaf.numel():
-                        if ready is not None:
-                            leaf.record_stream(torch.cuda.current_stream(self.device))
-                        dist.send(leaf.contiguous(), to, group=group)
-                        self.sent_bytes[key.target] += leaf.numel() * leaf.element_size()
-        except RuntimeError as error:
-            raise self._gone(error) from error
+            if ready is not None:
+                stream = stack.enter_context(_side_stream(self.device))
+                stream.wait_event(ready)
+            for leaf in message.leaves:
+                if leaf is not None and leaf.numel():
+                    if ready is not None:
+                        leaf.record_stream(torch.cuda.current_stream(self.device))
+                    dist.send(leaf.contiguous(), to, group=group)
+                    self.sent_bytes[key.target] += leaf.nbytes
 
     def receive(self, key: Key) -> Message:
         """Receive the next message of a peer, which is ``key``."""
         source = self._ranks[key.source]
         group = self._tensors[key.source > key.target]
-        try:
+        with self._about_stages(), ExitStack() as stack:
             frame = torch.empty(_FRAME, dtype=torch.uint8)
             dist.recv(frame, source, group=self._control)
             data = bytes(frame.tolist())
@@ -148,34 +126,35 @@ class Peers:
                 rest = torch.empty(length - _FRAME, dtype=torch.uint8)
                 dist.recv(rest, source, group=self._control)
                 data += bytes(rest.tolist())
-            name, shapes, spec, differentiable, words = pickle.loads(data[8:length])
+            name, shapes, spec, differentiable, failure = pickle.loads(data[8:length])
             assert Key(*name) == key, f"{Key(*name)} came in place of {key}: both sides have one schedule"
             leaves: list[Tensor | None] = []
             event = None
-            with ExitStack() as stack:
-                stream = stack.enter_context(_side_stream(self.device)) if self.device.type == "cuda" else None
-                for shape in shapes:
-                    leaf = None if shape is None else torch.empty(shape[0], dtype=shape[1], device=self.device)
-                    if leaf is not None and leaf.numel():
-                        dist.recv(leaf, source, group=group)
-                    leaves.append(leaf)
-                if stream is not None:
-                    event = stream.record_event()
-        except RuntimeError as error:
-            raise self._gone(error) from error
-        failure = None if words is None else Failure(stage=words[0], text=words[1])
+            stream = stack.enter_context(_side_stream(self.device)) if self.device.type == "cuda" else None
+            for shape in shapes:
+                leaf = None if shape is None else torch.empty(shape[0], dtype=shape[1], device=self.device)
+                if leaf is not None and leaf.numel():
+                    dist.recv(leaf, source, group=group)
+                leaves.append(leaf)
+            if stream is not None:
+                event = stream.record_event()
         return Message(leaves=leaves, spec=spec, differentiable=differentiable, failure=failure, ready=event)
 
-    def _gone(self, error: RuntimeError) -> PeerError:
-        return PeerError(
-            f"stage {self.rank} of {self.size}: another stage's rank stopped, or did not come within the process "
-            f"group's timeout: {str(error).splitlines()[0]}. Look for the first error among the other ranks' messages, "
-            "and start all the ranks again"
-        )
+    @contextmanager
+    def _about_stages(self) -> Iterator[None]:
+        """A backend's error inside the block becomes one that says what it means."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise PeerError(
+                f"stage {self.rank} of {self.size}: another stage's rank stopped, or did not come within the process "
+                f"group's timeout: {str(error).splitlines()[0]}. Look for the first error among the other ranks' "
+                "messages, and start all the ranks again"
+            ) from error
 
 
 class PeerPort(Mailbox):
-    """The port of a stage that is alone in its process, in one step.
+    """The mailbox of a stage that is alone in its process, in one step.
 
     Args:
         peers: the other ranks.
@@ -187,13 +166,11 @@ class PeerPort(Mailbox):
         super().__init__()
         self._peers = peers
         self._recorder = recorder
-        self._under_way: list[Future[None]] = []
         by_source: dict[int, list[Key]] = {}
         for key in expected:
             if 0 <= key.source < peers.size:
                 by_source.setdefault(key.source, []).append(key)
-        for source, keys in by_source.items():
-            self._under_way.append(peers.submit("receive", source, self._receive, keys))
+        self._under_way = [peers.submit("receive", source, self._receive, keys) for source, keys in by_source.items()]
 
     def send(self, key: Key, message: Message) -> None:
         """To another rank, or to the caller."""

@@ -103,12 +103,11 @@ class Pipeline(nn.Module):
         routes = skip_routes(module, self.balance)
         own = range(stages) if group is None else [dist.get_rank(group)]
         ends = [0, *accumulate(self.balance)]
-        named = list(module._modules.items())
+        named = list(zip(module._modules, module, strict=True))
         self.local_stages: list[Stage] = []
         for number, device in zip(own, self.devices, strict=True):
             layers = []
             for name, layer in named[ends[number] : ends[number + 1]]:
-                assert layer is not None, "a sequential holds modules"
                 if hasattr(self, name):
                     raise ConfigError(
                         f"a layer is named {name!r}, which is a name of the pipeline's own: give the layer another one"

@@ -16,14 +16,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Modes", "RandomState", "RandomStream", "checkpointing", "is_checkpointing", "is_recomputing", "recomputing"]
+__all__ = ["Modes", "RandomState", "RandomStream", "flagged", "is_checkpointing", "is_recomputing"]
 
 
 class _Flags(threading.local):
@@ -48,55 +46,35 @@ def is_recomputing() -> bool:
 
 
 @contextmanager
-def checkpointing() -> Iterator[None]:
-    """A forward that keeps no graph."""
-    before, _flags.checkpointing = _flags.checkpointing, True
+def flagged(flag: Literal["checkpointing", "recomputing"]) -> Iterator[None]:
+    """What layers are told inside the block."""
+    before = getattr(_flags, flag)
+    setattr(_flags, flag, True)
     try:
-        with torch.no_grad():
-            yield
+        yield
     finally:
-        _flags.checkpointing = before
+        setattr(_flags, flag, before)
 
 
-@contextmanager
-def recomputing() -> Iterator[None]:
-    """The forward once more, with a graph."""
-    before, _flags.recomputing = _flags.recomputing, True
-    try:
-        with torch.enable_grad():
-            yield
-    finally:
-        _flags.recomputing = before
-
-
-@dataclass(frozen=True, kw_only=True)
 class Modes:
     """The caller's modes, which belong to a thread, for the threads that work for it and for recomputations.
 
     Args:
-        inference: inference mode.
-        autocast: per device type, whether on, and the dtype.
+        device_types: whose autocast is meant.
     """
 
-    inference: bool
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]
-
-    @staticmethod
-    def now(device_types: set[str]) -> Modes:
-        """Those of the calling thread."""
-        return Modes(
-            inference=torch.is_inference_mode_enabled(),
-            autocast=tuple(
-                (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in sorted(device_types)
-            ),
-        )
+    def __init__(self, device_types: set[str]) -> None:
+        self._inference = torch.is_inference_mode_enabled()
+        self._autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in sorted(device_types)
+        ]
 
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Have them on this thread."""
         with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(self.inference))
-            for kind, enabled, dtype in self.autocast:
+            stack.enter_context(torch.inference_mode(self._inference))
+            for kind, enabled, dtype in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
             yield
 
@@ -129,47 +107,34 @@ class RandomStream(TorchDispatchMode):
                 torch.set_rng_state(before)
 
 
-@dataclass(frozen=True, kw_only=True)
 class RandomState:
-    """Where a stage's random numbers were.
+    """Where a stage's random numbers are when it is made.
 
     Args:
-        stream: its stream on the CPU; None: torch's generator.
-        cpu: state of the one or the other.
-        device: whose generator the rest is of.
-        cuda: its state, if it is a CUDA device.
+        device: whose generator they are drawn from, if it is a CUDA device.
+        stream: of those on the CPU; None: torch's generator.
     """
 
-    stream: RandomStream | None
-    cpu: Tensor
-    device: torch.device
-    cuda: Tensor | None
-
-    @staticmethod
-    def now(device: torch.device, stream: RandomStream | None) -> RandomState:
-        """Where they are."""
-        return RandomState(
-            stream=stream,
-            cpu=torch.get_rng_state() if stream is None else stream.state,
-            device=device,
-            cuda=torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        )
-
-    def put(self) -> None:
-        """Go back there."""
-        if self.stream is None:
-            torch.set_rng_state(self.cpu)
-        else:
-            self.stream.state = self.cpu
-        if self.cuda is not None:
-            torch.cuda.set_rng_state(self.cuda, self.device)
+    def __init__(self, device: torch.device, stream: RandomStream | None) -> None:
+        self._device = device
+        self._stream = stream
+        self._cpu = torch.get_rng_state() if stream is None else stream.state
+        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Draw the same numbers once more, and go on afterwards as if nothing had been drawn."""
-        before = RandomState.now(self.device, self.stream)
-        self.put()
+        before = RandomState(self._device, self._stream)
+        self._put()
         try:
             yield
         finally:
-            before.put()
+            before._put()
+
+    def _put(self) -> None:
+        if self._stream is None:
+            torch.set_rng_state(self._cpu)
+        else:
+            self._stream.state = self._cpu
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda, self._device)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import FIRST_EXCEPTION
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from shardrec.errors import ConfigError, PeerError
 from shardrec.pipeline.error import PipelineError
 from shardrec.pipeline.message import Key, Mailbox, Message
 from shardrec.pipeline.microbatch import batch_size, gather, scatter, sizes_of
-from shardrec.pipeline.peers import PeerPort
+from shardrec.pipeline.peers import PeerPort, Peers
 from shardrec.pipeline.recompute import Modes, RandomStream
 from shardrec.pipeline.schedule import Schedule, backwards, gpipe, place
 from shardrec.pipeline.stage import StageStep, Step
@@ -46,17 +47,16 @@ class Run:
         self._last = pipeline.local_stages[-1].index == pipeline.stages - 1
         self._sizes = sizes_of(self._agreed_size(input), pipeline.chunks)
         self.batches = len(self._sizes)
-        self._leaves: list[Any] = tree_flatten(input)[0] if self._first else []
-        self._parts: list[Any] = scatter(input, self._sizes) if self._first else []
+        self._parts = [tree_flatten(part) for part in scatter(input, self._sizes)] if self._first else []
         stops = {"always": self.batches, "except_last": self.batches - 1, "never": 0}
         self._step = Step(
             with_gradients=with_gradients,
             checkpointed=stops[pipeline.checkpoint],
-            modes=Modes.now({device.type for device in pipeline.devices}),
+            modes=Modes({device.type for device in pipeline.devices}),
             recorder=pipeline.recorder,
         )
-        self._port: Mailbox | None = None
-        self._steps: list[StageStep] = []
+        self._port = Mailbox()
+        self._steps: dict[int, StageStep] = {}
         self._went_back = False
 
     def set_loss(self, target: Any, loss_fn: Callable[[Any, Any], Tensor], *, mean: bool) -> None:
@@ -94,83 +94,64 @@ class Run:
             PeerError: if another rank is gone.
         """
         pipeline, peers = self._pipeline, self._pipeline.peers
+        threads = pipeline.threads()
         if peers is not None:
             stage = pipeline.local_stages[0]
             expected = [key for action in schedule[stage.index] for key in stage.taken(action)]
             self._port = PeerPort(peers, expected, pipeline.recorder)
-        elif self._port is None:
-            self._port = Mailbox()
         if not self._steps:
-            self._begin(self._port)
-        try:
-            if pipeline.threads() is not None:
-                self._on_threads(self._port, schedule)
-            else:
-                self._in_turn(schedule)
-        except BaseException:
-            self._port.give_up(PipelineError("the step was interrupted"))
-            raise
-        if isinstance(self._port, PeerPort):
-            self._end_together(self._port)
-        for stage, step in zip(pipeline.local_stages, self._steps, strict=True):
-            if step.failure is not None and step.failure.stage == stage.index and step.failure.error is not None:
+            self._begin(on_threads=threads is not None)
+        if threads is not None:
+            self._on_threads(threads, schedule)
+        else:
+            self._in_turn(schedule)
+        if peers is not None:
+            self._end_together(peers)
+        for index, step in self._steps.items():
+            if step.failure is not None and step.failure.stage == index and step.failure.error is not None:
                 raise step.failure.error
 
-    def _begin(self, port: Mailbox) -> None:
+    def _begin(self, *, on_threads: bool) -> None:
         """Hand the first stage its micro-batches."""
-        pipeline, with_gradients = self._pipeline, self._step.with_gradients
-        streams: list[RandomStream | None] = [None] * len(pipeline.local_stages)
-        if pipeline.threads() is not None:
-            # See [Note: random numbers of stages on the CPU].
-            seed = int(torch.randint(2**62, ()))
-            streams = [RandomStream(seed + number) for number in range(len(streams))]
-        self._steps = [
-            StageStep(stage, self._step, port, stream)
-            for stage, stream in zip(pipeline.local_stages, streams, strict=True)
-        ]
-        for batch, part in enumerate(self._parts):
-            leaves, spec = tree_flatten(part)
-            asks = [with_gradients and leaf is not None and leaf.requires_grad for leaf in leaves]
+        # See [Note: random numbers of stages on the CPU].
+        seed = int(torch.randint(2**62, ())) if on_threads else 0
+        for stage in self._pipeline.local_stages:
+            stream = RandomStream(seed + stage.index) if on_threads else None
+            self._steps[stage.index] = StageStep(stage, self._step, self._port, stream)
+        for batch, (leaves, spec) in enumerate(self._parts):
+            asks = [self._step.with_gradients and leaf is not None and leaf.requires_grad for leaf in leaves]
             # Views of one tensor count in-place changes together; each micro-batch's are its own.
             detached = [None if leaf is None else leaf.data for leaf in leaves]
-            port.send(Key(-1, 0, batch), Message(leaves=detached, spec=spec, differentiable=asks))
+            self._port.send(Key(-1, 0, batch), Message(leaves=detached, spec=spec, differentiable=asks))
 
-    def _on_threads(self, port: Mailbox, schedule: Schedule) -> None:
-        threads = self._pipeline.threads()
-        assert threads is not None, "stages on the CPU have threads"
-        futures = [threads.submit(step.run, actions) for step, actions in zip(self._steps, schedule, strict=True)]
+    def _on_threads(self, threads: ThreadPoolExecutor, schedule: Schedule) -> None:
+        futures = [threads.submit(step.run, schedule[index]) for index, step in self._steps.items()]
         try:
             # A failure is no exception here; only an interrupt is, of a stage or of this thread.
             done, _ = wait_for(futures, return_when=FIRST_EXCEPTION)
             for future in done:
                 future.result()
         except BaseException:
-            port.give_up(PipelineError("the step was interrupted"))
+            self._port.give_up(PipelineError("the step was interrupted"))
             wait_for(futures)
             raise
 
     def _in_turn(self, schedule: Schedule) -> None:
         """On this thread, in an order in which nothing is waited for (but what other ranks send)."""
-        own = {stage.index: step for stage, step in zip(self._pipeline.local_stages, self._steps, strict=True)}
-        for step in own.values():
-            step.begin()
-        try:
+        with ExitStack() as stack:
+            for step in self._steps.values():
+                stack.enter_context(step.at_work())
             for one in place(schedule):
-                if one.stage in own:
-                    own[one.stage].do(one.action)
-        finally:
-            for step in own.values():
-                step.end()
+                if one.stage in self._steps:
+                    self._steps[one.stage].do(one.action)
 
-    def _end_together(self, port: PeerPort) -> None:
+    def _end_together(self, peers: Peers) -> None:
         """Learn of failures on other ranks, and tell them of this one's."""
-        peers = self._pipeline.peers
-        assert peers is not None, "a peer port is one of peers"
-        own = self._steps[0].failure
+        own = self._steps[peers.rank].failure
         raised = None if own is None or own.stage != peers.rank else own.error
         if isinstance(raised, PeerError):
             raise raised
-        port.finish()
+        self._port.finish()
         if not any(peers.agree(int(own is not None))):
             return
         found = {one.stage: one.text for one in peers.gather(None if own is None else own.told()) if one is not None}
@@ -198,7 +179,6 @@ class Run:
 
     def _results(self) -> list[Message]:
         """What the last stage returned, per micro-batch."""
-        assert self._port is not None, "results are there after the forwards"
         stages = self._pipeline.stages
         return [self._port.take(Key(stages - 1, stages, batch)) for batch in range(self.batches)]
 
@@ -211,52 +191,37 @@ class Run:
         results = self._results()
         leaves, spec = tree_flatten(_gathered(results))
         asks = [any(flags) for flags in zip(*(one.differentiable for one in results), strict=True)]
-        inputs = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
         token = torch.zeros(0, requires_grad=True)
-        there = [at for at, leaf in enumerate(leaves) if leaf is not None]
-        values, asked = [leaves[at] for at in there], [asks[at] for at in there]
-        attached: Any = _Attach.apply(self, values, asked, token, *inputs)  # type: ignore[no-untyped-call]
-        for at, leaf in zip(there, attached, strict=True):
-            leaves[at] = leaf
-        return tree_unflatten(leaves, spec)
+        attached: Any = _Attach.apply(self, leaves, asks, token, *self._input())  # type: ignore[no-untyped-call]
+        return tree_unflatten(attached, spec)
 
     def backward(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
-        """The gradients of the input's tensors, from those of the output's."""
+        """The gradients of :meth:`_input`, from those of the output's leaves."""
         if self._went_back:
             raise PipelineError("a pipeline's output goes back once: call forward again, or add the losses up")
         self._went_back = True
-        assert self._port is not None, "backward comes after forward"
         stages = self._pipeline.stages
         for batch, leaves in enumerate(scatter(gradients, self._sizes)):
             self._port.send(Key(stages, stages - 1, batch), Message(leaves=leaves))
         self.execute(backwards(gpipe(stages, self.batches)))
-        per_batch = self._input_gradients()
-        return [
-            None if any(one is None for one in column) else torch.cat(column) for column in zip(*per_batch, strict=True)
-        ]
+        return self._input_gradients()
 
     def input_backward(self) -> None:
         """After a step: let the input's gradients go on in the graph that it came from."""
         if not self._first:
             return
-        roots, seeds = [], []
-        for part, gradients in zip(self._parts, self._input_gradients(), strict=True):
-            for leaf, gradient in zip(tree_flatten(part)[0], gradients, strict=True):
-                if gradient is not None:
-                    roots.append(leaf)
-                    seeds.append(gradient)
-        if roots:
-            torch.autograd.backward(roots, seeds)
+        pairs = zip(self._input(), self._input_gradients(), strict=True)
+        found = [(leaf, gradient) for leaf, gradient in pairs if gradient is not None]
+        if found:
+            torch.autograd.backward([leaf for leaf, _ in found], [gradient for _, gradient in found])
 
-    def _input_gradients(self) -> list[list[Tensor | None]]:
-        """Per micro-batch, those of the input's tensors."""
-        assert self._port is not None, "gradients are there after the backwards"
-        found = [list(self._port.take(Key(0, -1, batch)).leaves) for batch in range(self.batches)]
-        device = [leaf.device if isinstance(leaf, Tensor) else None for leaf in self._leaves]
-        return [
-            [None if one is None else one.to(where) for one, where in zip(leaves, device, strict=True)]
-            for leaves in found
-        ]
+    def _input(self) -> list[Any]:
+        """The leaves of the micro-batches, one after the other; autograd knows how they were cut out of the input."""
+        return [leaf for leaves, _ in self._parts for leaf in leaves]
+
+    def _input_gradients(self) -> list[Tensor | None]:
+        found = [one for batch in range(self.batches) for one in self._port.take(Key(0, -1, batch)).leaves]
+        return [None if one is None else one.to(leaf.device) for one, leaf in zip(found, self._input(), strict=True)]
 
     def total_loss(self) -> Tensor:
         """The sum over micro-batches, on every rank."""
@@ -278,12 +243,13 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, run: Run, values: list[Tensor], asks: list[bool], token: Tensor, *inputs: Tensor
-    ) -> tuple[Tensor, ...]:
+        ctx: Any, run: Run, leaves: list[Tensor | None], asks: list[bool], token: Tensor, *inputs: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         ctx.run = run
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(value for value, asked in zip(values, asks, strict=True) if not asked))
-        return tuple(values)
+        unasked = (leaf for leaf, asked in zip(leaves, asks, strict=True) if leaf is not None and not asked)
+        ctx.mark_non_differentiable(*unasked)
+        return tuple(leaves)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -63,14 +63,7 @@ Schedule = list[list[Action]]
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """An action in time.
-
-    Args:
-        stage: who does it.
-        action: what.
-        start: time.
-        end: time.
-    """
+    """When a stage does an action: from ``start`` to ``end``."""
 
     stage: int
     action: Action
@@ -122,13 +115,8 @@ SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}
 """The schedules by name."""
 
 
-def place(schedule: Schedule, *, forward: float = 1.0, backward: float = 1.0) -> list[Placed]:
-    """Each action as early as its stage, and the stage before (forward) or behind (backward), allow.
-
-    Args:
-        schedule: per stage, its actions.
-        forward: time of a forward.
-        backward: time of a backward.
+def place(schedule: Schedule) -> list[Placed]:
+    """Each action, a unit of time, as early as its stage, and the one before (forward) or behind (backward), allow.
 
     Returns:
         The actions in order of their starts: an order in which one thread can do them all.
@@ -154,8 +142,8 @@ def place(schedule: Schedule, *, forward: float = 1.0, backward: float = 1.0) ->
             while actions and all(need in ends for need in needs(stage, actions[-1])):
                 action = actions.pop()
                 start = max([free[stage], *(ends[need] for need in needs(stage, action))])
-                free[stage] = ends[stage, action] = start + (forward if action.kind == "F" else backward)
-                placed.append(Placed(stage, action, start, free[stage]))
+                free[stage] = ends[stage, action] = start + 1
+                placed.append(Placed(stage, action, start, start + 1))
                 progress = True
     stuck = [f"stage {stage} at {actions[-1]}" for stage, actions in enumerate(left) if actions]
     if stuck:

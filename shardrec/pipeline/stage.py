@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -28,12 +28,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from shardrec.pipeline.error import PipelineError
-from shardrec.pipeline.message import Failure, Key, Message, Port, flatten, versions_of
-from shardrec.pipeline.recompute import Modes, RandomState, RandomStream, checkpointing, recomputing
+from shardrec.pipeline.message import Failure, Key, Mailbox, Message, flatten, versions_of
+from shardrec.pipeline.recompute import Modes, RandomState, RandomStream, flagged
 from shardrec.pipeline.schedule import Action
 from shardrec.pipeline.skip.layout import Route
-from shardrec.pipeline.skip.namespace import Namespace
-from shardrec.pipeline.skip.tracker import SkipKey, SkipTracker, changed_in_place, use_skip_tracker
+from shardrec.pipeline.skip.tracker import SkipTracker, changed_in_place, use_skip_tracker
 from shardrec.pipeline.statistics import MiniBatchStatistics
 from shardrec.pipeline.timeline import Recorder
 
@@ -66,10 +65,10 @@ class _Boundary(torch.autograd.Function):
     """Tensors enter a stage's graph here; their gradients end in ``caught``."""
 
     @staticmethod
-    def forward(ctx: Any, caught: list[Any], token: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, caught: list[Any], token: Tensor, *leaves: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.caught = caught
         ctx.set_materialize_grads(False)
-        return tuple(tensor.detach() for tensor in tensors)
+        return tuple(None if leaf is None else leaf.detach() for leaf in leaves)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
@@ -85,7 +84,7 @@ class _Entrance:
         leaves: the tensors; let go when the forward has them, unless it is made again.
         spec: how they are nested.
         differentiable: per leaf, whether its gradient is to go back.
-        caught: the gradients, of those that are differentiable, once the backward has been there.
+        caught: per leaf, its gradient; empty before the backward has been there.
     """
 
     leaves: list[Tensor | None]
@@ -95,36 +94,20 @@ class _Entrance:
 
     def enter(self, token: Tensor, *, with_graph: bool) -> Any:
         """The nest, at the beginning of a graph if there is to be one."""
-        leaves = list(self.leaves)
-        places = [place for place, wanted in enumerate(self.differentiable) if wanted]
-        if with_graph and places:
-            self.caught = [None] * len(places)
-            entering = (leaves[place] for place in places)
+        leaves = self.leaves
+        if with_graph and any(self.differentiable):
+            entering = (leaf if wanted else None for leaf, wanted in zip(leaves, self.differentiable, strict=True))
             inside: Any = _Boundary.apply(self.caught, token, *entering)  # type: ignore[no-untyped-call]
-            for place, leaf in zip(places, inside, strict=True):
-                leaves[place] = leaf
+            leaves = [leaf if entered is None else entered for leaf, entered in zip(leaves, inside, strict=True)]
         return tree_unflatten(leaves, self.spec)
 
     def gradients(self) -> list[Tensor | None]:
         """Per leaf."""
-        found: list[Tensor | None] = [None] * len(self.differentiable)
-        places = [place for place, wanted in enumerate(self.differentiable) if wanted]
-        for place, gradient in zip(places, self.caught, strict=False):
-            found[place] = gradient
-        return found
+        return self.caught or [None] * len(self.differentiable)
 
 
-@dataclass
-class _Exit:
-    """Tensors that leave a stage.
-
-    Args:
-        message: for the stage that gets them.
-        edges: per leaf, where its gradient enters the graph; None where it takes none.
-    """
-
-    message: Message | None
-    edges: list[GradientEdge | None]
+_Edges = list[GradientEdge | None]
+"""Per leaf of a message, where its gradient enters the graph; None where it takes none."""
 
 
 @dataclass
@@ -132,47 +115,18 @@ class _Record:
     """What a micro-batch's backward needs.
 
     Args:
-        activation: what entered.
-        skips: likewise, by number of the skip.
-        exits: what left, by number of the skip, -1 for the activation; None if it is to be computed again.
+        entrances: what was taken: the activation, then the skips.
+        exits: of what was sent: the activation, then the skips; None if it is to be computed again.
         random: state before the forward, if so.
     """
 
-    activation: _Entrance
-    skips: dict[int, _Entrance]
-    exits: dict[int, _Exit] | None
-    random: RandomState | None
-
-
-class StageSkips(SkipTracker):
-    """The skips of one micro-batch's forward in one stage.
-
-    Args:
-        batch: number of the micro-batch.
-        incoming: what other stages have stashed.
-    """
-
-    def __init__(self, batch: int, incoming: dict[SkipKey, Any]) -> None:
-        super().__init__()
-        self.batch = batch
-        self._incoming = incoming
-
-    def load(self, batch: int, namespace: Namespace | None, name: str) -> Any:
-        """What another stage stashed, or this one."""
-        key = (namespace, name)
-        return self._incoming.pop(key) if key in self._incoming else super().load(batch, namespace, name)
+    entrances: list[_Entrance]
+    exits: list[_Edges] | None = None
+    random: RandomState | None = None
 
 
 class Stage:
-    """A run of a sequential's layers on one device.
-
-    Args:
-        index: its number s.
-        stages: number of stages S.
-        layers: its layers, on the device.
-        device: where it computes.
-        routes: the skips between stages.
-    """
+    """Stage ``index`` of ``stages``: a run of a sequential's layers on a device. ``routes`` are those of all skips."""
 
     def __init__(
         self, index: int, stages: int, layers: Sequence[nn.Module], device: torch.device, routes: Sequence[Route]
@@ -183,36 +137,28 @@ class Stage:
         self.device = device
         self.stashed = [route for route in routes if route.source == index]
         self.popped = [route for route in routes if route.target == index]
+        # The other stage, and the number of the skip: what comes in forward goes back in backward, and the other way.
+        self._before = [(index - 1, -1), *((one.source, one.number) for one in self.popped)]
+        self._behind = [(index + 1, -1), *((one.target, one.number) for one in self.stashed)]
         modules = dict.fromkeys(module for layer in layers for module in layer.modules())
         self.statistics = MiniBatchStatistics(modules)
         self.token = torch.zeros(0, requires_grad=True)
 
     def taken(self, action: Action) -> list[Key]:
         """What comes for an action, in the order in which it is taken."""
-        own, batch = self.index, action.batch
-        if action.kind == "F":
-            return [Key(own - 1, own, batch), *(Key(one.source, own, batch, one.number) for one in self.popped)]
-        return [Key(own + 1, own, batch), *(Key(one.target, own, batch, one.number) for one in self.stashed)]
+        others = self._before if action.kind == "F" else self._behind
+        return [Key(other, self.index, action.batch, skip) for other, skip in others]
 
     def sent(self, action: Action) -> list[Key]:
         """What an action sends, in order."""
-        own, batch = self.index, action.batch
-        if action.kind == "F":
-            return [Key(own, own + 1, batch), *(Key(own, one.target, batch, one.number) for one in self.stashed)]
-        return [Key(own, own - 1, batch), *(Key(own, one.source, batch, one.number) for one in self.popped)]
+        others = self._behind if action.kind == "F" else self._before
+        return [Key(self.index, other, action.batch, skip) for other, skip in others]
 
 
 class StageStep:
-    """A stage in one step.
+    """A stage in one step; ``stream`` is of its random numbers on the CPU (None: torch's generator)."""
 
-    Args:
-        stage: the stage.
-        step: the step.
-        port: to the other stages and the caller.
-        stream: of random numbers on the CPU; None: torch's generator.
-    """
-
-    def __init__(self, stage: Stage, step: Step, port: Port, stream: RandomStream | None = None) -> None:
+    def __init__(self, stage: Stage, step: Step, port: Mailbox, stream: RandomStream | None = None) -> None:
         self._stage = stage
         self._step = step
         self._port = port
@@ -222,22 +168,13 @@ class StageStep:
 
     def run(self, actions: Sequence[Action]) -> None:
         """Do all the actions."""
-        self.begin()
-        try:
+        with self.at_work():
             for action in actions:
                 self.do(action)
-        finally:
-            self.end()
 
-    def begin(self) -> None:
-        """Before the first action."""
-        self._stage.statistics.begin()
-
-    def end(self) -> None:
-        """After the last one. What failed keeps nothing."""
-        self._stage.statistics.end(update=self.failure is None)
-        if self.failure is not None:
-            self._records.clear()
+    def at_work(self) -> AbstractContextManager[None]:
+        """What stands around the actions: batch norms collect their statistics."""
+        return self._stage.statistics.collected(lambda: self.failure is None)
 
     def do(self, action: Action) -> None:
         """Do it, or tell the others that this stage has failed; raises no exception for a failure.
@@ -245,35 +182,28 @@ class StageStep:
         Raises:
             BaseException: that is no Exception, such as KeyboardInterrupt, after the others have been told.
         """
-        outgoing = self._stage.sent(action)
+        keys, device = self._stage.sent(action), self._stage.device
         messages: list[Message] = []
-        if self.failure is None:
-            try:
-                with ExitStack() as stack:
-                    if self._stage.device.type == "cuda":
-                        stack.enter_context(torch.cuda.device(self._stage.device))
+        try:
+            if self.failure is None:
+                with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
                     messages = (self._forward if action.kind == "F" else self._backward)(action)
-            except Exception as error:
-                self._fail(error)
-            except BaseException as error:
-                self._fail(error)
-                self._tell(outgoing)
+        except BaseException as error:
+            self._fail(error)
+            if not isinstance(error, Exception):
                 raise
-        if self.failure is not None:
-            self._tell(outgoing)
-            return
-        for key, message in zip(outgoing, messages, strict=True):
-            self._port.send(key, message)
+        finally:
+            if self.failure is not None:
+                messages = [Message(failure=self.failure)] * len(keys)
+            for key, message in zip(keys, messages, strict=True):
+                self._port.send(key, message)
 
     def _fail(self, error: BaseException) -> None:
+        """Note the first failure. What failed keeps nothing."""
         if self.failure is None:
             text = "".join(traceback.format_exception(error))
             self.failure = Failure(stage=self._stage.index, text=text, error=error)
         self._records.clear()
-
-    def _tell(self, keys: Sequence[Key]) -> None:
-        for key in keys:
-            self._port.send(key, Message(failure=self.failure))
 
     def _take(self, keys: Sequence[Key]) -> list[Message]:
         messages = [self._port.take(key) for key in keys]
@@ -286,63 +216,49 @@ class StageStep:
     def _forward(self, action: Action) -> list[Message]:
         stage, step, batch = self._stage, self._step, action.batch
         with self._noted(action, "wait"):
-            first, *others = self._take(stage.taken(action))
-        for route, message in zip(stage.popped, others, strict=True):
+            came = self._take(stage.taken(action))
+        for route, message in zip(stage.popped, came[1:], strict=True):
             if message.versions and message.versions != versions_of(message.leaves):
                 raise changed_in_place(route.key[1])
         with self._noted(action, "compute"):
-            activation = self._entrance(first)
-            skips = {route.number: self._entrance(message) for route, message in zip(stage.popped, others, strict=True)}
-            again = step.with_gradients and batch < step.checkpointed
-            record = _Record(activation, skips, None, None)
-            if again:
-                entrances = [activation, *skips.values()]
-                versions = [versions_of(one.leaves) for one in entrances]
-                record.random = RandomState.now(stage.device, self._stream)
-                with checkpointing():
-                    exits = self._compute(record, batch, with_graph=False)
-                if versions != [versions_of(one.leaves) for one in entrances]:
+            record = _Record([self._entrance(message) for message in came])
+            if step.with_gradients and batch < step.checkpointed:
+                versions = [versions_of(one.leaves) for one in record.entrances]
+                record.random = RandomState(stage.device, self._stream)
+                with flagged("checkpointing"):
+                    messages, _ = self._compute(record, batch, with_graph=False)
+                if versions != [versions_of(one.leaves) for one in record.entrances]:
                     raise PipelineError(
                         f"stage {stage.index} changes its input in place, and could not compute its forward again from "
                         "it: set inplace=False in its first layer, or checkpoint='never'"
                     )
             else:
-                with torch.set_grad_enabled(step.with_gradients):
-                    exits = self._compute(record, batch, with_graph=step.with_gradients)
-                record.exits = exits
-                for entrance in (activation, *skips.values()):
+                messages, record.exits = self._compute(record, batch, with_graph=step.with_gradients)
+                for entrance in record.entrances:
                     entrance.leaves = []
         if step.with_gradients:
             self._records[batch] = record
-        messages = []
-        for number in (-1, *(route.number for route in stage.stashed)):
-            outgoing, exits[number].message = exits[number].message, None
-            assert outgoing is not None, "each exit has its message, once"
-            messages.append(outgoing)
         return messages
 
     def _backward(self, action: Action) -> list[Message]:
         stage, batch = self._stage, action.batch
         keys = stage.taken(action)
+        gradients: list[list[Tensor | None] | None] = []
         if stage.index == stage.stages - 1 and self._step.loss is not None:
-            keys = keys[1:]  # the loss has no gradient to wait for
+            keys, gradients = keys[1:], [None]  # the loss has no gradient to wait for
         with self._noted(action, "wait"):
-            gradients = {
-                key.skip: message.on(stage.device) for key, message in zip(keys, self._take(keys), strict=True)
-            }
+            gradients += [message.on(stage.device) for message in self._take(keys)]
         record = self._records.pop(batch)
         with self._noted(action, "compute"):
             exits = record.exits
             if exits is None:
                 assert record.random is not None, "what is computed again kept its random state"
-                with record.random.again(), recomputing():
-                    exits = self._compute(record, batch, with_graph=True)
+                with record.random.again(), flagged("recomputing"):
+                    exits = self._compute(record, batch, with_graph=True)[1]
             roots: list[GradientEdge] = []
             seeds: list[Tensor | None] = []
-            for number, one in exits.items():
-                one.message = None
-                found = gradients.get(number)
-                for place, edge in enumerate(one.edges):
+            for edges, found in zip(exits, gradients, strict=True):
+                for place, edge in enumerate(edges):
                     seed = None if found is None else found[place]
                     if edge is not None and (found is None or seed is not None):
                         roots.append(edge)
@@ -350,36 +266,35 @@ class StageStep:
             record.exits = exits = None
             if roots:
                 torch.autograd.backward(roots, seeds)
-        entrances = [record.activation, *record.skips.values()]
-        return [Message(leaves=entrance.gradients()) for entrance in entrances]
+        return [Message(leaves=entrance.gradients()) for entrance in record.entrances]
 
     def _entrance(self, message: Message) -> _Entrance:
         assert message.spec is not None, "what goes forward tells how it is nested"
         return _Entrance(message.on(self._stage.device), message.spec, message.differentiable)
 
-    def _compute(self, record: _Record, batch: int, *, with_graph: bool) -> dict[int, _Exit]:
-        """The layers' forward: what leaves the stage, by number of the skip."""
+    def _compute(self, record: _Record, batch: int, *, with_graph: bool) -> tuple[list[Message], list[_Edges]]:
+        """The layers' forward: what leaves the stage, the activation and then the skips."""
         stage, step = self._stage, self._step
-        token = stage.token
-        incoming = {route.key: record.skips[route.number].enter(token, with_graph=with_graph) for route in stage.popped}
-        tracker = StageSkips(batch, incoming)
-        value = record.activation.enter(token, with_graph=with_graph)
-        with step.modes.applied(), torch.set_grad_enabled(with_graph), self._stream or nullcontext():
-            with use_skip_tracker(tracker):
-                for layer in stage.layers:
-                    value = layer(value)
-            if step.loss is not None and stage.index == stage.stages - 1:
-                value = step.loss(batch, value)
-            exits = {-1: self._exit(value, f"the output of stage {stage.index}")}
-            del value
-            for route in stage.stashed:
-                name = route.key[1]
-                stashed = tracker.load(batch, *route.key)
-                exits[route.number] = self._exit(stashed, f"the skip {name!r}")
-                del stashed
-        return exits
+        tracker = SkipTracker()
+        tracker.batch = batch
+        with step.modes.applied(), torch.set_grad_enabled(with_graph):
+            first, *skips = record.entrances
+            for route, entrance in zip(stage.popped, skips, strict=True):
+                tracker.save(batch, *route.key, entrance.enter(stage.token, with_graph=with_graph))
+            value = first.enter(stage.token, with_graph=with_graph)
+            with self._stream or nullcontext():
+                with use_skip_tracker(tracker):
+                    for layer in stage.layers:
+                        value = layer(value)
+                if step.loss is not None and stage.index == stage.stages - 1:
+                    value = step.loss(batch, value)
+                exits = [self._exit(value, f"the output of stage {stage.index}")]
+                del value
+                for route in stage.stashed:
+                    exits.append(self._exit(tracker.load(batch, *route.key), f"the skip {route.key[1]!r}"))
+        return [message for message, _ in exits], [edges for _, edges in exits]
 
-    def _exit(self, value: Any, what: str) -> _Exit:
+    def _exit(self, value: Any, what: str) -> tuple[Message, _Edges]:
         leaves, spec = flatten(value, what)
         will = self._step.with_gradients
         # A checkpointed forward cannot tell, so that a gradient is asked for that may be left out.
@@ -391,8 +306,7 @@ class StageStep:
         ]
         edges = [get_gradient_edge(leaf) if leaf is not None and leaf.requires_grad else None for leaf in leaves]
         detached = [None if leaf is None else leaf.detach() for leaf in leaves]
-        message = Message(leaves=detached, spec=spec, differentiable=asks, versions=versions_of(detached))
-        return _Exit(message, edges)
+        return Message(leaves=detached, spec=spec, differentiable=asks, versions=versions_of(detached)), edges
 
     def _noted(self, action: Action, what: str) -> Any:
         recorder, stage = self._step.recorder, self._stage

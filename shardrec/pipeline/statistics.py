@@ -7,8 +7,8 @@ and of recomputations. So while a stage runs, its batch norms leave them alone, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -31,28 +31,24 @@ class MiniBatchStatistics:
         self._norms = [
             module for module in modules if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
         ]
-        self._moments: dict[int, tuple[int, Tensor, Tensor]] = {}
-        self._hooks: list[Any] = []
-        self._held: list[_BatchNorm] = []
+        self._moments: dict[nn.Module, tuple[int, Tensor, Tensor]] = {}
 
-    def begin(self) -> None:
-        """From now on, collect."""
-        self._held = [norm for norm in self._norms if norm.training and norm.track_running_stats]
-        for norm in self._held:
+    @contextmanager
+    def collected(self, is_good: Callable[[], bool]) -> Iterator[None]:
+        """Collect inside the block; at its end update the running statistics, if the step ``is_good`` then."""
+        held = [norm for norm in self._norms if norm.training and norm.track_running_stats]
+        hooks = [norm.register_forward_pre_hook(self._see) for norm in held]
+        for norm in held:
             norm.track_running_stats = False
-            self._hooks.append(norm.register_forward_pre_hook(self._see))
-
-    def end(self, *, update: bool) -> None:
-        """Update the running statistics, unless the step failed, and leave the batch norms as they were."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-        for norm in self._held:
-            norm.track_running_stats = True
-            if update and id(norm) in self._moments:
-                _update(norm, *self._moments[id(norm)])
-        self._held.clear()
-        self._moments.clear()
+        try:
+            yield
+        finally:
+            for norm, hook in zip(held, hooks, strict=True):
+                hook.remove()
+                norm.track_running_stats = True
+                if norm in self._moments and is_good():
+                    _update(norm, *self._moments[norm])
+            self._moments.clear()
 
     @torch.no_grad()
     def _see(self, norm: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -64,14 +60,14 @@ class MiniBatchStatistics:
         count = values.numel() // values.size(1)
         variance, mean = torch.var_mean(values.detach().float(), others, correction=0)
         squares = variance * count
-        if id(norm) in self._moments:
-            old_count, old_mean, old_squares = self._moments[id(norm)]
+        if norm in self._moments:
+            old_count, old_mean, old_squares = self._moments[norm]
             total = old_count + count
             delta = mean - old_mean
             squares = old_squares + squares + delta * delta * (old_count * count / total)
             mean = old_mean + delta * (count / total)
             count = total
-        self._moments[id(norm)] = (count, mean, squares)
+        self._moments[norm] = (count, mean, squares)
 
 
 @torch.no_grad()

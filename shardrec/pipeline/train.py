@@ -21,14 +21,15 @@ that is faulty is told there, too, and raised in its own step: batch i is traine
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from shardrec.errors import ConfigError
-from shardrec.exchange.queue import ModelContext
 from shardrec.modules.model import ShardedModel
 from shardrec.pipeline.lookahead import Lookahead
 
@@ -79,15 +80,11 @@ class TrainPipeline:
             raise ConfigError(f"depth is {depth!r}: give 0 (the plain loop), 1 or 2")
         self._model = model
         self._optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-        self._loss_fn = loss_fn or _call
-        self._depth = depth
+        self._loss_fn = loss_fn or operator.call
         context = model.context if isinstance(model, ShardedModel) else None
-        if device is None and context is not None:
-            device = context.device
-        elif device is None:
-            device = next((one.device for one in model.parameters()), "cpu")
-        self._device = torch.device(device)
-        self._context: ModelContext | None = context
+        if device is None:
+            device = next((one.device for one in model.parameters()), "cpu") if context is None else context.device
+        self._ahead = partial(Lookahead, context=context, depth=depth, device=torch.device(device))
         self._steps = self._ahead(dataloader, gradients=True)
 
     def __iter__(self) -> Self:
@@ -103,7 +100,12 @@ class TrainPipeline:
             StopIteration: after the last batch.
             InputError: on every rank, if the batch, or the model's forward on it, fails on any.
         """
-        return self._steps.step(self._loss, self._update)
+        result = self._steps.step(self._loss)
+        loss: Tensor = result[0] if isinstance(result, (tuple, list)) else result
+        loss.backward()  # type: ignore[no-untyped-call,unused-ignore]  # untyped in some releases of torch
+        for optimizer in self._optimizers:
+            optimizer.step()
+        return result
 
     def close(self) -> None:
         """Let go of the batches that are under way, where a loop ends before its dataloader does.
@@ -132,31 +134,14 @@ class TrainPipeline:
             self._model.eval()
             try:
                 with torch.no_grad():
-                    output = steps.step(lambda batch: (forward or _call)(self._model, batch), _nothing)
+                    output = steps.step(lambda batch: (forward or operator.call)(self._model, batch))
             except StopIteration:
                 return
             finally:
                 self._model.train(was_training)
             yield output
 
-    def _ahead(self, batches: Iterable[Any], *, gradients: bool) -> Lookahead:
-        return Lookahead(batches, self._context, depth=self._depth, device=self._device, gradients=gradients)
-
     def _loss(self, batch: Any) -> Any:
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none=True)
         return self._loss_fn(self._model, batch)
-
-    def _update(self, result: Any) -> None:
-        loss: Tensor = result[0] if isinstance(result, (tuple, list)) else result
-        loss.backward()  # type: ignore[no-untyped-call,unused-ignore]  # untyped in some releases of torch
-        for optimizer in self._optimizers:
-            optimizer.step()
-
-
-def _call(model: nn.Module, batch: Any) -> Any:
-    return model(batch)
-
-
-def _nothing(result: Any) -> None:
-    pass

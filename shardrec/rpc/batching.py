@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from time import monotonic
 from typing import Any
 
 from torch.futures import Future
@@ -35,10 +34,6 @@ class Request:
     parts: Sequence[Part] = ()
     work: Callable[[], Any] | None = None
     answer: Future[Answer] = field(default_factory=Future)
-
-    def complete(self, answer: Answer) -> None:
-        """Give the answer; there may be nobody left to take it."""
-        complete(self.answer, answer)
 
 
 def complete(future: Future[Answer], answer: Answer) -> None:
@@ -117,13 +112,10 @@ class RequestQueue:
                     self._changed.wait(pause)
                 self._woken = False
                 if self._closed:
-                    left = [*self._work, *self._waiting]
-                    self._work.clear()
-                    self._waiting.clear()
                     break
-                self._gather()
-                work = list(self._work)
-                self._work.clear()
+                if self._waiting and self._window_s:
+                    self._changed.wait_for(self._is_enough, self._window_s)
+                work, self._work = self._work, deque()
                 lookups = [self._waiting.popleft() for _ in range(min(self._max, len(self._waiting)))]
             # Work in the order in which it came. Lookups see what was updated before them, and possibly more.
             for one in work:
@@ -132,16 +124,12 @@ class RequestQueue:
                     answer: Answer = (True, one.work())
                 except Exception as error:
                     answer = failure(error)
-                one.complete(answer)
+                complete(one.answer, answer)
             if lookups:
                 self._look_up(lookups)
-        for one in left:
-            one.complete(failure(BusyError("the server is ending; ask again when it is back")))
+        for one in [*self._work, *self._waiting]:  # there will be no more
+            complete(one.answer, failure(BusyError("the server is ending; ask again when it is back")))
 
-    def _gather(self) -> None:
-        """Wait out the window, unless a whole batch is there."""
-        end = monotonic() + self._window_s
-        while self._waiting and len(self._waiting) < self._max and not self._work and not self._closed:
-            left = end - monotonic()
-            if left <= 0 or not self._changed.wait(left):
-                return
+    def _is_enough(self) -> bool:
+        """Whether the window need not be waited out."""
+        return len(self._waiting) >= self._max or bool(self._work) or self._closed

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -19,9 +21,22 @@ from torch.distributed import rpc
 from shardrec.errors import PeerError
 from shardrec.exchange.collectives import Collectives, Pending, Streams, WayBack, joined
 
-__all__ = ["ServerCollectives"]
+__all__ = ["Later", "ServerCollectives"]
 
 _Key = tuple[int, int, int, int]
+
+
+@dataclass
+class Later:
+    """Values under way, as :class:`shardrec.exchange.collectives.Pending`.
+
+    Args:
+        wait: waits for them.
+        way_back: of their gradients.
+    """
+
+    wait: Callable[[], list[Tensor]]
+    way_back: WayBack | None = None
 
 
 class ServerCollectives(Collectives):
@@ -74,7 +89,23 @@ class ServerCollectives(Collectives):
             if rank != self.rank and rows.numel():
                 args = ((*exchange, self.rank), rows.cpu().clone())
                 sent.append(self.call(self._names[rank], self._take, args=args))
-        return _Squares(self, exchange, joined(parts[self.rank]), receive, sent)
+        return Later(partial(self._squares, exchange, joined(parts[self.rank]), receive, sent))
+
+    def _squares(
+        self, exchange: tuple[int, int, int], own: Tensor, receive: Sequence[int], sent: Sequence[Any]
+    ) -> list[Tensor]:
+        """Wait for an exchange: ``own`` is what this server would send to itself, ``sent`` are its calls."""
+        found = []
+        for rank, count in enumerate(receive):
+            if rank == self.rank:
+                found.append(own)
+            elif count:
+                found.append(self.receive((*exchange, rank), own, count))
+            else:
+                found.append(own[:0])
+        for one in sent:
+            one.wait()
+        return found
 
     def receive(self, key: _Key, like: Tensor, count: int) -> Tensor:
         """Wait for what another server tells; ``key`` ends with its rank."""
@@ -96,44 +127,3 @@ class ServerCollectives(Collectives):
 
     def wait(self, pending: Tensor, what: str) -> Tensor:
         raise AssertionError(f"a server takes no part in the {what} exchange")
-
-
-class _Squares:
-    """Sums of squares under way.
-
-    Args:
-        collectives: of this server.
-        exchange: run, number of the update, and of the exchange in it.
-        own: what this server would send to itself.
-        receive: elements from each server.
-        sent: calls under way.
-    """
-
-    way_back: WayBack | None = None
-
-    def __init__(
-        self,
-        collectives: ServerCollectives,
-        exchange: tuple[int, int, int],
-        own: Tensor,
-        receive: Sequence[int],
-        sent: Sequence[Any],
-    ) -> None:
-        self._collectives = collectives
-        self._exchange = exchange
-        self._own = own
-        self._receive = receive
-        self._sent = sent
-
-    def wait(self) -> list[Tensor]:
-        found = []
-        for rank, count in enumerate(self._receive):
-            if rank == self._collectives.rank:
-                found.append(self._own)
-            elif count:
-                found.append(self._collectives.receive((*self._exchange, rank), self._own, count))
-            else:
-                found.append(self._own[:0])
-        for one in self._sent:
-            one.wait()
-        return found

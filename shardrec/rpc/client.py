@@ -43,11 +43,6 @@ class Servers:
     def __len__(self) -> int:
         return len(self.names)
 
-    @property
-    def replicated(self) -> bool:
-        """Whether any server has several replicas."""
-        return any(len(one) > 1 for one in self.names)
-
     def ask(self, server: int, function: Callable[..., Any], *args: Any, what: str) -> Answers:
         """Call a function on a server, on one of its replicas in turn.
 
@@ -119,7 +114,12 @@ class Answers(Awaitable[Any]):
                     self._names.pop(0)
                     self._future = self._start()
                     continue
-                raise PeerError(self._words(name, error), waited_for=self._what) from error
+                first = str(error).split("\n", 1)[0][:200]
+                raise PeerError(
+                    f"server {name!r} is gone or did not answer the {self._what} within {self._timeout_s:g} s "
+                    f"({first}); start it again from the last checkpoint, and connect anew",
+                    waited_for=self._what,
+                ) from error
             try:
                 return unwrapped(answer, name)
             except BusyError:
@@ -128,10 +128,3 @@ class Answers(Awaitable[Any]):
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
                 self._future = self._start()
-
-    def _words(self, name: str, error: Exception) -> str:
-        first = str(error).split("\n", 1)[0][:200]
-        return (
-            f"server {name!r} is gone or did not answer the {self._what} within {self._timeout_s:g} s ({first}); start "
-            "it again from the last checkpoint, and connect anew"
-        )

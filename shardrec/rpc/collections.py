@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, MutableMapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +24,6 @@ from shardrec.rpc.collectives import RemoteCollectives, words
 
 __all__ = ["RemoteCollection", "RemoteEmbeddingBagCollection", "RemoteEmbeddingCollection"]
 
-if TYPE_CHECKING:
-    _Base = ShardedCollection
-else:
-    _Base = object
-
 
 class RemoteTable(ShardedTable):
     """A table on servers, in a trainer's model: no parameters; its state_dict entry is read from them.
@@ -46,7 +41,8 @@ class RemoteTable(ShardedTable):
         layout = self.layout
         whole = torch.empty((layout.num_embeddings, layout.embedding_dim), dtype=self.dtype)
         self._collectives.settle()
-        for server in self._servers():
+        for rank in layout.ranks:
+            server = rank - self._collectives.trainers.world_size
             for (top, bottom, left, right), values in self._collectives.servers.call(server, "read", layout.name, ""):
                 whole[top:bottom, left:right] = values
         destination[prefix + "weight"] = whole
@@ -62,10 +58,9 @@ class RemoteTable(ShardedTable):
         """
         collectives, layout = self._collectives, self.layout
         shards: dict[Shard | None, Tensor] = {
-            shard: torch.empty((shard.rows, shard.cols), dtype=self.dtype) for shard in layout.shards
+            shard: torch.empty((shard.rows, shard.cols), dtype=self.dtype)
+            for shard in (() if collectives.rank else layout.shards)
         }
-        if collectives.rank:
-            shards = {}
         load_table(layout, shards, value)
         collectives.settle()
         for shard, values in shards.items():
@@ -73,9 +68,6 @@ class RemoteTable(ShardedTable):
             rect = [shard.row_start, shard.row_end, shard.col_start, shard.col_end]
             server = shard.rank - collectives.trainers.world_size
             collectives.servers.tell(server, "write", layout.name, rect, values)
-
-    def _servers(self) -> list[int]:
-        return [rank - self._collectives.trainers.world_size for rank in self.layout.ranks]
 
 
 class _Asking:
@@ -96,7 +88,7 @@ class _RemoteSequenceCall(_Asking, SequenceCall):
     pass
 
 
-class RemoteCollection(_Base):
+class RemoteCollection(ShardedCollection):
     """What the remote collections have in common.
 
     Args:

@@ -19,13 +19,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from shardrec.exchange.collectives import Collectives, Pending, Streams, WayBack, joined
+from shardrec.exchange.collectives import Collectives, Pending, Streams, joined
 from shardrec.lookup.optimizers import FusedOptimizer
+from shardrec.rpc.between import Later
 from shardrec.rpc.client import Answers, Servers
 from shardrec.rpc.messages import Part
 from shardrec.rpc.server import look_up, push
@@ -87,17 +89,23 @@ class RemoteCollectives(Collectives):
             found = self.trainers.send(parts[:count], receive[:count], what).wait()
             silent = torch.zeros_like(parts[self.rank][0])
             silent[:2] = parts[self.rank][0][:2]  # as this trainer's flag and checksum
-            return _Arrived(found + [silent] * len(self.servers))
+            return Later(lambda: found + [silent] * len(self.servers))
         assert not sum(receive[:count]), f"trainers have no shards, and {what} is to come from one"
         asked, self._asked = self._asked, []
         if not asked:  # the payload, which goes with the lookup
-            return _Arrived([like.new_zeros(size) for size in receive])
+            return Later(lambda: [like.new_zeros(size) for size in receive])
         requests = [[parts[server] for parts in asked] for server in range(len(self.servers))]
         answers = [self.servers.ask(server, look_up, one, what="lookup") for server, one in enumerate(requests)]
-        way_back = None
-        if streams is not None:
-            way_back = _Gradients(self, requests, streams, like.device)
-        return _Rows(answers, receive, count, like.device, way_back)
+        way_back = None if streams is None else _Gradients(self, requests, streams, like.device)
+        return Later(partial(self._rows, answers, like.device), way_back)
+
+    def _rows(self, answers: Sequence[Answers], device: torch.device) -> list[Tensor]:
+        """Wait for the rows of each server: per rank, on ``device``."""
+        found = [torch.empty(0, device=device)] * self.trainers.world_size
+        for answer in answers:
+            rows: Tensor = answer.wait()
+            found.append(rows if device.type == "cpu" else rows.pin_memory().to(device, non_blocking=True))
+        return found
 
     def push(self, requests: Sequence[list[Part]], gradients: Sequence[Tensor]) -> None:
         """Have the servers update the rows of a lookup; all trainers push in the same order.
@@ -128,50 +136,7 @@ class RemoteCollectives(Collectives):
                 one.wait()
 
 
-@dataclass(kw_only=False)
-class _Arrived:
-    """What is there already."""
-
-    parts: list[Tensor]
-    way_back: WayBack | None = None
-
-    def wait(self) -> list[Tensor]:
-        return self.parts
-
-
-class _Rows:
-    """Rows on their way from the servers.
-
-    Args:
-        answers: of each server.
-        receive: elements from each rank.
-        trainers: number of them.
-        device: where the rows are wanted.
-        way_back: of their gradients.
-    """
-
-    def __init__(
-        self,
-        answers: Sequence[Answers],
-        receive: Sequence[int],
-        trainers: int,
-        device: torch.device,
-        way_back: WayBack | None,
-    ) -> None:
-        self.way_back = way_back
-        self._answers = answers
-        self._receive = receive
-        self._trainers = trainers
-        self._device = device
-
-    def wait(self) -> list[Tensor]:
-        found = [torch.empty(0, device=self._device)] * self._trainers
-        for answer in self._answers:
-            rows: Tensor = answer.wait()
-            found.append(rows if self._device.type == "cpu" else rows.pin_memory().to(self._device, non_blocking=True))
-        return found
-
-
+@dataclass
 class _Gradients:
     """The gradients of one lookup on their way to the servers.
 
@@ -180,34 +145,28 @@ class _Gradients:
         requests: per server, what was looked up.
         streams: what came.
         device: of the gradients.
+        buffers: for them, of each rank, until they are sent.
     """
 
-    def __init__(
-        self,
-        collectives: RemoteCollectives,
-        requests: list[list[Part]],
-        streams: Streams,
-        device: torch.device,
-    ) -> None:
-        self._collectives = collectives
-        self._requests = requests
-        self._streams = streams
-        self._device = device
-        self._buffers: list[Tensor] = []
+    collectives: RemoteCollectives
+    requests: list[list[Part]]
+    streams: Streams
+    device: torch.device
+    buffers: list[Tensor] = field(default_factory=list)
 
     def views(self) -> list[Tensor]:
-        sizes = self._streams.into
-        self._buffers = [torch.empty(sum(of_rank), device=self._device) for of_rank in sizes]
-        return [view for one, of_rank in zip(self._buffers, sizes, strict=True) for view in one.split(list(of_rank))]
+        sizes = self.streams.into
+        self.buffers = [torch.empty(sum(of_rank), device=self.device) for of_rank in sizes]
+        return [view for one, of_rank in zip(self.buffers, sizes, strict=True) for view in one.split(list(of_rank))]
 
     def send(self) -> None:
-        gradients = self._buffers[len(self._buffers) - len(self._requests) :]
-        self._collectives.push(self._requests, gradients)
-        self._buffers = []
+        gradients = self.buffers[len(self.buffers) - len(self.requests) :]
+        self.collectives.push(self.requests, gradients)
+        self.buffers = []
 
     def wait(self) -> list[Tensor]:
-        self._collectives.settle(self._collectives.staleness)
-        return [torch.empty(0, device=self._device) for _ in self._streams.out[0]]
+        self.collectives.settle(self.collectives.staleness)
+        return [torch.empty(0, device=self.device) for _ in self.streams.out[0]]
 
 
 def words(pieces: Sequence[Tensor]) -> Tensor:

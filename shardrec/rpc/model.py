@@ -137,10 +137,7 @@ def shard_over_servers(
 def _after(plan: ShardingPlan, trainers: int) -> ShardingPlan:
     """The plan of trainers and servers: trainers come first, and have no shards."""
     tables = tuple(
-        replace(
-            one,
-            shards=tuple(replace(shard, rank=shard.rank + trainers) for shard in one.shards),
-        )
+        replace(one, shards=tuple(replace(shard, rank=shard.rank + trainers) for shard in one.shards))
         for one in plan.tables
     )
     return ShardingPlan(topology=Topology(ranks_per_host=plan.world_size + trainers), tables=tables)

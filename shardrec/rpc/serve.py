@@ -47,15 +47,14 @@ def named_function(name: str) -> Callable[[], nn.Module]:
     Raises:
         ConfigError: if there is none of that name.
     """
-    module, _, function = name.partition(":")
+    module, _, attribute = name.partition(":")
     try:
-        found: Any = getattr(importlib.import_module(module), function)
+        function: Callable[[], nn.Module] = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
             f"{name!r} is no function that makes the model ({error}); give package.module:function"
         ) from error
-    made: Callable[[], nn.Module] = found
-    return made
+    return function
 
 
 def load_server(

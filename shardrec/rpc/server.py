@@ -38,7 +38,6 @@ from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.convert import put_in_place
 from shardrec.modules.model import ShardedModel
 from shardrec.modules.sequences import ShardedEmbeddingCollection
-from shardrec.modules.table import ShardedTable
 from shardrec.rpc.batching import Request, RequestQueue, complete
 from shardrec.rpc.between import ServerCollectives
 from shardrec.rpc.messages import Answer, Part, check_gradient, check_parts, failure
@@ -62,8 +61,8 @@ class _Push:
 
     parts: list[Part]
     gradient: Tensor
-    answer: Future[Answer]
     deadline: float
+    answer: Future[Answer] = field(default_factory=Future)
 
 
 @dataclass(kw_only=True)
@@ -73,9 +72,6 @@ class _Pushes:
     trainers: int
     rates: list[float]
     of: dict[int, _Push] = field(default_factory=dict)
-
-    def in_order(self) -> list[_Push]:
-        return [self.of[number] for number in sorted(self.of)]
 
     def deadline(self) -> float:
         return min(push.deadline for push in self.of.values())
@@ -211,12 +207,11 @@ class EmbeddingServer:
         Returns:
             Future of the answer, which is 0; completed when the update is made.
         """
-        answer: Future[Answer] = Future()
         try:
             if self._no_updates:
                 raise ConfigError(self._no_updates)
             checked = check_parts(parts, self._collections)
-            one = _Push(parts=checked, gradient=check_gradient(gradient), answer=answer, deadline=monotonic() + wait_s)
+            one = _Push(parts=checked, gradient=check_gradient(gradient), deadline=monotonic() + wait_s)
             number, trainers = trainer
             with self._lock:
                 if update not in self._pushes and len(self._pushes) >= self._capacity:
@@ -228,8 +223,8 @@ class EmbeddingServer:
                 self._queue_updates(update[0])
             self._queue.wake()
         except Exception as error:
-            answer.set_result(failure(error))
-        return answer
+            return _failed(error)
+        return one.answer
 
     def _queue_updates(self, run: int) -> None:
         """Queue the updates of a run that are complete, in their order, with the lock held."""
@@ -327,20 +322,15 @@ class EmbeddingServer:
             request = make()
             self._queue.put(request)
         except Exception as error:
-            refused: Future[Answer] = Future()
-            refused.set_result(failure(error))
-            return refused
+            return _failed(error)
         return request.answer
 
     def _owner(self, table: str) -> tuple[ShardedCollection, str]:
         for collection in self._collections:
             for name, one in collection.tables().items():
-                if one.layout.name == table and self._holds(one):
+                if one.layout.name == table and any(shard is not None for shard in one.locals):
                     return collection, name
         raise ConfigError(f"table {table!r} has no shard on server {self.rank}; ask the servers that the plan names")
-
-    def _holds(self, table: ShardedTable) -> bool:
-        return any(shard is not None for shard in table.locals)
 
     def _look_up(self, requests: Sequence[Request]) -> None:
         """Answer several lookups, with one fused lookup per collection."""
@@ -365,11 +355,12 @@ class EmbeddingServer:
             answers = [failure(error)] * len(requests)
         self._counts["requests"] += len(requests)
         for request, answer in zip(requests, answers, strict=True):
-            request.complete(answer)
+            complete(request.answer, answer)
 
     def _update(self, update: tuple[int, int], of_trainers: _Pushes) -> int:
         """One update of the trainers' gradients; see [Note: an update]."""
-        pushes, rates = of_trainers.in_order(), of_trainers.rates
+        pushes = [of_trainers.of[number] for number in sorted(of_trainers.of)]
+        rates = of_trainers.rates
         self.between.begin(update, of_trainers.deadline())
         numbers = [[part[0] for part in push.parts] for push in pushes]
         if any(one != numbers[0] for one in numbers) or len(rates) != len(self._optimizers):
@@ -457,10 +448,15 @@ _SERVER: EmbeddingServer | None = None
 _METHODS = frozenset({"describe", "load", "read", "save", "step_counts", "write"})
 
 
-def _refused() -> Future[Answer]:
+def _failed(error: Exception) -> Future[Answer]:
+    """An error as an answer that is there already."""
     future: Future[Answer] = Future()
-    future.set_result(failure(PeerError("there is no embedding server in this process; is the name a trainer's?")))
+    future.set_result(failure(error))
     return future
+
+
+def _refused() -> Future[Answer]:
+    return _failed(PeerError("there is no embedding server in this process; is the name a trainer's?"))
 
 
 @_asynchronous

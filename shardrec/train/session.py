@@ -68,7 +68,7 @@ def run_rank(config: TrainConfig, *, resume: bool = False) -> RunReport | None:
         RunStopped: the run was told to end, and has saved.
     """
     with ExitStack() as lock:
-        with joined(config, timeout=config.timeout) as place:
+        with joined(config.device, config.threads, seed=config.seed, timeout=config.timeout) as place:
             rows = config.global_batch_size or config.batch_size * place.world_size
             config = dataclasses.replace(config, out=same_everywhere(str(config.out), place), global_batch_size=rows)
             folder = _own_folder(config, place, lock)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -43,6 +42,6 @@ def test_one_rank_has_a_group_too(monkeypatch: pytest.MonkeyPatch) -> None:
     variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with joined(SimpleNamespace(device="cpu", threads=1, seed=0), alone=True) as place:
+    with joined("cpu", 1, alone=True) as place:
         assert summed(place, 10) == (10, 0, 1, 1)
     assert not dist.is_initialized()

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.errors import ConfigError
 from shardrec.pending import LazyAwaitable
@@ -81,6 +82,40 @@ def test_namespaces_nests_and_none(make: Callable[[], nn.Sequential], checkpoint
         torch.testing.assert_close(pipeline(x), torch.cat([model(part) for part in (x[:4], x[4:7], x[7:])]))
     pipeline.step(x, loss_fn=lambda output, _: output.square().mean())
     assert all(parameter.grad is not None for parameter in pipeline.parameters())
+
+
+def test_none_in_input_and_output_takes_no_gradient() -> None:
+    class Apart(nn.Module):
+        def forward(self, input: tuple[None, Tensor]) -> tuple[None, Tensor, Tensor]:
+            return None, input[1] * 2, input[1].detach()
+
+    x = torch.ones(3, 1, requires_grad=True)
+    none, doubled, same = Pipeline(nn.Sequential(nn.Identity(), Apart()), [1, 1], chunks=2, checkpoint="never")(
+        (None, x)
+    )
+    assert none is None
+    assert not same.requires_grad
+    doubled.sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [[2.0]] * 3
+
+
+def test_gradients_of_an_input_cut_in_pieces_are_put_in_its_order() -> None:
+    class Weigh(nn.Module):
+        def forward(self, input: tuple[KeyedJaggedTensor, Tensor]) -> Tensor:
+            features, x = input
+            weighed = features.weights() * features.values()
+            return weighed.view(2, -1).t() + (x if int(features.values()[0]) == 1 else x.detach())
+
+    weights, x = torch.ones(6, requires_grad=True), torch.ones(3, 1, requires_grad=True)
+    ids, lengths = torch.arange(1, 7), torch.ones(6, dtype=torch.int32)
+    features = KeyedJaggedTensor(keys=["a", "b"], values=ids, lengths=lengths, weights=weights)
+    pipeline = Pipeline(nn.Sequential(Weigh(), nn.Identity()), [1, 1], chunks=3, checkpoint="never")
+    pipeline((features, x)).sum().backward()
+    assert weights.grad is not None
+    assert weights.grad.tolist() == [1, 2, 3, 4, 5, 6]
+    assert x.grad is not None
+    assert x.grad.tolist() == [[2], [0], [0]]
 
 
 def test_a_pipeline_s_input_may_be_in_a_graph() -> None:
@@ -207,11 +242,12 @@ def test_a_fault_of_the_loss_or_the_target() -> None:
 
 def test_a_stashed_tensor_changed_in_place_is_refused() -> None:
     x = torch.ones(4, 1)
-    for layers in (
-        [stashing("a"), nn.ReLU(inplace=True), nn.Identity(), popping("a")],
-        [stashing("a"), nn.Identity(), nn.ReLU(inplace=True), popping("a")],
+    for layers, balance in (
+        ([stashing("a"), nn.ReLU(inplace=True), nn.Identity(), popping("a")], [2, 1, 1]),
+        ([stashing("a"), nn.Identity(), nn.ReLU(inplace=True), popping("a")], [2, 1, 1]),
+        ([stashing("a"), nn.Identity(), nn.ReLU(inplace=True), popping("a")], [2, 2]),
     ):
-        pipeline = Pipeline(nn.Sequential(*layers), [2, 1, 1])
+        pipeline = Pipeline(nn.Sequential(*layers), balance)
         with torch.no_grad(), pytest.raises(PipelineError, match="stashed as 'a' was changed in place"):
             pipeline(x)
 

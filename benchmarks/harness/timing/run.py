@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.harness.timing.case import Case, Job
@@ -79,8 +78,7 @@ def time_steps(
 def _on_launched_rank(options: dict[str, Any]) -> TimingReport | None:
     from shardrec.launch.ranks import joined
 
-    settings = SimpleNamespace(device=options["device"], threads=options["threads"] or 1, seed=options["seed"])
-    with joined(settings, alone=True) as place:
+    with joined(options["device"], options["threads"] or 1, seed=options["seed"], alone=True) as place:
         return _on_kept_rank(place, options)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import uuid
+from dataclasses import dataclass, field
 from functools import total_ordering
 
 __all__ = ["Namespace"]
 
 
 @total_ordering
+@dataclass(frozen=True, slots=True)
 class Namespace:
     """A scope of skip names, for :meth:`Skippable.isolate`.
 
@@ -17,19 +19,10 @@ class Namespace:
     name can be sorted. The order means nothing.
     """
 
-    __slots__ = ("_id",)
-
-    def __init__(self) -> None:
-        self._id = uuid.uuid4()
+    _id: uuid.UUID = field(default_factory=uuid.uuid4, init=False)
 
     def __repr__(self) -> str:
         return f"<Namespace {self._id.hex[:8]}>"
-
-    def __hash__(self) -> int:
-        return hash(self._id)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Namespace) and self._id == other._id
 
     def __lt__(self, other: object) -> bool:
         if other is None:

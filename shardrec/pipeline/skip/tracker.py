@@ -2,8 +2,8 @@
 
 ::
 
-    outside of a pipeline   SkipTracker, one per thread   a dict
-    inside of a stage       its subclass StageSkips       sent to the stage that pops, received from that which stashes
+    outside of a pipeline   one tracker per thread
+    inside of a stage       one per micro-batch, with what other stages have stashed; the rest is sent to those that pop
 
 A skippable asks :func:`current_skip_tracker`, so that its forward is the same in both.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -21,7 +20,7 @@ from torch import Tensor
 from shardrec.pipeline.error import PipelineError
 from shardrec.pipeline.skip.namespace import Namespace
 
-__all__ = ["SkipKey", "SkipTracker", "Stashed", "changed_in_place", "current_skip_tracker", "use_skip_tracker"]
+__all__ = ["SkipKey", "SkipTracker", "changed_in_place", "current_skip_tracker", "use_skip_tracker"]
 
 SkipKey = tuple[Namespace | None, str]
 """A skip's namespace and name."""
@@ -35,35 +34,6 @@ def changed_in_place(name: str) -> PipelineError:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Stashed:
-    """A stashed value, and the version of its memory.
-
-    Args:
-        value: a tensor, an awaitable, None, or a nest of tensors.
-        version: how often the tensor had been changed in place; None where torch does not count.
-    """
-
-    value: Any
-    version: int | None
-
-    @staticmethod
-    def of(value: Any) -> Stashed:
-        """Note the version that ``value`` has now."""
-        counted = isinstance(value, Tensor) and not value.is_inference()
-        return Stashed(value, value._version if counted else None)
-
-    def unchanged(self, name: str) -> Any:
-        """The value.
-
-        Raises:
-            PipelineError: if it was changed in place since.
-        """
-        if self.version is not None and self.value._version != self.version:
-            raise changed_in_place(name)
-        return self.value
-
-
 class SkipTracker:
     """Keeps skips from stash to pop, by (batch, namespace, name).
 
@@ -73,11 +43,13 @@ class SkipTracker:
 
     def __init__(self) -> None:
         self.batch = 0
-        self._stashed: dict[tuple[int, Namespace | None, str], Stashed] = {}
+        # With how often a tensor had been changed in place; None where torch does not count.
+        self._stashed: dict[tuple[int, Namespace | None, str], tuple[Any, int | None]] = {}
 
     def save(self, batch: int, namespace: Namespace | None, name: str, value: Any) -> None:
         """Keep a stashed value. One that a failed forward left under the same key is dropped."""
-        self._stashed[batch, namespace, name] = Stashed.of(value)
+        counted = isinstance(value, Tensor) and not value.is_inference()
+        self._stashed[batch, namespace, name] = value, value._version if counted else None
 
     def load(self, batch: int, namespace: Namespace | None, name: str) -> Any:
         """Give the value away: nothing here refers to it afterwards.
@@ -86,7 +58,10 @@ class SkipTracker:
             KeyError: if it was not stashed.
             PipelineError: if it was changed in place since it was stashed.
         """
-        return self._stashed.pop((batch, namespace, name)).unchanged(name)
+        value, version = self._stashed.pop((batch, namespace, name))
+        if version is not None and value._version != version:
+            raise changed_in_place(name)
+        return value
 
 
 class _Current(threading.local):
