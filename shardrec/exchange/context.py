@@ -120,18 +120,6 @@ class StepContext:
         flags: list[int] = self.exchange_header(header)[:, 0].tolist()
         return flags
 
-    def check(self, faults: Sequence[int], checksums: Sequence[int], agreement: str) -> bool:
-        """Whether this step can go on, from the headers' fault flags and checksums.
-
-        Raises:
-            InputError: if no batch is faulty but the ranks disagree about what they send.
-        """
-        if any(faults):
-            return False
-        if any(other != checksums[0] for other in checksums):
-            self.raise_faults("", agreement)
-        return True
-
     def raise_faults(self, message: str, agreement: str, flags: Sequence[int] = ()) -> NoReturn:
         """Exchange the messages of all ranks and raise them; every rank must call this in the same step.
 

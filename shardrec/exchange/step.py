@@ -284,7 +284,7 @@ def _exchange_headers(context: StepContext, calls: Sequence[Call]) -> tuple[list
     first = len(numbers) - context.collectives.world_size * width
     headers = [numbers[row : row + width] for row in range(first, len(numbers), width)]
     flags = [header[0] for header in headers]
-    if not context.check(flags, [header[1] for header in headers], agreement):
+    if any(flags) or any(header[1] != headers[0][1] for header in headers):
         faults = [call.input.describe(call.prepared) for call in calls] if flags[context.collectives.rank] else []
         context.raise_faults("; ".join(filter(None, faults)), agreement, flags)
     return numbers, headers
