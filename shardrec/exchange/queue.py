@@ -187,7 +187,7 @@ class ExchangeQueue:
                 run_step(self.context, self._inside, self._output, calls)
         except BaseException as error:
             for one in calls:
-                one.fail(error)
+                one.error = error
             raise
 
     def fitting(self, calls: Sequence[Call]) -> list[list[Call]]:
@@ -212,7 +212,7 @@ class ExchangeQueue:
             if end > begin:
                 self._calls = ahead.queued[begin:end]
                 for one in self._calls:
-                    one.revive()
+                    one.error = None
                 self.flush()
                 begin = end
 
@@ -242,4 +242,4 @@ class ExchangeQueue:
     def _drop(self, error: BaseException) -> None:
         calls, self._calls = self._calls, []
         for one in calls:
-            one.fail(ShardrecError(f"the model's forward failed before this lookup was exchanged: {error}"))
+            one.error = ShardrecError(f"the model's forward failed before this lookup was exchanged: {error}")

@@ -90,6 +90,7 @@ class Call(abc.ABC):
     Attributes:
         sent: what was sent of the batch, from the header exchange until the rows are under way.
         by_operator: an operator made it (:mod:`shardrec.exchange.operators`), which goes backward in another way.
+        error: why there will be no rows; None lets it be exchanged (again).
     """
 
     def __init__(self, queue: ExchangeQueue, input: InputExchange, prepared: Prepared) -> None:
@@ -97,13 +98,13 @@ class Call(abc.ABC):
         self.prepared = prepared
         self.sent: SentIds | None = None
         self.by_operator = False
+        self.error: BaseException | None = None
         self.with_gradients = torch.is_grad_enabled()
         self.in_inference = torch.is_inference_mode_enabled()
         self._queue = queue
         self._receive: Callable[[], ShardInput] | None = None
         self._flight: BlocksInFlight | None = None
         self._stream = 0
-        self._error: BaseException | None = None
 
     @abc.abstractmethod
     def look_up(self, ids: ShardInput) -> Stream | None:
@@ -130,7 +131,7 @@ class Call(abc.ABC):
     @property
     def is_queued(self) -> bool:
         """Whether its exchange has not begun."""
-        return self._flight is None and self._error is None
+        return self._flight is None and self.error is None
 
     @property
     def is_launched(self) -> bool:
@@ -144,8 +145,8 @@ class Call(abc.ABC):
             ShardrecError: what made the exchange fail.
         """
         self._queue.used(self)
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         assert self._flight is not None, "a call that did not fail is under way"
         return self._flight
 
@@ -173,14 +174,6 @@ class Call(abc.ABC):
         self._flight, self._stream = flight, stream
         self.issued()
         self.sent = self._receive = None
-
-    def fail(self, error: BaseException) -> None:
-        """There will be no rows."""
-        self._error = error
-
-    def revive(self) -> None:
-        """It can be exchanged again, after :meth:`fail`."""
-        self._error = None
 
 
 def exchange_ids(context: StepContext, calls: Sequence[Call]) -> None:
