@@ -216,38 +216,33 @@ class _Payloads:
         headers: Sequence[Sequence[Sequence[int]]],
     ) -> None:
         self._exchanges = [(call.input, call.prepared.differentiable) for call in calls]
-        self._headers = headers
-        self._own: list[list[Tensor]] = []
-        self._words_in: list[list[int]] = []
+        self._sent, self._headers = sent, headers
         self._pending: Pending | None = None
+        self._words_in: list[list[int]] = []
         self._arrived: list[ShardInput] = []
-        collectives = context.collectives
-        if collectives.world_size == 1:
-            self._own = [one.parts[0] for one in sent]
-            return
-        ranks = range(collectives.world_size)
-        parts = [[tensor for one in sent for tensor in one.parts[rank]] for rank in ranks]
-        words = [map(call.input.payload.words_in, rows) for call, rows in zip(calls, headers, strict=True)]
-        self._words_in = list(map(list, zip(*words, strict=True)))
-        self._pending = collectives.send(parts, list(map(sum, self._words_in)), "payload")
+        if context.collectives.world_size > 1:
+            ranks = range(context.collectives.world_size)
+            parts = [[tensor for one in sent for tensor in one.parts[rank]] for rank in ranks]
+            words = [map(call.input.payload.words_in, rows) for call, rows in zip(calls, headers, strict=True)]
+            self._words_in = list(map(list, zip(*words, strict=True)))
+            self._pending = context.collectives.send(parts, list(map(sum, self._words_in)), "payload")
 
     def receive(self, number: int) -> ShardInput:
         """Wait for them: what all ranks ask of this one in a call."""
         if not self._arrived:
-            parts = self._own or self._wait()
+            # One rank has its own alone.
+            parts = [one.parts[0] for one in self._sent] if self._pending is None else self._wait(self._pending)
             self._arrived = [
                 exchange.unpack(rows, came, keep_order=keep_order)
                 for (exchange, keep_order), rows, came in zip(self._exchanges, self._headers, parts, strict=True)
             ]
-            self._own = []
+            self._sent, self._pending = (), None
         return self._arrived[number]
 
-    def _wait(self) -> list[list[Tensor]]:
+    def _wait(self, pending: Pending) -> list[list[Tensor]]:
         """Per call, the part of each rank."""
-        assert self._pending is not None, "payloads are waited for once"
-        wholes, self._pending = self._pending.wait(), None
         split = []
-        for whole, words in zip(wholes, self._words_in, strict=True):
+        for whole, words in zip(pending.wait(), self._words_in, strict=True):
             if whole.is_cuda:  # it may have been allocated on another stream than the one that reads it
                 whole.record_stream(torch.cuda.current_stream(whole.device))
             split.append(whole.split(words))
