@@ -66,7 +66,6 @@ class ExchangeQueue:
         )
         self._inside = BlockExchange(context.collectives, QuantizedComms(), "partial sums", context.device)
         self._calls: list[Call] = []
-        self._modules = 1
         self._in_forward = False
         self._habit: list[int] = []  # calls before each first use, as the last forward made them
         self._seen: list[int] = []  # the same of this forward
@@ -136,11 +135,8 @@ class ExchangeQueue:
             self._one_thread.release()
 
     @contextmanager
-    def forward(self, modules: int) -> Iterator[None]:
+    def forward(self) -> Iterator[None]:
         """A model's forward; calls made inside may wait for each other.
-
-        Args:
-            modules: number of sharded modules in the model.
 
         Raises:
             ConfigError: if another thread is in it, or calls one of its sharded modules.
@@ -149,7 +145,6 @@ class ExchangeQueue:
             if self._in_forward:
                 yield
                 return
-            self._modules = modules
             self._in_forward, self._seen, self._run = True, [], 0
             self._last_habit = self._habit
             try:
@@ -221,7 +216,7 @@ class ExchangeQueue:
         if not self._in_forward:
             return self._runs.get(self._first, self.context.modules) if scripted else 1
         done = len(self._seen)
-        return self._habit[done] if done < len(self._habit) else self._modules
+        return self._habit[done] if done < len(self._habit) else self.context.modules
 
     def _fits(self, queued: Call, calls: Sequence[Call]) -> bool:
         first = calls[0]

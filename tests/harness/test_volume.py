@@ -188,7 +188,7 @@ def run_step(
         modules = [member.build(plan, context) for member in members]
         batches = [member.batches[threads.rank] for member in members]
         features = [with_leaf(one) if member.learned else one for member, one in zip(members, batches, strict=True)]
-        with torch.set_grad_enabled(train), context.queue.forward(len(modules)):
+        with torch.set_grad_enabled(train), context.queue.forward():
             outputs = [module(one) for module, one in zip(modules, features, strict=True)]
         total = torch.stack([total_of(output) for output in outputs]).sum()
         if train:
