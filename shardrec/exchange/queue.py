@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import accumulate
 from threading import RLock
 
@@ -28,7 +29,6 @@ import torch
 from shardrec.errors import ConfigError, ShardrecError
 from shardrec.exchange.ahead import Ahead
 from shardrec.exchange.blocks import BlockExchange
-from shardrec.exchange.collectives import Collectives
 from shardrec.exchange.context import FIXED_COLUMNS, StepContext
 from shardrec.exchange.step import Call, Caller, run_step
 from shardrec.exchange.wire import QuantizedComms
@@ -37,17 +37,12 @@ __all__ = ["ExchangeQueue", "ModelContext"]
 
 
 class ModelContext(StepContext):
-    """A model's, with the queue of its calls.
+    """A model's, with the queue of its calls."""
 
-    Args:
-        collectives: of the group that the embeddings are sharded over.
-        device: where header and payload live.
-        comms: formats of the output exchanges.
-    """
-
-    def __init__(self, collectives: Collectives, device: torch.device, comms: QuantizedComms | None = None) -> None:
-        super().__init__(collectives, device, comms)
-        self.queue = ExchangeQueue(self)
+    @cached_property
+    def queue(self) -> ExchangeQueue:
+        """Of the calls of its sharded modules."""
+        return ExchangeQueue(self)
 
 
 class ExchangeQueue:
