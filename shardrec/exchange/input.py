@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ from shardrec.exchange.payload import HEADER_SIZES, Payload, ShardInput
 from shardrec.exchange.route import Route
 from shardrec.exchange.staging import staged
 
-__all__ = ["InputExchange", "Prepared", "SentIds", "group_edges"]
+__all__ = ["InputExchange", "Prepared", "SentIds"]
 
 _REPEATS = 4  # calls of one module that a header has room for; further ones go into another exchange
 
@@ -130,7 +131,8 @@ class InputExchange:
         self._key_policies = lru_cache(maxsize=KEY_ORDERS)(self._new_policies)
         self.cutter = Cutter(route, expect.device)
         self.payload = Payload(route, self._rank, weighted=expect.weighted, device=expect.device)
-        self.group_edges = torch.tensor(group_edges(route), dtype=torch.int64, device=expect.device)
+        sizes = (sum(slot.group == group for slot in slots) for slots in route.slots for group in range(route.groups))
+        self.group_edges = torch.tensor([0, *accumulate(sizes)], dtype=torch.int64, device=expect.device)
         self._drops = "zero" in expect.on_bad_id.values()
         self.shard_rows = torch.tensor([slot.shard.rows for slot in route.slots[self._rank]], dtype=torch.int64)
         self.bad_ids = torch.zeros(len(expect.features), dtype=torch.int64, device=expect.device)
@@ -325,13 +327,3 @@ class InputExchange:
         ends_S = torch.ops.fbgemm.asynchronous_complete_cumsum(ids_S)
         edges: Tensor = ends_S.index_select(0, self.group_edges)
         return edges.diff().view(self._world_size, self.route.groups)
-
-
-def group_edges(route: Route) -> list[int]:
-    """Where each rank's groups begin among the slots: W·G + 1 positions."""
-    edges, position = [0], 0
-    for rank_slots in route.slots:
-        for group in range(route.groups):
-            position += sum(slot.group == group for slot in rank_slots)
-            edges.append(position)
-    return edges
