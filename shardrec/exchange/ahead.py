@@ -38,7 +38,6 @@ class Ahead:
         self._sources = list(calls)
         self.queued = [module.new_call(features) for module, features in calls]
         self._taken: set[int] = set()
-        queue.ahead.append(self)
 
     def take(self, module: Caller, features: object) -> Call | None:
         """The call of a module with these very features, once."""
@@ -69,8 +68,6 @@ class Ahead:
 
     def close(self) -> None:
         """Let go of what the forward did not call."""
-        if self in self._queue.ahead:
-            self._queue.ahead.remove(self)
         for number, one in enumerate(self.queued):
             if number in self._taken:
                 continue

@@ -54,7 +54,6 @@ class ExchangeQueue:
 
     def __init__(self, context: StepContext) -> None:
         self.context = context
-        self.ahead: list[Ahead] = []
         self.observed: list[tuple[Caller, object]] | None = None
         self._output = BlockExchange(
             context.collectives, context.comms, device=context.device, before_gradients=context.before_gradients
@@ -73,7 +72,7 @@ class ExchangeQueue:
     def submit(self, module: Caller, features: object, *, by_operator: bool = False, scripted: bool = False) -> Call:
         """Queue a module's call, and begin the exchange if it is the last one to wait for.
 
-        A call that was made ahead (:mod:`shardrec.exchange.ahead`) with these features is taken.
+        A call that was made ahead of this forward (:mod:`shardrec.exchange.ahead`) with these features is taken.
 
         Args:
             module: that is called.
@@ -95,8 +94,9 @@ class ExchangeQueue:
         with self._alone():
             if self.observed is not None:
                 self.observed.append((module, features))
-            found = (ahead.take(module, features) for ahead in self.ahead)
-            queued = next((one for one in found if one is not None), None) or module.new_call(features)
+            ahead = self.context.made_ahead
+            queued = None if ahead is None else ahead.take(module, features)
+            queued = queued or module.new_call(features)
             queued.by_operator = by_operator
             if self._calls and not self._fits(queued, self._calls):
                 self.flush()
