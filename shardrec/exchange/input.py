@@ -52,7 +52,7 @@ class Prepared:
         lengths: (S, B) int32 lengths of each slot.
         slot_sizes: (S,) batch size of each slot, where they differ.
         counts: (W, G) int64 ids for each rank and lookup group.
-        valid: 0-d bool, whether lengths and ids are sound.
+        valid: 0-d bool, whether structure, lengths and ids are sound.
         fault: what is wrong with the structure, or "".
         agreement: what the ranks must have in common.
         notes: further int64 tensors to read on the host with the header.
@@ -157,6 +157,8 @@ class InputExchange:
         whole, bad_ids = given, None
         if self.expect.on_bad_id and given.size and (valid.is_cuda or not bool(valid)):
             whole, valid, bad_ids = self._mended(given)
+        if fault:
+            valid = torch.zeros_like(valid)
         safe = self._safe(whole, valid)
         outgoing = safe if to_send is None else to_send(safe)
         cut = self.cutter.cut(outgoing, keep_positions=self.per_id or differentiable, given=given)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -274,13 +274,7 @@ def _header(context: StepContext, calls: Sequence[Call], agreement: str) -> Tens
     columns = FIXED_COLUMNS + sum(call.input.columns for call in calls)
     assert columns <= context.header_columns, "the queue keeps an exchange within the header"
     header = parts[0].new_zeros((context.collectives.world_size, context.header_columns))
-    if any(call.prepared.fault for call in calls):
-        header[:, 0] = 1
-    else:
-        valid = calls[0].prepared.valid
-        for call in calls[1:]:
-            valid = valid & call.prepared.valid
-        header[:, 0] = valid.logical_not()
+    header[:, 0] = reduce(torch.logical_and, (call.prepared.valid for call in calls)).logical_not()
     header[:, 1] = checksum(agreement)
     torch.cat(parts, dim=1, out=header[:, FIXED_COLUMNS:columns])
     return header
