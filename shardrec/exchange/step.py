@@ -22,6 +22,7 @@ import abc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, reduce
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -190,16 +191,13 @@ def exchange_ids(context: StepContext, calls: Sequence[Call]) -> None:
     if not calls:
         return
     numbers, headers = _exchange_headers(context, calls)
-    start, column = 0, FIXED_COLUMNS
+    column = FIXED_COLUMNS
     sent, own_headers = [], []
     for call in calls:
-        known = []
-        for tensor in (call.prepared.counts, *call.prepared.notes):
-            known.append(numbers[start : start + tensor.numel()])
-            start += tensor.numel()
+        counts, *notes = (list(islice(numbers, one.numel())) for one in (call.prepared.counts, *call.prepared.notes))
         own_headers.append([header[column : column + call.input.columns] for header in headers])
         column += call.input.columns
-        sent.append(call.input.pack(call.prepared, known[0], known[1:]))
+        sent.append(call.input.pack(call.prepared, counts, notes))
     payloads = _Payloads(context, calls, sent, own_headers)
     for number, call in enumerate(calls):
         call.ask(sent[number], partial(payloads.receive, number))
@@ -249,7 +247,7 @@ class _Payloads:
         return [[of_rank[number] for of_rank in split] for number in range(len(self._exchanges))]
 
 
-def _exchange_headers(context: StepContext, calls: Sequence[Call]) -> tuple[list[int], list[list[int]]]:
+def _exchange_headers(context: StepContext, calls: Sequence[Call]) -> tuple[Iterator[int], list[list[int]]]:
     """Tell all ranks the sizes; what is sent, noted and received comes to the host in one copy.
 
     Returns:
@@ -266,7 +264,7 @@ def _exchange_headers(context: StepContext, calls: Sequence[Call]) -> tuple[list
     if any(flags) or any(header[1] != headers[0][1] for header in headers):
         faults = [call.input.describe(call.prepared) for call in calls] if flags[context.collectives.rank] else []
         context.raise_faults("; ".join(filter(None, faults)), agreement, flags)
-    return numbers, headers
+    return iter(numbers), headers
 
 
 def _header(context: StepContext, calls: Sequence[Call], agreement: str) -> Tensor:
