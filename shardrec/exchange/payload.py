@@ -213,8 +213,8 @@ class Payload:
 
     def _new_slot_major(self, sources: int) -> Tensor:
         """(S_mine · sources,) int32: source-major blocks in slot-major order."""
-        order = [source * self._mine + slot for slot in range(self._mine) for source in range(sources)]
-        return torch.tensor(order, dtype=torch.int32, device=self._device)
+        blocks = torch.arange(sources * self._mine, dtype=torch.int32, device=self._device)
+        return blocks.view(sources, self._mine).t().flatten()
 
     def _slot_sizes(
         self, parts: Sequence[Tensor], headers: Sequence[Sequence[int]]

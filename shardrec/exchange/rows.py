@@ -151,10 +151,8 @@ class RowExchange:
 
     def _new_rank_major(self, sources: int) -> list[Tensor]:
         """Per group, (its slots · sources,) int32: slot-major blocks in source-major order."""
-        orders = [
-            [slot * sources + other for other in range(sources) for slot in range(count)] for count in self._group_slots
-        ]
-        return [torch.tensor(order, dtype=torch.int32, device=self._device) for order in orders]
+        numbers = [torch.arange(count * sources, dtype=torch.int32, device=self._device) for count in self._group_slots]
+        return [blocks.view(-1, sources).t().flatten() for blocks in numbers]
 
 
 def unit_targets(
