@@ -1,4 +1,4 @@
-"""A sharded module's part of the input exchange: its batch checked, cut by rank, and put together at the other end.
+"""A sharded module's part of the input exchange: its batch checked, cut by rank, and packed.
 
 Shapes: F features of the input, S slots of all ranks (see :mod:`shardrec.exchange.route`), B local batch size, W ranks,
 G lookup groups, N ids.
@@ -9,8 +9,6 @@ G lookup groups, N ids.
               in slots) ──► Prepared: with their numbers
     header    (W, 2 + G) int64, row q to rank q:  batch size | words of bags | ids in group 0 | ... | in group G-1
     pack      ──► SentIds: in slots, the tensors for each rank (shardrec.exchange.payload), and where each id was
-    unpack    the parts of all ranks ──► ShardInput: ids slot by slot, each slot's samples rank by rank, which is what a
-              table-batched kernel takes; its pooled rows (sum of B, D) are then rank by rank, ready to be sent back
 
 :mod:`shardrec.exchange.step` exchanges the headers and payloads of several modules together.
 """
@@ -30,7 +28,7 @@ from shardrec.exchange.batch import KEY_ORDERS, NO_LIMIT, Batch, Expectation, re
 from shardrec.exchange.check import add_up, describe_fault, ids_are_valid
 from shardrec.exchange.context import StepContext
 from shardrec.exchange.cut import Cut, Cutter
-from shardrec.exchange.payload import HEADER_SIZES, Payload, ShardInput
+from shardrec.exchange.payload import HEADER_SIZES, Payload
 from shardrec.exchange.route import Route
 from shardrec.exchange.staging import staged
 
@@ -100,7 +98,7 @@ class SentIds:
 
 
 class InputExchange:
-    """Prepares a module's ids for the ranks that hold their rows, and puts together what comes.
+    """Prepares a module's ids for the ranks that hold their rows.
 
     Args:
         route: where the ids of each lookup go.
@@ -228,21 +226,6 @@ class InputExchange:
             key_ids=tuple(notes[1]) if self.per_id else (),
             replica_ids=tuple(notes[0]) if notes and not self.per_id else (),
         )
-
-    def unpack(
-        self, headers: Sequence[Sequence[int]], parts: Sequence[Tensor], *, keep_order: bool = False
-    ) -> ShardInput:
-        """Put what the ranks sent slot by slot. (What came with requests, as :meth:`requests` gives their headers, is
-        put so by ``payload.unpack``, also where one server is by itself.)
-
-        Args:
-            headers: this module's part of each rank's header.
-            parts: of each rank, int32 words; of one rank by itself, the tensors that :meth:`pack` gave.
-            keep_order: tell where each id was among the received ones.
-        """
-        if self._world_size == 1:
-            return self.payload.own(parts, headers[0])
-        return self.payload.unpack(parts, headers, keep_order=keep_order)
 
     def requests(self, prepared: Prepared, sent: SentIds) -> list[list[int]]:
         """A batch's row of the header for each rank, of numbers that are on the host."""

@@ -149,7 +149,9 @@ class Payload:
     def unpack(
         self, parts: Sequence[Tensor], headers: Sequence[Sequence[int]], *, keep_order: bool = False
     ) -> ShardInput:
-        """Put the ids slot by slot, and in a slot rank by rank.
+        """Put the ids slot by slot, and in a slot rank by rank, which is what a table-batched kernel takes.
+
+        Its pooled rows (sum of B, D) are then rank by rank, ready to be sent back.
 
         Args:
             parts: what each rank sent; of servers (:mod:`shardrec.rpc`), what came with each request.

@@ -198,13 +198,17 @@ def exchange_ids(context: StepContext, calls: Sequence[Call]) -> None:
         own_headers.append([header[column : column + call.input.columns] for header in headers])
         column += call.input.columns
         sent.append(call.input.pack(call.prepared, counts, notes))
+    if context.collectives.world_size == 1:
+        for call, one, rows in zip(calls, sent, own_headers, strict=True):
+            call.ask(one, partial(call.input.payload.own, one.parts[0], rows[0]))
+        return
     payloads = _Payloads(context, calls, sent, own_headers)
     for number, call in enumerate(calls):
         call.ask(sent[number], partial(payloads.receive, number))
 
 
 class _Payloads:
-    """The payloads of several calls on their way."""
+    """The payloads of several calls on their way between ranks."""
 
     def __init__(
         self,
@@ -213,38 +217,31 @@ class _Payloads:
         sent: Sequence[SentIds],
         headers: Sequence[Sequence[Sequence[int]]],
     ) -> None:
-        self._exchanges = [(call.input, call.prepared.differentiable) for call in calls]
-        self._sent, self._headers = sent, headers
-        self._pending: Pending | None = None
-        self._words_in: list[list[int]] = []
+        self._payloads = [(call.input.payload, call.prepared.differentiable) for call in calls]
+        self._headers = headers
+        words = [map(payload.words_in, rows) for (payload, _), rows in zip(self._payloads, headers, strict=True)]
+        self._words_in = list(map(list, zip(*words, strict=True)))
+        parts = [[part for one in sent for part in one.parts[rank]] for rank in range(context.collectives.world_size)]
+        sizes = list(map(sum, self._words_in))
+        self._pending: Pending | None = context.collectives.send(parts, sizes, "payload")
         self._arrived: list[ShardInput] = []
-        if context.collectives.world_size > 1:
-            ranks = range(context.collectives.world_size)
-            parts = [[tensor for one in sent for tensor in one.parts[rank]] for rank in ranks]
-            words = [map(call.input.payload.words_in, rows) for call, rows in zip(calls, headers, strict=True)]
-            self._words_in = list(map(list, zip(*words, strict=True)))
-            self._pending = context.collectives.send(parts, list(map(sum, self._words_in)), "payload")
 
     def receive(self, number: int) -> ShardInput:
         """Wait for them: what all ranks ask of this one in a call."""
-        if not self._arrived:
-            # One rank has its own alone.
-            parts = [one.parts[0] for one in self._sent] if self._pending is None else self._wait(self._pending)
+        if self._pending is not None:
+            split = []
+            for whole, words in zip(self._pending.wait(), self._words_in, strict=True):
+                if whole.is_cuda:  # it may have been allocated on another stream than the one that reads it
+                    whole.record_stream(torch.cuda.current_stream(whole.device))
+                split.append(whole.split(words))
+            self._pending = None
             self._arrived = [
-                exchange.unpack(rows, came, keep_order=keep_order)
-                for (exchange, keep_order), rows, came in zip(self._exchanges, self._headers, parts, strict=True)
+                payload.unpack(parts, rows, keep_order=keep_order)
+                for (payload, keep_order), rows, parts in zip(
+                    self._payloads, self._headers, zip(*split, strict=True), strict=True
+                )
             ]
-            self._sent, self._pending = (), None
         return self._arrived[number]
-
-    def _wait(self, pending: Pending) -> list[list[Tensor]]:
-        """Per call, the part of each rank."""
-        split = []
-        for whole, words in zip(pending.wait(), self._words_in, strict=True):
-            if whole.is_cuda:  # it may have been allocated on another stream than the one that reads it
-                whole.record_stream(torch.cuda.current_stream(whole.device))
-            split.append(whole.split(words))
-        return [[of_rank[number] for of_rank in split] for number in range(len(self._exchanges))]
 
 
 def _exchange_headers(context: StepContext, calls: Sequence[Call]) -> tuple[Iterator[int], list[list[int]]]:
