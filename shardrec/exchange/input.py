@@ -232,24 +232,6 @@ class InputExchange:
         size, words = prepared.lengths.size(1), self.payload.bag_words(prepared.slot_sizes)
         return [[size, bags, *counts] for bags, counts in zip(words, sent.counts, strict=True)]
 
-    def sound_ids(self, header: Sequence[int], words: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Lengths (S, B) and ids (n,) of a request from outside, or None if header and words do not fit each other.
-
-        Whether the lengths add up to the ids, and the ids are in their tables, is left to the caller.
-        """
-        counts = tuple(header[HEADER_SIZES:])
-        found = self.payload.lengths_and_ids(words, header)
-        if found is None:
-            return None
-        if len(counts) < 2:
-            return found
-        slots = self.route.slots[self._rank]
-        ids_S = found[0].sum(dim=1, dtype=torch.int64).tolist()
-        per_group = [0] * len(counts)
-        for slot, ids in zip(slots, ids_S, strict=True):
-            per_group[slot.group] += ids
-        return found if tuple(per_group) == counts else None
-
     def _new_limits(self, keys: tuple[str, ...]) -> tuple[Tensor, bool]:
         """(F,) one more than the largest id allowed, per key, and whether some keys are not looked up."""
         limits = [self.expect.rows(key) for key in keys]
