@@ -212,13 +212,12 @@ class InputExchange:
             self.bad_ids += prepared.bad_ids
         groups = self.route.groups
         counts_WG = tuple(tuple(counts[q * groups : (q + 1) * groups]) for q in range(self._world_size))
-        cut = self.cutter.in_slots(prepared.cut, sum(counts))
-        positions = cut.positions
+        values, weights, positions = self.cutter.in_slots(prepared.cut, sum(counts))
         if positions is not None and not self.per_id:
             positions = prepared.to_send.places_as_given(positions)
         totals = [sum(one) for one in counts_WG]
         return SentIds(
-            parts=self.payload.pack(prepared.lengths, cut.values, cut.weights, totals, prepared.slot_sizes),
+            parts=self.payload.pack(prepared.lengths, values, weights, totals, prepared.slot_sizes),
             counts=counts_WG,
             slot_ids=None if positions is None else prepared.lengths.sum(dim=1),
             positions=positions,
