@@ -275,14 +275,11 @@ class InputExchange:
             # The CPU's kernels compare the number of ids with the lengths; those of CUDA read by the lengths alone.
             values, weights = values[:0], None if weights is None else weights[:0]
         given = batch.mended
-        return Batch(
-            keys=batch.keys,
+        return replace(
+            batch,
             lengths=(batch.lengths.to(torch.int32) * valid).contiguous(),
             values=values.contiguous(),
             weights=None if weights is None else weights.detach().float().contiguous(),
-            sizes=batch.sizes,
-            inverse=batch.inverse,
-            bags=batch.bags,
             mended=None if given is None else replace(given, lengths=given.lengths * valid),
         )
 
