@@ -150,7 +150,9 @@ class ExchangeQueue:
             except BaseException as error:
                 # Ranks that failed at different places must not go on with different habits.
                 self._habit = []
-                self._drop(error)
+                calls, self._calls = self._calls, []
+                for one in calls:
+                    one.error = ShardrecError(f"the model's forward failed before this lookup was exchanged: {error}")
                 raise
             finally:
                 self._in_forward = False
@@ -228,8 +230,3 @@ class ExchangeQueue:
             self._seen.append(self._run)
             self._runs[self._first] = self._run
             self._run = 0
-
-    def _drop(self, error: BaseException) -> None:
-        calls, self._calls = self._calls, []
-        for one in calls:
-            one.error = ShardrecError(f"the model's forward failed before this lookup was exchanged: {error}")
