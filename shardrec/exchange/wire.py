@@ -75,7 +75,7 @@ class Wire:
     """
 
     def __init__(self, wire_type: WireType, collectives: Collectives) -> None:
-        self._type = wire_type if collectives.world_size > 1 else "fp32"
+        self._type = wire_type
         self._collectives = collectives
 
     @property
