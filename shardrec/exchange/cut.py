@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -81,6 +81,7 @@ class Cutter:
         boundaries: per unit, (K + 1,) the rows at which its blocks begin and end.
         slot_rows: (S,) int64, row of each slot in the cut lengths.
         dynamic: (U,) bool, which units' ids are dynamic; None if none are.
+        id_dtype: of the batches' ids: int32 where the tables' rows allow.
     """
 
     def __init__(self, route: Route, device: torch.device) -> None:
@@ -91,18 +92,14 @@ class Cutter:
         in_place = route.slot_rows == tuple(range(route.blocks * len(route.unit_keys)))
         self._slots = None if in_place else self.slot_rows
         self.dynamic = self._tensor(route.dynamic_units, torch.bool) if any(route.dynamic_units) else None
+        # Rows of the whole table decide here, for ids are cut after they are narrowed.
+        rows = max((edges[-1] for edges in route.unit_boundaries), default=0)
+        self.id_dtype = torch.int64 if rows > 2**31 - 1 or self.dynamic is not None else torch.int32
         self.block_sizes = self._tensor([boundaries[-1] for boundaries in route.unit_boundaries], self.id_dtype)
         self.boundaries = [
             self._tensor([*edges, *[edges[-1]] * (route.blocks + 1 - len(edges))], self.id_dtype)
             for edges in route.unit_boundaries
         ]
-
-    @cached_property
-    def id_dtype(self) -> torch.dtype:
-        """What a batch's ids must be: int32 where the tables' rows allow."""
-        # Rows of the whole table decide here, for ids are cut after they are narrowed.
-        rows = max((edges[-1] for edges in self._route.unit_boundaries), default=0)
-        return torch.int64 if rows > 2**31 - 1 or any(self._route.dynamic_units) else torch.int32
 
     def cut(self, batch: Batch, *, keep_positions: bool, given: Batch) -> Cut:
         """Cut into the blocks of each unit.
