@@ -9,12 +9,13 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from shardrec.exchange.collectives import Collectives
+from shardrec.exchange.collectives import Collectives, Later, Pending, Streams
 
 __all__ = ["ThreadCollectives", "thread_ranks"]
 
@@ -29,41 +30,38 @@ class ThreadCollectives(Collectives):
     Args:
         rank: this rank.
         mail: one queue per (source, target).
+
+    Attributes:
+        issued: what was issued.
+        unwaited: what was issued and never waited for.
     """
 
     def __init__(self, rank: int, mail: Sequence[Sequence[queue.Queue[tuple[str, Tensor]]]]) -> None:
         self.rank = rank
         self.world_size = len(mail)
         self.issued: list[str] = []
+        self.unwaited: list[str] = []
         self._mail = mail
-        self._expected: dict[int, tuple[str, list[int], Tensor]] = {}
 
-    def all_to_all(self, values: Tensor, receive: Sequence[int], send: Sequence[int], what: str) -> Tensor:
-        assert len(receive) == len(send) == self.world_size
-        assert values.size(0) == sum(send), f"{what}: sends {values.size(0)} of {sum(send)}"
+    def send(
+        self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str, streams: Streams | None = None
+    ) -> Pending:
+        assert len(receive) == len(parts) == self.world_size
         self.issued.append(what)
-        for target, part in enumerate(values.detach().split(list(send))):
-            self._mail[self.rank][target].put((what, part.clone()))
-        # What is read before the wait is to be wrong.
-        pending = torch.full((sum(receive), *values.shape[1:]), 99, dtype=values.dtype)
-        self._expected[id(pending)] = (what, list(receive), pending)
-        return pending
+        for target, of_rank in enumerate(parts):
+            self._mail[self.rank][target].put((what, torch.cat([part.detach() for part in of_rank]).clone()))
+        self.unwaited.append(what)
+        return Later(partial(self._receive, list(receive), what))
 
-    def wait(self, pending: Tensor, what: str) -> Tensor:
-        issued, receive, _ = self._expected.pop(id(pending))
-        assert issued == what, f"{what} waits for {issued}"
+    def _receive(self, sizes: list[int], what: str) -> list[Tensor]:
+        self.unwaited.remove(what)
         parts = []
-        for source, size in enumerate(receive):
+        for source, size in enumerate(sizes):
             sent, part = self._mail[source][self.rank].get(timeout=_TIMEOUT_S)
             assert sent == what, f"rank {self.rank} waits for {what} and rank {source} sent {sent}"
-            assert part.size(0) == size, f"{what}: rank {source} sent {part.size(0)} and {size} were expected"
+            assert part.numel() == size, f"{what}: rank {source} sent {part.numel()} and {size} were expected"
             parts.append(part)
-        return pending.copy_(torch.cat(parts))
-
-    @property
-    def unwaited(self) -> list[str]:
-        """What was issued and never waited for."""
-        return [what for what, _, _ in self._expected.values()]
+        return list(torch.cat(parts).split(sizes))  # in one piece, as a process group's
 
 
 def thread_ranks(world_size: int, fn: Callable[[ThreadCollectives], T]) -> list[T]:

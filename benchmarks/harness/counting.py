@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from shardrec.exchange.collectives import Collectives
+from shardrec.exchange.collectives import Collectives, Pending, Streams
 
 __all__ = ["CountingCollectives", "Sent"]
 
@@ -41,17 +41,16 @@ class CountingCollectives(Collectives):
         self._collectives = collectives
         self._sent = Sent()
 
-    def all_to_all(self, values: Tensor, receive: Sequence[int], send: Sequence[int], what: str) -> Tensor:
-        row_bytes = values.element_size() * values.shape[1:].numel()
+    def send(
+        self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str, streams: Streams | None = None
+    ) -> Pending:
         counts = self._sent.bytes.setdefault(what, [0] * self.world_size)
-        for target, rows in enumerate(send):
+        for target, of_rank in enumerate(parts):
             if target != self.rank:
-                counts[target] += rows * row_bytes
+                counts[target] += sum(part.nbytes for part in of_rank)
         self._sent.calls[what] += 1
-        return self._collectives.all_to_all(values, receive, send, what)
-
-    def wait(self, pending: Tensor, what: str) -> Tensor:
-        return self._collectives.wait(pending, what)
+        # Without the streams their gradients come back by a send of their own, which counts, too.
+        return self._collectives.send(parts, receive, what)
 
     def take(self) -> Sent:
         """What was sent since the last call."""

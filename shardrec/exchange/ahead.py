@@ -35,23 +35,21 @@ class Ahead:
 
     def __init__(self, queue: ExchangeQueue, calls: Sequence[tuple[Caller, object]]) -> None:
         self._queue = queue
-        self._sources = list(calls)
         self.queued = [module.new_call(features) for module, features in calls]
-        self._taken: set[int] = set()
-        queue.ahead.append(self)
+        self._left = [(*source, call) for source, call in zip(calls, self.queued, strict=True)]
 
     def take(self, module: Caller, features: object) -> Call | None:
         """The call of a module with these very features, once."""
-        for number, (known_module, known_features) in enumerate(self._sources):
-            if known_module is module and known_features is features and number not in self._taken:
-                self._taken.add(number)
-                return self.queued[number]
+        for place, (known_module, known_features, call) in enumerate(self._left):
+            if known_module is module and known_features is features:
+                del self._left[place]
+                return call
         return None
 
     @property
     def is_used_up(self) -> bool:
         """Whether the forward has made all of the calls."""
-        return len(self._taken) == len(self.queued)
+        return not self._left
 
     def exchange(self) -> None:
         """Exchange the headers and let the payloads go.
@@ -69,11 +67,7 @@ class Ahead:
 
     def close(self) -> None:
         """Let go of what the forward did not call."""
-        if self in self._queue.ahead:
-            self._queue.ahead.remove(self)
-        for number, one in enumerate(self.queued):
-            if number in self._taken:
-                continue
+        for _, _, one in self._left:
             if one.is_launched:
                 with suppress(ShardrecError):  # whose cause the next exchange meets, too
                     one.value()

@@ -21,10 +21,7 @@ __all__ = ["note_rows", "watch_gradient"]
 def segment_with_anomaly(values: Tensor, sizes: Sequence[int], dim: int) -> tuple[int, str] | None:
     """The first segment with a value that is not finite, and that value in words; None if all are finite.
 
-    Args:
-        values: (n, D).
-        sizes: of the segments, along ``dim``.
-        dim: 0 or 1.
+    Arguments are those of :func:`note_rows`.
     """
     finite = values.isfinite()
     bad = finite.all(dim=1 - dim).logical_not().nonzero()

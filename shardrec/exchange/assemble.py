@@ -9,6 +9,7 @@ C++ operators (:mod:`shardrec.native`); the Python below gives the same results 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -31,8 +32,7 @@ class Columns:
         self.pieces = tuple(pieces)
         self.width = sum(piece.width for piece in pieces)
         self._scales = list(scales)
-        self._on_device: torch.device | None = None
-        self._of_blocks: list[tuple[Tensor, Tensor]] = []
+        self._places = cache(self._new_places)
         self._flat: list[int] = []
         for piece in pieces:
             self._flat += (piece.width, len(piece.sources))
@@ -80,23 +80,19 @@ class Columns:
             else:
                 block.index_copy_(1, places, gradient.index_select(1, columns).mul_(scale))
 
-    def _places(self, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    def _new_places(self, device: torch.device) -> list[tuple[Tensor, Tensor]]:
         """Per block, its columns that pieces are made of, and the output column of each: one kernel for all pieces."""
-        if self._on_device != device:
-            found: dict[int, dict[int, int]] = {}
-            start = 0
-            for piece in self.pieces:
-                for source in piece.sources:
-                    places = range(source.start, source.start + piece.width)
-                    found.setdefault(source.block, {}).update(
-                        zip(places, range(start, start + piece.width), strict=True)
-                    )
-                start += piece.width
-            pairs = [sorted(found.get(block, {}).items()) for block in range(max(found, default=-1) + 1)]
-            made = [torch.tensor(one, dtype=torch.int64, device=device).view(-1, 2).unbind(1) for one in pairs]
-            self._of_blocks = [(places.contiguous(), columns.contiguous()) for places, columns in made]
-            self._on_device = device
-        return self._of_blocks
+        found: dict[int, dict[int, int]] = {}
+        start = 0
+        for piece in self.pieces:
+            columns = range(start, start + piece.width)
+            for source in piece.sources:
+                places = range(source.start, source.start + piece.width)
+                found.setdefault(source.block, {}).update(zip(places, columns, strict=True))
+            start += piece.width
+        pairs = [sorted(found.get(block, {}).items()) for block in range(max(found, default=-1) + 1)]
+        made = [torch.tensor(one, dtype=torch.int64, device=device).view(-1, 2).unbind(1) for one in pairs]
+        return [(places.contiguous(), columns.contiguous()) for places, columns in made]
 
 
 def _is_native(values: Tensor) -> bool:

@@ -16,8 +16,9 @@ from functools import cached_property
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.utils.rnn import pad_sequence
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 __all__ = [
@@ -73,14 +74,7 @@ class Expectation:
 
     def rows(self, feature: str) -> int:
         """Ids of ``feature`` must be below this; ``NO_LIMIT`` if no table uses the feature."""
-        return self._rows.get(feature, NO_LIMIT)
-
-    @cached_property
-    def _rows(self) -> dict[str, int]:
-        found: dict[str, int] = {}
-        for key, _, rows in self.tables:
-            found[key] = min(rows, found.get(key, rows))
-        return found
+        return min((rows for key, _, rows in self.tables if key == feature), default=NO_LIMIT)
 
     def of_table(self, feature: str) -> str:
         """The smallest table that ``feature`` is looked up in, for messages: ``" of table 't'"``, or nothing."""
@@ -216,8 +210,7 @@ def _read(features: KeyedJaggedTensor, expect: Expectation) -> Batch | str:
     lengths = lengths.detach()
     uneven = min(strides) < most
     if uneven:
-        parts = zip(lengths.split(strides), strides, strict=True)
-        lengths = torch.cat([nn.functional.pad(part, (0, most - size)) for part, size in parts])
+        lengths = pad_sequence(lengths.split(strides), batch_first=True)
     stride_of = dict(zip(keys, strides, strict=True))
     return Batch(
         keys=keys,

@@ -160,15 +160,15 @@ class _Travelling(BlocksInFlight):
 class _Shared:
     """What forward and backward share; without the graph, of which it is a part."""
 
+    way_back: WayBack
+    """Of the gradients, once the rows are under way."""
+
     def __init__(self, exchange: BlockExchange, streams: Sequence[Stream]) -> None:
         self.exchange = exchange
-        self.out = [[list(stream.out[rank]) for stream in streams] for rank in range(len(streams[0].out))]
-        self.into = [[list(stream.into[rank]) for stream in streams] for rank in range(len(streams[0].into))]
-        self.out_sizes = [list(map(_numel, rank)) for rank in self.out]
-        self.into_sizes = [list(map(_numel, rank)) for rank in self.into]
+        self.out, self.out_sizes = _by_rank([stream.out for stream in streams])
+        self.into, self.into_sizes = _by_rank([stream.into for stream in streams])
         self.pending: Pending | None = None
         self.with_gradients = torch.is_grad_enabled()
-        self._way_back: WayBack | None = None
         self._views: list[Tensor] | None = None
 
     def send(self, flats: Sequence[Tensor]) -> None:
@@ -181,12 +181,10 @@ class _Shared:
             streams = Streams(out=self.out_sizes, into=self.into_sizes) if self.with_gradients else None
             in_place = streams if self.exchange.gradient_wire.is_plain else None
             self.pending = self.exchange.collectives.send(parts, sizes_in, what, in_place)
-            self._way_back = self.pending.way_back
         else:
             buffer = joined([part for rank in parts for part in rank])
-            self.pending = wire.send(buffer, _by_rank(self.into), _by_rank(self.out), what)
-        if self._way_back is None:
-            self._way_back = _Buffered(self)
+            self.pending = wire.send(buffer, self.into, self.out, what)
+        self.way_back = self.pending.way_back or _Buffered(self)
 
     def receive(self) -> tuple[Tensor, ...]:
         """Wait: the blocks, rank after rank and in a rank stream after stream."""
@@ -195,21 +193,16 @@ class _Shared:
         self.pending = None
         return tuple(block for part, sizes in zip(parts, self.into_sizes, strict=True) for block in part.split(sizes))
 
-    def way_back(self) -> WayBack:
-        """Of the gradients."""
-        assert self._way_back is not None, "what was sent has a way back"
-        return self._way_back
-
     def gradient_views(self) -> list[Tensor]:
         """Where the blocks' gradients are written, in the blocks' order."""
         if self._views is None:
-            self._views = self.way_back().views()
+            self._views = self.way_back.views()
         return self._views
 
     def send_gradient(self) -> None:
         """The views are written; the next backward gets new ones."""
         self._views = None
-        self.way_back().send()
+        self.way_back.send()
 
 
 class _Buffered:
@@ -217,7 +210,7 @@ class _Buffered:
 
     def __init__(self, shared: _Shared) -> None:
         self._exchange = shared.exchange
-        self._out, self._into = _by_rank(shared.out), _by_rank(shared.into)
+        self._out, self._into = shared.out, shared.into
         self._out_sizes = [size for rank in shared.out_sizes for size in rank]
         self._into_sizes = [size for rank in shared.into_sizes for size in rank]
         self._streams = len(shared.out_sizes[0])
@@ -254,7 +247,7 @@ class _Issue(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, token_gradient: Tensor) -> tuple[Tensor | None, ...]:
         shared: _Shared = ctx.shared
-        gradients = shared.way_back().wait()
+        gradients = shared.way_back.wait()
         return None, *(one.view(size) for one, size in zip(gradients, ctx.sizes, strict=True))
 
 
@@ -281,9 +274,8 @@ class _Receive(torch.autograd.Function):
         return ctx.like.new_zeros(()), None
 
 
-def _by_rank(shapes: list[list[list[Shape]]]) -> list[list[Shape]]:
-    return [[shape for stream in rank for shape in stream] for rank in shapes]
-
-
-def _numel(parts: Sequence[Shape]) -> int:
-    return sum(rows * cols for rows, cols in parts)
+def _by_rank(streams: Sequence[list[list[Shape]]]) -> tuple[list[list[Shape]], list[list[int]]]:
+    """Per rank, the shapes of the parts of all streams, and the elements of each stream."""
+    ranks = list(zip(*streams, strict=True))
+    shapes = [[shape for stream in rank for shape in stream] for rank in ranks]
+    return shapes, [[sum(rows * cols for rows, cols in stream) for stream in rank] for rank in ranks]

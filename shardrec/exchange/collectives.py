@@ -1,6 +1,6 @@
 """The collectives of a step, as an object that can be replaced.
 
-An all-to-all is issued and waited in two calls, so that work can go between them. The functional operators
+An all-to-all is issued and waited for in two calls, so that work can go between them. The functional operators
 (``torch.ops._c10d_functional``) are the ones that eager mode, TorchScript, torch.compile and torch.export all know;
 importing ``torch.distributed._functional_collectives`` registers their autograd formulas, without which they give no
 gradient, silently.
@@ -9,8 +9,9 @@ gradient, silently.
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -24,6 +25,7 @@ from shardrec.exchange.peers import introduce, peer_error
 __all__ = [
     "Collectives",
     "FunctionalCollectives",
+    "Later",
     "LocalCollectives",
     "Pending",
     "Streams",
@@ -103,25 +105,19 @@ class Collectives(abc.ABC):
         return self.world_size
 
     @abc.abstractmethod
-    def all_to_all(self, values: Tensor, receive: Sequence[int], send: Sequence[int], what: str) -> Tensor:
-        """Issue an all-to-all.
+    def send(
+        self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str, streams: Streams | None = None
+    ) -> Pending:
+        """Issue an all-to-all of parts, wherever they lie.
 
         Args:
-            values: what to send, (sum(send),) or (sum(send), C), contiguous, to rank 0 first.
-            receive: W sizes along dim 0, from each rank.
-            send: W sizes along dim 0, to each rank.
+            parts: per rank, the (n,) tensors that go to it, one after the other; all of one dtype.
+            receive: elements from each rank.
             what: a word for error messages, such as "header".
-
-        Returns:
-            The received values, (sum(receive), ...); only :meth:`wait` makes them valid.
-        """
-
-    @abc.abstractmethod
-    def wait(self, pending: Tensor, what: str) -> Tensor:
-        """Wait for :meth:`all_to_all` (on CUDA: make the current stream wait).
+            streams: sizes of the float32 streams sent, if their gradients will come back.
 
         Raises:
-            PeerError: if another rank is gone or did not answer in time.
+            PeerError: if another rank is gone.
         """
 
     def tell(self, fault: str) -> None:  # noqa: B027 - a process group has no way to tell
@@ -155,35 +151,18 @@ class Collectives(abc.ABC):
         """
         return torch.empty(numel, dtype=torch.float32, device=device)
 
-    def send(
-        self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str, streams: Streams | None = None
-    ) -> Pending:
-        """Issue an all-to-all of parts, wherever they lie.
 
-        Args:
-            parts: per rank, the (n,) tensors that go to it, one after the other; all of one dtype.
-            receive: elements from each rank.
-            what: a word for error messages.
-            streams: sizes of the float32 streams sent, if their gradients will come back.
-        """
-        sizes = [sum(part.numel() for part in of_rank) for of_rank in parts]
-        values = joined([part for of_rank in parts for part in of_rank])
-        return _PackedPending(self, self.all_to_all(values, receive, sizes, what), list(receive), what)
+@dataclass
+class Later:
+    """A :class:`Pending` of a function.
 
+    Args:
+        wait: waits for the values.
+        way_back: of their gradients.
+    """
 
-class _PackedPending:
-    """Parts that travel as one buffer."""
-
+    wait: Callable[[], list[Tensor]]
     way_back: WayBack | None = None
-
-    def __init__(self, collectives: Collectives, pending: Tensor, receive: list[int], what: str) -> None:
-        self._collectives = collectives
-        self._pending = pending
-        self._receive = receive
-        self._what = what
-
-    def wait(self) -> list[Tensor]:
-        return list(self._collectives.wait(self._pending, self._what).split(self._receive))
 
 
 class LocalCollectives(Collectives):
@@ -192,11 +171,11 @@ class LocalCollectives(Collectives):
     rank = 0
     world_size = 1
 
-    def all_to_all(self, values: Tensor, receive: Sequence[int], send: Sequence[int], what: str) -> Tensor:
-        return values
-
-    def wait(self, pending: Tensor, what: str) -> Tensor:
-        return pending
+    def send(
+        self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str, streams: Streams | None = None
+    ) -> Pending:
+        own = [joined(parts[0])]
+        return Later(lambda: own)
 
 
 class FunctionalCollectives(Collectives):
@@ -211,27 +190,28 @@ class FunctionalCollectives(Collectives):
         self.world_size = dist.get_world_size(group)
         self.group = group
         self.group_name = group.group_name
-        self._numbers: dict[int, int] = {}  # in the flight record, by the id of what is pending
         introduce()
 
-    def all_to_all(self, values: Tensor, receive: Sequence[int], send: Sequence[int], what: str) -> Tensor:
-        number = flight_record().begin(what, sum(receive) * values.element_size() * values.shape[1:].numel())
+    def send(
+        self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str, streams: Streams | None = None
+    ) -> Pending:
+        sizes = [sum(part.numel() for part in of_rank) for of_rank in parts]
+        values = joined([part for of_rank in parts for part in of_rank])
+        number = flight_record().begin(what, sum(receive) * values.element_size())
         try:
-            pending: Tensor = torch.ops._c10d_functional.all_to_all_single(
-                values, list(receive), list(send), self.group_name
-            )
+            pending = torch.ops._c10d_functional.all_to_all_single(values, list(receive), sizes, self.group_name)
         except RuntimeError as error:
             raise peer_error(self.group, f"{what} exchange", error) from error
-        self._numbers[id(pending)] = number
-        return pending
+        return Later(partial(self._wait, pending, list(receive), what, number))
 
-    def wait(self, pending: Tensor, what: str) -> Tensor:
+    def _wait(self, pending: Tensor, receive: list[int], what: str, number: int) -> list[Tensor]:
+        """Wait for parts that travel as one buffer; ``number`` is theirs in the flight record."""
         try:
             done: Tensor = torch.ops._c10d_functional.wait_tensor(pending)
         except RuntimeError as error:
             raise peer_error(self.group, f"{what} exchange", error) from error
-        flight_record().end(self._numbers.pop(id(pending)))
-        return done
+        flight_record().end(number)
+        return list(done.split(receive))
 
 
 def collectives_of(group: dist.ProcessGroup | None = None) -> Collectives:

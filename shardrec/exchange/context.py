@@ -120,18 +120,6 @@ class StepContext:
         flags: list[int] = self.exchange_header(header)[:, 0].tolist()
         return flags
 
-    def check(self, faults: Sequence[int], checksums: Sequence[int], agreement: str) -> bool:
-        """Whether this step can go on, from the headers' fault flags and checksums.
-
-        Raises:
-            InputError: if no batch is faulty but the ranks disagree about what they send.
-        """
-        if any(faults):
-            return False
-        if any(other != checksums[0] for other in checksums):
-            self.raise_faults("", agreement)
-        return True
-
     def raise_faults(self, message: str, agreement: str, flags: Sequence[int] = ()) -> NoReturn:
         """Exchange the messages of all ranks and raise them; every rank must call this in the same step.
 
@@ -178,13 +166,9 @@ class StepContext:
 
     def all_gather_text(self, text: str) -> list[str]:
         """The text of each rank, on every rank."""
-        world_size = self.collectives.world_size
-        data = text.encode()
-        ones = [1] * world_size
-        sizes = torch.full((world_size,), len(data), dtype=torch.int64, device=self.device)
-        received = self.collectives.all_to_all(sizes, ones, ones, "error message")
-        receive = [int(size) for size in self.collectives.wait(received, "error message").tolist()]
-        blob = torch.tensor(list(data) * world_size, dtype=torch.uint8, device=self.device)
-        pending = self.collectives.all_to_all(blob, receive, [len(data)] * world_size, "error message")
-        parts = self.collectives.wait(pending, "error message").cpu().split(receive)
+        world_size, send = self.collectives.world_size, self.collectives.send
+        data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=self.device)
+        size = torch.tensor([data.numel()], device=self.device)
+        sizes = torch.cat(send([[size]] * world_size, [1] * world_size, "error message").wait()).tolist()
+        parts = send([[data]] * world_size, sizes, "error message").wait()
         return [bytes(part.tolist()).decode(errors="replace") for part in parts]

@@ -22,8 +22,8 @@ rows, in 5 ms where the three take 38.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -41,13 +41,12 @@ class Cut:
     """A batch cut into blocks, and the order in which its slots leave it.
 
     Args:
-        row_lengths: (K·U, B); (F, B) with one block; (S, B), in place, by the C++ operator.
+        row_lengths: (K·U, B); (F, B) with one block; (S, B) by the C++ operator.
         values: (N,) ids in that order, local to the block; on CUDA more elements may follow, which are none.
         weights: (N,) or None.
-        positions: (N,) integer place of each id in the batch, or None where nobody asks; int64 once in place.
-        slots: (S,) row of each slot.
+        positions: (N,) integer place of each id in the batch, or None where nobody asks.
+        slots: (S,) row of each slot; None if the rows are the slots, in order.
         lengths: (S, B) lengths of each slot.
-        in_place: the rows are the slots, in order.
         borrowed: values or weights are the caller's own memory.
     """
 
@@ -55,9 +54,8 @@ class Cut:
     values: Tensor
     weights: Tensor | None
     positions: Tensor | None
-    slots: Tensor
+    slots: Tensor | None
     lengths: Tensor
-    in_place: bool
     borrowed: bool
 
 
@@ -65,12 +63,10 @@ class Cut:
 class _KeyOrder:
     """Constants for one order of the batch's keys."""
 
-    units: Tensor  # (U,) position of each unit's key
-    units_in_place: bool
+    units: Tensor | None  # (U,) int32 position of each unit's key; None if they are all the keys, in order
     most_units: int  # of one key
     described: list[int]  # the units, as the C++ operator takes them
-    slots: Tensor  # (S,) position of each slot's key; used when there is one block
-    slots_in_place: bool  # they are all the keys, in order
+    slots: Tensor | None  # (S,) position of each slot's key, for one block; None likewise
 
 
 class Cutter:
@@ -85,6 +81,7 @@ class Cutter:
         boundaries: per unit, (K + 1,) the rows at which its blocks begin and end.
         slot_rows: (S,) int64, row of each slot in the cut lengths.
         dynamic: (U,) bool, which units' ids are dynamic; None if none are.
+        id_dtype: of the batches' ids: int32 where the tables' rows allow.
     """
 
     def __init__(self, route: Route, device: torch.device) -> None:
@@ -92,20 +89,17 @@ class Cutter:
         self._device = device
         self._order = lru_cache(maxsize=KEY_ORDERS)(self._new_order)
         self.slot_rows = self._tensor(route.slot_rows)
-        self._in_place = route.slot_rows == tuple(range(route.blocks * len(route.unit_keys)))
+        in_place = route.slot_rows == tuple(range(route.blocks * len(route.unit_keys)))
+        self._slots = None if in_place else self.slot_rows
         self.dynamic = self._tensor(route.dynamic_units, torch.bool) if any(route.dynamic_units) else None
+        # Rows of the whole table decide here, for ids are cut after they are narrowed.
+        rows = max((edges[-1] for edges in route.unit_boundaries), default=0)
+        self.id_dtype = torch.int64 if rows > 2**31 - 1 or self.dynamic is not None else torch.int32
         self.block_sizes = self._tensor([boundaries[-1] for boundaries in route.unit_boundaries], self.id_dtype)
         self.boundaries = [
             self._tensor([*edges, *[edges[-1]] * (route.blocks + 1 - len(edges))], self.id_dtype)
             for edges in route.unit_boundaries
         ]
-
-    @cached_property
-    def id_dtype(self) -> torch.dtype:
-        """What a batch's ids must be: int32 where the tables' rows allow."""
-        # Rows of the whole table decide here, for ids are cut after they are narrowed.
-        rows = max((edges[-1] for edges in self._route.unit_boundaries), default=0)
-        return torch.int64 if rows > 2**31 - 1 or any(self._route.dynamic_units) else torch.int32
 
     def cut(self, batch: Batch, *, keep_positions: bool, given: Batch) -> Cut:
         """Cut into the blocks of each unit.
@@ -116,20 +110,18 @@ class Cutter:
             given: what the batch was read from, whose memory is the caller's.
         """
         order = self._order(batch.keys)
+        slots, blocks = order.slots, self._route.blocks
+        if (blocks > 1 or slots is not None) and self._device.type == "cpu" and native.is_loaded():
+            return self._cut_at_once(batch, order, keep_positions)
         lengths, values, weights = batch.lengths, batch.values, batch.weights
         positions = torch.arange(values.numel(), dtype=torch.int32, device=self._device) if keep_positions else None
-        slots, in_place = order.slots, order.slots_in_place
-        cut_before = self._route.blocks > 1 or not in_place
-        if cut_before and self._device.type == "cpu" and native.is_loaded():
-            return self._cut_at_once(batch, order, keep_positions)
-        if self._route.blocks > 1:
-            slots, in_place = self.slot_rows, self._in_place
-            if not order.units_in_place:
-                units = order.units.to(torch.int32)
+        if blocks > 1:
+            slots = self._slots
+            if order.units is not None:
                 most = None if self._device.type == "cpu" else values.numel() * order.most_units
-                lengths, values, weights, positions = permuted(units, lengths, values, weights, positions, most)
+                lengths, values, weights, positions = permuted(order.units, lengths, values, weights, positions, most)
             lengths, values, weights, positions = in_blocks(
-                lengths, values, weights, positions, self.dynamic, self.block_sizes, self._route.blocks, self.boundaries
+                lengths, values, weights, positions, self.dynamic, self.block_sizes, blocks, self.boundaries
             )
         return Cut(
             row_lengths=lengths,
@@ -137,8 +129,7 @@ class Cutter:
             weights=weights,
             positions=positions,
             slots=slots,
-            lengths=lengths if in_place else lengths.index_select(0, slots),
-            in_place=in_place,
+            lengths=lengths if slots is None else lengths.index_select(0, slots),
             borrowed=_share(values, given.values) or _share(weights, given.weights),
         )
 
@@ -153,16 +144,18 @@ class Cutter:
             values=ids,
             weights=None if batch.weights is None else weights,
             positions=positions if keep_positions else None,
-            slots=self.slot_rows,
+            slots=None,
             lengths=lengths,
-            in_place=True,
             borrowed=False,
         )
 
-    def in_slots(self, cut: Cut, total: int) -> Cut:
-        """The ids in the order of the slots; ``total`` is how many, with those of several column stripes counted."""
+    def in_slots(self, cut: Cut, total: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Ids, weights and int64 positions in the order of the slots.
+
+        ``total`` is how many, with those of several column stripes counted.
+        """
         values, weights, positions = cut.values, cut.weights, cut.positions
-        if not cut.in_place:
+        if cut.slots is not None:
             order = cut.slots.to(torch.int32)
             _, values, weights, positions = permuted(order, cut.row_lengths, values, weights, positions, total)
         else:
@@ -171,29 +164,19 @@ class Cutter:
             if cut.borrowed:
                 # The caller's own memory may change before backward reads it.
                 values, weights = values.clone(), None if weights is None else weights.clone()
-        return replace(
-            cut,
-            row_lengths=cut.lengths,
-            values=values,
-            weights=weights,
-            positions=None if positions is None else positions.to(torch.int64),
-            in_place=True,
-            borrowed=False,
-        )
+        return values, weights, None if positions is None else positions.to(torch.int64)
 
     def _tensor(self, values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(list(values), dtype=dtype, device=self._device)
 
     def _new_order(self, keys: tuple[str, ...]) -> _KeyOrder:
-        position = {key: index for index, key in enumerate(keys)}
+        every, position = list(range(len(keys))), {key: index for index, key in enumerate(keys)}
         units = [position[key] for key in self._route.unit_keys]
         slots = [units[slot.unit] for rank_slots in self._route.slots for slot in rank_slots]
         return _KeyOrder(
-            units=self._tensor(units),
-            units_in_place=units == list(range(len(keys))),
+            units=None if units == every else self._tensor(units, torch.int32),
             most_units=max(map(units.count, units), default=0),
-            slots=self._tensor(slots),
-            slots_in_place=slots == list(range(len(keys))),
+            slots=None if slots == every else self._tensor(slots),
             described=_described(self._route, units),
         )
 

@@ -8,7 +8,6 @@ rank before they travel.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
@@ -18,14 +17,6 @@ from torch import Tensor, nn
 from shardrec.exchange.batch import KEY_ORDERS, Batch
 
 __all__ = ["DistinctIds", "distinct", "distinct_of_any"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _KeyOrder:
-    """Constants for one order of the batch's keys."""
-
-    keys: Tensor  # (L,) int32 position of each lookup's key
-    most: int  # lookups of one key
 
 
 class DistinctIds:
@@ -65,24 +56,23 @@ class DistinctIds:
             A batch of one key per table, batch size 1, sorted distinct ids; and for each id of the lookups, lookup
             after lookup, its place in that batch's values, (N,) int64.
         """
-        order = self._order(batch.keys)
+        order, most = self._order(batch.keys)
+        given = order, batch.lengths, batch.values
         if self._lookups:
-            lengths, values, inverse = distinct_by_table(order.keys, batch.lengths, batch.values, self._lookups)
-            return Batch(keys=self._tables, lengths=lengths, values=values, weights=None), inverse
-        if self._device.type == "cpu":
-            find, total = distinct, None
+            lengths, values, inverse = distinct_by_table(*given, self._lookups)
+        elif self._device.type == "cpu":
+            lengths, values, inverse = distinct(*given, self._firsts, self._edges, None)
         else:
-            find, total = distinct_of_any, batch.values.numel() * order.most
-        lengths, values, inverse = find(order.keys, batch.lengths, batch.values, self._firsts, self._edges, total)
+            total = batch.values.numel() * most
+            lengths, values, inverse = distinct_of_any(*given, self._firsts, self._edges, total)
         return Batch(keys=self._tables, lengths=lengths, values=values, weights=None), inverse
 
-    def _new_order(self, keys: tuple[str, ...]) -> _KeyOrder:
+    def _new_order(self, keys: tuple[str, ...]) -> tuple[Tensor, int]:
+        """(L,) int32 position of each lookup's key, and the most lookups of one key."""
         place = {key: index for index, key in enumerate(keys)}
         index = [place[feature] for feature in self._features]
-        return _KeyOrder(
-            keys=torch.tensor(index, dtype=torch.int32, device=self._device),
-            most=max(map(index.count, index), default=0),
-        )
+        most = max(map(index.count, index), default=0)
+        return torch.tensor(index, dtype=torch.int32, device=self._device), most
 
 
 def distinct(

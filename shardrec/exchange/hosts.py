@@ -15,6 +15,7 @@ for whatever the plan puts on one host, with the same two exchanges for all the 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -113,14 +114,10 @@ def host_sums(route: Route, ranks_per_host: int) -> HostSums | None:
 
 def _summed(ranks: Sequence[tuple[Slot, ...]]) -> dict[Column, int]:
     """The columns of which several ranks of a host hold row blocks, and their widths."""
-    holders: dict[Column, set[int]] = {}
-    widths: dict[Column, int] = {}
-    for rank, slots in enumerate(ranks):
-        for slot in slots:
-            key = (slot.lookup, slot.shard.col_start)
-            holders.setdefault(key, set()).add(rank)
-            widths[key] = slot.shard.cols
-    return {key: widths[key] for key in sorted(holders) if len(holders[key]) > 1}
+    widths = [{(slot.lookup, slot.shard.col_start): slot.shard.cols for slot in slots} for slots in ranks]
+    holders = Counter(key for of_rank in widths for key in of_rank)
+    width_of = {key: width for of_rank in widths for key, width in of_rank.items()}
+    return {key: width_of[key] for key in sorted(holders) if holders[key] > 1}
 
 
 class HostExchange:
@@ -141,9 +138,10 @@ class HostExchange:
         self.sums = sums
         self._rank = rank
         self._world_size = len(sums.direct)
-        self._host, self._local = divmod(rank, sums.ranks_per_host)
+        host, self._local = divmod(rank, sums.ranks_per_host)
+        self._ranks = range(host * sums.ranks_per_host, (host + 1) * sums.ranks_per_host)  # of this host
         self.direct, self.summed = Columns(sums.direct_columns[rank]), Columns(sums.summed_columns[rank])
-        self.columns = Columns(sums.pieces[self._host])
+        self.columns = Columns(sums.pieces[host])
         self.order = tuple(other for local in range(sums.ranks_per_host) for other in self._peers(local))
         self._widths = [sum(piece.width for piece in pieces) for pieces in sums.summed_columns]
 
@@ -155,16 +153,11 @@ class HostExchange:
             batch_sizes: samples of each rank.
         """
         direct, flat = _Divide.apply(pooled, self, list(batch_sizes))  # type: ignore[no-untyped-call]
-        out: list[list[Shape]] = []
-        into: list[list[Shape]] = []
-        for other in range(self._world_size):
-            host, local = divmod(other, self.sums.ranks_per_host)
-            if host == self._host:
-                out.append([(self._rows(local, batch_sizes), self._widths[self._rank])])
-                into.append([(self._rows(self._local, batch_sizes), self._widths[other])])
-            else:
-                out.append([])
-                into.append([])
+        out: list[list[Shape]] = [[] for _ in range(self._world_size)]
+        into: list[list[Shape]] = [[] for _ in range(self._world_size)]
+        for local, other in enumerate(self._ranks):
+            out[other] = [(self._rows(local, batch_sizes), self._widths[self._rank])]
+            into[other] = [(self._rows(self._local, batch_sizes), self._widths[other])]
         return direct, Stream(flat=flat, out=out, into=into)
 
     def finish(self, flight: BlocksInFlight, stream: int, batch_sizes: Sequence[int]) -> list[Tensor]:
@@ -181,9 +174,7 @@ class HostExchange:
 
     def blocks(self, flats: Sequence[Tensor], rows: int) -> list[Tensor]:
         """The (rows, columns) blocks of this host's ranks."""
-        first = self._host * self.sums.ranks_per_host
-        ranks = range(first, first + self.sums.ranks_per_host)
-        return [flats[rank].view(rows, self._widths[rank]) for rank in ranks]
+        return [flats[rank].view(rows, self._widths[rank]) for rank in self._ranks]
 
     def _peers(self, local: int) -> range:
         return range(local, self._world_size, self.sums.ranks_per_host)

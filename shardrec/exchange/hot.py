@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from shardrec import native
 from shardrec.exchange.batch import KEY_ORDERS, Batch
+from shardrec.exchange.cut import permuted
 from shardrec.layout import TableLayout
 
 __all__ = ["HotSplit", "hot_key", "split_hot"]
@@ -114,13 +115,9 @@ class HotSplit:
     def _copied(self, batch: Batch, order: _KeyOrder, chosen: Tensor) -> tuple[Batch, Tensor | None]:
         """The batch with the keys to split, and where its ids were, where they have weights."""
         total = None if self._device.type == "cpu" else batch.values.numel() * order.most
-        lengths, values, weights = torch.ops.fbgemm.permute_2D_sparse_data(
-            chosen, batch.lengths, batch.values, batch.weights, total
-        )
-        before: Tensor | None = None
-        if weights is not None:
-            places = torch.arange(batch.values.numel(), device=self._device)
-            _, before, _ = torch.ops.fbgemm.permute_2D_sparse_data(chosen, batch.lengths, places, None, total)
+        places = None if batch.weights is None else torch.arange(batch.values.numel(), device=self._device)
+        given = batch.lengths, batch.values, batch.weights, places
+        lengths, values, weights, before = permuted(chosen, *given, total)
         sizes = None if batch.sizes is None else tuple(batch.sizes[place] for place in order.chosen_of)
         return replace(batch, lengths=lengths, values=values, weights=weights, sizes=sizes), before
 

@@ -1,4 +1,4 @@
-"""A sharded module's part of the input exchange: its batch checked, cut by rank, and put together at the other end.
+"""A sharded module's part of the input exchange: its batch checked, cut by rank, and packed.
 
 Shapes: F features of the input, S slots of all ranks (see :mod:`shardrec.exchange.route`), B local batch size, W ranks,
 G lookup groups, N ids.
@@ -9,8 +9,6 @@ G lookup groups, N ids.
               in slots) ──► Prepared: with their numbers
     header    (W, 2 + G) int64, row q to rank q:  batch size | words of bags | ids in group 0 | ... | in group G-1
     pack      ──► SentIds: in slots, the tensors for each rank (shardrec.exchange.payload), and where each id was
-    unpack    the parts of all ranks ──► ShardInput: ids slot by slot, each slot's samples rank by rank, which is what a
-              table-batched kernel takes; its pooled rows (sum of B, D) are then rank by rank, ready to be sent back
 
 :mod:`shardrec.exchange.step` exchanges the headers and payloads of several modules together.
 """
@@ -20,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -29,11 +28,11 @@ from shardrec.exchange.batch import KEY_ORDERS, NO_LIMIT, Batch, Expectation, re
 from shardrec.exchange.check import add_up, describe_fault, ids_are_valid
 from shardrec.exchange.context import StepContext
 from shardrec.exchange.cut import Cut, Cutter
-from shardrec.exchange.payload import HEADER_SIZES, Payload, ShardInput
+from shardrec.exchange.payload import HEADER_SIZES, Payload
 from shardrec.exchange.route import Route
 from shardrec.exchange.staging import staged
 
-__all__ = ["InputExchange", "Prepared", "SentIds", "group_edges"]
+__all__ = ["InputExchange", "Prepared", "SentIds"]
 
 _REPEATS = 4  # calls of one module that a header has room for; further ones go into another exchange
 
@@ -51,7 +50,7 @@ class Prepared:
         lengths: (S, B) int32 lengths of each slot.
         slot_sizes: (S,) batch size of each slot, where they differ.
         counts: (W, G) int64 ids for each rank and lookup group.
-        valid: 0-d bool, whether lengths and ids are sound.
+        valid: 0-d bool, whether structure, lengths and ids are sound.
         fault: what is wrong with the structure, or "".
         agreement: what the ranks must have in common.
         notes: further int64 tensors to read on the host with the header.
@@ -99,7 +98,7 @@ class SentIds:
 
 
 class InputExchange:
-    """Prepares a module's ids for the ranks that hold their rows, and puts together what comes.
+    """Prepares a module's ids for the ranks that hold their rows.
 
     Args:
         route: where the ids of each lookup go.
@@ -130,7 +129,8 @@ class InputExchange:
         self._key_policies = lru_cache(maxsize=KEY_ORDERS)(self._new_policies)
         self.cutter = Cutter(route, expect.device)
         self.payload = Payload(route, self._rank, weighted=expect.weighted, device=expect.device)
-        self.group_edges = torch.tensor(group_edges(route), dtype=torch.int64, device=expect.device)
+        sizes = (sum(slot.group == group for slot in slots) for slots in route.slots for group in range(route.groups))
+        self.group_edges = torch.tensor([0, *accumulate(sizes)], dtype=torch.int64, device=expect.device)
         self._drops = "zero" in expect.on_bad_id.values()
         self.shard_rows = torch.tensor([slot.shard.rows for slot in route.slots[self._rank]], dtype=torch.int64)
         self.bad_ids = torch.zeros(len(expect.features), dtype=torch.int64, device=expect.device)
@@ -155,6 +155,8 @@ class InputExchange:
         whole, bad_ids = given, None
         if self.expect.on_bad_id and given.size and (valid.is_cuda or not bool(valid)):
             whole, valid, bad_ids = self._mended(given)
+        if fault:
+            valid = torch.zeros_like(valid)
         safe = self._safe(whole, valid)
         outgoing = safe if to_send is None else to_send(safe)
         cut = self.cutter.cut(outgoing, keep_positions=self.per_id or differentiable, given=given)
@@ -210,13 +212,12 @@ class InputExchange:
             self.bad_ids += prepared.bad_ids
         groups = self.route.groups
         counts_WG = tuple(tuple(counts[q * groups : (q + 1) * groups]) for q in range(self._world_size))
-        cut = self.cutter.in_slots(prepared.cut, sum(counts))
-        positions = cut.positions
+        values, weights, positions = self.cutter.in_slots(prepared.cut, sum(counts))
         if positions is not None and not self.per_id:
             positions = prepared.to_send.places_as_given(positions)
         totals = [sum(one) for one in counts_WG]
         return SentIds(
-            parts=self.payload.pack(prepared.lengths, cut.values, cut.weights, totals, prepared.slot_sizes),
+            parts=self.payload.pack(prepared.lengths, values, weights, totals, prepared.slot_sizes),
             counts=counts_WG,
             slot_ids=None if positions is None else prepared.lengths.sum(dim=1),
             positions=positions,
@@ -225,43 +226,10 @@ class InputExchange:
             replica_ids=tuple(notes[0]) if notes and not self.per_id else (),
         )
 
-    def unpack(
-        self, headers: Sequence[Sequence[int]], parts: Sequence[Tensor], *, keep_order: bool = False
-    ) -> ShardInput:
-        """Put what the ranks sent slot by slot. (What came with requests, as :meth:`requests` gives their headers, is
-        put so by ``payload.unpack``, also where one server is by itself.)
-
-        Args:
-            headers: this module's part of each rank's header.
-            parts: of each rank, int32 words; of one rank by itself, the tensors that :meth:`pack` gave.
-            keep_order: tell where each id was among the received ones.
-        """
-        if self._world_size == 1:
-            return self.payload.own(parts, headers[0])
-        return self.payload.unpack(parts, headers, keep_order=keep_order)
-
     def requests(self, prepared: Prepared, sent: SentIds) -> list[list[int]]:
         """A batch's row of the header for each rank, of numbers that are on the host."""
         size, words = prepared.lengths.size(1), self.payload.bag_words(prepared.slot_sizes)
         return [[size, bags, *counts] for bags, counts in zip(words, sent.counts, strict=True)]
-
-    def sound_ids(self, header: Sequence[int], words: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Lengths (S, B) and ids (n,) of a request from outside, or None if header and words do not fit each other.
-
-        Whether the lengths add up to the ids, and the ids are in their tables, is left to the caller.
-        """
-        counts = tuple(header[HEADER_SIZES:])
-        found = self.payload.lengths_and_ids(words, header)
-        if found is None:
-            return None
-        if len(counts) < 2:
-            return found
-        slots = self.route.slots[self._rank]
-        ids_S = found[0].sum(dim=1, dtype=torch.int64).tolist()
-        per_group = [0] * len(counts)
-        for slot, ids in zip(slots, ids_S, strict=True):
-            per_group[slot.group] += ids
-        return found if tuple(per_group) == counts else None
 
     def _new_limits(self, keys: tuple[str, ...]) -> tuple[Tensor, bool]:
         """(F,) one more than the largest id allowed, per key, and whether some keys are not looked up."""
@@ -307,14 +275,11 @@ class InputExchange:
             # The CPU's kernels compare the number of ids with the lengths; those of CUDA read by the lengths alone.
             values, weights = values[:0], None if weights is None else weights[:0]
         given = batch.mended
-        return Batch(
-            keys=batch.keys,
+        return replace(
+            batch,
             lengths=(batch.lengths.to(torch.int32) * valid).contiguous(),
             values=values.contiguous(),
             weights=None if weights is None else weights.detach().float().contiguous(),
-            sizes=batch.sizes,
-            inverse=batch.inverse,
-            bags=batch.bags,
             mended=None if given is None else replace(given, lengths=given.lengths * valid),
         )
 
@@ -325,13 +290,3 @@ class InputExchange:
         ends_S = torch.ops.fbgemm.asynchronous_complete_cumsum(ids_S)
         edges: Tensor = ends_S.index_select(0, self.group_edges)
         return edges.diff().view(self._world_size, self.route.groups)
-
-
-def group_edges(route: Route) -> list[int]:
-    """Where each rank's groups begin among the slots: W·G + 1 positions."""
-    edges, position = [0], 0
-    for rank_slots in route.slots:
-        for group in range(route.groups):
-            position += sum(slot.group == group for slot in rank_slots)
-            edges.append(position)
-    return edges

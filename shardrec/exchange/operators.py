@@ -31,7 +31,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -272,11 +272,8 @@ class Program:
         if fault is None and not features.variable_stride_per_key():  # else the sizes are in a tensor
             fault = length_fault(features.lengths(), [features.stride()] * len(features.keys()))
         if fault is not None:
-            self._refuse(fault)
-
-    def _refuse(self, fault: str) -> NoReturn:
-        self._context.refusal = fault
-        raise InputError(fault)
+            self._context.refusal = fault
+            raise InputError(fault)
 
 
 _PROGRAMS: weakref.WeakValueDictionary[int, Program] = weakref.WeakValueDictionary()

@@ -21,6 +21,7 @@ a host's ranks (:mod:`shardrec.exchange.hosts`) travel with all the rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -185,17 +186,15 @@ class OutputExchange:
         return found
 
 
+@dataclass(frozen=True, kw_only=True)
 class _Assembly:
     """What forward and backward of one assembly share."""
 
-    def __init__(
-        self, *, exchange: OutputExchange, flight: BlocksInFlight, stream: int, size: int, ragged: list[Ragged] | None
-    ) -> None:
-        self.exchange = exchange
-        self.flight = flight
-        self.stream = stream
-        self.size = size
-        self.ragged = ragged
+    exchange: OutputExchange
+    flight: BlocksInFlight
+    stream: int
+    size: int
+    ragged: list[Ragged] | None
 
     def direct(self, flats: Sequence[Tensor]) -> list[Tensor]:
         """What came of each rank's own columns: (B · D_q,), or, with a batch size per slot, less."""

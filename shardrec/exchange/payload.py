@@ -74,6 +74,7 @@ class Payload:
         self._slot_counts = route.slot_counts()
         self._slot_edges = [0, *accumulate(self._slot_counts)]
         self._mine = self._slot_counts[rank]
+        self._groups = [slot.group for slot in route.slots[rank]]
         self._wide = route.wide_ids
         self._weighted = weighted
         self._id_words = 2 if self._wide else 1
@@ -132,8 +133,11 @@ class Payload:
         return parts
 
     def lengths_and_ids(self, words: Tensor, header: Sequence[int]) -> tuple[Tensor, Tensor] | None:
-        """(S_mine, B) lengths and (n,) ids of one part, or None if it has not the size that its header says."""
-        batch_size, bag_words = header[:HEADER_SIZES]
+        """(S_mine, B) lengths and (n,) ids of a request from outside, or None if words and header do not fit together.
+
+        Whether the lengths add up to the ids, and the ids are in their tables, is left to the caller.
+        """
+        batch_size, bag_words, *counts = header
         bags, weights_from, end = self._edges(header)
         if words.numel() != end:
             return None
@@ -143,13 +147,21 @@ class Payload:
             fit = all(0 <= size <= batch_size for size in sizes)
             if len(sizes) != self._mine or not fit or self._mine + sum(sizes) != bag_words:
                 return None
-        ids = words[bags:weights_from]
-        return self._lengths(words[:bags], batch_size, sizes), ids.clone().view(torch.int64) if self._wide else ids
+        lengths, ids = self._lengths(words[:bags], batch_size, sizes), words[bags:weights_from]
+        if len(counts) > 1:
+            per_group = [0] * len(counts)
+            for group, of_slot in zip(self._groups, lengths.sum(dim=1, dtype=torch.int64).tolist(), strict=True):
+                per_group[group] += of_slot
+            if per_group != counts:
+                return None
+        return lengths, ids.clone().view(torch.int64) if self._wide else ids
 
     def unpack(
         self, parts: Sequence[Tensor], headers: Sequence[Sequence[int]], *, keep_order: bool = False
     ) -> ShardInput:
-        """Put the ids slot by slot, and in a slot rank by rank.
+        """Put the ids slot by slot, and in a slot rank by rank, which is what a table-batched kernel takes.
+
+        Its pooled rows (sum of B, D) are then rank by rank, ready to be sent back.
 
         Args:
             parts: what each rank sent; of servers (:mod:`shardrec.rpc`), what came with each request.
@@ -213,8 +225,8 @@ class Payload:
 
     def _new_slot_major(self, sources: int) -> Tensor:
         """(S_mine · sources,) int32: source-major blocks in slot-major order."""
-        order = [source * self._mine + slot for slot in range(self._mine) for source in range(sources)]
-        return torch.tensor(order, dtype=torch.int32, device=self._device)
+        blocks = torch.arange(sources * self._mine, dtype=torch.int32, device=self._device)
+        return blocks.view(sources, self._mine).t().flatten()
 
     def _slot_sizes(
         self, parts: Sequence[Tensor], headers: Sequence[Sequence[int]]

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import accumulate
 from threading import RLock
 
@@ -28,7 +29,6 @@ import torch
 from shardrec.errors import ConfigError, ShardrecError
 from shardrec.exchange.ahead import Ahead
 from shardrec.exchange.blocks import BlockExchange
-from shardrec.exchange.collectives import Collectives
 from shardrec.exchange.context import FIXED_COLUMNS, StepContext
 from shardrec.exchange.step import Call, Caller, run_step
 from shardrec.exchange.wire import QuantizedComms
@@ -37,17 +37,12 @@ __all__ = ["ExchangeQueue", "ModelContext"]
 
 
 class ModelContext(StepContext):
-    """A model's, with the queue of its calls.
+    """A model's, with the queue of its calls."""
 
-    Args:
-        collectives: of the group that the embeddings are sharded over.
-        device: where header and payload live.
-        comms: formats of the output exchanges.
-    """
-
-    def __init__(self, collectives: Collectives, device: torch.device, comms: QuantizedComms | None = None) -> None:
-        super().__init__(collectives, device, comms)
-        self.queue = ExchangeQueue(self)
+    @cached_property
+    def queue(self) -> ExchangeQueue:
+        """Of the calls of its sharded modules."""
+        return ExchangeQueue(self)
 
 
 class ExchangeQueue:
@@ -59,14 +54,12 @@ class ExchangeQueue:
 
     def __init__(self, context: StepContext) -> None:
         self.context = context
-        self.ahead: list[Ahead] = []
         self.observed: list[tuple[Caller, object]] | None = None
         self._output = BlockExchange(
             context.collectives, context.comms, device=context.device, before_gradients=context.before_gradients
         )
         self._inside = BlockExchange(context.collectives, QuantizedComms(), "partial sums", context.device)
         self._calls: list[Call] = []
-        self._modules = 1
         self._in_forward = False
         self._habit: list[int] = []  # calls before each first use, as the last forward made them
         self._seen: list[int] = []  # the same of this forward
@@ -79,7 +72,7 @@ class ExchangeQueue:
     def submit(self, module: Caller, features: object, *, by_operator: bool = False, scripted: bool = False) -> Call:
         """Queue a module's call, and begin the exchange if it is the last one to wait for.
 
-        A call that was made ahead (:mod:`shardrec.exchange.ahead`) with these features is taken.
+        A call that was made ahead of this forward (:mod:`shardrec.exchange.ahead`) with these features is taken.
 
         Args:
             module: that is called.
@@ -101,8 +94,9 @@ class ExchangeQueue:
         with self._alone():
             if self.observed is not None:
                 self.observed.append((module, features))
-            found = (ahead.take(module, features) for ahead in self.ahead)
-            queued = next((one for one in found if one is not None), None) or module.new_call(features)
+            ahead = self.context.made_ahead
+            queued = None if ahead is None else ahead.take(module, features)
+            queued = queued or module.new_call(features)
             queued.by_operator = by_operator
             if self._calls and not self._fits(queued, self._calls):
                 self.flush()
@@ -136,11 +130,8 @@ class ExchangeQueue:
             self._one_thread.release()
 
     @contextmanager
-    def forward(self, modules: int) -> Iterator[None]:
+    def forward(self) -> Iterator[None]:
         """A model's forward; calls made inside may wait for each other.
-
-        Args:
-            modules: number of sharded modules in the model.
 
         Raises:
             ConfigError: if another thread is in it, or calls one of its sharded modules.
@@ -149,7 +140,6 @@ class ExchangeQueue:
             if self._in_forward:
                 yield
                 return
-            self._modules = modules
             self._in_forward, self._seen, self._run = True, [], 0
             self._last_habit = self._habit
             try:
@@ -160,7 +150,9 @@ class ExchangeQueue:
             except BaseException as error:
                 # Ranks that failed at different places must not go on with different habits.
                 self._habit = []
-                self._drop(error)
+                calls, self._calls = self._calls, []
+                for one in calls:
+                    one.error = ShardrecError(f"the model's forward failed before this lookup was exchanged: {error}")
                 raise
             finally:
                 self._in_forward = False
@@ -187,7 +179,7 @@ class ExchangeQueue:
                 run_step(self.context, self._inside, self._output, calls)
         except BaseException as error:
             for one in calls:
-                one.fail(error)
+                one.error = error
             raise
 
     def fitting(self, calls: Sequence[Call]) -> list[list[Call]]:
@@ -212,7 +204,7 @@ class ExchangeQueue:
             if end > begin:
                 self._calls = ahead.queued[begin:end]
                 for one in self._calls:
-                    one.revive()
+                    one.error = None
                 self.flush()
                 begin = end
 
@@ -221,7 +213,7 @@ class ExchangeQueue:
         if not self._in_forward:
             return self._runs.get(self._first, self.context.modules) if scripted else 1
         done = len(self._seen)
-        return self._habit[done] if done < len(self._habit) else self._modules
+        return self._habit[done] if done < len(self._habit) else self.context.modules
 
     def _fits(self, queued: Call, calls: Sequence[Call]) -> bool:
         first = calls[0]
@@ -238,8 +230,3 @@ class ExchangeQueue:
             self._seen.append(self._run)
             self._runs[self._first] = self._run
             self._run = 0
-
-    def _drop(self, error: BaseException) -> None:
-        calls, self._calls = self._calls, []
-        for one in calls:
-            one.fail(ShardrecError(f"the model's forward failed before this lookup was exchanged: {error}"))

@@ -15,7 +15,6 @@ cut by columns needs no step of its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
 from typing import Any
@@ -87,8 +86,7 @@ class RowExchange:
         """
         flat = torch.zeros(0, device=self._device)
         if rows:
-            packing = _Packing(exchange=self, served=served.counts, orders=self._orders(served))
-            flat = _Pack.apply(packing, *rows)  # type: ignore[no-untyped-call]
+            flat = _Pack.apply(served.counts, self._orders(served), *rows)  # type: ignore[no-untyped-call]
         return Stream(
             flat=flat,
             out=[self._parts(counts) for counts in served.counts],
@@ -153,10 +151,8 @@ class RowExchange:
 
     def _new_rank_major(self, sources: int) -> list[Tensor]:
         """Per group, (its slots · sources,) int32: slot-major blocks in source-major order."""
-        orders = [
-            [slot * sources + other for other in range(sources) for slot in range(count)] for count in self._group_slots
-        ]
-        return [torch.tensor(order, dtype=torch.int32, device=self._device) for order in orders]
+        numbers = [torch.arange(count * sources, dtype=torch.int32, device=self._device) for count in self._group_slots]
+        return [blocks.view(-1, sources).t().flatten() for blocks in numbers]
 
 
 def unit_targets(
@@ -184,49 +180,33 @@ def unit_targets(
     return base_N.repeat_interleave(width_N, output_size=total) + inside
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Packing:
-    """The order of the send buffer.
+class _Pack(torch.autograd.Function):
+    """The send buffer: per rank, each group's rows.
 
-    Args:
-        exchange: whose rows.
-        served: per rank and group, ids that the rank asked of this one.
-        orders: per group, (n,) the slot-major place of each row in rank-major order.
+    ``counts``: per rank and group, the ids that the rank asked of this one. ``orders``: per group, (n,) the slot-major
+    place of each row in rank-major order. ``rows``: per group, (n, w) slot-major.
     """
 
-    exchange: RowExchange
-    served: tuple[tuple[int, ...], ...]
-    orders: list[Tensor]
-
-    def pack(self, rows: Sequence[Tensor]) -> Tensor:
-        """The send buffer: per rank, each group's rows."""
-        ordered = [part.index_select(0, order) for part, order in zip(rows, self.orders, strict=True)]
+    @staticmethod
+    def forward(ctx: FunctionCtx, counts: tuple[tuple[int, ...], ...], orders: list[Tensor], *rows: Tensor) -> Tensor:
+        ctx.counts, ctx.orders = counts, orders  # type: ignore[attr-defined]
+        ctx.widths = [part.size(1) for part in rows]  # type: ignore[attr-defined]
+        ordered = [part.index_select(0, order) for part, order in zip(rows, orders, strict=True)]
         if len(ordered) == 1:
             return ordered[0].reshape(-1)
-        per_group = [part.split([counts[group] for counts in self.served]) for group, part in enumerate(ordered)]
-        return torch.cat([split[rank].reshape(-1) for rank in range(len(self.served)) for split in per_group])
-
-    def unpack(self, flat: Tensor) -> list[Tensor]:
-        """The transpose of :meth:`pack`: per group, (n, w) slot-major."""
-        widths = self.exchange.widths
-        parts = flat.split([count * widths[group] for counts in self.served for group, count in enumerate(counts)])
-        result = []
-        for group, order in enumerate(self.orders):
-            rank_major = torch.cat(parts[group :: len(widths)]).view(-1, widths[group])
-            result.append(torch.empty_like(rank_major).index_copy_(0, order, rank_major))
-        return result
-
-
-class _Pack(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, packing: _Packing, *rows: Tensor) -> Tensor:
-        ctx.packing = packing  # type: ignore[attr-defined]
-        return packing.pack(rows)
+        per_group = [part.split([of_rank[group] for of_rank in counts]) for group, part in enumerate(ordered)]
+        return torch.cat([split[rank].reshape(-1) for rank in range(len(counts)) for split in per_group])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.packing.unpack(gradient)
+        sizes = [count * width for of_rank in ctx.counts for count, width in zip(of_rank, ctx.widths, strict=True)]
+        parts = gradient.split(sizes)
+        gradients = []
+        for group, (order, width) in enumerate(zip(ctx.orders, ctx.widths, strict=True)):
+            rank_major = torch.cat(parts[group :: len(ctx.widths)]).view(-1, width)
+            gradients.append(torch.empty_like(rank_major).index_copy_(0, order, rank_major))
+        return None, None, *gradients
 
 
 class _Place(torch.autograd.Function):

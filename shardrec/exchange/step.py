@@ -4,12 +4,13 @@ Shapes: W ranks, C columns of the header.
 
 ::
 
-    prepare        when a module is called: its batch checked, its ids cut               (one call)
+    prepare        when a module is called: its batch checked, hot rows' ids set aside, ids cut   (one call)
     exchange ids   header   (W, C) int64, row q to rank q:  fault | checksum | part of call 0 | part of call 1 | ...
                    payload  int32, to rank q:               part of call 0 | part of call 1 | ...
     look up        what all ranks asked of this one, a kernel call per lookup group
-    send rows      one all-to-all of float rows (before it, where there are several hosts, one inside each)
-    finish         at the first use of a call's value: its columns, or its rows, in order    (one call)
+    send rows      one all-to-all of float rows (before it, where there are several hosts, one inside each); while they
+                   are under way, this rank's replicated tables
+    finish         at the first use of a call's value: its columns, or its rows, in order         (one call)
 
 :func:`run_step` is the middle three; to prepare is ``Caller.new_call``, to finish is :meth:`Call.value`. C is the same
 in every exchange of a model, so that a rank which cannot come to one can answer for it.
@@ -20,7 +21,8 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, reduce
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -41,17 +43,7 @@ __all__ = ["Call", "Caller", "exchange_ids", "run_step"]
 def run_step(context: StepContext, inside: BlockExchange, output: BlockExchange, calls: Sequence[Call]) -> None:
     """Run calls that share an exchange, each prepared when it was made, up to their rows under way.
 
-    What happens to a batch's ``values``, in order:
-
-    1. ``InputExchange.prepare``, when the module was called: compared with their tables' rows; ids of hot rows set
-       aside; cut in blocks of rows, by the C++ operator straight into slots, one for each shard and lookup.
-    2. :func:`exchange_ids` (calls made ahead of their forward have done it): the header tells each rank how many come,
-       ``InputExchange.pack`` puts them in slots, and they travel in the payload. :meth:`Call.received` waits for them.
-    3. ``Call.look_up``: one kernel call per lookup group makes rows of them.
-    4. ``Call.outgoing`` lays the rows out for the ranks that asked, partial sums of a host's ranks added up first, and
-       ``BlockExchange.start`` sends them. ``Call.issued``: this rank's replicated tables meanwhile.
-    5. ``Call.finish``, at the first use of the call's value: the rows put in order, those of hot rows added, sums of
-       mean pooling divided.
+    The ids of calls that were made ahead of their forward have been exchanged already.
 
     Args:
         context: of the model.
@@ -99,6 +91,7 @@ class Call(abc.ABC):
     Attributes:
         sent: what was sent of the batch, from the header exchange until the rows are under way.
         by_operator: an operator made it (:mod:`shardrec.exchange.operators`), which goes backward in another way.
+        error: why there will be no rows; None lets it be exchanged (again).
     """
 
     def __init__(self, queue: ExchangeQueue, input: InputExchange, prepared: Prepared) -> None:
@@ -106,13 +99,13 @@ class Call(abc.ABC):
         self.prepared = prepared
         self.sent: SentIds | None = None
         self.by_operator = False
+        self.error: BaseException | None = None
         self.with_gradients = torch.is_grad_enabled()
         self.in_inference = torch.is_inference_mode_enabled()
         self._queue = queue
         self._receive: Callable[[], ShardInput] | None = None
         self._flight: BlocksInFlight | None = None
         self._stream = 0
-        self._error: BaseException | None = None
 
     @abc.abstractmethod
     def look_up(self, ids: ShardInput) -> Stream | None:
@@ -139,7 +132,7 @@ class Call(abc.ABC):
     @property
     def is_queued(self) -> bool:
         """Whether its exchange has not begun."""
-        return self._flight is None and self._error is None
+        return self._flight is None and self.error is None
 
     @property
     def is_launched(self) -> bool:
@@ -153,8 +146,8 @@ class Call(abc.ABC):
             ShardrecError: what made the exchange fail.
         """
         self._queue.used(self)
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         assert self._flight is not None, "a call that did not fail is under way"
         return self._flight
 
@@ -183,14 +176,6 @@ class Call(abc.ABC):
         self.issued()
         self.sent = self._receive = None
 
-    def fail(self, error: BaseException) -> None:
-        """There will be no rows."""
-        self._error = error
-
-    def revive(self) -> None:
-        """It can be exchanged again, after :meth:`fail`."""
-        self._error = None
-
 
 def exchange_ids(context: StepContext, calls: Sequence[Call]) -> None:
     """Exchange the headers of several calls, and let their ids go in one payload. Does nothing for no call.
@@ -206,23 +191,24 @@ def exchange_ids(context: StepContext, calls: Sequence[Call]) -> None:
     if not calls:
         return
     numbers, headers = _exchange_headers(context, calls)
-    start, column = 0, FIXED_COLUMNS
+    column = FIXED_COLUMNS
     sent, own_headers = [], []
     for call in calls:
-        known = []
-        for tensor in (call.prepared.counts, *call.prepared.notes):
-            known.append(numbers[start : start + tensor.numel()])
-            start += tensor.numel()
+        counts, *notes = (list(islice(numbers, one.numel())) for one in (call.prepared.counts, *call.prepared.notes))
         own_headers.append([header[column : column + call.input.columns] for header in headers])
         column += call.input.columns
-        sent.append(call.input.pack(call.prepared, known[0], known[1:]))
+        sent.append(call.input.pack(call.prepared, counts, notes))
+    if context.collectives.world_size == 1:
+        for call, one, rows in zip(calls, sent, own_headers, strict=True):
+            call.ask(one, partial(call.input.payload.own, one.parts[0], rows[0]))
+        return
     payloads = _Payloads(context, calls, sent, own_headers)
     for number, call in enumerate(calls):
         call.ask(sent[number], partial(payloads.receive, number))
 
 
 class _Payloads:
-    """The payloads of several calls on their way."""
+    """The payloads of several calls on their way between ranks."""
 
     def __init__(
         self,
@@ -231,46 +217,34 @@ class _Payloads:
         sent: Sequence[SentIds],
         headers: Sequence[Sequence[Sequence[int]]],
     ) -> None:
-        self._exchanges = [(call.input, call.prepared.differentiable) for call in calls]
+        self._payloads = [(call.input.payload, call.prepared.differentiable) for call in calls]
         self._headers = headers
-        self._own: list[list[Tensor]] = []
-        self._words_in: list[list[int]] = []
-        self._pending: Pending | None = None
-        self._arrived: list[ShardInput] = []
-        collectives = context.collectives
-        if collectives.world_size == 1:
-            self._own = [one.parts[0] for one in sent]
-            return
-        ranks = range(collectives.world_size)
-        parts = [[tensor for one in sent for tensor in one.parts[rank]] for rank in ranks]
-        words = [map(call.input.payload.words_in, rows) for call, rows in zip(calls, headers, strict=True)]
+        words = [map(payload.words_in, rows) for (payload, _), rows in zip(self._payloads, headers, strict=True)]
         self._words_in = list(map(list, zip(*words, strict=True)))
-        self._pending = collectives.send(parts, list(map(sum, self._words_in)), "payload")
+        parts = [[part for one in sent for part in one.parts[rank]] for rank in range(context.collectives.world_size)]
+        sizes = list(map(sum, self._words_in))
+        self._pending: Pending | None = context.collectives.send(parts, sizes, "payload")
+        self._arrived: list[ShardInput] = []
 
     def receive(self, number: int) -> ShardInput:
         """Wait for them: what all ranks ask of this one in a call."""
-        if not self._arrived:
-            parts = self._own or self._wait()
+        if self._pending is not None:
+            split = []
+            for whole, words in zip(self._pending.wait(), self._words_in, strict=True):
+                if whole.is_cuda:  # it may have been allocated on another stream than the one that reads it
+                    whole.record_stream(torch.cuda.current_stream(whole.device))
+                split.append(whole.split(words))
+            self._pending = None
             self._arrived = [
-                exchange.unpack(rows, came, keep_order=keep_order)
-                for (exchange, keep_order), rows, came in zip(self._exchanges, self._headers, parts, strict=True)
+                payload.unpack(parts, rows, keep_order=keep_order)
+                for (payload, keep_order), rows, parts in zip(
+                    self._payloads, self._headers, zip(*split, strict=True), strict=True
+                )
             ]
-            self._own = []
         return self._arrived[number]
 
-    def _wait(self) -> list[list[Tensor]]:
-        """Per call, the part of each rank."""
-        assert self._pending is not None, "payloads are waited for once"
-        wholes, self._pending = self._pending.wait(), None
-        split = []
-        for whole, words in zip(wholes, self._words_in, strict=True):
-            if whole.is_cuda:  # it may have been allocated on another stream than the one that reads it
-                whole.record_stream(torch.cuda.current_stream(whole.device))
-            split.append(whole.split(words))
-        return [[of_rank[number] for of_rank in split] for number in range(len(self._exchanges))]
 
-
-def _exchange_headers(context: StepContext, calls: Sequence[Call]) -> tuple[list[int], list[list[int]]]:
+def _exchange_headers(context: StepContext, calls: Sequence[Call]) -> tuple[Iterator[int], list[list[int]]]:
     """Tell all ranks the sizes; what is sent, noted and received comes to the host in one copy.
 
     Returns:
@@ -284,10 +258,10 @@ def _exchange_headers(context: StepContext, calls: Sequence[Call]) -> tuple[list
     first = len(numbers) - context.collectives.world_size * width
     headers = [numbers[row : row + width] for row in range(first, len(numbers), width)]
     flags = [header[0] for header in headers]
-    if not context.check(flags, [header[1] for header in headers], agreement):
+    if any(flags) or any(header[1] != headers[0][1] for header in headers):
         faults = [call.input.describe(call.prepared) for call in calls] if flags[context.collectives.rank] else []
         context.raise_faults("; ".join(filter(None, faults)), agreement, flags)
-    return numbers, headers
+    return iter(numbers), headers
 
 
 def _header(context: StepContext, calls: Sequence[Call], agreement: str) -> Tensor:
@@ -295,13 +269,7 @@ def _header(context: StepContext, calls: Sequence[Call], agreement: str) -> Tens
     columns = FIXED_COLUMNS + sum(call.input.columns for call in calls)
     assert columns <= context.header_columns, "the queue keeps an exchange within the header"
     header = parts[0].new_zeros((context.collectives.world_size, context.header_columns))
-    if any(call.prepared.fault for call in calls):
-        header[:, 0] = 1
-    else:
-        valid = calls[0].prepared.valid
-        for call in calls[1:]:
-            valid = valid & call.prepared.valid
-        header[:, 0] = valid.logical_not()
+    header[:, 0] = reduce(torch.logical_and, (call.prepared.valid for call in calls)).logical_not()
     header[:, 1] = checksum(agreement)
     torch.cat(parts, dim=1, out=header[:, FIXED_COLUMNS:columns])
     return header

@@ -41,13 +41,12 @@ def transport_of(
     base = collectives_of(group)
     if device.type != "cpu" or not isinstance(base, FunctionalCollectives):
         return base
-    whole = group or dist.group.WORLD
-    assert whole is not None, "several ranks have a process group"
     from shardrec.exchange.shared.collectives import SharedCollectives
     from shardrec.exchange.shared.handshake import connect, host_identity
 
     # A rank that wants none still answers, so that the others do not wait for it.
-    channel = connect(whole, lambda: timeout_s(whole, device), identity=host_identity if chosen == "auto" else str)
+    identity = host_identity if chosen == "auto" else str
+    channel = connect(base.group, lambda: timeout_s(base.group, device), identity=identity)
     return base if channel is None else SharedCollectives(base, channel)
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from shardrec.exchange.collectives import Collectives
+from shardrec.exchange.collectives import Collectives, joined
 from shardrec.exchange.input import SentIds
 from shardrec.exchange.payload import ShardInput
 
@@ -68,8 +68,8 @@ class _Received(torch.autograd.Function):
             gradient = torch.empty_like(gradient).index_copy_(0, ctx.order.to(torch.int64), gradient)
         came_from = [sum(counts) for counts in ctx.came_from]
         went_to = [sum(counts) for counts in ctx.went_to]
-        pending = collectives.all_to_all(gradient.contiguous(), went_to, came_from, "weight gradient")
-        back = collectives.wait(pending, "weight gradient")
+        parts = [[part] for part in gradient.contiguous().split(came_from)]
+        back = joined(collectives.send(parts, went_to, "weight gradient").wait())
         total = back.new_zeros(ctx.count).index_add_(0, ctx.positions, back)
         return total.mul_(collectives.mean_over).to(ctx.like.dtype), None, None, None
 

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from shardrec.errors import ConfigError
-from shardrec.exchange.collectives import Collectives, Pending, WayBack
+from shardrec.exchange.collectives import Collectives, Later, Pending
 from shardrec.layout import COLUMN_UNIT
 
 __all__ = ["QuantizedComms", "Shape", "Wire"]
@@ -75,7 +75,7 @@ class Wire:
     """
 
     def __init__(self, wire_type: WireType, collectives: Collectives) -> None:
-        self._type = wire_type if collectives.world_size > 1 else "fp32"
+        self._type = wire_type
         self._collectives = collectives
 
     @property
@@ -100,8 +100,8 @@ class Wire:
         sizes_in = [sum(map(self._elements, parts)) for parts in receive]
         sizes_out = [sum(map(self._elements, parts)) for parts in send]
         encoded = self._encode(flat, [shape for parts in send for shape in parts])
-        parts = [[part] for part in encoded.split(sizes_out)]
-        return _Encoded(self, self._collectives.send(parts, sizes_in, what), receive)
+        pending = self._collectives.send([[part] for part in encoded.split(sizes_out)], sizes_in, what)
+        return Later(lambda: [self._decode(part, shapes) for part, shapes in zip(pending.wait(), receive, strict=True)])
 
     def _elements(self, shape: Shape) -> int:
         rows, cols = shape
@@ -121,7 +121,7 @@ class Wire:
         ]
         return torch.cat(parts) if parts else flat.new_zeros(0, dtype=torch.uint8)
 
-    def decode(self, wire: Tensor, shapes: Sequence[Shape]) -> Tensor:
+    def _decode(self, wire: Tensor, shapes: Sequence[Shape]) -> Tensor:
         """What came of one rank, as float32."""
         if self._type == "fp32":
             return wire
@@ -154,16 +154,3 @@ def _with_padding(rows: Tensor) -> Tensor:
     """(rows, cols) with the last column again and again, which leaves a row's range as it is."""
     missing = _padded(rows.size(1)) - rows.size(1)
     return torch.cat([rows, rows[:, -1:].expand(-1, missing)], dim=1) if missing else rows
-
-
-class _Encoded:
-    way_back: WayBack | None = None
-
-    def __init__(self, wire: Wire, pending: Pending, receive: Sequence[Sequence[Shape]]) -> None:
-        self._wire = wire
-        self._pending = pending
-        self._receive = receive
-
-    def wait(self) -> list[Tensor]:
-        parts = zip(self._pending.wait(), self._receive, strict=True)
-        return [self._wire.decode(part, shapes) for part, shapes in parts]

@@ -270,9 +270,7 @@ def collective_stats(
         for (table, row_start), each in one.maps.items():
             if one.counts_block(table, row_start):
                 own[tables.index(table)] += torch.tensor([each.counts()[name] for name in names])
-    world_size = collectives.world_size
-    flat = own.view(-1).repeat(world_size).to(device)
-    sizes = [own.numel()] * world_size
-    every = collectives.wait(collectives.all_to_all(flat, sizes, sizes, "id counts"), "id counts").cpu()
-    total = every.view(world_size, len(tables), len(names)).sum(dim=0).tolist()
+    world_size, flat = collectives.world_size, own.view(-1).to(device)
+    every = torch.stack(collectives.send([[flat]] * world_size, [flat.numel()] * world_size, "id counts").wait())
+    total = every.cpu().sum(dim=0).view(len(tables), len(names)).tolist()
     return {table: dict(zip(names, counts, strict=True)) for table, counts in zip(tables, total, strict=True)}

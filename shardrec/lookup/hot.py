@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from shardrec.exchange.collectives import joined
 from shardrec.exchange.context import StepContext
 from shardrec.layout import Shard, TableLayout
 from shardrec.lookup.bank import TableBank
@@ -238,8 +239,7 @@ class HotRows(Copies):
             parts = self._parts(piece.shard)
             own += [parts[name].detach()[rows].reshape(-1).to(torch.float32) for name in self._of(piece)]
         mine = torch.cat(own)
-        pending = self._collectives.all_to_all(mine.repeat(len(sizes)), sizes, [mine.numel()] * len(sizes), _WHAT)
-        came = self._collectives.wait(pending, _WHAT)
+        came = joined(self._collectives.send([[mine]] * len(sizes), sizes, _WHAT).wait())
         counts = self.step_counts()
         start = 0
         for piece in (piece for other in range(len(sizes)) for piece in self._pieces(other)):

@@ -325,7 +325,7 @@ class _Step(ExitStack):
         if self._compiled:
             traced = any(one._traced is not None for one in model._sharded)
             self.enter_context(compiled_step(self._inputs, traced=traced))
-        self.enter_context(context.queue.forward(len(model._sharded)))
+        self.enter_context(context.queue.forward())
         return super().__enter__()
 
     @left_alone

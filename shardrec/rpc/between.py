@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 from typing import Any
@@ -19,24 +18,11 @@ from torch import Tensor
 from torch.distributed import rpc
 
 from shardrec.errors import PeerError
-from shardrec.exchange.collectives import Collectives, Pending, Streams, WayBack, joined
+from shardrec.exchange.collectives import Collectives, Later, Pending, Streams, joined
 
-__all__ = ["Later", "ServerCollectives"]
+__all__ = ["ServerCollectives"]
 
 _Key = tuple[int, int, int, int]
-
-
-@dataclass
-class Later:
-    """Values under way, as :class:`shardrec.exchange.collectives.Pending`.
-
-    Args:
-        wait: waits for them.
-        way_back: of their gradients.
-    """
-
-    wait: Callable[[], list[Tensor]]
-    way_back: WayBack | None = None
 
 
 class ServerCollectives(Collectives):
@@ -81,6 +67,7 @@ class ServerCollectives(Collectives):
     def send(
         self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str, streams: Streams | None = None
     ) -> Pending:
+        assert what == "row norm", f"a server takes no part in the {what} exchange"
         self._exchanges += 1
         exchange = (*self._update, self._exchanges)
         sent = []
@@ -121,9 +108,3 @@ class ServerCollectives(Collectives):
                 f"server {self._names[key[3]]!r} tells of {rows.numel()} rows, and {count} are updated here"
             )
         return rows.to(like.device)
-
-    def all_to_all(self, values: Tensor, receive: Sequence[int], send: Sequence[int], what: str) -> Tensor:
-        raise AssertionError(f"a server takes no part in the {what} exchange")
-
-    def wait(self, pending: Tensor, what: str) -> Tensor:
-        raise AssertionError(f"a server takes no part in the {what} exchange")

@@ -25,15 +25,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shardrec.exchange.collectives import Collectives, Pending, Streams, joined
+from shardrec.exchange.collectives import Collectives, Later, Pending, Streams, joined
 from shardrec.lookup.optimizers import FusedOptimizer
-from shardrec.rpc.between import Later
 from shardrec.rpc.client import Answers, Servers
 from shardrec.rpc.messages import Part
 from shardrec.rpc.server import look_up, push
 
 __all__ = ["RemoteCollectives"]
 
+_WORDS = ("error message", "id counts")  # of the trainers alone, as the header
 _SHARE_OF_TIMEOUT = 0.8  # of a trainer's time limit, which a server waits for the other trainers
 
 
@@ -70,26 +70,18 @@ class RemoteCollectives(Collectives):
         """Add a module's ids to the lookup that is to come: its part for each server."""
         self._asked.append(parts)
 
-    def all_to_all(self, values: Tensor, receive: Sequence[int], send: Sequence[int], what: str) -> Tensor:
-        """Of the trainers alone, and waited for: words of errors."""
-        count = self.trainers.world_size
-        own = values[: sum(send[:count])]
-        found = self.trainers.wait(self.trainers.all_to_all(own, receive[:count], send[:count], what), what)
-        return torch.cat([found, found.new_zeros(sum(receive[count:]))])
-
-    def wait(self, pending: Tensor, what: str) -> Tensor:
-        return pending
-
     def send(
         self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str, streams: Streams | None = None
     ) -> Pending:
         count = self.trainers.world_size
         like = parts[0][0]
-        if what == "header":
+        if what in ("header", *_WORDS):
             found = self.trainers.send(parts[:count], receive[:count], what).wait()
-            silent = torch.zeros_like(parts[self.rank][0])
-            silent[:2] = parts[self.rank][0][:2]  # as this trainer's flag and checksum
-            return Later(lambda: found + [silent] * len(self.servers))
+            silent = [like.new_zeros(size) for size in receive[count:]]
+            if what == "header":
+                for one in silent:
+                    one[:2] = parts[self.rank][0][:2]  # as this trainer's flag and checksum
+            return Later(lambda: found + silent)
         assert not sum(receive[:count]), f"trainers have no shards, and {what} is to come from one"
         asked, self._asked = self._asked, []
         if not asked:  # the payload, which goes with the lookup

@@ -86,7 +86,7 @@ def _check_part(header: object, words: object, collection: ShardedCollection) ->
         raise InputError(f"{what} has the header {header!r}, not {columns} counts; {_SAME}")
     if not (isinstance(words, Tensor) and words.dtype is torch.int32 and words.dim() == 1):
         raise InputError(f"{what} does not come as a flat int32 tensor; {_SAME}")
-    ids = collection.input.sound_ids(header, words)
+    ids = collection.input.payload.lengths_and_ids(words, header)
     if ids is None:
         raise InputError(f"{what} has {words.numel()} words, which do not fit its header {header}; {_SAME}")
     lengths_SB, values = ids

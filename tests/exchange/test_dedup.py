@@ -45,9 +45,9 @@ def test_the_number_need_not_be_known(rng: Random) -> None:
     """As on CUDA, where more may follow the ids, which are none."""
     batch = random_batch(rng)
     finder = DistinctIds(LOOKUPS, TABLES, CPU)
-    order = finder._order(batch.keys)
-    assert order.most == 2, "feature a is looked up in two tables"
-    constants = (order.keys, batch.lengths, batch.values, finder._firsts, finder._edges)
+    order, most = finder._order(batch.keys)
+    assert most == 2, "feature a is looked up in two tables"
+    constants = (order, batch.lengths, batch.values, finder._firsts, finder._edges)
     counts, values, inverse = distinct(*constants, None)
     found_counts, found, places = distinct_of_any(*constants, inverse.numel() + rng.randint(0, 5))
     assert torch.equal(found_counts, counts)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardrec.exchange.assemble import Columns
 from shardrec.exchange.blocks import BlockExchange
-from shardrec.exchange.collectives import Collectives
+from shardrec.exchange.collectives import Collectives, Pending, Streams
 from shardrec.exchange.hosts import host_sums
 from shardrec.exchange.output import OutputExchange
 from shardrec.exchange.payload import ShardInput
@@ -51,13 +51,11 @@ class Counting(Collectives):
         self.rank, self.world_size = collectives.rank, collectives.world_size
         self.crossing = 0
 
-    def all_to_all(self, values: Tensor, receive: Any, send: Any, what: str) -> Tensor:
+    def send(self, parts: Any, receive: Any, what: str, streams: Streams | None = None) -> Pending:
         host = self.rank // self._ranks_per_host
-        self.crossing += sum(size for rank, size in enumerate(send) if rank // self._ranks_per_host != host)
-        return self._collectives.all_to_all(values, receive, send, what)
-
-    def wait(self, pending: Tensor, what: str) -> Tensor:
-        return self._collectives.wait(pending, what)
+        abroad = [of_rank for rank, of_rank in enumerate(parts) if rank // self._ranks_per_host != host]
+        self.crossing += sum(part.numel() for of_rank in abroad for part in of_rank)
+        return self._collectives.send(parts, receive, what)
 
 
 def exchange(

@@ -188,7 +188,7 @@ def run_step(
         modules = [member.build(plan, context) for member in members]
         batches = [member.batches[threads.rank] for member in members]
         features = [with_leaf(one) if member.learned else one for member, one in zip(members, batches, strict=True)]
-        with torch.set_grad_enabled(train), context.queue.forward(len(modules)):
+        with torch.set_grad_enabled(train), context.queue.forward():
             outputs = [module(one) for module, one in zip(modules, features, strict=True)]
         total = torch.stack([total_of(output) for output in outputs]).sum()
         if train:
@@ -353,8 +353,8 @@ class TestCounting:
                 (torch.zeros(3, dtype=torch.uint8), "output"),
                 (torch.zeros(3, 2, dtype=torch.float16), "output"),
             ]:
-                receive = [1, 1] if threads.rank == 0 else [2, 2]
-                counting.wait(counting.all_to_all(values, receive, [1, 2], what), what)
+                parts = [[part.flatten()] for part in values.split([1, 2])]
+                counting.send(parts, [parts[threads.rank][0].numel()] * 2, what).wait()
             return [counting.take(), counting.take()]
 
         (first, second), (other, _) = thread_ranks(2, rank_main)

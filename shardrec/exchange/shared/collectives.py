@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from shardrec.errors import PeerError
-from shardrec.exchange.collectives import Collectives, FunctionalCollectives, Streams, WayBack, joined
+from shardrec.exchange.collectives import Collectives, FunctionalCollectives, Pending, Streams, WayBack, joined
 from shardrec.exchange.flight import flight_record
 from shardrec.exchange.shared.channel import Channel, Message
 from shardrec.exchange.shared.group import SharedGroup
@@ -69,7 +69,6 @@ class SharedCollectives(Collectives):
         self._lent: dict[int, list[Bytes]] = {}
         self._rooms: dict[int, _Room] = {}  # by address
         self.dropped: deque[int] = deque()  # numbers of exchanges that nobody waited for; filled by finalizers
-        self._waiting: dict[int, tuple[_SharedPending, tuple[int, ...]]] = {}
 
     @property
     def operator_group(self) -> str:
@@ -77,19 +76,6 @@ class SharedCollectives(Collectives):
             if self._group is None:
                 self._group = SharedGroup(self, self.base.group)
         return self._group.registered_name
-
-    def all_to_all(self, values: Tensor, receive: Sequence[int], send: Sequence[int], what: str) -> Tensor:
-        row = values.shape[1:].numel()
-        parts = [[part] for part in values.reshape(-1).split([size * row for size in send])]
-        pending = self.send(parts, [size * row for size in receive], what)
-        result = values.new_empty((sum(receive), *values.shape[1:]))
-        self._waiting[id(result)] = (pending, tuple(receive))
-        return result
-
-    def wait(self, pending: Tensor, what: str) -> Tensor:
-        found, _ = self._waiting.pop(id(pending))
-        torch.cat(found.wait(), out=pending.view(-1))
-        return pending
 
     def send(
         self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str, streams: Streams | None = None
@@ -105,7 +91,7 @@ class SharedCollectives(Collectives):
             for peer in self.peers:
                 offers = () if way_back is None else way_back.offer(peer)
                 self.channel.send(peer, (number, 0), what, (self._outgoing(parts[peer], peer), offers))
-            far = self._send_far(parts, receive, what)
+            far = self.send_far(parts, receive, what)
         return _SharedPending(self, number, joined(parts[self.rank]), list(receive), what, far, way_back, recorded)
 
     def tell(self, fault: str) -> None:
@@ -177,16 +163,17 @@ class SharedCollectives(Collectives):
             torch.cat(list(parts), out=target)
         return token, block.window, block.offset, size
 
-    def _send_far(self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str) -> Tensor | None:
+    def send_far(self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str) -> Pending | None:
+        """Issue the part of an all-to-all that ranks on other hosts take in it; None without any."""
         if not self.far:
             return None
-        out, into = [0] * self.world_size, [0] * self.world_size
-        pieces = [parts[self.rank][0][:0]]
+        # Of its own memory, so that the parts are copied: who sends by name may write to them when this returns.
+        nothing = parts[self.rank][0].new_empty(0)
+        out: list[Sequence[Tensor]] = [[nothing]] * self.world_size
+        into = [0] * self.world_size
         for rank in self.far:
-            pieces += parts[rank]
-            out[rank] = sum(part.numel() for part in parts[rank])
-            into[rank] = receive[rank]
-        return self.base.all_to_all(torch.cat(pieces), into, out, what)
+            out[rank], into[rank] = parts[rank], receive[rank]
+        return self.base.send(out, into, what)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +195,7 @@ class _SharedPending:
         own: Tensor,
         receive: list[int],
         what: str,
-        far: Tensor | None,
+        far: Pending | None,
         way_back: _SharedWayBack | None,
         recorded: int,
     ) -> None:
@@ -237,9 +224,8 @@ class _SharedPending:
                 if self._back is not None:
                     self._back.offered(peer, offers)
         if self._far is not None:
-            done = collectives.base.wait(self._far, self._what)
-            sizes = [self._receive[rank] for rank in collectives.far]
-            found.update(zip(collectives.far, done.split(sizes), strict=True))
+            done = self._far.wait()
+            found.update({rank: done[rank] for rank in collectives.far})
         self._own = own[:0]
         self._waited = True
         flight_record().end(self._recorded)
@@ -277,8 +263,8 @@ class _SharedWayBack:
         self._landing: list[Tensor] = []
         self._blocks: list[tuple[int, Block] | None] = []
         self._theirs: dict[int, list[Tensor]] = {}
-        self._far_sent: Tensor | None = None
-        self._far_buffer: list[Tensor] = []
+        self._far_sent: Pending | None = None
+        self._far_buffer: dict[int, Tensor] = {}
         self._lend()
 
     def _lend(self) -> None:
@@ -333,7 +319,7 @@ class _SharedWayBack:
                 views += self._theirs[rank]
             else:
                 buffer = torch.empty(sum(sizes))
-                self._far_buffer.append(buffer)
+                self._far_buffer[rank] = buffer
                 views += buffer.split(list(sizes))
         return views
 
@@ -345,11 +331,9 @@ class _SharedWayBack:
             for peer in collectives.peers:
                 collectives.channel.send(peer, (self._number, 2 * self._turn), "gradient", ())
             if collectives.far:
-                out, into = [0] * collectives.world_size, [0] * collectives.world_size
-                for rank in collectives.far:
-                    out[rank], into[rank] = sum(self._streams.into[rank]), sum(self._streams.out[rank])
-                values = torch.cat(self._far_buffer)
-                self._far_sent, self._far_buffer = collectives.base.all_to_all(values, into, out, "gradient"), []
+                parts = [[self._far_buffer.get(rank, torch.empty(0))] for rank in range(collectives.world_size)]
+                self._far_sent = collectives.send_far(parts, list(map(sum, self._streams.out)), "gradient")
+                self._far_buffer = {}
 
     def wait(self) -> list[Tensor]:
         collectives = self._collectives
@@ -360,13 +344,11 @@ class _SharedWayBack:
         self._turn += 1
         flight_record().end(self._recorded)
         if self._far_sent is not None:
-            done = collectives.base.wait(self._far_sent, "gradient")
-            self._far_sent = None
-            sizes = [size for rank in collectives.far for size in self._streams.out[rank]]
-            parts = iter(done.split(sizes))
+            done, self._far_sent = self._far_sent.wait(), None
             for rank in collectives.far:
-                for stream, memory in enumerate(landing):
-                    self._part(memory, stream, rank).copy_(next(parts))
+                parts = done[rank].split(list(self._streams.out[rank]))
+                for stream, (memory, part) in enumerate(zip(landing, parts, strict=True)):
+                    self._part(memory, stream, rank).copy_(part)
         return landing
 
     def _own_parts(self) -> list[Tensor]:
