@@ -74,7 +74,14 @@ class Expectation:
 
     def rows(self, feature: str) -> int:
         """Ids of ``feature`` must be below this; ``NO_LIMIT`` if no table uses the feature."""
-        return min((rows for key, _, rows in self.tables if key == feature), default=NO_LIMIT)
+        return self._rows.get(feature, NO_LIMIT)
+
+    @cached_property
+    def _rows(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for key, _, rows in self.tables:
+            found[key] = min(rows, found.get(key, rows))
+        return found
 
     def of_table(self, feature: str) -> str:
         """The smallest table that ``feature`` is looked up in, for messages: ``" of table 't'"``, or nothing."""
