@@ -4,13 +4,12 @@ Shapes: W ranks, C columns of the header.
 
 ::
 
-    prepare        when a module is called: its batch checked, hot rows' ids set aside, ids cut   (one call)
+    prepare        when a module is called: its batch checked, its ids cut               (one call)
     exchange ids   header   (W, C) int64, row q to rank q:  fault | checksum | part of call 0 | part of call 1 | ...
                    payload  int32, to rank q:               part of call 0 | part of call 1 | ...
     look up        what all ranks asked of this one, a kernel call per lookup group
-    send rows      one all-to-all of float rows (before it, where there are several hosts, one inside each); while they
-                   are under way, this rank's replicated tables
-    finish         at the first use of a call's value: its columns, or its rows, in order         (one call)
+    send rows      one all-to-all of float rows (before it, where there are several hosts, one inside each)
+    finish         at the first use of a call's value: its columns, or its rows, in order    (one call)
 
 :func:`run_step` is the middle three; to prepare is ``Caller.new_call``, to finish is :meth:`Call.value`. C is the same
 in every exchange of a model, so that a rank which cannot come to one can answer for it.
@@ -43,7 +42,17 @@ __all__ = ["Call", "Caller", "exchange_ids", "run_step"]
 def run_step(context: StepContext, inside: BlockExchange, output: BlockExchange, calls: Sequence[Call]) -> None:
     """Run calls that share an exchange, each prepared when it was made, up to their rows under way.
 
-    The ids of calls that were made ahead of their forward have been exchanged already.
+    What happens to a batch's ``values``, in order:
+
+    1. ``InputExchange.prepare``, when the module was called: compared with their tables' rows; ids of hot rows set
+       aside; cut in blocks of rows, by the C++ operator straight into slots, one for each shard and lookup.
+    2. :func:`exchange_ids` (calls made ahead of their forward have done it): the header tells each rank how many come,
+       ``InputExchange.pack`` puts them in slots, and they travel in the payload. :meth:`Call.received` waits for them.
+    3. ``Call.look_up``: one kernel call per lookup group makes rows of them.
+    4. ``Call.outgoing`` lays the rows out for the ranks that asked, partial sums of a host's ranks added up first, and
+       ``BlockExchange.start`` sends them. ``Call.issued``: this rank's replicated tables meanwhile.
+    5. ``Call.finish``, at the first use of the call's value: the rows put in order, those of hot rows added, sums of
+       mean pooling divided.
 
     Args:
         context: of the model.
