@@ -108,9 +108,7 @@ def test_sequences_that_send_all_ids_gain_by_hot_rows() -> None:
     assert model.shard(others, **whole).times[2] == pytest.approx((1 - share) * sent[1])
 
 
-@pytest.mark.parametrize(
-    "dear", ["cut_id_ns", "replica_byte_ns", "replica_out_byte_ns", "reduce_byte_ns", "shard_us"]
-)
+@pytest.mark.parametrize("dear", ["cut_id_ns", "replica_byte_ns", "replica_out_byte_ns", "reduce_byte_ns", "shard_us"])
 def test_auto_goes_by_what_hot_rows_cost(dear: str) -> None:
     """Ids told apart, sums added, a dense gradient, its all-reduce, a lookup: where one is dear, there are none."""
     profile, table = Profile.of_machine(preset("cpu")), zipf_table(pooled=True, pooling=100.0)
