@@ -16,7 +16,7 @@ __all__ = ["Board"]
 _HELD_OUT = ("auc", "logloss", "normalized_entropy", "gauc", "ndcg")
 
 
-class Board:
+class Board(Display):
     """A display that also writes event files: the loss, samples a second, learning rates, held-out metrics, id counts.
 
     Args:
@@ -45,7 +45,6 @@ class Board:
         self._last = (samples, seconds)
 
     def advance(self, samples: int, seconds: float, loss: float) -> None:
-        """Show that ``samples`` rows, over all ranks, took ``seconds``; ``loss`` is a recent mean, in nats per row."""
         self._shown.advance(samples, seconds, loss)
         rows, spent = samples - self._last[0], seconds - self._last[1]
         self._last = (samples, seconds)
@@ -56,7 +55,6 @@ class Board:
             self._write(f"learning_rate/{name}", rate, samples)
 
     def evaluated(self, point: CurvePoint) -> None:
-        """Show held-out metrics."""
         self._shown.evaluated(point)
         for name in _HELD_OUT:
             value = getattr(point, name)
@@ -68,7 +66,6 @@ class Board:
             self._write(f"ids/{table}/load", counts["used"] / counts["rows"], point.samples)
 
     def close(self) -> None:
-        """The loop is over, or broken."""
         self._shown.close()
         self._writer.close()
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from shardrec.launch.ranks import Place
     from shardrec.layout import ShardingPlan
 
-__all__ = ["Announcer", "Display", "LogDisplay", "SilentDisplay", "TerminalDisplay", "duration"]
+__all__ = ["Announcer", "Display", "LogDisplay", "TerminalDisplay", "duration"]
 
 _LOG_PERIOD_S = 5.0
 _OVERFITS = 0.99
 """Of the last point's logloss: a run whose curve has been below this would have done better to end there."""
 
 
-class Display(Protocol):
-    """Shows the progress of the training loop."""
+class Display:
+    """Shows the progress of the training loop; this one, of all ranks but the first, nothing."""
 
     def advance(self, samples: int, seconds: float, loss: float) -> None:
         """Show that ``samples`` rows, over all ranks, took ``seconds``; ``loss`` is a recent mean, in nats per row."""
@@ -40,20 +40,7 @@ class Display(Protocol):
         """The loop is over, or broken."""
 
 
-class SilentDisplay:
-    """For all ranks but the first."""
-
-    def advance(self, samples: int, seconds: float, loss: float) -> None:
-        return None
-
-    def evaluated(self, point: CurvePoint) -> None:
-        return None
-
-    def close(self) -> None:
-        return None
-
-
-class LogDisplay:
+class LogDisplay(Display):
     """Plain lines, at most one in five seconds but always one for held-out metrics; for files and CI logs.
 
     Args:
@@ -76,15 +63,12 @@ class LogDisplay:
     def evaluated(self, point: CurvePoint) -> None:
         self._line(_held_out(point))
 
-    def close(self) -> None:
-        return None
-
     def _line(self, text: str) -> None:
         self._console.print(text, soft_wrap=True, highlight=False, markup=False)
         self._console.file.flush()
 
 
-class TerminalDisplay:
+class TerminalDisplay(Display):
     """A progress bar that is redrawn in place; held-out metrics scroll above it.
 
     Args:
@@ -167,7 +151,7 @@ class Announcer:
     ) -> Iterator[Display]:
         """A display for the training loop of ``total`` rows, closed in the end; a silent one without an announcer."""
         if announcer is None:
-            yield SilentDisplay()
+            yield Display()
             return
         out = announcer._console
         display = around(TerminalDisplay(out, total) if out.is_terminal else LogDisplay(out, total))
