@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from shardrec.console import working
-from shardrec.data import ClickBatch, ClickMetrics, load_spec
+from shardrec.data import ClickMetrics, load_spec
 from shardrec.data.spec import parse_spec
 from shardrec.errors import ConfigError
 from shardrec.launch.ranks import Place, joined, meet, over_ranks, same_everywhere
@@ -30,7 +30,6 @@ from shardrec.modules.anomaly import detect_anomaly
 from shardrec.train.board import Board
 from shardrec.train.config import BOARD, FILE, PLAN, SPEC, TrainConfig, load_config_text
 from shardrec.train.display import Announcer, Display
-from shardrec.train.id_counts import IdCounts
 from shardrec.train.locking import locked
 from shardrec.train.loop import Progress, RecentLoss, Schedule, failing_together, train_epoch
 from shardrec.train.losses import batch_loss, with_own_loss
@@ -38,6 +37,7 @@ from shardrec.train.metrics import evaluate
 from shardrec.train.model import build_model, dense_optimizer, dynamic_tables, fuse_optimizer, planner_constraints
 from shardrec.train.prefetch import Prefetcher
 from shardrec.train.report import RunReport, environment, write_curve, write_metrics
+from shardrec.train.run import Run
 from shardrec.train.saving import Saver
 from shardrec.train.source import Source, spec_of
 
@@ -88,21 +88,18 @@ def _run(config: TrainConfig, place: Place, folder: Path, resume: bool) -> Calla
         if plan is None:
             announcer.plan(model.plan)
         announcer.run(config, place, source.batch_size)
-    optimizer = dense_optimizer(model, config)
     watched = "logloss" if config.loss == "bce" or spec_of(config).group is None else "gauc"
-    progress = Progress(world_size=place.world_size, loss=RecentLoss(place.device), watched=watched)
-    id_counts = IdCounts(model)
-    saver = Saver(
-        config,
-        place,
-        folder,
-        model=model,
-        id_counts=id_counts,
-        optimizer=optimizer,
+    run = Run(
+        config=config,
+        place=place,
+        folder=folder,
         source=source,
-        progress=progress,
+        model=model,
+        optimizer=dense_optimizer(model, config),
+        progress=Progress(world_size=place.world_size, loss=RecentLoss(place.device), watched=watched),
         announcer=announcer,
     )
+    saver = Saver(run)
     if resume and saver.has_checkpoints():
         _settle(model, source, place, config.loss)
         saver.load()
@@ -118,17 +115,17 @@ def _run(config: TrainConfig, place: Place, folder: Path, resume: bool) -> Calla
             model.plan.save(file)
     anomalies = detect_anomaly(model) if config.detect_anomaly == "on" else nullcontext()
     with saver.watching(), anomalies:
-        _train(config, source, model, optimizer, place, announcer, progress, saver, id_counts)
+        _train(run, saver)
     saver.finish()
     shown = working("final metrics") if place.is_lead else nullcontext()
     with shown, Prefetcher(source.test_batches()) as batches:
         final = evaluate(model, failing_together(batches, model), place.device, k=config.top_k)
-    samples = over_ranks(progress.rows, place)
+    samples = over_ranks(run.progress.rows, place)
 
     def finish() -> RunReport | None:
         if announcer is None:
             return None
-        report = _report(config, source, place, progress, samples, final)
+        report = _report(run, samples, final)
         with _replacing(folder / "metrics.json") as file:
             write_metrics(report, file)
         with _replacing(folder / "curve.png") as file:
@@ -238,31 +235,23 @@ def _own_folder(config: TrainConfig, place: Place, lock: ExitStack) -> Path:
     return folder
 
 
-def _train(
-    config: TrainConfig,
-    source: Source,
-    model: ShardedModel,
-    optimizer: torch.optim.Optimizer,
-    place: Place,
-    announcer: Announcer | None,
-    progress: Progress,
-    saver: Saver,
-    id_counts: IdCounts,
-) -> None:
-    curve_batches = _kept(source.holdout_batches(_CURVE_ROWS), model)
+def _train(run: Run, saver: Saver) -> None:
+    config, source, model, progress = run.config, run.source, run.model, run.progress
+    # In memory: a file would have to be read to its end again for each point of the curve.
+    curve_batches = list(failing_together(source.holdout_batches(_CURVE_ROWS), model))
     total = None if source.train_rows is None else source.train_rows * config.epochs
 
     def with_board(shown: Display) -> Display:
-        rates: dict[str, torch.optim.Optimizer] = {"dense": optimizer, "tables": model.fused_optimizer}
+        rates: dict[str, torch.optim.Optimizer] = {"dense": run.optimizer, "tables": model.fused_optimizer}
         return Board(
             shown,
-            Path(str(config.out), BOARD),
+            run.folder / BOARD,
             lambda: {name: float(one.param_groups[0]["lr"]) for name, one in rates.items()},
             samples=progress.samples,
             seconds=progress.seconds,
         )
 
-    with Announcer.display(announcer, total, with_board) as display:
+    with Announcer.display(run.announcer, total, with_board) as display:
         for epoch in range(progress.epoch, config.epochs):
             if progress.stalled(config.patience):
                 break
@@ -270,45 +259,31 @@ def _train(
             steps = source.steps or ((progress.steps - progress.epoch_steps) // epoch if epoch else None)
             with Prefetcher(source.train_batches(progress.epoch_steps, epoch)) as batches:
                 train_epoch(
-                    model,
-                    (optimizer, model.fused_optimizer),
+                    run,
                     batches,
-                    progress=progress,
                     schedule=Schedule(
                         total_steps=steps and steps * config.epochs,
                         evaluations=config.evaluations,
                         decay=config.decay,
                     ),
-                    evaluate=lambda: evaluate(model, curve_batches, place.device, k=config.top_k),
-                    id_counts=id_counts.now,
+                    evaluate=lambda: evaluate(model, curve_batches, run.place.device, k=config.top_k),
                     display=display,
-                    device=place.device,
-                    loss_of=batch_loss(config.loss),
-                    depth=config.pipeline,
                     after_step=saver.after_step,
-                    patience=config.patience,
                 )
 
 
-def _kept(batches: Iterator[ClickBatch], model: ShardedModel) -> list[ClickBatch]:
-    """The batches in memory: a file would have to be read to its end again for each point of the curve."""
-    return list(failing_together(batches, model))
-
-
-def _report(
-    config: TrainConfig, source: Source, place: Place, progress: Progress, samples: int, final: ClickMetrics
-) -> RunReport:
+def _report(run: Run, samples: int, final: ClickMetrics) -> RunReport:
     return RunReport(
-        config=config.to_mapping(),
-        environment=environment(world_size=place.world_size, threads=place.threads),
-        source=source.description,
-        curve=tuple(progress.curve),
+        config=run.config.to_mapping(),
+        environment=environment(world_size=run.place.world_size, threads=run.place.threads),
+        source=run.source.description,
+        curve=tuple(run.progress.curve),
         final=final,
-        optimum=source.best_metrics(),
+        optimum=run.source.best_metrics(),
         samples=samples,
-        steps=progress.steps,
-        seconds=progress.seconds,
-        skipped=source.skipped,
+        steps=run.progress.steps,
+        seconds=run.progress.seconds,
+        skipped=run.source.skipped,
     )
 
 
