@@ -59,25 +59,13 @@ class ClickRows:
 
     def between(self, start: int, stop: int) -> ClickRows:
         """Rows ``start`` to ``stop`` (not included); views, no copies."""
-        groups = None if self.groups is None else self.groups[start:stop]
         if self.lengths is None:
-            width = self.num_sparse
-            return ClickRows(
-                labels=self.labels[start:stop],
-                dense=self.dense[start:stop],
-                ids=self.ids[start * width : stop * width],
-                groups=groups,
-            )
-        first = int(self.lengths[:start].sum())
-        last = first + int(self.lengths[start:stop].sum())
-        return ClickRows(
-            labels=self.labels[start:stop],
-            dense=self.dense[start:stop],
-            ids=self.ids[first:last],
-            lengths=self.lengths[start:stop],
-            weights=None if self.weights is None else self.weights[first:last],
-            groups=groups,
-        )
+            first, last = start * self.num_sparse, stop * self.num_sparse
+        else:
+            first = int(self.lengths[:start].sum())
+            last = first + int(self.lengths[start:stop].sum())
+        weights = None if self.weights is None else self.weights[first:last]
+        return self._at(slice(start, stop), self.ids[first:last], weights)
 
     def where(self, keep: NDArray[np.bool_]) -> ClickRows:
         """The rows for which ``keep``, bool (N,), is true, in their order."""
@@ -85,21 +73,26 @@ class ClickRows:
 
     def take(self, places: NDArray[np.int64]) -> ClickRows:
         """The rows at these places (M,), in this order."""
-        groups = None if self.groups is None else self.groups[places]
         if self.lengths is None:
             ids = self.ids.reshape(len(self), -1)[places].reshape(-1) if len(self) else self.ids
-            return ClickRows(labels=self.labels[places], dense=self.dense[places], ids=ids, groups=groups)
+            return self._at(places, ids, None)
         counts = self.lengths.sum(axis=1)
         starts, taken = np.cumsum(counts) - counts, counts[places]
         # Each row's ids lie together: the first of them, and how many come before in the result.
         of_ids = np.arange(int(taken.sum())) + np.repeat(starts[places] - (np.cumsum(taken) - taken), taken)
+        return self._at(places, self.ids[of_ids], None if self.weights is None else self.weights[of_ids])
+
+    def _at(
+        self, rows: slice | NDArray[np.int64], ids: NDArray[np.int64], weights: NDArray[np.float32] | None
+    ) -> ClickRows:
+        """These rows, which have these ids."""
         return ClickRows(
-            labels=self.labels[places],
-            dense=self.dense[places],
-            ids=self.ids[of_ids],
-            lengths=self.lengths[places],
-            weights=None if self.weights is None else self.weights[of_ids],
-            groups=groups,
+            labels=self.labels[rows],
+            dense=self.dense[rows],
+            ids=ids,
+            lengths=None if self.lengths is None else self.lengths[rows],
+            weights=weights,
+            groups=None if self.groups is None else self.groups[rows],
         )
 
     def to_batch(self, schema: ClickSchema) -> ClickBatch:
