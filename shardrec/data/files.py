@@ -12,6 +12,7 @@ from shardrec.data.encode import encode
 from shardrec.data.fault import FaultLog
 from shardrec.data.rows import ClickRows, join_rows
 from shardrec.data.schema import ClickSchema
+from shardrec.data.source import ClickData
 from shardrec.data.spec import FeatureSpec
 from shardrec.data.split import BatchRequest, held_out
 from shardrec.data.tables import check_file, read_blocks
@@ -20,7 +21,7 @@ from shardrec.errors import ConfigError, DataError
 __all__ = ["FileClickData"]
 
 
-class FileClickData:
+class FileClickData(ClickData):
     """Rows read from files, in constant memory; every call of a batches method is a pass of its own.
 
     Every rank reads and checks every row, and keeps its share. That costs ranks the decoding of the others' rows, and
@@ -83,36 +84,6 @@ class FileClickData:
         """Rows left out so far by the pass that started last, by reason; empty with ``on_bad_row="raise"``."""
         return dict(self._log.skipped)
 
-    def train_batches(
-        self,
-        rank: int,
-        world_size: int,
-        batch_size: int,
-        *,
-        first_batch: int = 0,
-        drop_last: bool = False,
-        global_rows: int | None = None,
-        epoch: int = 0,
-    ) -> Iterator[ClickBatch]:
-        """One rank's training batches of one pass; see :class:`~shardrec.data.ClickData`."""
-        request = BatchRequest(
-            rank=rank,
-            world_size=world_size,
-            batch_size=batch_size,
-            first_batch=first_batch,
-            drop_last=drop_last,
-            global_rows=global_rows,
-        )
-        rows = self._selected_rows(held=False)
-        return self._batches(request, self._shuffled(rows, epoch) if self._shuffle else rows)
-
-    def holdout_batches(
-        self, rank: int, world_size: int, batch_size: int, *, global_rows: int | None = None
-    ) -> Iterator[ClickBatch]:
-        """One rank's share of the held-out rows; see :class:`~shardrec.data.ClickData`."""
-        request = BatchRequest(rank=rank, world_size=world_size, batch_size=batch_size, global_rows=global_rows)
-        return self._batches(request, self._selected_rows(held=True))
-
     def describe(self) -> str:
         """Files, columns and options in a few lines of text."""
         tables = self.schema.num_embeddings
@@ -130,7 +101,10 @@ class FileClickData:
             ]
         )
 
-    def _batches(self, request: BatchRequest, rows: Iterator[ClickRows]) -> Iterator[ClickBatch]:
+    def _batches(self, request: BatchRequest, epoch: int | None) -> Iterator[ClickBatch]:
+        rows = self._selected_rows(held=epoch is None)
+        if self._shuffle and epoch is not None:
+            rows = self._shuffled(rows, epoch)
         for index, part in enumerate(_in_parts(rows, request.global_size)):
             if request.wants(index, len(part)):
                 start, stop = request.share(len(part))
