@@ -15,7 +15,7 @@ from shardrec.data.schema import ClickSchema
 from shardrec.data.source import ClickData
 from shardrec.data.spec import FeatureSpec
 from shardrec.data.split import BatchRequest, held_out
-from shardrec.data.tables import check_file, read_blocks
+from shardrec.data.tables import check_file, first_line, read_blocks
 from shardrec.errors import ConfigError, DataError
 
 __all__ = ["FileClickData"]
@@ -127,14 +127,14 @@ class FileClickData(ClickData):
         log = self._log = FaultLog(self._on_bad_row)
         before, good = 0, 0
         for path in self.paths:
-            seen = 0
+            first, seen = first_line(path, self.spec), 0
             for block in read_blocks(path, self.spec):
                 encoded = encode(block.table, self.spec)
                 keep = np.ones(len(block.numbers), dtype=np.bool_)
                 keep[list(encoded.faults)] = False
                 faults = {int(block.numbers[row]): fault for row, fault in encoded.faults.items()} | block.faults
                 for number in sorted(faults):
-                    log.report(path, number + block.first_line, faults[number])
+                    log.report(path, number + first, faults[number])
                 seen, good = block.seen, good + int(keep.sum())
                 # A group is held out as a whole: half of it would be ranked on its own.
                 units = encoded.rows.groups if encoded.rows.groups is not None else block.numbers + before

@@ -11,10 +11,10 @@ A spec names the columns ``label``, ``qid`` (for ``group``), ``ids`` and ``value
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shardrec.data.fault import Reason, RowFault
 
@@ -25,15 +25,15 @@ _TOKEN = r"^[0-9A-Za-z_]+:[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
 _SHOWN = 60
 
 
-def parse_svmlight(data: bytes) -> tuple[Any, NDArray[np.int64], dict[int, RowFault]]:
+def parse_svmlight(data: bytes) -> tuple[Any, dict[int, RowFault]]:
     """The lines of a block of text.
 
     Args:
         data: whole lines.
 
     Returns:
-        A table of the good lines with the columns :data:`COLUMNS`, their numbers from 0, int64 (N,), and the faults of
-        the others by their numbers.
+        A table of the good lines with the columns :data:`COLUMNS`, and the faults of the others by their numbers, from
+        0.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -70,12 +70,10 @@ def parse_svmlight(data: bytes) -> tuple[Any, NDArray[np.int64], dict[int, RowFa
         "ids": pa.ListArray.from_arrays(offsets, indices.filter(feature)),
         "values": pa.ListArray.from_arrays(offsets, values.filter(feature)),
     }
-    return pa.table(columns), np.flatnonzero(keep_N).astype(np.int64), faults
+    return pa.table(columns), faults
 
 
 def _fault(line: bytes, words: list[bytes]) -> RowFault:
-    import re
-
     if not words:
         where, remedy = "the line is empty", "leave it out"
     else:
