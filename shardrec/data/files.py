@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from shardrec.data.batch import ClickBatch
 from shardrec.data.encode import encode
-from shardrec.data.fault import FaultLog
+from shardrec.data.fault import RowFault
 from shardrec.data.rows import ClickRows, join_rows
 from shardrec.data.schema import ClickSchema
 from shardrec.data.source import ClickData
@@ -59,13 +60,15 @@ class FileClickData(ClickData):
     ) -> None:
         if not 0 <= holdout < 1:
             raise ConfigError(f"holdout is {holdout}: give a share from 0 to 1 (not included)")
+        if on_bad_row not in ("raise", "skip"):
+            raise ConfigError(f"on_bad_row is {on_bad_row!r}: give 'raise' or 'skip'")
         if not paths:
             raise ConfigError("paths is empty: give at least one file")
         self.paths = tuple(os.fspath(path) for path in paths)
         self.spec = spec
         self._holdout, self._on_bad_row = holdout, on_bad_row
         self._shuffle, self._keep_groups, self._seed = shuffle, keep_groups, seed
-        self._log = FaultLog(on_bad_row)
+        self._skipped: Counter[str] = Counter()
         for path in self.paths:
             check_file(path, spec)
 
@@ -82,7 +85,7 @@ class FileClickData(ClickData):
     @property
     def skipped(self) -> dict[str, int]:
         """Rows left out so far by the pass that started last, by reason; empty with ``on_bad_row="raise"``."""
-        return dict(self._log.skipped)
+        return dict(self._skipped)
 
     def describe(self) -> str:
         """Files, columns and options in a few lines of text."""
@@ -124,7 +127,7 @@ class FileClickData(ClickData):
             yield part.take(np.arange(len(part)) + np.repeat(starts[order] - before, sizes[order]))
 
     def _selected_rows(self, *, held: bool) -> Iterator[ClickRows]:
-        log = self._log = FaultLog(self._on_bad_row)
+        skipped = self._skipped = Counter()
         before, good = 0, 0
         for path in self.paths:
             first, seen = first_line(path, self.spec), 0
@@ -134,18 +137,25 @@ class FileClickData(ClickData):
                 keep[list(encoded.faults)] = False
                 faults = {int(block.numbers[row]): fault for row, fault in encoded.faults.items()} | block.faults
                 for number in sorted(faults):
-                    log.report(path, number + first, faults[number])
+                    if self._on_bad_row == "raise":
+                        raise _error(path, number + first, faults[number])
+                    skipped[faults[number].reason.value] += 1
                 seen, good = block.seen, good + int(keep.sum())
                 # A group is held out as a whole: half of it would be ranked on its own.
                 units = encoded.rows.groups if encoded.rows.groups is not None else block.numbers + before
                 yield encoded.rows.where(keep & (held_out(units, self._holdout) == held))
             before += seen
         if not good:
-            counts = ", ".join(f"{count} {reason}" for reason, count in log.skipped.items()) or "none skipped"
+            counts = ", ".join(f"{count} {reason}" for reason, count in skipped.items()) or "none skipped"
             raise DataError(
                 f"{', '.join(self.paths)}: no row could be read ({counts}): check that the files have the columns "
                 f"{', '.join(self.spec.sources)}"
             )
+
+
+def _error(path: str, line: int, fault: RowFault) -> DataError:
+    remedy = f"{fault.remedy}, or leave such rows out (on_bad_row: skip, --on-bad-row skip)"
+    return DataError(f"{path}:{line}: {fault.where}; {remedy}")
 
 
 def _in_parts(rows: Iterator[ClickRows], size: int) -> Iterator[ClickRows]:
