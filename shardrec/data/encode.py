@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardrec.data.fault import Reason, RowFault
-from shardrec.data.preprocess import hash_categories, transform_dense
+from shardrec.data.fault import Reason, RowFault, shown
+from shardrec.data.preprocess import hash_categories, mixed, transform_dense
 from shardrec.data.rows import ClickRows
 from shardrec.data.spec import Feature, FeatureSpec
 
@@ -32,7 +32,6 @@ _NUMBER = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
 _NIBBLES = np.full(256, 255, dtype=np.uint8)
 for _digits in (b"0123456789abcdef", b"0123456789ABCDEF"):
     _NIBBLES[np.frombuffer(_digits, dtype=np.uint8)] = np.arange(16)
-_SHOWN = 60
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -103,7 +102,7 @@ def _faults(table: Any, bads: Sequence[tuple[str, Reason, str, NDArray[np.bool_]
     for column, reason, words, bad in bads:
         for row in np.flatnonzero(bad).tolist():
             if row not in found:
-                where = f"field {column!r}: value {_shown(table[column][row].as_py())} {words}"
+                where = f"field {column!r}: value {shown(table[column][row].as_py())} {words}"
                 found[row] = RowFault(reason=reason, where=where, remedy="correct it")
     return dict(sorted(found.items()))
 
@@ -142,14 +141,7 @@ def hash_texts(data: NDArray[np.uint8], starts: NDArray[np.int64], lengths: NDAr
     powers = np.cumprod(np.full(most + 1, 0x9E3779B97F4A7C15, dtype=np.uint64))
     terms = (data[np.repeat(starts, lengths) + place].astype(np.uint64) + np.uint64(1)) * powers[place]
     sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(terms)])
-    return _mixed(sums[ends] - sums[ends - lengths])
-
-
-def _mixed(raw: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finalizer of SplitMix64 (Steele, Lea and Flood, 2014)."""
-    raw = (raw ^ (raw >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    raw = (raw ^ (raw >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return raw ^ (raw >> np.uint64(31))
+    return mixed(sums[ends] - sums[ends - lengths])
 
 
 def _numbers(array: Any) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_]]:
@@ -290,13 +282,13 @@ def _ids(array: Any, feature: Feature) -> tuple[NDArray[np.int64], NDArray[np.bo
         missing = lengths == 0
         bad &= ~missing
     else:
-        keys, missing, bad = _keys(array, mixed=coding != "hexadecimal" and feature.dynamic_ids is None)
+        keys, missing, bad = _keys(array, spread=coding != "hexadecimal" and feature.dynamic_ids is None)
     if feature.dynamic_ids is not None:
         return np.where(missing, feature.missing_id, keys.view(np.int64)), bad
     return hash_categories(keys, missing, size), bad
 
 
-def _keys(array: Any, *, mixed: bool = True) -> tuple[NDArray[np.uint64], NDArray[np.bool_], NDArray[np.bool_]]:
+def _keys(array: Any, *, spread: bool = True) -> tuple[NDArray[np.uint64], NDArray[np.bool_], NDArray[np.bool_]]:
     """A column of ids as 64-bit keys (N,), which are missing, and which are bad.
 
     A whole number has one key, whether its column is one of integers, of floats (which pandas makes of integers with
@@ -304,7 +296,7 @@ def _keys(array: Any, *, mixed: bool = True) -> tuple[NDArray[np.uint64], NDArra
 
     Args:
         array: texts or numbers.
-        mixed: spread numbers over all 64 bits, as texts are; else a number is its own key.
+        spread: spread numbers over all 64 bits, as texts are; else a number is its own key.
     """
     import pyarrow as pa
 
@@ -317,18 +309,18 @@ def _keys(array: Any, *, mixed: bool = True) -> tuple[NDArray[np.uint64], NDArra
         data, starts, lengths = _bytes(array.cast(pa.large_binary()))
         raw, number = _decimal(data, starts, lengths)
         text = np.flatnonzero(~number)
-        raw = _mixed(raw) if mixed else raw
+        raw = mixed(raw) if spread else raw
         raw[text] = hash_texts(data, starts[text], lengths[text])
         return raw, null | (lengths == 0), none
     if _is_fraction(array.type):
         values, missing, bad = _numbers(array)
         bad |= values != np.floor(values)
         raw = np.where(missing | bad, 0, values).astype(np.int64).astype(np.uint64)
-        return (_mixed(raw) if mixed else raw), missing, bad
+        return (mixed(raw) if spread else raw), missing, bad
     kept = array.cast(pa.int8()) if pa.types.is_boolean(array.type) else array
     whole = np.asarray(kept.fill_null(0).to_numpy(zero_copy_only=False))
     raw = whole.astype(np.int64, copy=False).astype(np.uint64)  # of unsigned ones the same bits
-    return (_mixed(raw) if mixed else raw), null, none
+    return (mixed(raw) if spread else raw), null, none
 
 
 def _decimal(
@@ -465,10 +457,3 @@ def _id_words(feature: Feature) -> str:
         case "buckets":
             return _NO_NUMBER
     return f"has ids and weights ({feature.weights!r}) that do not go together" if feature.weights else "is no id"
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, bytes):
-        value = value.decode("utf-8", errors="backslashreplace")
-    text = repr(value)
-    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["Reason", "RowFault"]
+__all__ = ["Reason", "RowFault", "shown"]
+
+_SHOWN = 60
 
 
 class Reason(StrEnum):
@@ -30,3 +32,11 @@ class RowFault:
     reason: Reason
     where: str
     remedy: str
+
+
+def shown(value: object) -> str:
+    """A value in a message, cut short."""
+    if isinstance(value, bytes):
+        value = value.decode("utf-8", errors="backslashreplace")
+    text = repr(value)
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."

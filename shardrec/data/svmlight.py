@@ -16,13 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from shardrec.data.fault import Reason, RowFault
+from shardrec.data.fault import Reason, RowFault, shown
 
 __all__ = ["COLUMNS", "parse_svmlight"]
 
 COLUMNS = ("label", "qid", "ids", "values")
 _TOKEN = r"^[0-9A-Za-z_]+:[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
-_SHOWN = 60
 
 
 def parse_svmlight(data: bytes) -> tuple[Any, dict[int, RowFault]]:
@@ -78,7 +77,6 @@ def _fault(line: bytes, words: list[bytes]) -> RowFault:
         where, remedy = "the line is empty", "leave it out"
     else:
         wrong = next(word for word in words[1:] if not re.match(_TOKEN, word.decode("utf-8", errors="replace")))
-        shown = wrong.decode("utf-8", errors="backslashreplace")[:_SHOWN]
         field = f"pair {words.index(wrong)}" if b":" in wrong else f"word {words.index(wrong) + 1}"
-        where, remedy = f"{field}: {shown!r} is not index:value with a number", "correct it"
+        where, remedy = f"{field}: {shown(wrong)} is not index:value with a number", "correct it"
     return RowFault(reason=Reason.COLUMNS, where=where, remedy=remedy)
