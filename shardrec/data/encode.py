@@ -257,11 +257,6 @@ def _ids(array: Any, feature: Feature) -> tuple[NDArray[np.int64], NDArray[np.bo
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    array = _plain(array)
-    none = np.zeros(len(array), dtype=np.bool_)
-    if pa.types.is_null(array.type):
-        return np.full(len(array), feature.missing_id, dtype=np.int64), none
-    size = np.asarray(feature.num_embeddings, dtype=np.uint64)
     coding = feature.coding
     if coding == "buckets":
         values, missing, bad = _numbers(array)
@@ -275,7 +270,7 @@ def _ids(array: Any, feature: Feature) -> tuple[NDArray[np.int64], NDArray[np.bo
     if coding == "vocabulary":
         texts = array.cast(pa.large_string()) if not pa.types.is_floating(array.type) else array.cast(pa.string())
         places = pc.index_in(texts, value_set=pa.array(feature.vocabulary, texts.type)).fill_null(-1)
-        return places.to_numpy(zero_copy_only=False).astype(np.int64) + 1, none
+        return places.to_numpy(zero_copy_only=False).astype(np.int64) + 1, np.zeros(len(array), dtype=np.bool_)
     if coding == "hexadecimal" and _is_text(array.type):
         data, starts, lengths = _bytes(array.cast(pa.large_binary()))
         keys, bad = _hexadecimal(data, starts, lengths)
@@ -285,7 +280,7 @@ def _ids(array: Any, feature: Feature) -> tuple[NDArray[np.int64], NDArray[np.bo
         keys, missing, bad = _keys(array, spread=coding != "hexadecimal" and feature.dynamic_ids is None)
     if feature.dynamic_ids is not None:
         return np.where(missing, feature.missing_id, keys.view(np.int64)), bad
-    return hash_categories(keys, missing, size), bad
+    return hash_categories(keys, missing, np.asarray(feature.num_embeddings, dtype=np.uint64)), bad
 
 
 def _keys(array: Any, *, spread: bool = True) -> tuple[NDArray[np.uint64], NDArray[np.bool_], NDArray[np.bool_]]:
