@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shardrec.cli.flags import Debug
 from shardrec.console import console, working
 from shardrec.errors import ConfigError
 
@@ -42,10 +43,9 @@ def calibrate_command(
     count: Annotated[int, typer.Option(help="Most plans to time.", min=1)] = 4,
     batch_size: Annotated[int, typer.Option(help="Samples per rank in a step of the plans.", min=1)] = 2048,
     save: Annotated[Path | None, typer.Option(help="Write the fastest plan to this JSON file.")] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    debug: Debug = False,
 ) -> None:
     """Measure this machine for the planner; see :data:`CALIBRATE_HELP`."""
-    del debug  # read by the entry point
     from shardrec.cli.plan import check_outputs, read_tables
     from shardrec.planner import Profile, calibrate
 

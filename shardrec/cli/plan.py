@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shardrec.cli.flags import Debug
 from shardrec.console import console, working
 from shardrec.errors import ConfigError
 
@@ -60,10 +61,9 @@ def plan_command(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print cost_ms, bound_ms, gap and the shards as JSON.")
     ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    debug: Debug = False,
 ) -> None:
     """Plan how to shard tables; see :data:`PLAN_HELP`."""
-    del debug  # read by the entry point
     from math import inf
 
     from shardrec.planner import Profile, SolveLimits, explain, plan_tables, to_html, to_png

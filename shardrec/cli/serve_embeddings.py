@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from shardrec.cli.flags import Debug
+
 __all__ = ["SERVE_HELP", "serve_embeddings_command"]
 
 # Typer keeps the line breaks inside a paragraph, so each paragraph is one line.
@@ -34,10 +36,9 @@ def serve_embeddings_command(
     max_requests: Annotated[int, typer.Option(help="Lookups of one batch.", min=1)] = 64,
     interface: Annotated[str, typer.Option(help="Network interface to listen on.")] = "lo",
     timeout: Annotated[float, typer.Option(help="Seconds that the other processes may take to come.", min=1)] = 300,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    debug: Debug = False,
 ) -> None:
     """Serve shards; see :data:`SERVE_HELP`."""
-    del debug  # read by the entry point
     from shardrec.errors import ConfigError
     from shardrec.layout import ShardingPlan
     from shardrec.rpc.serve import load_server, named_function, open_store, serve
