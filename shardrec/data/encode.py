@@ -333,13 +333,13 @@ def _decimal(
     minus = data[starts[at]] == 45
     begin, digits = starts[at] + minus, lengths[at] - minus
     good = digits > 0
-    leading = data[np.where(good, begin, starts[at])]
+    leading = data.take(begin, mode="clip")
     good &= (leading != 48) | ((digits == 1) & ~minus)
     value = np.zeros(len(at), dtype=np.uint64)
     tenth, last = np.uint64(2**64 // 10), np.uint64(2**64 % 10 - 1)
     for place in range(int(digits.max(initial=0))):
         inside = place < digits
-        digit = (data[np.where(inside, begin + place, starts[at])] - np.uint8(48)).astype(np.uint64)
+        digit = (data.take(begin + place, mode="clip") - np.uint8(48)).astype(np.uint64)
         good &= ~inside | (digit <= 9)
         if place == 19:  # the only one that can pass 2^64
             good &= ~inside | (value < tenth) | ((value == tenth) & (digit <= last))
@@ -356,18 +356,9 @@ def _hexadecimal(
     """Numbers of 1 to 16 hexadecimal digits, and which texts are not such."""
     raw = np.zeros(len(starts), dtype=np.uint64)
     bad = (lengths < 1) | (lengths > 16)
-    width = int(lengths.max(initial=0))
-    there = np.flatnonzero(lengths)
-    if 1 <= width <= 16 and (lengths[there] == width).all():
-        # As most files have them: texts of one length, which lie one after the other.
-        first = int(starts[there[0]])
-        nibbles = _NIBBLES[data[first : first + len(there) * width]].reshape(-1, width)
-        bad[there] = (nibbles > 15).any(axis=1)
-        raw[there] = nibbles.astype(np.uint64) @ (np.uint64(16) ** np.arange(width, dtype=np.uint64)[::-1])
-        return raw, bad
     for place in range(min(16, int(lengths.max(initial=0)))):
         inside = place < lengths
-        nibble = _NIBBLES[data[np.where(inside, starts + place, 0)]]
+        nibble = _NIBBLES[data.take(starts + place, mode="clip")]
         bad |= inside & (nibble > 15)
         raw = np.where(inside, raw * np.uint64(16) + nibble, raw)
     return raw, bad
