@@ -82,7 +82,7 @@ def _run(config: TrainConfig, place: Place, folder: Path, resume: bool) -> Calla
     plan = _as_started(config, place, folder) if resume else None
     source = Source(config, place)
     if announcer is not None and plan is None:
-        announcer.source(source.description)
+        announcer.source(source.data.describe())
     model = _sharded_model(config, source, place, plan)
     if announcer is not None:
         if plan is None:
@@ -174,7 +174,7 @@ def _settle(model: ShardedModel, source: Source, place: Place, loss: str) -> Non
 
 
 def _sharded_model(config: TrainConfig, source: Source, place: Place, plan: ShardingPlan | None) -> ShardedModel:
-    model = build_model(config, source.schema)
+    model = build_model(config, source.data.schema)
     if config.loss == "model":
         model = with_own_loss(model, config.model)
     fuse_optimizer(model, config)
@@ -239,7 +239,7 @@ def _train(run: Run, saver: Saver) -> None:
     config, source, model, progress = run.config, run.source, run.model, run.progress
     # In memory: a file would have to be read to its end again for each point of the curve.
     curve_batches = list(failing_together(source.holdout_batches(_CURVE_ROWS), model))
-    total = None if source.train_rows is None else source.train_rows * config.epochs
+    total = None if source.data.train_rows is None else source.data.train_rows * config.epochs
 
     def with_board(shown: Display) -> Display:
         rates: dict[str, torch.optim.Optimizer] = {"dense": run.optimizer, "tables": model.fused_optimizer}
@@ -276,7 +276,7 @@ def _report(run: Run, samples: int, final: ClickMetrics) -> RunReport:
     return RunReport(
         config=run.config.to_mapping(),
         environment=environment(world_size=run.place.world_size, threads=run.place.threads),
-        source=run.source.description,
+        source=run.source.data.describe(),
         curve=tuple(run.progress.curve),
         final=final,
         optimum=run.source.best_metrics(),
