@@ -215,13 +215,27 @@ def train_epoch(
     def add_point() -> None:
         with progress.off_the_clock():
             progress.evaluated_at = progress.steps
-            point = curve_point(progress, progress.loss.since_point(), evaluate(), run.id_counts())
+            loss, metrics = progress.loss.since_point(), evaluate()
+            point = CurvePoint(
+                samples=progress.samples,
+                seconds=progress.seconds,
+                train_loss=loss,
+                auc=metrics.auc,
+                logloss=metrics.logloss,
+                normalized_entropy=metrics.normalized_entropy,
+                rows=metrics.rows,
+                gauc=None if metrics.ranking is None else metrics.ranking.gauc,
+                ndcg=None if metrics.ranking is None else metrics.ranking.ndcg,
+                ids=run.id_counts(),
+            )
             progress.curve.append(point)
             display.evaluated(point)
 
     def set_rates() -> None:
-        for optimizer in optimizers:
-            _set_rate(optimizer, schedule.rate(progress.steps))
+        """Scale the learning rates that the optimizers were made with."""
+        factor = schedule.rate(progress.steps)
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
 
     set_rates()
     steps = TrainPipeline(
@@ -256,30 +270,6 @@ def train_epoch(
         if schedule.total_steps is None and progress.evaluated_at != progress.steps:
             add_point()
     progress.epoch, progress.epoch_steps = progress.epoch + 1, 0
-
-
-def _set_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Scale the learning rates that the optimizer was made with."""
-    for group in optimizer.param_groups:
-        group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
-
-
-def curve_point(
-    progress: Progress, train_loss: float | None, metrics: ClickMetrics, ids: Mapping[str, Mapping[str, int]]
-) -> CurvePoint:
-    """Held-out metrics as a point of the curve, and what became of dynamic ids."""
-    return CurvePoint(
-        samples=progress.samples,
-        seconds=progress.seconds,
-        train_loss=train_loss,
-        auc=metrics.auc,
-        logloss=metrics.logloss,
-        normalized_entropy=metrics.normalized_entropy,
-        rows=metrics.rows,
-        gauc=None if metrics.ranking is None else metrics.ranking.gauc,
-        ndcg=None if metrics.ranking is None else metrics.ranking.ndcg,
-        ids={table: dict(counts) for table, counts in ids.items()},
-    )
 
 
 def failing_together(batches: Iterator[T], model: ShardedModel) -> Iterator[T]:

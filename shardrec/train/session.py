@@ -202,17 +202,11 @@ def _sharded_model(config: TrainConfig, source: Source, place: Place, plan: Shar
             )
     meet(place, "planned")  # the first rank has also looked for the best possible metrics
     sharded = shard(model, plan, device=place.device, dynamic_ids=dynamic)
-    _compile(sharded, config)
+    if config.compile != "off":  # in place, so that the model stays what the loop and the checkpoint know
+        full = config.compile == "full"
+        annotate_for_dynamo(sharded, mode="traced" if full else "boundary")
+        sharded.compile(fullgraph=full)
     return sharded
-
-
-def _compile(model: ShardedModel, config: TrainConfig) -> None:
-    """In place, so that the model stays what the loop and the checkpoint know."""
-    if config.compile == "off":
-        return
-    full = config.compile == "full"
-    annotate_for_dynamo(model, mode="traced" if full else "boundary")
-    model.compile(fullgraph=full)
 
 
 def _own_folder(config: TrainConfig, place: Place, lock: ExitStack) -> Path:
