@@ -42,6 +42,7 @@ class Board(Display):
         self._shown = shown
         self._rates = rates
         self._writer = SummaryWriter(str(folder), purge_step=samples or None)
+        self._write = self._writer.add_scalar
         self._last = (samples, seconds)
 
     def advance(self, samples: int, seconds: float, loss: float) -> None:
@@ -68,6 +69,3 @@ class Board(Display):
     def close(self) -> None:
         self._shown.close()
         self._writer.close()
-
-    def _write(self, name: str, value: float, samples: int) -> None:
-        self._writer.add_scalar(name, value, samples)
