@@ -110,10 +110,14 @@ class _Samples(ProgressColumn):
 
 
 class Announcer:
-    """What rank 0 says on stdout: the plan, the run, its progress and its results."""
+    """What rank 0 says on stdout: the plan, the run, its progress and its results.
 
-    def __init__(self) -> None:
-        self._console = console()
+    Args:
+        speaks: on the other ranks nothing is said.
+    """
+
+    def __init__(self, *, speaks: bool = True) -> None:
+        self._console = console() if speaks else Console(quiet=True)
 
     def source(self, description: str) -> None:
         """The data, in words."""
@@ -144,16 +148,13 @@ class Announcer:
         """A checkpoint is on disk: whatever happens from now on, the run goes on from there or later."""
         self._say(f"saved the checkpoint of step {step:,}")
 
-    @staticmethod
     @contextmanager
-    def display(
-        announcer: Announcer | None, total: int | None, around: Callable[[Display], Display] = lambda shown: shown
-    ) -> Iterator[Display]:
-        """A display for the training loop of ``total`` rows, closed in the end; a silent one without an announcer."""
-        if announcer is None:
+    def display(self, total: int | None, around: Callable[[Display], Display]) -> Iterator[Display]:
+        """A display for the training loop of ``total`` rows, inside of another, closed in the end."""
+        out = self._console
+        if out.quiet:
             yield Display()
             return
-        out = announcer._console
         display = around(TerminalDisplay(out, total) if out.is_terminal else LogDisplay(out, total))
         try:
             yield display

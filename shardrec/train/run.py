@@ -31,7 +31,7 @@ class Run:
         model: with its fused optimizers.
         optimizer: of the dense part.
         progress: what was done so far.
-        announcer: is told what people should know; None on the ranks that say nothing.
+        announcer: is told what people should know.
     """
 
     config: TrainConfig
@@ -41,7 +41,7 @@ class Run:
     model: ShardedModel
     optimizer: torch.optim.Optimizer
     progress: Progress
-    announcer: Announcer | None
+    announcer: Announcer
     _ids_before: dict[str, dict[str, int]] = field(default_factory=dict, init=False)
 
     def id_counts(self) -> dict[str, dict[str, int]]:

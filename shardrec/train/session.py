@@ -78,16 +78,15 @@ def run_rank(config: TrainConfig, *, resume: bool = False) -> RunReport | None:
 
 def _run(config: TrainConfig, place: Place, folder: Path, resume: bool) -> Callable[[], RunReport | None]:
     """All that takes every rank; returns what is left to do for each alone, when the others are gone."""
-    announcer = Announcer() if place.is_lead else None
+    announcer = Announcer(speaks=place.is_lead)
     plan = _as_started(config, place, folder) if resume else None
     source = Source(config, place)
-    if announcer is not None and plan is None:
+    if place.is_lead and plan is None:
         announcer.source(source.data.describe())
     model = _sharded_model(config, source, place, plan)
-    if announcer is not None:
-        if plan is None:
-            announcer.plan(model.plan)
-        announcer.run(config, place, source.batch_size)
+    if place.is_lead and plan is None:
+        announcer.plan(model.plan)
+    announcer.run(config, place, source.batch_size)
     watched = "logloss" if config.loss == "bce" or spec_of(config).group is None else "gauc"
     run = Run(
         config=config,
@@ -103,7 +102,7 @@ def _run(config: TrainConfig, place: Place, folder: Path, resume: bool) -> Calla
     if resume and saver.has_checkpoints():
         _settle(model, source, place, config.loss)
         saver.load()
-    elif resume and announcer is not None:
+    elif resume:
         announcer.nothing_to_resume(folder)
     if place.is_lead:
         with _replacing(folder / FILE) as file:
@@ -123,7 +122,7 @@ def _run(config: TrainConfig, place: Place, folder: Path, resume: bool) -> Calla
     samples = over_ranks(run.progress.rows, place)
 
     def finish() -> RunReport | None:
-        if announcer is None:
+        if not place.is_lead:
             return None
         report = _report(run, samples, final)
         with _replacing(folder / "metrics.json") as file:
@@ -245,7 +244,7 @@ def _train(run: Run, saver: Saver) -> None:
             seconds=progress.seconds,
         )
 
-    with Announcer.display(run.announcer, total, with_board) as display:
+    with run.announcer.display(total, with_board) as display:
         for epoch in range(progress.epoch, config.epochs):
             if progress.stalled(config.patience):
                 break
