@@ -73,10 +73,12 @@ def encode(table: Any, spec: FeatureSpec, *, labelled: bool = True) -> Encoded:
         bad = bad | missing
         if spec.label.above is None:
             bad |= (label != 0) & (label != 1)
+            words = "is not 0 or 1"
         else:
             label = (label > spec.label.above).astype(np.float64)
+            words = "is not a number"
         labels = np.where(bad, 0, label).astype(np.float32)
-        bads.append((spec.label.column, Reason.LABEL, _label_words(spec), bad))
+        bads.append((spec.label.column, Reason.LABEL, words, bad))
         if spec.group is not None:
             groups, missing, bad = _keys(table[spec.group])
             bads.append((spec.group, Reason.ID, "is no id of a group", bad | missing))
@@ -428,10 +430,6 @@ def _is_text(kind: Any) -> bool:
 
     checks = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
     return any(check(kind) for check in checks)
-
-
-def _label_words(spec: FeatureSpec) -> str:
-    return "is not 0 or 1" if spec.label.above is None else "is not a number"
 
 
 def _id_words(feature: Feature) -> str:

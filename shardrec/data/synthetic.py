@@ -19,6 +19,8 @@ __all__ = ["BestMetrics", "SyntheticClickData"]
 
 _EXPECTATION_ROWS = 500_000
 
+_planted = lru_cache(maxsize=2)(PlantedModel)
+
 
 @dataclass(frozen=True, kw_only=True)
 class BestMetrics:
@@ -97,11 +99,6 @@ class SyntheticClickData(ClickData):
             if request.wants(first // step, count):
                 start, stop = request.share(count)
                 yield self.clicks(self.model.rows(stream, first + start, first + stop)).to_batch(self.schema)
-
-
-@lru_cache(maxsize=2)
-def _planted(config: SyntheticConfig) -> PlantedModel:
-    return PlantedModel(config)
 
 
 @lru_cache(maxsize=2)

@@ -11,7 +11,7 @@ import gzip
 import lzma
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -45,17 +45,18 @@ def write_criteo_tsv(
     Raises:
         ConfigError: fewer than 1 row, a bad seed, or a suffix of Parquet.
     """
+    from pyarrow import csv
+
     path = Path(path)
     if path.suffix.lower() in _PARQUET:
         raise ConfigError(f"path {path} has a suffix of Parquet: call write_parquet, or give .tsv, .tsv.gz or .tsv.xz")
-    from pyarrow import csv
-
     options = csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
     schema, blocks = _blocks(rows, seed, config)
     with (
         _complete_or_absent(path) as temporary,
-        _open_text(temporary, path.suffix) as file,
-        csv.CSVWriter(file, schema, write_options=options) as writer,
+        temporary.open("wb") as file,
+        _packed(file, path.suffix) as packed,
+        csv.CSVWriter(packed, schema, write_options=options) as writer,
     ):
         for block in blocks:
             writer.write_table(block)
@@ -127,18 +128,12 @@ def _categories(ids: NDArray[np.int64], num_embeddings: NDArray[np.int64]) -> ND
     return np.where(ids == 0, -1, ids - 1 + modulus * (mixed % choices))
 
 
-@contextmanager
-def _open_text(path: Path, suffix: str) -> Iterator[IO[bytes] | gzip.GzipFile | lzma.LZMAFile]:
-    with path.open("wb") as file:
-        if suffix == ".gz":
-            # no name and no time in the header: the same rows make the same file
-            with gzip.GzipFile(filename="", mode="wb", compresslevel=6, fileobj=file, mtime=0) as packed:
-                yield packed
-        elif suffix == ".xz":
-            with lzma.open(file, "wb", preset=1) as packed:
-                yield packed
-        else:
-            yield file
+def _packed(file: IO[bytes], suffix: str) -> AbstractContextManager[Any]:
+    """A stream that compresses into a file by the suffix of its name."""
+    if suffix == ".gz":
+        # no name and no time in the header: the same rows make the same file
+        return gzip.GzipFile(filename="", mode="wb", compresslevel=6, fileobj=file, mtime=0)
+    return lzma.open(file, "wb", preset=1) if suffix == ".xz" else nullcontext(file)
 
 
 @contextmanager
