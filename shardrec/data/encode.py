@@ -62,7 +62,7 @@ def encode(table: Any, spec: FeatureSpec, *, labelled: bool = True) -> Encoded:
     """The rows of a table (N rows) that has the spec's columns.
 
     Args:
-        table: a ``pyarrow.Table``.
+        table: a ``pyarrow.Table`` or ``RecordBatch``.
         spec: what the columns are.
         labelled: whether the label's and the group's columns are there; without, labels are 0.
     """

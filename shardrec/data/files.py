@@ -74,7 +74,6 @@ class FileClickData(ClickData):
 
     @property
     def schema(self) -> ClickSchema:
-        """Names and table sizes."""
         return self.spec.schema_
 
     @property

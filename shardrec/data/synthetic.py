@@ -56,7 +56,6 @@ class SyntheticClickData(ClickData):
 
     @property
     def schema(self) -> ClickSchema:
-        """Names and table sizes."""
         return self.config.schema
 
     @property

@@ -39,7 +39,7 @@ class TableBlock:
     """Rows of a file.
 
     Attributes:
-        table: N rows.
+        table: N rows, as a ``pyarrow.Table`` or a ``RecordBatch``.
         numbers: int64 (N,), the number of each among the file's rows, from 0; broken ones are counted too.
         faults: of rows that are not in the table, by their number.
         seen: rows of the file so far.
@@ -116,11 +116,9 @@ def _tables(path: str, spec: FeatureSpec) -> Iterator[tuple[Any, dict[int, RowFa
     """Tables of the file's rows that could be read, each with the faults of the others by their place among both."""
     match _kind(path):
         case "parquet":
-            import pyarrow as pa
-
             with _parquet(path) as file:
                 for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=list(spec.sources), use_threads=False):
-                    yield pa.Table.from_batches([batch]), {}
+                    yield batch, {}
         case "archive":
             arrays = _arrays(path, spec)  # an array of an archive is read as a whole
             for start in range(0, len(next(iter(arrays.values()))), _ROWS_AT_ONCE):
