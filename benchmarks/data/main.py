@@ -108,7 +108,6 @@ def measured(place: Place, data: str, features: str | None, batch: int, rounds: 
     fuse_optimizer(model, config)
     sharded = shard(model, plan(model, batch_size=batch, sample_batches=source.sampled(4)))
     optimizers = (dense_optimizer(sharded, config), sharded.fused_optimizer)
-    loss = batch_loss(config.loss)
 
     def read(batches: Iterable[ClickBatch]) -> None:
         for _ in batches:
@@ -120,7 +119,7 @@ def measured(place: Place, data: str, features: str | None, batch: int, rounds: 
                 sharded,
                 optimizers,
                 batches,
-                loss_fn=lambda model, batch: (loss(model, batch), batch.size),
+                loss_fn=lambda model, batch: (batch_loss(config.loss, model, batch), batch.size),
                 depth=0,
                 device=place.device,
             )

@@ -209,17 +209,17 @@ def train_epoch(
         display: is told of every step.
         after_step: is called when a step and its evaluation are over; may end the run by raising.
     """
-    progress, loss_of = run.progress, batch_loss(run.config.loss)
+    progress = run.progress
     optimizers = (run.optimizer, run.model.fused_optimizer)
 
     def add_point() -> None:
         with progress.off_the_clock():
             progress.evaluated_at = progress.steps
-            loss, metrics = progress.loss.since_point(), evaluate()
+            train_loss, metrics = progress.loss.since_point(), evaluate()
             point = CurvePoint(
                 samples=progress.samples,
                 seconds=progress.seconds,
-                train_loss=loss,
+                train_loss=train_loss,
                 auc=metrics.auc,
                 logloss=metrics.logloss,
                 normalized_entropy=metrics.normalized_entropy,
@@ -242,7 +242,7 @@ def train_epoch(
         run.model,
         optimizers,
         batches,
-        loss_fn=lambda model, batch: (loss_of(model, batch), batch.size),
+        loss_fn=lambda model, batch: (batch_loss(run.config.loss, model, batch), batch.size),
         depth=run.config.pipeline,
         device=run.place.device,
     )

@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
-import torch
-
 from shardrec.console import working
 from shardrec.data import ClickMetrics, load_spec
 from shardrec.data.spec import parse_spec
@@ -28,8 +26,8 @@ from shardrec.modules import ShardedModel, shard
 from shardrec.modules.annotate import annotate_for_dynamo
 from shardrec.modules.anomaly import detect_anomaly
 from shardrec.train.board import Board
-from shardrec.train.config import BOARD, FILE, PLAN, SPEC, TrainConfig, load_config_text
-from shardrec.train.display import Announcer, Display
+from shardrec.train.config import FILE, PLAN, SPEC, TrainConfig, load_config_text
+from shardrec.train.display import Announcer
 from shardrec.train.locking import locked
 from shardrec.train.loop import Progress, RecentLoss, Schedule, failing_together, train_epoch
 from shardrec.train.losses import batch_loss, with_own_loss
@@ -169,7 +167,7 @@ def _settle(model: ShardedModel, source: Source, place: Place, loss: str) -> Non
     """
     if place.world_size > 2:
         batch = next(failing_together(source.train_batches(), model)).to(place.device)
-        batch_loss(loss)(model, batch).backward()  # type: ignore[no-untyped-call,unused-ignore]
+        batch_loss(loss, model, batch).backward()  # type: ignore[no-untyped-call,unused-ignore]
 
 
 def _sharded_model(config: TrainConfig, source: Source, place: Place, plan: ShardingPlan | None) -> ShardedModel:
@@ -234,17 +232,7 @@ def _train(run: Run, saver: Saver) -> None:
     curve_batches = list(failing_together(source.holdout_batches(_CURVE_ROWS), model))
     total = None if source.data.train_rows is None else source.data.train_rows * config.epochs
 
-    def with_board(shown: Display) -> Display:
-        rates: dict[str, torch.optim.Optimizer] = {"dense": run.optimizer, "tables": model.fused_optimizer}
-        return Board(
-            shown,
-            run.folder / BOARD,
-            lambda: {name: float(one.param_groups[0]["lr"]) for name, one in rates.items()},
-            samples=progress.samples,
-            seconds=progress.seconds,
-        )
-
-    with run.announcer.display(total, with_board) as display:
+    with run.announcer.display(total, lambda shown: Board(shown, run)) as display:
         for epoch in range(progress.epoch, config.epochs):
             if progress.stalled(config.patience):
                 break
