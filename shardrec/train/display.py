@@ -119,9 +119,10 @@ class Announcer:
     def __init__(self, *, speaks: bool = True) -> None:
         self._console = console() if speaks else Console(quiet=True)
 
-    def source(self, description: str) -> None:
-        """The data, in words."""
-        self._say(description)
+    def say(self, text: str) -> None:
+        """Lines of text."""
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self._console.file.flush()
 
     def plan(self, plan: ShardingPlan) -> None:
         """The plan as a table."""
@@ -134,19 +135,7 @@ class Announcer:
         size, threads = place.world_size, place.threads
         ranks = f"{size} rank{'s' * (size > 1)} with {threads} thread{'s' * (threads > 1)}"
         each = " each" * (size > 1)
-        self._say(f"training {config.model} on {ranks}{each}, {batch_size:,} rows a step on each rank")
-
-    def resumed(self, step: int) -> None:
-        """The run goes on from a checkpoint."""
-        self._say(f"going on from the checkpoint of step {step:,}")
-
-    def nothing_to_resume(self, folder: Path) -> None:
-        """There is no checkpoint, as at the first start of a command with ``--resume``, or in a folder by mistake."""
-        self._say(f"there is no checkpoint in {folder} to go on from: the run begins")
-
-    def saved(self, step: int) -> None:
-        """A checkpoint is on disk: whatever happens from now on, the run goes on from there or later."""
-        self._say(f"saved the checkpoint of step {step:,}")
+        self.say(f"training {config.model} on {ranks}{each}, {batch_size:,} rows a step on each rank")
 
     @contextmanager
     def display(self, total: int | None, around: Callable[[Display], Display]) -> Iterator[Display]:
@@ -163,31 +152,27 @@ class Announcer:
 
     def results(self, report: RunReport, folder: Path) -> None:
         """The final metrics and, in the last line, the gap to the best possible."""
-        self._say(f"{report.final.rows:,} held-out rows, {report.final.click_rate:.1%} clicked")
+        self.say(f"{report.final.rows:,} held-out rows, {report.final.click_rate:.1%} clicked")
         self._console.print(metrics_table(report))
         for reason, count in report.skipped.items():
-            self._say(f"left out {count:,} row{'s' * (count > 1)}: {reason}")
-        self._say(
+            self.say(f"left out {count:,} row{'s' * (count > 1)}: {reason}")
+        self.say(
             f"{report.samples:,} samples in {duration(report.seconds)}, {report.samples_per_second:,.0f} samples/s; "
             f"results in {folder}"
         )
         if report.final.normalized_entropy > 1 and report.config["loss"] == "bce":
-            self._say(
+            self.say(
                 f"normalized entropy {report.final.normalized_entropy:.4f} is above 1: always predicting the click "
                 "rate would be better. Train on more rows, or lower --embedding-lr and --lr"
             )
         best = min(report.curve, key=lambda point: point.logloss, default=None)
         if best is not None and report.config["loss"] == "bce" and best.logloss < report.curve[-1].logloss * _OVERFITS:
-            self._say(
+            self.say(
                 f"the held-out normalized entropy was {best.normalized_entropy:.4f} after {best.samples:,} samples and "
                 f"{report.curve[-1].normalized_entropy:.4f} at the end: the model overfits; give --patience, or fewer "
                 "--epochs"
             )
-        self._say(summary_line(report))
-
-    def _say(self, text: str) -> None:
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
-        self._console.file.flush()
+        self.say(summary_line(report))
 
 
 def _pace(samples: int, seconds: float, total: int | None) -> str:

@@ -80,7 +80,7 @@ class Saver:
         if "cuda_random" in own:
             torch.cuda.set_rng_state(own["cuda_random"], place.device)
         self._saved_step = self._agreed_step = self._agree_at = loaded.step
-        self._run.announcer.resumed(loaded.step)
+        self._run.announcer.say(f"going on from the checkpoint of step {loaded.step:,}")
 
     def watching(self) -> AbstractContextManager[object]:
         """Inside, SIGTERM and Ctrl-C end the run after a step and a save, if it saves at all before its end."""
@@ -167,5 +167,4 @@ class Saver:
             return
         self._pending.wait()
         self._pending = None
-        if self._saved_step is not None:
-            self._run.announcer.saved(self._saved_step)
+        self._run.announcer.say(f"saved the checkpoint of step {self._saved_step:,}")

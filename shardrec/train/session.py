@@ -80,7 +80,7 @@ def _run(config: TrainConfig, place: Place, folder: Path, resume: bool) -> Calla
     plan = _as_started(config, place, folder) if resume else None
     source = Source(config, place)
     if place.is_lead and plan is None:
-        announcer.source(source.data.describe())
+        announcer.say(source.data.describe())
     model = _sharded_model(config, source, place, plan)
     if place.is_lead and plan is None:
         announcer.plan(model.plan)
@@ -98,10 +98,10 @@ def _run(config: TrainConfig, place: Place, folder: Path, resume: bool) -> Calla
     )
     saver = Saver(run)
     if resume and saver.has_checkpoints():
-        _settle(model, source, place, config.loss)
+        _settle(run)
         saver.load()
-    elif resume:
-        announcer.nothing_to_resume(folder)
+    elif resume:  # as at the first start of a command with --resume, or in a folder by mistake
+        announcer.say(f"there is no checkpoint in {folder} to go on from: the run begins")
     if place.is_lead:
         with _replacing(folder / FILE) as file:
             file.write_text(config.to_yaml(), encoding="utf-8")
@@ -158,16 +158,16 @@ def _as_started(config: TrainConfig, place: Place, folder: Path) -> ShardingPlan
     return found if same and found.world_size == place.world_size else None
 
 
-def _settle(model: ShardedModel, source: Source, place: Place, loss: str) -> None:
+def _settle(run: Run) -> None:
     """A forward and backward before the checkpoint is loaded, which then replaces all that they change.
 
     After its first backward DistributedDataParallel puts the gradients into its buckets in another order, and an
     all-reduce adds up three or more ranks' numbers in an order that depends on their place in the bucket. A run that
     goes on must be past that point, as the run was that it is to equal to the bit.
     """
-    if place.world_size > 2:
-        batch = next(failing_together(source.train_batches(), model)).to(place.device)
-        batch_loss(loss, model, batch).backward()  # type: ignore[no-untyped-call,unused-ignore]
+    if run.place.world_size > 2:
+        batch = next(failing_together(run.source.train_batches(), run.model)).to(run.place.device)
+        batch_loss(run.config.loss, run.model, batch).backward()  # type: ignore[no-untyped-call,unused-ignore]
 
 
 def _sharded_model(config: TrainConfig, source: Source, place: Place, plan: ShardingPlan | None) -> ShardedModel:
