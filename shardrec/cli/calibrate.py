@@ -15,18 +15,7 @@ from shardrec.errors import ConfigError
 if TYPE_CHECKING:
     from shardrec.planner import Profile, TableLoad
 
-__all__ = ["CALIBRATE_HELP", "calibrate_command"]
-
-# Typer keeps the line breaks inside a paragraph, so each paragraph is one line.
-CALIBRATE_HELP = (
-    "Measure this machine for the planner.\n\n"
-    "Times lookup, update and exchange over rows, columns, pooling, batch, dtype and cut on ranks of this machine, "
-    "fits the cost model's coefficients, and writes them with their fit errors to a JSON file for shardrec plan "
-    "--profile and shardrec.plan(profile=).\n\n"
-    "With --plans TABLES, a file as for shardrec plan, it then makes a few different plans for these tables, each the "
-    "best one if the model errs in another way, times them in turn, and keeps the fastest with --save. An OUT that is "
-    "there already is used as it is."
-)
+__all__ = ["calibrate_command"]
 
 
 def calibrate_command(
@@ -45,7 +34,16 @@ def calibrate_command(
     save: Annotated[Path | None, typer.Option(help="Write the fastest plan to this JSON file.")] = None,
     debug: Debug = False,
 ) -> None:
-    """Measure this machine for the planner; see :data:`CALIBRATE_HELP`."""
+    """Measure this machine for the planner.
+
+    Times lookup, update and exchange over rows, columns, pooling, batch, dtype and cut on ranks of this machine, fits
+    the cost model's coefficients, and writes them with their fit errors to a JSON file for shardrec plan --profile and
+    shardrec.plan(profile=).
+
+    With --plans TABLES, a file as for shardrec plan, it then makes a few different plans for these tables, each the
+    best one if the model errs in another way, times them in turn, and keeps the fastest with --save. An OUT that is
+    there already is used as it is.
+    """
     from shardrec.cli.plan import check_outputs, read_tables
     from shardrec.planner import Profile, calibrate
 

@@ -19,15 +19,7 @@ if TYPE_CHECKING:
     from shardrec.layout import Topology
     from shardrec.planner import TableLoad
 
-__all__ = ["PLAN_HELP", "check_outputs", "plan_command", "read_tables"]
-
-# Typer keeps the line breaks inside a paragraph, so each paragraph is one line.
-PLAN_HELP = (
-    "Plan how to shard tables, and explain the plan.\n\n"
-    "TABLES is a CSV file with the columns num_embeddings and embedding_dim and, if wanted, name, count, pooling (ids "
-    "of a sample, ';' between the features of a table) and instance; or a YAML file with a list of the same under "
-    "'tables'."
-)
+__all__ = ["check_outputs", "plan_command", "read_tables"]
 
 _TABLE_WIDTH = 140
 _REASONS_WIDTH = 100
@@ -63,7 +55,11 @@ def plan_command(
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Plan how to shard tables; see :data:`PLAN_HELP`."""
+    """Plan how to shard tables, and explain the plan.
+
+    TABLES is a CSV file with the columns num_embeddings and embedding_dim and, if wanted, name, count, pooling (ids of
+    a sample, ';' between the features of a table) and instance; or a YAML file with a list of the same under 'tables'.
+    """
     from math import inf
 
     from shardrec.planner import Profile, SolveLimits, explain, plan_tables, to_html, to_png

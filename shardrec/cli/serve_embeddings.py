@@ -9,14 +9,7 @@ import typer
 
 from shardrec.cli.flags import Debug
 
-__all__ = ["SERVE_HELP", "serve_embeddings_command"]
-
-# Typer keeps the line breaks inside a paragraph, so each paragraph is one line.
-SERVE_HELP = (
-    "Serve one rank's shards of a model's tables over RPC, until a trainer ends the job.\n\n"
-    "MODEL is package.module:function, which makes the unsharded model. RPC executes what it is sent and trusts its "
-    "network: it listens on the loopback interface unless --interface names another."
-)
+__all__ = ["serve_embeddings_command"]
 
 
 def serve_embeddings_command(
@@ -38,7 +31,11 @@ def serve_embeddings_command(
     timeout: Annotated[float, typer.Option(help="Seconds that the other processes may take to come.", min=1)] = 300,
     debug: Debug = False,
 ) -> None:
-    """Serve shards; see :data:`SERVE_HELP`."""
+    """Serve one rank's shards of a model's tables over RPC, until a trainer ends the job.
+
+    MODEL is package.module:function, which makes the unsharded model. RPC executes what it is sent and trusts its
+    network: it listens on the loopback interface unless --interface names another.
+    """
     from shardrec.errors import ConfigError
     from shardrec.layout import ShardingPlan
     from shardrec.rpc.serve import load_server, named_function, open_store, serve
