@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from shardrec.data.fault import Reason, RowFault, shown
 from shardrec.data.preprocess import hash_categories, mixed, transform_dense
-from shardrec.data.rows import ClickRows
+from shardrec.data.rows import ClickRows, turned
 from shardrec.data.spec import Feature, FeatureSpec
 
 __all__ = ["Encoded", "column_fault", "encode", "hash_texts"]
@@ -381,22 +381,15 @@ def _interleave(
     bags: Sequence[_Bags], count: int, *, weighted: bool
 ) -> tuple[NDArray[np.int64], NDArray[np.int64] | None, NDArray[np.float32] | None]:
     """Row-major ids, lengths (N, F) and weights of features that come one after the other."""
-    if all(feature.lengths is None for feature in bags):
-        return np.column_stack([feature.ids for feature in bags]).reshape(-1), None, None
+    if all(bag.lengths is None for bag in bags):
+        return np.column_stack([bag.ids for bag in bags]).reshape(-1), None, None
     one = np.ones(count, dtype=np.int64)
-    lengths_NF = np.column_stack([one if feature.lengths is None else feature.lengths for feature in bags])
-    ends = np.cumsum(lengths_NF.reshape(-1)).reshape(lengths_NF.shape)
-    ids = np.empty(int(lengths_NF.sum()), dtype=np.int64)
-    weights = np.ones(len(ids), dtype=np.float32) if weighted else None
-    for index, feature in enumerate(bags):
-        lengths = lengths_NF[:, index]
-        # bag n of the feature moves from where the feature's own bags before it end to its place in row n
-        shift = ends[:, index] - np.cumsum(lengths)
-        places = np.arange(len(feature.ids)) + np.repeat(shift, lengths)
-        ids[places] = feature.ids
-        if weights is not None and feature.weights is not None:
-            weights[places] = feature.weights
-    return ids, lengths_NF, weights
+    lengths_FN = np.stack([one if bag.lengths is None else bag.lengths for bag in bags])
+    given = [np.ones(len(bag.ids), np.float32) if bag.weights is None else bag.weights for bag in bags]
+    lengths, ids, weights = turned(
+        lengths_FN, np.concatenate([bag.ids for bag in bags]), np.concatenate(given) if weighted else None
+    )
+    return ids.numpy(), lengths.view(count, len(bags)).numpy(), None if weights is None else weights.numpy()
 
 
 def _plain(array: Any) -> Any:

@@ -19,12 +19,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.data.batch import ClickBatch
 from shardrec.data.schema import ClickSchema
 
-__all__ = ["ClickRows", "join_rows"]
+__all__ = ["ClickRows", "join_rows", "turned"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -103,11 +104,7 @@ class ClickRows:
             ids_FN = np.array(self.ids.reshape(count, features).T, order="C").reshape(-1)
             values, lengths = torch.from_numpy(ids_FN), torch.ones(count * features, dtype=torch.int64)
         else:
-            feature_V = np.repeat(np.tile(np.arange(features, dtype=np.int16), count), self.lengths.reshape(-1))
-            order = np.argsort(feature_V, kind="stable")
-            values = torch.from_numpy(self.ids[order])
-            weights = None if self.weights is None else torch.from_numpy(self.weights[order])
-            lengths = torch.from_numpy(self.lengths.T.reshape(-1).copy())
+            lengths, values, weights = turned(self.lengths, self.ids, self.weights)
         return ClickBatch(
             dense=torch.from_numpy(self.dense.copy()),
             sparse=KeyedJaggedTensor(
@@ -116,6 +113,21 @@ class ClickRows:
             labels=torch.from_numpy(self.labels.copy()),
             groups=None if self.groups is None else torch.from_numpy(self.groups.view(np.int64).copy()),
         )
+
+
+def turned(
+    lengths: NDArray[np.int64], ids: NDArray[np.int64], weights: NDArray[np.float32] | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Bags with lengths (A, B) that lie row after row, column after column: feature-major from row-major, and back.
+
+    Returns:
+        Lengths (B * A,), ids (V,) and weights (V,), in new memory.
+    """
+    order = torch.arange(lengths.size, dtype=torch.int32).view(lengths.shape).t().reshape(-1)
+    given = (torch.from_numpy(lengths.reshape(-1)), torch.from_numpy(ids))
+    of_ids = None if weights is None else torch.from_numpy(weights)
+    found: tuple[Tensor, Tensor, Tensor | None] = torch.ops.fbgemm.permute_1D_sparse_data(order, *given, of_ids)
+    return found
 
 
 def join_rows(parts: Sequence[ClickRows]) -> ClickRows:
