@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from shardrec.data.fault import Reason, RowFault, shown
 from shardrec.data.preprocess import hash_categories, mixed, transform_dense
-from shardrec.data.rows import ClickRows, turned
+from shardrec.data.rows import ClickRows, bags_at
 from shardrec.data.spec import Feature, FeatureSpec
 
 __all__ = ["Encoded", "column_fault", "encode", "hash_texts"]
@@ -384,10 +384,11 @@ def _interleave(
     if all(bag.lengths is None for bag in bags):
         return np.column_stack([bag.ids for bag in bags]).reshape(-1), None, None
     one = np.ones(count, dtype=np.int64)
-    lengths_FN = np.stack([one if bag.lengths is None else bag.lengths for bag in bags])
+    lengths_T = np.concatenate([one if bag.lengths is None else bag.lengths for bag in bags])
     given = [np.ones(len(bag.ids), np.float32) if bag.weights is None else bag.weights for bag in bags]
-    lengths, ids, weights = turned(
-        lengths_FN, np.concatenate([bag.ids for bag in bags]), np.concatenate(given) if weighted else None
+    by_row = np.arange(len(lengths_T)).reshape(len(bags), count).T.reshape(-1)
+    lengths, ids, weights = bags_at(
+        by_row, lengths_T, np.concatenate([bag.ids for bag in bags]), np.concatenate(given) if weighted else None
     )
     return ids.numpy(), lengths.view(count, len(bags)).numpy(), None if weights is None else weights.numpy()
 

@@ -25,7 +25,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from shardrec.data.batch import ClickBatch
 from shardrec.data.schema import ClickSchema
 
-__all__ = ["ClickRows", "join_rows", "turned"]
+__all__ = ["ClickRows", "bags_at", "join_rows"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -77,11 +77,8 @@ class ClickRows:
         if self.lengths is None:
             ids = self.ids.reshape(len(self), -1)[places].reshape(-1) if len(self) else self.ids
             return self._at(places, ids, None)
-        counts = self.lengths.sum(axis=1)
-        starts, taken = np.cumsum(counts) - counts, counts[places]
-        # Each row's ids lie together: the first of them, and how many come before in the result.
-        of_ids = np.arange(int(taken.sum())) + np.repeat(starts[places] - (np.cumsum(taken) - taken), taken)
-        return self._at(places, self.ids[of_ids], None if self.weights is None else self.weights[of_ids])
+        _, ids_V, weights_V = bags_at(places, self.lengths.sum(axis=1), self.ids, self.weights)
+        return self._at(places, ids_V.numpy(), None if weights_V is None else weights_V.numpy())
 
     def _at(
         self, rows: slice | NDArray[np.int64], ids: NDArray[np.int64], weights: NDArray[np.float32] | None
@@ -104,7 +101,8 @@ class ClickRows:
             ids_FN = np.array(self.ids.reshape(count, features).T, order="C").reshape(-1)
             values, lengths = torch.from_numpy(ids_FN), torch.ones(count * features, dtype=torch.int64)
         else:
-            lengths, values, weights = turned(self.lengths, self.ids, self.weights)
+            by_feature = np.arange(count * features).reshape(count, features).T.reshape(-1)
+            lengths, values, weights = bags_at(by_feature, self.lengths.reshape(-1), self.ids, self.weights)
         return ClickBatch(
             dense=torch.from_numpy(self.dense.copy()),
             sparse=KeyedJaggedTensor(
@@ -115,18 +113,12 @@ class ClickRows:
         )
 
 
-def turned(
-    lengths: NDArray[np.int64], ids: NDArray[np.int64], weights: NDArray[np.float32] | None
+def bags_at(
+    places: NDArray[np.int64], lengths: NDArray[np.int64], ids: NDArray[np.int64], weights: NDArray[np.float32] | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Bags with lengths (A, B) that lie row after row, column after column: feature-major from row-major, and back.
-
-    Returns:
-        Lengths (B * A,), ids (V,) and weights (V,), in new memory.
-    """
-    order = torch.arange(lengths.size, dtype=torch.int32).view(lengths.shape).t().reshape(-1)
-    given = (torch.from_numpy(lengths.reshape(-1)), torch.from_numpy(ids))
-    of_ids = None if weights is None else torch.from_numpy(weights)
-    found: tuple[Tensor, Tensor, Tensor | None] = torch.ops.fbgemm.permute_1D_sparse_data(order, *given, of_ids)
+    """The bags at these places (M,) of those with lengths (L,), in this order: lengths (M,), ids (V,), weights (V,)."""
+    given = [None if one is None else torch.from_numpy(one) for one in (places.astype(np.int32), lengths, ids, weights)]
+    found: tuple[Tensor, Tensor, Tensor | None] = torch.ops.fbgemm.permute_1D_sparse_data(*given)
     return found
 
 
