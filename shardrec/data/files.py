@@ -11,7 +11,7 @@ import numpy as np
 from shardrec.data.batch import ClickBatch
 from shardrec.data.encode import encode
 from shardrec.data.fault import RowFault
-from shardrec.data.rows import ClickRows, join_rows
+from shardrec.data.rows import ClickRows, bags_at, join_rows
 from shardrec.data.schema import ClickSchema
 from shardrec.data.source import ClickData
 from shardrec.data.spec import FeatureSpec
@@ -121,9 +121,8 @@ class FileClickData(ClickData):
                 continue
             starts = np.flatnonzero(np.r_[True, part.groups[1:] != part.groups[:-1]])
             sizes = np.diff(np.r_[starts, len(part)])
-            order = draws.permutation(len(starts))
-            before = np.cumsum(sizes[order]) - sizes[order]
-            yield part.take(np.arange(len(part)) + np.repeat(starts[order] - before, sizes[order]))
+            _, places, _ = bags_at(draws.permutation(len(starts)), sizes, np.arange(len(part)), None)
+            yield part.take(places.numpy())
 
     def _selected_rows(self, *, held: bool) -> Iterator[ClickRows]:
         skipped = self._skipped = Counter()
