@@ -201,9 +201,6 @@ def _ids(table: str, counts: Mapping[str, int]) -> str:
 
 def duration(seconds: float) -> str:
     """``75.2`` as ``1:15``."""
-    whole = max(0, round(seconds))
-    return (
-        f"{whole // 60}:{whole % 60:02d}"
-        if whole < 3600
-        else f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
-    )
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
