@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -66,8 +68,6 @@ def calibrate_command(
 
 
 def _calibrated(out: Path, ranks: int, device: str, workloads: int, repeats: int, checks: int, seed: int) -> Profile:
-    from statistics import median
-
     from shardrec.layout.presets import detect_machine
     from shardrec.planner import Profile, calibrate
 
@@ -108,9 +108,6 @@ def _keep_fastest(
     count: int,
     save: Path | None,
 ) -> None:
-    from collections import Counter
-    from statistics import median
-
     from rich.table import Table
 
     from shardrec.layout import Topology

@@ -6,6 +6,8 @@ import csv
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -60,8 +62,6 @@ def plan_command(
     TABLES is a CSV file with the columns num_embeddings and embedding_dim and, if wanted, name, count, pooling (ids of
     a sample, ';' between the features of a table) and instance; or a YAML file with a list of the same under 'tables'.
     """
-    from math import inf
-
     from shardrec.planner import Profile, SolveLimits, explain, plan_tables, to_html, to_png
     from shardrec.train.config import parse_constraint
 
@@ -230,8 +230,6 @@ def _whole(where: str, name: str, value: object) -> int:
 
 
 def _topology(ranks: int, hosts: int, machine: str, memory: float | None) -> Topology:
-    from dataclasses import replace
-
     from shardrec.layout import Topology
     from shardrec.layout.presets import detect_machine, preset
 
