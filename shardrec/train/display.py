@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -137,18 +137,12 @@ class Announcer:
         each = " each" * (size > 1)
         self.say(f"training {config.model} on {ranks}{each}, {batch_size:,} rows a step on each rank")
 
-    @contextmanager
-    def display(self, total: int | None, around: Callable[[Display], Display]) -> Iterator[Display]:
+    def display(self, total: int | None, around: Callable[[Display], Display]) -> AbstractContextManager[Display]:
         """A display for the training loop of ``total`` rows, inside of another, closed in the end."""
         out = self._console
         if out.quiet:
-            yield Display()
-            return
-        display = around(TerminalDisplay(out, total) if out.is_terminal else LogDisplay(out, total))
-        try:
-            yield display
-        finally:
-            display.close()
+            return nullcontext(Display())
+        return closing(around(TerminalDisplay(out, total) if out.is_terminal else LogDisplay(out, total)))
 
     def results(self, report: RunReport, folder: Path) -> None:
         """The final metrics and, in the last line, the gap to the best possible."""
