@@ -104,11 +104,10 @@ def measured(place: Place, data: str, features: str | None, batch: int, rounds: 
     """Seconds of each round, and processor seconds of this rank, for all rows of the file."""
     config = TrainConfig(data=data, valid=data, features=features, batch_size=batch)  # all rows are trained on
     source = Source(config, place)
-    model = build_model(config, source.schema)
+    model = build_model(config, source.data.schema)
     fuse_optimizer(model, config)
     sharded = shard(model, plan(model, batch_size=batch, sample_batches=source.sampled(4)))
     optimizers = (dense_optimizer(sharded, config), sharded.fused_optimizer)
-    loss = batch_loss(config.loss)
 
     def read(batches: Iterable[ClickBatch]) -> None:
         for _ in batches:
@@ -120,7 +119,7 @@ def measured(place: Place, data: str, features: str | None, batch: int, rounds: 
                 sharded,
                 optimizers,
                 batches,
-                loss_fn=lambda model, batch: (loss(model, batch), batch.size),
+                loss_fn=lambda model, batch: (batch_loss(config.loss, model, batch), batch.size),
                 depth=0,
                 device=place.device,
             )

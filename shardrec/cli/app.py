@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
 import shardrec
-from shardrec.cli.bench import BENCH_HELP, bench_command
-from shardrec.cli.calibrate import CALIBRATE_HELP, calibrate_command
+from shardrec.cli.bench import bench_command
+from shardrec.cli.calibrate import calibrate_command
 from shardrec.cli.doctor import doctor
 from shardrec.cli.ending import ended_by_error
-from shardrec.cli.plan import PLAN_HELP, plan_command
+from shardrec.cli.plan import plan_command
 from shardrec.cli.runs import compare_command, eval_command, export_command, inspect_command, serve_command
-from shardrec.cli.serve_embeddings import SERVE_HELP, serve_embeddings_command
+from shardrec.cli.serve_embeddings import serve_embeddings_command
 from shardrec.cli.train import train_command
 from shardrec.launch.quiet import environment_for_torch, quiet_libraries
 
@@ -43,19 +45,25 @@ def _shardrec(
     """Plan, shard and train TorchRec models."""
 
 
-app.command("train")(train_command())
-app.command("eval")(eval_command)
-app.command("export")(export_command)
-app.command("serve")(serve_command)
-app.command("inspect")(inspect_command)
-app.command("compare")(compare_command)
+def _add(name: str, command: Callable[..., None], **settings: Any) -> None:
+    """A command, whose help is its docstring: each paragraph as one line, for Typer keeps line breaks."""
+    paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
+    app.command(name, help="\n\n".join(text.replace("\n", " ") for text in paragraphs), **settings)(command)
+
+
+_add("train", train_command())
+_add("eval", eval_command)
+_add("export", export_command)
+_add("serve", serve_command)
+_add("inspect", inspect_command)
+_add("compare", compare_command)
 # The harness reads the arguments, --help among them.
 _FORWARDED = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-app.command("bench", help=BENCH_HELP, context_settings=_FORWARDED)(bench_command)
-app.command("plan", help=PLAN_HELP)(plan_command)
-app.command("calibrate", help=CALIBRATE_HELP)(calibrate_command)
-app.command("serve-embeddings", help=SERVE_HELP)(serve_embeddings_command)
-app.command("doctor")(doctor)
+_add("bench", bench_command, context_settings=_FORWARDED)
+_add("plan", plan_command)
+_add("calibrate", calibrate_command)
+_add("serve-embeddings", serve_embeddings_command)
+_add("doctor", doctor)
 
 
 def main() -> None:

@@ -10,13 +10,11 @@ import typer
 import shardrec
 from shardrec.errors import ConfigError
 
-__all__ = ["BENCH_HELP", "bench_command"]
-
-BENCH_HELP = "Time sharded steps beside TorchRec's, or count the bytes that they send (from a checkout)."
+__all__ = ["bench_command"]
 
 
 def bench_command(context: typer.Context) -> None:
-    """Run ``benchmarks.harness`` with the command's arguments.
+    """Time sharded steps beside TorchRec's, or count the bytes that they send (from a checkout).
 
     Raises:
         ConfigError: if shardrec is not installed from a checkout.

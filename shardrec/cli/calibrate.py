@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shardrec.cli.flags import Debug
 from shardrec.console import console, working
 from shardrec.errors import ConfigError
 
 if TYPE_CHECKING:
     from shardrec.planner import Profile, TableLoad
 
-__all__ = ["CALIBRATE_HELP", "calibrate_command"]
-
-# Typer keeps the line breaks inside a paragraph, so each paragraph is one line.
-CALIBRATE_HELP = (
-    "Measure this machine for the planner.\n\n"
-    "Times lookup, update and exchange over rows, columns, pooling, batch, dtype and cut on ranks of this machine, "
-    "fits the cost model's coefficients, and writes them with their fit errors to a JSON file for shardrec plan "
-    "--profile and shardrec.plan(profile=).\n\n"
-    "With --plans TABLES, a file as for shardrec plan, it then makes a few different plans for these tables, each the "
-    "best one if the model errs in another way, times them in turn, and keeps the fastest with --save. An OUT that is "
-    "there already is used as it is."
-)
+__all__ = ["calibrate_command"]
 
 
 def calibrate_command(
@@ -42,10 +34,18 @@ def calibrate_command(
     count: Annotated[int, typer.Option(help="Most plans to time.", min=1)] = 4,
     batch_size: Annotated[int, typer.Option(help="Samples per rank in a step of the plans.", min=1)] = 2048,
     save: Annotated[Path | None, typer.Option(help="Write the fastest plan to this JSON file.")] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    debug: Debug = False,
 ) -> None:
-    """Measure this machine for the planner; see :data:`CALIBRATE_HELP`."""
-    del debug  # read by the entry point
+    """Measure this machine for the planner.
+
+    Times lookup, update and exchange over rows, columns, pooling, batch, dtype and cut on ranks of this machine, fits
+    the cost model's coefficients, and writes them with their fit errors to a JSON file for shardrec plan --profile and
+    shardrec.plan(profile=).
+
+    With --plans TABLES, a file as for shardrec plan, it then makes a few different plans for these tables, each the
+    best one if the model errs in another way, times them in turn, and keeps the fastest with --save. An OUT that is
+    there already is used as it is.
+    """
     from shardrec.cli.plan import check_outputs, read_tables
     from shardrec.planner import Profile, calibrate
 
@@ -68,8 +68,6 @@ def calibrate_command(
 
 
 def _calibrated(out: Path, ranks: int, device: str, workloads: int, repeats: int, checks: int, seed: int) -> Profile:
-    from statistics import median
-
     from shardrec.layout.presets import detect_machine
     from shardrec.planner import Profile, calibrate
 
@@ -110,9 +108,6 @@ def _keep_fastest(
     count: int,
     save: Path | None,
 ) -> None:
-    from collections import Counter
-    from statistics import median
-
     from rich.table import Table
 
     from shardrec.layout import Topology

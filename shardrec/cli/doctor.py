@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
+import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from functools import partial
 from importlib import metadata
 from typing import TYPE_CHECKING, Annotated
@@ -12,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import shardrec
-from shardrec.cli import selftest
 from shardrec.errors import ConfigError, ShardrecError
 
 if TYPE_CHECKING:
@@ -110,6 +112,8 @@ def _chosen(wanted: str) -> torch.device:
 
 def _on_device(device: torch.device) -> tuple[tuple[str, Callable[[], str]], ...]:
     """Small steps, each by itself."""
+    from shardrec.cli import selftest  # with torch and torchrec
+
     return (
         ("fbgemm", partial(selftest.fbgemm_build, device)),
         ("NCCL" if device.type == "cuda" else "one rank", partial(selftest.collectives, device)),
@@ -127,8 +131,6 @@ def _exchange() -> str:
 
 
 def _native() -> str:
-    import warnings
-
     from shardrec import native
 
     with warnings.catch_warnings(record=True) as said:
@@ -140,31 +142,23 @@ def _native() -> str:
 
 def _gloo() -> str:
     """An all-reduce between two ranks on threads of this process, over the network interface that gloo picks."""
-    import threading
-    from datetime import timedelta
-
     import torch
     import torch.distributed as dist
 
     store = dist.HashStore()
-    sums: dict[int, float] = {}
-    problems: list[Exception] = []
 
-    def be(rank: int) -> None:
-        try:
-            group = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=10))
-            value = torch.tensor([float(rank + 1)])
-            group.allreduce([value]).wait()  # type: ignore[attr-defined]  # missing in torch's stub
-            sums[rank] = float(value)
-        except RuntimeError as error:
-            problems.append(error)
+    def total(rank: int) -> float:
+        group = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=10))
+        value = torch.tensor([float(rank + 1)])
+        group.allreduce([value]).wait()  # type: ignore[attr-defined]  # missing in torch's stub
+        return float(value)
 
-    threads = [threading.Thread(target=be, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if problems or sums != {0: 3.0, 1: 3.0}:
-        reason = str(problems[0]).splitlines()[0] if problems else f"two ranks added 1 and 2 and got {sums}"
-        raise RuntimeError(f"{reason}; set GLOO_SOCKET_IFNAME to an interface that works, such as lo")
+    remedy = "set GLOO_SOCKET_IFNAME to an interface that works, such as lo"
+    try:
+        with ThreadPoolExecutor(2) as ranks:
+            sums = list(ranks.map(total, range(2)))
+    except RuntimeError as error:
+        raise RuntimeError(f"{str(error).splitlines()[0]}; {remedy}") from error
+    if sums != [3.0, 3.0]:
+        raise RuntimeError(f"two ranks added 1 and 2 and got {sums}; {remedy}")
     return "two ranks in this process added their numbers up"

@@ -10,7 +10,10 @@ import typer
 
 from shardrec.train.options import flag, rule_of
 
-__all__ = ["flag_parameters", "parameter"]
+__all__ = ["Debug", "flag_parameters", "parameter"]
+
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+"""Read by the entry point, and not by the commands that declare it for their help."""
 
 
 def parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:

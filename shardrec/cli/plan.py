@@ -6,11 +6,14 @@ import csv
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shardrec.cli.flags import Debug
 from shardrec.console import console, working
 from shardrec.errors import ConfigError
 
@@ -18,15 +21,7 @@ if TYPE_CHECKING:
     from shardrec.layout import Topology
     from shardrec.planner import TableLoad
 
-__all__ = ["PLAN_HELP", "check_outputs", "plan_command", "read_tables"]
-
-# Typer keeps the line breaks inside a paragraph, so each paragraph is one line.
-PLAN_HELP = (
-    "Plan how to shard tables, and explain the plan.\n\n"
-    "TABLES is a CSV file with the columns num_embeddings and embedding_dim and, if wanted, name, count, pooling (ids "
-    "of a sample, ';' between the features of a table) and instance; or a YAML file with a list of the same under "
-    "'tables'."
-)
+__all__ = ["check_outputs", "plan_command", "read_tables"]
 
 _TABLE_WIDTH = 140
 _REASONS_WIDTH = 100
@@ -60,12 +55,13 @@ def plan_command(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print cost_ms, bound_ms, gap and the shards as JSON.")
     ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    debug: Debug = False,
 ) -> None:
-    """Plan how to shard tables; see :data:`PLAN_HELP`."""
-    del debug  # read by the entry point
-    from math import inf
+    """Plan how to shard tables, and explain the plan.
 
+    TABLES is a CSV file with the columns num_embeddings and embedding_dim and, if wanted, name, count, pooling (ids of
+    a sample, ';' between the features of a table) and instance; or a YAML file with a list of the same under 'tables'.
+    """
     from shardrec.planner import Profile, SolveLimits, explain, plan_tables, to_html, to_png
     from shardrec.train.config import parse_constraint
 
@@ -234,8 +230,6 @@ def _whole(where: str, name: str, value: object) -> int:
 
 
 def _topology(ranks: int, hosts: int, machine: str, memory: float | None) -> Topology:
-    from dataclasses import replace
-
     from shardrec.layout import Topology
     from shardrec.layout.presets import detect_machine, preset
 

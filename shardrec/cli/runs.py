@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shardrec.cli.flags import Debug
 from shardrec.console import console, working
 from shardrec.train.runs import TARGETS, RunFolder, differing
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 __all__ = ["compare_command", "eval_command", "export_command", "inspect_command", "serve_command"]
 
 _Run = Annotated[Path, typer.Argument(help="Folder of results of shardrec train.", metavar="RUN")]
-_Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 
 
 def eval_command(
@@ -35,10 +35,9 @@ def eval_command(
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the metrics as JSON.")] = False,
-    debug: _Debug = False,
+    debug: Debug = False,
 ) -> None:
     """Compute the metrics of a run's last checkpoint on other rows, of files with the run's columns."""
-    del debug  # read by the entry point
     with working(f"evaluating {run}") as add_rows:
         metrics, skipped = RunFolder(run).evaluate(data, on_bad_row, add_rows)
         found = metrics.to_mapping()
@@ -55,10 +54,9 @@ def export_command(
     out: Annotated[Path, typer.Argument(help="File to write: .pt for script, .pt2 for aoti.", metavar="FILE")],
     to: Annotated[str, typer.Option(help="TorchScript, or machine code by AOTInductor.", metavar="|".join(TARGETS))],
     weights: Annotated[str, typer.Option(help="Format of the tables: fp32, fp16, int8, int4.")] = "fp32",
-    debug: _Debug = False,
+    debug: Debug = False,
 ) -> None:
     """Write a run's last checkpoint as a file for programs that serve it; docs/serving.md says what it takes."""
-    del debug  # read by the entry point
     with working(f"exporting {run}"):
         path = RunFolder(run).export(to, out, weights)
     typer.echo(f"wrote {path}, {path.stat().st_size:,} bytes")
@@ -68,13 +66,12 @@ def serve_command(
     run: _Run,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all of this machine's.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 for any.", min=0, max=65535)] = 8080,
-    debug: _Debug = False,
+    debug: Debug = False,
 ) -> None:
     """Answer HTTP requests with the predictions of a run's last checkpoint, to try it; one at a time.
 
     POST /predict takes {"rows": [...]}, objects by the features' names; GET / shows an example.
     """
-    del debug  # read by the entry point
     from shardrec.train.endpoint import open_server
 
     with working(f"loading {run}"):
@@ -90,10 +87,9 @@ def inspect_command(
     path: Annotated[
         Path, typer.Argument(help="A run's folder, a checkpoint, a plan, or a model to serve.", metavar="PATH")
     ],
-    debug: _Debug = False,
+    debug: Debug = False,
 ) -> None:
     """Say what a run, a checkpoint, a plan or an exported model holds; every byte of a checkpoint is verified."""
-    del debug  # read by the entry point
     from shardrec.cli.inspecting import describe
 
     with working(f"reading {path}"):
@@ -104,10 +100,9 @@ def inspect_command(
 def compare_command(
     left: _Run,
     right: Annotated[Path, typer.Argument(help="Another.", metavar="RUN")],
-    debug: _Debug = False,
+    debug: Debug = False,
 ) -> None:
     """Show the options that two runs differ in, and their metrics side by side."""
-    del debug  # read by the entry point
     runs = [RunFolder(path) for path in (left, right)]
     rows: list[tuple[Any, ...]] = [(name, *values) for name, values in differing(*(one.config for one in runs)).items()]
     first, second = (one.summary() for one in runs)

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+import shardrec
 from shardrec.errors import ConfigError, VersionError
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+from shardrec.exchange.collectives import FunctionalCollectives
+from shardrec.exchange.context import StepContext
+from shardrec.layout import ShardingPlan, Topology
+from shardrec.layout.cuts import table_wise
+from shardrec.layout.discover import table_shapes
 
 __all__ = ["collectives", "fbgemm_build", "scripted_lookup", "training_lookup"]
 
@@ -23,8 +33,6 @@ def fbgemm_build(device: torch.device) -> str:
     Raises:
         VersionError: if it is the CPU's, or was built without this GPU's architecture.
     """
-    import torch
-
     has_cuda = torch._C._dispatch_has_kernel_for_dispatch_key("fbgemm::permute_2D_sparse_data", "CUDA")
     if device.type != "cuda":
         return f"fbgemm-gpu has kernels for the CPU{' and for CUDA' if has_cuda else ''}"
@@ -50,11 +58,6 @@ def collectives(device: torch.device) -> str:
     Raises:
         ConfigError: if something else comes than was sent.
     """
-    import torch
-
-    from shardrec.exchange.collectives import FunctionalCollectives
-    from shardrec.exchange.context import StepContext
-
     with _group_of_one(device) as group:
         over = FunctionalCollectives(group)
         context = StepContext(over, device)
@@ -78,8 +81,6 @@ def training_lookup(device: torch.device) -> str:
     Raises:
         ConfigError: if outputs or weights differ.
     """
-    import torch
-
     model, reference = _sharded(device), _collection()
     fused = torch.optim.SGD(reference.parameters(), lr=0.5)
     for step in range(_STEPS):
@@ -101,10 +102,6 @@ def scripted_lookup(device: torch.device) -> str:
     Raises:
         ConfigError: if its outputs are not the eager model's.
     """
-    import torch
-
-    import shardrec
-
     model = _sharded(device).eval()
     scripted = shardrec.script(model, portable=True)
     with torch.no_grad():
@@ -113,11 +110,7 @@ def scripted_lookup(device: torch.device) -> str:
     return "a scripted collection gave the eager one's outputs"
 
 
-def _collection() -> Any:
-    import torch
-    from torchrec.modules.embedding_configs import EmbeddingBagConfig
-    from torchrec.modules.embedding_modules import EmbeddingBagCollection
-
+def _collection() -> EmbeddingBagCollection:
     torch.manual_seed(0)
     configs = [
         EmbeddingBagConfig(name=f"t{number}", num_embeddings=_ROWS, embedding_dim=_DIM, feature_names=[feature])
@@ -127,14 +120,6 @@ def _collection() -> Any:
 
 
 def _sharded(device: torch.device) -> Any:
-    import torch
-    from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
-
-    import shardrec
-    from shardrec.layout import ShardingPlan, Topology
-    from shardrec.layout.cuts import table_wise
-    from shardrec.layout.discover import table_shapes
-
     module = _collection()
     apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.5})
     # Not the planner's, whose extra may not be installed.
@@ -142,10 +127,7 @@ def _sharded(device: torch.device) -> Any:
     return shardrec.shard(module, ShardingPlan(topology=Topology(), tables=tables), device=device)
 
 
-def _features(step: int, device: torch.device | str = "cpu") -> Any:
-    import torch
-    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-
+def _features(step: int, device: torch.device | str = "cpu") -> KeyedJaggedTensor:
     draws = torch.Generator().manual_seed(step)
     lengths = torch.randint(3, (8,), generator=draws, dtype=torch.int32)
     values = torch.randint(_ROWS, (int(lengths.sum()),), generator=draws)
@@ -153,8 +135,6 @@ def _features(step: int, device: torch.device | str = "cpu") -> Any:
 
 
 def _compare(what: str, found: Tensor, expected: Tensor) -> None:
-    import torch
-
     if found.shape != expected.shape:
         raise ConfigError(f"{what} on the device have shape {tuple(found.shape)}, on the CPU {tuple(expected.shape)}")
     if not torch.allclose(found, expected, atol=1e-4):
@@ -164,8 +144,6 @@ def _compare(what: str, found: Tensor, expected: Tensor) -> None:
 
 @contextmanager
 def _group_of_one(device: torch.device) -> Iterator[Any]:
-    import torch.distributed as dist
-
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:

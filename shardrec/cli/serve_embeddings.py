@@ -7,14 +7,9 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["SERVE_HELP", "serve_embeddings_command"]
+from shardrec.cli.flags import Debug
 
-# Typer keeps the line breaks inside a paragraph, so each paragraph is one line.
-SERVE_HELP = (
-    "Serve one rank's shards of a model's tables over RPC, until a trainer ends the job.\n\n"
-    "MODEL is package.module:function, which makes the unsharded model. RPC executes what it is sent and trusts its "
-    "network: it listens on the loopback interface unless --interface names another."
-)
+__all__ = ["serve_embeddings_command"]
 
 
 def serve_embeddings_command(
@@ -34,10 +29,13 @@ def serve_embeddings_command(
     max_requests: Annotated[int, typer.Option(help="Lookups of one batch.", min=1)] = 64,
     interface: Annotated[str, typer.Option(help="Network interface to listen on.")] = "lo",
     timeout: Annotated[float, typer.Option(help="Seconds that the other processes may take to come.", min=1)] = 300,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    debug: Debug = False,
 ) -> None:
-    """Serve shards; see :data:`SERVE_HELP`."""
-    del debug  # read by the entry point
+    """Serve one rank's shards of a model's tables over RPC, until a trainer ends the job.
+
+    MODEL is package.module:function, which makes the unsharded model. RPC executes what it is sent and trusts its
+    network: it listens on the loopback interface unless --interface names another.
+    """
     from shardrec.errors import ConfigError
     from shardrec.layout import ShardingPlan
     from shardrec.rpc.serve import load_server, named_function, open_store, serve

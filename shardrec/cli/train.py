@@ -15,19 +15,17 @@ from shardrec.train import RunStopped, TrainConfig, load_config, train
 
 __all__ = ["train_command"]
 
-# Typer keeps the line breaks inside a paragraph, so each paragraph is one line.
-_HELP = (
-    "Train a sharded click model and compare it with the best possible one.\n\n"
-    "Without a data file the rows are generated, so that the best possible AUC is known. Options come from the YAML "
-    "file CONFIG (keys as the flags, with underscores); flags go over it. The results go to a folder: plan.json, "
-    "metrics.json, curve.png, config.yaml and checkpoints/."
-)
-
 
 def train_command() -> Callable[..., None]:
     """The function behind the command; its parameters are made from the config's fields, which hold the help texts."""
 
     def command(**given: Any) -> None:
+        """Train a sharded click model and compare it with the best possible one.
+
+        Without a data file the rows are generated, so that the best possible AUC is known. Options come from the YAML
+        file CONFIG (keys as the flags, with underscores); flags go over it. The results go to a folder: plan.json,
+        metrics.json, curve.png, config.yaml and checkpoints/.
+        """
         path, debug, resume = given.pop("config"), given.pop("debug"), given.pop("resume")
         flags = {name: value for name, value in given.items() if value not in (None, [])}
         try:
@@ -52,5 +50,4 @@ def train_command() -> Callable[..., None]:
     parameters.append(parameter("debug", Annotated[bool, debug], False))
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # functions take attributes
     command.__annotations__ = {one.name: one.annotation for one in parameters}
-    command.__doc__ = _HELP
     return command

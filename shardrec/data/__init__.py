@@ -17,11 +17,12 @@ from shardrec.data.config import SyntheticConfig
 from shardrec.data.fault import Reason
 from shardrec.data.files import FileClickData
 from shardrec.data.metrics import ClickMetrics, area_under_roc, click_metrics
+from shardrec.data.open import open_click_data
 from shardrec.data.preprocess import hash_categories, transform_dense
 from shardrec.data.ranking import RankingMetrics, ranking_metrics
 from shardrec.data.request import batch_of_request, request_example
 from shardrec.data.schema import CRITEO_CARDINALITIES, ClickSchema, criteo_schema
-from shardrec.data.source import ClickData, open_click_data
+from shardrec.data.source import ClickData
 from shardrec.data.spec import Feature, FeatureSpec, Label, click_spec, criteo_spec, load_spec
 from shardrec.data.synthetic import BestMetrics, SyntheticClickData
 from shardrec.data.write import write_criteo_tsv, write_parquet

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,28 +40,18 @@ class ClickBatch:
     def to(self, device: torch.device | str, non_blocking: bool = False) -> ClickBatch:
         """The same batch on ``device``; with ``non_blocking`` a copy from pinned memory does not wait."""
         target = torch.device(device)
-        return ClickBatch(
-            dense=self.dense.to(target, non_blocking=non_blocking),
-            sparse=self.sparse.to(target, non_blocking=non_blocking),
-            labels=self.labels.to(target, non_blocking=non_blocking),
-            groups=None if self.groups is None else self.groups.to(target, non_blocking=non_blocking),
-        )
+        return self._with_each(lambda part: part.to(target, non_blocking=non_blocking))
 
     def pin_memory(self) -> ClickBatch:
         """The same batch in page-locked memory; the batch itself on a machine without an accelerator."""
-        if not torch.accelerator.is_available():
-            return self
-        return ClickBatch(
-            dense=self.dense.pin_memory(),
-            sparse=self.sparse.pin_memory(),
-            labels=self.labels.pin_memory(),
-            groups=None if self.groups is None else self.groups.pin_memory(),
-        )
+        return self._with_each(lambda part: part.pin_memory()) if torch.accelerator.is_available() else self
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keeps the memory from being reused before ``stream`` has done its present work (accelerators only)."""
-        self.dense.record_stream(stream)
-        self.sparse.record_stream(stream)
-        self.labels.record_stream(stream)
-        if self.groups is not None:
-            self.groups.record_stream(stream)
+        for part in vars(self).values():
+            if part is not None:
+                part.record_stream(stream)
+
+    def _with_each(self, change: Callable[[Any], Any]) -> ClickBatch:
+        parts: dict[str, Any] = {name: None if part is None else change(part) for name, part in vars(self).items()}
+        return ClickBatch(**parts)

@@ -10,10 +10,6 @@ from shardrec.errors import ConfigError
 __all__ = ["SyntheticConfig"]
 
 
-def _default_schema() -> ClickSchema:
-    return criteo_schema(max_embeddings=20_000)
-
-
 @dataclass(frozen=True, kw_only=True)
 class SyntheticConfig:
     """Criteo-shaped data with Zipf-distributed categories and a planted click model of known optimum.
@@ -41,7 +37,7 @@ class SyntheticConfig:
     rows: int = 4_000_000
     holdout_rows: int = 200_000
     seed: int = 0
-    schema: ClickSchema = field(default_factory=_default_schema)
+    schema: ClickSchema = field(default_factory=lambda: criteo_schema(max_embeddings=20_000))
     exponent: float = 1.15
     click_rate: float = 0.25
     logit_std: float = 1.5

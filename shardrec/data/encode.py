@@ -2,7 +2,8 @@
 
 What is wrong with a row is found by vectorised checks, which say *that* it is; a message is made of its value then.
 
-pyarrow is imported by the functions that need it: generated data do without.
+pyarrow is imported by the functions that need it: generated data do without, and it starts threads, after which ranks
+could not be forked (``launch/template.py``).
 
 Legend: N rows, D dense features, F sparse features, V ids of one feature.
 """
@@ -18,9 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardrec.data.fault import Reason, RowFault
-from shardrec.data.preprocess import hash_categories, transform_dense
-from shardrec.data.rows import ClickRows
+from shardrec.data.fault import Reason, RowFault, shown
+from shardrec.data.preprocess import hash_categories, mixed, transform_dense
+from shardrec.data.rows import ClickRows, bags_at
 from shardrec.data.spec import Feature, FeatureSpec
 
 __all__ = ["Encoded", "column_fault", "encode", "hash_texts"]
@@ -32,7 +33,6 @@ _NUMBER = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
 _NIBBLES = np.full(256, 255, dtype=np.uint8)
 for _digits in (b"0123456789abcdef", b"0123456789ABCDEF"):
     _NIBBLES[np.frombuffer(_digits, dtype=np.uint8)] = np.arange(16)
-_SHOWN = 60
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -62,7 +62,7 @@ def encode(table: Any, spec: FeatureSpec, *, labelled: bool = True) -> Encoded:
     """The rows of a table (N rows) that has the spec's columns.
 
     Args:
-        table: a ``pyarrow.Table``.
+        table: a ``pyarrow.Table`` or ``RecordBatch``.
         spec: what the columns are.
         labelled: whether the label's and the group's columns are there; without, labels are 0.
     """
@@ -74,10 +74,12 @@ def encode(table: Any, spec: FeatureSpec, *, labelled: bool = True) -> Encoded:
         bad = bad | missing
         if spec.label.above is None:
             bad |= (label != 0) & (label != 1)
+            words = "is not 0 or 1"
         else:
             label = (label > spec.label.above).astype(np.float64)
+            words = "is not a number"
         labels = np.where(bad, 0, label).astype(np.float32)
-        bads.append((spec.label.column, Reason.LABEL, _label_words(spec), bad))
+        bads.append((spec.label.column, Reason.LABEL, words, bad))
         if spec.group is not None:
             groups, missing, bad = _keys(table[spec.group])
             bads.append((spec.group, Reason.ID, "is no id of a group", bad | missing))
@@ -103,7 +105,7 @@ def _faults(table: Any, bads: Sequence[tuple[str, Reason, str, NDArray[np.bool_]
     for column, reason, words, bad in bads:
         for row in np.flatnonzero(bad).tolist():
             if row not in found:
-                where = f"field {column!r}: value {_shown(table[column][row].as_py())} {words}"
+                where = f"field {column!r}: value {shown(table[column][row].as_py())} {words}"
                 found[row] = RowFault(reason=reason, where=where, remedy="correct it")
     return dict(sorted(found.items()))
 
@@ -142,14 +144,7 @@ def hash_texts(data: NDArray[np.uint8], starts: NDArray[np.int64], lengths: NDAr
     powers = np.cumprod(np.full(most + 1, 0x9E3779B97F4A7C15, dtype=np.uint64))
     terms = (data[np.repeat(starts, lengths) + place].astype(np.uint64) + np.uint64(1)) * powers[place]
     sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(terms)])
-    return _mixed(sums[ends] - sums[ends - lengths])
-
-
-def _mixed(raw: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finalizer of SplitMix64 (Steele, Lea and Flood, 2014)."""
-    raw = (raw ^ (raw >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    raw = (raw ^ (raw >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return raw ^ (raw >> np.uint64(31))
+    return mixed(sums[ends] - sums[ends - lengths])
 
 
 def _numbers(array: Any) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_]]:
@@ -265,11 +260,6 @@ def _ids(array: Any, feature: Feature) -> tuple[NDArray[np.int64], NDArray[np.bo
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    array = _plain(array)
-    none = np.zeros(len(array), dtype=np.bool_)
-    if pa.types.is_null(array.type):
-        return np.full(len(array), feature.missing_id, dtype=np.int64), none
-    size = np.asarray(feature.num_embeddings, dtype=np.uint64)
     coding = feature.coding
     if coding == "buckets":
         values, missing, bad = _numbers(array)
@@ -283,20 +273,20 @@ def _ids(array: Any, feature: Feature) -> tuple[NDArray[np.int64], NDArray[np.bo
     if coding == "vocabulary":
         texts = array.cast(pa.large_string()) if not pa.types.is_floating(array.type) else array.cast(pa.string())
         places = pc.index_in(texts, value_set=pa.array(feature.vocabulary, texts.type)).fill_null(-1)
-        return places.to_numpy(zero_copy_only=False).astype(np.int64) + 1, none
+        return places.to_numpy(zero_copy_only=False).astype(np.int64) + 1, np.zeros(len(array), dtype=np.bool_)
     if coding == "hexadecimal" and _is_text(array.type):
         data, starts, lengths = _bytes(array.cast(pa.large_binary()))
         keys, bad = _hexadecimal(data, starts, lengths)
         missing = lengths == 0
         bad &= ~missing
     else:
-        keys, missing, bad = _keys(array, mixed=coding != "hexadecimal" and feature.dynamic_ids is None)
+        keys, missing, bad = _keys(array, spread=coding != "hexadecimal" and feature.dynamic_ids is None)
     if feature.dynamic_ids is not None:
         return np.where(missing, feature.missing_id, keys.view(np.int64)), bad
-    return hash_categories(keys, missing, size), bad
+    return hash_categories(keys, missing, np.asarray(feature.num_embeddings, dtype=np.uint64)), bad
 
 
-def _keys(array: Any, *, mixed: bool = True) -> tuple[NDArray[np.uint64], NDArray[np.bool_], NDArray[np.bool_]]:
+def _keys(array: Any, *, spread: bool = True) -> tuple[NDArray[np.uint64], NDArray[np.bool_], NDArray[np.bool_]]:
     """A column of ids as 64-bit keys (N,), which are missing, and which are bad.
 
     A whole number has one key, whether its column is one of integers, of floats (which pandas makes of integers with
@@ -304,7 +294,7 @@ def _keys(array: Any, *, mixed: bool = True) -> tuple[NDArray[np.uint64], NDArra
 
     Args:
         array: texts or numbers.
-        mixed: spread numbers over all 64 bits, as texts are; else a number is its own key.
+        spread: spread numbers over all 64 bits, as texts are; else a number is its own key.
     """
     import pyarrow as pa
 
@@ -317,18 +307,18 @@ def _keys(array: Any, *, mixed: bool = True) -> tuple[NDArray[np.uint64], NDArra
         data, starts, lengths = _bytes(array.cast(pa.large_binary()))
         raw, number = _decimal(data, starts, lengths)
         text = np.flatnonzero(~number)
-        raw = _mixed(raw) if mixed else raw
+        raw = mixed(raw) if spread else raw
         raw[text] = hash_texts(data, starts[text], lengths[text])
         return raw, null | (lengths == 0), none
     if _is_fraction(array.type):
         values, missing, bad = _numbers(array)
         bad |= values != np.floor(values)
         raw = np.where(missing | bad, 0, values).astype(np.int64).astype(np.uint64)
-        return (_mixed(raw) if mixed else raw), missing, bad
+        return (mixed(raw) if spread else raw), missing, bad
     kept = array.cast(pa.int8()) if pa.types.is_boolean(array.type) else array
     whole = np.asarray(kept.fill_null(0).to_numpy(zero_copy_only=False))
     raw = whole.astype(np.int64, copy=False).astype(np.uint64)  # of unsigned ones the same bits
-    return (_mixed(raw) if mixed else raw), null, none
+    return (mixed(raw) if spread else raw), null, none
 
 
 def _decimal(
@@ -346,13 +336,13 @@ def _decimal(
     minus = data[starts[at]] == 45
     begin, digits = starts[at] + minus, lengths[at] - minus
     good = digits > 0
-    leading = data[np.where(good, begin, starts[at])]
+    leading = data.take(begin, mode="clip")
     good &= (leading != 48) | ((digits == 1) & ~minus)
     value = np.zeros(len(at), dtype=np.uint64)
     tenth, last = np.uint64(2**64 // 10), np.uint64(2**64 % 10 - 1)
     for place in range(int(digits.max(initial=0))):
         inside = place < digits
-        digit = (data[np.where(inside, begin + place, starts[at])] - np.uint8(48)).astype(np.uint64)
+        digit = (data.take(begin + place, mode="clip") - np.uint8(48)).astype(np.uint64)
         good &= ~inside | (digit <= 9)
         if place == 19:  # the only one that can pass 2^64
             good &= ~inside | (value < tenth) | ((value == tenth) & (digit <= last))
@@ -369,18 +359,9 @@ def _hexadecimal(
     """Numbers of 1 to 16 hexadecimal digits, and which texts are not such."""
     raw = np.zeros(len(starts), dtype=np.uint64)
     bad = (lengths < 1) | (lengths > 16)
-    width = int(lengths.max(initial=0))
-    there = np.flatnonzero(lengths)
-    if 1 <= width <= 16 and (lengths[there] == width).all():
-        # As most files have them: texts of one length, which lie one after the other.
-        first = int(starts[there[0]])
-        nibbles = _NIBBLES[data[first : first + len(there) * width]].reshape(-1, width)
-        bad[there] = (nibbles > 15).any(axis=1)
-        raw[there] = nibbles.astype(np.uint64) @ (np.uint64(16) ** np.arange(width, dtype=np.uint64)[::-1])
-        return raw, bad
     for place in range(min(16, int(lengths.max(initial=0)))):
         inside = place < lengths
-        nibble = _NIBBLES[data[np.where(inside, starts + place, 0)]]
+        nibble = _NIBBLES[data.take(starts + place, mode="clip")]
         bad |= inside & (nibble > 15)
         raw = np.where(inside, raw * np.uint64(16) + nibble, raw)
     return raw, bad
@@ -400,22 +381,16 @@ def _interleave(
     bags: Sequence[_Bags], count: int, *, weighted: bool
 ) -> tuple[NDArray[np.int64], NDArray[np.int64] | None, NDArray[np.float32] | None]:
     """Row-major ids, lengths (N, F) and weights of features that come one after the other."""
-    if all(feature.lengths is None for feature in bags):
-        return np.column_stack([feature.ids for feature in bags]).reshape(-1), None, None
+    if all(bag.lengths is None for bag in bags):
+        return np.column_stack([bag.ids for bag in bags]).reshape(-1), None, None
     one = np.ones(count, dtype=np.int64)
-    lengths_NF = np.column_stack([one if feature.lengths is None else feature.lengths for feature in bags])
-    ends = np.cumsum(lengths_NF.reshape(-1)).reshape(lengths_NF.shape)
-    ids = np.empty(int(lengths_NF.sum()), dtype=np.int64)
-    weights = np.ones(len(ids), dtype=np.float32) if weighted else None
-    for index, feature in enumerate(bags):
-        lengths = lengths_NF[:, index]
-        # bag n of the feature moves from where the feature's own bags before it end to its place in row n
-        shift = ends[:, index] - np.cumsum(lengths)
-        places = np.arange(len(feature.ids)) + np.repeat(shift, lengths)
-        ids[places] = feature.ids
-        if weights is not None and feature.weights is not None:
-            weights[places] = feature.weights
-    return ids, lengths_NF, weights
+    lengths_T = np.concatenate([one if bag.lengths is None else bag.lengths for bag in bags])
+    given = [np.ones(len(bag.ids), np.float32) if bag.weights is None else bag.weights for bag in bags]
+    by_row = np.arange(len(lengths_T)).reshape(len(bags), count).T.reshape(-1)
+    lengths, ids, weights = bags_at(
+        by_row, lengths_T, np.concatenate([bag.ids for bag in bags]), np.concatenate(given) if weighted else None
+    )
+    return ids.numpy(), lengths.view(count, len(bags)).numpy(), None if weights is None else weights.numpy()
 
 
 def _plain(array: Any) -> Any:
@@ -452,10 +427,6 @@ def _is_text(kind: Any) -> bool:
     return any(check(kind) for check in checks)
 
 
-def _label_words(spec: FeatureSpec) -> str:
-    return "is not 0 or 1" if spec.label.above is None else "is not a number"
-
-
 def _id_words(feature: Feature) -> str:
     match feature.coding:
         case "hexadecimal":
@@ -465,10 +436,3 @@ def _id_words(feature: Feature) -> str:
         case "buckets":
             return _NO_NUMBER
     return f"has ids and weights ({feature.weights!r}) that do not go together" if feature.weights else "is no id"
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, bytes):
-        value = value.decode("utf-8", errors="backslashreplace")
-    text = repr(value)
-    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."

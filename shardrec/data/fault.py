@@ -1,14 +1,13 @@
-"""What is wrong with a row, in words, and what to do about it: raise or count."""
+"""What is wrong with a row, in words."""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 
-from shardrec.errors import ConfigError, DataError
+__all__ = ["Reason", "RowFault", "shown"]
 
-__all__ = ["FaultLog", "Reason", "RowFault"]
+_SHOWN = 60
 
 
 class Reason(StrEnum):
@@ -35,32 +34,9 @@ class RowFault:
     remedy: str
 
 
-class FaultLog:
-    """Raises the first fault, or counts them all.
-
-    Args:
-        on_bad_row: ``"raise"`` or ``"skip"``.
-
-    Attributes:
-        skipped: number of faults of each kind so far; the keys are the values of :class:`Reason`.
-
-    Raises:
-        ConfigError: ``on_bad_row`` is something else.
-    """
-
-    def __init__(self, on_bad_row: str) -> None:
-        if on_bad_row not in ("raise", "skip"):
-            raise ConfigError(f"on_bad_row is {on_bad_row!r}: give 'raise' or 'skip'")
-        self._raises = on_bad_row == "raise"
-        self.skipped: Counter[str] = Counter()
-
-    def report(self, path: str, line: int, fault: RowFault) -> None:
-        """Takes note of a fault in a line (or, in Parquet, a row), counted from 1.
-
-        Raises:
-            DataError: unless faults are skipped; the message is ``path:line: where; remedy``.
-        """
-        if self._raises:
-            remedy = f"{fault.remedy}, or leave such rows out (on_bad_row: skip, --on-bad-row skip)"
-            raise DataError(f"{path}:{line}: {fault.where}; {remedy}")
-        self.skipped[fault.reason.value] += 1
+def shown(value: object) -> str:
+    """A value in a message, cut short."""
+    if isinstance(value, bytes):
+        value = value.decode("utf-8", errors="backslashreplace")
+    text = repr(value)
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."

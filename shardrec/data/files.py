@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from shardrec.data.batch import ClickBatch
 from shardrec.data.encode import encode
-from shardrec.data.fault import FaultLog
-from shardrec.data.rows import ClickRows, join_rows
+from shardrec.data.fault import RowFault
+from shardrec.data.rows import ClickRows, bags_at, join_rows
 from shardrec.data.schema import ClickSchema
+from shardrec.data.source import ClickData
 from shardrec.data.spec import FeatureSpec
 from shardrec.data.split import BatchRequest, held_out
-from shardrec.data.tables import check_file, read_blocks
+from shardrec.data.tables import check_file, first_line, read_blocks
 from shardrec.errors import ConfigError, DataError
 
 __all__ = ["FileClickData"]
 
 
-class FileClickData:
+class FileClickData(ClickData):
     """Rows read from files, in constant memory; every call of a batches method is a pass of its own.
 
     Every rank reads and checks every row, and keeps its share. That costs ranks the decoding of the others' rows, and
@@ -58,19 +60,20 @@ class FileClickData:
     ) -> None:
         if not 0 <= holdout < 1:
             raise ConfigError(f"holdout is {holdout}: give a share from 0 to 1 (not included)")
+        if on_bad_row not in ("raise", "skip"):
+            raise ConfigError(f"on_bad_row is {on_bad_row!r}: give 'raise' or 'skip'")
         if not paths:
             raise ConfigError("paths is empty: give at least one file")
         self.paths = tuple(os.fspath(path) for path in paths)
         self.spec = spec
         self._holdout, self._on_bad_row = holdout, on_bad_row
         self._shuffle, self._keep_groups, self._seed = shuffle, keep_groups, seed
-        self._log = FaultLog(on_bad_row)
+        self._skipped: Counter[str] = Counter()
         for path in self.paths:
             check_file(path, spec)
 
     @property
     def schema(self) -> ClickSchema:
-        """Names and table sizes."""
         return self.spec.schema_
 
     @property
@@ -81,37 +84,7 @@ class FileClickData:
     @property
     def skipped(self) -> dict[str, int]:
         """Rows left out so far by the pass that started last, by reason; empty with ``on_bad_row="raise"``."""
-        return dict(self._log.skipped)
-
-    def train_batches(
-        self,
-        rank: int,
-        world_size: int,
-        batch_size: int,
-        *,
-        first_batch: int = 0,
-        drop_last: bool = False,
-        global_rows: int | None = None,
-        epoch: int = 0,
-    ) -> Iterator[ClickBatch]:
-        """One rank's training batches of one pass; see :class:`~shardrec.data.ClickData`."""
-        request = BatchRequest(
-            rank=rank,
-            world_size=world_size,
-            batch_size=batch_size,
-            first_batch=first_batch,
-            drop_last=drop_last,
-            global_rows=global_rows,
-        )
-        rows = self._selected_rows(held=False)
-        return self._batches(request, self._shuffled(rows, epoch) if self._shuffle else rows)
-
-    def holdout_batches(
-        self, rank: int, world_size: int, batch_size: int, *, global_rows: int | None = None
-    ) -> Iterator[ClickBatch]:
-        """One rank's share of the held-out rows; see :class:`~shardrec.data.ClickData`."""
-        request = BatchRequest(rank=rank, world_size=world_size, batch_size=batch_size, global_rows=global_rows)
-        return self._batches(request, self._selected_rows(held=True))
+        return dict(self._skipped)
 
     def describe(self) -> str:
         """Files, columns and options in a few lines of text."""
@@ -130,7 +103,10 @@ class FileClickData:
             ]
         )
 
-    def _batches(self, request: BatchRequest, rows: Iterator[ClickRows]) -> Iterator[ClickBatch]:
+    def _batches(self, request: BatchRequest, epoch: int | None) -> Iterator[ClickBatch]:
+        rows = self._selected_rows(held=epoch is None)
+        if self._shuffle and epoch is not None:
+            rows = self._shuffled(rows, epoch)
         for index, part in enumerate(_in_parts(rows, request.global_size)):
             if request.wants(index, len(part)):
                 start, stop = request.share(len(part))
@@ -145,33 +121,39 @@ class FileClickData:
                 continue
             starts = np.flatnonzero(np.r_[True, part.groups[1:] != part.groups[:-1]])
             sizes = np.diff(np.r_[starts, len(part)])
-            order = draws.permutation(len(starts))
-            before = np.cumsum(sizes[order]) - sizes[order]
-            yield part.take(np.arange(len(part)) + np.repeat(starts[order] - before, sizes[order]))
+            _, places, _ = bags_at(draws.permutation(len(starts)), sizes, np.arange(len(part)), None)
+            yield part.take(places.numpy())
 
     def _selected_rows(self, *, held: bool) -> Iterator[ClickRows]:
-        log = self._log = FaultLog(self._on_bad_row)
+        skipped = self._skipped = Counter()
         before, good = 0, 0
         for path in self.paths:
-            seen = 0
+            first, seen = first_line(path, self.spec), 0
             for block in read_blocks(path, self.spec):
                 encoded = encode(block.table, self.spec)
                 keep = np.ones(len(block.numbers), dtype=np.bool_)
                 keep[list(encoded.faults)] = False
                 faults = {int(block.numbers[row]): fault for row, fault in encoded.faults.items()} | block.faults
                 for number in sorted(faults):
-                    log.report(path, number + block.first_line, faults[number])
+                    if self._on_bad_row == "raise":
+                        raise _error(path, number + first, faults[number])
+                    skipped[faults[number].reason.value] += 1
                 seen, good = block.seen, good + int(keep.sum())
                 # A group is held out as a whole: half of it would be ranked on its own.
                 units = encoded.rows.groups if encoded.rows.groups is not None else block.numbers + before
                 yield encoded.rows.where(keep & (held_out(units, self._holdout) == held))
             before += seen
         if not good:
-            counts = ", ".join(f"{count} {reason}" for reason, count in log.skipped.items()) or "none skipped"
+            counts = ", ".join(f"{count} {reason}" for reason, count in skipped.items()) or "none skipped"
             raise DataError(
                 f"{', '.join(self.paths)}: no row could be read ({counts}): check that the files have the columns "
                 f"{', '.join(self.spec.sources)}"
             )
+
+
+def _error(path: str, line: int, fault: RowFault) -> DataError:
+    remedy = f"{fault.remedy}, or leave such rows out (on_bad_row: skip, --on-bad-row skip)"
+    return DataError(f"{path}:{line}: {fault.where}; {remedy}")
 
 
 def _in_parts(rows: Iterator[ClickRows], size: int) -> Iterator[ClickRows]:

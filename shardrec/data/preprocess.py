@@ -17,7 +17,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["hash_categories", "transform_dense"]
+__all__ = ["hash_categories", "mixed", "transform_dense"]
 
 
 def transform_dense(raw: NDArray[np.float64], missing: NDArray[np.bool_]) -> NDArray[np.float32]:
@@ -52,3 +52,10 @@ def hash_categories(
     ids = (raw % (num_embeddings - np.uint64(1)) + np.uint64(1)).astype(np.int64)
     ids[missing] = 0
     return ids
+
+
+def mixed(raw: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finalizer of SplitMix64 (Steele, Lea and Flood, 2014): every input bit flips half of the output bits."""
+    raw = (raw ^ (raw >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    raw = (raw ^ (raw >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return raw ^ (raw >> np.uint64(31))

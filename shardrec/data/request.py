@@ -8,12 +8,11 @@ from typing import Any
 
 from shardrec.data.batch import ClickBatch
 from shardrec.data.encode import encode
+from shardrec.data.fault import shown
 from shardrec.data.spec import Feature, FeatureSpec
 from shardrec.errors import DataError
 
 __all__ = ["batch_of_request", "request_example"]
-
-_SHOWN = 60
 
 
 def batch_of_request(rows: Any, spec: FeatureSpec) -> ClickBatch:
@@ -36,7 +35,7 @@ def batch_of_request(rows: Any, spec: FeatureSpec) -> ClickBatch:
     import pyarrow as pa
 
     if not isinstance(rows, Sequence) or isinstance(rows, (str, bytes)) or not rows:
-        raise DataError(f"rows is {_shown(rows)}: give a list of at least one object")
+        raise DataError(f"rows is {shown(rows)}: give a list of at least one object")
     for number, row in enumerate(rows):
         _check_names(number, row, spec)
     columns = {}
@@ -64,7 +63,7 @@ def request_example(spec: FeatureSpec) -> dict[str, Any]:
 def _check_names(number: int, row: Any, spec: FeatureSpec) -> None:
     names = [feature.name for feature in spec.features]
     if not isinstance(row, Mapping):
-        raise DataError(f"row {number} is {_shown(row)}: give an object with the fields {', '.join(names)}")
+        raise DataError(f"row {number} is {shown(row)}: give an object with the fields {', '.join(names)}")
     for name in names:
         if name not in row:
             raise DataError(f"row {number}: field {name!r} is missing: give it, or null for a missing value")
@@ -81,7 +80,7 @@ def _value(number: int, value: Any, feature: Feature) -> Any:
     """
 
     def refused(wanted: str) -> DataError:
-        return DataError(f"row {number}: field {feature.name!r}: value {_shown(value)} is not {wanted}; correct it")
+        return DataError(f"row {number}: field {feature.name!r}: value {shown(value)} is not {wanted}; correct it")
 
     as_text = _hexadecimal if feature.coding == "hexadecimal" else _text
     if not feature.is_list:
@@ -142,8 +141,3 @@ def _example(feature: Feature) -> Any:
     if feature.weights is not None:
         return {str(make(0)): 1.0, str(make(1)): 0.5}
     return [make(0), make(1)] if feature.is_list else make(0)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."

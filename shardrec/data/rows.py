@@ -19,12 +19,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.data.batch import ClickBatch
 from shardrec.data.schema import ClickSchema
 
-__all__ = ["ClickRows", "join_rows"]
+__all__ = ["ClickRows", "bags_at", "join_rows"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -59,25 +60,13 @@ class ClickRows:
 
     def between(self, start: int, stop: int) -> ClickRows:
         """Rows ``start`` to ``stop`` (not included); views, no copies."""
-        groups = None if self.groups is None else self.groups[start:stop]
         if self.lengths is None:
-            width = self.num_sparse
-            return ClickRows(
-                labels=self.labels[start:stop],
-                dense=self.dense[start:stop],
-                ids=self.ids[start * width : stop * width],
-                groups=groups,
-            )
-        first = int(self.lengths[:start].sum())
-        last = first + int(self.lengths[start:stop].sum())
-        return ClickRows(
-            labels=self.labels[start:stop],
-            dense=self.dense[start:stop],
-            ids=self.ids[first:last],
-            lengths=self.lengths[start:stop],
-            weights=None if self.weights is None else self.weights[first:last],
-            groups=groups,
-        )
+            first, last = start * self.num_sparse, stop * self.num_sparse
+        else:
+            first = int(self.lengths[:start].sum())
+            last = first + int(self.lengths[start:stop].sum())
+        weights = None if self.weights is None else self.weights[first:last]
+        return self._at(slice(start, stop), self.ids[first:last], weights)
 
     def where(self, keep: NDArray[np.bool_]) -> ClickRows:
         """The rows for which ``keep``, bool (N,), is true, in their order."""
@@ -85,21 +74,23 @@ class ClickRows:
 
     def take(self, places: NDArray[np.int64]) -> ClickRows:
         """The rows at these places (M,), in this order."""
-        groups = None if self.groups is None else self.groups[places]
         if self.lengths is None:
             ids = self.ids.reshape(len(self), -1)[places].reshape(-1) if len(self) else self.ids
-            return ClickRows(labels=self.labels[places], dense=self.dense[places], ids=ids, groups=groups)
-        counts = self.lengths.sum(axis=1)
-        starts, taken = np.cumsum(counts) - counts, counts[places]
-        # Each row's ids lie together: the first of them, and how many come before in the result.
-        of_ids = np.arange(int(taken.sum())) + np.repeat(starts[places] - (np.cumsum(taken) - taken), taken)
+            return self._at(places, ids, None)
+        _, ids_V, weights_V = bags_at(places, self.lengths.sum(axis=1), self.ids, self.weights)
+        return self._at(places, ids_V.numpy(), None if weights_V is None else weights_V.numpy())
+
+    def _at(
+        self, rows: slice | NDArray[np.int64], ids: NDArray[np.int64], weights: NDArray[np.float32] | None
+    ) -> ClickRows:
+        """These rows, which have these ids."""
         return ClickRows(
-            labels=self.labels[places],
-            dense=self.dense[places],
-            ids=self.ids[of_ids],
-            lengths=self.lengths[places],
-            weights=None if self.weights is None else self.weights[of_ids],
-            groups=groups,
+            labels=self.labels[rows],
+            dense=self.dense[rows],
+            ids=ids,
+            lengths=None if self.lengths is None else self.lengths[rows],
+            weights=weights,
+            groups=None if self.groups is None else self.groups[rows],
         )
 
     def to_batch(self, schema: ClickSchema) -> ClickBatch:
@@ -110,11 +101,8 @@ class ClickRows:
             ids_FN = np.array(self.ids.reshape(count, features).T, order="C").reshape(-1)
             values, lengths = torch.from_numpy(ids_FN), torch.ones(count * features, dtype=torch.int64)
         else:
-            feature_V = np.repeat(np.tile(np.arange(features, dtype=np.int16), count), self.lengths.reshape(-1))
-            order = np.argsort(feature_V, kind="stable")
-            values = torch.from_numpy(self.ids[order])
-            weights = None if self.weights is None else torch.from_numpy(self.weights[order])
-            lengths = torch.from_numpy(self.lengths.T.reshape(-1).copy())
+            by_feature = np.arange(count * features).reshape(count, features).T.reshape(-1)
+            lengths, values, weights = bags_at(by_feature, self.lengths.reshape(-1), self.ids, self.weights)
         return ClickBatch(
             dense=torch.from_numpy(self.dense.copy()),
             sparse=KeyedJaggedTensor(
@@ -123,6 +111,15 @@ class ClickRows:
             labels=torch.from_numpy(self.labels.copy()),
             groups=None if self.groups is None else torch.from_numpy(self.groups.view(np.int64).copy()),
         )
+
+
+def bags_at(
+    places: NDArray[np.int64], lengths: NDArray[np.int64], ids: NDArray[np.int64], weights: NDArray[np.float32] | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The bags at these places (M,) of those with lengths (L,), in this order: lengths (M,), ids (V,), weights (V,)."""
+    given = [None if one is None else torch.from_numpy(one) for one in (places.astype(np.int32), lengths, ids, weights)]
+    found: tuple[Tensor, Tensor, Tensor | None] = torch.ops.fbgemm.permute_1D_sparse_data(*given)
+    return found
 
 
 def join_rows(parts: Sequence[ClickRows]) -> ClickRows:

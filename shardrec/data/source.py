@@ -1,24 +1,18 @@
-"""``open_click_data``: one way to get batches, whether from files or from the generator."""
+"""``ClickData``: one way to get batches, whether from files or from the generator."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 
 from shardrec.data.batch import ClickBatch
-from shardrec.data.config import SyntheticConfig
-from shardrec.data.files import FileClickData
 from shardrec.data.schema import ClickSchema
-from shardrec.data.spec import FeatureSpec, criteo_spec
-from shardrec.data.synthetic import SyntheticClickData
-from shardrec.data.urls import files_of
-from shardrec.errors import ConfigError
+from shardrec.data.split import BatchRequest
 
-__all__ = ["ClickData", "open_click_data"]
+__all__ = ["ClickData"]
 
 
-class ClickData(Protocol):
+class ClickData(ABC):
     """A source of training and held-out batches, the same for files and for the generator.
 
     All ranks get the same number of batches for the same arguments, without exchanging anything: each global batch of
@@ -28,14 +22,14 @@ class ClickData(Protocol):
     """
 
     @property
+    @abstractmethod
     def schema(self) -> ClickSchema:
         """Names and table sizes."""
-        ...
 
     @property
+    @abstractmethod
     def train_rows(self) -> int | None:
         """Training rows in one pass over all ranks, None while that is not known."""
-        ...
 
     def train_batches(
         self,
@@ -64,44 +58,27 @@ class ClickData(Protocol):
             ConfigError: an argument out of range, at the call.
             DataError: a broken row in a file, while iterating; on every rank before the same batch.
         """
-        ...
+        request = BatchRequest(
+            rank=rank,
+            world_size=world_size,
+            batch_size=batch_size,
+            first_batch=first_batch,
+            drop_last=drop_last,
+            global_rows=global_rows,
+        )
+        return self._batches(request, epoch)
 
     def holdout_batches(
         self, rank: int, world_size: int, batch_size: int, *, global_rows: int | None = None
     ) -> Iterator[ClickBatch]:
         """One rank's share of the held-out rows; arguments and errors as for :meth:`train_batches`."""
-        ...
+        request = BatchRequest(rank=rank, world_size=world_size, batch_size=batch_size, global_rows=global_rows)
+        return self._batches(request, None)
 
+    @abstractmethod
     def describe(self) -> str:
         """A few lines of text for a person."""
-        ...
 
-
-def open_click_data(
-    source: SyntheticConfig | str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-    spec: FeatureSpec | None = None,
-    **options: Any,
-) -> FileClickData | SyntheticClickData:
-    """Opens rows of clicks.
-
-    Args:
-        source: a :class:`SyntheticConfig`; or files, read as one stream: a name, a folder, a pattern, a URL of one of
-            these, or a sequence of them.
-        spec: what the files' columns are; :func:`criteo_spec` by default.
-        options: of :class:`FileClickData`.
-
-    Returns:
-        The source, as a :class:`ClickData`; a synthetic one also has ``best_metrics()``, a file ``skipped``.
-
-    Raises:
-        ConfigError: an option out of range, or one for files given with a :class:`SyntheticConfig`.
-        DataError: a file that cannot be read.
-    """
-    if isinstance(source, SyntheticConfig):
-        given = [*options, *(["spec"] if spec is not None else [])]
-        if given:
-            raise ConfigError(f"{', '.join(given)} given with a SyntheticConfig: set its own fields instead")
-        return SyntheticClickData(source)
-    paths = [source] if isinstance(source, (str, os.PathLike)) else source
-    found = [name for path in paths for name in files_of(os.fspath(path))]
-    return FileClickData(found, criteo_spec() if spec is None else spec, **options)
+    @abstractmethod
+    def _batches(self, request: BatchRequest, epoch: int | None) -> Iterator[ClickBatch]:
+        """The batches of a request: of a pass over the training rows, or, with None, of the held-out ones."""

@@ -23,6 +23,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from shardrec.data.schema import ClickSchema, criteo_schema
@@ -223,7 +224,6 @@ def load_spec(path: Path) -> FeatureSpec:
     Raises:
         ConfigError: naming file, feature and field of each fault.
     """
-
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -235,29 +235,27 @@ def load_spec(path: Path) -> FeatureSpec:
 
 def parse_spec(text: str, where: str) -> FeatureSpec:
     """:func:`load_spec` of a file that has been read."""
-    import yaml
-
     try:
-        return FeatureSpec.model_validate(yaml.safe_load(text))
+        given = yaml.safe_load(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = "" if mark is None else f":{mark.line + 1}"
         raise ConfigError(f"{where}{line} is not YAML ({getattr(error, 'problem', error)})") from error
+    try:
+        return FeatureSpec.model_validate(given)
     except ValidationError as error:
         faults = [
-            f"{_place(fault['loc'], text)}{fault['msg'].removeprefix('Value error, ')}" for fault in error.errors()
+            f"{_place(fault['loc'], given)}{fault['msg'].removeprefix('Value error, ')}" for fault in error.errors()
         ]
         raise ConfigError(f"{where}: " + "; ".join(faults)) from error
 
 
-def _place(loc: tuple[int | str, ...], text: str) -> str:
-    """``features.2.rows`` as the feature's name and the field."""
-    import yaml
-
+def _place(loc: tuple[int | str, ...], given: Any) -> str:
+    """``features.2.rows`` of what a file has given, as the feature's name and the field."""
     words = [str(part) for part in loc]
     if len(loc) > 1 and loc[0] == "features" and isinstance(loc[1], int):
-        given = yaml.safe_load(text)["features"][loc[1]]
-        name = given.get("name", loc[1]) if isinstance(given, dict) else loc[1]
+        feature = given["features"][loc[1]]
+        name = feature.get("name", loc[1]) if isinstance(feature, dict) else loc[1]
         words = [f"feature {name!r}", *words[2:]]
     return f"{', '.join(words)}: " if words else ""
 

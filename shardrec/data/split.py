@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from shardrec.data.preprocess import mixed
 from shardrec.errors import ConfigError
 
 __all__ = ["BatchRequest", "held_out"]
@@ -87,9 +88,5 @@ def held_out(rows: NDArray[np.int64] | NDArray[np.uint64], fraction: float) -> N
     Returns:
         bool (N,).
     """
-    # The finalizer of SplitMix64 (Steele, Lea and Flood, 2014): every input bit flips half of the output bits.
-    mixed = rows.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed ^= mixed >> np.uint64(31)
-    return np.asarray((mixed >> np.uint64(11)) < np.uint64(int(fraction * 2**53)), dtype=np.bool_)
+    hashed = mixed(rows.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(0x9E3779B97F4A7C15))
+    return np.asarray((hashed >> np.uint64(11)) < np.uint64(int(fraction * 2**53)), dtype=np.bool_)

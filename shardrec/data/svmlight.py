@@ -11,29 +11,28 @@ A spec names the columns ``label``, ``qid`` (for ``group``), ``ids`` and ``value
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from shardrec.data.fault import Reason, RowFault
+from shardrec.data.fault import Reason, RowFault, shown
 
 __all__ = ["COLUMNS", "parse_svmlight"]
 
 COLUMNS = ("label", "qid", "ids", "values")
 _TOKEN = r"^[0-9A-Za-z_]+:[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
-_SHOWN = 60
 
 
-def parse_svmlight(data: bytes) -> tuple[Any, NDArray[np.int64], dict[int, RowFault]]:
+def parse_svmlight(data: bytes) -> tuple[Any, dict[int, RowFault]]:
     """The lines of a block of text.
 
     Args:
         data: whole lines.
 
     Returns:
-        A table of the good lines with the columns :data:`COLUMNS`, their numbers from 0, int64 (N,), and the faults of
-        the others by their numbers.
+        A table of the good lines with the columns :data:`COLUMNS`, and the faults of the others by their numbers, from
+        0.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -70,17 +69,14 @@ def parse_svmlight(data: bytes) -> tuple[Any, NDArray[np.int64], dict[int, RowFa
         "ids": pa.ListArray.from_arrays(offsets, indices.filter(feature)),
         "values": pa.ListArray.from_arrays(offsets, values.filter(feature)),
     }
-    return pa.table(columns), np.flatnonzero(keep_N).astype(np.int64), faults
+    return pa.table(columns), faults
 
 
 def _fault(line: bytes, words: list[bytes]) -> RowFault:
-    import re
-
     if not words:
         where, remedy = "the line is empty", "leave it out"
     else:
         wrong = next(word for word in words[1:] if not re.match(_TOKEN, word.decode("utf-8", errors="replace")))
-        shown = wrong.decode("utf-8", errors="backslashreplace")[:_SHOWN]
         field = f"pair {words.index(wrong)}" if b":" in wrong else f"word {words.index(wrong) + 1}"
-        where, remedy = f"{field}: {shown!r} is not index:value with a number", "correct it"
+        where, remedy = f"{field}: {shown(wrong)} is not index:value with a number", "correct it"
     return RowFault(reason=Reason.COLUMNS, where=where, remedy=remedy)

@@ -12,11 +12,14 @@ from shardrec.data.metrics import ClickMetrics, click_metrics
 from shardrec.data.planted import PlantedModel, PlantedRows, Stream
 from shardrec.data.rows import ClickRows
 from shardrec.data.schema import ClickSchema
+from shardrec.data.source import ClickData
 from shardrec.data.split import BatchRequest
 
 __all__ = ["BestMetrics", "SyntheticClickData"]
 
 _EXPECTATION_ROWS = 500_000
+
+_planted = lru_cache(maxsize=2)(PlantedModel)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +36,7 @@ class BestMetrics:
     expected: ClickMetrics
 
 
-class SyntheticClickData:
+class SyntheticClickData(ClickData):
     """Generated click data. Row i is a pure function of the configuration and i.
 
     Any rank makes its own rows without communication and without making the others', at any position of the stream,
@@ -53,43 +56,12 @@ class SyntheticClickData:
 
     @property
     def schema(self) -> ClickSchema:
-        """Names and table sizes."""
         return self.config.schema
 
     @property
     def train_rows(self) -> int | None:
         """Training rows in one pass, over all ranks."""
         return self.config.rows
-
-    def train_batches(
-        self,
-        rank: int,
-        world_size: int,
-        batch_size: int,
-        *,
-        first_batch: int = 0,
-        drop_last: bool = False,
-        global_rows: int | None = None,
-        epoch: int = 0,
-    ) -> Iterator[ClickBatch]:
-        """One rank's training batches of one pass; see :class:`~shardrec.data.ClickData`."""
-        del epoch  # every pass has the same rows, in the same order
-        request = BatchRequest(
-            rank=rank,
-            world_size=world_size,
-            batch_size=batch_size,
-            first_batch=first_batch,
-            drop_last=drop_last,
-            global_rows=global_rows,
-        )
-        return self._batches(Stream.TRAIN, self.config.rows, request)
-
-    def holdout_batches(
-        self, rank: int, world_size: int, batch_size: int, *, global_rows: int | None = None
-    ) -> Iterator[ClickBatch]:
-        """One rank's share of the held-out rows; see :class:`~shardrec.data.ClickData`."""
-        request = BatchRequest(rank=rank, world_size=world_size, batch_size=batch_size, global_rows=global_rows)
-        return self._batches(Stream.HOLDOUT, self.config.holdout_rows, request)
 
     def best_metrics(self) -> BestMetrics:
         """The metrics of the true probabilities; computed once per process, in a second or two."""
@@ -115,18 +87,17 @@ class SyntheticClickData:
         """Planted rows as a model sees them."""
         return ClickRows(labels=planted.labels, dense=self.model.dense(planted.quantiles), ids=planted.ids.reshape(-1))
 
-    def _batches(self, stream: Stream, rows: int, request: BatchRequest) -> Iterator[ClickBatch]:
+    def _batches(self, request: BatchRequest, epoch: int | None) -> Iterator[ClickBatch]:
+        # Every pass has the same rows, in the same order.
+        held = epoch is None
+        stream = Stream.HOLDOUT if held else Stream.TRAIN
+        rows = self.config.holdout_rows if held else self.config.rows
         step = request.global_size
         for first in range(request.first_batch * step, rows, step):
             count = min(step, rows - first)
             if request.wants(first // step, count):
                 start, stop = request.share(count)
                 yield self.clicks(self.model.rows(stream, first + start, first + stop)).to_batch(self.schema)
-
-
-@lru_cache(maxsize=2)
-def _planted(config: SyntheticConfig) -> PlantedModel:
-    return PlantedModel(config)
 
 
 @lru_cache(maxsize=2)

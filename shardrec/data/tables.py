@@ -24,7 +24,7 @@ from shardrec.data.spec import FeatureSpec
 from shardrec.data.urls import open_input, path_of
 from shardrec.errors import DataError
 
-__all__ = ["TableBlock", "check_file", "read_blocks"]
+__all__ = ["TableBlock", "check_file", "first_line", "read_blocks"]
 
 _ROWS_AT_ONCE = 16_384
 _BLOCK_BYTES = 4 << 20
@@ -39,18 +39,16 @@ class TableBlock:
     """Rows of a file.
 
     Attributes:
-        table: N rows.
+        table: N rows, as a ``pyarrow.Table`` or a ``RecordBatch``.
         numbers: int64 (N,), the number of each among the file's rows, from 0; broken ones are counted too.
         faults: of rows that are not in the table, by their number.
         seen: rows of the file so far.
-        first_line: line of row 0; 1 for Parquet, of which rows are counted.
     """
 
     table: Any
     numbers: NDArray[np.int64]
     faults: dict[int, RowFault]
     seen: int
-    first_line: int
 
 
 def check_file(path: str, spec: FeatureSpec) -> None:
@@ -60,18 +58,19 @@ def check_file(path: str, spec: FeatureSpec) -> None:
         DataError: naming all that is wrong.
     """
     found = None
-    if _is_parquet(path):
-        found = _parquet(path).schema_arrow
-        names = found.names
-    elif _is_archive(path):
-        found = _archive(path, spec, slice(0, 0)).schema
-        names = found.names
-    elif _is_svmlight(path):
-        with _opened(path):
-            names = list(svmlight.COLUMNS)
-    else:
-        with _opened(path) as stream, _undamaged(path, 1):
-            names = _header(path, stream.read(_BLOCK_BYTES), spec)[0]
+    match _kind(path):
+        case "parquet":
+            found = _parquet(path).schema_arrow
+            names = found.names
+        case "archive":
+            found = _table_of(_arrays(path, spec), 0, 0).schema
+            names = found.names
+        case "svmlight":
+            with _opened(path):
+                names = list(svmlight.COLUMNS)
+        case _:
+            with _opened(path) as stream, _undamaged(path, 1):
+                names = _header(path, stream.read(_BLOCK_BYTES), spec)[0]
     faults = [
         f"column {name!r} is missing: name the file's column in the spec (column:)"
         for name in spec.sources
@@ -96,19 +95,46 @@ def read_blocks(path: str, spec: FeatureSpec) -> Iterator[TableBlock]:
         DataError: for a file that is damaged.
     """
     seen = 0
-    if _is_parquet(path):
-        blocks = _parquet_blocks(path, spec)
-    elif _is_archive(path):
-        blocks = _archive_blocks(path, spec)
-    else:
-        blocks = _svmlight_blocks(path) if _is_svmlight(path) else _text_blocks(path, spec)
+    blocks = _tables(path, spec)
     while True:
         with _undamaged(path, seen + 1):
             block = next(blocks, None)
         if block is None:
             return
-        seen = block.seen
-        yield block
+        table, broken = block
+        begin, seen = seen, seen + table.num_rows + len(broken)
+        faults = {begin + row: fault for row, fault in broken.items()}
+        yield TableBlock(table=table, numbers=np.delete(np.arange(begin, seen), list(broken)), faults=faults, seen=seen)
+
+
+def first_line(path: str, spec: FeatureSpec) -> int:
+    """The line of row 0; 1 for Parquet and archives, of which rows are counted."""
+    return 2 if _kind(path) == "text" and spec.columns is None else 1
+
+
+def _tables(path: str, spec: FeatureSpec) -> Iterator[tuple[Any, dict[int, RowFault]]]:
+    """Tables of the file's rows that could be read, each with the faults of the others by their place among both."""
+    match _kind(path):
+        case "parquet":
+            with _parquet(path) as file:
+                for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=list(spec.sources), use_threads=False):
+                    yield batch, {}
+        case "archive":
+            arrays = _arrays(path, spec)  # an array of an archive is read as a whole
+            for start in range(0, len(next(iter(arrays.values()))), _ROWS_AT_ONCE):
+                yield _table_of(arrays, start, start + _ROWS_AT_ONCE), {}
+        case "svmlight":
+            with _opened(path) as stream:
+                yield from map(svmlight.parse_svmlight, _whole_lines(path, stream))
+        case _:
+            names: list[str] = []
+            with _opened(path) as stream:
+                for data in _whole_lines(path, stream):
+                    begin = 0
+                    if not names:
+                        names, begin = _header(path, data, spec)
+                    if len(data) > begin:
+                        yield _parsed(path, data[begin:], names, spec)
 
 
 @contextmanager
@@ -123,16 +149,13 @@ def _undamaged(path: str, line: int) -> Iterator[None]:
         raise DataError(f"{path}:{line}: the file is damaged ({reason}): copy or write it again") from error
 
 
-def _is_parquet(path: str) -> bool:
-    return _suffix(path) in _PARQUET
-
-
-def _is_archive(path: str) -> bool:
-    return _suffix(path) == ".npz"
-
-
-def _is_svmlight(path: str) -> bool:
-    return _plain_suffix(path) in _SVMLIGHT
+def _kind(path: str) -> str:
+    """What a file is by the end of its name: ``parquet``, ``archive`` (of NumPy), ``svmlight`` or ``text``."""
+    if _suffix(path) in _PARQUET:
+        return "parquet"
+    if _suffix(path) == ".npz":
+        return "archive"
+    return "svmlight" if _plain_suffix(path) in _SVMLIGHT else "text"
 
 
 def _suffix(path: str) -> str:
@@ -157,30 +180,13 @@ def _parquet(path: str) -> Any:
         raise DataError(f"data file {path} is not a complete Parquet file ({text}): copy or write it again") from error
 
 
-def _parquet_blocks(path: str, spec: FeatureSpec) -> Iterator[TableBlock]:
+def _table_of(arrays: dict[str, NDArray[Any]], start: int, stop: int) -> Any:
+    """Some rows of an archive; an array (N, k) is a column of lists of k."""
     import pyarrow as pa
 
-    seen = 0
-    with _parquet(path) as file:
-        for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=list(spec.sources), use_threads=False):
-            numbers = np.arange(seen, seen + batch.num_rows)
-            seen += batch.num_rows
-            table = pa.Table.from_batches([batch])
-            yield TableBlock(table=table, numbers=numbers, faults={}, seen=seen, first_line=1)
-
-
-def _archive(path: str, spec: FeatureSpec, rows: slice, arrays: dict[str, NDArray[Any]] | None = None) -> Any:
-    """The spec's columns, as far as they are there, of some rows; an array (N, k) is a column of lists of k.
-
-    Raises:
-        DataError: for what is no such archive, an array of objects or of another shape, or columns of several lengths.
-    """
-    import pyarrow as pa
-
-    found = _arrays(path, spec) if arrays is None else arrays
     columns = {}
-    for name, array in found.items():
-        part = array[rows]
+    for name, array in arrays.items():
+        part = array[start:stop]
         flat = pa.array(part.reshape(-1))
         if part.ndim == 2:
             flat = pa.ListArray.from_arrays(np.arange(len(part) + 1, dtype=np.int32) * part.shape[1], flat)
@@ -189,6 +195,11 @@ def _archive(path: str, spec: FeatureSpec, rows: slice, arrays: dict[str, NDArra
 
 
 def _arrays(path: str, spec: FeatureSpec) -> dict[str, NDArray[Any]]:
+    """The spec's columns in an archive, as far as they are there.
+
+    Raises:
+        DataError: for what is no such archive, an array of objects or of another shape, or columns of several lengths.
+    """
     file = open_input(path)
     try:
         with np.load(file, allow_pickle=False) as archive:
@@ -211,42 +222,7 @@ def _arrays(path: str, spec: FeatureSpec) -> dict[str, NDArray[Any]]:
     return found
 
 
-def _archive_blocks(path: str, spec: FeatureSpec) -> Iterator[TableBlock]:
-    # An array of an archive is read as a whole.
-    arrays = _arrays(path, spec)
-    count = len(next(iter(arrays.values())))
-    for start in range(0, count, _ROWS_AT_ONCE):
-        stop = min(count, start + _ROWS_AT_ONCE)
-        table = _archive(path, spec, slice(start, stop), arrays)
-        yield TableBlock(table=table, numbers=np.arange(start, stop), faults={}, seen=stop, first_line=1)
-
-
-def _svmlight_blocks(path: str) -> Iterator[TableBlock]:
-    seen = 0
-    with _opened(path) as stream:
-        for data in _whole_lines(path, stream):
-            table, numbers, faults = svmlight.parse_svmlight(data)
-            rows = table.num_rows + len(faults)
-            broken = {number + seen: fault for number, fault in faults.items()}
-            yield TableBlock(table=table, numbers=numbers + seen, faults=broken, seen=seen + rows, first_line=1)
-            seen += rows
-
-
-def _text_blocks(path: str, spec: FeatureSpec) -> Iterator[TableBlock]:
-    seen = 0
-    names: list[str] = []
-    with _opened(path) as stream:
-        for data in _whole_lines(path, stream):
-            if not names:
-                names, rest = _header(path, data, spec)
-                data = data[rest:]
-            if data:
-                block = _parsed(path, data, names, spec, seen)
-                seen = block.seen
-                yield block
-
-
-def _parsed(path: str, data: bytes, names: list[str], spec: FeatureSpec, seen: int) -> TableBlock:
+def _parsed(path: str, data: bytes, names: list[str], spec: FeatureSpec) -> tuple[Any, dict[int, RowFault]]:
     import pyarrow as pa
     from pyarrow import csv
 
@@ -258,7 +234,7 @@ def _parsed(path: str, data: bytes, names: list[str], spec: FeatureSpec, seen: i
         if row.number == last and not data.endswith(b"\n"):
             remedy = "it is the file's end, without a line feed: copy the file again if it is cut short"
         where = f"the line has {row.actual_columns} of {row.expected_columns} columns: {row.text[:60]!r}"
-        broken[row.number - 1 + seen] = RowFault(reason=Reason.COLUMNS, where=where, remedy=remedy)
+        broken[row.number - 1] = RowFault(reason=Reason.COLUMNS, where=where, remedy=remedy)
         return "skip"
 
     table = csv.read_csv(
@@ -277,10 +253,7 @@ def _parsed(path: str, data: bytes, names: list[str], spec: FeatureSpec, seen: i
             strings_can_be_null=False,
         ),
     )
-    rows = table.num_rows + len(broken)
-    numbers = np.setdiff1d(np.arange(seen, seen + rows), np.fromiter(broken, dtype=np.int64), assume_unique=True)
-    first_line = 1 + (spec.columns is None)
-    return TableBlock(table=table, numbers=numbers, faults=broken, seen=seen + rows, first_line=first_line)
+    return table, broken
 
 
 def _header(path: str, data: bytes, spec: FeatureSpec) -> tuple[list[str], int]:

@@ -11,10 +11,10 @@ import gzip
 import lzma
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,12 +45,21 @@ def write_criteo_tsv(
     Raises:
         ConfigError: fewer than 1 row, a bad seed, or a suffix of Parquet.
     """
+    from pyarrow import csv
+
     path = Path(path)
     if path.suffix.lower() in _PARQUET:
         raise ConfigError(f"path {path} has a suffix of Parquet: call write_parquet, or give .tsv, .tsv.gz or .tsv.xz")
-    with _complete_or_absent(path) as temporary, _open_text(temporary, path.suffix) as file:
-        for block in _raw_blocks(rows, seed, config):
-            file.write(_text(block))
+    options = csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
+    schema, blocks = _blocks(rows, seed, config)
+    with (
+        _complete_or_absent(path) as temporary,
+        temporary.open("wb") as file,
+        _packed(file, path.suffix) as packed,
+        csv.CSVWriter(packed, schema, write_options=options) as writer,
+    ):
+        for block in blocks:
+            writer.write_table(block)
 
 
 def write_parquet(
@@ -69,51 +78,43 @@ def write_parquet(
     Raises:
         ConfigError: fewer than 1 row, a bad seed, or another suffix.
     """
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
     path = Path(path)
     if path.suffix.lower() not in _PARQUET:
         raise ConfigError(f"path {path} has no suffix of Parquet: name it .parquet, which the reader goes by")
-    schema = (config or SyntheticConfig()).schema
-    fields = [("label", pa.int8()), *((name, pa.int64()) for name in schema.dense_names)]
-    arrow_schema = pa.schema([*fields, *((name, pa.string()) for name in schema.sparse_names)])
-    with _complete_or_absent(path) as temporary, pq.ParquetWriter(temporary, arrow_schema) as writer:
-        for block in _raw_blocks(rows, seed, config):
-            columns = [pa.array(block.labels, pa.int8())]
-            columns += [
-                pa.array(block.counts[:, f], pa.int64(), mask=block.no_count[:, f])
-                for f in range(len(schema.dense_names))
-            ]
-            columns += [
-                pa.array([f"{v:08x}" if v >= 0 else None for v in block.categories[:, f].tolist()], pa.string())
-                for f in range(len(schema.sparse_names))
-            ]
-            writer.write_table(pa.Table.from_arrays(columns, schema=arrow_schema))
+    schema, blocks = _blocks(rows, seed, config)
+    with _complete_or_absent(path) as temporary, pq.ParquetWriter(temporary, schema) as writer:
+        for block in blocks:
+            writer.write_table(block)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _RawBlock:
-    """``labels`` (N,), ``counts`` (N, D) and which are missing, ``categories`` (N, F) with -1 for missing."""
+def _blocks(rows: int, seed: int, config: SyntheticConfig | None) -> tuple[Any, Iterator[Any]]:
+    """The columns as a ``pyarrow.Schema``, and the rows as tables of them."""
+    import pyarrow as pa
 
-    labels: NDArray[np.int8]
-    counts: NDArray[np.int64]
-    no_count: NDArray[np.bool_]
-    categories: NDArray[np.int64]
-
-
-def _raw_blocks(rows: int, seed: int, config: SyntheticConfig | None) -> Iterator[_RawBlock]:
     config = replace(config or SyntheticConfig(), rows=rows, seed=seed)
-    model = PlantedModel(config)
-    feature = np.arange(len(config.schema.dense_names))
-    for start in range(0, rows, _ROWS_AT_ONCE):
-        planted = model.rows(Stream.TRAIN, start, min(start + _ROWS_AT_ONCE, rows))
-        yield _RawBlock(
-            labels=planted.labels.astype(np.int8),
-            counts=model.dense_raw[feature, planted.quantiles],
-            no_count=model.dense_missing[feature, planted.quantiles],
-            categories=_categories(planted.ids, np.array(config.schema.num_embeddings)),
-        )
+    dense, sparse = config.schema.dense_names, config.schema.sparse_names
+    fields = [("label", pa.int8()), *((name, pa.int64()) for name in dense), *((name, pa.string()) for name in sparse)]
+    schema = pa.schema(fields)
+
+    def blocks() -> Iterator[Any]:
+        model = PlantedModel(config)
+        feature = np.arange(len(dense))
+        for start in range(0, rows, _ROWS_AT_ONCE):
+            planted = model.rows(Stream.TRAIN, start, min(start + _ROWS_AT_ONCE, rows))
+            counts = model.dense_raw[feature, planted.quantiles]
+            missing = model.dense_missing[feature, planted.quantiles]
+            categories = _categories(planted.ids, np.array(config.schema.num_embeddings))
+            columns = [pa.array(planted.labels.astype(np.int8))]
+            columns += [pa.array(counts[:, f], mask=missing[:, f]) for f in range(len(dense))]
+            columns += [
+                pa.array([f"{value:08x}" if value >= 0 else None for value in categories[:, f].tolist()], pa.string())
+                for f in range(len(sparse))
+            ]
+            yield pa.Table.from_arrays(columns, schema=schema)
+
+    return schema, blocks()
 
 
 def _categories(ids: NDArray[np.int64], num_embeddings: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -127,30 +128,12 @@ def _categories(ids: NDArray[np.int64], num_embeddings: NDArray[np.int64]) -> ND
     return np.where(ids == 0, -1, ids - 1 + modulus * (mixed % choices))
 
 
-def _text(block: _RawBlock) -> bytes:
-    lines = []
-    for label, counts, absent, categories in zip(
-        block.labels.tolist(), block.counts.tolist(), block.no_count.tolist(), block.categories.tolist(), strict=True
-    ):
-        fields = [str(label)]
-        fields += ["" if missing else str(count) for count, missing in zip(counts, absent, strict=True)]
-        fields += [f"{value:08x}" if value >= 0 else "" for value in categories]
-        lines.append("\t".join(fields))
-    return ("\n".join(lines) + "\n").encode("ascii")
-
-
-@contextmanager
-def _open_text(path: Path, suffix: str) -> Iterator[IO[bytes] | gzip.GzipFile | lzma.LZMAFile]:
-    with path.open("wb") as file:
-        if suffix == ".gz":
-            # no name and no time in the header: the same rows make the same file
-            with gzip.GzipFile(filename="", mode="wb", compresslevel=6, fileobj=file, mtime=0) as packed:
-                yield packed
-        elif suffix == ".xz":
-            with lzma.open(file, "wb", preset=1) as packed:
-                yield packed
-        else:
-            yield file
+def _packed(file: IO[bytes], suffix: str) -> AbstractContextManager[Any]:
+    """A stream that compresses into a file by the suffix of its name."""
+    if suffix == ".gz":
+        # no name and no time in the header: the same rows make the same file
+        return gzip.GzipFile(filename="", mode="wb", compresslevel=6, fileobj=file, mtime=0)
+    return lzma.open(file, "wb", preset=1) if suffix == ".xz" else nullcontext(file)
 
 
 @contextmanager

@@ -2,61 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING
+from torch.optim import Optimizer
 
+from shardrec.train.config import BOARD
 from shardrec.train.display import Display
-
-if TYPE_CHECKING:
-    from shardrec.train.report import CurvePoint
+from shardrec.train.report import CurvePoint
+from shardrec.train.run import Run
 
 __all__ = ["Board"]
 
 _HELD_OUT = ("auc", "logloss", "normalized_entropy", "gauc", "ndcg")
 
 
-class Board:
+class Board(Display):
     """A display that also writes event files: the loss, samples a second, learning rates, held-out metrics, id counts.
 
     Args:
         shown: is told of everything, too.
-        folder: of the event files.
-        rates: gives the learning rates by name.
-        samples: rows trained on before; what a run that was cut off has written after them is not shown.
-        seconds: that they took.
+        run: goes on from its progress; what a run that was cut off has written after that is not shown.
     """
 
-    def __init__(
-        self,
-        shown: Display,
-        folder: Path,
-        rates: Callable[[], Mapping[str, float]],
-        *,
-        samples: int = 0,
-        seconds: float = 0.0,
-    ) -> None:
+    def __init__(self, shown: Display, run: Run) -> None:
         # A second of imports, on one rank.
         from torch.utils.tensorboard import SummaryWriter
 
         self._shown = shown
-        self._rates = rates
-        self._writer = SummaryWriter(str(folder), purge_step=samples or None)
-        self._last = (samples, seconds)
+        self._optimizers: dict[str, Optimizer] = {"dense": run.optimizer, "tables": run.model.fused_optimizer}
+        self._last = (run.progress.samples, run.progress.seconds)
+        self._writer = SummaryWriter(str(run.folder / BOARD), purge_step=run.progress.samples or None)
+        self._write = self._writer.add_scalar
 
     def advance(self, samples: int, seconds: float, loss: float) -> None:
-        """Show that ``samples`` rows, over all ranks, took ``seconds``; ``loss`` is a recent mean, in nats per row."""
         self._shown.advance(samples, seconds, loss)
         rows, spent = samples - self._last[0], seconds - self._last[1]
         self._last = (samples, seconds)
         self._write("train/loss", loss, samples)
         if spent > 0 and rows > 0:
             self._write("train/samples_per_second", rows / spent, samples)
-        for name, rate in self._rates().items():
-            self._write(f"learning_rate/{name}", rate, samples)
+        for name, optimizer in self._optimizers.items():
+            self._write(f"learning_rate/{name}", float(optimizer.param_groups[0]["lr"]), samples)
 
     def evaluated(self, point: CurvePoint) -> None:
-        """Show held-out metrics."""
         self._shown.evaluated(point)
         for name in _HELD_OUT:
             value = getattr(point, name)
@@ -68,9 +54,5 @@ class Board:
             self._write(f"ids/{table}/load", counts["used"] / counts["rows"], point.samples)
 
     def close(self) -> None:
-        """The loop is over, or broken."""
         self._shown.close()
         self._writer.close()
-
-    def _write(self, name: str, value: float, samples: int) -> None:
-        self._writer.add_scalar(name, value, samples)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from shardrec.launch.ranks import Place
     from shardrec.layout import ShardingPlan
 
-__all__ = ["Announcer", "Display", "LogDisplay", "SilentDisplay", "TerminalDisplay", "duration"]
+__all__ = ["Announcer", "Display", "LogDisplay", "TerminalDisplay", "duration"]
 
 _LOG_PERIOD_S = 5.0
 _OVERFITS = 0.99
 """Of the last point's logloss: a run whose curve has been below this would have done better to end there."""
 
 
-class Display(Protocol):
-    """Shows the progress of the training loop."""
+class Display:
+    """Shows the progress of the training loop; this one, of all ranks but the first, nothing."""
 
     def advance(self, samples: int, seconds: float, loss: float) -> None:
         """Show that ``samples`` rows, over all ranks, took ``seconds``; ``loss`` is a recent mean, in nats per row."""
@@ -40,20 +40,7 @@ class Display(Protocol):
         """The loop is over, or broken."""
 
 
-class SilentDisplay:
-    """For all ranks but the first."""
-
-    def advance(self, samples: int, seconds: float, loss: float) -> None:
-        return None
-
-    def evaluated(self, point: CurvePoint) -> None:
-        return None
-
-    def close(self) -> None:
-        return None
-
-
-class LogDisplay:
+class LogDisplay(Display):
     """Plain lines, at most one in five seconds but always one for held-out metrics; for files and CI logs.
 
     Args:
@@ -76,15 +63,12 @@ class LogDisplay:
     def evaluated(self, point: CurvePoint) -> None:
         self._line(_held_out(point))
 
-    def close(self) -> None:
-        return None
-
     def _line(self, text: str) -> None:
         self._console.print(text, soft_wrap=True, highlight=False, markup=False)
         self._console.file.flush()
 
 
-class TerminalDisplay:
+class TerminalDisplay(Display):
     """A progress bar that is redrawn in place; held-out metrics scroll above it.
 
     Args:
@@ -126,14 +110,19 @@ class _Samples(ProgressColumn):
 
 
 class Announcer:
-    """What rank 0 says on stdout: the plan, the run, its progress and its results."""
+    """What rank 0 says on stdout: the plan, the run, its progress and its results.
 
-    def __init__(self) -> None:
-        self._console = console()
+    Args:
+        speaks: on the other ranks nothing is said.
+    """
 
-    def source(self, description: str) -> None:
-        """The data, in words."""
-        self._say(description)
+    def __init__(self, *, speaks: bool = True) -> None:
+        self._console = console() if speaks else Console(quiet=True)
+
+    def say(self, text: str) -> None:
+        """Lines of text."""
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self._console.file.flush()
 
     def plan(self, plan: ShardingPlan) -> None:
         """The plan as a table."""
@@ -146,63 +135,38 @@ class Announcer:
         size, threads = place.world_size, place.threads
         ranks = f"{size} rank{'s' * (size > 1)} with {threads} thread{'s' * (threads > 1)}"
         each = " each" * (size > 1)
-        self._say(f"training {config.model} on {ranks}{each}, {batch_size:,} rows a step on each rank")
+        self.say(f"training {config.model} on {ranks}{each}, {batch_size:,} rows a step on each rank")
 
-    def resumed(self, step: int) -> None:
-        """The run goes on from a checkpoint."""
-        self._say(f"going on from the checkpoint of step {step:,}")
-
-    def nothing_to_resume(self, folder: Path) -> None:
-        """There is no checkpoint, as at the first start of a command with ``--resume``, or in a folder by mistake."""
-        self._say(f"there is no checkpoint in {folder} to go on from: the run begins")
-
-    def saved(self, step: int) -> None:
-        """A checkpoint is on disk: whatever happens from now on, the run goes on from there or later."""
-        self._say(f"saved the checkpoint of step {step:,}")
-
-    @staticmethod
-    @contextmanager
-    def display(
-        announcer: Announcer | None, total: int | None, around: Callable[[Display], Display] = lambda shown: shown
-    ) -> Iterator[Display]:
-        """A display for the training loop of ``total`` rows, closed in the end; a silent one without an announcer."""
-        if announcer is None:
-            yield SilentDisplay()
-            return
-        out = announcer._console
-        display = around(TerminalDisplay(out, total) if out.is_terminal else LogDisplay(out, total))
-        try:
-            yield display
-        finally:
-            display.close()
+    def display(self, total: int | None, around: Callable[[Display], Display]) -> AbstractContextManager[Display]:
+        """A display for the training loop of ``total`` rows, inside of another, closed in the end."""
+        out = self._console
+        if out.quiet:
+            return nullcontext(Display())
+        return closing(around(TerminalDisplay(out, total) if out.is_terminal else LogDisplay(out, total)))
 
     def results(self, report: RunReport, folder: Path) -> None:
         """The final metrics and, in the last line, the gap to the best possible."""
-        self._say(f"{report.final.rows:,} held-out rows, {report.final.click_rate:.1%} clicked")
+        self.say(f"{report.final.rows:,} held-out rows, {report.final.click_rate:.1%} clicked")
         self._console.print(metrics_table(report))
         for reason, count in report.skipped.items():
-            self._say(f"left out {count:,} row{'s' * (count > 1)}: {reason}")
-        self._say(
+            self.say(f"left out {count:,} row{'s' * (count > 1)}: {reason}")
+        self.say(
             f"{report.samples:,} samples in {duration(report.seconds)}, {report.samples_per_second:,.0f} samples/s; "
             f"results in {folder}"
         )
         if report.final.normalized_entropy > 1 and report.config["loss"] == "bce":
-            self._say(
+            self.say(
                 f"normalized entropy {report.final.normalized_entropy:.4f} is above 1: always predicting the click "
                 "rate would be better. Train on more rows, or lower --embedding-lr and --lr"
             )
         best = min(report.curve, key=lambda point: point.logloss, default=None)
         if best is not None and report.config["loss"] == "bce" and best.logloss < report.curve[-1].logloss * _OVERFITS:
-            self._say(
+            self.say(
                 f"the held-out normalized entropy was {best.normalized_entropy:.4f} after {best.samples:,} samples and "
                 f"{report.curve[-1].normalized_entropy:.4f} at the end: the model overfits; give --patience, or fewer "
                 "--epochs"
             )
-        self._say(summary_line(report))
-
-    def _say(self, text: str) -> None:
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
-        self._console.file.flush()
+        self.say(summary_line(report))
 
 
 def _pace(samples: int, seconds: float, total: int | None) -> str:
@@ -231,9 +195,6 @@ def _ids(table: str, counts: Mapping[str, int]) -> str:
 
 def duration(seconds: float) -> str:
     """``75.2`` as ``1:15``."""
-    whole = max(0, round(seconds))
-    return (
-        f"{whole // 60}:{whole % 60:02d}"
-        if whole < 3600
-        else f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
-    )
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import time
@@ -27,20 +26,20 @@ def locked(folder: Path, seconds: float) -> Iterator[bool]:
         Whether this process holds it.
     """
     descriptor = os.open(folder, os.O_RDONLY)
+    give_up = time.monotonic() + seconds
     try:
-        yield _lock(descriptor, time.monotonic() + seconds)
+        while not (held := _lock(descriptor)) and time.monotonic() <= give_up:
+            time.sleep(_RETRY_S)
+        yield held
     finally:
         os.close(descriptor)
 
 
-def _lock(descriptor: int, give_up: float) -> bool:
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except OSError as error:
-            if error.errno != errno.EWOULDBLOCK:
-                return True
-        if time.monotonic() > give_up:
-            return False
-        time.sleep(_RETRY_S)
+def _lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # there are no locks
+        return True
+    return True

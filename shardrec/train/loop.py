@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardrec.data import ClickBatch, ClickMetrics
 from shardrec.launch.stop import RunStopped
@@ -23,7 +23,11 @@ from shardrec.modules import ShardedModel
 from shardrec.pipeline.lookahead import tell_others
 from shardrec.pipeline.train import TrainPipeline
 from shardrec.train.display import Display
+from shardrec.train.losses import batch_loss
 from shardrec.train.report import CurvePoint
+
+if TYPE_CHECKING:
+    from shardrec.train.run import Run
 
 __all__ = ["Progress", "RecentLoss", "Schedule", "failing_together", "train_epoch"]
 
@@ -187,58 +191,60 @@ class Progress:
 
 
 def train_epoch(
-    model: ShardedModel,
-    optimizers: Sequence[torch.optim.Optimizer],
+    run: Run,
     batches: Iterable[ClickBatch],
     *,
-    progress: Progress,
     schedule: Schedule,
     evaluate: Callable[[], ClickMetrics],
-    id_counts: Callable[[], Mapping[str, Mapping[str, int]]] = dict,
     display: Display,
-    device: torch.device,
-    loss_of: Callable[[nn.Module, ClickBatch], Tensor],
-    depth: int = 0,
-    after_step: Callable[[], None] = lambda: None,
-    patience: int | None = None,
+    after_step: Callable[[], None],
 ) -> None:
     """Make a step with each batch; every rank calls it with equally many batches.
 
     Args:
-        model: from (dense, sparse) to (B, 1) logits.
-        optimizers: of all its parameters, the view of the fused ones too.
+        run: its progress is moved on, at the end to the next epoch.
         batches: this rank's, those of the epoch that are left.
-        progress: is moved on, at the end to the next epoch.
         schedule: of evaluations and learning rates.
         evaluate: held-out metrics, on every rank.
-        id_counts: what became of dynamic ids, by table, likewise.
         display: is told of every step.
-        device: where the model is.
-        loss_of: the loss of the model on a batch.
-        depth: how far the loop works ahead, see :class:`shardrec.pipeline.TrainPipeline`.
         after_step: is called when a step and its evaluation are over; may end the run by raising.
-        patience: points without a better held-out metric after which the epoch ends.
     """
+    progress = run.progress
+    optimizers = (run.optimizer, run.model.fused_optimizer)
 
     def add_point() -> None:
         with progress.off_the_clock():
             progress.evaluated_at = progress.steps
-            point = curve_point(progress, progress.loss.since_point(), evaluate(), id_counts())
+            train_loss, metrics = progress.loss.since_point(), evaluate()
+            point = CurvePoint(
+                samples=progress.samples,
+                seconds=progress.seconds,
+                train_loss=train_loss,
+                auc=metrics.auc,
+                logloss=metrics.logloss,
+                normalized_entropy=metrics.normalized_entropy,
+                rows=metrics.rows,
+                gauc=None if metrics.ranking is None else metrics.ranking.gauc,
+                ndcg=None if metrics.ranking is None else metrics.ranking.ndcg,
+                ids=run.id_counts(),
+            )
             progress.curve.append(point)
             display.evaluated(point)
 
     def set_rates() -> None:
-        for optimizer in optimizers:
-            _set_rate(optimizer, schedule.rate(progress.steps))
+        """Scale the learning rates that the optimizers were made with."""
+        factor = schedule.rate(progress.steps)
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
 
     set_rates()
     steps = TrainPipeline(
-        model,
+        run.model,
         optimizers,
         batches,
-        loss_fn=lambda model, batch: (loss_of(model, batch), batch.size),
-        depth=depth,
-        device=device,
+        loss_fn=lambda model, batch: (batch_loss(run.config.loss, model, batch), batch.size),
+        depth=run.config.pipeline,
+        device=run.place.device,
     )
     with progress.on_the_clock():
         for loss, rows in steps:
@@ -258,36 +264,12 @@ def train_epoch(
             except RunStopped:
                 steps.close()  # all ranks end here
                 raise
-            if due and progress.stalled(patience):
+            if due and progress.stalled(run.config.patience):
                 steps.close()  # here, too: their metrics are the same
                 return
         if schedule.total_steps is None and progress.evaluated_at != progress.steps:
             add_point()
     progress.epoch, progress.epoch_steps = progress.epoch + 1, 0
-
-
-def _set_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Scale the learning rates that the optimizer was made with."""
-    for group in optimizer.param_groups:
-        group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
-
-
-def curve_point(
-    progress: Progress, train_loss: float | None, metrics: ClickMetrics, ids: Mapping[str, Mapping[str, int]]
-) -> CurvePoint:
-    """Held-out metrics as a point of the curve, and what became of dynamic ids."""
-    return CurvePoint(
-        samples=progress.samples,
-        seconds=progress.seconds,
-        train_loss=train_loss,
-        auc=metrics.auc,
-        logloss=metrics.logloss,
-        normalized_entropy=metrics.normalized_entropy,
-        rows=metrics.rows,
-        gauc=None if metrics.ranking is None else metrics.ranking.gauc,
-        ndcg=None if metrics.ranking is None else metrics.ranking.ndcg,
-        ids={table: dict(counts) for table, counts in ids.items()},
-    )
 
 
 def failing_together(batches: Iterator[T], model: ShardedModel) -> Iterator[T]:

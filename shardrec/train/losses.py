@@ -23,23 +23,21 @@ from shardrec.errors import ConfigError
 __all__ = ["batch_loss", "click_loss", "pairwise_loss", "softmax_loss", "with_own_loss"]
 
 
-def batch_loss(name: str) -> Callable[[nn.Module, ClickBatch], Tensor]:
-    """The loss of a model, from (dense, sparse) to (B,) or (B, 1) logits, on a batch.
+def batch_loss(name: str, model: nn.Module, batch: ClickBatch) -> Tensor:
+    """The loss of a model on a batch.
 
     Args:
         name: ``bce``, ``softmax``, ``pairwise``, or ``model`` for the own one of a model from :func:`with_own_loss`.
+        model: from (dense, sparse) to (B,) or (B, 1) logits.
+        batch: where the model is.
     """
-
-    def loss(model: nn.Module, batch: ClickBatch) -> Tensor:
-        if name == "model":
-            return _scalar(model(batch.dense, batch.sparse, batch.labels))
-        logits = model(batch.dense, batch.sparse)
-        if name == "bce":
-            return click_loss(logits, batch.labels)
-        assert batch.groups is not None, "checked when the data were opened"
-        return _BY_GROUP[name](logits, batch.labels, batch.groups)
-
-    return loss
+    if name == "model":
+        return _scalar(model(batch.dense, batch.sparse, batch.labels))
+    logits = model(batch.dense, batch.sparse)
+    if name == "bce":
+        return click_loss(logits, batch.labels)
+    assert batch.groups is not None, "checked when the data were opened"
+    return _BY_GROUP[name](logits, batch.labels, batch.groups)
 
 
 def with_own_loss(model: nn.Module, name: str) -> nn.Module:

@@ -51,9 +51,8 @@ class Rule:
             return None
         base = kind.removesuffix("| None").strip()
         items = value if base.startswith("tuple") else (value,)
-        if base.startswith("tuple") and not isinstance(value, tuple):
-            return self._wanted(base)
-        return self._wanted(base) if any(not self._fits(item, base) for item in items) else None
+        fits = isinstance(items, tuple) and all(self._fits(item, base) for item in items)
+        return None if fits else self._wanted(base)
 
     def _fits(self, item: Any, base: str) -> bool:
         if "str" in base:

@@ -2,32 +2,23 @@
 
 ::
 
-    thread:  make b0 │ make b1 │ make b2 │ wait: queue full │ make b3 …
-    queue:           [b0]      [b0 b1]   [b1 b2]
+    thread:  make b0 │ make b1 │ make b2 │ wait: depth reached │ make b3 …
+    ahead:           [b0]      [b0 b1]   [b1 b2]
     loop:    wait    │ step 0             │ step 1 …
 """
 
 from __future__ import annotations
 
-import queue
-import threading
+from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
-from types import TracebackType
-from typing import Generic, Self, TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Generic, Self, TypeVar
 
 __all__ = ["Prefetcher"]
 
 T = TypeVar("T")
 
-_POLL_S = 0.1
-
-
-@dataclass(frozen=True, kw_only=True)
-class _End:
-    """The last thing in the queue: the source is used up, or failed."""
-
-    error: BaseException | None
+_END: Any = object()
 
 
 class Prefetcher(Generic[T]):
@@ -42,54 +33,29 @@ class Prefetcher(Generic[T]):
 
     def __init__(self, source: Iterator[T], depth: int = 4) -> None:
         self._source = source
-        self._queue: queue.Queue[T | _End] = queue.Queue(maxsize=depth)
-        self._stop = threading.Event()
-        self._end: _End | None = None
-        self._thread = threading.Thread(target=self._fill, name="prefetch", daemon=True)
+        self._depth = depth
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
+        self._ahead: deque[Future[T]] = deque()
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        for _ in range(self._depth + 1):  # those that may wait, and the one that is being made
+            self._make_one()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
+    def __exit__(self, *error: object) -> None:
         """Stop the thread; it may finish the item it is making first."""
-        self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join()
+        self._thread.shutdown(cancel_futures=True)
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> T:
-        if self._end is None:
-            item = self._queue.get()
-            if not isinstance(item, _End):
-                return item
-            self._end = item
-        if self._end.error is not None:
-            raise self._end.error
-        raise StopIteration
+        item = self._ahead[0].result()
+        if item is _END:
+            raise StopIteration
+        self._ahead.popleft()
+        self._make_one()
+        return item
 
-    def _fill(self) -> None:
-        error: BaseException | None = None
-        try:
-            for item in self._source:
-                if not self._put(item):
-                    return
-        except BaseException as caught:  # the loop's thread is the one to raise it
-            error = caught
-        self._put(_End(error=error))
-
-    def _put(self, item: T | _End) -> bool:
-        while not self._stop.is_set():
-            try:
-                self._queue.put(item, timeout=_POLL_S)
-            except queue.Full:
-                continue
-            return True
-        return False
+    def _make_one(self) -> None:
+        self._ahead.append(self._thread.submit(next, self._source, _END))

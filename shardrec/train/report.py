@@ -182,6 +182,7 @@ def write_curve(report: RunReport, path: Path) -> None:
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
 
     figure = Figure(figsize=(10, 4), layout="constrained")
     canvas = FigureCanvasAgg(figure)
@@ -206,7 +207,7 @@ def write_curve(report: RunReport, path: Path) -> None:
         axes.grid(alpha=0.3)
         axes.legend()
         axes.ticklabel_format(axis="y", useOffset=False)
-        axes.xaxis.set_major_formatter(lambda value, _: _short(value))
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 1500000 as 1.5M
     figure.suptitle(summary_line(report))
     canvas.print_figure(path, dpi=120)
 
@@ -217,11 +218,3 @@ def _held_out(axes: Axes, report: RunReport, samples: Sequence[int], name: str) 
     if report.optimum is not None:
         best = getattr(report.optimum, name)
         axes.axhline(best, color="tab:green", linestyle="--", label=f"best possible {best:.4f}")
-
-
-def _short(value: float) -> str:
-    """1500000 as 1.5M."""
-    for size, unit in ((1e6, "M"), (1e3, "k")):
-        if value >= size:
-            return f"{value / size:g}{unit}"
-    return f"{value:g}"

@@ -11,9 +11,7 @@ twice a second, in one all-reduce of four numbers, whose result also says after 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,14 +20,10 @@ from torch import Tensor
 
 from shardrec.checkpoint import Checkpoints, PendingSave
 from shardrec.exchange.peers import peers
-from shardrec.launch.ranks import Place, over_ranks, same_everywhere
+from shardrec.launch.ranks import over_ranks, same_everywhere
 from shardrec.launch.stop import RunStopped, StopRequest
-from shardrec.modules import ShardedModel
-from shardrec.train.config import CHECKPOINTS, TrainConfig
-from shardrec.train.display import Announcer
-from shardrec.train.id_counts import IdCounts
-from shardrec.train.loop import Progress
-from shardrec.train.source import Source
+from shardrec.train.config import CHECKPOINTS
+from shardrec.train.run import Run
 
 __all__ = ["Saver"]
 
@@ -41,41 +35,17 @@ class Saver:
     """Saves a run, and restores it. Every rank has one and calls it at the same steps.
 
     Args:
-        config: of the run.
-        place: this rank.
-        folder: of the results.
-        model: is saved, with its fused optimizers.
-        optimizer: of the dense part.
-        source: of the rows; what it has left out is saved.
-        progress: likewise, and says when.
-        id_counts: of the model's dynamic ids; saved, too.
-        announcer: is told of what is saved, once it is on disk; None on the ranks that say nothing.
+        run: its model, optimizers, progress, counts of ids and of rows left out are saved; its announcer is told of a
+            checkpoint once that is on disk.
     """
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        place: Place,
-        folder: Path,
-        *,
-        model: ShardedModel,
-        optimizer: torch.optim.Optimizer,
-        source: Source,
-        progress: Progress,
-        id_counts: IdCounts,
-        announcer: Announcer | None,
-    ) -> None:
-        self._config = config
-        self._place = place
-        self._folder = folder
-        self._model = model
-        self._optimizer = optimizer
-        self._source = source
-        self._progress = progress
-        self._id_counts = id_counts
-        self._announcer = announcer
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._config, self._place, self._progress = run.config, run.place, run.progress
         self._checkpoints = Checkpoints(
-            folder / CHECKPOINTS, keep_last=config.keep_checkpoints, incremental=config.checkpoint_incremental
+            run.folder / CHECKPOINTS,
+            keep_last=run.config.keep_checkpoints,
+            incremental=run.config.checkpoint_incremental,
         )
         self._stop = StopRequest()
         self._pending: PendingSave | None = None
@@ -97,30 +67,24 @@ class Saver:
             ConfigError: if it is one of a run with other options.
             CheckpointError: if all of them are damaged.
         """
-        loaded = self._checkpoints.load_last(self._model, self._optimizer)
+        loaded = self._checkpoints.load_last(self._run.model, self._run.optimizer)
         assert loaded is not None, "there was a checkpoint when this was called, and this run has locked the folder"
         self._config.check_resumes(loaded.extra["config"])
         own, samples, place = loaded.rank_state, int(loaded.extra["samples"]), self._place
         rows = samples * (place.rank + 1) // place.world_size - samples * place.rank // place.world_size
         self._progress.load(loaded.extra["progress"], rows=int(own["rows"]) if own else rows)
-        self._source.left_out = loaded.extra["left_out"]
-        self._id_counts.load(loaded.extra.get("ids", {}))
+        self._run.source.left_out = loaded.extra["left_out"]
+        self._run.load_id_counts(loaded.extra.get("ids", {}))
         if own:
             torch.set_rng_state(own["random"])
         if "cuda_random" in own:
             torch.cuda.set_rng_state(own["cuda_random"], place.device)
         self._saved_step = self._agreed_step = self._agree_at = loaded.step
-        if self._announcer is not None:
-            self._announcer.resumed(loaded.step)
+        self._run.announcer.say(f"going on from the checkpoint of step {loaded.step:,}")
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self) -> AbstractContextManager[object]:
         """Inside, SIGTERM and Ctrl-C end the run after a step and a save, if it saves at all before its end."""
-        if self._config.checkpoint_every is None:
-            yield
-            return
-        with self._stop:
-            yield
+        return nullcontext() if self._config.checkpoint_every is None else self._stop
 
     def after_step(self) -> None:
         """Save if it is time.
@@ -140,7 +104,7 @@ class Saver:
             self._save()
         if ends:
             self._acknowledge()
-            raise RunStopped(steps, str(self._folder))
+            raise RunStopped(steps, str(self._run.folder))
 
     def finish(self) -> None:
         """Save the trained model, if the options ask for it, and wait until it is on disk."""
@@ -183,11 +147,11 @@ class Saver:
                 "config": self._config.to_mapping(),
                 "samples": samples,
                 "progress": self._progress.state(),
-                "left_out": self._source.left_out,
-                "ids": self._id_counts.now(),
+                "left_out": self._run.source.left_out,
+                "ids": self._run.id_counts(),
             }
             self._pending = self._checkpoints.save(
-                steps, self._model, self._optimizer, extra, rank_state=self._own_state(), wait=False
+                steps, self._run.model, self._run.optimizer, extra, rank_state=self._own_state(), wait=False
             )
         self._saved_step, self._saved_at = steps, time.monotonic()
 
@@ -203,5 +167,4 @@ class Saver:
             return
         self._pending.wait()
         self._pending = None
-        if self._announcer is not None and self._saved_step is not None:
-            self._announcer.saved(self._saved_step)
+        self._run.announcer.say(f"saved the checkpoint of step {self._saved_step:,}")

@@ -16,10 +16,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
-import torch
-
 from shardrec.console import working
-from shardrec.data import ClickBatch, ClickMetrics, load_spec
+from shardrec.data import ClickMetrics, load_spec
 from shardrec.data.spec import parse_spec
 from shardrec.errors import ConfigError
 from shardrec.launch.ranks import Place, joined, meet, over_ranks, same_everywhere
@@ -28,9 +26,8 @@ from shardrec.modules import ShardedModel, shard
 from shardrec.modules.annotate import annotate_for_dynamo
 from shardrec.modules.anomaly import detect_anomaly
 from shardrec.train.board import Board
-from shardrec.train.config import BOARD, FILE, PLAN, SPEC, TrainConfig, load_config_text
-from shardrec.train.display import Announcer, Display
-from shardrec.train.id_counts import IdCounts
+from shardrec.train.config import FILE, PLAN, SPEC, TrainConfig, load_config_text
+from shardrec.train.display import Announcer
 from shardrec.train.locking import locked
 from shardrec.train.loop import Progress, RecentLoss, Schedule, failing_together, train_epoch
 from shardrec.train.losses import batch_loss, with_own_loss
@@ -38,6 +35,7 @@ from shardrec.train.metrics import evaluate
 from shardrec.train.model import build_model, dense_optimizer, dynamic_tables, fuse_optimizer, planner_constraints
 from shardrec.train.prefetch import Prefetcher
 from shardrec.train.report import RunReport, environment, write_curve, write_metrics
+from shardrec.train.run import Run
 from shardrec.train.saving import Saver
 from shardrec.train.source import Source, spec_of
 
@@ -78,36 +76,32 @@ def run_rank(config: TrainConfig, *, resume: bool = False) -> RunReport | None:
 
 def _run(config: TrainConfig, place: Place, folder: Path, resume: bool) -> Callable[[], RunReport | None]:
     """All that takes every rank; returns what is left to do for each alone, when the others are gone."""
-    announcer = Announcer() if place.is_lead else None
+    announcer = Announcer(speaks=place.is_lead)
     plan = _as_started(config, place, folder) if resume else None
     source = Source(config, place)
-    if announcer is not None and plan is None:
-        announcer.source(source.description)
+    if place.is_lead and plan is None:
+        announcer.say(source.data.describe())
     model = _sharded_model(config, source, place, plan)
-    if announcer is not None:
-        if plan is None:
-            announcer.plan(model.plan)
-        announcer.run(config, place, source.batch_size)
-    optimizer = dense_optimizer(model, config)
+    if place.is_lead and plan is None:
+        announcer.plan(model.plan)
+    announcer.run(config, place, source.batch_size)
     watched = "logloss" if config.loss == "bce" or spec_of(config).group is None else "gauc"
-    progress = Progress(world_size=place.world_size, loss=RecentLoss(place.device), watched=watched)
-    id_counts = IdCounts(model)
-    saver = Saver(
-        config,
-        place,
-        folder,
-        model=model,
-        id_counts=id_counts,
-        optimizer=optimizer,
+    run = Run(
+        config=config,
+        place=place,
+        folder=folder,
         source=source,
-        progress=progress,
+        model=model,
+        optimizer=dense_optimizer(model, config),
+        progress=Progress(world_size=place.world_size, loss=RecentLoss(place.device), watched=watched),
         announcer=announcer,
     )
+    saver = Saver(run)
     if resume and saver.has_checkpoints():
-        _settle(model, source, place, config.loss)
+        _settle(run)
         saver.load()
-    elif resume and announcer is not None:
-        announcer.nothing_to_resume(folder)
+    elif resume:  # as at the first start of a command with --resume, or in a folder by mistake
+        announcer.say(f"there is no checkpoint in {folder} to go on from: the run begins")
     if place.is_lead:
         with _replacing(folder / FILE) as file:
             file.write_text(config.to_yaml(), encoding="utf-8")
@@ -118,17 +112,17 @@ def _run(config: TrainConfig, place: Place, folder: Path, resume: bool) -> Calla
             model.plan.save(file)
     anomalies = detect_anomaly(model) if config.detect_anomaly == "on" else nullcontext()
     with saver.watching(), anomalies:
-        _train(config, source, model, optimizer, place, announcer, progress, saver, id_counts)
+        _train(run, saver)
     saver.finish()
     shown = working("final metrics") if place.is_lead else nullcontext()
     with shown, Prefetcher(source.test_batches()) as batches:
         final = evaluate(model, failing_together(batches, model), place.device, k=config.top_k)
-    samples = over_ranks(progress.rows, place)
+    samples = over_ranks(run.progress.rows, place)
 
     def finish() -> RunReport | None:
-        if announcer is None:
+        if not place.is_lead:
             return None
-        report = _report(config, source, place, progress, samples, final)
+        report = _report(run, samples, final)
         with _replacing(folder / "metrics.json") as file:
             write_metrics(report, file)
         with _replacing(folder / "curve.png") as file:
@@ -164,20 +158,20 @@ def _as_started(config: TrainConfig, place: Place, folder: Path) -> ShardingPlan
     return found if same and found.world_size == place.world_size else None
 
 
-def _settle(model: ShardedModel, source: Source, place: Place, loss: str) -> None:
+def _settle(run: Run) -> None:
     """A forward and backward before the checkpoint is loaded, which then replaces all that they change.
 
     After its first backward DistributedDataParallel puts the gradients into its buckets in another order, and an
     all-reduce adds up three or more ranks' numbers in an order that depends on their place in the bucket. A run that
     goes on must be past that point, as the run was that it is to equal to the bit.
     """
-    if place.world_size > 2:
-        batch = next(failing_together(source.train_batches(), model)).to(place.device)
-        batch_loss(loss)(model, batch).backward()  # type: ignore[no-untyped-call,unused-ignore]
+    if run.place.world_size > 2:
+        batch = next(failing_together(run.source.train_batches(), run.model)).to(run.place.device)
+        batch_loss(run.config.loss, run.model, batch).backward()  # type: ignore[no-untyped-call,unused-ignore]
 
 
 def _sharded_model(config: TrainConfig, source: Source, place: Place, plan: ShardingPlan | None) -> ShardedModel:
-    model = build_model(config, source.schema)
+    model = build_model(config, source.data.schema)
     if config.loss == "model":
         model = with_own_loss(model, config.model)
     fuse_optimizer(model, config)
@@ -205,17 +199,11 @@ def _sharded_model(config: TrainConfig, source: Source, place: Place, plan: Shar
             )
     meet(place, "planned")  # the first rank has also looked for the best possible metrics
     sharded = shard(model, plan, device=place.device, dynamic_ids=dynamic)
-    _compile(sharded, config)
+    if config.compile != "off":  # in place, so that the model stays what the loop and the checkpoint know
+        full = config.compile == "full"
+        annotate_for_dynamo(sharded, mode="traced" if full else "boundary")
+        sharded.compile(fullgraph=full)
     return sharded
-
-
-def _compile(model: ShardedModel, config: TrainConfig) -> None:
-    """In place, so that the model stays what the loop and the checkpoint know."""
-    if config.compile == "off":
-        return
-    full = config.compile == "full"
-    annotate_for_dynamo(model, mode="traced" if full else "boundary")
-    model.compile(fullgraph=full)
 
 
 def _own_folder(config: TrainConfig, place: Place, lock: ExitStack) -> Path:
@@ -238,31 +226,13 @@ def _own_folder(config: TrainConfig, place: Place, lock: ExitStack) -> Path:
     return folder
 
 
-def _train(
-    config: TrainConfig,
-    source: Source,
-    model: ShardedModel,
-    optimizer: torch.optim.Optimizer,
-    place: Place,
-    announcer: Announcer | None,
-    progress: Progress,
-    saver: Saver,
-    id_counts: IdCounts,
-) -> None:
-    curve_batches = _kept(source.holdout_batches(_CURVE_ROWS), model)
-    total = None if source.train_rows is None else source.train_rows * config.epochs
+def _train(run: Run, saver: Saver) -> None:
+    config, source, model, progress = run.config, run.source, run.model, run.progress
+    # In memory: a file would have to be read to its end again for each point of the curve.
+    curve_batches = list(failing_together(source.holdout_batches(_CURVE_ROWS), model))
+    total = None if source.data.train_rows is None else source.data.train_rows * config.epochs
 
-    def with_board(shown: Display) -> Display:
-        rates: dict[str, torch.optim.Optimizer] = {"dense": optimizer, "tables": model.fused_optimizer}
-        return Board(
-            shown,
-            Path(str(config.out), BOARD),
-            lambda: {name: float(one.param_groups[0]["lr"]) for name, one in rates.items()},
-            samples=progress.samples,
-            seconds=progress.seconds,
-        )
-
-    with Announcer.display(announcer, total, with_board) as display:
+    with run.announcer.display(total, lambda shown: Board(shown, run)) as display:
         for epoch in range(progress.epoch, config.epochs):
             if progress.stalled(config.patience):
                 break
@@ -270,45 +240,31 @@ def _train(
             steps = source.steps or ((progress.steps - progress.epoch_steps) // epoch if epoch else None)
             with Prefetcher(source.train_batches(progress.epoch_steps, epoch)) as batches:
                 train_epoch(
-                    model,
-                    (optimizer, model.fused_optimizer),
+                    run,
                     batches,
-                    progress=progress,
                     schedule=Schedule(
                         total_steps=steps and steps * config.epochs,
                         evaluations=config.evaluations,
                         decay=config.decay,
                     ),
-                    evaluate=lambda: evaluate(model, curve_batches, place.device, k=config.top_k),
-                    id_counts=id_counts.now,
+                    evaluate=lambda: evaluate(model, curve_batches, run.place.device, k=config.top_k),
                     display=display,
-                    device=place.device,
-                    loss_of=batch_loss(config.loss),
-                    depth=config.pipeline,
                     after_step=saver.after_step,
-                    patience=config.patience,
                 )
 
 
-def _kept(batches: Iterator[ClickBatch], model: ShardedModel) -> list[ClickBatch]:
-    """The batches in memory: a file would have to be read to its end again for each point of the curve."""
-    return list(failing_together(batches, model))
-
-
-def _report(
-    config: TrainConfig, source: Source, place: Place, progress: Progress, samples: int, final: ClickMetrics
-) -> RunReport:
+def _report(run: Run, samples: int, final: ClickMetrics) -> RunReport:
     return RunReport(
-        config=config.to_mapping(),
-        environment=environment(world_size=place.world_size, threads=place.threads),
-        source=source.description,
-        curve=tuple(progress.curve),
+        config=run.config.to_mapping(),
+        environment=environment(world_size=run.place.world_size, threads=run.place.threads),
+        source=run.source.data.describe(),
+        curve=tuple(run.progress.curve),
         final=final,
-        optimum=source.best_metrics(),
+        optimum=run.source.best_metrics(),
         samples=samples,
-        steps=progress.steps,
-        seconds=progress.seconds,
-        skipped=source.skipped,
+        steps=run.progress.steps,
+        seconds=run.progress.seconds,
+        skipped=run.source.skipped,
     )
 
 

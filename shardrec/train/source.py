@@ -12,7 +12,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from shardrec.data import (
     ClickBatch,
     ClickMetrics,
-    ClickSchema,
     FeatureSpec,
     FileClickData,
     SyntheticClickData,
@@ -42,6 +41,7 @@ class Source:
         place: the rank.
 
     Attributes:
+        data: the rows to train on and, where these have no files of their own, those held out.
         left_out: broken rows that were left out of the training, valid and test files, by reason, each in the pass that
             met the most: passes may end early.
 
@@ -54,7 +54,7 @@ class Source:
         self._rows_of_a_step = config.global_batch_size or config.batch_size * place.world_size
         self._samples = config.samples
         self._holdout_samples = config.holdout_samples
-        self._data = _open(config)
+        self.data = _open(config)
         # Held-out rows, and those of the final metrics, in files of their own: all their rows.
         self._valid, self._test = (
             None if name is None else _files(config, name) for name in (config.valid, config.test)
@@ -70,24 +70,9 @@ class Source:
         return dict(total)
 
     @property
-    def schema(self) -> ClickSchema:
-        """Features and table sizes."""
-        return self._data.schema
-
-    @property
-    def description(self) -> str:
-        """The data in words."""
-        return self._data.describe()
-
-    @property
-    def train_rows(self) -> int | None:
-        """Rows of an epoch, over all ranks; None where only reading would tell."""
-        return self._data.train_rows
-
-    @property
     def steps(self) -> int | None:
         """Steps of an epoch, or None."""
-        return None if self.train_rows is None else -(-self.train_rows // self._rows_of_a_step)
+        return None if self.data.train_rows is None else -(-self.data.train_rows // self._rows_of_a_step)
 
     @property
     def batch_size(self) -> int:
@@ -97,7 +82,7 @@ class Source:
     def train_batches(self, first: int = 0, epoch: int = 0) -> Iterator[ClickBatch]:
         """This rank's batches of an epoch, as many as every other rank has, without the ``first`` ones."""
         place = self._place
-        batches = self._data.train_batches(
+        batches = self.data.train_batches(
             place.rank,
             place.world_size,
             self.batch_size,
@@ -106,11 +91,11 @@ class Source:
             epoch=epoch,
         )
         steps = None if self._samples is None else max(0, -(-self._samples // self._rows_of_a_step) - first)
-        return self._counted("train", self._data, islice(batches, steps))
+        return self._counted("train", self.data, islice(batches, steps))
 
     def sampled(self, count: int) -> list[KeyedJaggedTensor]:
         """The ids of rank 0's first training batches, which are the same for every rank that asks."""
-        batches = self._data.train_batches(0, self._place.world_size, self.batch_size, global_rows=self._rows_of_a_step)
+        batches = self.data.train_batches(0, self._place.world_size, self.batch_size, global_rows=self._rows_of_a_step)
         return [batch.sparse for batch in islice(batches, count)]
 
     def holdout_batches(self, limit: int | None = None) -> Iterator[ClickBatch]:
@@ -118,7 +103,7 @@ class Source:
         limit = limit or self._holdout_samples
         if self._valid is not None:
             return self._scored("valid", self._valid, limit)
-        return self._scored("train", self._data, limit, held=True)
+        return self._scored("train", self.data, limit, held=True)
 
     def test_batches(self) -> Iterator[ClickBatch]:
         """This rank's batches for the final metrics: of the test files, or else the held-out rows."""
@@ -137,7 +122,7 @@ class Source:
 
     def best_metrics(self) -> ClickMetrics | None:
         """The best that any model can have on the held-out rows; None for data whose optimum nobody knows."""
-        return self._data.best_metrics().holdout if isinstance(self._data, SyntheticClickData) else None
+        return self.data.best_metrics().holdout if isinstance(self.data, SyntheticClickData) else None
 
     def _counted(
         self, files: str, data: FileClickData | SyntheticClickData, batches: Iterator[ClickBatch]

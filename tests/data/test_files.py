@@ -52,6 +52,16 @@ def test_a_row_stays_on_its_side_when_another_is_broken(folder: Path) -> None:
     assert whole.skipped == {}
 
 
+def test_a_broken_row_is_told_with_file_line_field_value_and_remedy(folder: Path) -> None:
+    path = write(folder / "day_0.tsv", lines(11) + b"7\t1\t\t\t\n")
+    with pytest.raises(DataError) as caught:
+        list(open_click_data(path, spec=SPEC, holdout=0.0).train_batches(0, 1, 4))
+    assert str(caught.value) == (
+        f"{path}:12: field 'label': value '7' is not 0 or 1; correct it, or leave such rows out (on_bad_row: skip, "
+        "--on-bad-row skip)"
+    )
+
+
 def test_several_files_are_one_stream(folder: Path) -> None:
     parts = [
         write(folder / "a.tsv.gz", lines(30)),
@@ -138,6 +148,8 @@ def test_options_are_checked_when_opening(folder: Path) -> None:
     path = write(folder / "data.tsv", lines(5))
     with pytest.raises(ConfigError, match=r"holdout is 1: give a share from 0 to 1"):
         open_click_data(path, spec=SPEC, holdout=1)
+    with pytest.raises(ConfigError, match="on_bad_row is 'ignore': give 'raise' or 'skip'"):
+        open_click_data(path, spec=SPEC, on_bad_row="ignore")
     with pytest.raises(ConfigError, match="paths is empty"):
         FileClickData([], SPEC)
     with pytest.raises(DataError, match="does not exist"):

@@ -1,0 +1,59 @@
+"""``Run``: what the parts of a run on one rank, from its loop to its checkpoints, work on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from shardrec.ids.id_map import COUNTED
+from shardrec.launch.ranks import Place
+from shardrec.modules import ShardedModel
+from shardrec.train.config import TrainConfig
+from shardrec.train.display import Announcer
+from shardrec.train.loop import Progress
+from shardrec.train.source import Source
+
+__all__ = ["Run"]
+
+
+@dataclass(kw_only=True, eq=False)
+class Run:
+    """A run, on one of its ranks.
+
+    Attributes:
+        config: the options.
+        place: this rank.
+        folder: of the results.
+        source: of the rows.
+        model: with its fused optimizers.
+        optimizer: of the dense part.
+        progress: what was done so far.
+        announcer: is told what people should know.
+    """
+
+    config: TrainConfig
+    place: Place
+    folder: Path
+    source: Source
+    model: ShardedModel
+    optimizer: torch.optim.Optimizer
+    progress: Progress
+    announcer: Announcer
+    _ids_before: dict[str, dict[str, int]] = field(default_factory=dict, init=False)
+
+    def id_counts(self) -> dict[str, dict[str, int]]:
+        """As :meth:`shardrec.ShardedModel.id_stats`, since the run began. Every rank calls it; one collective."""
+        return {
+            table: {name: count + self._ids_before.get(table, {}).get(name, 0) for name, count in counts.items()}
+            for table, counts in self.model.id_stats().items()
+        }
+
+    def load_id_counts(self, saved: Mapping[str, Mapping[str, int]]) -> None:
+        """Go on from what :meth:`id_counts` gave, over restarts. Every rank calls it."""
+        self._ids_before = {
+            table: {name: saved.get(table, counts)[name] - counts[name] for name in COUNTED}
+            for table, counts in self.model.id_stats().items()
+        }
