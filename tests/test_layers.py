@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "shardrec"
 
 LAYERS = [
     {"errors", "memory", "_dynamo"},
-    {"_built", "_torchscript", "_versions", "console"},
+    {"_torchscript", "_versions", "console"},
     {"native", "pending"},
     {"layout"},
     {"exchange"},
