@@ -25,6 +25,7 @@ from shardrec.errors import (
 if TYPE_CHECKING:
     from shardrec.checkpoint import Checkpoints, load_checkpoint, save_checkpoint
     from shardrec.exchange.wire import QuantizedComms
+    from shardrec.ids import DynamicIds
     from shardrec.layout import Shard, ShardingPlan, TableLayout, Topology
     from shardrec.modules import (
         DistributedModelParallel,
