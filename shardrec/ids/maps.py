@@ -113,6 +113,8 @@ class IdMaps:
                 own = options[shard.table]
                 capacity = block_capacity(layouts[shard.table], shard, own)
                 self.maps[key] = IdMap(shard.rows, own, capacity)
+        for shards in self._shards.values():  # stripes of several widths are in several lookup groups
+            shards.sort()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> IdMaps:
         """Maps of its own, as these are now, which draw no rows anew: they are not to learn."""
@@ -178,7 +180,7 @@ class IdMaps:
         return Mapped(asked=looked_up, kept=list(kept.split(list(asked.group_ids))), step=step)
 
     def shards(self, table: str, row_start: int) -> list[Shard]:
-        """This rank's shards of a row block, one of each of its column stripes."""
+        """This rank's shards of a row block, one of each of its column stripes, in column order."""
         return self._shards[table, row_start]
 
     def capacity(self, table: str, row_start: int) -> int:
