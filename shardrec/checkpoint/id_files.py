@@ -42,7 +42,7 @@ def export_ids(model: ShardedModel, folder: str | Path) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
         parts = []
         for table in dynamic_tables(model):
-            for shard, one in table.blocks():
+            for (shard, *_), one in table.blocks():
                 if shard.col_start:
                     continue
                 rows = (one.records[:, 1] > 0).nonzero().squeeze(1)
@@ -94,7 +94,7 @@ def import_ids(model: ShardedModel, folder: str | Path) -> None:
             ]
             ids, rows, uses, last = columns
             _check(table.layout, ids, rows)
-            for shard, one in table.blocks():
+            for (shard, *_), one in table.blocks():
                 here = ((rows >= shard.row_start) & (rows < shard.row_end)).nonzero().squeeze(1)
                 records, places = one.records.clone(), rows[here] - shard.row_start
                 records[records[:, 1] > 0] = 0

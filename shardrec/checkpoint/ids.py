@@ -53,11 +53,9 @@ class DynamicTable:
         assert self.collection.id_maps is not None, "a table with dynamic ids has a map"
         return self.collection.id_maps
 
-    def blocks(self) -> Iterator[tuple[Shard, IdMap]]:
-        """This rank's row blocks, as shards of the first of its column stripes, and their maps."""
-        for (table, row_start), one in self.maps.maps.items():
-            if table == self.layout.name:
-                yield self.maps.shards(table, row_start)[0], one
+    def blocks(self) -> Iterator[tuple[list[Shard], IdMap]]:
+        """See :meth:`shardrec.ids.maps.IdMaps.blocks`."""
+        return self.maps.blocks(self.layout.name)
 
     def held(self) -> dict[str, HeldTensor]:
         """The maps' tensors, by name."""
@@ -70,7 +68,7 @@ class DynamicTable:
                     values=getattr(one, name),
                     saved=shard.col_start == 0,
                 )
-                for shard, one in self.blocks()
+                for (shard, *_), one in self.blocks()
             )
             shape = (self.layout.num_embeddings, 3)
             # Ids wait in places of their own, which are not those of rows.
@@ -133,9 +131,9 @@ class Moves:
             step = self._manifest.step_counts.get(f"ids of {table.layout.name}", 0)
             if saved.shape[0] != table.layout.num_embeddings:
                 self._refuse_ordinary(table)
-            for shard, one in table.blocks():
+            for (shard, *_), one in table.blocks():
                 key = table.path, shard.row_start
-                fresh = IdMap(shard.rows, options, table.maps.capacity(table.layout.name, shard.row_start))
+                fresh = IdMap(shard.rows, options, one.counts()["rows"])
                 found = self._read_records(saved, shard, table.layout)
                 self._placed[key] = placed(
                     found, saved.shape[0], fresh.records, shard, table.layout, options.evict, step
@@ -156,13 +154,13 @@ class Moves:
     def place(self) -> None:
         """Write the maps, and draw the rows anew that no id will have."""
         for table in self._tables:
-            for shard, one in table.blocks():
+            for (shard, *others), one in table.blocks():
                 key = table.path, shard.row_start
                 found = self._placed[key]
                 if not found.in_place and table.maps.step:
                     free = torch.ones(shard.rows, dtype=torch.bool).index_fill_(0, found.targets, False)
                     free[: found.fallback] = False
-                    for stripe in table.maps.shards(table.layout.name, shard.row_start):
+                    for stripe in (shard, *others):
                         table.collection.renew_rows(stripe, free.nonzero().squeeze(1), table.maps.step)
                 one.records.copy_(found.records)
                 one.candidates.zero_()

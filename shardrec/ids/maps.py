@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 from typing import Any
@@ -179,24 +179,21 @@ class IdMaps:
         )
         return Mapped(asked=looked_up, kept=list(kept.split(list(asked.group_ids))), step=step)
 
-    def shards(self, table: str, row_start: int) -> list[Shard]:
-        """This rank's shards of a row block, one of each of its column stripes, in column order."""
-        return self._shards[table, row_start]
+    def blocks(self, table: str) -> Iterator[tuple[list[Shard], IdMap]]:
+        """This rank's row blocks of a table: the shards, one of each column stripe in column order, and their map.
 
-    def capacity(self, table: str, row_start: int) -> int:
-        """Rows of a row block that ids may have."""
-        return self.maps[table, row_start].counts()["rows"]
-
-    def counts_block(self, table: str, row_start: int) -> bool:
-        """Whether this rank's map of a row block is the one that counts: that of the first column stripe."""
-        return any(shard.col_start == 0 for shard in self._shards[table, row_start])
+        Of the ranks that hold a block, the map of the one with the table's first column is the one that is counted and
+        written.
+        """
+        for key, shards in self._shards.items():
+            if key[0] == table:
+                yield shards, self.maps[key]
 
     def set_options(self, layout: TableLayout, options: DynamicIds) -> None:
         """Let the ids of a table have as many rows as ``options`` say, at least as many as before."""
         self.options[layout.name] = options
-        for (table, row_start), one in self.maps.items():
-            if table == layout.name:
-                one.open_reserve(block_capacity(layout, self._shards[table, row_start][0], options))
+        for shards, one in self.blocks(layout.name):
+            one.open_reserve(block_capacity(layout, shards[0], options))
 
     def hold(self, looked_up: Sequence[Tensor], mapped: Mapped) -> None:
         """Keep the rows of a step for its backward, which begins with gradients of ``looked_up``."""
@@ -263,18 +260,19 @@ def collective_stats(
     maps: Sequence[IdMaps], collectives: Collectives, device: torch.device
 ) -> dict[str, dict[str, int]]:
     """Counts of all the tables' maps over all ranks, by table; one all-to-all if any table has dynamic ids."""
-    tables = [table for one in maps for table in one.options]
+    tables = [(table, one) for one in maps for table in one.options]
     if not tables:
         return {}
     names = (*COUNTED, "rows", "used")
     own = torch.zeros((len(tables), len(names)), dtype=torch.int64)
-    for one in maps:
-        for (table, row_start), each in one.maps.items():
-            if one.counts_block(table, row_start):
-                own[tables.index(table)] += torch.tensor([each.counts()[name] for name in names])
+    for number, (table, one) in enumerate(tables):
+        for shards, block in one.blocks(table):
+            if not shards[0].col_start:
+                counts = block.counts()
+                own[number] += torch.tensor([counts[name] for name in names])
     world_size = collectives.world_size
     flat = own.view(-1).repeat(world_size).to(device)
     sizes = [own.numel()] * world_size
     every = collectives.wait(collectives.all_to_all(flat, sizes, sizes, "id counts"), "id counts").cpu()
     total = every.view(world_size, len(tables), len(names)).sum(dim=0).tolist()
-    return {table: dict(zip(names, counts, strict=True)) for table, counts in zip(tables, total, strict=True)}
+    return {table: dict(zip(names, counts, strict=True)) for (table, _), counts in zip(tables, total, strict=True)}
