@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -20,13 +20,12 @@ from shardrec.modules.table import ShardedTable
 from shardrec.pending import LazyAwaitable
 from shardrec.serve.format import WeightFormat
 from shardrec.serve.lookup import ServedReplicas, ServedShards
-from shardrec.serve.tables import ServedTables
 
 __all__ = ["ServedCollection", "ServedEmbeddingBagCollection", "ServedEmbeddingCollection", "serve_collection"]
 
 
 class ServedCollection(ShardedCollection):
-    """What the served collections have in common. Their tables hold nothing before :meth:`store` has put it there.
+    """What the served collections have in common. Their tables hold nothing before their :meth:`memory` is filled.
 
     Args:
         source: the trained collection, of which the tables are not kept.
@@ -65,29 +64,17 @@ class ServedCollection(ShardedCollection):
         with torch.no_grad():
             return super().forward(features)
 
-    def layouts(self) -> Iterator[TableLayout]:
-        """Of all the tables, in module order on every rank."""
-        return iter(self.table_layouts.values())
-
-    def store(self, layout: TableLayout, shard: Shard | None, first_row: int, rows: Tensor) -> None:
-        """Put rows (n, b) uint8 into a part of a table that this rank holds, from its row ``first_row`` on."""
+    def memory(self, layout: TableLayout, shard: Shard | None) -> Tensor:
+        """(rows, b) uint8: the memory of a part of a table that this rank holds."""
         if shard is not None:
-            self.shards.store(shard, first_row, rows)
-            return
+            return self.shards.memory[shard]
         assert self.replicas is not None, "a replica has a replicated lookup"
-        self.replicas.store(self.replica_number[layout.name], first_row, rows)
-
-    def weight(self, layout: TableLayout, shard: Shard | None) -> Tensor:
-        """(rows, cols) float32: what a part of a table that this rank holds stands for, a copy."""
-        if shard is not None:
-            return self.shards.weight(shard)
-        assert self.replicas is not None, "a replica has a replicated lookup"
-        return self.replicas.weight(self.replica_number[layout.name])
+        return self.replicas.memory[self.replica_number[layout.name]]
 
     def table_bytes(self) -> int:
         """Bytes of the rows that this rank holds, padding aside."""
-        kept = [*self.shards.modules, *(self.replicas.modules if self.replicas is not None else [])]
-        return sum(module.row_bytes() for module in kept if isinstance(module, ServedTables))
+        kept = [*self.shards.memory.values(), *(self.replicas.memory if self.replicas is not None else [])]
+        return sum(rows.numel() for rows in kept)
 
     def tables(self) -> Mapping[str, ShardedTable]:
         """None that could be trained."""

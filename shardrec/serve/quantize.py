@@ -119,7 +119,7 @@ def _convert(source: ShardedCollection, target: ServedCollection) -> Iterator[st
                 part = weight[rows].nan_to_num(0.0, 0.0, 0.0) if bad else weight[rows]
                 if part.size(0):
                     span = None if ranges is None else ranges[rows.start + top - first : rows.stop + top - first]
-                    target.store(layout, shard, rows.start, encode(part, form, span))
+                    target.memory(layout, shard)[rows].copy_(encode(part, form, span))
 
 
 def _own_parts(source: ShardedCollection, layout: TableLayout) -> list[Shard | None]:
