@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.errors import ConfigError
-from shardrec.modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection, ShardedModel
+from shardrec.modules import ShardedEmbeddingBagCollection, ShardedModel
 from shardrec.modules.collection import ShardedCollection
 
 __all__ = ["Entry", "Features", "from_tensors"]
@@ -137,10 +137,7 @@ def _check_features(features: Mapping[str, Sequence[str]], collections: Sequence
         twice = sorted({key for key in keys if keys.count(key) > 1})
         if twice:
             raise ConfigError(f"features has {', '.join(map(repr, twice))} more than once: name each key once")
-    needed: dict[str, None] = {}
-    for child in collections:
-        if isinstance(child, (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)):
-            needed.update(dict.fromkeys(child.input.expect.features))
+    needed = dict.fromkeys(feature for child in collections for feature in child.input.expect.features)
     missing = [key for key in needed if not any(key in keys for keys in features.values())]
     if missing:
         raise ConfigError(
