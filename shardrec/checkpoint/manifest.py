@@ -22,7 +22,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -158,13 +158,13 @@ class Manifest:
     """
 
     data: str
-    files: tuple[SavedFile, ...]
-    linked: tuple[SavedFile, ...]
-    tensors: Mapping[str, SavedTensor]
+    files: tuple[SavedFile, ...] = ()
+    linked: tuple[SavedFile, ...] = ()
+    tensors: Mapping[str, SavedTensor] = field(default_factory=dict)
     numbers: Mapping[str, Any]
-    plan: Mapping[str, Any]
+    plan: Mapping[str, Any] = field(default_factory=dict)
     step_counts: Mapping[str, int]
-    fused_settings: Mapping[str, Mapping[str, Any]]
+    fused_settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     param_groups: Sequence[Mapping[str, Any]] | None
     extra: Mapping[str, Any]
 

@@ -159,25 +159,6 @@ def save_checkpoint(
     return save(Path(path), model, optimizer, extra, rank_state=rank_state, wait=wait, incremental=incremental)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Prepared:
-    """What the ranks tell each other before anything is written.
-
-    Args:
-        data: name of the data folder; rank 0's counts.
-        extra: rank 0's counts.
-        step_counts: per table; the highest counts, for only the ranks that hold a shard count.
-        numbers: states that are Python numbers; the first rank's count.
-        param_groups: of a table, only its holders have the parameters.
-    """
-
-    data: str
-    extra: dict[str, Any]
-    step_counts: dict[str, int]
-    numbers: dict[str, Any]
-    param_groups: list[dict[str, Any]] | None
-
-
 def save(
     folder: Path,
     model: ShardedModel,
@@ -198,14 +179,15 @@ def save(
     ranks = Ranks(model.group, model.context.device)
     tensors: dict[str, HeldTensor] = {}
 
-    def prepare() -> _Prepared:
+    def prepare() -> Manifest:
+        """The manifest as this rank knows it."""
         states, numbers = optimizer_state(model, optimizer)
         tensors.update(model_tensors(model) | states)
         tensors.update({rank_name(ranks.rank, key): held(one, saved=True) for key, one in (rank_state or {}).items()})
         for name, one in tensors.items():
             if one.dtype not in DTYPES.values():
                 raise ConfigError(f"{name} is {one.dtype}, which a checkpoint cannot hold; convert it before saving")
-        return _Prepared(
+        return Manifest(
             extra=_as_json(extra or {}),
             step_counts={key: n for one in sharded_collections(model) for key, n in one.step_counts().items()},
             numbers=numbers,
@@ -214,17 +196,15 @@ def save(
         )
 
     prepared = ranks.agree("save", prepare, remedy=_REMEDY)
-    manifest = Manifest(
-        data=prepared[0].data,
-        files=(),
-        linked=(),
-        tensors={},
+    manifest = replace(
+        prepared[0],  # whose data folder and extra data count
+        # Of several ranks that have a number, the first one's counts.
         numbers={name: value for one in reversed(prepared) for name, value in one.numbers.items()},
         plan=model.plan.to_json(),
+        # The highest, for only the ranks that hold a shard count.
         step_counts={key: max(one.step_counts.get(key, 0) for one in prepared) for key in prepared[0].step_counts},
         fused_settings=fused_settings(model),
         param_groups=_merged_groups(prepared),
-        extra=prepared[0].extra,
     )
     elsewhere: list[Written] = []
     if model.servers:
@@ -278,12 +258,14 @@ def _as_json(extra: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _merged_groups(prepared: list[_Prepared]) -> list[dict[str, Any]] | None:
-    merged = prepared[0].param_groups
-    for one in prepared[1:] if merged is not None else ():
-        for group, other in zip(merged or (), one.param_groups or (), strict=True):
-            group["parameters"] = sorted({*group["parameters"], *other["parameters"]})
-    return merged
+def _merged_groups(prepared: list[Manifest]) -> list[dict[str, Any]] | None:
+    """Of a table, only its holders have the parameters."""
+    if prepared[0].param_groups is None:
+        return None
+    every = zip(*(one.param_groups or () for one in prepared), strict=True)
+    return [
+        {**groups[0], "parameters": sorted({name for one in groups for name in one["parameters"]})} for groups in every
+    ]
 
 
 def _copied(
