@@ -102,17 +102,13 @@ class Moves:
         self,
         model: ShardedModel,
         manifest: Manifest,
-        read: Callable[[SavedPart, torch.dtype, Tensor, Rect, Tensor], None],
+        read: Callable[[SavedPart, torch.dtype, Tensor, Rect], None],
     ) -> None:
         self._manifest = manifest
         self._read = read
         self._tables = dynamic_tables(model)
         self._placed: dict[tuple[str, int], Placed] = {}  # by path and first row
         self._waiting: dict[tuple[str, int], Placed] = {}
-
-    def is_map(self, name: str) -> bool:
-        """Whether a tensor is a map's, which :meth:`place` writes."""
-        return name.startswith("ids.")
 
     def has(self, name: str) -> bool:
         """Whether a tensor has a row for each row of a table with dynamic ids, so that its rows may be moved."""
@@ -168,14 +164,13 @@ class Moves:
                     one.candidates.copy_(self._waiting[key].records)
                 one.rebuild()
 
-    def read(self, name: str, part: Part, into: Tensor, buffer: Tensor) -> bool:
+    def read(self, name: str, part: Part, into: Tensor) -> bool:
         """Read a part whose rows have moved.
 
         Args:
             name: of its tensor.
             part: of the model.
             into: its values as a matrix.
-            buffer: as :meth:`OpenFile.read` takes it.
 
         Returns:
             Whether they have moved; else nothing is done.
@@ -197,7 +192,7 @@ class Moves:
                 rows = torch.empty((found.fallback, right - left), dtype=dtype)
                 place = Rect(first, first + found.fallback, left, right)
                 if one.rect.common(place) == place:
-                    self._read(one, dtype, rows, place, buffer)
+                    self._read(one, dtype, rows, place)
                     mean[:, left - part.rect.col_start : right - part.rect.col_start] += rows.double() * share
             length = max(1, BLOCK_BYTES // ((right - left) * dtype.itemsize))
             for start in range(one.rect.row_start, one.rect.row_end, length):
@@ -206,7 +201,7 @@ class Moves:
                 if not bool(chosen.any()):
                     continue
                 rows = torch.empty((end - start, right - left), dtype=dtype)
-                self._read(one, dtype, rows, Rect(start, end, left, right), buffer)
+                self._read(one, dtype, rows, Rect(start, end, left, right))
                 moved = rows.index_select(0, found.sources[chosen] - start).to(into.device, into.dtype)
                 columns.index_copy_(0, found.targets[chosen].to(into.device), moved)
         into[: found.fallback] = mean.to(into.device, into.dtype)
@@ -232,11 +227,10 @@ class Moves:
     def _read_records(self, saved: SavedTensor, shard: Shard, layout: TableLayout) -> list[tuple[int, Tensor]]:
         """The saved blocks that a row block overlaps: first row, and records (n, 3)."""
         old, new = saved.shape[0], layout.num_embeddings
-        buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
         found = []
         for one in sorted(saved.parts, key=lambda one: one.rect.row_start):
             if one.rect.row_start * new < shard.row_end * old and one.rect.row_end * new > shard.row_start * old:
                 records = torch.empty((one.rect.row_end - one.rect.row_start, 3), dtype=torch.int64)
-                self._read(one, torch.int64, records, one.rect, buffer)
+                self._read(one, torch.int64, records, one.rect)
                 found.append((one.rect.row_start, records))
         return found
