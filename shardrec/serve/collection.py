@@ -16,7 +16,6 @@ from shardrec.exchange.queue import ModelContext
 from shardrec.layout import Shard, TableLayout
 from shardrec.modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from shardrec.modules.collection import ShardedCollection
-from shardrec.modules.table import ShardedTable
 from shardrec.pending import LazyAwaitable
 from shardrec.serve.format import WeightFormat
 from shardrec.serve.lookup import ServedReplicas, ServedShards
@@ -46,11 +45,11 @@ class ServedCollection(ShardedCollection):
         self.id_maps = None if source.id_maps is None else copy.deepcopy(source.id_maps)
         self.formats = {layout.name: formats[layout.name] for layout in self.table_layouts.values()}
         self._optimizers = {}
+        setattr(self, self._holder, nn.ModuleDict())  # none that could be trained
 
     def _serve(self, widths: list[int], slot_tables: list[int], *, pooled: bool) -> None:
         """Make the kernels, where ``source`` had those that train."""
-        collectives = self.context.collectives
-        route = self.input.route
+        collectives, route = self.context.collectives, self.input.route
         self.input = InputExchange(route, self.input.expect, self.context, per_id=not pooled)
         slots = route.slots[collectives.rank]
         self.shards = ServedShards(slots, widths, self.formats, collectives, self.device, pooled=pooled)
@@ -76,10 +75,6 @@ class ServedCollection(ShardedCollection):
         kept = [*self.shards.memory.values(), *(self.replicas.memory if self.replicas is not None else [])]
         return sum(rows.numel() for rows in kept)
 
-    def tables(self) -> Mapping[str, ShardedTable]:
-        """None that could be trained."""
-        return {}
-
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         """Its kernels are not copied."""
         raise ConfigError("a served model cannot be copied: make another one with shardrec.serve.quantize")
@@ -100,7 +95,6 @@ class ServedEmbeddingBagCollection(ServedCollection, ShardedEmbeddingBagCollecti
         ServedCollection.__init__(self, source, formats, context)
         numbers = [self.replica_number[lookup.layout.name] for lookup in self.own_lookups]
         self._serve([0] * self.input.route.groups, numbers, pooled=True)
-        self.embedding_bags = nn.ModuleDict()
 
 
 class ServedEmbeddingCollection(ServedCollection, ShardedEmbeddingCollection):
@@ -111,7 +105,6 @@ class ServedEmbeddingCollection(ServedCollection, ShardedEmbeddingCollection):
     ) -> None:
         ServedCollection.__init__(self, source, formats, context)
         self._serve([group.width or 0 for group in self.groups], [], pooled=False)
-        self.embeddings = nn.ModuleDict()
 
 
 def serve_collection(
