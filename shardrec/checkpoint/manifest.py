@@ -135,8 +135,7 @@ class SavedTensor:
                     yield f"{name}: bytes {start} to {end} of file {file} are outside of it"
             shards.append(Shard(**{"table": name, **rect._asdict(), "rank": part.file}))
         for region in miscovered(whole.row_end, whole.col_end, shards) if math.prod(self.shape) else ():
-            rows, columns = ("{}:{}".format(*one) for one in (region.rows, region.columns))
-            yield f"{name}: rows {rows}, columns {columns} are {'there twice' if region.owners else 'missing'}"
+            yield f"{name}: {region} are {'there twice' if region.owners else 'missing'}"
 
 
 @dataclass(frozen=True, kw_only=True)
