@@ -103,7 +103,8 @@ def _convert(source: ShardedCollection, target: ServedCollection) -> Iterator[st
         layout, form = table.layout, target.formats[table.layout.name]
         parts = {shard: parameter.detach() for shard, parameter in table.locals.items()}
         limit = torch.finfo(torch.float32).max if form is WeightFormat.FP32 else GREATEST
-        bad = [weight for weight in parts.values() if not _is_within(weight, limit)]
+        # Not of no weights at all; NaN is within no limit.
+        bad = [weight for weight in parts.values() if weight.numel() and not bool(weight.abs().amax() <= limit)]
         if bad:
             yield (
                 f"table {name!r} has a value that {form.value} cannot keep (not finite, or beyond ±{limit:g}): keep it "
@@ -120,10 +121,6 @@ def _convert(source: ShardedCollection, target: ServedCollection) -> Iterator[st
                 if part.size(0):
                     span = None if ranges is None else ranges[rows.start + top - first : rows.stop + top - first]
                     target.memory(layout, shard)[rows].copy_(encode(part, form, span))
-
-
-def _is_within(weight: Tensor, limit: float) -> bool:
-    return weight.numel() == 0 or bool((weight.abs().amax() <= limit).item())
 
 
 def _whole_row_ranges(parts: Mapping[Shard | None, Tensor], first: int, last: int, source: ShardedCollection) -> Tensor:
