@@ -23,10 +23,6 @@ class Ranks:
     Args:
         group: the process group; None on one rank.
         device: where the group's collectives take their tensors.
-
-    Attributes:
-        rank: of this process.
-        size: number of ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:

@@ -28,13 +28,9 @@ __all__ = ["ServedReplicas", "ServedShards"]
 class ServedShards(ShardLookup):
     """This rank's shards in inference kernels, one per lookup group.
 
-    Args:
-        slots: this rank's slots, group after group.
+    Args, where they are not those of :class:`ShardLookup`:
         widths: per group, the columns of its shards where they have one width and are not pooled; else 0.
         formats: of each table, by its name in the plan.
-        collectives: of the group that the embeddings are sharded over.
-        device: where the shards live.
-        pooled: sum each bag; else give a row per id.
 
     Attributes:
         memory: of each shard (rows, b) uint8, see :class:`ServedTables`.
@@ -92,12 +88,9 @@ class ServedShards(ShardLookup):
 class ServedReplicas(ReplicatedLookup):
     """The replicated tables of a module in an inference kernel.
 
-    Args:
+    Args, where they are not those of :class:`ReplicatedLookup`:
         layouts: of the replicated tables, in module order; all of them are looked up.
-        slot_tables: per lookup of a replicated table, in output order, the table's number in ``layouts``.
         formats: of each table, by its name in the plan.
-        context: of the served model.
-        device: where the tables live.
         pooled: sum each bag; else each table is looked up by itself, a row per id.
 
     Attributes:
