@@ -41,17 +41,13 @@ class DynamicTable:
         path: of its module in the model.
         layout: where it is.
         collection: that has it.
+        maps: of the collection.
     """
 
     path: str
     layout: TableLayout
     collection: ShardedCollection
-
-    @property
-    def maps(self) -> IdMaps:
-        """The maps of its collection."""
-        assert self.collection.id_maps is not None, "a table with dynamic ids has a map"
-        return self.collection.id_maps
+    maps: IdMaps
 
     def blocks(self) -> Iterator[tuple[list[Shard], IdMap]]:
         """See :meth:`shardrec.ids.maps.IdMaps.blocks`."""
@@ -81,7 +77,7 @@ def dynamic_tables(model: ShardedModel) -> list[DynamicTable]:
     """The tables with dynamic ids of a model, alike on every rank."""
     path_of = {id(module): path for path, module in model.module.named_modules() if isinstance(module, ShardedTable)}
     return [
-        DynamicTable(path=path_of[id(table)], layout=table.layout, collection=collection)
+        DynamicTable(path=path_of[id(table)], layout=table.layout, collection=collection, maps=collection.id_maps)
         for collection in model.module.modules()
         if isinstance(collection, ShardedCollection) and collection.id_maps is not None
         for table in collection.tables().values()
