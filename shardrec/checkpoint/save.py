@@ -12,9 +12,10 @@ from __future__ import annotations
 import json
 import secrets
 import shutil
-import threading
 import warnings
 from collections.abc import Callable, Mapping
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -59,22 +60,16 @@ class PendingSave:
     """
 
     def __init__(self, run: Callable[[], None] | None = None) -> None:
-        self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
+        self._future: Future[None] | None = None
         if run is not None:
-            self._thread = threading.Thread(target=self._run, args=(run,), name="shardrec save")
-            self._thread.start()
-
-    def _run(self, run: Callable[[], None]) -> None:
-        try:
-            run()
-        except BaseException as error:
-            self._error = error
+            thread = ThreadPoolExecutor(1, thread_name_prefix="shardrec save")
+            self._future = thread.submit(run)
+            thread.shutdown(wait=False)
 
     @property
     def done(self) -> bool:
         """Whether nothing is under way any more on this rank; :meth:`wait` tells whether it went well."""
-        return self._thread is None or not self._thread.is_alive()
+        return self._future is None or self._future.done()
 
     def wait(self) -> None:
         """Return when the checkpoint is complete and on the disk. Every rank calls it.
@@ -83,11 +78,10 @@ class PendingSave:
             CheckpointError: on every rank, if it could not be written; what was there before is still there.
             PeerError: if another rank is gone.
         """
-        if self._thread is not None:
-            self._thread.join()
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        if self._future is not None:
+            futures.wait([self._future])
+            future, self._future = self._future, None
+            future.result()
 
 
 @dataclass(kw_only=True)
