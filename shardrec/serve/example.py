@@ -102,18 +102,14 @@ class Example:
 
     def dynamic_shapes(self) -> tuple[dict[int, Any], ...]:
         """Which sizes change, as ``torch.export`` is told."""
-        samples, ids = torch.export.Dim("B", min=0), torch.export.Dim("N", min=0)
-        found = []
-        for spec in self.specs:
-            changing: dict[int, Any] = {}
-            for dim, size in enumerate(spec.shape):
-                if size == "N":
-                    changing[dim] = ids
-                elif isinstance(size, str):
-                    times = _factor(size)
-                    changing[dim] = samples if times == 1 else times * samples
-            found.append(changing)
-        return tuple(found)
+        dims: dict[str, Any] = {name: torch.export.Dim(name, min=0) for name in ("B", "N")}
+
+        def changing(size: str) -> Any:
+            return dims[size] if size in dims else _factor(size) * dims[size[-1]]
+
+        return tuple(
+            {dim: changing(size) for dim, size in enumerate(spec.shape) if isinstance(size, str)} for spec in self.specs
+        )
 
 
 @lru_cache
