@@ -86,11 +86,11 @@ def import_ids(model: ShardedModel, folder: str | Path) -> None:
             own = whole.filter(pc.equal(whole["table"], table.layout.name))
             if not own.num_rows:
                 continue
-            columns = [
+            ids, rows = (torch.tensor(own[name].to_numpy()) for name in ("id", "row"))
+            uses, last = (
                 torch.tensor(own[name].to_numpy()) if name in own.column_names else torch.full((own.num_rows,), default)
-                for name, default in (("id", 0), ("row", 0), ("uses", 1), ("last", 0))
-            ]
-            ids, rows, uses, last = columns
+                for name, default in (("uses", 1), ("last", 0))
+            )
             _check(table.layout, ids, rows)
             for (shard, *_), one in table.blocks():
                 here = ((rows >= shard.row_start) & (rows < shard.row_end)).nonzero().squeeze(1)

@@ -269,5 +269,8 @@ def test_ids_go_through_parquet(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=words):
             import_ids(other, folder)
         assert torch.equal(one.records, two.records)
+    pq.write_table(pa.table({"table": ["sparse.goods"], "id": [1]}), tmp_path / "ids" / "ids-00000.parquet")
+    with pytest.raises(CheckpointError, match='"row" does not exist'):
+        import_ids(other, tmp_path / "ids")
     with pytest.raises(CheckpointError, match=r"no \*\.parquet"):
         import_ids(other, tmp_path)
