@@ -64,15 +64,11 @@ class Mapped:
         return found
 
 
+@dataclass(eq=False)
 class _OpenStep:
     """A step whose backward is still to come; its graph holds it."""
 
-    def __init__(self, maps: IdMaps, step: int) -> None:
-        self._maps = maps
-        self.step = step
-
-    def close(self, gradient: Tensor) -> None:
-        self._maps.close(self)
+    step: int
 
 
 class IdMaps:
@@ -199,11 +195,11 @@ class IdMaps:
         """Keep the rows of a step for its backward, which begins with gradients of ``looked_up``."""
         if not mapped.step:
             return
-        one = _OpenStep(self, mapped.step)
+        one = _OpenStep(mapped.step)
         for rows in looked_up:
             if rows.requires_grad:
                 self._open.add(one)
-                rows.register_hook(one.close)
+                rows.register_hook(lambda _: self.close(one))
 
     def close(self, one: _OpenStep) -> None:
         """The backward of a step begins.
