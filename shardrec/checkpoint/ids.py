@@ -23,6 +23,7 @@ from shardrec.errors import ConfigError
 from shardrec.ids.id_map import IdMap
 from shardrec.ids.maps import IdMaps
 from shardrec.ids.move import Placed, placed
+from shardrec.ids.options import Evict
 from shardrec.layout import Shard, TableLayout
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.model import ShardedModel
@@ -126,19 +127,14 @@ class Moves:
             for (shard, *_), one in table.blocks():
                 key = table.path, shard.row_start
                 fresh = IdMap(shard.rows, options, one.counts()["rows"])
-                found = self._read_records(saved, shard, table.layout)
-                self._placed[key] = placed(
-                    found, saved.shape[0], fresh.records, shard, table.layout, options.evict, step
-                )
+                found = self._placed_in(shard, table.layout, saved, fresh.records, options.evict, step)
+                self._placed[key] = found
                 if waiting is not None and one.candidates.size(0):
-                    found = self._read_records(waiting, shard, table.layout)
-                    self._waiting[key] = placed(
-                        found, saved.shape[0], fresh.candidates, shard, table.layout, "lru", step
-                    )
-                if self._placed[key].lost:
+                    self._waiting[key] = self._placed_in(shard, table.layout, waiting, fresh.candidates, "lru", step)
+                if found.lost:
                     warnings.warn(
                         f"table {table.layout.name!r}: rows {shard.row_start} to {shard.row_end} have no room for "
-                        f"{self._placed[key].lost} of the saved ids, which are left out, those first that "
+                        f"{found.lost} of the saved ids, which are left out, those first that "
                         f"evict={options.evict!r} evicts first; raise num_embeddings to keep them all",
                         stacklevel=2,
                     )
@@ -220,8 +216,10 @@ class Moves:
                 "apply_optimizer_in_backward"
             )
 
-    def _read_records(self, saved: SavedTensor, shard: Shard, layout: TableLayout) -> list[tuple[int, Tensor]]:
-        """The saved blocks that a row block overlaps: first row, and records (n, 3)."""
+    def _placed_in(
+        self, shard: Shard, layout: TableLayout, saved: SavedTensor, fresh: Tensor, evict: Evict, step: int
+    ) -> Placed:
+        """Read the saved blocks that a row block overlaps, and give their ids its rows."""
         old, new = saved.shape[0], layout.num_embeddings
         found = []
         for one in sorted(saved.parts, key=lambda one: one.rect.row_start):
@@ -229,4 +227,4 @@ class Moves:
                 records = torch.empty((one.rect.row_end - one.rect.row_start, 3), dtype=torch.int64)
                 self._read(one, torch.int64, records, one.rect)
                 found.append((one.rect.row_start, records))
-        return found
+        return placed(found, old, fresh, shard, layout, evict, step)
