@@ -46,6 +46,7 @@ class ServedCollection(ShardedCollection):
         self.formats = {layout.name: formats[layout.name] for layout in self.table_layouts.values()}
         self._optimizers = {}
         setattr(self, self._holder, nn.ModuleDict())  # none that could be trained
+        self._build_lookups()
 
     def _serve(self, widths: list[int], slot_tables: list[int], *, pooled: bool) -> None:
         """Make the kernels, where ``source`` had those that train."""
@@ -89,10 +90,7 @@ class ServedCollection(ShardedCollection):
 class ServedEmbeddingBagCollection(ServedCollection, ShardedEmbeddingBagCollection):
     """A :class:`ShardedEmbeddingBagCollection` that does not train; see :func:`shardrec.serve.quantize`."""
 
-    def __init__(
-        self, source: ShardedEmbeddingBagCollection, formats: Mapping[str, WeightFormat], context: ModelContext
-    ) -> None:
-        ServedCollection.__init__(self, source, formats, context)
+    def _build_lookups(self) -> None:
         numbers = [self.replica_number[lookup.layout.name] for lookup in self.own_lookups]
         self._serve([0] * self.input.route.groups, numbers, pooled=True)
 
@@ -100,18 +98,13 @@ class ServedEmbeddingBagCollection(ServedCollection, ShardedEmbeddingBagCollecti
 class ServedEmbeddingCollection(ServedCollection, ShardedEmbeddingCollection):
     """A :class:`ShardedEmbeddingCollection` that does not train; see :func:`shardrec.serve.quantize`."""
 
-    def __init__(
-        self, source: ShardedEmbeddingCollection, formats: Mapping[str, WeightFormat], context: ModelContext
-    ) -> None:
-        ServedCollection.__init__(self, source, formats, context)
+    def _build_lookups(self) -> None:
         self._serve([group.width or 0 for group in self.groups], [], pooled=False)
 
 
 def serve_collection(
     source: ShardedCollection, formats: Mapping[str, WeightFormat], context: ModelContext
-) -> ServedEmbeddingBagCollection | ServedEmbeddingCollection:
+) -> ServedCollection:
     """The served collection of a trained one, its tables still empty."""
-    if isinstance(source, ShardedEmbeddingBagCollection):
-        return ServedEmbeddingBagCollection(source, formats, context)
-    assert isinstance(source, ShardedEmbeddingCollection), f"{type(source).__name__} is a collection of another kind"
-    return ServedEmbeddingCollection(source, formats, context)
+    pooled = isinstance(source, ShardedEmbeddingBagCollection)
+    return (ServedEmbeddingBagCollection if pooled else ServedEmbeddingCollection)(source, formats, context)
