@@ -25,6 +25,7 @@ from shardrec.errors import (
 if TYPE_CHECKING:
     from shardrec.checkpoint import Checkpoints, load_checkpoint, save_checkpoint
     from shardrec.exchange.wire import QuantizedComms
+    from shardrec.ids import DynamicIds
     from shardrec.layout import Shard, ShardingPlan, TableLayout, Topology
     from shardrec.modules import (
         DistributedModelParallel,
@@ -110,70 +111,36 @@ __all__ = [
     "wait",
 ]
 
-_HOMES = {
-    "Await": "shardrec.pending",
-    "Awaitable": "shardrec.pending",
-    "Checkpoints": "shardrec.checkpoint",
-    "Constraint": "shardrec.planner",
-    "DistributedModelParallel": "shardrec.modules",
-    "DynamicIds": "shardrec.ids",
-    "ExportError": "shardrec.serve",
-    "LazyAwaitable": "shardrec.pending",
-    "LazyGetItemMixin": "shardrec.pending",
-    "LazyNoWait": "shardrec.pending",
-    "QuantizedComms": "shardrec.exchange.wire",
-    "ReplicatedModel": "shardrec.modules",
-    "ScriptError": "shardrec.scripting",
-    "Shard": "shardrec.layout",
-    "ShardedEmbeddingBagCollection": "shardrec.modules",
-    "ShardedEmbeddingCollection": "shardrec.modules",
-    "ShardedModel": "shardrec.modules",
-    "ShardingPlan": "shardrec.layout",
-    "TableLayout": "shardrec.layout",
-    "Topology": "shardrec.layout",
-    "annotate_for_dynamo": "shardrec.modules.annotate",
-    "as_await": "shardrec.pending",
-    "as_lazy": "shardrec.pending",
-    "awaitable": "shardrec.pending",
-    "awaitable_nowait": "shardrec.pending",
-    "awaitable_wait": "shardrec.pending",
-    "detect_anomaly": "shardrec.modules",
-    "export": "shardrec.serve.export",
-    "fork": "shardrec.pending",
-    "gather": "shardrec.pending",
-    "join": "shardrec.pending",
-    "load_checkpoint": "shardrec.checkpoint",
-    "plan": "shardrec.planner",
-    "save_checkpoint": "shardrec.checkpoint",
-    "script": "shardrec.scripting",
-    "shard": "shardrec.modules",
-    "unannotate": "shardrec.modules.annotate",
-    "wait": "shardrec.pending",
+_NAMES = {
+    "checkpoint": "Checkpoints load_checkpoint save_checkpoint",
+    "exchange.wire": "QuantizedComms",
+    "ids": "DynamicIds",
+    "layout": "Shard ShardingPlan TableLayout Topology",
+    "modules": "DistributedModelParallel ReplicatedModel ShardedEmbeddingBagCollection ShardedEmbeddingCollection "
+    "ShardedModel detect_anomaly shard",
+    "modules.annotate": "annotate_for_dynamo unannotate",
+    "pending": "Await Awaitable LazyAwaitable LazyGetItemMixin LazyNoWait as_await as_lazy awaitable awaitable_nowait "
+    "awaitable_wait fork gather join wait",
+    "planner": "Constraint plan",
+    "scripting": "ScriptError script",
+    "serve": "ExportError",
+    "serve.export": "export",
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 
-# These import fbgemm-gpu or torchrec: a mismatch is to be told before the linker tells it worse.
-_COMPUTING = frozenset(
-    {
-        "shardrec.checkpoint",
-        "shardrec.serve.export",
-        "shardrec.exchange.wire",
-        "shardrec.modules",
-        "shardrec.modules.annotate",
-        "shardrec.planner",
-        "shardrec.serve",
-    }
-)
+# The others import fbgemm-gpu or torchrec: a mismatch is to be told before the linker tells it worse.
+_WITHOUT_FBGEMM = {"ids", "layout", "pending", "scripting"}
 
 
 def __getattr__(name: str) -> Any:
     """Imports the home of a public name, or a subpackage such as ``shardrec.layout``, when it is first asked for."""
     home = _HOMES.get(name)
     if home is not None:
-        if home in _COMPUTING:
+        if home not in _WITHOUT_FBGEMM:
             from shardrec._versions import check_versions
 
             check_versions()
-        value = getattr(import_module(home), name)
+        value = getattr(import_module(f"{__name__}.{home}"), name)
     elif not name.startswith("_") and util.find_spec(f"{__name__}.{name}") is not None:
         value = import_module(f"{__name__}.{name}")
     else:

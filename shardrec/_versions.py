@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata, util
+from typing import NamedTuple
 
 from shardrec.errors import VersionError
 
@@ -45,20 +46,19 @@ MATCHING_SETS: tuple[MatchingSet, ...] = (
 """Every set that shardrec supports, newest first; README says what ran with each."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Found:
-    """One of the three packages as it is installed; no version means a plain folder on the path, without metadata."""
+class _Found(NamedTuple):
+    """One of the three packages as it is installed.
+
+    Args:
+        name: of its distribution.
+        version: "" for a plain folder on the path, without metadata; None if it is not there.
+    """
 
     name: str
     version: str | None
-    present: bool
-
-    @property
-    def minor(self) -> str | None:
-        return _minor(self.version or "")
 
     def __str__(self) -> str:
-        if not self.present:
+        if self.version is None:
             return f"no {self.name}"
         return f"{self.name} {self.version or 'of unknown version'}"
 
@@ -102,7 +102,7 @@ def check_versions() -> None:
         VersionError: in one sentence, what was found and what would match.
     """
     torch, torchrec = _find("torch", "torch"), _find("torchrec", "torchrec")
-    builds = [found for name in _FBGEMM_BUILDS if (found := _find(name, None)).present]
+    builds = [found for name in _FBGEMM_BUILDS if (found := _find(name, None)).version is not None]
     fbgemm = builds or [_find("fbgemm-gpu", "fbgemm_gpu")]
     trio = (torch, *fbgemm, torchrec)
     wanted = _wanted(torch)
@@ -119,25 +119,23 @@ def check_versions() -> None:
 def _find(name: str, module: str | None) -> _Found:
     """The distribution ``name``, or the plain folder ``module`` if it has no metadata."""
     try:
-        version = metadata.version(name)
+        return _Found(name, metadata.version(name) or "")
     except metadata.PackageNotFoundError:
-        present = module is not None and util.find_spec(module) is not None
-        return _Found(name=name, version=None, present=present)
-    return _Found(name=name, version=version, present=True)
+        return _Found(name, "" if module is not None and util.find_spec(module) is not None else None)
 
 
-def _minor(version: str) -> str | None:
-    match = re.match(r"\d+\.\d+", version)
+def _minor(version: str | None) -> str | None:
+    match = re.match(r"\d+\.\d+", version or "")
     return match.group() if match else None
 
 
 def _wanted(torch: _Found) -> MatchingSet:
     """The set for the installed torch, since that is the one a user is least willing to change; else the newest."""
-    return next((each for each in MATCHING_SETS if each.torch == torch.minor), MATCHING_SETS[0])
+    return next((each for each in MATCHING_SETS if each.torch == _minor(torch.version)), MATCHING_SETS[0])
 
 
 def _fits(found: _Found, minor: str | None) -> bool:
-    return found.present and (found.version is None or found.minor == minor)
+    return found.version == "" or (found.version is not None and _minor(found.version) == minor)
 
 
 def _load(found: Sequence[_Found], wanted: MatchingSet) -> None:
@@ -157,18 +155,17 @@ def _load(found: Sequence[_Found], wanted: MatchingSet) -> None:
 def _without_its_warning() -> Iterator[None]:
     """fbgemm-gpu 1.6 does not know of itself, warns on the root logger, and so gives that a handler."""
 
-    class Hush(logging.NullHandler):
-        def filter(self, record: logging.LogRecord) -> bool:
-            return "_fbgemm_torch_compat_table has no entry" not in record.getMessage()
+    def is_another(record: logging.LogRecord) -> bool:
+        return "_fbgemm_torch_compat_table has no entry" not in record.getMessage()
 
-    root, hush = logging.getLogger(), Hush()
-    root.addHandler(hush)  # with a handler, the root logger is given no other
-    root.addFilter(hush)
+    root, silent = logging.getLogger(), logging.NullHandler()
+    root.addHandler(silent)  # with a handler, the root logger is given no other
+    root.addFilter(is_another)
     try:
         yield
     finally:
-        root.removeFilter(hush)
-        root.removeHandler(hush)
+        root.removeFilter(is_another)
+        root.removeHandler(silent)
 
 
 def _listed(found: Sequence[_Found]) -> str:
@@ -180,7 +177,7 @@ def _remedy(wanted: MatchingSet, fbgemm: Sequence[_Found]) -> str:
     others = " or ".join(
         f"torch {each.torch} with {each.fbgemm} and {each.torchrec}" for each in MATCHING_SETS if each != wanted
     )
-    installed = [each.name for each in fbgemm if each.version is not None]
+    installed = [each.name for each in fbgemm if each.version]
     build = installed[0] if len(installed) == 1 else "fbgemm-gpu-cpu"
     both = "uninstall both builds of fbgemm-gpu, which overwrite each other, then " if len(installed) > 1 else ""
     return (

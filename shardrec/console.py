@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -22,8 +23,6 @@ def console(width: int = LOG_WIDTH, *, stderr: bool = False) -> Console:
         width: columns, where there is no terminal and ``COLUMNS`` is not set.
         stderr: print to it instead of stdout.
     """
-    import os
-
     from rich.console import Console
 
     found = Console(stderr=stderr)

@@ -6,13 +6,14 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "shardrec"
 
 LAYERS = [
     {"errors", "memory", "_dynamo"},
-    {"_built", "_torchscript", "_versions", "console"},
+    {"_torchscript", "_versions", "console"},
     {"native", "pending"},
     {"layout"},
     {"exchange"},
@@ -133,7 +134,6 @@ def test_private_attributes_stay_in_their_folder() -> None:
 def test_no_public_name_that_is_loaded_late_is_a_files() -> None:
     """Importing the file would put it in the name's place."""
     for name, path in files().items():
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_HOMES":
-                hidden = {public for public in ast.literal_eval(node.value) if f"{name}.{public}" in files()}
-                assert not hidden, f"{name}: {sorted(hidden)}"
+        if "\n_HOMES = " in path.read_text():
+            hidden = {public for public in import_module(name)._HOMES if f"{name}.{public}" in files()}
+            assert not hidden, f"{name}: {sorted(hidden)}"

@@ -23,10 +23,6 @@ class Ranks:
     Args:
         group: the process group; None on one rank.
         device: where the group's collectives take their tensors.
-
-    Attributes:
-        rank: of this process.
-        size: number of ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
@@ -57,7 +53,7 @@ class Ranks:
         except PeerError:
             raise
         except Exception as error:
-            fault, cause = _Fault(error, remedy), error
+            fault, cause = _for_all(error, remedy), error
         outcomes: list[Any] = [(fault, result)]
         if self._group is not None:
             outcomes = [None] * self.size
@@ -72,28 +68,21 @@ class Ranks:
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
 
-class _Fault:
-    """What went wrong on a rank, as it travels to the others.
-
-    Args:
-        error: as it was raised.
-        remedy: for an error of the operating system.
-    """
-
-    def __init__(self, error: Exception, remedy: str) -> None:
-        self.type = ConfigError if isinstance(error, ConfigError) else CheckpointError
-        if isinstance(error, ShardrecError):
-            self.text = str(error)
-        elif isinstance(error, OSError):
-            self.text = f"{error.filename or 'a file'}: {error.strerror or error}; {remedy}"
-        else:
-            self.text = f"{type(error).__name__}: {error}"
+def _for_all(error: Exception, remedy: str) -> ShardrecError:
+    """What went wrong on a rank, as it travels to the others."""
+    if isinstance(error, ConfigError):
+        return ConfigError(str(error))
+    if isinstance(error, ShardrecError):
+        return CheckpointError(str(error))
+    if isinstance(error, OSError):
+        return CheckpointError(f"{error.filename or 'a file'}: {error.strerror or error}; {remedy}")
+    return CheckpointError(f"{type(error).__name__}: {error}")
 
 
-def _joined(faults: dict[int, _Fault], ranks: int) -> ShardrecError:
-    kind = ConfigError if all(fault.type is ConfigError for fault in faults.values()) else CheckpointError
-    texts = {fault.text for fault in faults.values()}
+def _joined(faults: dict[int, ShardrecError], ranks: int) -> ShardrecError:
+    kind = ConfigError if all(isinstance(fault, ConfigError) for fault in faults.values()) else CheckpointError
+    texts = {str(fault) for fault in faults.values()}
     if len(faults) == ranks and len(texts) == 1:
         return kind(texts.pop())
-    lines = [f"rank {rank}: {fault.text}" for rank, fault in faults.items()]
+    lines = [f"rank {rank}: {fault}" for rank, fault in faults.items()]
     return kind(lines[0] if len(lines) == 1 else f"{len(lines)} ranks failed:\n  " + "\n  ".join(lines))

@@ -227,49 +227,37 @@ class OpenFile:
             into, start = into[count:], start + count
 
     def read(self, start: int, saved: Rect, dtype: torch.dtype, into: Tensor, place: Rect, buffer: Tensor) -> None:
-        """Read what a saved rectangle and a matrix in memory have in common.
+        """Read a part of a saved rectangle.
 
         Args:
             start: byte at which the saved rectangle begins.
             saved: which part of the tensor it is.
             dtype: of the saved values.
-            into: the matrix, of any dtype, on any device.
-            place: which part of the tensor the matrix is.
-            buffer: (BLOCK_BYTES,) uint8 on the CPU, for what cannot be read in place.
+            into: a matrix of any dtype, on any device.
+            place: which part of the tensor the matrix is, inside of ``saved``.
+            buffer: (n,) uint8 on the CPU, for what cannot be read in place; at least a row of ``saved``.
         """
-        common = saved.common(place)
-        if common is None:
-            return
         row_bytes = saved.cols * dtype.itemsize
-        start += (common.row_start - saved.row_start) * row_bytes
-        into = into[common.rows_in(place), common.cols_in(place)]
-        if into.device.type == "cpu" and into.dtype == dtype and into.is_contiguous() and common.cols == saved.cols:
+        start += (place.row_start - saved.row_start) * row_bytes
+        if into.device.type == "cpu" and into.dtype == dtype and into.is_contiguous() and place.cols == saved.cols:
             self._read(as_bytes(into).data, start)
             return
-        if row_bytes > buffer.numel():
-            buffer = torch.empty(row_bytes, dtype=torch.uint8)
         for part in into.split(buffer.numel() // row_bytes):
             block = buffer[: len(part) * row_bytes]
             self._read(block.numpy().data, start)
-            part.copy_(block.view(dtype).view(len(part), saved.cols)[:, common.cols_in(saved)])
+            part.copy_(block.view(dtype).view(len(part), saved.cols)[:, place.cols_in(saved)])
             start += len(block)
 
     def read_rows(
         self, rows: SavedRows, saved: Rect, dtype: torch.dtype, into: Tensor, place: Rect, buffer: Tensor
     ) -> None:
         """As :meth:`read`, of some rows of the saved rectangle."""
-        common = saved.common(place)
-        if common is None:
-            return
-        into = into[common.rows_in(place), common.cols_in(place)]
         row_bytes = saved.cols * dtype.itemsize
-        wanted = common.rows_in(saved)
+        wanted = place.rows_in(saved)
         begin, end = (
-            bisect_left(range(rows.length), row, key=lambda place: int(self._numbers(rows, place, 1)))
+            bisect_left(range(rows.length), row, key=lambda number: int(self._numbers(rows, number, 1)))
             for row in (wanted.start, wanted.stop)
         )
-        if row_bytes > buffer.numel():
-            buffer = torch.empty(row_bytes, dtype=torch.uint8)
         length = max(1, buffer.numel() // (row_bytes + 8))
         for first in range(begin, end, length):
             numbers = self._numbers(rows, first, min(length, end - first)) - wanted.start
@@ -277,7 +265,7 @@ class OpenFile:
                 raise self._damaged(f"has numbers of rows at byte {rows.numbers:,} that do not ascend")
             block = buffer[: len(numbers) * row_bytes]
             self._read(block.numpy().data, rows.start + first * row_bytes)
-            values = block.view(dtype).view(len(numbers), saved.cols)[:, common.cols_in(saved)]
+            values = block.view(dtype).view(len(numbers), saved.cols)[:, place.cols_in(saved)]
             into[numbers.to(into.device)] = values.to(into.device, into.dtype)
 
     def _numbers(self, rows: SavedRows, first: int, count: int) -> Tensor:

@@ -40,19 +40,17 @@ def export_ids(model: ShardedModel, folder: str | Path) -> None:
         import pyarrow.parquet as pq
 
         Path(folder).mkdir(parents=True, exist_ok=True)
-        parts = []
+        schema = pa.schema([("table", pa.string()), *((name, pa.int64()) for name in ("id", "row", "uses", "last"))])
+        parts = [schema.empty_table()]
         for table in dynamic_tables(model):
-            for shard, one in table.blocks():
+            for (shard, *_), one in table.blocks():
                 if shard.col_start:
                     continue
                 rows = (one.records[:, 1] > 0).nonzero().squeeze(1)
-                columns: dict[str, Any] = {"table": pa.array([table.layout.name] * len(rows), pa.string())}
-                columns |= {"id": one.records[rows, 0].numpy(), "row": (rows + shard.row_start).numpy()}
-                columns |= {"uses": one.records[rows, 1].numpy(), "last": one.records[rows, 2].numpy()}
-                parts.append(pa.table(columns))
-        names = [("table", pa.string()), *((name, pa.int64()) for name in ("id", "row", "uses", "last"))]
-        whole = pa.concat_tables([pa.schema(names).empty_table(), *parts])
-        pq.write_table(whole, Path(folder) / f"ids-{ranks.rank:05}.parquet")
+                ids, uses, last = one.records[rows].t().numpy()
+                columns = {"id": ids, "row": (rows + shard.row_start).numpy(), "uses": uses, "last": last}
+                parts.append(pa.table({"table": [table.layout.name] * len(rows), **columns}, schema=schema))
+        pq.write_table(pa.concat_tables(parts), Path(folder) / f"ids-{ranks.rank:05}.parquet")
 
     ranks.agree("save", write, remedy=_REMEDY)
 
@@ -88,13 +86,13 @@ def import_ids(model: ShardedModel, folder: str | Path) -> None:
             own = whole.filter(pc.equal(whole["table"], table.layout.name))
             if not own.num_rows:
                 continue
-            columns = [
+            ids, rows = (torch.tensor(own[name].to_numpy()) for name in ("id", "row"))
+            uses, last = (
                 torch.tensor(own[name].to_numpy()) if name in own.column_names else torch.full((own.num_rows,), default)
-                for name, default in (("id", 0), ("row", 0), ("uses", 1), ("last", 0))
-            ]
-            ids, rows, uses, last = columns
+                for name, default in (("uses", 1), ("last", 0))
+            )
             _check(table.layout, ids, rows)
-            for shard, one in table.blocks():
+            for (shard, *_), one in table.blocks():
                 here = ((rows >= shard.row_start) & (rows < shard.row_end)).nonzero().squeeze(1)
                 records, places = one.records.clone(), rows[here] - shard.row_start
                 records[records[:, 1] > 0] = 0

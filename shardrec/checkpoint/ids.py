@@ -23,6 +23,7 @@ from shardrec.errors import ConfigError
 from shardrec.ids.id_map import IdMap
 from shardrec.ids.maps import IdMaps
 from shardrec.ids.move import Placed, placed
+from shardrec.ids.options import Evict
 from shardrec.layout import Shard, TableLayout
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.model import ShardedModel
@@ -41,23 +42,17 @@ class DynamicTable:
         path: of its module in the model.
         layout: where it is.
         collection: that has it.
+        maps: of the collection.
     """
 
     path: str
     layout: TableLayout
     collection: ShardedCollection
+    maps: IdMaps
 
-    @property
-    def maps(self) -> IdMaps:
-        """The maps of its collection."""
-        assert self.collection.id_maps is not None, "a table with dynamic ids has a map"
-        return self.collection.id_maps
-
-    def blocks(self) -> Iterator[tuple[Shard, IdMap]]:
-        """This rank's row blocks, as shards of the first of its column stripes, and their maps."""
-        for (table, row_start), one in self.maps.maps.items():
-            if table == self.layout.name:
-                yield self.maps.shards(table, row_start)[0], one
+    def blocks(self) -> Iterator[tuple[list[Shard], IdMap]]:
+        """See :meth:`shardrec.ids.maps.IdMaps.blocks`."""
+        return self.maps.blocks(self.layout.name)
 
     def held(self) -> dict[str, HeldTensor]:
         """The maps' tensors, by name."""
@@ -70,7 +65,7 @@ class DynamicTable:
                     values=getattr(one, name),
                     saved=shard.col_start == 0,
                 )
-                for shard, one in self.blocks()
+                for (shard, *_), one in self.blocks()
             )
             shape = (self.layout.num_embeddings, 3)
             # Ids wait in places of their own, which are not those of rows.
@@ -83,7 +78,7 @@ def dynamic_tables(model: ShardedModel) -> list[DynamicTable]:
     """The tables with dynamic ids of a model, alike on every rank."""
     path_of = {id(module): path for path, module in model.module.named_modules() if isinstance(module, ShardedTable)}
     return [
-        DynamicTable(path=path_of[id(table)], layout=table.layout, collection=collection)
+        DynamicTable(path=path_of[id(table)], layout=table.layout, collection=collection, maps=collection.id_maps)
         for collection in model.module.modules()
         if isinstance(collection, ShardedCollection) and collection.id_maps is not None
         for table in collection.tables().values()
@@ -104,17 +99,13 @@ class Moves:
         self,
         model: ShardedModel,
         manifest: Manifest,
-        read: Callable[[SavedPart, torch.dtype, Tensor, Rect, Tensor], None],
+        read: Callable[[SavedPart, torch.dtype, Tensor, Rect], None],
     ) -> None:
         self._manifest = manifest
         self._read = read
         self._tables = dynamic_tables(model)
         self._placed: dict[tuple[str, int], Placed] = {}  # by path and first row
         self._waiting: dict[tuple[str, int], Placed] = {}
-
-    def is_map(self, name: str) -> bool:
-        """Whether a tensor is a map's, which :meth:`place` writes."""
-        return name.startswith("ids.")
 
     def has(self, name: str) -> bool:
         """Whether a tensor has a row for each row of a table with dynamic ids, so that its rows may be moved."""
@@ -133,22 +124,17 @@ class Moves:
             step = self._manifest.step_counts.get(f"ids of {table.layout.name}", 0)
             if saved.shape[0] != table.layout.num_embeddings:
                 self._refuse_ordinary(table)
-            for shard, one in table.blocks():
+            for (shard, *_), one in table.blocks():
                 key = table.path, shard.row_start
-                fresh = IdMap(shard.rows, options, table.maps.capacity(table.layout.name, shard.row_start))
-                found = self._read_records(saved, shard, table.layout)
-                self._placed[key] = placed(
-                    found, saved.shape[0], fresh.records, shard, table.layout, options.evict, step
-                )
+                fresh = IdMap(shard.rows, options, one.counts()["rows"])
+                found = self._placed_in(shard, table.layout, saved, fresh.records, options.evict, step)
+                self._placed[key] = found
                 if waiting is not None and one.candidates.size(0):
-                    found = self._read_records(waiting, shard, table.layout)
-                    self._waiting[key] = placed(
-                        found, saved.shape[0], fresh.candidates, shard, table.layout, "lru", step
-                    )
-                if self._placed[key].lost:
+                    self._waiting[key] = self._placed_in(shard, table.layout, waiting, fresh.candidates, "lru", step)
+                if found.lost:
                     warnings.warn(
                         f"table {table.layout.name!r}: rows {shard.row_start} to {shard.row_end} have no room for "
-                        f"{self._placed[key].lost} of the saved ids, which are left out, those first that "
+                        f"{found.lost} of the saved ids, which are left out, those first that "
                         f"evict={options.evict!r} evicts first; raise num_embeddings to keep them all",
                         stacklevel=2,
                     )
@@ -156,13 +142,13 @@ class Moves:
     def place(self) -> None:
         """Write the maps, and draw the rows anew that no id will have."""
         for table in self._tables:
-            for shard, one in table.blocks():
+            for (shard, *others), one in table.blocks():
                 key = table.path, shard.row_start
                 found = self._placed[key]
                 if not found.in_place and table.maps.step:
                     free = torch.ones(shard.rows, dtype=torch.bool).index_fill_(0, found.targets, False)
                     free[: found.fallback] = False
-                    for stripe in table.maps.shards(table.layout.name, shard.row_start):
+                    for stripe in (shard, *others):
                         table.collection.renew_rows(stripe, free.nonzero().squeeze(1), table.maps.step)
                 one.records.copy_(found.records)
                 one.candidates.zero_()
@@ -170,14 +156,13 @@ class Moves:
                     one.candidates.copy_(self._waiting[key].records)
                 one.rebuild()
 
-    def read(self, name: str, part: Part, into: Tensor, buffer: Tensor) -> bool:
+    def read(self, name: str, part: Part, into: Tensor) -> bool:
         """Read a part whose rows have moved.
 
         Args:
             name: of its tensor.
             part: of the model.
             into: its values as a matrix.
-            buffer: as :meth:`OpenFile.read` takes it.
 
         Returns:
             Whether they have moved; else nothing is done.
@@ -199,7 +184,7 @@ class Moves:
                 rows = torch.empty((found.fallback, right - left), dtype=dtype)
                 place = Rect(first, first + found.fallback, left, right)
                 if one.rect.common(place) == place:
-                    self._read(one, dtype, rows, place, buffer)
+                    self._read(one, dtype, rows, place)
                     mean[:, left - part.rect.col_start : right - part.rect.col_start] += rows.double() * share
             length = max(1, BLOCK_BYTES // ((right - left) * dtype.itemsize))
             for start in range(one.rect.row_start, one.rect.row_end, length):
@@ -208,7 +193,7 @@ class Moves:
                 if not bool(chosen.any()):
                     continue
                 rows = torch.empty((end - start, right - left), dtype=dtype)
-                self._read(one, dtype, rows, Rect(start, end, left, right), buffer)
+                self._read(one, dtype, rows, Rect(start, end, left, right))
                 moved = rows.index_select(0, found.sources[chosen] - start).to(into.device, into.dtype)
                 columns.index_copy_(0, found.targets[chosen].to(into.device), moved)
         into[: found.fallback] = mean.to(into.device, into.dtype)
@@ -231,14 +216,15 @@ class Moves:
                 "apply_optimizer_in_backward"
             )
 
-    def _read_records(self, saved: SavedTensor, shard: Shard, layout: TableLayout) -> list[tuple[int, Tensor]]:
-        """The saved blocks that a row block overlaps: first row, and records (n, 3)."""
+    def _placed_in(
+        self, shard: Shard, layout: TableLayout, saved: SavedTensor, fresh: Tensor, evict: Evict, step: int
+    ) -> Placed:
+        """Read the saved blocks that a row block overlaps, and give their ids its rows."""
         old, new = saved.shape[0], layout.num_embeddings
-        buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
         found = []
         for one in sorted(saved.parts, key=lambda one: one.rect.row_start):
             if one.rect.row_start * new < shard.row_end * old and one.rect.row_end * new > shard.row_start * old:
                 records = torch.empty((one.rect.row_end - one.rect.row_start, 3), dtype=torch.int64)
-                self._read(one, torch.int64, records, one.rect, buffer)
+                self._read(one, torch.int64, records, one.rect)
                 found.append((one.rect.row_start, records))
-        return found
+        return placed(found, old, fresh, shard, layout, evict, step)

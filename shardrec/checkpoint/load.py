@@ -123,6 +123,7 @@ class _Source:
         self._folder = folder
         self._ranks = ranks
         self._stack = stack
+        self._buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
         self._open: dict[int, OpenFile] = {}
         self._held: dict[str, HeldTensor] = {}
         self._moves: Moves | None = None
@@ -184,17 +185,23 @@ class _Source:
             )
         return self._open[number]
 
-    def _read(self, saved: SavedPart, dtype: torch.dtype, into: Tensor, place: Rect, buffer: Tensor) -> None:
+    def _read(self, saved: SavedPart, dtype: torch.dtype, into: Tensor, place: Rect) -> None:
         """Read what a saved part and a matrix in memory have in common, as :meth:`OpenFile.read` takes them."""
-        self._file(saved.file).read(saved.start, saved.rect, dtype, into, place, buffer)
+        common = saved.rect.common(place)
+        if common is None:
+            return
+        into = into[common.rows_in(place), common.cols_in(place)]
+        row_bytes = saved.rect.cols * dtype.itemsize
+        buffer = self._buffer if row_bytes <= len(self._buffer) else torch.empty(row_bytes, dtype=torch.uint8)
+        self._file(saved.file).read(saved.start, saved.rect, dtype, into, common, buffer)
         for rows in saved.changes:
-            self._file(rows.file).read_rows(rows, saved.rect, dtype, into, place, buffer)
+            self._file(rows.file).read_rows(rows, saved.rect, dtype, into, common, buffer)
 
     def read(self, model: ShardedModel, optimizer: torch.optim.Optimizer | None) -> None:
         """Read what this rank holds into its memory."""
-        manifest, moves, buffer = self.manifest, self._moves, torch.empty(BLOCK_BYTES, dtype=torch.uint8)
+        manifest, moves = self.manifest, self._moves
         if model.context.device.type == "cuda":
-            buffer = buffer.pin_memory()
+            self._buffer = self._buffer.pin_memory()
         start = rank_name(self._ranks.rank, "")
         own = {
             name: torch.empty(one.shape, dtype=DTYPES[one.dtype])
@@ -206,15 +213,15 @@ class _Source:
         assert moves is not None, "what is read was verified"
         moves.place()
         for name, target in targets.items():
-            if moves.is_map(name):
+            if name.startswith("ids."):  # which moves.place has written
                 continue
             saved = manifest.tensors[name]
             for part in target.parts:
                 into = as_matrix(part.values)
-                if moves.read(name, part, into, buffer):
+                if moves.read(name, part, into):
                     continue
                 for one in saved.parts:
-                    self._read(one, DTYPES[saved.dtype], into, part.rect, buffer)
+                    self._read(one, DTYPES[saved.dtype], into, part.rect)
                 if into.data_ptr() != part.values.data_ptr():
                     part.values.copy_(into.view(part.values.shape))
         for collection in sharded_collections(model):

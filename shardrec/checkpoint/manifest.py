@@ -22,7 +22,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -135,8 +135,7 @@ class SavedTensor:
                     yield f"{name}: bytes {start} to {end} of file {file} are outside of it"
             shards.append(Shard(**{"table": name, **rect._asdict(), "rank": part.file}))
         for region in miscovered(whole.row_end, whole.col_end, shards) if math.prod(self.shape) else ():
-            rows, columns = ("{}:{}".format(*one) for one in (region.rows, region.columns))
-            yield f"{name}: rows {rows}, columns {columns} are {'there twice' if region.owners else 'missing'}"
+            yield f"{name}: {region} are {'there twice' if region.owners else 'missing'}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,13 +157,13 @@ class Manifest:
     """
 
     data: str
-    files: tuple[SavedFile, ...]
-    linked: tuple[SavedFile, ...]
-    tensors: Mapping[str, SavedTensor]
+    files: tuple[SavedFile, ...] = ()
+    linked: tuple[SavedFile, ...] = ()
+    tensors: Mapping[str, SavedTensor] = field(default_factory=dict)
     numbers: Mapping[str, Any]
-    plan: Mapping[str, Any]
+    plan: Mapping[str, Any] = field(default_factory=dict)
     step_counts: Mapping[str, int]
-    fused_settings: Mapping[str, Mapping[str, Any]]
+    fused_settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     param_groups: Sequence[Mapping[str, Any]] | None
     extra: Mapping[str, Any]
 

@@ -12,9 +12,10 @@ from __future__ import annotations
 import json
 import secrets
 import shutil
-import threading
 import warnings
 from collections.abc import Callable, Mapping
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -59,22 +60,16 @@ class PendingSave:
     """
 
     def __init__(self, run: Callable[[], None] | None = None) -> None:
-        self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
+        self._future: Future[None] | None = None
         if run is not None:
-            self._thread = threading.Thread(target=self._run, args=(run,), name="shardrec save")
-            self._thread.start()
-
-    def _run(self, run: Callable[[], None]) -> None:
-        try:
-            run()
-        except BaseException as error:
-            self._error = error
+            thread = ThreadPoolExecutor(1, thread_name_prefix="shardrec save")
+            self._future = thread.submit(run)
+            thread.shutdown(wait=False)
 
     @property
     def done(self) -> bool:
         """Whether nothing is under way any more on this rank; :meth:`wait` tells whether it went well."""
-        return self._thread is None or not self._thread.is_alive()
+        return self._future is None or self._future.done()
 
     def wait(self) -> None:
         """Return when the checkpoint is complete and on the disk. Every rank calls it.
@@ -83,11 +78,10 @@ class PendingSave:
             CheckpointError: on every rank, if it could not be written; what was there before is still there.
             PeerError: if another rank is gone.
         """
-        if self._thread is not None:
-            self._thread.join()
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        if self._future is not None:
+            futures.wait([self._future])
+            future, self._future = self._future, None
+            future.result()
 
 
 @dataclass(kw_only=True)
@@ -159,25 +153,6 @@ def save_checkpoint(
     return save(Path(path), model, optimizer, extra, rank_state=rank_state, wait=wait, incremental=incremental)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Prepared:
-    """What the ranks tell each other before anything is written.
-
-    Args:
-        data: name of the data folder; rank 0's counts.
-        extra: rank 0's counts.
-        step_counts: per table; the highest counts, for only the ranks that hold a shard count.
-        numbers: states that are Python numbers; the first rank's count.
-        param_groups: of a table, only its holders have the parameters.
-    """
-
-    data: str
-    extra: dict[str, Any]
-    step_counts: dict[str, int]
-    numbers: dict[str, Any]
-    param_groups: list[dict[str, Any]] | None
-
-
 def save(
     folder: Path,
     model: ShardedModel,
@@ -196,16 +171,68 @@ def save(
         # Then it does not matter which of the ranks that hold a shard writes it.
         model.sync_replicas()
     ranks = Ranks(model.group, model.context.device)
+    manifest, tensors = _prepared(ranks, folder, model, optimizer, extra, rank_state)
+    data = (folder / manifest.data).absolute()
+    elsewhere: list[Written] = model.save_servers(data, ranks.size) if model.servers else []
+    background = _BACKGROUND.setdefault(model, _Background())
+    before = background.before if incremental else None
+
+    def write(ranks: Ranks, tensors: Mapping[str, HeldTensor]) -> None:
+        try:
+            written = ranks.agree(
+                "save", lambda: _write(data, ranks.rank, tensors, before, incremental), remedy=_REMEDY
+            )
+        except CheckpointError:
+            shutil.rmtree(data, ignore_errors=True)
+            raise
+
+        def complete() -> None:
+            if ranks.rank == 0:
+                _complete(folder, manifest, [*written, *((one, []) for one in elsewhere)])
+                if then is not None:
+                    then()
+
+        ranks.agree("save", complete, remedy=_REMEDY)
+        if before is not None:
+            before.complete = True
+
+    if wait:
+        write(ranks, tensors)
+        return PendingSave()
+    if background.ranks is None:
+        group = model.group and subgroup(model.group, range(ranks.size), model.context.device, "gloo", "save")
+        background.ranks = Ranks(group, torch.device("cpu"))
+    of_threads = background.ranks
+    copies, ready = _copied(tensors, background)
+
+    def run() -> None:
+        ready()
+        write(of_threads, copies)
+
+    background.pending = PendingSave(run)
+    return background.pending
+
+
+def _prepared(
+    ranks: Ranks,
+    folder: Path,
+    model: ShardedModel,
+    optimizer: torch.optim.Optimizer | None,
+    extra: Mapping[str, Any] | None,
+    rank_state: Mapping[str, Tensor] | None,
+) -> tuple[Manifest, dict[str, HeldTensor]]:
+    """Make the data folder: the manifest without files and tensors, and what this rank holds, by name."""
     tensors: dict[str, HeldTensor] = {}
 
-    def prepare() -> _Prepared:
+    def prepare() -> Manifest:
+        """The manifest as this rank knows it."""
         states, numbers = optimizer_state(model, optimizer)
         tensors.update(model_tensors(model) | states)
         tensors.update({rank_name(ranks.rank, key): held(one, saved=True) for key, one in (rank_state or {}).items()})
         for name, one in tensors.items():
             if one.dtype not in DTYPES.values():
                 raise ConfigError(f"{name} is {one.dtype}, which a checkpoint cannot hold; convert it before saving")
-        return _Prepared(
+        return Manifest(
             extra=_as_json(extra or {}),
             step_counts={key: n for one in sharded_collections(model) for key, n in one.step_counts().items()},
             numbers=numbers,
@@ -214,47 +241,17 @@ def save(
         )
 
     prepared = ranks.agree("save", prepare, remedy=_REMEDY)
-    manifest = Manifest(
-        data=prepared[0].data,
-        files=(),
-        linked=(),
-        tensors={},
+    manifest = replace(
+        prepared[0],  # whose data folder and extra data count
+        # Of several ranks that have a number, the first one's counts.
         numbers={name: value for one in reversed(prepared) for name, value in one.numbers.items()},
         plan=model.plan.to_json(),
+        # The highest, for only the ranks that hold a shard count.
         step_counts={key: max(one.step_counts.get(key, 0) for one in prepared) for key in prepared[0].step_counts},
         fused_settings=fused_settings(model),
         param_groups=_merged_groups(prepared),
-        extra=prepared[0].extra,
     )
-    elsewhere: list[Written] = []
-    if model.servers:
-        elsewhere = model.save_servers(folder / manifest.data, ranks.size)
-    background = _BACKGROUND.setdefault(model, _Background())
-    job = _Job(
-        folder=folder,
-        ranks=ranks,
-        tensors=tensors,
-        manifest=manifest,
-        then=then,
-        elsewhere=elsewhere,
-        before=background.before if incremental else None,
-        incremental=incremental,
-    )
-    if wait:
-        job.run()
-        return PendingSave()
-    if background.ranks is None:
-        group = model.group and subgroup(model.group, range(ranks.size), model.context.device, "gloo", "save")
-        background.ranks = Ranks(group, torch.device("cpu"))
-    copies, ready = _copied(tensors, background)
-    job = replace(job, ranks=background.ranks, tensors=copies)
-
-    def run() -> None:
-        ready()
-        job.run()
-
-    background.pending = PendingSave(run)
-    return background.pending
+    return manifest, tensors
 
 
 def check_incremental(incremental: int) -> None:
@@ -278,12 +275,14 @@ def _as_json(extra: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _merged_groups(prepared: list[_Prepared]) -> list[dict[str, Any]] | None:
-    merged = prepared[0].param_groups
-    for one in prepared[1:] if merged is not None else ():
-        for group, other in zip(merged or (), one.param_groups or (), strict=True):
-            group["parameters"] = sorted({*group["parameters"], *other["parameters"]})
-    return merged
+def _merged_groups(prepared: list[Manifest]) -> list[dict[str, Any]] | None:
+    """Of a table, only its holders have the parameters."""
+    if prepared[0].param_groups is None:
+        return None
+    every = zip(*(one.param_groups or () for one in prepared), strict=True)
+    return [
+        {**groups[0], "parameters": sorted({name for one in groups for name in one["parameters"]})} for groups in every
+    ]
 
 
 def _copied(
@@ -314,80 +313,43 @@ def _copied(
     return copied, event.synchronize
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Job:
-    """A save of which the ranks have agreed that it can be made.
+def _write(
+    data: Path, number: int, tensors: Mapping[str, HeldTensor], before: SavedBefore | None, incremental: int
+) -> tuple[Written, list[SavedFile]]:
+    """Write this rank's file; returns the files that it has linked, too."""
+    if before is None:
+        return write_part(data, number, tensors), []
+    kept = before.kept(tensors, data, number, incremental)
+    linked = [file for file, _ in before.files]
+    file, index = write_part(data, number, tensors, kept, len(linked))
+    before.wrote(file, data, {(name, part.rect): part for name, one in index.items() for part in one.parts})
+    return (file, index), linked
 
-    Args:
-        folder: of the checkpoint.
-        ranks: that write.
-        tensors: what this rank holds, by name.
-        manifest: without files and tensors.
-        then: done on rank 0 when the checkpoint is complete.
-        elsewhere: files that others than these ranks have written.
-        before: what this rank has saved before; None to write all.
-        incremental: how many saves in a row may write changed rows alone.
-    """
 
-    folder: Path
-    ranks: Ranks
-    tensors: Mapping[str, HeldTensor]
-    manifest: Manifest
-    then: Callable[[], None] | None
-    elsewhere: list[Written] = field(default_factory=list)
-    before: SavedBefore | None = None
-    incremental: int = 0
-
-    def run(self) -> None:
-        try:
-            written = self.ranks.agree("save", self._write, remedy=_REMEDY)
-        except CheckpointError:
-            shutil.rmtree(self.folder / self.manifest.data, ignore_errors=True)
-            raise
-        everyone = [*written, *((one, []) for one in self.elsewhere)]
-        self.ranks.agree("save", lambda: self._complete(everyone), remedy=_REMEDY)
-        if self.before is not None:
-            self.before.complete = True
-
-    def _write(self) -> tuple[Written, list[SavedFile]]:
-        """Write this rank's file; returns the files that it has linked, too."""
-        data, number, before = (self.folder / self.manifest.data).absolute(), self.ranks.rank, self.before
-        if before is None:
-            return write_part(data, number, self.tensors), []
-        kept = before.kept(self.tensors, data, number, self.incremental)
-        linked = [file for file, _ in before.files]
-        file, tensors = write_part(data, number, self.tensors, kept, len(linked))
-        before.wrote(file, data, {(name, part.rect): part for name, one in tensors.items() for part in one.parts})
-        return (file, tensors), linked
-
-    def _complete(self, written: list[tuple[Written, list[SavedFile]]]) -> None:
-        """On rank 0, make the folder a checkpoint of what the ranks have written."""
-        if self.ranks.rank:
-            return
-        tensors: dict[str, SavedTensor] = {}
-        linked: list[SavedFile] = []
-        for number, ((file, index), links) in enumerate(written):
-            path = self.folder / self.manifest.data / file.name
-            if path.stat().st_size != file.size:
-                raise CheckpointError(f"{path} has {path.stat().st_size:,} bytes, and {file.size:,} were written")
-            numbers = {place: len(written) + len(linked) + place for place in range(len(links))} | {len(links): number}
-            linked += links
-            for name, one in index.items():
-                moved = replace(one, parts=tuple(part.moved(numbers) for part in one.parts))
-                tensors[name] = _merged(tensors.get(name, moved), moved, name)
-        files = tuple(file for (file, _), _ in written)
-        manifest = replace(self.manifest, files=files, linked=tuple(linked), tensors=tensors)
-        faults = manifest.faults()
-        if faults:
-            raise CheckpointError(
-                f"{self.folder} was not written, for the ranks do not hold all of {'; '.join(faults[:3])}; make a "
-                "training step on every rank before the first save"
-            )
-        write_manifest(self.folder, manifest)
-        for path in leftovers(self.folder, manifest.data):
-            remove(path)
-        if self.then is not None:
-            self.then()
+def _complete(folder: Path, manifest: Manifest, written: list[tuple[Written, list[SavedFile]]]) -> None:
+    """Make the folder a checkpoint of what the ranks have written."""
+    tensors: dict[str, SavedTensor] = {}
+    linked: list[SavedFile] = []
+    for number, ((file, index), links) in enumerate(written):
+        path = folder / manifest.data / file.name
+        if path.stat().st_size != file.size:
+            raise CheckpointError(f"{path} has {path.stat().st_size:,} bytes, and {file.size:,} were written")
+        numbers = {place: len(written) + len(linked) + place for place in range(len(links))} | {len(links): number}
+        linked += links
+        for name, one in index.items():
+            moved = replace(one, parts=tuple(part.moved(numbers) for part in one.parts))
+            tensors[name] = _merged(tensors.get(name, moved), moved, name)
+    files = tuple(file for (file, _), _ in written)
+    manifest = replace(manifest, files=files, linked=tuple(linked), tensors=tensors)
+    faults = manifest.faults()
+    if faults:
+        raise CheckpointError(
+            f"{folder} was not written, for the ranks do not hold all of {'; '.join(faults[:3])}; make a "
+            "training step on every rank before the first save"
+        )
+    write_manifest(folder, manifest)
+    for path in leftovers(folder, manifest.data):
+        remove(path)
 
 
 def write_part(

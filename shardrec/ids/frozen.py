@@ -57,7 +57,7 @@ class FrozenMaps(nn.Module):
         fallback = [one.options.fallback_rows for one in known]
         self.fallback_rows = torch.tensor([*fallback, 0], dtype=torch.int64, device=device)
         self.plain = len(known)
-        self.slot_maps = torch.tensor(numbers, dtype=torch.int64, device=device)
+        self.slot_maps = torch.tensor(numbers or [self.plain], device=device)
 
     def forward(self, lengths: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """The rows of ids; reads no value on the host.
@@ -71,10 +71,7 @@ class FrozenMaps(nn.Module):
         """
         ends = lengths.sum(dim=1, dtype=torch.int64).cumsum(0)
         slot_N = torch.searchsorted(ends, torch.arange(ids.size(0), device=ids.device), right=True)
-        slots = self.slot_maps
-        if slots.numel() == 0:
-            slots = torch.full_like(self.fallback_rows[:1], self.plain)
-        map_N = slots.index_select(0, slot_N.clamp(max=slots.size(0) - 1))
+        map_N = self.slot_maps.index_select(0, slot_N.clamp(max=self.slot_maps.size(0) - 1))
         hash_N = mixed(ids)
         key_N = hash_N ^ self.salts.index_select(0, map_N)
         place_N = torch.searchsorted(self.keys, key_N).clamp(max=self.keys.size(0) - 1)

@@ -11,7 +11,7 @@ which also admits, inserts and evicts, is one C++ operator; :mod:`shardrec.ids.f
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,8 +32,7 @@ COUNTED = ("lookups", "hits", "inserts", "evictions", "fallbacks", "no_room", "c
 _FIRST_COUNT = 3  # numbers of the state before those
 
 
-@dataclass(frozen=True, kw_only=True)
-class Looked:
+class Looked(NamedTuple):
     """What a lookup did.
 
     Args:
@@ -92,7 +91,7 @@ class IdMap:
             protect: ids used in this step or a later one keep their rows; default: ``step``.
         """
         options = self.options
-        evicted, lacking = torch.ops.shardrec.map_ids(
+        found = torch.ops.shardrec.map_ids(
             ids,
             rows,
             self.records,
@@ -108,7 +107,7 @@ class IdMap:
             step if protect is None else protect,
             learn,
         )
-        return Looked(evicted=evicted, lacking=lacking)
+        return Looked(*found)
 
     def open_reserve(self, capacity: int) -> None:
         """Let ids have ``capacity`` rows from now on, at least as many as before."""
@@ -119,9 +118,8 @@ class IdMap:
 
     def copy_(self, other: IdMap) -> None:
         """Become a copy of another map of the same form."""
-        pairs = zip(self._tensors(), other._tensors(), strict=True)
-        for one, of_other in pairs:
-            one.copy_(of_other)
+        for name in ("records", "candidates", "_buckets", "_candidate_buckets", "_state"):
+            getattr(self, name).copy_(getattr(other, name))
 
     @property
     def last_of_evicted(self) -> int:
@@ -133,9 +131,6 @@ class IdMap:
         uses = self.records[:, 1]
         counted = dict(zip(COUNTED, self._state[_FIRST_COUNT:].tolist(), strict=True))
         return counted | {"rows": int((uses >= 0).sum()), "used": int((uses > 0).sum())}
-
-    def _tensors(self) -> tuple[Tensor, ...]:
-        return self.records, self.candidates, self._buckets, self._candidate_buckets, self._state
 
 
 def _buckets_of(records: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 from typing import Any
@@ -64,15 +64,11 @@ class Mapped:
         return found
 
 
+@dataclass(eq=False)
 class _OpenStep:
     """A step whose backward is still to come; its graph holds it."""
 
-    def __init__(self, maps: IdMaps, step: int) -> None:
-        self._maps = maps
-        self.step = step
-
-    def close(self, gradient: Tensor) -> None:
-        self._maps.close(self)
+    step: int
 
 
 class IdMaps:
@@ -113,6 +109,8 @@ class IdMaps:
                 own = options[shard.table]
                 capacity = block_capacity(layouts[shard.table], shard, own)
                 self.maps[key] = IdMap(shard.rows, own, capacity)
+        for shards in self._shards.values():  # stripes of several widths are in several lookup groups
+            shards.sort()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> IdMaps:
         """Maps of its own, as these are now, which draw no rows anew: they are not to learn."""
@@ -177,34 +175,31 @@ class IdMaps:
         )
         return Mapped(asked=looked_up, kept=list(kept.split(list(asked.group_ids))), step=step)
 
-    def shards(self, table: str, row_start: int) -> list[Shard]:
-        """This rank's shards of a row block, one of each of its column stripes."""
-        return self._shards[table, row_start]
+    def blocks(self, table: str) -> Iterator[tuple[list[Shard], IdMap]]:
+        """This rank's row blocks of a table: the shards, one of each column stripe in column order, and their map.
 
-    def capacity(self, table: str, row_start: int) -> int:
-        """Rows of a row block that ids may have."""
-        return self.maps[table, row_start].counts()["rows"]
-
-    def counts_block(self, table: str, row_start: int) -> bool:
-        """Whether this rank's map of a row block is the one that counts: that of the first column stripe."""
-        return any(shard.col_start == 0 for shard in self._shards[table, row_start])
+        Of the ranks that hold a block, the map of the one with the table's first column is the one that is counted and
+        written.
+        """
+        for key, shards in self._shards.items():
+            if key[0] == table:
+                yield shards, self.maps[key]
 
     def set_options(self, layout: TableLayout, options: DynamicIds) -> None:
         """Let the ids of a table have as many rows as ``options`` say, at least as many as before."""
         self.options[layout.name] = options
-        for (table, row_start), one in self.maps.items():
-            if table == layout.name:
-                one.open_reserve(block_capacity(layout, self._shards[table, row_start][0], options))
+        for shards, one in self.blocks(layout.name):
+            one.open_reserve(block_capacity(layout, shards[0], options))
 
     def hold(self, looked_up: Sequence[Tensor], mapped: Mapped) -> None:
         """Keep the rows of a step for its backward, which begins with gradients of ``looked_up``."""
         if not mapped.step:
             return
-        one = _OpenStep(self, mapped.step)
+        one = _OpenStep(mapped.step)
         for rows in looked_up:
             if rows.requires_grad:
                 self._open.add(one)
-                rows.register_hook(one.close)
+                rows.register_hook(lambda _: self.close(one))
 
     def close(self, one: _OpenStep) -> None:
         """The backward of a step begins.
@@ -261,16 +256,17 @@ def collective_stats(
     maps: Sequence[IdMaps], collectives: Collectives, device: torch.device
 ) -> dict[str, dict[str, int]]:
     """Counts of all the tables' maps over all ranks, by table; one all-to-all if any table has dynamic ids."""
-    tables = [table for one in maps for table in one.options]
+    tables = [(table, one) for one in maps for table in one.options]
     if not tables:
         return {}
     names = (*COUNTED, "rows", "used")
     own = torch.zeros((len(tables), len(names)), dtype=torch.int64)
-    for one in maps:
-        for (table, row_start), each in one.maps.items():
-            if one.counts_block(table, row_start):
-                own[tables.index(table)] += torch.tensor([each.counts()[name] for name in names])
+    for number, (table, one) in enumerate(tables):
+        for shards, block in one.blocks(table):
+            if not shards[0].col_start:
+                counts = block.counts()
+                own[number] += torch.tensor([counts[name] for name in names])
     world_size, flat = collectives.world_size, own.view(-1).to(device)
     every = torch.stack(collectives.send([[flat]] * world_size, [flat.numel()] * world_size, "id counts").wait())
     total = every.cpu().sum(dim=0).view(len(tables), len(names)).tolist()
-    return {table: dict(zip(names, counts, strict=True)) for table, counts in zip(tables, total, strict=True)}
+    return {table: dict(zip(names, counts, strict=True)) for (table, _), counts in zip(tables, total, strict=True)}

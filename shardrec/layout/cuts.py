@@ -17,6 +17,7 @@ has 3 shards.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from shardrec.errors import PlanError
@@ -58,11 +59,8 @@ def row_wise(
             rows, the last ones shorter or left out, as TorchRec cuts.
     """
     edges = _row_edges(name, num_embeddings, len(ranks), boundaries)
-    rectangles = [
-        (top, bottom, 0, embedding_dim, rank)
-        for (top, bottom), rank in zip(pairwise(edges), ranks, strict=True)
-        if top < bottom
-    ]
+    blocks = zip(pairwise(edges), ranks, strict=True)
+    rectangles = [(top, bottom, 0, embedding_dim, rank) for (top, bottom), rank in blocks]
     return _layout(name, num_embeddings, embedding_dim, "row_wise", rectangles)
 
 
@@ -84,18 +82,15 @@ def column_wise(
         widths: columns of each stripe, multiples of 4 that add up to D; default: as even as multiples of 4 allow.
     """
     edges = _column_edges(name, embedding_dim, len(ranks), widths)
-    rectangles = [
-        (0, num_embeddings, left, right, rank)
-        for (left, right), rank in zip(pairwise(edges), ranks, strict=True)
-        if left < right
-    ]
+    stripes = zip(pairwise(edges), ranks, strict=True)
+    rectangles = [(0, num_embeddings, left, right, rank) for (left, right), rank in stripes]
     return _layout(name, num_embeddings, embedding_dim, "column_wise", rectangles)
 
 
 def table_row_wise(name: str, num_embeddings: int, embedding_dim: int, *, host: int, topology: Topology) -> TableLayout:
     """Row blocks over the ranks of ``host``, so that the partial sums stay inside it."""
     layout = row_wise(name, num_embeddings, embedding_dim, ranks=topology.host_ranks(host))
-    return _relabel(layout, "table_row_wise")
+    return replace(layout, cut="table_row_wise")
 
 
 def table_column_wise(
@@ -103,7 +98,7 @@ def table_column_wise(
 ) -> TableLayout:
     """Column stripes over the ranks of ``host``."""
     layout = column_wise(name, num_embeddings, embedding_dim, ranks=topology.host_ranks(host))
-    return _relabel(layout, "table_column_wise")
+    return replace(layout, cut="table_column_wise")
 
 
 def grid(
@@ -121,11 +116,8 @@ def grid(
     for (left, right), host in zip(pairwise(edges), hosts, strict=True):
         ranks = topology.host_ranks(host)
         rows = _row_edges(name, num_embeddings, len(ranks), None)
-        rectangles += [
-            (top, bottom, left, right, rank)
-            for (top, bottom), rank in zip(pairwise(rows), ranks, strict=True)
-            if top < bottom and left < right
-        ]
+        blocks = zip(pairwise(rows), ranks, strict=True)
+        rectangles += [(top, bottom, left, right, rank) for (top, bottom), rank in blocks]
     return _layout(name, num_embeddings, embedding_dim, "grid", rectangles)
 
 
@@ -142,22 +134,13 @@ def _layout(
     shards = tuple(
         Shard(table=name, row_start=top, row_end=bottom, col_start=left, col_end=right, rank=rank)
         for top, bottom, left, right, rank in rectangles
+        if top < bottom and left < right
     )
     layout = TableLayout(name=name, num_embeddings=num_embeddings, embedding_dim=embedding_dim, shards=shards, cut=cut)
     faults = layout.faults(world_size=max((shard.rank for shard in shards), default=0) + 1)
     if faults:
         raise PlanError(faults)
     return layout
-
-
-def _relabel(layout: TableLayout, cut: str) -> TableLayout:
-    return TableLayout(
-        name=layout.name,
-        num_embeddings=layout.num_embeddings,
-        embedding_dim=layout.embedding_dim,
-        shards=layout.shards,
-        cut=cut,
-    )
 
 
 def _row_edges(name: str, rows: int, parts: int, boundaries: Sequence[int] | None) -> list[int]:

@@ -211,7 +211,7 @@ class ShardingPlan:
             return cls(
                 topology=Topology.from_json(data["topology"]),
                 tables=tuple(map(_table_from_json, _field(data, "tables", list))),
-                report=_report_from_json(data),
+                report=None if data.get("report") is None else PlanReport.from_json(data["report"]),
             )
         except PlanError:
             raise
@@ -257,12 +257,6 @@ def _checked(value: object, kind: type[_T], what: str) -> _T:
     if type(value) is not kind:
         raise TypeError(f"{what} is {value!r}, which is no {kind.__name__}")
     return value
-
-
-def _report_from_json(data: Mapping[str, Any]) -> PlanReport | None:
-    if data.get("report") is None:
-        return None
-    return PlanReport.from_json(data["report"])
 
 
 def _table_from_json(data: Mapping[str, Any]) -> TableLayout:

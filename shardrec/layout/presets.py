@@ -24,8 +24,9 @@ less (:func:`detect_machine` asks it), and the framework needs some.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import replace
-from math import inf
+from pathlib import Path
 
 from shardrec.errors import ConfigError
 from shardrec.layout.machine import Machine
@@ -142,15 +143,10 @@ def detect_machine(ranks_per_host: int = 1, *, device: str | None = None) -> Mac
 
 def _host_memory() -> float:
     """Bytes of this host, or of the control group that the process is in if that is less."""
-    found = inf
-    if "SC_PHYS_PAGES" in os.sysconf_names:
-        found = float(os.sysconf("SC_PHYS_PAGES")) * os.sysconf("SC_PAGE_SIZE")
+    found = float(os.sysconf("SC_PHYS_PAGES")) * os.sysconf("SC_PAGE_SIZE")
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            with open(path, encoding="ascii") as file:
-                found = min(found, float(file.read()))
-        except (OSError, ValueError):
-            continue
+        with suppress(OSError, ValueError):
+            found = min(found, float(Path(path).read_text(encoding="ascii")))
     return found
 
 

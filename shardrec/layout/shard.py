@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
 
 __all__ = ["COLUMN_UNIT", "Shard", "Stripe", "TableLayout", "miscovered"]
 
@@ -112,7 +113,7 @@ class TableLayout:
         for shard in self.shards:
             by_columns[shard.col_start, shard.col_end].append(shard)
         return tuple(
-            Stripe(col_start=start, col_end=end, shards=tuple(sorted(by_columns[start, end], key=_by_row)))
+            Stripe(col_start=start, col_end=end, shards=tuple(sorted(by_columns[start, end])))  # by rows
             for start, end in sorted(by_columns)
         )
 
@@ -157,7 +158,7 @@ class TableLayout:
             return [f"table {self.name!r} has no shard; give it to a rank with a cut, or replicate it"]
         found += [fault for shard in self.shards for fault in self._shard_faults(shard, world_size)]
         # A rectangle that is not one inside the table would show as gaps and overlaps that are not there.
-        if all(map(self._contains, self.shards)):
+        if all(self._has_rows_of(shard) and self._has_columns_of(shard) for shard in self.shards):
             found += self._cover_faults()
         return found
 
@@ -181,9 +182,6 @@ class TableLayout:
                 f"table {self.name!r}: its hot rows go from {self.hot_rows[0]} to {self.hot_rows[-1]}, and its rows "
                 f"from 0 to {self.num_embeddings - 1}; leave out those that are not its own"
             )
-
-    def _contains(self, shard: Shard) -> bool:
-        return self._has_rows_of(shard) and self._has_columns_of(shard)
 
     def _has_rows_of(self, shard: Shard) -> bool:
         return 0 <= shard.row_start < shard.row_end <= self.num_embeddings
@@ -215,11 +213,11 @@ class TableLayout:
     def _cover_faults(self) -> list[str]:
         found = []
         for region in miscovered(self.num_embeddings, self.embedding_dim, self.shards):
-            place = f"table {self.name!r}: rows {_span(region.rows)}, columns {_span(region.columns)}"
             if region.owners:
-                found.append(f"{place} are in two shards ({'; '.join(map(str, region.owners))}); keep one")
+                owners = "; ".join(map(str, region.owners))
+                found.append(f"table {self.name!r}: {region} are in two shards ({owners}); keep one")
             else:
-                found.append(f"{place} are on no rank; add a shard for them")
+                found.append(f"table {self.name!r}: {region} are on no rank; add a shard for them")
         return found or self._stripe_faults()
 
     def _stripe_faults(self) -> list[str]:
@@ -233,15 +231,7 @@ class TableLayout:
         ]
 
 
-def _by_row(shard: Shard) -> int:
-    return shard.row_start
-
-
 _Range = tuple[int, int]
-
-
-def _span(bounds: _Range) -> str:
-    return f"{bounds[0]}:{bounds[1]}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,6 +241,9 @@ class _Region:
     rows: _Range
     columns: _Range
     owners: tuple[Shard, ...] = ()
+
+    def __str__(self) -> str:
+        return "rows {}:{}, columns {}:{}".format(*self.rows, *self.columns)
 
 
 def miscovered(rows: int, cols: int, shards: Iterable[Shard]) -> list[_Region]:
@@ -265,7 +258,7 @@ def miscovered(rows: int, cols: int, shards: Iterable[Shard]) -> list[_Region]:
     overlaps: list[_Region] = []
     for columns in pairwise(cuts):
         covered, last = 0, None
-        for shard in sorted((s for s in shards if s.col_start <= columns[0] < s.col_end), key=_by_row):
+        for shard in sorted((s for s in shards if s.col_start <= columns[0] < s.col_end), key=attrgetter("row_start")):
             if shard.row_start > covered:
                 gaps.append(_Region(rows=(covered, shard.row_start), columns=columns))
             elif shard.row_start < covered and last is not None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from shardrec.errors import ConfigError
 from shardrec.layout.machine import Machine
+from shardrec.layout.presets import detect_machine, preset
 
 __all__ = ["Topology"]
 
@@ -59,8 +60,6 @@ class Topology:
 
     def with_machine(self, machine: Machine | str) -> Topology:
         """The same ranks on other machines: a :class:`Machine`, or the name of a preset such as ``"h100"``."""
-        from shardrec.layout.presets import preset
-
         return replace(self, machine=preset(machine) if isinstance(machine, str) else machine)
 
     @classmethod
@@ -83,8 +82,6 @@ class Topology:
         Returns:
             A topology with a machine: memory as the device or the host reports it, bandwidths of the nearest preset.
         """
-        from shardrec.layout.presets import detect_machine
-
         if ranks_per_host is None:
             import torch
 

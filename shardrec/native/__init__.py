@@ -50,7 +50,6 @@ from pathlib import Path
 
 import torch
 
-from shardrec._built import built
 from shardrec.errors import ConfigError
 
 __all__ = ["has_kernels", "is_loaded", "library_path"]
@@ -59,9 +58,22 @@ _NEWEST = "split_hot"  # an operator that libraries built from older sources do 
 
 
 def library_path() -> Path | None:
-    """The library built for the torch that is installed, if there is one."""
+    """The library built for the torch that is installed, here or in the folder that ``SHARDREC_NATIVE`` names, if any.
+
+    Raises:
+        ConfigError: if ``SHARDREC_NATIVE`` is a folder and the library is not there.
+    """
     version = "".join(letter if letter.isalnum() else "_" for letter in torch.__version__)
-    return built("native", f"ops_for_torch_{version}.*so")
+    folder = os.environ.get("SHARDREC_NATIVE") or "0"
+    place = Path(__file__).parent if folder == "0" else Path(folder, "shardrec", "native")
+    pattern = f"ops_for_torch_{version}.*so"
+    found = min(place.glob(pattern), default=None)
+    if found is None and folder != "0":
+        raise ConfigError(
+            f"SHARDREC_NATIVE={folder}: there is no {place / pattern}; build it with `python setup.py build_ext "
+            f"--build-lib {folder}`, or set SHARDREC_NATIVE=0 to do without compiled libraries"
+        )
+    return found
 
 
 @cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -16,17 +16,15 @@ from shardrec.exchange.queue import ModelContext
 from shardrec.layout import Shard, TableLayout
 from shardrec.modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from shardrec.modules.collection import ShardedCollection
-from shardrec.modules.table import ShardedTable
 from shardrec.pending import LazyAwaitable
 from shardrec.serve.format import WeightFormat
 from shardrec.serve.lookup import ServedReplicas, ServedShards
-from shardrec.serve.tables import ServedTables
 
 __all__ = ["ServedCollection", "ServedEmbeddingBagCollection", "ServedEmbeddingCollection", "serve_collection"]
 
 
 class ServedCollection(ShardedCollection):
-    """What the served collections have in common. Their tables hold nothing before :meth:`store` has put it there.
+    """What the served collections have in common. Their tables hold nothing before their :meth:`memory` is filled.
 
     Args:
         source: the trained collection, of which the tables are not kept.
@@ -47,11 +45,12 @@ class ServedCollection(ShardedCollection):
         self.id_maps = None if source.id_maps is None else copy.deepcopy(source.id_maps)
         self.formats = {layout.name: formats[layout.name] for layout in self.table_layouts.values()}
         self._optimizers = {}
+        setattr(self, self._holder, nn.ModuleDict())  # none that could be trained
+        self._build_lookups()
 
     def _serve(self, widths: list[int], slot_tables: list[int], *, pooled: bool) -> None:
         """Make the kernels, where ``source`` had those that train."""
-        collectives = self.context.collectives
-        route = self.input.route
+        collectives, route = self.context.collectives, self.input.route
         self.input = InputExchange(route, self.input.expect, self.context, per_id=not pooled)
         slots = route.slots[collectives.rank]
         self.shards = ServedShards(slots, widths, self.formats, collectives, self.device, pooled=pooled)
@@ -65,33 +64,17 @@ class ServedCollection(ShardedCollection):
         with torch.no_grad():
             return super().forward(features)
 
-    def layouts(self) -> Iterator[TableLayout]:
-        """Of all the tables, in module order on every rank."""
-        return iter(self.table_layouts.values())
-
-    def store(self, layout: TableLayout, shard: Shard | None, first_row: int, rows: Tensor) -> None:
-        """Put rows (n, b) uint8 into a part of a table that this rank holds, from its row ``first_row`` on."""
+    def memory(self, layout: TableLayout, shard: Shard | None) -> Tensor:
+        """(rows, b) uint8: the memory of a part of a table that this rank holds."""
         if shard is not None:
-            self.shards.store(shard, first_row, rows)
-            return
+            return self.shards.memory[shard]
         assert self.replicas is not None, "a replica has a replicated lookup"
-        self.replicas.store(self.replica_number[layout.name], first_row, rows)
-
-    def weight(self, layout: TableLayout, shard: Shard | None) -> Tensor:
-        """(rows, cols) float32: what a part of a table that this rank holds stands for, a copy."""
-        if shard is not None:
-            return self.shards.weight(shard)
-        assert self.replicas is not None, "a replica has a replicated lookup"
-        return self.replicas.weight(self.replica_number[layout.name])
+        return self.replicas.memory[self.replica_number[layout.name]]
 
     def table_bytes(self) -> int:
         """Bytes of the rows that this rank holds, padding aside."""
-        kept = [*self.shards.modules, *(self.replicas.modules if self.replicas is not None else [])]
-        return sum(module.row_bytes() for module in kept if isinstance(module, ServedTables))
-
-    def tables(self) -> Mapping[str, ShardedTable]:
-        """None that could be trained."""
-        return {}
+        kept = [*self.shards.memory.values(), *(self.replicas.memory if self.replicas is not None else [])]
+        return sum(rows.numel() for rows in kept)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         """Its kernels are not copied."""
@@ -107,31 +90,21 @@ class ServedCollection(ShardedCollection):
 class ServedEmbeddingBagCollection(ServedCollection, ShardedEmbeddingBagCollection):
     """A :class:`ShardedEmbeddingBagCollection` that does not train; see :func:`shardrec.serve.quantize`."""
 
-    def __init__(
-        self, source: ShardedEmbeddingBagCollection, formats: Mapping[str, WeightFormat], context: ModelContext
-    ) -> None:
-        ServedCollection.__init__(self, source, formats, context)
+    def _build_lookups(self) -> None:
         numbers = [self.replica_number[lookup.layout.name] for lookup in self.own_lookups]
         self._serve([0] * self.input.route.groups, numbers, pooled=True)
-        self.embedding_bags = nn.ModuleDict()
 
 
 class ServedEmbeddingCollection(ServedCollection, ShardedEmbeddingCollection):
     """A :class:`ShardedEmbeddingCollection` that does not train; see :func:`shardrec.serve.quantize`."""
 
-    def __init__(
-        self, source: ShardedEmbeddingCollection, formats: Mapping[str, WeightFormat], context: ModelContext
-    ) -> None:
-        ServedCollection.__init__(self, source, formats, context)
+    def _build_lookups(self) -> None:
         self._serve([group.width or 0 for group in self.groups], [], pooled=False)
-        self.embeddings = nn.ModuleDict()
 
 
 def serve_collection(
     source: ShardedCollection, formats: Mapping[str, WeightFormat], context: ModelContext
-) -> ServedEmbeddingBagCollection | ServedEmbeddingCollection:
+) -> ServedCollection:
     """The served collection of a trained one, its tables still empty."""
-    if isinstance(source, ShardedEmbeddingBagCollection):
-        return ServedEmbeddingBagCollection(source, formats, context)
-    assert isinstance(source, ShardedEmbeddingCollection), f"{type(source).__name__} is a collection of another kind"
-    return ServedEmbeddingCollection(source, formats, context)
+    pooled = isinstance(source, ShardedEmbeddingBagCollection)
+    return (ServedEmbeddingBagCollection if pooled else ServedEmbeddingCollection)(source, formats, context)

@@ -7,7 +7,6 @@ import keyword
 import linecache
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeAlias
 
@@ -16,10 +15,10 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.errors import ConfigError
-from shardrec.modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection, ShardedModel
+from shardrec.modules import ShardedEmbeddingBagCollection, ShardedModel
 from shardrec.modules.collection import ShardedCollection
 
-__all__ = ["Entry", "Features", "Jagged", "from_tensors"]
+__all__ = ["Entry", "Features", "from_tensors"]
 
 _NUMBERS = count()
 _RESERVED = ("self", "torch", "Tensor", "KeyedJaggedTensor")
@@ -28,34 +27,12 @@ Features: TypeAlias = Sequence[str] | Mapping[str, Sequence[str]]
 """The keys of a request: of the model's KeyedJaggedTensor, or, of several, by the name of the parameter."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Jagged:
-    """A KeyedJaggedTensor that the entry makes.
-
-    Args:
-        parameter: of the model's forward.
-        keys: its keys, in the order of the lengths.
-        weighted: whether a weighted collection may look it up, so that requests bring weights.
-        prefix: of the names of its tensors: empty if it is the only one.
-    """
-
-    parameter: str
-    keys: tuple[str, ...]
-    weighted: bool
-    prefix: str
-
-    @property
-    def inputs(self) -> list[str]:
-        """Names of the tensors that it is made of."""
-        return [f"{self.prefix}{name}" for name in ("values", "lengths", *(["weights"] if self.weighted else []))]
-
-
 class Entry(nn.Module):
     """Base of the entries that :func:`from_tensors` makes.
 
     Args:
         model: what is called.
-        jagged: the KeyedJaggedTensors that it takes.
+        keys: of each KeyedJaggedTensor that it takes, by the parameter's name.
         inputs: names of the arguments.
 
     Attributes:
@@ -63,16 +40,14 @@ class Entry(nn.Module):
     """
 
     # What is for Python only, by the name under which torch.jit looks for it.
-    __jit_ignored_attributes__: typing.ClassVar = ["inputs", "jagged", "features"]
+    __jit_ignored_attributes__: typing.ClassVar = ["inputs", "features"]
 
-    def __init__(self, model: nn.Module, jagged: Sequence[Jagged], inputs: Sequence[str]) -> None:
+    def __init__(self, model: nn.Module, keys: Mapping[str, list[str]], inputs: Sequence[str]) -> None:
         super().__init__()
         self.model = model
-        self.jagged = tuple(jagged)
-        self.keys = [list(one.keys) for one in jagged]
+        self.keys = list(keys.values())
         self.inputs = tuple(inputs)
-        by_parameter = {one.parameter: list(one.keys) for one in jagged}
-        self.features = by_parameter if len(jagged) > 1 else self.keys[0]
+        self.features = dict(keys) if len(keys) > 1 else self.keys[0]
 
 
 def from_tensors(model: nn.Module, features: Features) -> Entry:
@@ -108,27 +83,24 @@ def from_tensors(model: nn.Module, features: Features) -> Entry:
         if isinstance(child, ShardedEmbeddingBagCollection) and child.is_weighted()
         for feature in child.input.expect.features
     }
-    jagged = [
-        Jagged(
-            parameter=name,
-            keys=own,
-            weighted=not looked_up_weighted.isdisjoint(own),
-            prefix="" if len(keys) == 1 else f"{name}_",
-        )
-        for name, own in keys.items()
-    ]
+    inputs: list[str] = []
+    lines: list[str] = []
+    made: dict[str, str] = {}
+    for number, (name, own) in enumerate(keys.items()):
+        prefix = "" if len(keys) == 1 else f"{name}_"
+        tensors = ["values", "lengths", *([] if looked_up_weighted.isdisjoint(own) else ["weights"])]
+        inputs += [f"{prefix}{tensor}" for tensor in tensors]
+        made[name] = f"_jagged{number}"
+        given = ", ".join(f"{tensor}={prefix}{tensor}" for tensor in tensors)
+        lines.append(f"    {made[name]} = KeyedJaggedTensor(self.keys[{number}], {given})\n")
     dense = [name for name, is_jagged in arguments.items() if not is_jagged]
-    inputs = [name for one in jagged for name in one.inputs]
     taken = [name for name in dense if name in inputs or name in _RESERVED or keyword.iskeyword(name)]
     if taken:
         raise _unfit(inner, f"its {taken[0]!r} has the name of an argument that the entry has already")
     inputs += dense
-    made = {one.parameter: f"_jagged{number}" for number, one in enumerate(jagged)}
-    lines = [f"def forward(self, {', '.join(f'{name}: Tensor' for name in inputs)}):\n"]
-    for number, one in enumerate(jagged):
-        given = "".join(f"{name.removeprefix(one.prefix)}={name}, " for name in one.inputs)
-        lines.append(f"    {made[one.parameter]} = KeyedJaggedTensor(self.keys[{number}], {given.rstrip(', ')})\n")
-    lines += [
+    lines = [
+        f"def forward(self, {', '.join(f'{name}: Tensor' for name in inputs)}):\n",
+        *lines,
         "    with torch.no_grad():\n",
         f"        return self.model({', '.join(f'{name}={made.get(name, name)}' for name in arguments)})\n",
     ]
@@ -138,11 +110,11 @@ def from_tensors(model: nn.Module, features: Features) -> Entry:
     names: dict[str, Any] = {"torch": torch, "Tensor": Tensor, "KeyedJaggedTensor": KeyedJaggedTensor}
     exec(compile("".join(lines), source, "exec"), names)
     cls = type("TensorEntry", (Entry,), {"forward": names["forward"], "__module__": __name__})
-    entry: Entry = cls(model, jagged, inputs)
+    entry: Entry = cls(model, keys, inputs)
     return entry.train(model.training)
 
 
-def _keys_of(module: nn.Module, features: Features, parameters: Sequence[str]) -> dict[str, tuple[str, ...]]:
+def _keys_of(module: nn.Module, features: Features, parameters: Sequence[str]) -> dict[str, list[str]]:
     """The keys of each KeyedJaggedTensor, by its parameter."""
     if not isinstance(features, Mapping):
         if len(parameters) > 1:
@@ -151,13 +123,13 @@ def _keys_of(module: nn.Module, features: Features, parameters: Sequence[str]) -
                 f"{type(module).__name__}.forward takes {len(parameters)} KeyedJaggedTensors: say which has which "
                 f"keys, with features={{{example}}}"
             )
-        return {parameters[0]: tuple(features)}
+        return {parameters[0]: list(features)}
     if set(features) != set(parameters):
         raise ConfigError(
             f"features is for {', '.join(map(repr, features)) or 'nothing'}, and {type(module).__name__}.forward takes "
             f"KeyedJaggedTensors as {', '.join(map(repr, parameters))}: give the keys of each of these"
         )
-    return {name: tuple(features[name]) for name in parameters}
+    return {name: list(features[name]) for name in parameters}
 
 
 def _check_features(features: Mapping[str, Sequence[str]], collections: Sequence[ShardedCollection]) -> None:
@@ -165,10 +137,7 @@ def _check_features(features: Mapping[str, Sequence[str]], collections: Sequence
         twice = sorted({key for key in keys if keys.count(key) > 1})
         if twice:
             raise ConfigError(f"features has {', '.join(map(repr, twice))} more than once: name each key once")
-    needed: dict[str, None] = {}
-    for child in collections:
-        if isinstance(child, (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)):
-            needed.update(dict.fromkeys(child.input.expect.features))
+    needed = dict.fromkeys(feature for child in collections for feature in child.input.expect.features)
     missing = [key for key in needed if not any(key in keys for keys in features.values())]
     if missing:
         raise ConfigError(

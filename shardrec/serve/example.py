@@ -102,18 +102,14 @@ class Example:
 
     def dynamic_shapes(self) -> tuple[dict[int, Any], ...]:
         """Which sizes change, as ``torch.export`` is told."""
-        samples, ids = torch.export.Dim("B", min=0), torch.export.Dim("N", min=0)
-        found = []
-        for spec in self.specs:
-            changing: dict[int, Any] = {}
-            for dim, size in enumerate(spec.shape):
-                if size == "N":
-                    changing[dim] = ids
-                elif isinstance(size, str):
-                    times = _factor(size)
-                    changing[dim] = samples if times == 1 else times * samples
-            found.append(changing)
-        return tuple(found)
+        dims: dict[str, Any] = {name: torch.export.Dim(name, min=0) for name in ("B", "N")}
+
+        def changing(size: str) -> Any:
+            return dims[size] if size in dims else _factor(size) * dims[size[-1]]
+
+        return tuple(
+            {dim: changing(size) for dim, size in enumerate(spec.shape) if isinstance(size, str)} for spec in self.specs
+        )
 
 
 @lru_cache
@@ -130,11 +126,7 @@ def example_of(
 ) -> Example:
     """The entry of a model, and what it takes, from a call of the model itself.
 
-    Args:
-        model: what :func:`shardrec.serve.from_tensors` takes.
-        args: an example call's arguments. Only dtypes, sizes and keys are looked at.
-        kwargs: those by name.
-        static: names of tensors whose size is the same in each call; of all others the first dimension is the samples.
+    Arguments are those of :func:`shardrec.export`, of a model that :func:`shardrec.serve.from_tensors` takes.
 
     Raises:
         ConfigError: if the call does not fit the model's ``forward``, if the features have a batch size each, or if a
@@ -170,15 +162,12 @@ def example_of(
     for name in entry.inputs:
         if name in ("values", "lengths", "weights"):
             tensor = getattr(features, name)()
-            size = "N" if name != "lengths" else _times(len(features.keys()))
+            bags = "B" if len(features.keys()) == 1 else f"{len(features.keys())}*B"
+            size = bags if name == "lengths" else "N"
             specs.append(TensorSpec(name=name, dtype=tensor.dtype, shape=(size,)))
         else:
             specs.append(_dense_spec(name, bound.get(name), features.stride(), name in static))
     return Example(entry=entry, specs=tuple(specs), device=features.values().device)
-
-
-def _times(count: int) -> str:
-    return "B" if count == 1 else f"{count}*B"
 
 
 def _dense_spec(name: str, value: Any, samples: int, is_static: bool) -> TensorSpec:

@@ -28,13 +28,12 @@ __all__ = ["ServedReplicas", "ServedShards"]
 class ServedShards(ShardLookup):
     """This rank's shards in inference kernels, one per lookup group.
 
-    Args:
-        slots: this rank's slots, group after group.
+    Args, where they are not those of :class:`ShardLookup`:
         widths: per group, the columns of its shards where they have one width and are not pooled; else 0.
         formats: of each table, by its name in the plan.
-        collectives: of the group that the embeddings are sharded over.
-        device: where the shards live.
-        pooled: sum each bag; else give a row per id.
+
+    Attributes:
+        memory: of each shard (rows, b) uint8, see :class:`ServedTables`.
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class ServedShards(ShardLookup):
         super().__init__((), (), collectives, device, pooled=pooled)
         self.modules: list[ServedTables | NoTables] = []
         self.group_slots: list[int] = []
-        places: dict[Shard, tuple[ServedTables, int]] = {}
+        self.memory: dict[Shard, Tensor] = {}
         for group, width in enumerate(widths):
             own = [slot for slot in slots if slot.group == group]
             self.group_slots.append(len(own))
@@ -66,19 +65,8 @@ class ServedShards(ShardLookup):
                 pooled=pooled,
             )
             self.modules.append(tables)
-            places.update({shard: (tables, index) for shard, index in number.items()})
-        self.shards = tuple(places)
-        self._places = places
-
-    def store(self, shard: Shard, first_row: int, rows: Tensor) -> None:
-        """Put rows (n, b) uint8 into one of this rank's shards, from its row ``first_row`` on."""
-        tables, index = self._places[shard]
-        tables.store(index, first_row, rows)
-
-    def weight(self, shard: Shard) -> Tensor:
-        """(rows, cols) float32: what the rows of one of this rank's shards stand for, a copy."""
-        tables, index = self._places[shard]
-        return tables.rows(index)
+            self.memory.update(zip(number, tables.rows, strict=True))
+        self.shards = tuple(self.memory)
 
     def rows(self, ids: ShardInput) -> list[Tensor]:
         """Per group, (B_all, D_group) pooled columns, or (n, w) rows without pooling."""
@@ -100,13 +88,13 @@ class ServedShards(ShardLookup):
 class ServedReplicas(ReplicatedLookup):
     """The replicated tables of a module in an inference kernel.
 
-    Args:
+    Args, where they are not those of :class:`ReplicatedLookup`:
         layouts: of the replicated tables, in module order; all of them are looked up.
-        slot_tables: per lookup of a replicated table, in output order, the table's number in ``layouts``.
         formats: of each table, by its name in the plan.
-        context: of the served model.
-        device: where the tables live.
         pooled: sum each bag; else each table is looked up by itself, a row per id.
+
+    Attributes:
+        memory: of each table (rows, b) uint8, see :class:`ServedTables`.
     """
 
     def __init__(
@@ -120,30 +108,17 @@ class ServedReplicas(ReplicatedLookup):
         pooled: bool,
     ) -> None:
         super().__init__((), (), context, device)
-        together = [list(range(len(layouts)))] if pooled else [[number] for number in range(len(layouts))]
         self.modules = [
             ServedTables(
-                [(layouts[number].num_embeddings, layouts[number].embedding_dim) for number in numbers],
-                [formats[layouts[number].name] for number in numbers],
-                list(slot_tables) if pooled else [0],
+                [(layout.num_embeddings, layout.embedding_dim) for layout in together],
+                [formats[layout.name] for layout in together],
+                slot_tables if pooled else [0],
                 device,
                 pooled=pooled,
             )
-            for numbers in together
+            for together in ([layouts] if pooled else [[layout] for layout in layouts])
         ]
-        self._places = [
-            (module, place) for module, part in zip(self.modules, together, strict=True) for place in range(len(part))
-        ]
-
-    def store(self, table: int, first_row: int, rows: Tensor) -> None:
-        """Put rows (n, b) uint8 into a table, from ``first_row`` on."""
-        module, place = self._places[table]
-        module.store(place, first_row, rows)
-
-    def weight(self, table: int) -> Tensor:
-        """(rows, dim) float32: what the rows of a table stand for, a copy."""
-        module, place = self._places[table]
-        return module.rows(place)
+        self.memory = [rows for module in self.modules for rows in module.rows]
 
     def __call__(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, counts: Sequence[int]) -> Tensor:
         """(B, D) float32 pooled columns of the local batch, from (N,), (S, B) and (N,); the kernel needs no counts."""

@@ -7,6 +7,7 @@ program. In a process that has shardrec, the name in the program can become that
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -78,15 +79,9 @@ def _places(program: nn.Module) -> Iterator[tuple[str, Callable[[str], None]]]:
     """Where a program names a process group, and what puts another name there."""
     for module in program.modules():
         if isinstance(module, torch.fx.GraphModule):
-            yield from _in_graph(module.graph)
+            for call in (node for node in module.graph.nodes if getattr(node.target, "namespace", "") in _OPERATORS):
+                for place, value in enumerate(call.args):
+                    if isinstance(value, str):
+                        yield value, partial(call.update_arg, place)
         elif isinstance(module, torch.jit.ScriptModule) and hasattr(module, "group_name") and module.group_name:
-            yield module.group_name, lambda name, module=module: setattr(module, "group_name", name)  # type: ignore[misc]
-
-
-def _in_graph(graph: torch.fx.Graph) -> Iterator[tuple[str, Callable[[str], None]]]:
-    for node in graph.nodes:
-        if getattr(node.target, "namespace", "") not in _OPERATORS:
-            continue
-        for place, value in enumerate(node.args):
-            if isinstance(value, str):
-                yield value, lambda name, node=node, place=place: node.update_arg(place, name)  # type: ignore[misc]
+            yield module.group_name, partial(setattr, module, "group_name")

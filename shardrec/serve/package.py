@@ -34,7 +34,7 @@ from shardrec.modules import ShardedModel
 from shardrec.serve.example import Example, TensorSpec, example_of
 from shardrec.serve.model import ServedModel
 from shardrec.serve.program import ExportError, program_of, served
-from shardrec.serve.save import NOTES
+from shardrec.serve.save import NOTES, notes_of
 
 __all__ = ["Package", "load_package", "package"]
 
@@ -128,16 +128,8 @@ def _notes(model: ServedModel, example: Example, program: ExportedProgram) -> di
             "a package returns tensors, and dicts (by strings), lists and tuples of them: return such, for example "
             "KeyedTensor.values()"
         )
-    return {
-        "features": example.entry.features,
-        "inputs": list(example.entry.inputs),
-        "tensors": [one.note() for one in example.specs],
-        "output": output,
-        "formats": {name: form.value for name, form in model.formats.items()},
-        "rank": 0,
-        "world_size": 1,
-        "group": "",
-    }
+    tensors = [one.note() for one in example.specs]
+    return notes_of(example.entry, model) | {"tensors": tensors, "output": output}
 
 
 def _is_plain(value: Any) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardrec.errors import ConfigError
 from shardrec.exchange.queue import ModelContext
-from shardrec.layout import Shard, TableLayout
+from shardrec.layout import Shard
 from shardrec.modules import ShardedModel
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.model import require_sharded
@@ -99,11 +99,12 @@ def _format(word: str) -> WeightFormat:
 
 def _convert(source: ShardedCollection, target: ServedCollection) -> Iterator[str]:
     """Convert this rank's parts of all the tables; gives the faults, for a rank that raised would be missed."""
-    for name, layout in source.table_layouts.items():
-        form = target.formats[layout.name]
-        parts = {shard: _trained(source, layout, shard) for shard in _own_parts(source, layout)}
+    for name, table in source.tables().items():
+        layout, form = table.layout, target.formats[table.layout.name]
+        parts = {shard: parameter.detach() for shard, parameter in table.locals.items()}
         limit = torch.finfo(torch.float32).max if form is WeightFormat.FP32 else GREATEST
-        bad = [weight for weight in parts.values() if not _is_within(weight, limit)]
+        # Not of no weights at all; NaN is within no limit.
+        bad = [weight for weight in parts.values() if weight.numel() and not bool(weight.abs().amax() <= limit)]
         if bad:
             yield (
                 f"table {name!r} has a value that {form.value} cannot keep (not finite, or beyond ±{limit:g}): keep it "
@@ -119,23 +120,7 @@ def _convert(source: ShardedCollection, target: ServedCollection) -> Iterator[st
                 part = weight[rows].nan_to_num(0.0, 0.0, 0.0) if bad else weight[rows]
                 if part.size(0):
                     span = None if ranges is None else ranges[rows.start + top - first : rows.stop + top - first]
-                    target.store(layout, shard, rows.start, encode(part, form, span))
-
-
-def _own_parts(source: ShardedCollection, layout: TableLayout) -> list[Shard | None]:
-    return [None] if layout.replicated else list(layout.on_rank(source.context.collectives.rank))
-
-
-def _trained(source: ShardedCollection, layout: TableLayout, shard: Shard | None) -> Tensor:
-    """(rows, cols) trained weights of a part of a table."""
-    if shard is not None:
-        return source.shards.weight(shard).detach()
-    assert source.replicas is not None, "a replicated table has a replicated lookup"
-    return source.replicas.parameters[source.replica_number[layout.name]].detach()
-
-
-def _is_within(weight: Tensor, limit: float) -> bool:
-    return weight.numel() == 0 or bool((weight.abs().amax() <= limit).item())
+                    target.memory(layout, shard)[rows].copy_(encode(part, form, span))
 
 
 def _whole_row_ranges(parts: Mapping[Shard | None, Tensor], first: int, last: int, source: ShardedCollection) -> Tensor:

@@ -1,4 +1,4 @@
-"""Rows to bytes and back.
+"""Rows to bytes.
 
 Shapes: n rows, w columns, b bytes of a row (see :class:`shardrec.serve.format.WeightFormat`).
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shardrec.serve.format import HEAD_BYTES, WeightFormat
 
-__all__ = ["GREATEST", "decode", "encode", "row_ranges"]
+__all__ = ["GREATEST", "encode", "row_ranges"]
 
 GREATEST = 65504.0
 """The greatest float16."""
@@ -66,21 +66,6 @@ def encode(weight: Tensor, form: WeightFormat, ranges: Tensor | None = None) -> 
     head = torch.stack([scale, bias], dim=1).view(torch.uint8)
     # fbgemm's operator puts scale and bias last, its kernel looks for them first.
     return torch.cat([head, codes[:, :-HEAD_BYTES]], dim=1).to(device)
-
-
-def decode(rows: Tensor, form: WeightFormat) -> Tensor:
-    """(n, w) float32: what the bytes (n, b) uint8 stand for."""
-    if form is WeightFormat.FP32:
-        return rows.contiguous().view(torch.float32)
-    if form is WeightFormat.FP16:
-        return rows.contiguous().view(torch.float16).to(torch.float32)
-    scale, bias = rows[:, :HEAD_BYTES].contiguous().view(torch.float16).to(torch.float32).split(1, dim=1)
-    codes = rows[:, HEAD_BYTES:]
-    if form is WeightFormat.INT4:
-        # Two to a byte, the first one in the low half.
-        codes = torch.stack([codes & 15, codes >> 4], dim=2).flatten(1)
-    found: Tensor = scale * codes.to(torch.float32) + bias
-    return found
 
 
 def _half_up(values: Tensor) -> Tensor:

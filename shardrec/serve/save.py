@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,10 +15,10 @@ from shardrec.errors import ConfigError
 from shardrec.modules import ShardedModel
 from shardrec.modules.collection import ShardedCollection
 from shardrec.scripting import script
-from shardrec.serve.entry import Features, from_tensors
+from shardrec.serve.entry import Entry, Features, from_tensors
 from shardrec.serve.model import ServedModel
 
-__all__ = ["NOTES", "save"]
+__all__ = ["NOTES", "notes_of", "save"]
 
 NOTES = "shardrec.json"
 """Name of the file inside the saved one that says what the model takes."""
@@ -62,9 +63,24 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, features: Features) 
     target = Path(str(path).replace("{rank}", str(collectives.rank)))
     entry = from_tensors(model, features)
     scripted = script(entry)
-    groups = [child.group for child in model.modules() if isinstance(child, ShardedCollection)]
-    formats = held[0].formats if isinstance(held[0], ServedModel) else {}
-    notes = {
+    notes = json.dumps(notes_of(entry, held[0]))
+    # Written beside the target and then renamed: a program that loads the path never sees half a file.
+    beside = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        with quiet():
+            torch.jit.save(scripted, str(beside), _extra_files={NOTES: notes})
+        beside.replace(target)
+    finally:
+        beside.unlink(missing_ok=True)
+    return target
+
+
+def notes_of(entry: Entry, model: ShardedModel) -> dict[str, Any]:
+    """What a caller of a model's entry has to know, for JSON."""
+    collectives = model.context.collectives
+    groups = [child.group for child in model.module.modules() if isinstance(child, ShardedCollection)]
+    formats = model.formats if isinstance(model, ServedModel) else {}
+    return {
         "features": entry.features,
         "inputs": list(entry.inputs),
         "formats": {name: form.value for name, form in formats.items()},
@@ -72,12 +88,3 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, features: Features) 
         "world_size": collectives.world_size,
         "group": next((group.group_name for group in groups if group is not None), ""),
     }
-    # Written beside the target and then renamed: a program that loads the path never sees half a file.
-    beside = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        with quiet():
-            torch.jit.save(scripted, str(beside), _extra_files={NOTES: json.dumps(notes)})
-        beside.replace(target)
-    finally:
-        beside.unlink(missing_ok=True)
-    return target

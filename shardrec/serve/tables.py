@@ -19,16 +19,8 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_inference import IntNBitTable
 from torch import Tensor, nn
 
 from shardrec.serve.format import WeightFormat
-from shardrec.serve.rows import decode
 
 __all__ = ["ServedTables"]
-
-_TYPES = {
-    WeightFormat.FP32: SparseType.FP32,
-    WeightFormat.FP16: SparseType.FP16,
-    WeightFormat.INT8: SparseType.INT8,
-    WeightFormat.INT4: SparseType.INT4,
-}
 
 
 class ServedTables(nn.Module):
@@ -40,10 +32,13 @@ class ServedTables(nn.Module):
         slot_tables: per slot, the number of its table; each table has a slot.
         device: CPU or CUDA.
         pooled: sum each bag; else give a row per id, for tables of one width.
+
+    Attributes:
+        rows: of each table (rows, b) uint8, the kernel's memory of its rows, to be filled with what ``encode`` gives.
     """
 
     # What is for Python only, by the name under which torch.jit looks for it.
-    __jit_ignored_attributes__: ClassVar = ["_views", "_formats", "_columns"]
+    __jit_ignored_attributes__: ClassVar = ["rows"]
 
     def __init__(
         self,
@@ -59,7 +54,7 @@ class ServedTables(nn.Module):
         mode = PoolingMode.SUM if pooled else PoolingMode.NONE
         kernel = IntNBitTableBatchedEmbeddingBagsCodegen(
             [
-                ("", rows, columns, _TYPES[form], location)
+                ("", rows, columns, SparseType(form.value), location)
                 for (rows, columns), form in zip(shapes, formats, strict=True)
             ],
             feature_table_map=list(slot_tables),
@@ -84,9 +79,11 @@ class ServedTables(nn.Module):
         self.register_buffer("weights_offsets", kernel.weights_offsets)
         self.register_buffer("weights_tys", kernel.weights_tys)
         self.register_buffer("D_offsets", kernel.D_offsets)
-        self._views = tuple(view for view, _ in kernel.split_embedding_weights(split_scale_shifts=False))
-        self._formats = tuple(formats)
-        self._columns = tuple(columns for _, columns in shapes)
+        views = kernel.split_embedding_weights(split_scale_shifts=False)
+        self.rows: list[Tensor] = [
+            view[:, : form.row_bytes(columns)]
+            for (view, _), form, (_, columns) in zip(views, formats, shapes, strict=True)
+        ]
 
     def forward(self, ids: Tensor, lengths: Tensor, weights: Tensor | None) -> Tensor:
         """Sums of rows, or the rows.
@@ -121,22 +118,3 @@ class ServedTables(nn.Module):
             row_alignment=self.row_alignment,
         )
         return found
-
-    @torch.jit.unused
-    def store(self, table: int, first_row: int, rows: Tensor) -> None:
-        """Put rows (n, b) uint8, as ``encode`` gives them, into a table from ``first_row`` on."""
-        self._views[table][first_row : first_row + rows.size(0), : rows.size(1)].copy_(rows)
-
-    @torch.jit.unused
-    def rows(self, table: int) -> Tensor:
-        """(rows, columns) float32: what a table's rows stand for."""
-        form = self._formats[table]
-        return decode(self._views[table][:, : form.row_bytes(self._columns[table])], form)
-
-    @torch.jit.unused
-    def row_bytes(self) -> int:
-        """Bytes of the rows, without padding."""
-        return sum(
-            view.size(0) * form.row_bytes(columns)
-            for view, form, columns in zip(self._views, self._formats, self._columns, strict=True)
-        )

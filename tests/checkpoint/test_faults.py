@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -160,8 +161,8 @@ def test_the_error_of_a_save_behind_the_training_reaches_the_next_save(tmp_path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(save, "write_file", lambda *args: 1 / 0)
         pending = save_checkpoint(tmp_path / "ckpt", model, wait=False)
-        assert pending._thread is not None
-        pending._thread.join()
+        assert pending._future is not None
+        futures.wait([pending._future])
         assert pending.done
     with pytest.raises(CheckpointError, match="ZeroDivisionError"):
         save_checkpoint(tmp_path / "ckpt", model)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardrec.checkpoint.agree import Ranks
-from shardrec.checkpoint.files import BLOCK_BYTES, DTYPES
+from shardrec.checkpoint.files import DTYPES
 from shardrec.checkpoint.load import _Source
 from shardrec.checkpoint.manifest import read_manifest
 from shardrec.checkpoint.parts import as_matrix
@@ -19,7 +19,7 @@ __all__ = ["contents"]
 
 def contents(folder: Path) -> dict[str, Tensor]:
     """By name, as bytes, so that NaN is NaN."""
-    found, buffer = {}, torch.empty(BLOCK_BYTES, dtype=torch.uint8)
+    found = {}
     with ExitStack() as stack:
         source = _Source(folder, Ranks(None, torch.device("cpu")), stack)
         source.manifest = read_manifest(folder)
@@ -29,6 +29,6 @@ def contents(folder: Path) -> dict[str, Tensor]:
                 into = as_matrix(value)[
                     part.rect.row_start : part.rect.row_end, part.rect.col_start : part.rect.col_end
                 ]
-                source._read(part, value.dtype, into, part.rect, buffer)
+                source._read(part, value.dtype, into, part.rect)
             found[name] = value.view(-1).view(torch.uint8)
     return found

@@ -7,15 +7,20 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import Tensor
+from torchrec.modules.embedding_configs import EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec import load_checkpoint, native, save_checkpoint, shard
 from shardrec.checkpoint import export_ids, import_ids
 from shardrec.errors import CheckpointError, ConfigError
 from shardrec.ids import DynamicIds
-from shardrec.layout import ShardingPlan, Topology
+from shardrec.layout import ShardingPlan, Topology, cuts
 from tests.ids.oracle import DIM, ROWS, Batches, Oracle, dynamic_step, kjt, model_of, perfect_step, raw_batches
 from tests.plans import cut_plan
 from tests.ranks import ranks
@@ -214,6 +219,24 @@ def test_going_on_is_going_on(tmp_path: Path) -> None:
     assert torch.equal(one.candidates, two.candidates)
 
 
+def test_stripes_of_several_widths_are_saved(tmp_path: Path) -> None:
+    """A lookup group for each width: the first one of a rank need not have the table's first column."""
+    widths = {"a": [4, 8], "b": [8, 4]}
+    tables = [EmbeddingConfig(name=name, num_embeddings=16, embedding_dim=12, feature_names=[name]) for name in widths]
+    layouts = tuple(cuts.column_wise(name, 16, 12, ranks=[0, 0], widths=parts) for name, parts in widths.items())
+    plan = ShardingPlan(topology=Topology(), tables=layouts)
+    options = {name: DynamicIds(evict="never") for name in widths}
+    model, other = (shard(EmbeddingCollection(tables=tables), plan, dynamic_ids=options) for _ in range(2))
+    features = KeyedJaggedTensor(["a", "b"], torch.tensor([70, 71, 72, 73]), lengths=torch.tensor([2, 2]))
+    expected = {name: rows.values() for name, rows in model(features).items()}
+    save_checkpoint(tmp_path / "all", model)
+    load_checkpoint(tmp_path / "all", other)
+    found = other.eval()(features)
+    assert all(torch.equal(found[name].values(), rows) for name, rows in expected.items())
+    export_ids(model, tmp_path / "ids")
+    assert pq.read_table(tmp_path / "ids").num_rows == 4
+
+
 def test_ids_are_not_left_out_by_mistake(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "ids", trained(ROWS, DynamicIds()))
     plain = shard(model_of(True, "adagrad"), plan_of("table_wise", 1, Random(0), ROWS))
@@ -225,9 +248,6 @@ def test_ids_are_not_left_out_by_mistake(tmp_path: Path) -> None:
 
 
 def test_ids_go_through_parquet(tmp_path: Path) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     model = trained(LARGE, DynamicIds(fallback_rows=1))
     export_ids(model, tmp_path / "ids")
     other = trained(LARGE, DynamicIds(fallback_rows=1), steps=2)
@@ -249,5 +269,8 @@ def test_ids_go_through_parquet(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=words):
             import_ids(other, folder)
         assert torch.equal(one.records, two.records)
+    pq.write_table(pa.table({"table": ["sparse.goods"], "id": [1]}), tmp_path / "ids" / "ids-00000.parquet")
+    with pytest.raises(CheckpointError, match='"row" does not exist'):
+        import_ids(other, tmp_path / "ids")
     with pytest.raises(CheckpointError, match=r"no \*\.parquet"):
         import_ids(other, tmp_path)

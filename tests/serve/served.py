@@ -12,12 +12,13 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from shardrec.layout import ShardingPlan, Topology
 from shardrec.modules import ShardedModel, shard
 from shardrec.serve.collection import ServedCollection
+from shardrec.serve.format import HEAD_BYTES, WeightFormat
 from shardrec.serve.model import ServedModel
 from tests.models import collection, random_configs, table_sizes
 from tests.plans import cut_plan, random_plan
 from tests.scripting.scorers import Scorer
 
-__all__ = ["click_scorer", "on_grid", "pooled_columns", "served_rows", "some_plan"]
+__all__ = ["click_scorer", "decode", "on_grid", "pooled_columns", "served_rows", "some_plan"]
 
 
 def pooled_columns(configs: Sequence[EmbeddingBagConfig]) -> int:
@@ -68,16 +69,32 @@ def click_scorer(
     return shard(Scorer(bags, pooled_columns(configs)), plan).eval(), configs, whole
 
 
+def decode(rows: Tensor, form: WeightFormat) -> Tensor:
+    """(n, w) float32: what the bytes (n, b) uint8 stand for."""
+    if form is WeightFormat.FP32:
+        return rows.contiguous().view(torch.float32)
+    if form is WeightFormat.FP16:
+        return rows.contiguous().view(torch.float16).to(torch.float32)
+    scale, bias = rows[:, :HEAD_BYTES].contiguous().view(torch.float16).to(torch.float32).split(1, dim=1)
+    codes = rows[:, HEAD_BYTES:]
+    if form is WeightFormat.INT4:
+        # Two to a byte, the first one in the low half.
+        codes = torch.stack([codes & 15, codes >> 4], dim=2).flatten(1)
+    found: Tensor = scale * codes.to(torch.float32) + bias
+    return found
+
+
 def served_rows(model: ServedModel) -> list[tuple[str, slice, slice, Tensor]]:
     """Table, rows, columns and (rows, columns) values of each part of a table that this rank holds."""
     found = []
     for child in model.module.modules():
         if not isinstance(child, ServedCollection):
             continue
-        for layout in child.layouts():
+        for layout in child.table_layouts.values():
+            form = child.formats[layout.name]
             if layout.replicated:
-                found.append((layout.name, slice(None), slice(None), child.weight(layout, None)))
+                found.append((layout.name, slice(None), slice(None), decode(child.memory(layout, None), form)))
             for shard_ in layout.on_rank(child.context.collectives.rank):
                 rows, columns = slice(shard_.row_start, shard_.row_end), slice(shard_.col_start, shard_.col_end)
-                found.append((layout.name, rows, columns, child.weight(layout, shard_)))
+                found.append((layout.name, rows, columns, decode(child.memory(layout, shard_), form)))
     return found

@@ -18,13 +18,13 @@ from shardrec.errors import ConfigError, InputError
 from shardrec.layout import Topology
 from shardrec.modules import shard
 from shardrec.serve import ServedModel, WeightFormat, quantize
-from shardrec.serve.rows import decode, encode
+from shardrec.serve.rows import encode
 from tests.batches import Bags, random_bags
 from tests.models import feature_rows
 from tests.plans import random_plan, topologies_of
 from tests.ranks import raises_on_all, ranks
 from tests.scripting.scorers import Reader
-from tests.serve.served import click_scorer, on_grid, served_rows
+from tests.serve.served import click_scorer, decode, on_grid, served_rows
 
 FORMATS = [form.value for form in WeightFormat]
 CUTS = [None, "column_wise", "row_wise_uneven", "grid", "data_parallel"]
