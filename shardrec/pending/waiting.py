@@ -8,7 +8,7 @@ import torch
 from torch.futures import Future
 
 from shardrec._torchscript import compiles_to
-from shardrec.pending.base import Awaitable
+from shardrec.pending.awaitable import Awaitable
 
 __all__ = ["WAIT_OPERATOR", "wait"]
 
