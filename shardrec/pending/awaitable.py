@@ -22,6 +22,7 @@ import torch
 import torch.fx
 from torch.autograd.profiler import record_function
 from torch.futures import Future
+from torch.fx.node import map_aggregate
 
 from shardrec.pending.callbacks import Callbacks
 from shardrec.pending.error import AwaitableError
@@ -169,27 +170,14 @@ class _LazyAwaitableMeta(abc.ABCMeta, torch.fx.ProxyableClassMeta):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         # Not ProxyableClassMeta's own: that asks a global flag for every object made, which warns on stderr. A proxy
         # among the arguments tells the same.
-        proxy = _first_proxy((args, kwargs))
-        if proxy is not None:
-            return proxy.tracer.create_proxy("call_function", cls, args, kwargs)
+        proxies: list[torch.fx.Proxy] = []
+        map_aggregate((args, kwargs), lambda one: proxies.append(one) if isinstance(one, torch.fx.Proxy) else None)
+        if proxies:
+            return proxies[0].tracer.create_proxy("call_function", cls, args, kwargs)
         made = type.__call__(cls, *args, **kwargs)
         if isinstance(made, cls):
             object.__setattr__(made, "_is_made", True)
         return made
-
-
-def _first_proxy(value: Any) -> torch.fx.Proxy | None:
-    """The first ``torch.fx.Proxy`` in nested tuples, lists, dicts and slices."""
-    if isinstance(value, torch.fx.Proxy):
-        return value
-    inside: Iterable[Any] = ()
-    if isinstance(value, (tuple, list)):
-        inside = value
-    elif isinstance(value, dict):
-        inside = value.values()
-    elif isinstance(value, slice):
-        inside = (value.start, value.stop, value.step)
-    return next((found for item in inside if (found := _first_proxy(item)) is not None), None)
 
 
 class LazyAwaitable(Awaitable[W], Operators, metaclass=_LazyAwaitableMeta):
