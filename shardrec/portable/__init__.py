@@ -25,7 +25,7 @@ from torch import nn
 __all__ = ["twins"]
 
 
-def twins() -> dict[type[nn.Module], Callable[[Any], nn.Module]]:
+def twins() -> dict[type[nn.Module], Callable[[Any, bool], nn.Module]]:
     """What TorchScript sees in place of a module, by the module's class, if the program is to run anywhere."""
     from shardrec.modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
     from shardrec.portable.bags import PortableBags

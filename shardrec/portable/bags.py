@@ -41,14 +41,10 @@ IssuedColumns = NamedTuple(  # noqa: UP014
 
 
 class PortableBags(PortableTwin):
-    """The portable twin of a :class:`ShardedEmbeddingBagCollection`, with its live parameters.
+    """The portable twin of a :class:`ShardedEmbeddingBagCollection`."""
 
-    Args:
-        collection: the eager module.
-    """
-
-    def __init__(self, collection: ShardedEmbeddingBagCollection) -> None:
-        super().__init__(collection)
+    def __init__(self, collection: ShardedEmbeddingBagCollection, parallel_lookups: bool) -> None:
+        super().__init__(collection, parallel_lookups)
         route, outputs = collection.input.route, collection.lookups
         self.embedding_bags = parameters_of(collection.embedding_bags)
         own = collection.own_lookups

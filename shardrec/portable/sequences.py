@@ -54,14 +54,10 @@ each of a replicated one; ``ids``, ``lengths``: of each output.
 
 
 class PortableSequences(PortableTwin):
-    """The portable twin of a :class:`ShardedEmbeddingCollection`, with its live parameters.
+    """The portable twin of a :class:`ShardedEmbeddingCollection`."""
 
-    Args:
-        collection: the eager module.
-    """
-
-    def __init__(self, collection: ShardedEmbeddingCollection) -> None:
-        super().__init__(collection)
+    def __init__(self, collection: ShardedEmbeddingCollection, parallel_lookups: bool) -> None:
+        super().__init__(collection, parallel_lookups)
         device = collection.device
         outputs = collection.lookups
         sent, route = collection.sent_lookups, collection.input.route

@@ -13,7 +13,6 @@ from shardrec.errors import ConfigError
 from shardrec.ids.frozen import frozen_maps
 from shardrec.modules.collection import ShardedCollection
 from shardrec.portable.input import PortableInput
-from shardrec.portable.options import twin_options
 
 __all__ = ["PortableTwin"]
 
@@ -23,12 +22,13 @@ class PortableTwin(nn.Module):
 
     Args:
         collection: the eager module.
+        parallel_lookups: run the lookups of bags as forks.
     """
 
     # A graph has only the branch that is taken.
     __constants__: ClassVar = ["parallel"]
 
-    def __init__(self, collection: ShardedCollection) -> None:
+    def __init__(self, collection: ShardedCollection, parallel_lookups: bool) -> None:
         super().__init__()
         collectives, comms = collection.context.collectives, collection.context.comms
         collection.refuse_hot_rows("a portable program")
@@ -42,7 +42,7 @@ class PortableTwin(nn.Module):
         self.lookups, group_slots = collection.shards.scripted(training=collection.training)
         self.group_slots = list_of(int, group_slots)
         # On threads of TorchScript's own, which pays where groups are large and threads idle.
-        self.parallel = not collection.input.per_id and twin_options().parallel_lookups
+        self.parallel = parallel_lookups and not collection.input.per_id
         self.rank = collectives.rank
         self.world_size = collectives.world_size
         self.output_dtype = collection.output_dtype
