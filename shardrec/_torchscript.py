@@ -145,14 +145,10 @@ _WAIT_OVERLOADS = {
 
 
 @contextmanager
-def generic_wait(wait: Callable[..., Any], operator: str) -> Iterator[None]:
-    """Inside, ``wait`` compiles for an Await, a Future and a plain value; outside, to ``operator`` alone.
+def generic_wait(wait: Callable[..., Any]) -> Iterator[None]:
+    """Inside, ``wait`` compiles for an Await, a Future and a plain value; outside, as :func:`compiles_to` was told.
 
     On leaving, also by an error, everything that has been compiled inside is made of torch's operators again.
-
-    Args:
-        wait: the function.
-        operator: what it compiles to in the table of :func:`compiles_to`.
     """
     with _LOCK:
         unit: Any = _state._python_cu
@@ -163,7 +159,7 @@ def generic_wait(wait: Callable[..., Any], operator: str) -> Iterator[None]:
         before = {function.qualified_name for function in unit.get_functions()}
         _state._set_jit_overload_cache(wait, overloads)
         table = _builtins._get_builtin_table()
-        del table[id(wait)]
+        operator = table.pop(id(wait))
         try:
             yield
         finally:

@@ -8,7 +8,6 @@ from torch import nn
 from shardrec._torchscript import deferred_waits, generic_wait, inline, inlined, methods_of, quiet
 from shardrec.errors import ConfigError
 from shardrec.pending import wait
-from shardrec.pending.waiting import WAIT_OPERATOR
 from shardrec.scripting.attributes import lift_attributes
 from shardrec.scripting.error import explain
 from shardrec.scripting.forks import refuse_forked_exchanges
@@ -51,7 +50,7 @@ def script(model: nn.Module, *, parallel_lookups: bool = False, portable: bool =
             "forward of a module"
         )
     copy = scriptable_copy(model, portable=portable, parallel_lookups=parallel_lookups)
-    with generic_wait(wait, WAIT_OPERATOR), quiet():
+    with generic_wait(wait), quiet():
         try:
             scripted: torch.jit.ScriptModule = torch.jit.script(copy)
         except Exception as error:  # of eight classes at least, by what TorchScript does not like
