@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from shardrec._torchscript import list_of
+from shardrec._torchscript import counts_of, list_of
 from shardrec.exchange.route import Piece, output_pieces
 from shardrec.modules.live import parameters_of
 from shardrec.pending import Await, awaitable
@@ -105,10 +105,7 @@ class PortableBags(PortableTwin):
             order = self.positions(keys, self.replica_features)
             own_lengths = local.index_select(0, order)
             # Not int(), for which torch.export has no symbol.
-            own_counts: list[int] = own_lengths.sum().reshape(1).tolist()
-            own_count = own_counts[0]
-            if not torch.jit.is_scripting():
-                torch._check(own_count >= 0)
+            own_count = counts_of(own_lengths.sum().reshape(1))[0]
             _, own_ids, own_weights = torch.ops.fbgemm.permute_2D_sparse_data(
                 order.to(torch.int32), local, checked.values, checked.weights, own_count
             )

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardrec._torchscript import list_of
+from shardrec._torchscript import counts_of, list_of
 from shardrec.exchange.collectives import Collectives
 from shardrec.exchange.cut import in_blocks, permuted
 from shardrec.exchange.input import InputExchange
@@ -146,9 +146,6 @@ class PortableInput(PortableBatch):
 
     def sizes(self, numbers: list[int], batch: int) -> tuple[list[list[int]], list[int], list[list[int]]]:
         """Ids sent per rank and group, batch sizes, and ids received, from what :meth:`exchange_header` gives."""
-        if not torch.jit.is_scripting():
-            for number in numbers:
-                torch._check(number >= 0)
         went: list[list[int]] = []
         came: list[list[int]] = []
         sizes: list[int] = []
@@ -218,8 +215,7 @@ class PortableInput(PortableBatch):
         # Faults of structure show while tracing; what a program can meet is the one of values.
         for rank in range(self.world_size):
             torch.ops.aten._assert_async.msg(headers[rank, 0] == 0, f"bad input: rank {rank}: {self.faults[1]}")
-        found: list[int] = torch.cat([counts.flatten().cpu(), headers[:, 2:].flatten()]).tolist()
-        return found
+        return counts_of(torch.cat([counts.flatten().cpu(), headers[:, 2:].flatten()]))
 
     def exchange_payload(
         self,

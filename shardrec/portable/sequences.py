@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from shardrec._torchscript import list_of
+from shardrec._torchscript import counts_of, list_of
 from shardrec.exchange.bad_ids import places_of_rows
 from shardrec.exchange.dedup import distinct
 from shardrec.exchange.rows import unit_targets
@@ -111,7 +111,7 @@ class PortableSequences(PortableTwin):
         keys, local, values = checked.keys, checked.lengths, checked.values
         sent_keys, sent_lengths, sent_values = keys, local, values
         places: Tensor | None = None
-        key_ids = ids_per_key(local, values.size(0))
+        key_ids = counts_of(local.sum(dim=1), values.size(0))
         if self.dedup:
             sent_keys = self.sent_features
             sent_lengths, sent_values, places = self.distinct(keys, key_ids, local, values)
@@ -128,7 +128,7 @@ class PortableSequences(PortableTwin):
         units = sum(into) // self.unit
         sent_ids = key_ids
         if self.dedup:
-            sent_ids = ids_per_key(sent_lengths, sent_values.size(0))
+            sent_ids = counts_of(sent_lengths.sum(dim=1), sent_values.size(0))
         target = self.targets(sent_keys, sent_ids, got, units)
         rows_back = sum([sent_ids[sent_keys.index(feature)] for feature in self.sent_features])
         ids_of: list[Tensor] = []
@@ -141,7 +141,7 @@ class PortableSequences(PortableTwin):
             raw_values, raw_lengths = values, local.flatten()
         if checked.dropped:
             keys = features.keys()
-            key_ids = ids_per_key(checked.given, values.size(0))
+            key_ids = counts_of(checked.given.sum(dim=1), values.size(0))
         by_key = raw_values.split(key_ids)
         looked_up = checked.looked_up.split(key_ids)
         lengths_by_key = raw_lengths.view(len(keys), -1)
@@ -222,16 +222,6 @@ class PortableSequences(PortableTwin):
         first_S = torch.tensor(firsts, dtype=torch.int64, device=positions.device)
         width_S = torch.tensor(self.slot_units, dtype=torch.int64, device=positions.device)
         return unit_targets(positions, sent.slot_ids, first_S, width_S, units, total)
-
-
-def ids_per_key(lengths: Tensor, total: int) -> list[int]:
-    """Number of ids of each row of ``lengths`` (F, B), on the host; ``total`` of them."""
-    counts: list[int] = lengths.sum(dim=1).tolist()
-    if not torch.jit.is_scripting():
-        for count in counts:
-            torch._check(count >= 0)
-        torch._check(sum(counts) == total)
-    return counts
 
 
 def finish_sequences(
