@@ -6,8 +6,7 @@ reason.
 
 ::
 
-    batch.py        checks a batch
-    input.py        cuts it, header and payload
+    input.py        checks and cuts a batch, header and payload
     rows.py         the all-to-all of float rows
     twin.py         what both twins have: the lookups of this rank's shards
     bags.py         a sharded embedding bag collection

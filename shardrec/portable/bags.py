@@ -18,7 +18,7 @@ from shardrec._torchscript import counts_of, list_of
 from shardrec.exchange.route import Piece, output_pieces
 from shardrec.modules.live import parameters_of
 from shardrec.pending import Await, awaitable
-from shardrec.portable.batch import Checked
+from shardrec.portable.input import Checked
 from shardrec.portable.rows import arrived_rows, exchange_rows
 from shardrec.portable.twin import PortableTwin
 
