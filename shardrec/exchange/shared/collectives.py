@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from shardrec.errors import PeerError
-from shardrec.exchange.collectives import Collectives, FunctionalCollectives, Streams, WayBack, joined
+from shardrec.exchange.collectives import Collectives, FunctionalCollectives, Streams, joined
 from shardrec.exchange.flight import flight_record
 from shardrec.exchange.shared.channel import Channel, Message
 from shardrec.exchange.shared.group import SharedGroup
@@ -69,7 +69,7 @@ class SharedCollectives(Collectives):
         self._lent: dict[int, list[Bytes]] = {}
         self._rooms: dict[int, _Room] = {}  # by address
         self.dropped: deque[int] = deque()  # numbers of exchanges that nobody waited for; filled by finalizers
-        self._waiting: dict[int, tuple[_SharedPending, tuple[int, ...]]] = {}
+        self._waiting: dict[int, _SharedPending] = {}  # by the id of what all_to_all() gave
 
     @property
     def operator_group(self) -> str:
@@ -81,14 +81,12 @@ class SharedCollectives(Collectives):
     def all_to_all(self, values: Tensor, receive: Sequence[int], send: Sequence[int], what: str) -> Tensor:
         row = values.shape[1:].numel()
         parts = [[part] for part in values.reshape(-1).split([size * row for size in send])]
-        pending = self.send(parts, [size * row for size in receive], what)
         result = values.new_empty((sum(receive), *values.shape[1:]))
-        self._waiting[id(result)] = (pending, tuple(receive))
+        self._waiting[id(result)] = self.send(parts, [size * row for size in receive], what)
         return result
 
     def wait(self, pending: Tensor, what: str) -> Tensor:
-        found, _ = self._waiting.pop(id(pending))
-        torch.cat(found.wait(), out=pending.view(-1))
+        torch.cat(self._waiting.pop(id(pending)).wait(), out=pending.view(-1))
         return pending
 
     def send(
@@ -104,9 +102,18 @@ class SharedCollectives(Collectives):
             way_back = None if streams is None else _SharedWayBack(self, number, streams)
             for peer in self.peers:
                 offers = () if way_back is None else way_back.offer(peer)
-                self.channel.send(peer, (number, 0), what, (self._outgoing(parts[peer], peer), offers))
-            far = self._send_far(parts, receive, what)
-        return _SharedPending(self, number, joined(parts[self.rank]), list(receive), what, far, way_back, recorded)
+                self.channel.send(peer, (number, 0), what, (self._outgoing(parts[peer]), offers))
+            far = self.send_far(dict(enumerate(parts)), receive, what)
+        return _SharedPending(
+            collectives=self,
+            number=number,
+            own=joined(parts[self.rank]),
+            receive=list(receive),
+            what=what,
+            far=far,
+            way_back=way_back,
+            recorded=recorded,
+        )
 
     def tell(self, fault: str) -> None:
         with self.channel.lock:
@@ -151,17 +158,15 @@ class SharedCollectives(Collectives):
         if not size:
             self.channel.release(peer, token)
             return np.empty(0, dtype=np.uint8)
-        memory = self.channel.windows(peer).bytes(window, offset, size)
+        memory = self.channel.windows[peer].bytes(window, offset, size)
         weakref.finalize(memory, self.channel.release, peer, token).atexit = False
         return memory
 
-    def _outgoing(self, parts: Sequence[Tensor], peer: int) -> Any:
+    def _outgoing(self, parts: Sequence[Tensor]) -> Any:
         """Bytes, or (token, window, offset, size)."""
-        count = sum(part.numel() for part in parts)
-        dtype = parts[0].dtype if parts else torch.uint8
-        size = count * dtype.itemsize
+        size = sum(part.nbytes for part in parts)
         if size <= _INLINE_BYTES:
-            return torch.cat(list(parts)).view(torch.uint8).numpy().tobytes() if count else b""
+            return torch.cat(list(parts)).view(torch.uint8).numpy().tobytes()
         if len(parts) == 1:
             address = parts[0].untyped_storage().data_ptr()
             room = self._rooms.get(address)
@@ -170,23 +175,24 @@ class SharedCollectives(Collectives):
                 start = room.offset + parts[0].data_ptr() - address
                 return self._token_of(memory, 1), room.window, start, size
         token, block = self.lend(size, 1)
-        target = as_tensor(block.bytes, dtype)
-        if len(parts) == 1:
-            target.copy_(parts[0])
-        else:
-            torch.cat(list(parts), out=target)
+        torch.cat(list(parts), out=as_tensor(block.bytes, parts[0].dtype))
         return token, block.window, block.offset, size
 
-    def _send_far(self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str) -> Tensor | None:
+    def send_far(self, parts: Mapping[int, Sequence[Tensor]], receive: Sequence[int], what: str) -> Tensor | None:
+        """Issue the process group's all-to-all with the ranks on other hosts; None without any.
+
+        Args:
+            parts: what goes to each of them.
+            receive: elements from each rank; those of this host are left out.
+            what: a word for error messages.
+        """
         if not self.far:
             return None
         out, into = [0] * self.world_size, [0] * self.world_size
-        pieces = [parts[self.rank][0][:0]]
         for rank in self.far:
-            pieces += parts[rank]
-            out[rank] = sum(part.numel() for part in parts[rank])
-            into[rank] = receive[rank]
-        return self.base.all_to_all(torch.cat(pieces), into, out, what)
+            out[rank], into[rank] = sum(part.numel() for part in parts[rank]), receive[rank]
+        values = torch.cat([part for rank in self.far for part in parts[rank]])
+        return self.base.all_to_all(values, into, out, what)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,65 +204,54 @@ class _Room:
     memory: weakref.ref[Bytes]
 
 
+@dataclass(kw_only=True, eq=False)
 class _SharedPending:
     """What comes from the peers, from this rank itself, and from far ranks."""
 
-    def __init__(
-        self,
-        collectives: SharedCollectives,
-        number: int,
-        own: Tensor,
-        receive: list[int],
-        what: str,
-        far: Tensor | None,
-        way_back: _SharedWayBack | None,
-        recorded: int,
-    ) -> None:
-        self.way_back: WayBack | None = way_back
-        self._back = way_back
-        self._collectives = collectives
-        self._number = number
-        self._own = own
-        self._receive = receive
-        self._what = what
-        self._far = far
-        self._recorded = recorded
-        self._waited = False
+    collectives: SharedCollectives
+    number: int
+    own: Tensor
+    receive: list[int]
+    what: str
+    far: Tensor | None
+    way_back: _SharedWayBack | None
+    recorded: int  # in the flight record
+    waited: bool = False
 
     def __del__(self) -> None:
-        if not self._waited:
-            self._collectives.dropped.append(self._number)
+        if not self.waited:
+            self.collectives.dropped.append(self.number)
 
     def wait(self) -> list[Tensor]:
-        collectives, own = self._collectives, self._own
+        collectives, own = self.collectives, self.own
         found = {collectives.rank: own}
         with collectives.channel.lock:
             for peer in collectives.peers:
-                outgoing, offers = collectives.channel.receive(peer, (self._number, 0), self._what)
+                outgoing, offers = collectives.channel.receive(peer, (self.number, 0), self.what)
                 found[peer] = self._arrived(peer, outgoing)
-                if self._back is not None:
-                    self._back.offered(peer, offers)
-        if self._far is not None:
-            done = collectives.base.wait(self._far, self._what)
-            sizes = [self._receive[rank] for rank in collectives.far]
+                if self.way_back is not None:
+                    self.way_back.offered(peer, offers)
+        if self.far is not None:
+            done = collectives.base.wait(self.far, self.what)
+            sizes = [self.receive[rank] for rank in collectives.far]
             found.update(zip(collectives.far, done.split(sizes), strict=True))
-        self._own = own[:0]
-        self._waited = True
-        flight_record().end(self._recorded)
+        self.own = own[:0]
+        self.waited = True
+        flight_record().end(self.recorded)
         return [found[rank] for rank in range(collectives.world_size)]
 
     def _arrived(self, peer: int, outgoing: Any) -> Tensor:
-        dtype = self._own.dtype
-        size = self._receive[peer] * dtype.itemsize
+        dtype = self.own.dtype
+        size = self.receive[peer] * dtype.itemsize
         came = len(outgoing) if isinstance(outgoing, bytes) else outgoing[3]
         if came != size:
             raise PeerError(
-                f"rank {self._collectives.rank}: {came} bytes came from rank {peer} in the {self._what} exchange and "
+                f"rank {self.collectives.rank}: {came} bytes came from rank {peer} in the {self.what} exchange and "
                 f"{size} were expected; the ranks have come apart"
             )
         if isinstance(outgoing, bytes):
-            return torch.frombuffer(bytearray(outgoing), dtype=dtype) if outgoing else self._own.new_empty(0)
-        return as_tensor(self._collectives.borrowed(peer, *outgoing), dtype)
+            return torch.frombuffer(bytearray(outgoing), dtype=dtype) if outgoing else self.own.new_empty(0)
+        return as_tensor(self.collectives.borrowed(peer, *outgoing), dtype)
 
 
 class _SharedWayBack:
@@ -276,9 +271,8 @@ class _SharedWayBack:
         self._recorded = 0  # in the flight record
         self._landing: list[Tensor] = []
         self._blocks: list[tuple[int, Block] | None] = []
-        self._theirs: dict[int, list[Tensor]] = {}
+        self._views: dict[int, list[Tensor]] = {}  # per rank, where to write each stream's gradient
         self._far_sent: Tensor | None = None
-        self._far_buffer: list[Tensor] = []
         self._lend()
 
     def _lend(self) -> None:
@@ -318,38 +312,26 @@ class _SharedWayBack:
                 )
             memory = self._collectives.borrowed(peer, *offer) if offer else None
             theirs.append(torch.empty(0) if memory is None else as_tensor(memory, torch.float32))
-        self._theirs[peer] = theirs
+        self._views[peer] = theirs
 
     def views(self) -> list[Tensor]:
         collectives = self._collectives
         if not self._landing:
             self._again()
-        views: list[Tensor] = []
-        for rank in range(collectives.world_size):
-            sizes = self._streams.into[rank]
-            if rank == collectives.rank:
-                views += self._own_parts()
-            elif rank in self._theirs:
-                views += self._theirs[rank]
-            else:
-                buffer = torch.empty(sum(sizes))
-                self._far_buffer.append(buffer)
-                views += buffer.split(list(sizes))
-        return views
+        self._views[collectives.rank] = self._parts(self._landing, collectives.rank)
+        for rank in collectives.far:
+            self._views[rank] = [torch.empty(size) for size in self._streams.into[rank]]
+        return [view for rank in range(collectives.world_size) for view in self._views[rank]]
 
     def send(self) -> None:
         collectives = self._collectives
         self._recorded = flight_record().begin("gradient", 4 * sum(map(sum, self._streams.out)))
         with collectives.channel.lock, _counted():
-            self._theirs = {}
+            far = {rank: self._views[rank] for rank in collectives.far}
+            self._views = {}
             for peer in collectives.peers:
                 collectives.channel.send(peer, (self._number, 2 * self._turn), "gradient", ())
-            if collectives.far:
-                out, into = [0] * collectives.world_size, [0] * collectives.world_size
-                for rank in collectives.far:
-                    out[rank], into[rank] = sum(self._streams.into[rank]), sum(self._streams.out[rank])
-                values = torch.cat(self._far_buffer)
-                self._far_sent, self._far_buffer = collectives.base.all_to_all(values, into, out, "gradient"), []
+            self._far_sent = collectives.send_far(far, list(map(sum, self._streams.out)), "gradient")
 
     def wait(self) -> list[Tensor]:
         collectives = self._collectives
@@ -362,20 +344,19 @@ class _SharedWayBack:
         if self._far_sent is not None:
             done = collectives.base.wait(self._far_sent, "gradient")
             self._far_sent = None
-            sizes = [size for rank in collectives.far for size in self._streams.out[rank]]
-            parts = iter(done.split(sizes))
+            parts = iter(done.split([size for rank in collectives.far for size in self._streams.out[rank]]))
             for rank in collectives.far:
-                for stream, memory in enumerate(landing):
-                    self._part(memory, stream, rank).copy_(next(parts))
+                for part in self._parts(landing, rank):
+                    part.copy_(next(parts))
         return landing
 
-    def _own_parts(self) -> list[Tensor]:
-        rank = self._collectives.rank
-        return [self._part(memory, stream, rank) for stream, memory in enumerate(self._landing)]
-
-    def _part(self, memory: Tensor, stream: int, rank: int) -> Tensor:
-        start = sum(sizes[stream] for sizes in self._streams.out[:rank])
-        return memory[start : start + self._streams.out[rank][stream]]
+    def _parts(self, landing: Sequence[Tensor], rank: int) -> list[Tensor]:
+        """Per stream, the gradient of what went to a rank."""
+        found = []
+        for stream, memory in enumerate(landing):
+            start = sum(sizes[stream] for sizes in self._streams.out[:rank])
+            found.append(memory[start : start + self._streams.out[rank][stream]])
+        return found
 
     def _again(self) -> None:
         """A further backward through the same forward: lend new memory."""
