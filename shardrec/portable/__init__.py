@@ -7,8 +7,7 @@ reason.
 ::
 
     input.py        checks and cuts a batch, header and payload
-    rows.py         the all-to-all of float rows
-    twin.py         what both twins have: the lookups of this rank's shards
+    twin.py         what both twins have: the lookups of this rank's shards, the all-to-all of float rows
     bags.py         a sharded embedding bag collection
     sequences.py    a sharded embedding collection
     group.py        the process group's name, in this process and in a file

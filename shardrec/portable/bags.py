@@ -19,8 +19,7 @@ from shardrec.exchange.route import Piece, output_pieces
 from shardrec.modules.live import parameters_of
 from shardrec.pending import Await, awaitable
 from shardrec.portable.input import Checked
-from shardrec.portable.rows import arrived_rows, exchange_rows
-from shardrec.portable.twin import PortableTwin
+from shardrec.portable.twin import PortableTwin, arrived_rows
 
 if TYPE_CHECKING:
     from shardrec.modules.bags import ShardedEmbeddingBagCollection
@@ -63,7 +62,7 @@ class PortableBags(PortableTwin):
         batch = sizes[self.rank]
         into = [batch * width for width in self.widths]
         out = [size * self.widths[self.rank] for size in sizes]
-        pending = exchange_rows(pooled.reshape(-1), into, out, self.input.process_group.group_name, self.anchor)
+        pending = self.exchange_rows(pooled.reshape(-1), into, out)
         replicated, bags = self.own_columns(checked, batch)
         return awaitable(
             finish_bags,

@@ -19,8 +19,7 @@ from shardrec.exchange.rows import unit_targets
 from shardrec.modules.live import parameters_of
 from shardrec.pending import Await, awaitable
 from shardrec.portable.input import Received
-from shardrec.portable.rows import arrived_rows, exchange_rows
-from shardrec.portable.twin import PortableTwin
+from shardrec.portable.twin import PortableTwin, arrived_rows
 
 if TYPE_CHECKING:
     from shardrec.modules.sequences import ShardedEmbeddingCollection
@@ -122,7 +121,7 @@ class PortableSequences(PortableTwin):
         for maps in self.id_maps:
             ids, found = maps(got.lengths, ids)
         flat = self.look_up(got.lengths, ids, found, came)
-        pending = exchange_rows(flat, into, out, self.input.process_group.group_name, self.anchor)
+        pending = self.exchange_rows(flat, into, out)
         sent_ids = key_ids
         if self.dedup:
             sent_ids = counts_of(sent_lengths.sum(dim=1), sent_values.size(0))
