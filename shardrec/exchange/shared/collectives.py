@@ -66,8 +66,8 @@ class SharedCollectives(Collectives):
         self.far = [rank for rank in range(self.world_size) if rank not in near]
         self._number = 0
         self._token = 0
-        self._lent: dict[int, list[Bytes]] = {}
-        self._rooms: dict[int, _Room] = {}  # by address
+        self._lent: dict[int, list[Bytes | Tensor]] = {}  # by token, once for each peer that has not released it
+        self._rooms: dict[int, tuple[int, int]] = {}  # by address, window and first byte of those in use
         self.dropped: deque[int] = deque()  # numbers of exchanges that nobody waited for; filled by finalizers
         self._waiting: dict[int, _SharedPending] = {}  # by the id of what all_to_all() gave
 
@@ -129,7 +129,7 @@ class SharedCollectives(Collectives):
         with self.channel.lock:
             block = self._block(4 * numel)
             address = block.bytes.ctypes.data
-            self._rooms[address] = _Room(window=block.window, offset=block.offset, memory=weakref.ref(block.bytes))
+            self._rooms[address] = block.window, block.offset
             weakref.finalize(block.bytes, self._rooms.pop, address, None).atexit = False
             return as_tensor(block.bytes, torch.float32)
 
@@ -148,7 +148,7 @@ class SharedCollectives(Collectives):
                     del self._lent[token]
         return self.arena.lend(size)
 
-    def _token_of(self, memory: Bytes, borrowers: int) -> int:
+    def _token_of(self, memory: Bytes | Tensor, borrowers: int) -> int:
         self._token += 1
         self._lent[self._token] = [memory] * borrowers
         return self._token
@@ -170,10 +170,9 @@ class SharedCollectives(Collectives):
         if len(parts) == 1:
             address = parts[0].untyped_storage().data_ptr()
             room = self._rooms.get(address)
-            memory = None if room is None else room.memory()
-            if room is not None and memory is not None:
-                start = room.offset + parts[0].data_ptr() - address
-                return self._token_of(memory, 1), room.window, start, size
+            if room is not None:
+                window, offset = room
+                return self._token_of(parts[0], 1), window, offset + parts[0].data_ptr() - address, size
         token, block = self.lend(size, 1)
         torch.cat(list(parts), out=as_tensor(block.bytes, parts[0].dtype))
         return token, block.window, block.offset, size
@@ -193,15 +192,6 @@ class SharedCollectives(Collectives):
             out[rank], into[rank] = sum(part.numel() for part in parts[rank]), receive[rank]
         values = torch.cat([part for rank in self.far for part in parts[rank]])
         return self.base.all_to_all(values, into, out, what)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Room:
-    """Where a room lies: number of the window and first byte; the room itself, for as long as it is in use."""
-
-    window: int
-    offset: int
-    memory: weakref.ref[Bytes]
 
 
 @dataclass(kw_only=True, eq=False)
