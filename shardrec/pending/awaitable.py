@@ -24,9 +24,8 @@ from torch.autograd.profiler import record_function
 from torch.futures import Future
 from torch.fx.node import map_aggregate
 
-from shardrec.pending.callbacks import Callbacks
 from shardrec.pending.error import AwaitableError
-from shardrec.pending.once import Once, State
+from shardrec.pending.once import Callbacks, Once, State
 from shardrec.pending.operators import Operators, force, force_nested
 
 __all__ = ["Awaitable", "LazyAwaitable", "LazyNoWait", "NoWait"]
