@@ -81,8 +81,7 @@ class PortableBags(PortableTwin):
     def pooled(self, checked: Checked) -> tuple[Tensor, list[int]]:
         """(B_all, D_mine) pooled rows of this rank's shards, rank after rank, and the batch size of each rank."""
         got = self.input.exchange(checked, checked.keys, checked.lengths, checked.values)
-        sizes = got.sizes
-        ids, weights = got.ids, got.weights
+        sizes, ids, weights = got.sizes, got.ids, got.weights
         for maps in self.id_maps:
             ids, kept = maps(got.lengths, ids)
             # Of an id without a row, any row times 0: a graph has no ids to leave out.

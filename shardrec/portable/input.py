@@ -287,14 +287,15 @@ class PortableInput(nn.Module):
         self.count_bad_ids(checked.bad_ids)
         went, sizes, came = self.sizes(numbers, lengths_SB.size(1))
         total = sum([sum(per_group) for per_group in went])
-        ids, sent_weights = values, weights
         if not in_place:
-            _, ids, sent_weights, positions = permuted(rows.to(torch.int32), lengths, values, weights, positions, total)
+            _, values, weights, positions = permuted(rows.to(torch.int32), lengths, values, weights, positions, total)
         if positions is not None:
             positions = positions.to(torch.int64)
         if self.world_size == 1:
-            return Received(lengths_SB, ids, sent_weights, sizes, came, went, positions, slot_ids)
-        all_lengths, all_ids, all_weights = self.exchange_payload(lengths_SB, ids, sent_weights, sizes, came, went)
+            return Received(lengths_SB, values, weights, sizes, came, went, positions, slot_ids)
+        # A tuple of its own: TorchScript leaves out what is not used, and so the all-to-all of the weights, on a rank
+        # without tables, if the branches met at its elements.
+        all_lengths, all_ids, all_weights = self.exchange_payload(lengths_SB, values, weights, sizes, came, went)
         return Received(all_lengths, all_ids, all_weights, sizes, came, went, positions, slot_ids)
 
     def sizes(self, numbers: list[int], batch: int) -> tuple[list[list[int]], list[int], list[list[int]]]:
@@ -324,12 +325,10 @@ class PortableInput(nn.Module):
         """
         if self.world_size == 1 and torch.jit.is_scripting():
             known: list[int] = torch.cat([counts.flatten(), fault.reshape(1)]).tolist()
-            if known[-1] != 0:
-                raise RuntimeError("bad input: rank 0: " + self.faults[known[-1]])
-            both = known[:-1]
-            both.append(batch)
-            both.extend(known[:-1])
-            return both
+            number = known.pop()
+            if number != 0:
+                raise RuntimeError("bad input: rank 0: " + self.faults[number])
+            return known + [batch] + known  # noqa: RUF005 - TorchScript has no *
         mode = 1 if torch.is_grad_enabled() else 0
         header = counts.new_zeros([self.world_size, 3 + self.groups])
         header[:, 0] = fault

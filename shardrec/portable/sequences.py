@@ -125,8 +125,7 @@ class PortableSequences(PortableTwin):
         sent_ids = key_ids
         if self.dedup:
             sent_ids = counts_of(sent_lengths.sum(dim=1), sent_values.size(0))
-        target = self.targets(sent_keys, sent_ids, got, sum(into) // self.unit)
-        rows_back = sum([sent_ids[sent_keys.index(feature)] for feature in self.sent_features])
+        target, rows_back = self.targets(sent_keys, sent_ids, got, sum(into) // self.unit)
         raw_values, raw_lengths = features.values(), features.lengths()
         if raw_values.size(0) != values.size(0):
             # A batch with a fault, of which a tracer takes the empty one that was sent.
@@ -194,8 +193,8 @@ class PortableSequences(PortableTwin):
         index = torch.tensor(order, dtype=torch.int32, device=values.device)
         return distinct(index, lengths, values, self.dedup_firsts, self.dedup_edges, total)
 
-    def targets(self, keys: list[str], key_ids: list[int], sent: Received, total: int) -> Tensor:
-        """Where each of the ``total`` received units goes in the output."""
+    def targets(self, keys: list[str], key_ids: list[int], sent: Received, total: int) -> tuple[Tensor, int]:
+        """Where each of the ``total`` received units goes, and the number of rows in which they go."""
         key_starts: list[int] = [0]
         for count in key_ids:
             key_starts.append(key_starts[-1] + count)
@@ -211,7 +210,7 @@ class PortableSequences(PortableTwin):
         assert positions is not None
         first_S = torch.tensor(firsts, dtype=torch.int64, device=positions.device)
         width_S = torch.tensor(self.slot_units, dtype=torch.int64, device=positions.device)
-        return unit_targets(positions, sent.slot_ids, first_S, width_S, units, total)
+        return unit_targets(positions, sent.slot_ids, first_S, width_S, units, total), row
 
 
 def finish_sequences(
