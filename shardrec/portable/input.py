@@ -173,11 +173,6 @@ class PortableInput(nn.Module):
         """The weights of the ids; those given to a collection that is not weighted are ignored."""
         return features.weights_or_none() if self.weighted else None
 
-    def count_bad_ids(self, bad_ids: Tensor) -> None:
-        """Add a batch's to those so far; not in an exported program, which has no state."""
-        if self.mends and not is_exported() and bad_ids.numel() > 0:
-            self.bad_ids.add_(bad_ids)
-
     def checked(self, features: KeyedJaggedTensor) -> Checked:
         """The batch as the lookups take it."""
         fault = self.structural_fault(features)
@@ -284,7 +279,9 @@ class PortableInput(nn.Module):
         ends = torch.ops.fbgemm.asynchronous_complete_cumsum(slot_ids)
         counts = ends.index_select(0, self.group_edges).diff().view(self.world_size, self.groups)
         numbers = self.exchange_header(counts, checked.fault, lengths_SB.size(1))
-        self.count_bad_ids(checked.bad_ids)
+        # An exported program has no state to count them in.
+        if not is_exported() and checked.bad_ids.numel() > 0:
+            self.bad_ids.add_(checked.bad_ids)
         went, sizes, came = self.sizes(numbers, lengths_SB.size(1))
         total = sum([sum(per_group) for per_group in went])
         if not in_place:

@@ -59,10 +59,7 @@ class HasScriptedTwin(Protocol):
 def scriptable_copy(model: nn.Module, *, portable: bool = True, parallel_lookups: bool = False) -> nn.Module:
     """A copy of ``model`` for ``torch.jit.script``; the sources of what is generated in it are there as long as it is.
 
-    Args:
-        model: as :func:`shardrec.script` takes it.
-        portable: likewise.
-        parallel_lookups: likewise.
+    Takes what :func:`shardrec.script` does.
 
     Raises:
         ScriptError: for a twin that breaks the protocol.

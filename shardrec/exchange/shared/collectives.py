@@ -269,13 +269,9 @@ class _SharedWayBack:
         """Memory for the gradient of each stream, rank after rank."""
         for stream in range(len(self._streams.out[0])):
             elements = sum(rank[stream] for rank in self._streams.out)
-            lent = None
-            if elements:
-                lent = self._collectives.lend(4 * elements, len(self._collectives.peers))
-                self._landing.append(as_tensor(lent[1].bytes, torch.float32))
-            else:
-                self._landing.append(torch.empty(0))
+            lent = self._collectives.lend(4 * elements, len(self._collectives.peers)) if elements else None
             self._blocks.append(lent)
+            self._landing.append(torch.empty(0) if lent is None else as_tensor(lent[1].bytes, torch.float32))
 
     def offer(self, peer: int) -> Message:
         """Per stream, (token, window, offset, bytes) of the peer's part of the memory lent; () for none."""
