@@ -288,12 +288,9 @@ class PortableInput(nn.Module):
             _, values, weights, positions = permuted(rows.to(torch.int32), lengths, values, weights, positions, total)
         if positions is not None:
             positions = positions.to(torch.int64)
-        if self.world_size == 1:
-            return Received(lengths_SB, values, weights, sizes, came, went, positions, slot_ids)
-        # A tuple of its own: TorchScript leaves out what is not used, and so the all-to-all of the weights, on a rank
-        # without tables, if the branches met at its elements.
-        all_lengths, all_ids, all_weights = self.exchange_payload(lengths_SB, values, weights, sizes, came, went)
-        return Received(all_lengths, all_ids, all_weights, sizes, came, went, positions, slot_ids)
+        if self.world_size > 1:
+            lengths_SB, values, weights = self.exchange_payload(lengths_SB, values, weights, sizes, came, went)
+        return Received(lengths_SB, values, weights, sizes, came, went, positions, slot_ids)
 
     def sizes(self, numbers: list[int], batch: int) -> tuple[list[list[int]], list[int], list[list[int]]]:
         """Ids sent per rank and group, batch sizes, and ids received, from what :meth:`exchange_header` gives."""
@@ -399,11 +396,11 @@ class PortableInput(nn.Module):
             pending_weights = torch.ops._c10d_functional.all_to_all_single(
                 weights, arrived, departed, self.process_group.group_name
             )
-            found_weights = torch.ops._c10d_functional.wait_tensor(pending_weights)
+            found_weights = counted(torch.ops._c10d_functional.wait_tensor(pending_weights), sum(arrived))
         pieces: list[int] = []
         for rank in range(self.world_size):
             pieces.extend([self.mine * sizes[rank], arrived[rank]])
-        received = torch.ops._c10d_functional.wait_tensor(pending).split(pieces)
+        received = counted(torch.ops._c10d_functional.wait_tensor(pending), sum(words_in)).split(pieces)
         all_lengths: list[Tensor] = []
         all_ids: list[Tensor] = []
         block_lengths: list[Tensor] = []
@@ -418,6 +415,21 @@ class PortableInput(nn.Module):
                 self.slot_major, torch.cat(block_lengths), found, found_weights, sum(arrived)
             )
         return torch.cat(all_lengths, dim=1), found, found_weights
+
+
+def counted(received: Tensor, count: int) -> Tensor:
+    """What an exchange brought, if it has ``count`` elements.
+
+    TorchScript leaves out what is not used: on a rank without tables, an exchange that the others make. What is checked
+    is used.
+    """
+    if torch.jit.is_scripting():  # noqa: SIM102 - TorchScript takes it for known
+        if received.numel() != count:
+            raise RuntimeError(
+                f"{received.numel()} elements came in an exchange and {count} were expected; the ranks have come "
+                "apart: every rank must call the same modules in the same order"
+            )
+    return received
 
 
 def in_first_bag(lengths: Tensor, values: Tensor, valid: Tensor) -> Tensor:
