@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.jit import _builtins, _state
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "compiled_nowait",
     "compiles_to",
     "constant_int",
+    "counts_of",
     "defer",
     "deferred_waits",
     "generic_wait",
@@ -145,14 +146,10 @@ _WAIT_OVERLOADS = {
 
 
 @contextmanager
-def generic_wait(wait: Callable[..., Any], operator: str) -> Iterator[None]:
-    """Inside, ``wait`` compiles for an Await, a Future and a plain value; outside, to ``operator`` alone.
+def generic_wait(wait: Callable[..., Any]) -> Iterator[None]:
+    """Inside, ``wait`` compiles for an Await, a Future and a plain value; outside, as :func:`compiles_to` was told.
 
     On leaving, also by an error, everything that has been compiled inside is made of torch's operators again.
-
-    Args:
-        wait: the function.
-        operator: what it compiles to in the table of :func:`compiles_to`.
     """
     with _LOCK:
         unit: Any = _state._python_cu
@@ -163,7 +160,7 @@ def generic_wait(wait: Callable[..., Any], operator: str) -> Iterator[None]:
         before = {function.qualified_name for function in unit.get_functions()}
         _state._set_jit_overload_cache(wait, overloads)
         table = _builtins._get_builtin_table()
-        del table[id(wait)]
+        operator = table.pop(id(wait))
         try:
             yield
         finally:
@@ -285,6 +282,20 @@ def writes_or_aliases(node: Node, index: int) -> bool:
         return True
     arguments = torch._C.parse_schema(text).arguments
     return index >= len(arguments) or arguments[index].alias_info is not None
+
+
+def counts_of(numbers: Tensor, total: int | None = None) -> list[int]:
+    """The values of (n,) integers, read on the host. TorchScript compiles it, too.
+
+    A tracer has symbols for them, and is told what else it could not know: that none is negative, and their sum.
+    """
+    counts: list[int] = numbers.tolist()
+    if not torch.jit.is_scripting():
+        for count in counts:
+            torch._check(count >= 0)
+        if total is not None:
+            torch._check(sum(counts) == total)
+    return counts
 
 
 def list_of(kind: Any, values: Iterable[Any]) -> Any:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import shardrec
 from shardrec import _torchscript
-from shardrec.pending.waiting import WAIT_OPERATOR
 
 pytestmark = pytest.mark.filterwarnings(r"ignore:`torch.jit:DeprecationWarning")
 
@@ -90,7 +89,7 @@ def waiting_for_all(x: Tensor) -> Tensor:
 def test_one_wait_for_three_kinds_of_values() -> None:
     with pytest.raises(RuntimeError, match="Await"):
         torch.jit.script(waiting_for_all)
-    with _torchscript.generic_wait(shardrec.wait, WAIT_OPERATOR):
+    with _torchscript.generic_wait(shardrec.wait):
         scripted = torch.jit.script(waiting_for_all)
     assert torch.equal(scripted(X), waiting_for_all(X))
     kinds = [node.kind() for node in scripted.graph.nodes()]
@@ -108,7 +107,7 @@ def only_future(x: Tensor) -> Tensor:
 
 
 def test_generic_wait_ends_with_its_block_and_after_errors() -> None:
-    with pytest.raises(KeyError), _torchscript.generic_wait(shardrec.wait, WAIT_OPERATOR):
+    with pytest.raises(KeyError), _torchscript.generic_wait(shardrec.wait):
         raise KeyError
     assert torch.equal(torch.jit.script(only_await)(X), 2 * X)
     with pytest.raises(RuntimeError):

@@ -65,13 +65,11 @@ class WayBack(Protocol):
 
 
 class Pending(Protocol):
-    """Values under way.
+    """Values under way."""
 
-    Attributes:
-        way_back: of their gradients, if the collectives make it.
-    """
-
-    way_back: WayBack | None
+    @property
+    def way_back(self) -> WayBack | None:
+        """Of their gradients, if the collectives make it."""
 
     def wait(self) -> list[Tensor]:
         """Per rank, the (n,) values that came from it. Call it once.

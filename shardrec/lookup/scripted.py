@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from shardrec._torchscript import counts_of
 from shardrec.lookup.bank import TableBank
 
 __all__ = ["DenseTables", "NoTables", "kernel_module"]
@@ -152,12 +153,7 @@ class DenseTables(nn.Module):
 
     def forward(self, ids: Tensor, lengths: Tensor, weights: Tensor | None) -> Tensor:
         """(B_all, D) or (N, w) float32, from ``ids`` (N,), ``lengths`` (S, B_all) and ``weights`` (N,)."""
-        counts: list[int] = lengths.sum(dim=1).tolist()
-        if not torch.jit.is_scripting():
-            # What a tracer cannot know, and needs to know for the split.
-            for count in counts:
-                torch._check(count >= 0)
-            torch._check(sum(counts) == ids.size(0))
+        counts = counts_of(lengths.sum(dim=1), ids.size(0))
         ids_of = ids.to(torch.int64).split(counts)
         found: list[Tensor] = []
         for slot, table in enumerate(self.slots):

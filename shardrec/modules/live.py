@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from shardrec._torchscript import list_of
+from shardrec._torchscript import counts_of, list_of
 from shardrec.exchange.operators import Program
 from shardrec.modules.late import Late, LateJaggedTensor, LateKeyedTensor
 from shardrec.pending import Await, awaitable
@@ -233,11 +233,7 @@ def finish_sequences(
     rows, ids, numbers = torch.ops.shardrec.arrive(
         order, ticket, features.values(), None, width, len(names), need_indices, dtype, number
     )
-    counts: list[int] = numbers.tolist()
-    if not torch.jit.is_scripting():
-        for count in counts:
-            torch._check(count >= 0)
-        torch._check(sum(counts) == rows.size(0))
+    counts = counts_of(numbers, rows.size(0))
     rows_of, lengths = rows.split(counts), lengths_by_key(features)
     ids_of = ids.split(counts) if need_indices else rows_of
     found: dict[str, JaggedTensor] = {}

@@ -16,12 +16,11 @@ A sharded module returns a ``LazyAwaitable[KeyedTensor]``, so that everything a 
 embedding overlaps with the collective that brings it.
 """
 
+from shardrec.pending.awaitable import Awaitable, LazyAwaitable, LazyNoWait, NoWait
 from shardrec.pending.awaits import Await, as_await, as_lazy, awaitable, awaitable_nowait, awaitable_wait, gather
-from shardrec.pending.base import Awaitable, NoWait
 from shardrec.pending.error import AwaitableError
 from shardrec.pending.futures import fork, join
 from shardrec.pending.getitem import GetItemLazyAwaitable, LazyGetItemMixin
-from shardrec.pending.lazy import LazyAwaitable, LazyNoWait
 from shardrec.pending.waiting import wait
 
 __all__ = [

@@ -23,8 +23,7 @@ from typing import Any, TypeVar
 import torch
 
 from shardrec._torchscript import compiled_nowait, compiles_to
-from shardrec.pending.base import Awaitable
-from shardrec.pending.lazy import Chained, LazyAwaitable, LazyNoWait, as_it_is
+from shardrec.pending.awaitable import Awaitable, Chained, LazyAwaitable, LazyNoWait, as_it_is
 from shardrec.pending.once import Once
 
 __all__ = ["Await", "as_await", "as_lazy", "awaitable", "awaitable_nowait", "awaitable_wait", "gather"]

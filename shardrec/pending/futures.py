@@ -15,7 +15,7 @@ import torch
 from torch.futures import Future
 
 from shardrec._torchscript import compiles_to
-from shardrec.pending.lazy import LazyAwaitable
+from shardrec.pending.awaitable import LazyAwaitable
 
 __all__ = ["fork", "join"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
-from shardrec.pending.lazy import Chained, LazyAwaitable
+from shardrec.pending.awaitable import Chained, LazyAwaitable
 
 __all__ = ["GetItemLazyAwaitable", "LazyGetItemMixin"]
 

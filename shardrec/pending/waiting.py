@@ -8,9 +8,9 @@ import torch
 from torch.futures import Future
 
 from shardrec._torchscript import compiles_to
-from shardrec.pending.base import Awaitable
+from shardrec.pending.awaitable import Awaitable
 
-__all__ = ["WAIT_OPERATOR", "wait"]
+__all__ = ["wait"]
 
 W = TypeVar("W")
 
@@ -45,7 +45,5 @@ def wait(pending: Any) -> Any:
     return pending
 
 
-WAIT_OPERATOR = "prim::awaitable_wait"
-"""What ``wait`` is in code that ``torch.jit.script`` compiles."""
-
-compiles_to(wait, WAIT_OPERATOR)
+# In code that torch.jit.script compiles; for shardrec.script's see shardrec._torchscript.generic_wait.
+compiles_to(wait, "prim::awaitable_wait")

@@ -6,10 +6,8 @@ reason.
 
 ::
 
-    batch.py        checks a batch
-    input.py        cuts it, header and payload
-    rows.py         the all-to-all of float rows
-    twin.py         what both twins have: the lookups of this rank's shards
+    input.py        checks and cuts a batch, header and payload
+    twin.py         what both twins have: the lookups of this rank's shards, the all-to-all of float rows
     bags.py         a sharded embedding bag collection
     sequences.py    a sharded embedding collection
     group.py        the process group's name, in this process and in a file
@@ -25,7 +23,7 @@ from torch import nn
 __all__ = ["twins"]
 
 
-def twins() -> dict[type[nn.Module], Callable[[Any], nn.Module]]:
+def twins() -> dict[type[nn.Module], Callable[[Any, bool], nn.Module]]:
     """What TorchScript sees in place of a module, by the module's class, if the program is to run anywhere."""
     from shardrec.modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
     from shardrec.portable.bags import PortableBags

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from shardrec._torchscript import list_of
+from shardrec._torchscript import counts_of, list_of
 from shardrec.exchange.route import Piece, output_pieces
 from shardrec.modules.live import parameters_of
 from shardrec.pending import Await, awaitable
-from shardrec.portable.batch import Checked
-from shardrec.portable.rows import arrived_rows, exchange_rows
-from shardrec.portable.twin import PortableTwin
+from shardrec.portable.input import Checked
+from shardrec.portable.twin import PortableTwin, arrived_rows
 
 if TYPE_CHECKING:
     from shardrec.modules.bags import ShardedEmbeddingBagCollection
@@ -28,27 +27,11 @@ if TYPE_CHECKING:
 __all__ = ["PortableBags"]
 
 
-# Spelled as a call, for TorchScript wants types where an annotation is text.
-IssuedColumns = NamedTuple(  # noqa: UP014
-    "IssuedColumns",
-    [("pending", Tensor), ("batch", int), ("replicated", Tensor), ("divisors", Tensor)],
-)
-"""Pooled rows under way, and what is beside them.
-
-``pending``: the all-to-all; ``batch``: B; ``replicated``: (B, D_r) columns of replicated tables; ``divisors``:
-(B, lookups) of means, or empty.
-"""
-
-
 class PortableBags(PortableTwin):
-    """The portable twin of a :class:`ShardedEmbeddingBagCollection`, with its live parameters.
+    """The portable twin of a :class:`ShardedEmbeddingBagCollection`."""
 
-    Args:
-        collection: the eager module.
-    """
-
-    def __init__(self, collection: ShardedEmbeddingBagCollection) -> None:
-        super().__init__(collection)
+    def __init__(self, collection: ShardedEmbeddingBagCollection, parallel_lookups: bool) -> None:
+        super().__init__(collection, parallel_lookups)
         route, outputs = collection.input.route, collection.lookups
         self.embedding_bags = parameters_of(collection.embedding_bags)
         own = collection.own_lookups
@@ -60,12 +43,13 @@ class PortableBags(PortableTwin):
         self.keys = list(collection.embedding_names)
         self.dims = list(collection.dims)
         self.features = [one.feature for one in outputs]
-        self.means = [one.mean for one in outputs]
-        self.any_mean = any(self.means)
+        self.any_mean = any(one.mean for one in outputs)
+        self.is_sum = torch.tensor([[not one.mean] for one in outputs], device=collection.device)
+        columns = [number for number, dim in enumerate(self.dims) for _ in range(dim)]
+        self.column_lookup = torch.tensor(columns, device=collection.device)
         pieces = output_pieces(outputs, route)
         starts = [_starts(pieces, block) for block in range(self.world_size + 1)]
         totals = [*self.widths, sum(one.layout.embedding_dim for one in own)]
-        # Per block, the widths of its runs of columns; per run of the output's columns, its (block, run) sources.
         splits = [_widths(one, total) for one, total in zip(starts, totals, strict=True)]
         sources = [[(one.block, starts[one.block].index(one.start)) for one in piece.sources] for piece in pieces]
         self.splits = list_of(list[int], splits)
@@ -73,9 +57,19 @@ class PortableBags(PortableTwin):
 
     def forward(self, features: KeyedJaggedTensor) -> Await[KeyedTensor]:
         """Look up the local batch."""
+        checked = self.input.checked(features)
+        pooled, sizes = self.pooled(checked)
+        batch = sizes[self.rank]
+        into = [batch * width for width in self.widths]
+        out = [size * self.widths[self.rank] for size in sizes]
+        pending = self.exchange_rows(pooled.reshape(-1), into, out)
+        replicated, bags = self.own_columns(checked, batch)
         return awaitable(
             finish_bags,
-            self.begin(features),
+            pending,
+            batch,
+            replicated,
+            bags,
             self.widths,
             self.splits,
             self.sources,
@@ -84,22 +78,10 @@ class PortableBags(PortableTwin):
             self.output_dtype,
         )
 
-    def begin(self, features: KeyedJaggedTensor) -> IssuedColumns:
-        """The pooled rows under way, and what is beside them."""
-        checked = self.input.checked(features)
-        pooled, sizes = self.pooled(checked)
-        batch = sizes[self.rank]
-        into = [batch * width for width in self.widths]
-        out = [size * self.widths[self.rank] for size in sizes]
-        pending = exchange_rows(pooled.reshape(-1), into, out, self.input.process_group.group_name, self.anchor)
-        replicated, divisors = self.own_columns(checked, batch)
-        return IssuedColumns(pending, batch, replicated, divisors)
-
     def pooled(self, checked: Checked) -> tuple[Tensor, list[int]]:
         """(B_all, D_mine) pooled rows of this rank's shards, rank after rank, and the batch size of each rank."""
         got = self.input.exchange(checked, checked.keys, checked.lengths, checked.values)
-        sizes = got.sizes
-        ids, weights = got.ids, got.weights
+        sizes, ids, weights = got.sizes, got.ids, got.weights
         for maps in self.id_maps:
             ids, kept = maps(got.lengths, ids)
             # Of an id without a row, any row times 0: a graph has no ids to leave out.
@@ -111,38 +93,31 @@ class PortableBags(PortableTwin):
         return pooled, sizes
 
     def own_columns(self, checked: Checked, batch: int) -> tuple[Tensor, Tensor]:
-        """The (B, D_r) columns of replicated tables, and the divisors of means."""
+        """The (B, D_r) columns of replicated tables, and the (B, D) number of ids behind each mean, at least 1.
+
+        The second is 1 for sums, and empty without means.
+        """
         keys, local = checked.keys, checked.lengths
         replicated = self.nothing.new_zeros([batch, 0])
         for replicas in self.replicas:
             order = self.positions(keys, self.replica_features)
             own_lengths = local.index_select(0, order)
             # Not int(), for which torch.export has no symbol.
-            own_counts: list[int] = own_lengths.sum().reshape(1).tolist()
-            own_count = own_counts[0]
-            if not torch.jit.is_scripting():
-                torch._check(own_count >= 0)
+            own_count = counts_of(own_lengths.sum().reshape(1))[0]
             _, own_ids, own_weights = torch.ops.fbgemm.permute_2D_sparse_data(
                 order.to(torch.int32), local, checked.values, checked.weights, own_count
             )
             replicated = replicas(own_ids, own_lengths, own_weights)
-        divisors = self.nothing
+        bags = self.nothing
         if self.any_mean:
-            divisors = self.divisors(local.index_select(0, self.positions(keys, self.features)))
-        return replicated, divisors
+            lengths = local.index_select(0, self.positions(keys, self.features)).to(torch.float32).clamp(min=1.0)
+            bags = lengths.masked_fill(self.is_sum, 1.0).t().index_select(1, self.column_lookup)
+        return replicated, bags
 
     def positions(self, keys: list[str], features: list[str]) -> Tensor:
         """Where features are among the keys."""
         found = [keys.index(feature) for feature in features]
         return torch.tensor(found, dtype=torch.int64, device=self.nothing.device)
-
-    def divisors(self, lengths: Tensor) -> Tensor:
-        """(B, lookups) number of ids behind each mean, at least 1; 1 for sums."""
-        found: list[Tensor] = []
-        for number, mean in enumerate(self.means):
-            row = lengths[number].to(torch.float32).clamp(min=1.0)
-            found.append(row if mean else torch.ones_like(row))
-        return torch.stack(found, dim=1)
 
 
 def _starts(pieces: Sequence[Piece], block: int) -> list[int]:
@@ -155,7 +130,10 @@ def _widths(starts: Sequence[int], total: int) -> list[int]:
 
 
 def finish_bags(
-    issued: IssuedColumns,
+    pending: Tensor,
+    batch: int,
+    replicated: Tensor,
+    bags: Tensor,
     widths: list[int],
     splits: list[list[int]],
     sources: list[list[tuple[int, int]]],
@@ -163,13 +141,25 @@ def finish_bags(
     dims: list[int],
     dtype: torch.dtype,
 ) -> KeyedTensor:
-    """Wait for the blocks and put the columns in the unsharded order."""
-    batch = issued.batch
-    received = arrived_rows(issued.pending, len(widths)).split([batch * width for width in widths])
+    """Wait for the blocks and put the columns in the unsharded order.
+
+    Args:
+        pending: the all-to-all.
+        batch: B.
+        replicated: (B, D_r) columns of replicated tables.
+        bags: (B, D) number of ids behind each mean, or empty.
+        widths: columns from each rank.
+        splits: per block, those of the ranks and ``replicated``, the widths of its runs of columns.
+        sources: per run of the output's columns, the (block, run) that it is the sum of.
+        keys: of the output.
+        dims: columns of each.
+        dtype: of the output.
+    """
+    received = arrived_rows(pending, len(widths)).split([batch * width for width in widths])
     blocks: list[list[Tensor]] = []
     for block, width in enumerate(widths):
         blocks.append(list(received[block].view(batch, width).split(splits[block], dim=1)))
-    blocks.append(list(issued.replicated.split(splits[len(widths)], dim=1)))
+    blocks.append(list(replicated.split(splits[len(widths)], dim=1)))
     columns: list[Tensor] = []
     for piece in sources:
         block, run = piece[0]
@@ -178,12 +168,6 @@ def finish_bags(
             column = column + blocks[other][its_run]
         columns.append(column)
     values = columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
-    return KeyedTensor(keys, dims, divided(values, issued.divisors, dims).to(dtype=dtype))
-
-
-def divided(values: Tensor, divisors: Tensor, dims: list[int]) -> Tensor:
-    """(B, D) columns over the (B, lookups) number of ids behind each, if there is one."""
-    if divisors.dim() != 2:
-        return values
-    parts = enumerate(values.split(dims, dim=1))
-    return torch.cat([part / divisors[:, number : number + 1] for number, part in parts], dim=1)
+    if bags.dim() == 2:
+        values = values / bags
+    return KeyedTensor(keys, dims, values.to(dtype=dtype))

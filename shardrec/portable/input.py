@@ -1,4 +1,4 @@
-"""The exchanges as modules of operators and plain data, as TorchScript and torch.export take them.
+"""A batch checked, cut and exchanged by operators and plain data, as TorchScript and torch.export take them.
 
 What :mod:`shardrec.exchange.input` and :mod:`payload` do for one module, by the same routes and in the same order of
 slots. Header and payload are of its own: a row of the header is fault | mode | batch size | counts, without a checksum;
@@ -19,21 +19,64 @@ not read back; and nothing is asked of a count except under TorchScript, which h
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from shardrec._torchscript import list_of
+from shardrec._torchscript import counts_of, dict_of, list_of
+from shardrec.exchange.bad_ids import DROPPED, POLICIES, mend
+from shardrec.exchange.batch import NO_LIMIT, fit
+from shardrec.exchange.check import add_up, are_sound
 from shardrec.exchange.collectives import Collectives
 from shardrec.exchange.cut import in_blocks, permuted
 from shardrec.exchange.input import InputExchange
-from shardrec.portable.batch import Checked, PortableBatch
 from shardrec.portable.group import GroupName
 
-__all__ = ["PortableInput", "Received"]
+__all__ = ["FAULTS", "Checked", "PortableInput", "Received"]
+
+FAULTS = [
+    "",
+    "an id is outside its table, or lengths and ids do not fit (call the eager model with this batch: it says which)",
+    "the input lacks a feature that a table looks up",
+    "the ids are not int32 or int64, or not one-dimensional",
+    "the collection is weighted and the input has no floating-point weight for each id, or the other way around",
+    "the features have a batch size each, which portable programs do not take",
+    "there is not exactly one length for each feature and sample",
+    "the weights of the ids take a gradient, which portable programs do not carry back",
+    "there are ids and no samples",
+    "the lengths (or offsets) are not int32 or int64",
+    "the offsets do not begin at 0, or are not those of the lengths that the input has, too",
+]
+"""What a header's number says is wrong."""
+
 
 # Spelled as a call, for TorchScript wants types where an annotation is text.
+Checked = NamedTuple(  # noqa: UP014
+    "Checked",
+    [
+        ("keys", list[str]),
+        ("lengths", Tensor),
+        ("values", Tensor),
+        ("weights", Tensor | None),
+        ("fault", Tensor),
+        ("bad_ids", Tensor),
+        ("dropped", bool),
+        ("given", Tensor),
+        ("looked_up", Tensor),
+        ("kept", Tensor),
+    ],
+)
+"""A batch as the lookups take it: checked, without its bad ids, and of empty bags if it is faulty.
+
+``keys``: F of the input, and ``DROPPED`` where ids may have been taken out. ``lengths``: (F, B) or (F + 1, B) int32.
+``values``: (N,) ids. ``weights``: (N,) float32 or None. ``fault``: 0-d int64, a number of :data:`FAULTS`. ``bad_ids``:
+(U,) int64, bad ids of each feature that were no error; empty if there can be none. ``dropped``: ids may have been taken
+out; of the batch as it was given then ``given``: (F, B) int32 lengths, ``looked_up``: (N,) ids, 0 where they were taken
+out, and ``kept``: (N,) bool, whether they were not.
+"""
+
 Received = NamedTuple(  # noqa: UP014
     "Received",
     [
@@ -55,7 +98,7 @@ Received = NamedTuple(  # noqa: UP014
 """
 
 
-class PortableInput(PortableBatch):
+class PortableInput(nn.Module):
     """Checks a batch, cuts it by rank, and exchanges header and payload.
 
     Args:
@@ -67,8 +110,20 @@ class PortableInput(PortableBatch):
     """
 
     def __init__(self, exchange: InputExchange, collectives: Collectives) -> None:
-        route, cutter = exchange.route, exchange.cutter
-        super().__init__(exchange.expect, wide_ids=cutter.id_dtype is torch.int64, bad_ids=exchange.bad_ids)
+        super().__init__()
+        route, cutter, expect = exchange.route, exchange.cutter, exchange.expect
+        self.policies = dict_of(int, {feature: POLICIES.index(one) for feature, one in expect.on_bad_id.items()})
+        self.mends = len(expect.on_bad_id) > 0
+        self.drops = "zero" in expect.on_bad_id.values()
+        self.dropped_key = DROPPED
+        self.bad_ids = exchange.bad_ids
+        self.weighted = expect.weighted
+        self.features = list_of(str, list(expect.features))
+        self.limits = dict_of(int, {feature: expect.rows(feature) for feature in expect.features})
+        self.no_limit = NO_LIMIT
+        self.wide_ids = cutter.id_dtype is torch.int64
+        self.faults = list_of(str, FAULTS)
+        self.nothing = torch.zeros(0, dtype=torch.int64, device=expect.device)
         self.process_group = GroupName(collectives)
         self.rank = collectives.rank
         self.world_size = collectives.world_size
@@ -79,15 +134,111 @@ class PortableInput(PortableBatch):
         self.wide_payload = route.wide_ids
         self.slot_rows = cutter.slot_rows
         self.block_sizes = cutter.block_sizes
-        self.any_dynamic = cutter.dynamic is not None
-        self.dynamic = cutter.slot_rows[:0].to(torch.bool) if cutter.dynamic is None else cutter.dynamic
+        self.dynamic: Any = torch.jit.Attribute(cutter.dynamic, Tensor | None)
         self.boundaries = list_of(Tensor, cutter.boundaries)
         self.slot_units = list_of(int, [slot.unit for slots in route.slots for slot in slots])
-        self.in_order = list_of(int, range(len(self.slot_units.value)))
         self.slot_counts = list_of(int, list(route.slot_counts()))
         self.mine = route.slot_counts()[self.rank]
         self.group_edges = exchange.group_edges
         self.slot_major = exchange.payload.slot_major(self.world_size)
+
+    def structural_fault(self, features: KeyedJaggedTensor) -> int:
+        """A number of :data:`FAULTS` that shows without reading a tensor; 0 if there is none."""
+        keys = features.keys()
+        values, weights = features.values(), self.weights_of(features)
+        for feature in self.features:
+            if feature not in keys:
+                return 2
+        if values.dim() != 1 or (values.dtype != torch.int64 and values.dtype != torch.int32):
+            return 3
+        if self.weighted != (weights is not None):
+            return 4
+        if weights is not None:
+            if not weights.is_floating_point() or weights.numel() != values.numel():
+                return 4
+            if weights.requires_grad and torch.is_grad_enabled():
+                return 7
+        if features.variable_stride_per_key():
+            return 5
+        if features.lengths().dtype != torch.int64 and features.lengths().dtype != torch.int32:
+            return 9
+        if features.lengths().numel() != len(keys) * features.stride():
+            return 6
+        # Of an exported program no size is asked (the answer would hold for all): its check of the sums tells.
+        if not is_exported() and features.lengths().numel() == 0 and values.numel() > 0:
+            return 8
+        return 0
+
+    def weights_of(self, features: KeyedJaggedTensor) -> Tensor | None:
+        """The weights of the ids; those given to a collection that is not weighted are ignored."""
+        return features.weights_or_none() if self.weighted else None
+
+    def checked(self, features: KeyedJaggedTensor) -> Checked:
+        """The batch as the lookups take it."""
+        fault = self.structural_fault(features)
+        if fault != 0:
+            none = self.nothing.to(torch.float32) if self.weighted else None
+            # Of as many samples: a tracer goes on to the model's other layers before the fault is raised.
+            lengths = self.nothing.new_zeros([len(self.features), features.stride()], dtype=torch.int32)
+            ids = self.nothing.to(torch.int64 if self.wide_ids else torch.int32)
+            told = torch.full_like(self.nothing.sum(), fault)
+            return Checked(
+                self.features, lengths, ids, none, told, self.nothing, False, lengths, ids, ids.to(torch.bool)
+            )
+        keys = features.keys()
+        limits = [self.limits.get(key, self.no_limit) for key in keys]
+        unused = self.no_limit in limits
+        given, offsets = features.lengths_or_none(), features.offsets_or_none()
+        lengths = features.lengths().view(len(keys), -1 if len(keys) > 0 else 0)
+        values = features.values()
+        weights = self.weights_of(features)
+        limits_F = torch.tensor(limits, dtype=torch.int64, device=values.device)
+        looked_up, whole, kept, bad_ids, dropped = values, lengths, self.nothing.to(torch.bool), self.nothing, False
+        valid = are_sound(lengths, values, limits_F, unused, torch.jit.is_scripting())
+        # Of nothing but good ids the lookups can be told at once, where the host may ask.
+        good = False
+        if torch.jit.is_scripting() and self.mends and not values.is_cuda:
+            good = values.numel() == 0 or bool(valid)
+        if self.mends and not good:
+            policies = [self.policies.get(key, 0) for key in keys]
+            policies_F = torch.tensor(policies, dtype=torch.int64, device=values.device)
+            sums_F = lengths.sum(dim=1, dtype=torch.int64)
+            whole, looked_up, order, kept, bad_F = mend(lengths, values, limits_F, policies_F, self.drops)
+            values = looked_up
+            keys, dropped, limits_W = list(keys), self.drops, limits_F
+            if self.drops:
+                values = looked_up.index_select(0, order)
+                keys.append(self.dropped_key)
+                limits_W = torch.cat([limits_F, torch.full_like(limits_F[:1], self.no_limit)])
+                if weights is not None:
+                    weights = weights.index_select(0, order)
+            valid = add_up(lengths, sums_F, values.size(0))
+            valid = valid & are_sound(whole, values, limits_W, unused or self.drops, torch.jit.is_scripting())
+            places = [keys.index(feature) for feature in self.features]
+            bad_ids = bad_F.index_select(0, torch.tensor(places, dtype=torch.int64, device=values.device))
+        told = valid.logical_not().to(torch.int64)
+        if offsets is not None:
+            fits = fit(offsets, given)
+            told = torch.where(fits, told, 10)
+            valid = valid & fits
+        dtype = torch.int64 if self.wide_ids else torch.int32
+        values, looked_up = values.to(dtype), looked_up.to(dtype)
+        if not torch.jit.is_scripting():
+            # A batch of as many ids, all in its first bag: a tracer cannot have it become a shorter one.
+            values, looked_up = values * valid, looked_up * valid
+            lengths, whole = in_first_bag(lengths, values, valid), in_first_bag(whole, values, valid)
+        else:
+            lengths, whole = lengths.to(torch.int32) * valid, whole.to(torch.int32) * valid
+        if torch.jit.is_scripting() and not values.is_cuda and not bool(valid):
+            # The CPU's kernels compare the number of ids with the lengths; those of CUDA read by the lengths alone.
+            values = values[:0]
+            if weights is not None:
+                weights = weights[:0]
+        if weights is not None:
+            weights = weights.detach().to(torch.float32).contiguous()
+        return Checked(
+            keys, whole.contiguous(), values.contiguous(), weights, told, bad_ids, dropped, lengths, looked_up, kept
+        )
 
     def exchange(self, checked: Checked, keys: list[str], lengths: Tensor, values: Tensor) -> Received:
         """Cut the batch, tell the sizes, and send the ids.
@@ -112,18 +263,15 @@ class PortableInput(PortableBatch):
         if self.blocks > 1:
             order = torch.tensor(units, dtype=torch.int32, device=device)
             lengths, values, weights, positions = permuted(order, lengths, values, weights, positions, cut_ids)
-            dynamic: Tensor | None = None
-            if self.any_dynamic:
-                dynamic = self.dynamic
             lengths, values, weights, positions = in_blocks(
-                lengths, values, weights, positions, dynamic, self.block_sizes, self.blocks, self.boundaries
+                lengths, values, weights, positions, self.dynamic, self.block_sizes, self.blocks, self.boundaries
             )
         else:
             of_slots = [units[unit] for unit in self.slot_units]
             rows = torch.tensor(of_slots, dtype=torch.int64, device=device)
             # What a backward reads must not be the caller's own memory, which may change before.
             if torch.jit.is_scripting() and not torch.is_grad_enabled():
-                in_place = len(keys) == len(of_slots) and of_slots == self.in_order
+                in_place = of_slots == list(range(len(keys)))
         lengths_SB = lengths if in_place else lengths.index_select(0, rows)
         slot_ids = lengths_SB.sum(dim=1, dtype=torch.int64)
         if self.per_id:
@@ -131,24 +279,21 @@ class PortableInput(PortableBatch):
         ends = torch.ops.fbgemm.asynchronous_complete_cumsum(slot_ids)
         counts = ends.index_select(0, self.group_edges).diff().view(self.world_size, self.groups)
         numbers = self.exchange_header(counts, checked.fault, lengths_SB.size(1))
-        self.count_bad_ids(checked.bad_ids)
+        # An exported program has no state to count them in.
+        if not is_exported() and checked.bad_ids.numel() > 0:
+            self.bad_ids.add_(checked.bad_ids)
         went, sizes, came = self.sizes(numbers, lengths_SB.size(1))
         total = sum([sum(per_group) for per_group in went])
-        ids, sent_weights = values, weights
         if not in_place:
-            _, ids, sent_weights, positions = permuted(rows.to(torch.int32), lengths, values, weights, positions, total)
+            _, values, weights, positions = permuted(rows.to(torch.int32), lengths, values, weights, positions, total)
         if positions is not None:
             positions = positions.to(torch.int64)
-        if self.world_size == 1:
-            return Received(lengths_SB, ids, sent_weights, sizes, came, went, positions, slot_ids)
-        all_lengths, all_ids, all_weights = self.exchange_payload(lengths_SB, ids, sent_weights, sizes, came, went)
-        return Received(all_lengths, all_ids, all_weights, sizes, came, went, positions, slot_ids)
+        if self.world_size > 1:
+            lengths_SB, values, weights = self.exchange_payload(lengths_SB, values, weights, sizes, came, went)
+        return Received(lengths_SB, values, weights, sizes, came, went, positions, slot_ids)
 
     def sizes(self, numbers: list[int], batch: int) -> tuple[list[list[int]], list[int], list[list[int]]]:
         """Ids sent per rank and group, batch sizes, and ids received, from what :meth:`exchange_header` gives."""
-        if not torch.jit.is_scripting():
-            for number in numbers:
-                torch._check(number >= 0)
         went: list[list[int]] = []
         came: list[list[int]] = []
         sizes: list[int] = []
@@ -174,12 +319,10 @@ class PortableInput(PortableBatch):
         """
         if self.world_size == 1 and torch.jit.is_scripting():
             known: list[int] = torch.cat([counts.flatten(), fault.reshape(1)]).tolist()
-            if known[-1] != 0:
-                raise RuntimeError("bad input: rank 0: " + self.faults[known[-1]])
-            both = known[:-1]
-            both.append(batch)
-            both.extend(known[:-1])
-            return both
+            number = known.pop()
+            if number != 0:
+                raise RuntimeError("bad input: rank 0: " + self.faults[number])
+            return known + [batch] + known  # noqa: RUF005 - TorchScript has no *
         mode = 1 if torch.is_grad_enabled() else 0
         header = counts.new_zeros([self.world_size, 3 + self.groups])
         header[:, 0] = fault
@@ -218,8 +361,7 @@ class PortableInput(PortableBatch):
         # Faults of structure show while tracing; what a program can meet is the one of values.
         for rank in range(self.world_size):
             torch.ops.aten._assert_async.msg(headers[rank, 0] == 0, f"bad input: rank {rank}: {self.faults[1]}")
-        found: list[int] = torch.cat([counts.flatten().cpu(), headers[:, 2:].flatten()]).tolist()
-        return found
+        return counts_of(torch.cat([counts.flatten().cpu(), headers[:, 2:].flatten()]))
 
     def exchange_payload(
         self,
@@ -236,15 +378,10 @@ class PortableInput(PortableBatch):
         lengths with them to 64 bits.
         """
         dtype = torch.int64 if self.wide_payload else torch.int32
-        words_out: list[int] = []
-        words_in: list[int] = []
         departed = [sum(per_group) for per_group in went]
         arrived = [sum(per_group) for per_group in came]
-        pieces: list[int] = []
-        for rank in range(self.world_size):
-            words_out.append(self.slot_counts[rank] * lengths.size(1) + departed[rank])
-            words_in.append(self.mine * sizes[rank] + arrived[rank])
-            pieces.extend([self.mine * sizes[rank], arrived[rank]])
+        words_out = [self.slot_counts[rank] * lengths.size(1) + count for rank, count in enumerate(departed)]
+        words_in = [self.mine * sizes[rank] + count for rank, count in enumerate(arrived)]
         lengths_of = lengths.to(dtype).split(self.slot_counts)
         ids_of = ids.to(dtype).split(departed)
         parts: list[Tensor] = []
@@ -259,8 +396,11 @@ class PortableInput(PortableBatch):
             pending_weights = torch.ops._c10d_functional.all_to_all_single(
                 weights, arrived, departed, self.process_group.group_name
             )
-            found_weights = torch.ops._c10d_functional.wait_tensor(pending_weights)
-        received = torch.ops._c10d_functional.wait_tensor(pending).split(pieces)
+            found_weights = counted(torch.ops._c10d_functional.wait_tensor(pending_weights), sum(arrived))
+        pieces: list[int] = []
+        for rank in range(self.world_size):
+            pieces.extend([self.mine * sizes[rank], arrived[rank]])
+        received = counted(torch.ops._c10d_functional.wait_tensor(pending), sum(words_in)).split(pieces)
         all_lengths: list[Tensor] = []
         all_ids: list[Tensor] = []
         block_lengths: list[Tensor] = []
@@ -275,3 +415,33 @@ class PortableInput(PortableBatch):
                 self.slot_major, torch.cat(block_lengths), found, found_weights, sum(arrived)
             )
         return torch.cat(all_lengths, dim=1), found, found_weights
+
+
+def counted(received: Tensor, count: int) -> Tensor:
+    """What an exchange brought, if it has ``count`` elements.
+
+    TorchScript leaves out what is not used: on a rank without tables, an exchange that the others make. What is checked
+    is used.
+    """
+    if torch.jit.is_scripting():  # noqa: SIM102 - TorchScript takes it for known
+        if received.numel() != count:
+            raise RuntimeError(
+                f"{received.numel()} elements came in an exchange and {count} were expected; the ranks have come "
+                "apart: every rank must call the same modules in the same order"
+            )
+    return received
+
+
+def in_first_bag(lengths: Tensor, values: Tensor, valid: Tensor) -> Tensor:
+    """Lengths as int32, or if the batch is not valid those of as many ids in the first bag."""
+    ids = values.size(0) * valid.logical_not().to(torch.int32)
+    first = torch.arange(lengths.numel(), device=lengths.device).view(lengths.size()) == 0
+    return lengths.to(torch.int32) * valid + ids * first
+
+
+def is_exported() -> bool:
+    """Whether torch.export makes a program of this call."""
+    exported = False
+    if not torch.jit.is_scripting():
+        exported = torch.compiler.is_exporting()
+    return exported

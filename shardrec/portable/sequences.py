@@ -12,15 +12,14 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from shardrec._torchscript import list_of
+from shardrec._torchscript import counts_of, list_of
 from shardrec.exchange.bad_ids import places_of_rows
 from shardrec.exchange.dedup import distinct
 from shardrec.exchange.rows import unit_targets
 from shardrec.modules.live import parameters_of
 from shardrec.pending import Await, awaitable
 from shardrec.portable.input import Received
-from shardrec.portable.rows import arrived_rows, exchange_rows
-from shardrec.portable.twin import PortableTwin
+from shardrec.portable.twin import PortableTwin, arrived_rows
 
 if TYPE_CHECKING:
     from shardrec.modules.sequences import ShardedEmbeddingCollection
@@ -34,7 +33,6 @@ IssuedRows = NamedTuple(  # noqa: UP014
     [
         ("pending", Tensor),
         ("target", Tensor),
-        ("units", int),
         ("rows", int),
         ("places", Tensor | None),
         ("zeros", bool),
@@ -54,14 +52,10 @@ each of a replicated one; ``ids``, ``lengths``: of each output.
 
 
 class PortableSequences(PortableTwin):
-    """The portable twin of a :class:`ShardedEmbeddingCollection`, with its live parameters.
+    """The portable twin of a :class:`ShardedEmbeddingCollection`."""
 
-    Args:
-        collection: the eager module.
-    """
-
-    def __init__(self, collection: ShardedEmbeddingCollection) -> None:
-        super().__init__(collection)
+    def __init__(self, collection: ShardedEmbeddingCollection, parallel_lookups: bool) -> None:
+        super().__init__(collection, parallel_lookups)
         device = collection.device
         outputs = collection.lookups
         sent, route = collection.sent_lookups, collection.input.route
@@ -84,15 +78,14 @@ class PortableSequences(PortableTwin):
         self.dedup_edges = torch.tensor(starts, dtype=torch.int64, device=device)
         self.names = list_of(str, [one.output for one in outputs])
         self.features = list_of(str, [one.feature for one in outputs])
-        own = [one for one in outputs if one.layout.replicated]
-        numbers = [collection.replica_number[one.layout.name] for one in own]
+        # Numbers of the outputs that are rows of replicated tables, and of the others.
+        self.own = list_of(int, [number for number, one in enumerate(outputs) if one.layout.replicated])
+        self.cut = list_of(int, [number for number, one in enumerate(outputs) if not one.layout.replicated])
+        numbers = [collection.replica_number[one.layout.name] for one in outputs if one.layout.replicated]
         replicas = collection.replicas
         self.replicas = nn.ModuleList(
             [] if replicas is None else [replicas.scripted([number], pooled=False) for number in numbers]
         )
-        # Per output key, the number of its replica, or -1.
-        places = iter(range(len(own)))
-        self.replica_of = list_of(int, [next(places) if one.layout.replicated else -1 for one in outputs])
         self.rank_major = list_of(Tensor, rows.rank_major(self.world_size))
 
     def forward(self, features: KeyedJaggedTensor) -> Await[dict[str, JaggedTensor]]:
@@ -104,7 +97,7 @@ class PortableSequences(PortableTwin):
             self.dim,
             self.unit,
             self.names,
-            self.replica_of,
+            self.own,
             self.need_indices,
             self.output_dtype,
         )
@@ -115,7 +108,7 @@ class PortableSequences(PortableTwin):
         keys, local, values = checked.keys, checked.lengths, checked.values
         sent_keys, sent_lengths, sent_values = keys, local, values
         places: Tensor | None = None
-        key_ids = ids_per_key(local, values.size(0))
+        key_ids = counts_of(local.sum(dim=1), values.size(0))
         if self.dedup:
             sent_keys = self.sent_features
             sent_lengths, sent_values, places = self.distinct(keys, key_ids, local, values)
@@ -128,49 +121,43 @@ class PortableSequences(PortableTwin):
         for maps in self.id_maps:
             ids, found = maps(got.lengths, ids)
         flat = self.look_up(got.lengths, ids, found, came)
-        pending = exchange_rows(flat, into, out, self.input.process_group.group_name, self.anchor)
-        units = sum(into) // self.unit
+        pending = self.exchange_rows(flat, into, out)
         sent_ids = key_ids
         if self.dedup:
-            sent_ids = ids_per_key(sent_lengths, sent_values.size(0))
-        target = self.targets(sent_keys, sent_ids, got, units)
-        rows_back = sum([sent_ids[sent_keys.index(feature)] for feature in self.sent_features])
-        ids_of: list[Tensor] = []
-        lengths_of: list[Tensor] = []
-        sizes: list[int] = []
-        replicas: list[Tensor] = []
+            sent_ids = counts_of(sent_lengths.sum(dim=1), sent_values.size(0))
+        target, rows_back = self.targets(sent_keys, sent_ids, got, sum(into) // self.unit)
         raw_values, raw_lengths = features.values(), features.lengths()
         if raw_values.size(0) != values.size(0):
             # A batch with a fault, of which a tracer takes the empty one that was sent.
             raw_values, raw_lengths = values, local.flatten()
+        kept: list[Tensor] = []
         if checked.dropped:
             keys = features.keys()
-            key_ids = ids_per_key(checked.given, values.size(0))
-        by_key = raw_values.split(key_ids)
-        looked_up = checked.looked_up.split(key_ids)
-        lengths_by_key = raw_lengths.view(len(keys), -1)
-        for number, feature in enumerate(self.features):
-            ids_of.append(by_key[keys.index(feature)])
-            lengths_of.append(lengths_by_key[keys.index(feature)])
-            if self.replica_of[number] < 0:
-                sizes.append(key_ids[keys.index(feature)])
+            key_ids = counts_of(checked.given.sum(dim=1), values.size(0))
+            kept = list(checked.kept.split(key_ids))
+        key_of = [keys.index(feature) for feature in self.features]
+        cut = [key_of[number] for number in self.cut]
         if checked.dropped:
-            kept = checked.kept.split(key_ids)
-            some: list[Tensor] = [checked.kept[:0]]
-            for number, feature in enumerate(self.features):
-                if self.replica_of[number] < 0:
-                    some.append(kept[keys.index(feature)])
-            places = places_of_rows(torch.cat(some), places)
-        for which, replica in enumerate(self.replicas):
-            for number, wanted in enumerate(self.replica_of):
-                if wanted == which:
-                    key = keys.index(self.features[number])
-                    rows = replica(looked_up[key], lengths_of[number].unsqueeze(0), None)
-                    if checked.dropped:
-                        rows = rows.masked_fill(checked.kept.split(key_ids)[key].logical_not().unsqueeze(1), 0)
-                    replicas.append(rows)
+            places = places_of_rows(torch.cat([checked.kept[:0]] + [kept[key] for key in cut]), places)
+        ids_of, lengths_of = raw_values.split(key_ids), raw_lengths.view(len(keys), -1)
+        looked_up = checked.looked_up.split(key_ids)
+        replicas: list[Tensor] = []
+        for number, replica in enumerate(self.replicas):
+            key = key_of[self.own[number]]
+            rows = replica(looked_up[key], lengths_of[key : key + 1], None)
+            if checked.dropped:
+                rows = rows.masked_fill(kept[key].logical_not().unsqueeze(1), 0)
+            replicas.append(rows)
         return IssuedRows(
-            pending, target, units, rows_back, places, checked.dropped, sizes, replicas, ids_of, lengths_of
+            pending,
+            target,
+            rows_back,
+            places,
+            checked.dropped,
+            [key_ids[key] for key in cut],
+            replicas,
+            [ids_of[key] for key in key_of],
+            [lengths_of[key] for key in key_of],
         )
 
     def look_up(self, lengths: Tensor, ids: Tensor, found: Tensor | None, came: list[list[int]]) -> Tensor:
@@ -181,19 +168,17 @@ class PortableSequences(PortableTwin):
         lengths_of = lengths.split(self.group_slots)
         rows_of = self.by_group(lengths, ids, None, came)
         parts: list[list[Tensor]] = []
+        totals = [sum([per_group[group] for per_group in came]) for group in range(len(rows_of))]
         for group, rows in enumerate(rows_of):
-            counts = [per_group[group] for per_group in came]
-            total = sum(counts)
             if found is not None:
-                totals = [sum([per_group[other] for per_group in came]) for other in range(len(rows_of))]
                 rows = rows * found.split(totals)[group].unsqueeze(1)
             if self.group_slots[group] > 0:
-                places = torch.arange(total, device=self.nothing.device)
+                places = torch.arange(totals[group], device=self.nothing.device)
                 places = torch.ops.fbgemm.permute_1D_sparse_data(
-                    self.rank_major[group], lengths_of[group].reshape(-1), places, None, total
+                    self.rank_major[group], lengths_of[group].reshape(-1), places, None, totals[group]
                 )[1]
                 rows = rows.index_select(0, places)
-            parts.append(list(rows.split(counts)))
+            parts.append(list(rows.split([per_group[group] for per_group in came])))
         flat: list[Tensor] = [self.nothing]
         for rank in range(self.world_size):
             flat.extend([part[rank].reshape(-1) for part in parts])
@@ -208,8 +193,8 @@ class PortableSequences(PortableTwin):
         index = torch.tensor(order, dtype=torch.int32, device=values.device)
         return distinct(index, lengths, values, self.dedup_firsts, self.dedup_edges, total)
 
-    def targets(self, keys: list[str], key_ids: list[int], sent: Received, total: int) -> Tensor:
-        """Where each of the ``total`` received units goes in the output."""
+    def targets(self, keys: list[str], key_ids: list[int], sent: Received, total: int) -> tuple[Tensor, int]:
+        """Where each of the ``total`` received units goes, and the number of rows in which they go."""
         key_starts: list[int] = [0]
         for count in key_ids:
             key_starts.append(key_starts[-1] + count)
@@ -225,17 +210,7 @@ class PortableSequences(PortableTwin):
         assert positions is not None
         first_S = torch.tensor(firsts, dtype=torch.int64, device=positions.device)
         width_S = torch.tensor(self.slot_units, dtype=torch.int64, device=positions.device)
-        return unit_targets(positions, sent.slot_ids, first_S, width_S, units, total)
-
-
-def ids_per_key(lengths: Tensor, total: int) -> list[int]:
-    """Number of ids of each row of ``lengths`` (F, B), on the host; ``total`` of them."""
-    counts: list[int] = lengths.sum(dim=1).tolist()
-    if not torch.jit.is_scripting():
-        for count in counts:
-            torch._check(count >= 0)
-        torch._check(sum(counts) == total)
-    return counts
+        return unit_targets(positions, sent.slot_ids, first_S, width_S, units, total), row
 
 
 def finish_sequences(
@@ -244,12 +219,12 @@ def finish_sequences(
     dim: int,
     unit: int,
     names: list[str],
-    replica_of: list[int],
+    own: list[int],
     need_indices: bool,
     dtype: torch.dtype,
 ) -> dict[str, JaggedTensor]:
     """Wait for the rows and put each in its place."""
-    received = arrived_rows(issued.pending, world_size).view(issued.units, unit)
+    received = arrived_rows(issued.pending, world_size).view(issued.target.size(0), unit)
     rows = received.new_zeros([issued.rows * (dim // unit), unit]).index_copy(0, issued.target, received)
     rows = rows.view(issued.rows, dim)
     if issued.zeros:
@@ -257,15 +232,10 @@ def finish_sequences(
     places = issued.places
     if places is not None:
         rows = rows.index_select(0, places)
-    parts = rows.split(issued.sizes)
+    cut, replicas = list(rows.split(issued.sizes)), list(issued.replicas)
     found: dict[str, JaggedTensor] = {}
-    number = 0
-    for place, name in enumerate(names):
-        if replica_of[place] < 0:
-            values = parts[number]
-            number += 1
-        else:
-            values = issued.replicas[replica_of[place]]
-        weights = issued.ids[place] if need_indices else None
-        found[name] = JaggedTensor(values.to(dtype=dtype), lengths=issued.lengths[place], weights=weights)
+    for number, name in enumerate(names):
+        values = replicas.pop(0) if number in own else cut.pop(0)
+        weights = issued.ids[number] if need_indices else None
+        found[name] = JaggedTensor(values.to(dtype=dtype), lengths=issued.lengths[number], weights=weights)
     return found

@@ -1,4 +1,4 @@
-"""What the portable twins of sharded collections have in common: their input, and the lookups of this rank's shards."""
+"""What the portable twins of sharded collections have in common: their input, lookups, and all-to-all of float rows."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from shardrec.errors import ConfigError
 from shardrec.ids.frozen import frozen_maps
 from shardrec.modules.collection import ShardedCollection
 from shardrec.portable.input import PortableInput
-from shardrec.portable.options import twin_options
 
-__all__ = ["PortableTwin"]
+__all__ = ["PortableTwin", "arrived_rows"]
 
 
 class PortableTwin(nn.Module):
@@ -23,12 +22,13 @@ class PortableTwin(nn.Module):
 
     Args:
         collection: the eager module.
+        parallel_lookups: run the lookups of bags as forks.
     """
 
     # A graph has only the branch that is taken.
     __constants__: ClassVar = ["parallel"]
 
-    def __init__(self, collection: ShardedCollection) -> None:
+    def __init__(self, collection: ShardedCollection, parallel_lookups: bool) -> None:
         super().__init__()
         collectives, comms = collection.context.collectives, collection.context.comms
         collection.refuse_hot_rows("a portable program")
@@ -42,12 +42,38 @@ class PortableTwin(nn.Module):
         self.lookups, group_slots = collection.shards.scripted(training=collection.training)
         self.group_slots = list_of(int, group_slots)
         # On threads of TorchScript's own, which pays where groups are large and threads idle.
-        self.parallel = not collection.input.per_id and twin_options().parallel_lookups
+        self.parallel = parallel_lookups and not collection.input.per_id
         self.rank = collectives.rank
         self.world_size = collectives.world_size
         self.output_dtype = collection.output_dtype
         self.nothing = torch.zeros(0, device=collection.device)
         self.anchor = torch.zeros(0, device=collection.device, requires_grad=True)
+
+    def exchange_rows(self, flat: Tensor, into: list[int], out: list[int]) -> Tensor:
+        """Issue the all-to-all of float rows, whose gradient goes the same way back, as a mean over the ranks.
+
+        Args:
+            flat: float32, the parts for each rank one after the other.
+            into: elements from each rank.
+            out: elements to each rank.
+
+        Returns:
+            What :func:`arrived_rows` takes.
+        """
+        if self.world_size == 1:
+            return flat
+        if torch.is_grad_enabled():
+            # A rank whose rows need no gradient still takes its part in the others' backward.
+            if not flat.requires_grad:
+                # Not requires_grad_(), which tracers do not have for a value.
+                flat = torch.cat([flat, self.anchor])
+            # The gradient divided by the number of ranks (see shardrec.exchange.output), on the way from a value to
+            # itself: one pass over the memory, where a sum of products takes three.
+            flat = torch.lerp(flat.detach(), flat, 1.0 / self.world_size)
+        pending: Tensor = torch.ops._c10d_functional_autograd.all_to_all_single(
+            flat, into, out, self.input.process_group.group_name
+        )
+        return pending
 
     def by_group(self, lengths: Tensor, ids: Tensor, weights: Tensor | None, came: list[list[int]]) -> list[Tensor]:
         """Per group, the (B_all, D) pooled columns of this rank's shards, or the (n, w) rows.
@@ -74,3 +100,11 @@ class PortableTwin(nn.Module):
         for fork in forks:
             found.append(torch.jit.wait(fork))
         return found
+
+
+def arrived_rows(pending: Tensor, world_size: int) -> Tensor:
+    """Wait for :meth:`PortableTwin.exchange_rows`."""
+    if world_size == 1:
+        return pending
+    done: Tensor = torch.ops._c10d_functional.wait_tensor(pending)
+    return done

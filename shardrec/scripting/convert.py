@@ -8,8 +8,6 @@ from torch import nn
 from shardrec._torchscript import deferred_waits, generic_wait, inline, inlined, methods_of, quiet
 from shardrec.errors import ConfigError
 from shardrec.pending import wait
-from shardrec.pending.waiting import WAIT_OPERATOR
-from shardrec.portable.options import TwinOptions, twins_with
 from shardrec.scripting.attributes import lift_attributes
 from shardrec.scripting.error import explain
 from shardrec.scripting.forks import refuse_forked_exchanges
@@ -51,12 +49,8 @@ def script(model: nn.Module, *, parallel_lookups: bool = False, portable: bool =
             f"shardrec.script takes an nn.Module, not {type(model).__name__}: put what is to be scripted into the "
             "forward of a module"
         )
-    with (
-        twins_with(TwinOptions(parallel_lookups=parallel_lookups, portable=portable)),
-        scriptable_copy(model) as copy,
-        generic_wait(wait, WAIT_OPERATOR),
-        quiet(),
-    ):
+    copy = scriptable_copy(model, portable=portable, parallel_lookups=parallel_lookups)
+    with generic_wait(wait), quiet():
         try:
             scripted: torch.jit.ScriptModule = torch.jit.script(copy)
         except Exception as error:  # of eight classes at least, by what TorchScript does not like

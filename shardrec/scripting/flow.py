@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from shardrec._torchscript import Graph, Node, Type, Value, constant_int, writes_or_aliases
 from shardrec.scripting.operators import Rule, rule_of
@@ -30,20 +31,10 @@ class Need(enum.Enum):
     VALUE = "the value and all that it holds, plain"
     HOLDER = "the value itself plain, what it holds as it is"
     AS_IS = "nothing"
-    STORED = "what its place can take: plain or pending"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Use:
-    """How a node uses an operand.
-
-    Args:
-        need: what of it has to be there.
-        place: where it goes, if it is stored.
-    """
-
-    need: Need
-    place: Shape | None = None
+Use: TypeAlias = Need | Shape
+"""How a node uses an operand: what of it has to be there, or the place where it is stored, plain or pending as that."""
 
 
 @dataclass(kw_only=True)
@@ -67,11 +58,6 @@ class Plan:
     block: Graph
     nodes: list[NodePlan]
     outputs: list[Use]
-
-
-_VALUE = Use(need=Need.VALUE)
-_HOLDER = Use(need=Need.HOLDER)
-_AS_IS = Use(need=Need.AS_IS)
 
 
 class Flow:
@@ -140,11 +126,11 @@ class Flow:
             return []
         if kind in _CASTS:
             self.shape(outputs[0]).unite(self.shape(inputs[0]))
-            return [_AS_IS]
+            return [Need.AS_IS]
         if kind in _COMPARISONS_WITH_NONE and any(value.type().kind() == "NoneType" for value in inputs):
-            return [_AS_IS] * len(inputs)
+            return [Need.AS_IS] * len(inputs)
         if kind in _TUPLES and self._take_apart(node, kind):
-            return [_HOLDER, *[_VALUE] * (len(inputs) - 1)]
+            return [Need.HOLDER, *[Need.VALUE] * (len(inputs) - 1)]
         for output in outputs:
             if output.unique() not in self._pending:
                 self.shape(output).pin()
@@ -154,13 +140,13 @@ class Flow:
         inputs = list(node.inputs())
         holder = self.shape(inputs[0])
         element = holder.parts[0]
-        uses = []
+        uses: list[Use] = []
         for value, letter in zip(inputs, rule.arguments.ljust(len(inputs), "."), strict=False):
             if letter == "h":
                 self.shape(value).share_parts(holder)
-                uses.append(_HOLDER)
+                uses.append(Need.HOLDER)
             else:
-                uses.append(self._stored(value, element) if letter == "x" else _VALUE)
+                uses.append(self._stored(value, element) if letter == "x" else Need.VALUE)
         for output in node.outputs():
             shape = self.shape(output)
             if _is_lazy_item(node):
@@ -186,7 +172,7 @@ class Flow:
             return [self._stored(value, part) for value, part in zip(inputs, parts, strict=True)]
         if kind == "prim::ListConstruct":
             return [self._stored(value, parts[0]) for value in inputs]
-        return [self._stored(value, parts[0]) if index % 2 else _VALUE for index, value in enumerate(inputs)]
+        return [self._stored(value, parts[0]) if index % 2 else Need.VALUE for index, value in enumerate(inputs)]
 
     def _take_apart(self, node: Node, kind: str) -> bool:
         holder, outputs = self.shape(node.inputsAt(0)), list(node.outputs())
@@ -208,7 +194,7 @@ class Flow:
         for plan in blocks:
             outputs = list(plan.block.outputs())
             plan.outputs = [self._stored(value, place) for value, place in zip(outputs, results, strict=True)]
-        return NodePlan(node=node, uses=[_VALUE], blocks=blocks)
+        return NodePlan(node=node, uses=[Need.VALUE], blocks=blocks)
 
     def _loop(self, node: Node) -> NodePlan:
         block = next(iter(node.blocks()))
@@ -219,19 +205,19 @@ class Flow:
             place.unite(self.shape(output))
         plan = self._block(block)
         first, later = list(node.inputs())[2:], list(block.outputs())[1:]
-        plan.outputs = [_VALUE, *map(self._stored, later, places)]
-        return NodePlan(node=node, uses=[_VALUE, _VALUE, *map(self._stored, first, places)], blocks=[plan])
+        plan.outputs = [Need.VALUE, *map(self._stored, later, places)]
+        return NodePlan(node=node, uses=[Need.VALUE, Need.VALUE, *map(self._stored, first, places)], blocks=[plan])
 
-    def _stored(self, value: Value, place: Shape) -> Use:
+    def _stored(self, value: Value, place: Shape) -> Shape:
         shape = self.shape(value)
         if self.plain_type(value).kind() == "OptionalType":
             # Between an Optional and its place no wait can stand, for want of an operator: they are the same.
             shape.unite(place)
         else:
             shape.flow(place)
-        return Use(need=Need.STORED, place=place)
+        return place
 
-    def _used(self, value: Value, node: Node, index: int) -> Use:
+    def _used(self, value: Value, node: Node, index: int) -> Need:
         """What is used as a whole is plain; what it holds, by a copy of it, unless that could be told from it."""
         shape, kind = self.shape(value), self.plain_type(value)
         if kind.kind() == "OptionalType":
@@ -242,7 +228,7 @@ class Flow:
             # Made for this use: to wait for what goes into it is not early, and saves the copy.
             for part in shape.parts:
                 part.pin_itself()
-        return _VALUE
+        return Need.VALUE
 
 
 def _nodes_for(pending: Sequence[Value]) -> set[Node]:

@@ -19,14 +19,11 @@ __all__ = ["place_waits"]
 _Waited = MutableMapping[int, Value]
 
 
-def place_waits(graph: Graph) -> int:
+def place_waits(graph: Graph) -> None:
     """Moves each deferred wait of a graph to where the value is used.
 
     Args:
         graph: with all calls inlined; is changed.
-
-    Returns:
-        How many there were.
     """
     pending = []
     for inner, outer in deferred_waits(graph):
@@ -43,7 +40,6 @@ def place_waits(graph: Graph) -> int:
         _Placing(graph, Flow(graph, pending)).run()
         assert all(value.type().kind() == "AwaitType" for value in pending), "what is deferred stays an Await"
     _drop_marks(graph)
-    return len(pending)
 
 
 def _drop_marks(graph: Graph) -> None:
@@ -101,20 +97,14 @@ class _Placing:
 
     def _fit(self, value: Value, use: Use, before: Node, waited: _Waited) -> Value:
         """The value as a node needs it."""
-        if use.need is Need.AS_IS:
+        if use is Need.AS_IS:
             return value
         shape, kind = self._flow.shape(value), self._flow.plain_type(value)
-        if use.need is Need.STORED:
-            assert use.place is not None, "what is stored has a place"
-            if use.place.is_pending and not shape.is_pending:
-                return self._as_pending(value, kind, before)
-            if use.place.is_pending or not shape.is_pending:
-                return value
+        if isinstance(use, Shape) and use.is_pending:
+            return value if shape.is_pending else self._as_pending(value, kind, before)
         if shape.is_pending:
             return self._wait(value, kind, before, waited)
-        if use.need is Need.VALUE and shape.holds_pending:
-            return self._plain_copy(value, kind, shape, before)
-        return value
+        return self._plain_copy(value, kind, shape, before) if use is Need.VALUE else value
 
     def _wait(self, value: Value, kind: Type, before: Node, waited: _Waited) -> Value:
         number = value.unique()

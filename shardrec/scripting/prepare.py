@@ -14,7 +14,7 @@ from typing import NoReturn
 from torch import nn
 
 from shardrec.scripting.error import ScriptError
-from shardrec.scripting.twins import lasting_copy
+from shardrec.scripting.twins import scriptable_copy
 
 __all__ = ["prepared", "refuse"]
 
@@ -33,7 +33,7 @@ def prepared(model: nn.Module) -> nn.Module:
     memo = sys._getframe(_ASKING_FRAME).f_locals.get("memo")
     if memo != {}:
         refuse(model)
-    return lasting_copy(model)
+    return scriptable_copy(model)
 
 
 def refuse(module: nn.Module) -> NoReturn:

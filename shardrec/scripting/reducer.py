@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["HasUnreducedParameters", "ignore_in_reducer"]
+__all__ = ["ignore_in_reducer"]
 
 _IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch.nn.parallel.DistributedDataParallel reads it
-
-
-@runtime_checkable
-class HasUnreducedParameters(Protocol):
-    """A module with parameters whose gradients must not be averaged over the ranks."""
-
-    def unreduced_parameters(self) -> Iterable[nn.Parameter]:
-        """Those parameters."""
 
 
 def ignore_in_reducer(scripted: torch.jit.ScriptModule, model: nn.Module) -> None:
@@ -26,12 +18,14 @@ def ignore_in_reducer(scripted: torch.jit.ScriptModule, model: nn.Module) -> Non
 
     Args:
         scripted: holds the parameters of ``model``, some under several names.
-        model: what was scripted.
+        model: what was scripted; the ``unreduced_parameters()`` of its modules, where they have such a method, are not
+            averaged over the ranks.
     """
+    modules: Iterable[Any] = model.modules()
     unreduced = {
         id(parameter)
-        for module in model.modules()
-        if isinstance(module, HasUnreducedParameters)
+        for module in modules
+        if hasattr(module, "unreduced_parameters")
         for parameter in module.unreduced_parameters()
     }
     if not unreduced:

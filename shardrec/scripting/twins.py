@@ -16,8 +16,7 @@ import linecache
 import types
 import typing
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any, Protocol, runtime_checkable
 
@@ -27,10 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardrec._torchscript import defer
 from shardrec.pending import Await
-from shardrec.portable.options import twin_options
 from shardrec.scripting.error import ScriptError
 
-__all__ = ["ISSUE", "HasScriptedTwin", "lasting_copy", "scriptable_copy"]
+__all__ = ["ISSUE", "HasScriptedTwin", "scriptable_copy"]
 
 ISSUE = "issue"
 """The method of a scripted twin that returns the ``Await``."""
@@ -58,27 +56,15 @@ class HasScriptedTwin(Protocol):
         """The module to script in place of this one."""
 
 
-@contextmanager
-def scriptable_copy(model: nn.Module) -> Iterator[nn.Module]:
-    """A copy of ``model`` for ``torch.jit.script``, which has to be called inside.
+def scriptable_copy(model: nn.Module, *, portable: bool = True, parallel_lookups: bool = False) -> nn.Module:
+    """A copy of ``model`` for ``torch.jit.script``; the sources of what is generated in it are there as long as it is.
+
+    Takes what :func:`shardrec.script` does.
 
     Raises:
         ScriptError: for a twin that breaks the protocol.
     """
-    copier = _Copier()
-    try:
-        yield copier.copy(model, "")
-    finally:
-        _forget_sources(copier.sources)  # TorchScript has read them
-
-
-def lasting_copy(model: nn.Module) -> nn.Module:
-    """A copy of ``model`` for a ``torch.jit.script`` that others call; the sources are there as long as the copy is.
-
-    Raises:
-        ScriptError: for a twin that breaks the protocol.
-    """
-    copier = _Copier()
+    copier = _Copier(portable=portable, parallel_lookups=parallel_lookups)
     copy = copier.copy(model, "")
     # Twins are kept, too: their finalizers would take away what the copy runs on.
     weakref.finalize(copy, _forget_sources, copier.sources, copier.alive).atexit = False
@@ -92,7 +78,9 @@ def _forget_sources(names: Sequence[str], *kept: object) -> None:
 
 
 class _Copier:
-    def __init__(self) -> None:
+    def __init__(self, *, portable: bool, parallel_lookups: bool) -> None:
+        self._portable = portable
+        self._parallel_lookups = parallel_lookups
         self.sources: list[str] = []
         self._copies: dict[int, nn.Module] = {}
         # One for each twin's class, so that modules of one class stay modules of one class, which TorchScript compiles
@@ -104,7 +92,7 @@ class _Copier:
     def copy(self, module: nn.Module, path: str) -> nn.Module:
         """The module's copy, or its twin's; the same one for the same module."""
         if id(module) not in self._copies:
-            twin = _twin_of(module, path)
+            twin = self._twin_of(module, path)
             self.alive += [module, twin]
             cls = _scriptable_class(type(twin))
             if _offers_twin(module) and _returns_await(twin, path):
@@ -113,6 +101,34 @@ class _Copier:
                 cls = self._waiting_classes[cls]
             self._copies[id(module)] = self._copy_as(cls, twin, path)
         return self._copies[id(module)]
+
+    def _twin_of(self, module: nn.Module, path: str) -> nn.Module:
+        """The module to script in place of another: its twin's twin's twin, or itself."""
+        while _offers_twin(module):
+            twin: Any = module.module if isinstance(module, DistributedDataParallel) else self._ask(module)
+            if twin is module:
+                break
+            if module._forward_hooks or module._forward_pre_hooks:
+                raise ScriptError(
+                    f"{path or 'the model'} ({type(module).__name__}) has forward hooks, which TorchScript would not "
+                    "see, since its twin is scripted: take them off, or register them on a module around it"
+                )
+            if not isinstance(twin, nn.Module):
+                raise ScriptError(
+                    f"{type(module).__name__}.scripted_twin() at {path or 'the model'} returned a "
+                    f"{type(twin).__name__}: return an nn.Module that TorchScript can compile"
+                )
+            module = twin
+        return module
+
+    def _ask(self, module: Any) -> Any:
+        if self._portable and getattr(module, "portable", False):
+            from shardrec.portable import twins  # not for models that have nothing sharded
+
+            for kind, portable in twins().items():
+                if isinstance(module, kind):
+                    return portable(module, self._parallel_lookups)
+        return module.scripted_twin()
 
     def _copy_as(self, cls: type[nn.Module], module: nn.Module, path: str) -> nn.Module:
         if isinstance(module, torch.jit.ScriptModule):
@@ -189,36 +205,6 @@ def _scriptable_class(cls: type[nn.Module]) -> type[nn.Module]:
 def _offers_twin(module: nn.Module) -> bool:
     # Asked of the type: some modules pass on the attributes of one that they hold.
     return isinstance(module, DistributedDataParallel) or callable(getattr(type(module), "scripted_twin", None))
-
-
-def _twin_of(module: nn.Module, path: str) -> nn.Module:
-    """The module to script in place of another: its twin's twin's twin, or itself."""
-    while _offers_twin(module):
-        twin: Any = module.module if isinstance(module, DistributedDataParallel) else _ask(module)
-        if twin is module:
-            break
-        if module._forward_hooks or module._forward_pre_hooks:
-            raise ScriptError(
-                f"{path or 'the model'} ({type(module).__name__}) has forward hooks, which TorchScript would not see, "
-                "since its twin is scripted: take them off, or register them on a module around it"
-            )
-        if not isinstance(twin, nn.Module):
-            raise ScriptError(
-                f"{type(module).__name__}.scripted_twin() at {path or 'the model'} returned a {type(twin).__name__}: "
-                "return an nn.Module that TorchScript can compile"
-            )
-        module = twin
-    return module
-
-
-def _ask(module: Any) -> Any:
-    if twin_options().portable and getattr(module, "portable", False):
-        from shardrec.portable import twins  # not for models that have nothing sharded
-
-        for kind, portable in twins().items():
-            if isinstance(module, kind):
-                return portable(module)
-    return module.scripted_twin()
 
 
 def _returns_await(twin: nn.Module, path: str) -> bool:

@@ -69,9 +69,9 @@ def program_of(example: Example) -> ExportedProgram:
     Raises:
         ExportError: if its code cannot be traced.
     """
-    with scriptable_copy(example.entry) as copy, torch.no_grad(), _SIZES.patch(backed_size_oblivious=True):
-        # Twins hold some values for TorchScript, together with their types.
-        plain(copy)
+    # Twins hold some values for TorchScript, together with their types.
+    copy = plain(scriptable_copy(example.entry))
+    with torch.no_grad(), _SIZES.patch(backed_size_oblivious=True):
         for module in copy.modules():
             if isinstance(module, GroupName):
                 module.use_saved()

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 import shardrec
-from shardrec._torchscript import inlined
+from shardrec._torchscript import inlined, quiet
 from shardrec.exchange.wire import QuantizedComms
 from shardrec.layout import Topology, cuts
 from shardrec.modules import ShardedModel, shard
@@ -82,6 +82,24 @@ def test_training_steps_equal_the_eager_models(world_size: int, seeds: int) -> N
             compare(seed)
 
     ranks(world_size, rank_main)
+
+
+def test_a_rank_without_tables_makes_every_exchange_of_a_frozen_program() -> None:
+    """Freezing lets TorchScript see that such a rank has no use for the weights that come."""
+
+    def rank_main() -> None:
+        config = EmbeddingBagConfig(name="t", num_embeddings=9, embedding_dim=8, feature_names=["f"])
+        layout = cuts.table_wise("sparse.t", 9, 8, rank=0)
+        plan = shardrec.ShardingPlan(topology=Topology(ranks_per_host=2), tables=(layout,))
+        model = shard(Scorer(collection([config], weighted=True), 8), plan).eval()
+        with quiet():
+            frozen = torch.jit.freeze(shardrec.script(model))
+        features = random_bags(Random(dist.get_rank()), feature_rows([config]), 3, weighted=True).kjt()
+        with torch.no_grad():
+            for _ in range(3):
+                assert torch.allclose(frozen(features), model(features))
+
+    ranks(2, rank_main)
 
 
 def test_lookups_of_independent_groups_are_forks_if_asked_for() -> None:

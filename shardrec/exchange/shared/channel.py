@@ -63,6 +63,7 @@ class Channel:
     Attributes:
         peers: the other ranks of the host, ascending.
         lock: held by whoever sends or receives.
+        windows: per peer, those that it has announced.
     """
 
     def __init__(
@@ -76,15 +77,11 @@ class Channel:
         self._timeout_s = timeout_s
         self._inbox: dict[int, dict[Key, Message]] = {peer: {} for peer in sockets}
         self._forgotten: dict[int, dict[Key, Callable[[Message], list[int]]]] = {peer: {} for peer in sockets}
-        self._windows = {peer: PeerWindows() for peer in sockets}
+        self.windows = {peer: PeerWindows() for peer in sockets}
         self._told: dict[int, tuple[int, int, str]] = {}  # by peer: exchanges begun, global rank, its fault
         self._released: dict[int, deque[int]] = {peer: deque() for peer in sockets}  # filled by finalizers
         self._returned: dict[int, list[int]] = {peer: [] for peer in sockets}
         _OPEN.add(self)
-
-    def windows(self, peer: int) -> PeerWindows:
-        """The windows that ``peer`` has announced."""
-        return self._windows[peer]
 
     def release(self, peer: int, token: int) -> None:
         """Tell ``peer``, with the next message, that a block it lent is not used here any more."""
@@ -191,7 +188,7 @@ class Channel:
         number, way, released, *message = marshal.loads(data)
         if number == _WINDOW:
             index, size = message
-            self._windows[peer].add(index, size, descriptors[0])
+            self.windows[peer].add(index, size, descriptors[0])
         elif number == _FAULT:
             begun, rank, fault = message
             self._told[peer] = begun, rank, fault

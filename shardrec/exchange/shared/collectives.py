@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from shardrec.errors import PeerError
-from shardrec.exchange.collectives import Collectives, FunctionalCollectives, Pending, Streams, WayBack, joined
+from shardrec.exchange.collectives import Collectives, FunctionalCollectives, Pending, Streams, joined
 from shardrec.exchange.flight import flight_record
 from shardrec.exchange.shared.channel import Channel, Message
 from shardrec.exchange.shared.group import SharedGroup
@@ -66,8 +66,8 @@ class SharedCollectives(Collectives):
         self.far = [rank for rank in range(self.world_size) if rank not in near]
         self._number = 0
         self._token = 0
-        self._lent: dict[int, list[Bytes]] = {}
-        self._rooms: dict[int, _Room] = {}  # by address
+        self._lent: dict[int, list[Bytes | Tensor]] = {}  # by token, once for each peer that has not released it
+        self._rooms: dict[int, tuple[int, int]] = {}  # by address, window and first byte of those in use
         self.dropped: deque[int] = deque()  # numbers of exchanges that nobody waited for; filled by finalizers
 
     @property
@@ -90,9 +90,18 @@ class SharedCollectives(Collectives):
             way_back = None if streams is None else _SharedWayBack(self, number, streams)
             for peer in self.peers:
                 offers = () if way_back is None else way_back.offer(peer)
-                self.channel.send(peer, (number, 0), what, (self._outgoing(parts[peer], peer), offers))
-            far = self.send_far(parts, receive, what)
-        return _SharedPending(self, number, joined(parts[self.rank]), list(receive), what, far, way_back, recorded)
+                self.channel.send(peer, (number, 0), what, (self._outgoing(parts[peer]), offers))
+            far = self.send_far(dict(enumerate(parts)), receive, what)
+        return _SharedPending(
+            collectives=self,
+            number=number,
+            own=joined(parts[self.rank]),
+            receive=list(receive),
+            what=what,
+            far=far,
+            way_back=way_back,
+            recorded=recorded,
+        )
 
     def tell(self, fault: str) -> None:
         with self.channel.lock:
@@ -108,7 +117,7 @@ class SharedCollectives(Collectives):
         with self.channel.lock:
             block = self._block(4 * numel)
             address = block.bytes.ctypes.data
-            self._rooms[address] = _Room(window=block.window, offset=block.offset, memory=weakref.ref(block.bytes))
+            self._rooms[address] = block.window, block.offset
             weakref.finalize(block.bytes, self._rooms.pop, address, None).atexit = False
             return as_tensor(block.bytes, torch.float32)
 
@@ -127,7 +136,7 @@ class SharedCollectives(Collectives):
                     del self._lent[token]
         return self.arena.lend(size)
 
-    def _token_of(self, memory: Bytes, borrowers: int) -> int:
+    def _token_of(self, memory: Bytes | Tensor, borrowers: int) -> int:
         self._token += 1
         self._lent[self._token] = [memory] * borrowers
         return self._token
@@ -137,38 +146,37 @@ class SharedCollectives(Collectives):
         if not size:
             self.channel.release(peer, token)
             return np.empty(0, dtype=np.uint8)
-        memory = self.channel.windows(peer).bytes(window, offset, size)
+        memory = self.channel.windows[peer].bytes(window, offset, size)
         weakref.finalize(memory, self.channel.release, peer, token).atexit = False
         return memory
 
-    def _outgoing(self, parts: Sequence[Tensor], peer: int) -> Any:
+    def _outgoing(self, parts: Sequence[Tensor]) -> Any:
         """Bytes, or (token, window, offset, size)."""
-        count = sum(part.numel() for part in parts)
-        dtype = parts[0].dtype if parts else torch.uint8
-        size = count * dtype.itemsize
+        size = sum(part.nbytes for part in parts)
         if size <= _INLINE_BYTES:
-            return torch.cat(list(parts)).view(torch.uint8).numpy().tobytes() if count else b""
+            return torch.cat(list(parts)).view(torch.uint8).numpy().tobytes()
         if len(parts) == 1:
             address = parts[0].untyped_storage().data_ptr()
             room = self._rooms.get(address)
-            memory = None if room is None else room.memory()
-            if room is not None and memory is not None:
-                start = room.offset + parts[0].data_ptr() - address
-                return self._token_of(memory, 1), room.window, start, size
+            if room is not None:
+                window, offset = room
+                return self._token_of(parts[0], 1), window, offset + parts[0].data_ptr() - address, size
         token, block = self.lend(size, 1)
-        target = as_tensor(block.bytes, dtype)
-        if len(parts) == 1:
-            target.copy_(parts[0])
-        else:
-            torch.cat(list(parts), out=target)
+        torch.cat(list(parts), out=as_tensor(block.bytes, parts[0].dtype))
         return token, block.window, block.offset, size
 
-    def send_far(self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str) -> Pending | None:
-        """Issue the part of an all-to-all that ranks on other hosts take in it; None without any."""
+    def send_far(self, parts: Mapping[int, Sequence[Tensor]], receive: Sequence[int], what: str) -> Pending | None:
+        """Issue the process group's all-to-all with the ranks on other hosts; None without any.
+
+        Args:
+            parts: what goes to each of them.
+            receive: elements from each rank; those of this host are left out.
+            what: a word for error messages.
+        """
         if not self.far:
             return None
         # Of its own memory, so that the parts are copied: who sends by name may write to them when this returns.
-        nothing = parts[self.rank][0].new_empty(0)
+        nothing = parts[self.far[0]][0].new_empty(0)
         out: list[Sequence[Tensor]] = [[nothing]] * self.world_size
         into = [0] * self.world_size
         for rank in self.far:
@@ -176,73 +184,53 @@ class SharedCollectives(Collectives):
         return self.base.send(out, into, what)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Room:
-    """Where a room lies: number of the window and first byte; the room itself, for as long as it is in use."""
-
-    window: int
-    offset: int
-    memory: weakref.ref[Bytes]
-
-
+@dataclass(kw_only=True, eq=False)
 class _SharedPending:
     """What comes from the peers, from this rank itself, and from far ranks."""
 
-    def __init__(
-        self,
-        collectives: SharedCollectives,
-        number: int,
-        own: Tensor,
-        receive: list[int],
-        what: str,
-        far: Pending | None,
-        way_back: _SharedWayBack | None,
-        recorded: int,
-    ) -> None:
-        self.way_back: WayBack | None = way_back
-        self._back = way_back
-        self._collectives = collectives
-        self._number = number
-        self._own = own
-        self._receive = receive
-        self._what = what
-        self._far = far
-        self._recorded = recorded
-        self._waited = False
+    collectives: SharedCollectives
+    number: int
+    own: Tensor
+    receive: list[int]
+    what: str
+    far: Pending | None
+    way_back: _SharedWayBack | None
+    recorded: int  # in the flight record
+    waited: bool = False
 
     def __del__(self) -> None:
-        if not self._waited:
-            self._collectives.dropped.append(self._number)
+        if not self.waited:
+            self.collectives.dropped.append(self.number)
 
     def wait(self) -> list[Tensor]:
-        collectives, own = self._collectives, self._own
+        collectives, own = self.collectives, self.own
         found = {collectives.rank: own}
         with collectives.channel.lock:
             for peer in collectives.peers:
-                outgoing, offers = collectives.channel.receive(peer, (self._number, 0), self._what)
+                outgoing, offers = collectives.channel.receive(peer, (self.number, 0), self.what)
                 found[peer] = self._arrived(peer, outgoing)
-                if self._back is not None:
-                    self._back.offered(peer, offers)
-        if self._far is not None:
-            done = self._far.wait()
+                if self.way_back is not None:
+                    self.way_back.offered(peer, offers)
+        if self.far is not None:
+            done = self.far.wait()
             found.update({rank: done[rank] for rank in collectives.far})
-        self._own = own[:0]
-        self._waited = True
-        flight_record().end(self._recorded)
+        self.own = own[:0]
+        self.waited = True
+        flight_record().end(self.recorded)
         return [found[rank] for rank in range(collectives.world_size)]
 
     def _arrived(self, peer: int, outgoing: Any) -> Tensor:
-        dtype = self._own.dtype
-        size = self._receive[peer] * dtype.itemsize
+        dtype = self.own.dtype
+        size = self.receive[peer] * dtype.itemsize
         came = len(outgoing) if isinstance(outgoing, bytes) else outgoing[3]
         if came != size:
             raise PeerError(
-                f"rank {self._collectives.rank}: {came} bytes came from rank {peer} in the {self._what} exchange and "
+                f"rank {self.collectives.rank}: {came} bytes came from rank {peer} in the {self.what} exchange and "
                 f"{size} were expected; the ranks have come apart"
             )
         if isinstance(outgoing, bytes):
-            return torch.frombuffer(bytearray(outgoing), dtype=dtype) if outgoing else self._own.new_empty(0)
-        return as_tensor(self._collectives.borrowed(peer, *outgoing), dtype)
+            return torch.frombuffer(bytearray(outgoing), dtype=dtype) if outgoing else self.own.new_empty(0)
+        return as_tensor(self.collectives.borrowed(peer, *outgoing), dtype)
 
 
 class _SharedWayBack:
@@ -262,22 +250,17 @@ class _SharedWayBack:
         self._recorded = 0  # in the flight record
         self._landing: list[Tensor] = []
         self._blocks: list[tuple[int, Block] | None] = []
-        self._theirs: dict[int, list[Tensor]] = {}
+        self._views: dict[int, list[Tensor]] = {}  # per rank, where to write each stream's gradient
         self._far_sent: Pending | None = None
-        self._far_buffer: dict[int, Tensor] = {}
         self._lend()
 
     def _lend(self) -> None:
         """Memory for the gradient of each stream, rank after rank."""
         for stream in range(len(self._streams.out[0])):
             elements = sum(rank[stream] for rank in self._streams.out)
-            lent = None
-            if elements:
-                lent = self._collectives.lend(4 * elements, len(self._collectives.peers))
-                self._landing.append(as_tensor(lent[1].bytes, torch.float32))
-            else:
-                self._landing.append(torch.empty(0))
+            lent = self._collectives.lend(4 * elements, len(self._collectives.peers)) if elements else None
             self._blocks.append(lent)
+            self._landing.append(torch.empty(0) if lent is None else as_tensor(lent[1].bytes, torch.float32))
 
     def offer(self, peer: int) -> Message:
         """Per stream, (token, window, offset, bytes) of the peer's part of the memory lent; () for none."""
@@ -304,36 +287,26 @@ class _SharedWayBack:
                 )
             memory = self._collectives.borrowed(peer, *offer) if offer else None
             theirs.append(torch.empty(0) if memory is None else as_tensor(memory, torch.float32))
-        self._theirs[peer] = theirs
+        self._views[peer] = theirs
 
     def views(self) -> list[Tensor]:
         collectives = self._collectives
         if not self._landing:
             self._again()
-        views: list[Tensor] = []
-        for rank in range(collectives.world_size):
-            sizes = self._streams.into[rank]
-            if rank == collectives.rank:
-                views += self._own_parts()
-            elif rank in self._theirs:
-                views += self._theirs[rank]
-            else:
-                buffer = torch.empty(sum(sizes))
-                self._far_buffer[rank] = buffer
-                views += buffer.split(list(sizes))
-        return views
+        self._views[collectives.rank] = self._parts(self._landing, collectives.rank)
+        for rank in collectives.far:
+            self._views[rank] = [torch.empty(size) for size in self._streams.into[rank]]
+        return [view for rank in range(collectives.world_size) for view in self._views[rank]]
 
     def send(self) -> None:
         collectives = self._collectives
         self._recorded = flight_record().begin("gradient", 4 * sum(map(sum, self._streams.out)))
         with collectives.channel.lock, _counted():
-            self._theirs = {}
+            far = {rank: self._views[rank] for rank in collectives.far}
+            self._views = {}
             for peer in collectives.peers:
                 collectives.channel.send(peer, (self._number, 2 * self._turn), "gradient", ())
-            if collectives.far:
-                parts = [[self._far_buffer.get(rank, torch.empty(0))] for rank in range(collectives.world_size)]
-                self._far_sent = collectives.send_far(parts, list(map(sum, self._streams.out)), "gradient")
-                self._far_buffer = {}
+            self._far_sent = collectives.send_far(far, list(map(sum, self._streams.out)), "gradient")
 
     def wait(self) -> list[Tensor]:
         collectives = self._collectives
@@ -346,18 +319,18 @@ class _SharedWayBack:
         if self._far_sent is not None:
             done, self._far_sent = self._far_sent.wait(), None
             for rank in collectives.far:
-                parts = done[rank].split(list(self._streams.out[rank]))
-                for stream, (memory, part) in enumerate(zip(landing, parts, strict=True)):
-                    self._part(memory, stream, rank).copy_(part)
+                of_streams = done[rank].split(list(self._streams.out[rank]))
+                for part, came in zip(self._parts(landing, rank), of_streams, strict=True):
+                    part.copy_(came)
         return landing
 
-    def _own_parts(self) -> list[Tensor]:
-        rank = self._collectives.rank
-        return [self._part(memory, stream, rank) for stream, memory in enumerate(self._landing)]
-
-    def _part(self, memory: Tensor, stream: int, rank: int) -> Tensor:
-        start = sum(sizes[stream] for sizes in self._streams.out[:rank])
-        return memory[start : start + self._streams.out[rank][stream]]
+    def _parts(self, landing: Sequence[Tensor], rank: int) -> list[Tensor]:
+        """Per stream, the gradient of what went to a rank."""
+        found = []
+        for stream, memory in enumerate(landing):
+            start = sum(sizes[stream] for sizes in self._streams.out[:rank])
+            found.append(memory[start : start + self._streams.out[rank][stream]])
+        return found
 
     def _again(self) -> None:
         """A further backward through the same forward: lend new memory."""

@@ -12,14 +12,12 @@ import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import monotonic
-from typing import TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
 from shardrec.exchange.peers import peers
 from shardrec.exchange.shared.channel import Channel
-
-T = TypeVar("T")
 
 __all__ = ["connect", "host_identity"]
 
@@ -156,8 +154,8 @@ def _hello(stranger: socket.socket, secret: bytes) -> int | None:
     return int(peer) if known else None
 
 
-def _gather(value: T, group: dist.ProcessGroup) -> list[T]:
-    found: list[T | None] = [None] * dist.get_world_size(group)
+def _gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size(group)
     with peers(group, "start of shared memory"):
         dist.all_gather_object(found, value, group=group)
-    return [one for one in found if one is not None]
+    return found
