@@ -158,7 +158,7 @@ class HotRows(Copies):
         self._pack_of = {name: pack for pack in self._packs for name in pack.starts}
         self._rows = {name: torch.tensor(one.layout.hot_rows, device=device) for name, one in self._tables.items()}
         self._targets: list[list[_Target]] = []
-        super().__init__({name: self._pack_of[name].update for name in names}, context)
+        super().__init__({name: self._pack_of[name].update for name in names}, [self.weight, self.marks], context)
 
     def _new_packs(self, tables: Sequence[LookupTable]) -> Iterator[_Pack]:
         row = element = 0
@@ -176,10 +176,6 @@ class HotRows(Copies):
             )
             row, element = rows.stop, elements.stop
 
-    def reduced(self) -> list[nn.Parameter]:
-        """What takes a gradient that a reducer averages."""
-        return [self.weight, self.marks]
-
     def __call__(
         self, ids: Tensor, lengths: Tensor, weights: Tensor | None = None, output: Tensor | None = None
     ) -> Tensor:
@@ -196,7 +192,7 @@ class HotRows(Copies):
         """
         self._queued = False
         found: Tensor = _HotFunction.apply(  # type: ignore[no-untyped-call]
-            output, self, ids, lengths, weights, *self.reduced()
+            output, self, ids, lengths, weights, *self.reduced
         )
         return found
 

@@ -50,19 +50,19 @@ class Copies(abc.ABC):
 
     Args:
         updates: per table, its fused optimizer's; None for a table without one. Several tables may share one.
+        reduced: what takes a gradient that a reducer averages.
         context: says whether a reducer averages the gradients, and whether it does so in this backward.
     """
 
-    def __init__(self, updates: Mapping[str, UsedRows | None], context: StepContext) -> None:
+    def __init__(
+        self, updates: Mapping[str, UsedRows | None], reduced: Sequence[nn.Parameter], context: StepContext
+    ) -> None:
+        self.reduced = list(reduced)
         self._updates, self._context = dict(updates), context
         # Of this backward. Each forward clears it, for a backward that raises never comes to its callbacks.
         self._queued = False
-        for parameter in self.reduced():
+        for parameter in reduced:
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
-
-    @abc.abstractmethod
-    def reduced(self) -> list[nn.Parameter]:
-        """What takes a gradient that a reducer averages."""
 
     @abc.abstractmethod
     def _update(self) -> None:
@@ -146,11 +146,8 @@ class ReplicatedLookup(Copies):
             for table, weight in zip(tables, weights, strict=True)
         ]
         self.parameters = [nn.Parameter(weight) for weight in weights]
-        super().__init__(dict(zip([table.layout.name for table in tables], self._rows, strict=True)), context)
-
-    def reduced(self) -> list[nn.Parameter]:
-        """:attr:`parameters`."""
-        return self.parameters
+        names = [table.layout.name for table in tables]
+        super().__init__(dict(zip(names, self._rows, strict=True)), self.parameters, context)
 
     def states(self, table: int) -> dict[str, Tensor]:
         """The fused optimizer's states of one table, by name, as views; empty without one."""

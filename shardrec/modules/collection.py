@@ -194,7 +194,7 @@ class ShardedCollection(nn.Module, abc.ABC):
 
     def reduced_parameters(self) -> list[nn.Parameter]:
         """Replicated tables and copies of hot rows, whose gradients a reducer averages."""
-        return [parameter for copies in self._copies() for parameter in copies.reduced()]
+        return [parameter for copies in self._copies() for parameter in copies.reduced]
 
     def _copies(self) -> list[Copies]:
         return [one for one in (self.replicas, self.hot_rows) if one is not None]
