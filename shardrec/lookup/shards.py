@@ -68,7 +68,7 @@ class _Member:
         self.updater = self.rows or self.bank
         self.whole_rows: WholeRows | None = None
         if group.mode is GroupMode.WHOLE_ROWS:
-            self.whole_rows = WholeRows(group.layouts, self.shards, collectives)
+            self.whole_rows = WholeRows(group.layouts, self.shards, self.bank, collectives, device)
         self._nothing = NoTables(group.width or 0, device)
         self._placeholder = torch.zeros(0, device=device, requires_grad=True)
 
@@ -100,7 +100,7 @@ class _Member:
             gradients = self.rows.decayed(self.bank.row_gradients(ids, lengths, weights, gradient))
         squares = None
         if self.whole_rows is not None:
-            squares = self.whole_rows.mean_squares(self.bank, gradients)
+            squares = self.whole_rows.mean_squares(gradients)
         if self.rows is not None:
             self.rows.step(gradients, squares)
         return [None]
