@@ -15,11 +15,9 @@ The idea is that of local SGD (Stich, 2019) on the sharded part alone; TorchRec'
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -34,7 +32,6 @@ __all__ = [
     "Averager",
     "ReplicaGroups",
     "ReplicaOptions",
-    "Span",
     "make_groups",
     "replica_ranks",
     "stream_buckets",
@@ -165,16 +162,7 @@ def subgroup(
     return made
 
 
-@dataclass(frozen=True, kw_only=True)
-class Span:
-    """Elements ``[start, end)`` of a tensor, given by its number."""
-
-    tensor: int
-    start: int
-    end: int
-
-
-def stream_buckets(sizes: Sequence[int], most: int) -> list[list[Span]]:
+def stream_buckets(tensors: Iterable[Tensor], most: int) -> Iterator[list[Tensor]]:
     """Cut tensors, taken as one stream of elements, into buckets that are full but for the last.
 
     ::
@@ -182,20 +170,24 @@ def stream_buckets(sizes: Sequence[int], most: int) -> list[list[Span]]:
         sizes 5, 2, 9; most 4     | aaaa | abbc | cccc | cccc |
 
     Args:
-        sizes: elements of each tensor.
+        tensors: flat.
         most: elements of a bucket.
 
     Returns:
-        Per bucket, its spans in order: as few buckets as there can be, each element in one.
+        Per bucket, its parts in order: as few buckets as there can be, each element in one.
     """
-    buckets: list[list[Span]] = [[] for _ in range(math.ceil(sum(sizes) / most))]
-    for number, (size, end) in enumerate(zip(sizes, accumulate(sizes), strict=True)):
-        base, at = end - size, end - size
-        while at < end:
-            stop = min(end, (at // most + 1) * most)
-            buckets[at // most].append(Span(tensor=number, start=at - base, end=stop - base))
-            at = stop
-    return buckets
+    bucket: list[Tensor] = []
+    room = most
+    for tensor in tensors:
+        while tensor.numel():
+            part, tensor = tensor[:room], tensor[room:]
+            bucket.append(part)
+            room -= part.numel()
+            if not room:
+                yield bucket
+                bucket, room = [], most
+    if bucket:
+        yield bucket
 
 
 class Averager:
@@ -246,7 +238,7 @@ class Averager:
 
     @torch.no_grad()
     def _run(self, tensors: Iterable[Tensor], start: Callable[[Tensor], dist.Work | None]) -> None:
-        flying: list[tuple[dist.Work, Tensor, tuple[Tensor, ...]]] = []  # each with a buffer of its parts
+        flying: list[tuple[dist.Work, Tensor, list[Tensor]]] = []  # each with a buffer of its parts
         with peers(self._group, "averaging of the replicas' tables"):
             for parts in self._buckets(tensors):
                 buffer = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -258,17 +250,15 @@ class Averager:
             for flight in flying:
                 _land(*flight)
 
-    def _buckets(self, tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+    def _buckets(self, tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for tensor in tensors:
             by_dtype.setdefault(tensor.dtype, []).append(tensor.detach().view(-1))
         for dtype, flat in by_dtype.items():
-            most = max(1, self._bucket_bytes // dtype.itemsize)
-            for bucket in stream_buckets([tensor.numel() for tensor in flat], most):
-                yield tuple(flat[span.tensor][span.start : span.end] for span in bucket)
+            yield from stream_buckets(flat, max(1, self._bucket_bytes // dtype.itemsize))
 
 
-def _land(work: dist.Work, buffer: Tensor, parts: tuple[Tensor, ...]) -> None:
+def _land(work: dist.Work, buffer: Tensor, parts: list[Tensor]) -> None:
     work.wait()
     if len(parts) > 1:
         for part, values in zip(parts, buffer.split([part.numel() for part in parts]), strict=True):
