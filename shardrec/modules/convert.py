@@ -17,7 +17,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from shardrec.errors import ConfigError, PlanError
 from shardrec.exchange.bad_ids import policies_of
 from shardrec.exchange.batch import OnBadId
-from shardrec.exchange.collectives import collectives_of
+from shardrec.exchange.collectives import LocalCollectives, collectives_of
 from shardrec.exchange.context import StepContext, checksum
 from shardrec.exchange.queue import ModelContext
 from shardrec.exchange.transport import Transport, transport_of
@@ -178,7 +178,7 @@ def shard(
     if target.type == "cpu":
         keep_large_blocks()
     alone = groups.inside is None
-    exchange = groups.collectives if alone else transport_of(groups.inside, target, transport)
+    exchange = LocalCollectives() if alone else transport_of(groups.inside, target, transport)
     context = ModelContext(exchange, target, comms)
     context.output_dtype = output_dtype
     context.on_bad_id = policies

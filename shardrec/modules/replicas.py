@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardrec.exchange.collectives import Collectives, LocalCollectives, collectives_of
+from shardrec.exchange.collectives import collectives_of
 from shardrec.exchange.context import StepContext
 from shardrec.exchange.peers import peers
 from shardrec.exchange.transport import timeout_s
@@ -86,7 +86,6 @@ class ReplicaGroups:
         ranks: of each replica, as ranks of the whole group.
         replica: number of this rank's replica.
         inside: the ranks that share this copy of the tables; None for a single one.
-        collectives: those of ``inside``.
         peers: the ranks that hold the same shards in each replica; None for a single replica.
         everyone: all the ranks, on the CPU, to agree about a step without waiting for a device; None for one replica.
     """
@@ -94,14 +93,8 @@ class ReplicaGroups:
     ranks: tuple[tuple[int, ...], ...]
     replica: int
     inside: dist.ProcessGroup | None
-    collectives: Collectives
     peers: dist.ProcessGroup | None
     everyone: StepContext | None
-
-    @property
-    def replicas(self) -> int:
-        """Number of copies of the tables."""
-        return len(self.ranks)
 
 
 def make_groups(group: dist.ProcessGroup | None, replicas: int, device: torch.device) -> ReplicaGroups:
@@ -114,25 +107,16 @@ def make_groups(group: dist.ProcessGroup | None, replicas: int, device: torch.de
     """
     collectives = collectives_of(group)
     ranks = replica_ranks(collectives.world_size, replicas)
+    whole = (group or dist.group.WORLD) if collectives.world_size > 1 else None
+    if whole is None or replicas == 1:
+        return ReplicaGroups(ranks=ranks, replica=0, inside=whole, peers=None, everyone=None)
     size = len(ranks[0])
     replica, place = divmod(collectives.rank, size)
-    if collectives.world_size == 1:
-        return ReplicaGroups(ranks=ranks, replica=0, inside=None, collectives=collectives, peers=None, everyone=None)
-    whole = group or dist.group.WORLD
-    assert whole is not None, "several ranks have a process group"
-    if replicas == 1:
-        return ReplicaGroups(ranks=ranks, replica=0, inside=whole, collectives=collectives, peers=None, everyone=None)
     inside = subgroup(whole, ranks[replica], device) if size > 1 else None
     peers = subgroup(whole, [row[place] for row in ranks], device)
     everyone = subgroup(whole, range(collectives.world_size), device, backend="gloo")
-    return ReplicaGroups(
-        ranks=ranks,
-        replica=replica,
-        inside=inside,
-        collectives=LocalCollectives() if inside is None else collectives_of(inside),
-        peers=peers,
-        everyone=StepContext(collectives_of(everyone), torch.device("cpu")),
-    )
+    context = StepContext(collectives_of(everyone), torch.device("cpu"))
+    return ReplicaGroups(ranks=ranks, replica=replica, inside=inside, peers=peers, everyone=context)
 
 
 def subgroup(
