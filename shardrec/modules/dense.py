@@ -183,13 +183,12 @@ def wrap_dense(
     ignored = {id(parameter) for parameter in tables}
     if wrap == "fsdp":
         mesh = DeviceMesh.from_group(group, context.device.type)
-        whole = {id(parameter) for parameter in replicated}
-        ignored |= {id(one) for one in module.parameters() if id(one) not in whole}
         sharded = fully_shard(module, mesh=mesh, ignored_params={*tables, *replicated})
         sharded.set_custom_all_gather(_AllGather())
         sharded.set_custom_reduce_scatter(_ReduceScatter())
-        # Parameters are other objects now.
-        ignored |= {id(one) for one in module.parameters() if id(one) not in whole}
+        # Other parameters are new objects now.
+        whole = {id(parameter) for parameter in replicated}
+        ignored = {id(one) for one in module.parameters() if id(one) not in whole}
     names = [name for name, parameter in module.named_parameters() if id(parameter) in ignored]
     if not any(one.requires_grad and id(one) not in ignored for one in module.parameters()):
         return module

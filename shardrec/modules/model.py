@@ -71,20 +71,15 @@ class ShardedModel(nn.Module):
         self._dense: DenseWrap = dense
         self._callable: nn.Module = module
         if group is not None:
-            self._wrap(group, dense)
-
-    def _wrap(self, group: dist.ProcessGroup, dense: DenseWrap) -> None:
-        cut: list[nn.Parameter] = []
-        replicated: list[nn.Parameter] = []
-        for collection in self._sharded:
-            for table in collection.tables().values():
+            cut: list[nn.Parameter] = []
+            replicated: list[nn.Parameter] = []
+            for table in (table for collection in self._sharded for table in collection.tables().values()):
+                # Not its ``locals``: a module that moves may get new parameters.
                 for name, parameter in table.named_parameters():
-                    is_copied = table.layout.replicated or name in table.copies
-                    (replicated if is_copied else cut).append(parameter)
-        wrapped = wrap_dense(self.module, dense, group, cut, replicated, self.context)
-        # Out of the module tree, or it would show in every name.
-        object.__setattr__(self, "_callable", wrapped)
-        self.context.gradients_are_reduced = True
+                    (replicated if table.layout.replicated or name in table.copies else cut).append(parameter)
+            # Out of the module tree, or it would show in every name.
+            object.__setattr__(self, "_callable", wrap_dense(module, dense, group, cut, replicated, context))
+            context.gradients_are_reduced = True
 
     @passed_over  # see [Note: what torch.compile compiles]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
