@@ -95,7 +95,6 @@ class ShardedCollection(nn.Module, abc.ABC):
         self.context = context or ModelContext(transport_of(group, self.device), self.device)
         self.group = (group or dist.group.WORLD) if self.context.collectives.world_size > 1 else None
         self._ranks_per_host = plan.topology.ranks_per_host
-        self._on_meta = {name for name, weight in weights.items() if weight.is_meta}
         self._config_of = {config.name: config for config in configs}
         self.frozen = {name for name, weight in weights.items() if not weight.requires_grad}
         self._lookup_tables = [_lookup_table(config, weights[config.name], plan, path) for config in configs]
@@ -289,16 +288,13 @@ class ShardedCollection(nn.Module, abc.ABC):
             for state in self.shards.states(shard).values():
                 state.index_fill_(0, rows.to(state.device), optimizer.initial_accumulator_value)
 
-    def _drawn_in_place(self) -> frozenset[str]:
-        """Tables on meta whose shards are drawn on their own device: see :mod:`shardrec.modules.initial`."""
-        if self.device.type == "cpu":
-            return frozenset()
-        return frozenset(name for name in self._on_meta if not self.table_layouts[name].replicated)
-
     def _build(self, module: Collection) -> None:
         """Make the lookups, and the tables with the values of the unsharded collection."""
         self._build_lookups()
-        setattr(self, self._holder, self._build_parameters(first_values(module, self._drawn_in_place())))
+        # Cut tables on meta, whose shards are drawn on their own device, where that is not the CPU.
+        on_host = self.device.type == "cpu"
+        in_place = [name for name, layout in self.table_layouts.items() if not (on_host or layout.replicated)]
+        setattr(self, self._holder, self._build_parameters(first_values(module, in_place)))
 
     @abc.abstractmethod
     def _build_lookups(self) -> None:
