@@ -105,19 +105,20 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
 
     def _build_lookups(self) -> None:
         collectives = self.context.collectives
-        groups = group_tables(self._lookup_tables, self.device)
+        groups = group_tables(self._lookup_tables.values(), self.device)
         group_of = {layout.name: index for index, group in enumerate(groups) for layout in group.layouts}
         lookups: list[Lookup] = []
-        for config, table in zip(self._configs, self._lookup_tables, strict=True):
+        for config in self._configs:
+            layout = self.table_layouts[config.name]
             for feature in config.feature_names:
                 lookups.append(
                     Lookup(
                         feature=feature,
-                        layout=table.layout,
-                        group=group_of.get(table.layout.name, 0),
+                        layout=layout,
+                        group=group_of.get(layout.name, 0),
                         output=self.embedding_names[len(lookups)],
                         mean=config.pooling is PoolingType.MEAN,
-                        dynamic=self._is_dynamic(table.layout),
+                        dynamic=self._is_dynamic(layout),
                     )
                 )
         self.dims = [lookup.layout.embedding_dim for lookup in lookups]

@@ -97,16 +97,11 @@ class ShardedCollection(nn.Module, abc.ABC):
         self._ranks_per_host = plan.topology.ranks_per_host
         self._config_of = {config.name: config for config in configs}
         self.frozen = {name for name, weight in weights.items() if not weight.requires_grad}
-        self._lookup_tables = [_lookup_table(config, weights[config.name], plan, path) for config in configs]
+        self._lookup_tables = {one.name: _lookup_table(one, weights[one.name], plan, path) for one in configs}
         self._optimizers = {
-            config.name: table.optimizer
-            for config, table in zip(configs, self._lookup_tables, strict=True)
-            if table.optimizer is not None
+            name: table.optimizer for name, table in self._lookup_tables.items() if table.optimizer is not None
         }
-        self.table_layouts = {
-            config.name: table.layout for config, table in zip(configs, self._lookup_tables, strict=True)
-        }
-        self._dtypes = {config.name: table.dtype for config, table in zip(configs, self._lookup_tables, strict=True)}
+        self.table_layouts = {name: table.layout for name, table in self._lookup_tables.items()}
         self.replica_number = {table.layout.name: index for index, table in enumerate(self._replicated_tables())}
 
     @property
@@ -174,19 +169,17 @@ class ShardedCollection(nn.Module, abc.ABC):
 
     def _replicated_tables(self) -> list[LookupTable]:
         """What every rank has whole."""
-        return [table for table in self._lookup_tables if table.layout.replicated]
+        return [table for table in self._lookup_tables.values() if table.layout.replicated]
 
     def _new_hot_rows(self, slot_tables: Sequence[str], columns: Sequence[int] | None = None) -> HotRows | None:
         """The copies of hot rows, by the name of its table per lookup; None if no table has some.
 
         ``columns``: the first column of each lookup in the output; None for rows.
         """
-        tables = [table for table in self._lookup_tables if table.layout.hot_rows]
-        names = {layout.name: name for name, layout in self.table_layouts.items()}
+        tables = [table for table in self._lookup_tables.values() if table.layout.hot_rows]
 
         def parts(shard: Shard) -> dict[str, Tensor]:
-            states = self.shards.states(shard) if names[shard.table] in self._optimizers else {}
-            return {"weight": self.shards.weight(shard), **states}
+            return {"weight": self.shards.weight(shard), **self.shards.states(shard)}
 
         steps = self.shards.step_counts
         return HotRows(tables, slot_tables, parts, steps, self.context, self.device, columns) if tables else None
@@ -258,7 +251,7 @@ class ShardedCollection(nn.Module, abc.ABC):
 
     def _new_id_maps(self, route: Route) -> IdMaps | None:
         """The maps of this rank's shards; None if no table of the collection has dynamic ids."""
-        dynamic = {one.layout.name: one.layout for one in self._lookup_tables if self._is_dynamic(one.layout)}
+        dynamic = {one.layout.name: one.layout for one in self._lookup_tables.values() if self._is_dynamic(one.layout)}
         options = {name: self.context.dynamic_ids[name] for name in dynamic}
         slots = route.slots[self.context.collectives.rank]
         return IdMaps(slots, options, dynamic, self.renew_rows) if dynamic else None
@@ -333,7 +326,7 @@ class ShardedCollection(nn.Module, abc.ABC):
                 copies = {"hot": self.hot_rows.weight, "hot_marks": self.hot_rows.marks}
                 for parameter in copies.values():
                     parameter.requires_grad_(not self.frozen.issuperset(hot))
-            modules[name] = ShardedTable(layout, parameters, self.group, self._dtypes[name], copies)
+            modules[name] = ShardedTable(layout, parameters, self.group, self._lookup_tables[name].dtype, copies)
         self.shards.own_parameters(by_shard)
         return modules
 

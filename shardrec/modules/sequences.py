@@ -129,18 +129,19 @@ class ShardedEmbeddingCollection(ShardedCollection):
 
     def _build_lookups(self) -> None:
         collectives = self.context.collectives
-        self.groups = groups = group_tables(self._lookup_tables, self.device, by_width=True)
+        self.groups = groups = group_tables(self._lookup_tables.values(), self.device, by_width=True)
         lookups: list[Lookup] = []
-        for config, table, names in zip(self._configs, self._lookup_tables, self._names_by_table, strict=True):
-            width_groups = _width_groups(groups, table.layout.name)
+        for config, names in zip(self._configs, self._names_by_table, strict=True):
+            layout = self.table_layouts[config.name]
+            width_groups = _width_groups(groups, layout.name)
             for feature, name in zip(config.feature_names, names, strict=True):
                 lookups.append(
                     Lookup(
                         feature=feature,
-                        layout=table.layout,
+                        layout=layout,
                         group=0,
                         output=name,
-                        dynamic=self._is_dynamic(table.layout),
+                        dynamic=self._is_dynamic(layout),
                         width_groups=width_groups,
                     )
                 )
