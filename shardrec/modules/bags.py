@@ -13,7 +13,6 @@ from itertools import accumulate
 from typing import TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -26,11 +25,9 @@ from shardrec.exchange.hot import HotSplit, hot_key
 from shardrec.exchange.input import InputExchange
 from shardrec.exchange.output import OutputExchange
 from shardrec.exchange.payload import ShardInput
-from shardrec.exchange.queue import ModelContext
 from shardrec.exchange.route import Lookup, build_route
 from shardrec.exchange.step import Call
 from shardrec.exchange.weights import received_weights, tied
-from shardrec.layout import ShardingPlan
 from shardrec.lookup.groups import group_tables
 from shardrec.lookup.replicated import ReplicatedLookup
 from shardrec.lookup.shards import ShardLookup
@@ -88,20 +85,9 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
     _holder = "embedding_bags"
     embedding_bags: nn.ModuleDict
 
-    def __init__(
-        self,
-        module: EmbeddingBagCollection,
-        plan: ShardingPlan,
-        *,
-        path: str = "",
-        device: torch.device | str | None = None,
-        group: dist.ProcessGroup | None = None,
-        context: ModelContext | None = None,
-    ) -> None:
-        super().__init__(module, plan, path=path, device=device, group=group, context=context)
+    def _read(self, module: EmbeddingBagCollection) -> None:
         self._is_weighted: bool = module.is_weighted()
         self.embedding_names: list[str] = list(module._embedding_names)
-        self._build(module)
 
     def _build_lookups(self) -> None:
         collectives = self.context.collectives

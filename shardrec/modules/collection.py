@@ -47,7 +47,7 @@ Values: TypeAlias = Tensor | Mapping[Shard | None, Tensor]
 
 
 class ShardedCollection(nn.Module, abc.ABC):
-    """Base of the sharded collections. A subclass sets its own attributes after ``__init__``, then calls ``_build``.
+    """Base of the sharded collections.
 
     A table's weights have the dtype of its config's ``data_type``: FP32, FP16 or BF16 (TorchRec's unsharded module
     makes an FP16 parameter for either 16-bit type). Whatever it is, rows are summed in float32, travel as float32 (or
@@ -82,10 +82,10 @@ class ShardedCollection(nn.Module, abc.ABC):
         module: Collection,
         plan: ShardingPlan,
         *,
-        path: str,
-        device: torch.device | str | None,
-        group: dist.ProcessGroup | None,
-        context: ModelContext | None,
+        path: str = "",
+        device: torch.device | str | None = None,
+        group: dist.ProcessGroup | None = None,
+        context: ModelContext | None = None,
     ) -> None:
         super().__init__()
         self._configs = configs = configs_of(module)
@@ -103,6 +103,16 @@ class ShardedCollection(nn.Module, abc.ABC):
         }
         self.table_layouts = {name: table.layout for name, table in self._lookup_tables.items()}
         self.replica_number = {table.layout.name: index for index, table in enumerate(self._replicated_tables())}
+        self._read(module)
+        self._build_lookups()
+        # Cut tables on meta, whose shards are drawn on their own device, where that is not the CPU.
+        on_host = self.device.type == "cpu"
+        in_place = [name for name, layout in self.table_layouts.items() if not (on_host or layout.replicated)]
+        setattr(self, self._holder, self._build_parameters(first_values(module, in_place)))
+
+    @abc.abstractmethod
+    def _read(self, module: Collection) -> None:
+        """Keep what the lookups need of the unsharded collection, beside its tables."""
 
     @property
     def output_dtype(self) -> torch.dtype:
@@ -280,14 +290,6 @@ class ShardedCollection(nn.Module, abc.ABC):
         if optimizer is not None:
             for state in self.shards.states(shard).values():
                 state.index_fill_(0, rows.to(state.device), optimizer.initial_accumulator_value)
-
-    def _build(self, module: Collection) -> None:
-        """Make the lookups, and the tables with the values of the unsharded collection."""
-        self._build_lookups()
-        # Cut tables on meta, whose shards are drawn on their own device, where that is not the CPU.
-        on_host = self.device.type == "cpu"
-        in_place = [name for name, layout in self.table_layouts.items() if not (on_host or layout.replicated)]
-        setattr(self, self._holder, self._build_parameters(first_values(module, in_place)))
 
     @abc.abstractmethod
     def _build_lookups(self) -> None:

@@ -120,12 +120,13 @@ class ShardedEmbeddingCollection(ShardedCollection):
         context: ModelContext | None = None,
         dedup: bool = True,
     ) -> None:
+        self.dedup = dedup  # before the lookups are made
         super().__init__(module, plan, path=path, device=device, group=group, context=context)
+
+    def _read(self, module: EmbeddingCollection) -> None:
         self._need_indices: bool = module.need_indices()
         self._embedding_dim: int = module.embedding_dim()
         self._names_by_table: list[list[str]] = module.embedding_names_by_table()
-        self.dedup = dedup
-        self._build(module)
 
     def _build_lookups(self) -> None:
         collectives = self.context.collectives
