@@ -154,6 +154,10 @@ class ShardedCollection(nn.Module, abc.ABC):
         return dict(getattr(self, self._holder).items())
 
     @abc.abstractmethod
+    def scripted_twin(self) -> nn.Module:
+        """What TorchScript of this process, and a tracer, see in this module's place."""
+
+    @abc.abstractmethod
     def serve(self, asked: ShardInput) -> Stream:
         """What this rank's shards have for requests, one request after the other; see :mod:`shardrec.rpc`."""
 

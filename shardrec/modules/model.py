@@ -30,6 +30,7 @@ from shardrec.exchange.peers import failed_in_a_collective, peer_error
 from shardrec.exchange.queue import ModelContext
 from shardrec.ids.maps import collective_stats, cut_faults
 from shardrec.layout import ShardingPlan
+from shardrec.modules.annotate import annotate_for_dynamo
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.compiled import compiled_step, leaves
 from shardrec.modules.dense import DenseWrap, set_gradient_sync, wrap_dense
@@ -141,8 +142,6 @@ class ShardedModel(nn.Module):
                 f"this {type(self).__name__} cannot be copied: tables on servers, replicas, FSDP2 and served tables "
                 "have parts that are not its own; shard another model and load this one's state_dict into it"
             )
-        from shardrec.modules.annotate import annotate_for_dynamo  # which knows the sharded collections
-
         context = ModelContext(self.context.collectives, self.context.device, self.context.comms)
         context.output_dtype, context.on_bad_id = self.context.output_dtype, self.context.on_bad_id
         context.dynamic_ids = dict(self.context.dynamic_ids)
