@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
@@ -312,20 +312,20 @@ class TableBank:
     def _classes(self, order: Sequence[int], flat: Tensor) -> tuple[WidthClass, ...]:
         classes = []
         start = 0
-        for width in dict.fromkeys(self.shapes[table][1] for table in order):
-            tables = tuple(table for table in order if self.shapes[table][1] == width)
+        for width, same in groupby(order, lambda table: self.shapes[table][1]):
+            tables = tuple(same)
             bases = (0, *accumulate(self.shapes[table][0] for table in tables))
             base_of = dict(zip(tables, bases, strict=False))
-            numel = bases[-1] * width
             slot_bases = [base_of.get(table, -1) for table in self.slot_tables]
+            end = start + bases[-1] * width
             classes.append(
                 WidthClass(
                     width=width,
                     tables=tables,
                     bases=bases,
-                    weight=flat[start : start + numel].view(bases[-1], width),
+                    weight=flat[start:end].view(bases[-1], width),
                     slot_bases=torch.tensor(slot_bases, dtype=torch.int64, device=self.device),
                 )
             )
-            start += numel
+            start = end
         return tuple(classes)
