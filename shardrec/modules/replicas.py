@@ -200,12 +200,7 @@ class Averager:
         Raises:
             PeerError: if another rank is gone or did not come in time; the tensors are then partly averaged.
         """
-
-        def start(buffer: Tensor) -> dist.Work | None:
-            work: dist.Work | None = dist.all_reduce(buffer.div_(self._ranks), group=self._group, async_op=True)
-            return work
-
-        self._run(tensors, start)
+        self._run(tensors, lambda one: dist.all_reduce(one.div_(self._ranks), group=self._group, async_op=True))
 
     def copy_first(self, tensors: Iterable[Tensor]) -> None:
         """Replace contiguous tensors by those of the group's first rank.
@@ -213,12 +208,7 @@ class Averager:
         Raises:
             PeerError: if another rank is gone or did not come in time.
         """
-
-        def start(buffer: Tensor) -> dist.Work | None:
-            work: dist.Work | None = dist.broadcast(buffer, self._first, group=self._group, async_op=True)
-            return work
-
-        self._run(tensors, start)
+        self._run(tensors, lambda one: dist.broadcast(one, self._first, group=self._group, async_op=True))
 
     @torch.no_grad()
     def _run(self, tensors: Iterable[Tensor], start: Callable[[Tensor], dist.Work | None]) -> None:
