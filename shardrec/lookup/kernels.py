@@ -13,7 +13,6 @@ Stochastic rounding, which is fbgemm's default for FP16 on CUDA, is off: two run
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
@@ -85,15 +84,7 @@ def make_kernel(
     on_cuda = device.type == "cuda"
     location = EmbeddingLocation.DEVICE if on_cuda else EmbeddingLocation.HOST
     compute = ComputeDevice.CUDA if on_cuda else ComputeDevice.CPU
-    settings: dict[str, Any] = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.0}
-    if optimizer is not None:
-        settings = {
-            "optimizer": _FBGEMM_OPTIMIZERS[optimizer.kind],
-            "learning_rate": optimizer.lr,
-            "eps": optimizer.eps,
-            "beta1": optimizer.betas[0],
-            "beta2": optimizer.betas[1],
-        }
+    rule = optimizer or FusedOptimizer(kind=OptimizerKind.SGD, lr=0.0)
     kernel = SplitTableBatchedEmbeddingBagsCodegen(
         embedding_specs=[(rows, cols, location, compute) for rows, cols in shapes],
         feature_table_map=list(feature_tables),
@@ -104,15 +95,19 @@ def make_kernel(
         weights_precision=_PRECISIONS[dtype],
         output_dtype=SparseType.FP32,
         device=device,
-        **settings,
+        optimizer=_FBGEMM_OPTIMIZERS[rule.kind],
+        learning_rate=rule.lr,
+        eps=rule.eps,
+        beta1=rule.betas[0],
+        beta2=rule.betas[1],
     )
     # fbgemm fills what it makes with zeros.
     for memory in (kernel.weights_host, kernel.momentum1_host):
         renew_in_huge_pages(memory.detach())
-    if optimizer is not None and optimizer.initial_accumulator_value:
-        for states in kernel_states(kernel, optimizer):
+    if rule.initial_accumulator_value:
+        for states in kernel_states(kernel, rule):
             for state in states.values():
-                state.fill_(optimizer.initial_accumulator_value)
+                state.fill_(rule.initial_accumulator_value)
     return kernel
 
 
