@@ -22,15 +22,12 @@ from shardrec.exchange.anomaly import note_rows, watch_gradient
 from shardrec.exchange.batch import KEY_ORDERS, Batch
 from shardrec.exchange.blocks import BlocksInFlight, Stream
 from shardrec.exchange.hot import HotSplit, hot_key
-from shardrec.exchange.input import InputExchange
 from shardrec.exchange.output import OutputExchange
 from shardrec.exchange.payload import ShardInput
-from shardrec.exchange.route import Lookup, build_route
+from shardrec.exchange.route import Lookup
 from shardrec.exchange.step import Call
 from shardrec.exchange.weights import received_weights, tied
 from shardrec.lookup.groups import group_tables
-from shardrec.lookup.replicated import ReplicatedLookup
-from shardrec.lookup.shards import ShardLookup
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.live import LiveBags
 from shardrec.pending import LazyAwaitable
@@ -111,19 +108,10 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         self.lookups = tuple(lookups)
         self.own_lookups = tuple(lookup for lookup in lookups if lookup.layout.replicated)
         sent = self._split_lookups(lookups)
-        route = build_route(sent, collectives.world_size, len(groups))
-        expect = self._expectation(lookups, weighted=self._is_weighted)
-        self.input = InputExchange(route, expect, self.context)
-        self.id_maps = self._new_id_maps(route)
-        self.shards = ShardLookup(groups, route.slots[collectives.rank], collectives, self.device)
-        numbers = [self.replica_number[lookup.layout.name] for lookup in self.own_lookups]
-        tables = self._replicated_tables()
-        self.replicas = ReplicatedLookup(tables, numbers, self.context, self.device) if tables else None
-        hot = [lookup for lookup in sent if lookup.layout.hot_rows]
         starts = [
             start for start, one in zip(accumulate([0, *self.dims]), lookups, strict=False) if one.layout.hot_rows
         ]
-        self.hot_rows = self._new_hot_rows([lookup.layout.name for lookup in hot], starts)
+        route = self._make(groups, lookups, sent, weighted=self._is_weighted, columns=starts)
         self._output = OutputExchange(
             route, lookups, collectives.rank, self._ranks_per_host, mean_over=collectives.mean_over
         )
@@ -132,7 +120,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         sums = [index for index, lookup in enumerate(lookups) if not lookup.mean]
         self._sum_lookups = torch.tensor(sums, dtype=torch.int64, device=self.device)
         # Where the keys of this rank's copies are among those sent, and all lookups' features among the batch's.
-        self._hot_keys = tuple(hot_key(one.feature) for one in hot)
+        self._hot_keys = tuple(hot_key(one.feature) for one in sent if one.layout.hot_rows)
         self._own_positions, self._hot_positions = (
             lru_cache(maxsize=KEY_ORDERS)(partial(_positions, keys, self.device))
             for keys in ([one.feature for one in self.own_lookups], self._hot_keys)

@@ -19,13 +19,13 @@ from shardrec.exchange.blocks import Stream
 from shardrec.exchange.input import InputExchange
 from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.queue import ModelContext
-from shardrec.exchange.route import Lookup, Route
+from shardrec.exchange.route import Lookup, Route, build_route
 from shardrec.exchange.step import Call
 from shardrec.exchange.transport import transport_of
 from shardrec.ids.maps import IdMaps, Mapped
 from shardrec.layout import Shard, ShardingPlan, TableLayout
 from shardrec.layout.discover import Collection, configs_of, qualified_name
-from shardrec.lookup.groups import LookupTable
+from shardrec.lookup.groups import LookupGroup, LookupTable
 from shardrec.lookup.hot import HotRows
 from shardrec.lookup.optimizers import FusedOptimizer, fused_optimizer_of
 from shardrec.lookup.replicated import Copies, ReplicatedLookup
@@ -185,19 +185,6 @@ class ShardedCollection(nn.Module, abc.ABC):
         """What every rank has whole."""
         return [table for table in self._lookup_tables.values() if table.layout.replicated]
 
-    def _new_hot_rows(self, slot_tables: Sequence[str], columns: Sequence[int] | None = None) -> HotRows | None:
-        """The copies of hot rows, by the name of its table per lookup; None if no table has some.
-
-        ``columns``: the first column of each lookup in the output; None for rows.
-        """
-        tables = [table for table in self._lookup_tables.values() if table.layout.hot_rows]
-
-        def parts(shard: Shard) -> dict[str, Tensor]:
-            return {"weight": self.shards.weight(shard), **self.shards.states(shard)}
-
-        steps = self.shards.step_counts
-        return HotRows(tables, slot_tables, parts, steps, self.context, self.device, columns) if tables else None
-
     def reduced_parameters(self) -> list[nn.Parameter]:
         """Replicated tables and copies of hot rows, whose gradients a reducer averages."""
         return [parameter for copies in self._copies() for parameter in copies.reduced]
@@ -237,20 +224,6 @@ class ShardedCollection(nn.Module, abc.ABC):
     def _is_written(self) -> bool:
         return any(table.written for table in self.tables().values() if table.layout.hot_rows)
 
-    def _expectation(self, lookups: Sequence[Lookup], *, weighted: bool, pooled: bool = True) -> Expectation:
-        policies = self.context.on_bad_id
-        plain = {one.feature for one in lookups if not one.dynamic}
-        return Expectation(
-            tables=tuple(
-                (one.feature, one.layout.name, NO_LIMIT if one.dynamic else one.layout.num_embeddings)
-                for one in lookups
-            ),
-            weighted=weighted,
-            device=self.device,
-            pooled=pooled,
-            on_bad_id={feature: policies[feature] for feature in policies if feature in plain},
-        )
-
     def _agreement(self) -> str:
         """What the ranks must have in common in this step, beyond the ids' dtype."""
         dense = self.context.dense_signature
@@ -262,13 +235,6 @@ class ShardedCollection(nn.Module, abc.ABC):
 
     def _is_dynamic(self, layout: TableLayout) -> bool:
         return layout.name in self.context.dynamic_ids
-
-    def _new_id_maps(self, route: Route) -> IdMaps | None:
-        """The maps of this rank's shards; None if no table of the collection has dynamic ids."""
-        dynamic = {one.layout.name: one.layout for one in self._lookup_tables.values() if self._is_dynamic(one.layout)}
-        options = {name: self.context.dynamic_ids[name] for name in dynamic}
-        slots = route.slots[self.context.collectives.rank]
-        return IdMaps(slots, options, dynamic, self.renew_rows) if dynamic else None
 
     def learns_ids(self) -> bool:
         """Whether a lookup gives rows to new ids: in training, but not where a backward computes a forward again."""
@@ -298,6 +264,52 @@ class ShardedCollection(nn.Module, abc.ABC):
     @abc.abstractmethod
     def _build_lookups(self) -> None:
         """Make what looks tables up and exchanges ids and rows, out of configs, layouts and context."""
+
+    def _make(
+        self,
+        groups: Sequence[LookupGroup],
+        lookups: Sequence[Lookup],
+        sent: Sequence[Lookup],
+        *,
+        weighted: bool,
+        columns: Sequence[int] | None,
+    ) -> Route:
+        """Make the exchange of ids and the lookups; returns the ids' route.
+
+        Args:
+            groups: of the cut tables.
+            lookups: in the order of the output.
+            sent: at least those of cut tables, by the keys that are sent.
+            weighted: the input has a weight per id.
+            columns: of the output, where each lookup in a table with hot rows begins; None for a row per id.
+        """
+        context, pooled = self.context, columns is not None
+        collectives, tables = context.collectives, self._lookup_tables.values()
+        route = build_route(sent, collectives.world_size, len(groups))
+        slots = route.slots[collectives.rank]
+        plain = {one.feature for one in lookups if not one.dynamic}
+        expect = Expectation(
+            tables=tuple(
+                (one.feature, one.layout.name, NO_LIMIT if one.dynamic else one.layout.num_embeddings)
+                for one in lookups
+            ),
+            weighted=weighted,
+            device=self.device,
+            pooled=pooled,
+            on_bad_id={feature: policy for feature, policy in context.on_bad_id.items() if feature in plain},
+        )
+        self.input = InputExchange(route, expect, context, per_id=not pooled)
+        dynamic = {table.layout.name: table.layout for table in tables if self._is_dynamic(table.layout)}
+        options = {name: context.dynamic_ids[name] for name in dynamic}
+        self.id_maps = IdMaps(slots, options, dynamic, self.renew_rows) if dynamic else None
+        self.shards = ShardLookup(groups, slots, collectives, self.device, pooled=pooled)
+        numbers = [self.replica_number[one.layout.name] for one in lookups if one.layout.replicated]
+        own = self._replicated_tables()
+        self.replicas = ReplicatedLookup(own, numbers, context, self.device) if own else None
+        hot = [table for table in tables if table.layout.hot_rows]
+        names = [one.layout.name for one in sent if one.layout.hot_rows]
+        self.hot_rows = HotRows(hot, names, self.shards, context, self.device, columns) if hot else None
+        return route
 
     def _build_parameters(self, first_values: Iterable[tuple[str, Values | None]]) -> nn.ModuleDict:
         """Fill this rank's shards, one table at a time, from its values; where there are none, draw them in place."""

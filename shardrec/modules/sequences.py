@@ -23,16 +23,14 @@ from shardrec.exchange.batch import Batch
 from shardrec.exchange.blocks import BlocksInFlight, Stream
 from shardrec.exchange.dedup import DistinctIds
 from shardrec.exchange.hot import HotSplit
-from shardrec.exchange.input import InputExchange, Prepared, SentIds
+from shardrec.exchange.input import Prepared, SentIds
 from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.queue import ModelContext
-from shardrec.exchange.route import Lookup, build_route
+from shardrec.exchange.route import Lookup
 from shardrec.exchange.rows import RowExchange
 from shardrec.exchange.step import Call
 from shardrec.layout import ShardingPlan
 from shardrec.lookup.groups import LookupGroup, group_tables
-from shardrec.lookup.replicated import ReplicatedLookup
-from shardrec.lookup.shards import ShardLookup
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.live import LiveSequences
 from shardrec.pending import LazyAwaitable, LazyGetItemMixin
@@ -164,16 +162,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
         limits = [(one.feature, one.layout.num_embeddings) for one in self.sent_lookups]
         dynamic = any(lookup.dynamic for lookup in lookups)
         self._distinct_ids = DistinctIds(self.dedup_lookups, limits, self.device, dynamic) if self.dedup else None
-        route = build_route(self.sent_lookups, collectives.world_size, len(groups))
-        expect = self._expectation(lookups, weighted=False, pooled=False)
-        self.input = InputExchange(route, expect, self.context, per_id=True)
-        slots = route.slots[collectives.rank]
-        self.id_maps = self._new_id_maps(route)
-        self.shards = ShardLookup(groups, slots, collectives, self.device, pooled=False)
-        tables = self._replicated_tables()
-        self.replicas = ReplicatedLookup(tables, range(len(tables)), self.context, self.device) if tables else None
-        names = [one.layout.name for one in self.sent_lookups if one.layout.hot_rows]
-        self.hot_rows = self._new_hot_rows(names)
+        route = self._make(groups, lookups, self.sent_lookups, weighted=False, columns=None)
         widths = [group.width or 0 for group in groups]
         self.row_exchange = RowExchange(
             route, widths, self._embedding_dim, collectives.rank, self.device, mean_over=collectives.mean_over
