@@ -33,7 +33,7 @@ from shardrec.lookup.shards import ShardLookup
 from shardrec.modules.initial import draw_in_place, draw_rows, first_values
 from shardrec.modules.late import look_up_outside
 from shardrec.modules.recorded import recorded_call
-from shardrec.modules.table import ShardedTable
+from shardrec.modules.table import ShardedTable, load_table
 from shardrec.pending import LazyAwaitable
 
 __all__ = ["TABLE_DTYPES", "ShardedCollection", "Values"]
@@ -54,13 +54,7 @@ class ShardedCollection(nn.Module, abc.ABC):
     as ``QuantizedComms`` says), and fused optimizers compute and keep their states in float32; an updated row of a
     16-bit table is rounded to nearest.
 
-    Args:
-        module: the unsharded collection.
-        plan: holds a layout for each table, under ``qualified_name(path, table)``.
-        path: the collection's path in the model.
-        device: where the shards live; default: the CPU.
-        group: the process group; default: the default group, or a single rank without one.
-        context: shared by the sharded collections of a model; default: a new one.
+    Args: those of :class:`ShardedEmbeddingBagCollection`, for an unsharded collection of either kind.
     """
 
     input: InputExchange
@@ -317,28 +311,29 @@ class ShardedCollection(nn.Module, abc.ABC):
         by_shard: dict[Shard, nn.Parameter] = {}
         hot = [name for name, layout in self.table_layouts.items() if layout.hot_rows]
         for name, values in first_values:
-            layout = self.table_layouts[name]
+            layout, learns = self.table_layouts[name], name not in self.frozen
             parameters: dict[Shard | None, nn.Parameter] = {}
             if layout.replicated:
-                assert self.replicas is not None and values is not None, "a replicated table has a lookup and values"
+                assert self.replicas is not None, "a replicated table has a lookup"
                 parameters[None] = self.replicas.parameters[self.replica_number[layout.name]]
-                parameters[None].requires_grad_(name not in self.frozen)
-                with torch.no_grad():
-                    parameters[None].copy_(values[None] if isinstance(values, Mapping) else values)
-            # Drawn on every rank, with shards of the table or without: what ranks draw later is to stay alike.
-            seed = int(torch.randint(2**31, ())) if values is None else 0
-            for shard in layout.on_rank(self.context.collectives.rank):
-                weight = self.shards.weight(shard)
-                if values is None:
-                    draw_in_place(weight, self._config_of[name], shard, seed)
-                elif isinstance(values, Mapping):
-                    weight.copy_(values[shard].detach())
-                else:
-                    weight.copy_(values[shard.row_start : shard.row_end, shard.col_start : shard.col_end])
-                parameters[shard] = by_shard[shard] = nn.Parameter(weight, requires_grad=name not in self.frozen)
+                parameters[None].requires_grad_(learns)
+            shards = layout.on_rank(self.context.collectives.rank)
+            for shard in shards:
+                parameters[shard] = by_shard[shard] = nn.Parameter(self.shards.weight(shard), requires_grad=learns)
                 if name in self._optimizers:
                     # torchrec.optim's filter for "has its own optimizer" looks for this attribute.
                     parameters[shard]._in_backward_optimizers = []  # type: ignore[attr-defined]
+            tensors = {shard: parameter.detach() for shard, parameter in parameters.items()}
+            if values is None:
+                # Drawn on every rank, with shards of the table or without: what ranks draw later is to stay alike.
+                seed = int(torch.randint(2**31, ()))
+                for shard in shards:
+                    draw_in_place(tensors[shard], self._config_of[name], shard, seed)
+            elif isinstance(values, Mapping):
+                for place, tensor in tensors.items():
+                    tensor.copy_(values[place].detach())
+            elif tensors:
+                load_table(layout, tensors, values)
             copies = {}
             if self.hot_rows is not None and [name] == hot[:1]:
                 copies = {"hot": self.hot_rows.weight, "hot_marks": self.hot_rows.marks}
