@@ -122,20 +122,15 @@ def as_one_tensor(
     """
     if layout.replicated:
         return tensors[None]
-    if group is not None:
-        return _sharded(layout, tensors, group, dtype)
-    first = next(iter(tensors.values()))
-    if len(tensors) == 1:
-        return first
-    whole = first.new_empty((layout.num_embeddings, layout.embedding_dim))
-    for shard, tensor in tensors.items():
-        _part(whole, shard).copy_(tensor)
-    return whole
-
-
-def _sharded(
-    layout: TableLayout, tensors: Mapping[Shard | None, Tensor], group: dist.ProcessGroup, dtype: torch.dtype
-) -> ShardedTensor:
+    size = (layout.num_embeddings, layout.embedding_dim)
+    if group is None:
+        first = next(iter(tensors.values()))
+        if len(tensors) == 1:
+            return first
+        whole = first.new_empty(size)
+        for shard, tensor in tensors.items():
+            _part(whole, shard).copy_(tensor)
+        return whole
     local = [
         TensorShard(tensor, _metadata(shard, group, tensor.device.type))
         for shard, tensor in tensors.items()
@@ -144,7 +139,7 @@ def _sharded(
     device = next((tensor.device.type for tensor in tensors.values()), "cpu")
     metadata = ShardedTensorMetadata(
         shards_metadata=[_metadata(shard, group, device) for shard in layout.shards],
-        size=torch.Size([layout.num_embeddings, layout.embedding_dim]),
+        size=torch.Size(size),
         tensor_properties=TensorProperties(dtype=dtype),
     )
     return ShardedTensor._init_from_local_shards_and_global_metadata(local, metadata, process_group=group)
