@@ -73,14 +73,7 @@ class _Member:
         self._placeholder = torch.zeros(0, device=device, requires_grad=True)
 
     def look_up(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, out: Tensor | None = None) -> Tensor:
-        """(B_all, D) pooled columns, or (N, w) rows, whose backward updates the tables or gives them gradients.
-
-        Args:
-            ids: (N,).
-            lengths: (S, B_all).
-            weights: (N,) or None.
-            out: as :meth:`TableBank.look_up` takes it.
-        """
+        """As :meth:`TableBank.look_up`; the backward updates the tables or gives their parameters gradients."""
         bank, given = self.bank, (ids, lengths, weights)
         if bank is None:
             if self.whole_rows is not None:
@@ -274,22 +267,16 @@ def dense_lookup(
 
     Args:
         bank: forward-only bank, one table per parameter, whose memory the parameters share.
-        ids: (N,).
-        lengths: (S, B).
-        weights: (N,) or None.
+        ids: with ``lengths``, ``weights`` and ``out`` as :meth:`TableBank.look_up` takes them, whose result it gives.
         parameters: one (rows, cols) parameter per table of the bank.
-        out: as :meth:`TableBank.look_up` takes it.
-
-    Returns:
-        (B, D) float32.
     """
 
     def learn(ids: Tensor, lengths: Tensor, weights: Tensor | None, gradient: Tensor) -> list[Tensor | None]:
         per_table: list[Tensor | None] = [None] * len(bank.shapes)
         for cls, whole in zip(bank.classes, bank.dense_gradients(ids, lengths, weights, gradient), strict=True):
             dense = whole.to(bank.dtype)
-            for position, table in enumerate(cls.tables):
-                per_table[table] = dense[cls.bases[position] : cls.bases[position + 1]]
+            for table, (start, end) in zip(cls.tables, pairwise(cls.bases), strict=True):
+                per_table[table] = dense[start:end]
         return per_table
 
     return looked_up(bank.look_up, bank.weight_gradient, learn, ids, lengths, weights, parameters, out)
