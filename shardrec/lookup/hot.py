@@ -102,9 +102,7 @@ class _Target:
 
     def write(self, changed: Tensor | None) -> None:
         """Write the rows of these numbers; None: all of them."""
-        rows = self.rows
-        if changed is not None:
-            rows = changed[self.places.index_select(0, changed) >= 0]
+        rows = self.rows if changed is None else changed[self.places.index_select(0, changed) >= 0]
         values = self.source.index_select(0, rows)
         self.memory.index_copy_(0, self.places.index_select(0, rows), values.to(self.memory.dtype))
 

@@ -267,7 +267,9 @@ class BagCall(Call):
             assert self.sent is not None, "ids are sent before they are looked up"
             received = received_weights(weights, self.sent, ids, collection.context.collectives)
         mapped = collection.mapped(ids if received is None else replace(ids, weights=received), learn=self._learns_ids)
-        self._pooled = collection.shards(mapped.asked, self._room)
+        # Into memory from which pooled rows are sent as they lie, most of the time.
+        room = collection.context.collectives.room
+        self._pooled = collection.shards(mapped.asked, lambda numel: room(numel, collection.device))
         if collection.id_maps is not None:
             collection.id_maps.hold([self._pooled], mapped)
         if received is not None:
@@ -286,11 +288,6 @@ class BagCall(Call):
     def _learned_weights(self) -> Tensor | None:
         """(N,) of the local batch, if they take a gradient."""
         return self.prepared.given.weights if self.prepared.differentiable else None
-
-    def _room(self, numel: int) -> Tensor:
-        """Memory for pooled rows, which most of the time are sent as they lie."""
-        collection = self._collection
-        return collection.context.collectives.room(numel, collection.device)
 
     def outgoing(self, inside: BlocksInFlight | None, stream: int) -> Stream:
         """The pooled rows for the ranks that asked."""

@@ -30,7 +30,7 @@ from shardrec.exchange.route import Lookup
 from shardrec.exchange.rows import RowExchange
 from shardrec.exchange.step import Call
 from shardrec.layout import ShardingPlan
-from shardrec.lookup.groups import LookupGroup, group_tables
+from shardrec.lookup.groups import group_tables
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.live import LiveSequences
 from shardrec.pending import LazyAwaitable, LazyGetItemMixin
@@ -132,7 +132,11 @@ class ShardedEmbeddingCollection(ShardedCollection):
         lookups: list[Lookup] = []
         for config, names in zip(self._configs, self._names_by_table, strict=True):
             layout = self.table_layouts[config.name]
-            width_groups = _width_groups(groups, layout.name)
+            width_groups = tuple(
+                (group.width, index)
+                for index, group in enumerate(groups)
+                if group.width is not None and layout in group.layouts
+            )
             for feature, name in zip(config.feature_names, names, strict=True):
                 lookups.append(
                     Lookup(
@@ -341,11 +345,3 @@ class SequenceCall(Call):
 
 def _by_key(keys: tuple[str, ...], values: Tensor, sent: SentIds) -> dict[str, Tensor]:
     return dict(zip(keys, values.split(list(sent.key_ids)), strict=True))
-
-
-def _width_groups(groups: tuple[LookupGroup, ...], table: str) -> tuple[tuple[int, int], ...]:
-    return tuple(
-        (group.width, index)
-        for index, group in enumerate(groups)
-        if group.width is not None and any(layout.name == table for layout in group.layouts)
-    )
