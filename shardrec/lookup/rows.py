@@ -1,11 +1,10 @@
 """Fused optimizers row by row in torch, for what fbgemm's kernels cannot do.
 
-Used for Adam on the CPU (fbgemm's CPU build has none), for rowwise Adagrad on a table cut by columns (whose mean
-square is over the whole row, of which a rank holds a part), for replicated tables (whose gradient is complete only
-after the all-reduce), for weight decay (for which fbgemm's kernels have other rules), for widths that are no multiple
-of 4 and for 16-bit tables without an exact kernel (:mod:`shardrec.lookup.kernels`). States are float32, and so is the
-update; the rows of a 16-bit table are rounded to nearest when they are written back. The rules are those of
-:mod:`torch.optim` and ``torchrec.optim.RowWiseAdagrad``, on the rows given.
+Used where :func:`shardrec.lookup.kernels.has_fused_kernel` says that they have no exact backward, for rowwise Adagrad
+on a table cut by columns (whose mean square is over the whole row, of which a rank holds a part) and for replicated
+tables (whose gradient is complete only after the all-reduce). States are float32, and so is the update; the rows of a
+16-bit table are rounded to nearest when they are written back. The rules are those of :mod:`torch.optim` and
+``torchrec.optim.RowWiseAdagrad``, on the rows given.
 """
 
 from __future__ import annotations
