@@ -121,12 +121,10 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         self._sum_lookups = torch.tensor(sums, dtype=torch.int64, device=self.device)
         # Where the keys of this rank's copies are among those sent, and all lookups' features among the batch's.
         self._hot_keys = tuple(hot_key(one.feature) for one in sent if one.layout.hot_rows)
-        self._own_positions, self._hot_positions = (
+        own, features = [one.feature for one in self.own_lookups], [one.feature for one in lookups]
+        self._own_positions, self._hot_positions, self._key_positions = (
             lru_cache(maxsize=KEY_ORDERS)(partial(_positions, keys, self.device))
-            for keys in ([one.feature for one in self.own_lookups], self._hot_keys)
-        )
-        self._key_positions = lru_cache(maxsize=KEY_ORDERS)(
-            partial(_positions, [one.feature for one in lookups], self.device)
+            for keys in (own, self._hot_keys, features)
         )
 
     def _split_lookups(self, lookups: Sequence[Lookup]) -> list[Lookup]:
