@@ -18,16 +18,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardrec import native
-from shardrec.lookup.kernels import has_kernel, kernel_states, make_kernel, set_first_sums
+from shardrec.lookup.kernels import has_kernel, kernel_states, make_kernel
 from shardrec.lookup.optimizers import FusedOptimizer
-from shardrec.lookup.own_kernel import OwnKernel, own_kernel
+from shardrec.lookup.own_kernel import OwnKernel, own_kernel, with_neighbouring_columns
 
 __all__ = ["RowGradient", "TableBank", "WidthClass"]
 
@@ -133,8 +133,6 @@ class TableBank:
             flat = torch.empty(sum(rows * cols for rows, cols in in_order), dtype=dtype, device=device)
             parts = flat.split([rows * cols for rows, cols in in_order])
             stored = [part.view(shape) for part, shape in zip(parts, in_order, strict=True)]
-        if self.kernel is not None and optimizer is not None:
-            set_first_sums(self.kernel, optimizer)
         self.weights: list[Tensor] = [stored[place[table]] for table in range(len(shapes))]
         self.memory = flat.detach()
         self.classes = self._classes(order, self.memory) if optimizer is None else ()
@@ -146,7 +144,7 @@ class TableBank:
 
     def states(self) -> list[dict[str, Tensor]]:
         """Per table, the kernel's optimizer states by name (views); empty dicts without fused optimizer."""
-        if self.optimizer is None or self.kernel is None:
+        if self.optimizer is None:
             return [{} for _ in self.shapes]
         states = kernel_states(self.kernel, self.optimizer)
         return [states[self._place[table]] for table in range(len(self.shapes))]
@@ -211,12 +209,20 @@ class TableBank:
             weights: (N,) or None.
             gradient: (B_all, D) of the pooled output, or (N, w).
         """
+        found = []
         if gradient.device.type == "cpu" and native.is_loaded():
-            return [self._summed(cls, ids, lengths, weights, gradient) for cls in self.classes]
-        return [
-            _sum_by_row(cls, rows, values)
-            for cls, rows, values in self._gradients_of_ids(ids, lengths, weights, gradient)
-        ]
+            given = ids.contiguous(), lengths.to(torch.int32).contiguous(), weights, with_neighbouring_columns(gradient)
+            for cls in self.classes:
+                rows, values, squares = torch.ops.shardrec.sum_gradient(
+                    *given, cls.slot_bases, self._columns, cls.width, self.pooled, cls.bases[-1]
+                )
+                found.append(RowGradient(rows=rows, values=values, squares=squares))
+            return found
+        for cls, rows_n, values_n in self._gradients_of_ids(ids, lengths, weights, gradient):
+            rows, place_n = torch.unique(rows_n, sorted=True, return_inverse=True)
+            values = values_n.new_zeros((rows.numel(), cls.width)).index_add_(0, place_n, values_n)
+            found.append(RowGradient(rows=rows, values=values))
+        return found
 
     def dense_gradients(
         self, ids: Tensor, lengths: Tensor, weights: Tensor | None, gradient: Tensor, marks: Tensor | None = None
@@ -262,23 +268,6 @@ class TableBank:
             found.index_copy_(0, part.places, products)
         return found
 
-    def _summed(
-        self, cls: WidthClass, ids: Tensor, lengths: Tensor, weights: Tensor | None, gradient: Tensor
-    ) -> RowGradient:
-        """:meth:`row_gradients` of one class, by one operator."""
-        rows, values, squares = torch.ops.shardrec.sum_gradient(
-            ids.contiguous(),
-            lengths.to(torch.int32).contiguous(),
-            weights,
-            gradient if gradient.stride(1) == 1 else gradient.contiguous(),
-            cls.slot_bases,
-            self._columns,
-            cls.width,
-            self.pooled,
-            cls.bases[-1],
-        )
-        return RowGradient(rows=rows, values=values, squares=squares)
-
     def _bag_gradient(self, cls: WidthClass, part: _ClassIds, gradient: Tensor) -> Tensor:
         """(n, w) gradient of the bag (or row) of each id."""
         if not self.pooled:
@@ -323,27 +312,20 @@ class TableBank:
     def _classes(self, order: Sequence[int], flat: Tensor) -> tuple[WidthClass, ...]:
         classes = []
         start = 0
-        for width in dict.fromkeys(self.shapes[table][1] for table in order):
-            tables = tuple(table for table in order if self.shapes[table][1] == width)
+        for width, same in groupby(order, lambda table: self.shapes[table][1]):
+            tables = tuple(same)
             bases = (0, *accumulate(self.shapes[table][0] for table in tables))
             base_of = dict(zip(tables, bases, strict=False))
-            numel = bases[-1] * width
             slot_bases = [base_of.get(table, -1) for table in self.slot_tables]
+            end = start + bases[-1] * width
             classes.append(
                 WidthClass(
                     width=width,
                     tables=tables,
                     bases=bases,
-                    weight=flat[start : start + numel].view(bases[-1], width),
+                    weight=flat[start:end].view(bases[-1], width),
                     slot_bases=torch.tensor(slot_bases, dtype=torch.int64, device=self.device),
                 )
             )
-            start += numel
+            start = end
         return tuple(classes)
-
-
-def _sum_by_row(cls: WidthClass, rows_n: Tensor, values_n: Tensor) -> RowGradient:
-    """Sum the gradient (n, w) of each id by its matrix row (n,)."""
-    rows, place_n = torch.unique(rows_n, sorted=True, return_inverse=True)
-    values = values_n.new_zeros((rows.numel(), cls.width)).index_add_(0, place_n, values_n)
-    return RowGradient(rows=rows, values=values)

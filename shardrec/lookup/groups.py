@@ -15,7 +15,7 @@ ranks number the groups alike.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -78,7 +78,7 @@ class LookupGroup:
 
 
 def group_tables(
-    tables: Sequence[LookupTable], device: torch.device, *, by_width: bool = False
+    tables: Iterable[LookupTable], device: torch.device, *, by_width: bool = False
 ) -> tuple[LookupGroup, ...]:
     """Group the sharded tables; replicated ones are left out.
 

@@ -23,7 +23,7 @@ rounded to nearest, on every rank alike.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 from typing import Any
@@ -38,6 +38,7 @@ from shardrec.layout import Shard, TableLayout
 from shardrec.lookup.bank import TableBank
 from shardrec.lookup.groups import LookupTable
 from shardrec.lookup.replicated import Copies, UsedRows
+from shardrec.lookup.shards import ShardLookup
 
 __all__ = ["HotRows"]
 
@@ -102,9 +103,7 @@ class _Target:
 
     def write(self, changed: Tensor | None) -> None:
         """Write the rows of these numbers; None: all of them."""
-        rows = self.rows
-        if changed is not None:
-            rows = changed[self.places.index_select(0, changed) >= 0]
+        rows = self.rows if changed is None else changed[self.places.index_select(0, changed) >= 0]
         values = self.source.index_select(0, rows)
         self.memory.index_copy_(0, self.places.index_select(0, rows), values.to(self.memory.dtype))
 
@@ -115,9 +114,7 @@ class HotRows(Copies):
     Args:
         tables: those with hot rows.
         slot_tables: per lookup of hot rows, in the order of their ids, the table's name.
-        parts: of a shard of this rank, its weight (rows, cols) and its optimizer states by name, (rows, cols) or, if
-            kept per row, (rows,).
-        steps: per table that this rank holds a shard of, how many updates its optimizer has made.
+        shards: of this rank.
         context: collectives of the tables' ranks, and whether a reducer averages gradients.
         device: where the tables are.
         columns: per lookup, the first column of the output that its sums go to, ascending; None for a row per id.
@@ -131,14 +128,12 @@ class HotRows(Copies):
         self,
         tables: Sequence[LookupTable],
         slot_tables: Sequence[str],
-        parts: Callable[[Shard], Mapping[str, Tensor]],
-        steps: Callable[[], Mapping[str, int]],
+        shards: ShardLookup,
         context: StepContext,
         device: torch.device,
         columns: Sequence[int] | None,
     ) -> None:
-        self._device, self._collectives = device, context.collectives
-        self._parts, self._steps = parts, steps
+        self._device, self._collectives, self._shards = device, context.collectives, shards
         optimizers = list(dict.fromkeys(table.optimizer for table in tables))
         tables = sorted(tables, key=lambda one: (-one.layout.embedding_dim, optimizers.index(one.optimizer)))
         self._tables = {table.layout.name: table for table in tables}
@@ -159,7 +154,7 @@ class HotRows(Copies):
         self._pack_of = {name: pack for pack in self._packs for name in pack.starts}
         self._rows = {name: torch.tensor(one.layout.hot_rows, device=device) for name, one in self._tables.items()}
         self._targets: list[list[_Target]] = []
-        super().__init__({name: self._pack_of[name].update for name in names}, context)
+        super().__init__({name: self._pack_of[name].update for name in names}, [self.weight, self.marks], context)
 
     def _new_packs(self, tables: Sequence[LookupTable]) -> Iterator[_Pack]:
         row = element = 0
@@ -177,10 +172,6 @@ class HotRows(Copies):
             )
             row, element = rows.stop, elements.stop
 
-    def reduced(self) -> list[nn.Parameter]:
-        """What takes a gradient that a reducer averages."""
-        return [self.weight, self.marks]
-
     def __call__(
         self, ids: Tensor, lengths: Tensor, weights: Tensor | None = None, output: Tensor | None = None
     ) -> Tensor:
@@ -197,7 +188,7 @@ class HotRows(Copies):
         """
         self._queued = False
         found: Tensor = _HotFunction.apply(  # type: ignore[no-untyped-call]
-            output, self, ids, lengths, weights, *self.reduced()
+            output, self, ids, lengths, weights, *self.reduced
         )
         return found
 
@@ -230,7 +221,7 @@ class HotRows(Copies):
         if not self._targets:
             self._targets = [list(self._new_targets(pack)) for pack in self._packs]
         sizes = [sum(map(self._numel, self._pieces(rank))) for rank in range(self._collectives.world_size)]
-        own, steps = [torch.zeros(0, device=self._device)], self._steps()
+        own, steps = [torch.zeros(0, device=self._device)], self._shards.step_counts()
         for piece in self._pieces(self._collectives.rank):
             rows = self._rows[piece.table.name][piece.first : piece.last] - piece.shard.row_start
             own.append(
@@ -250,6 +241,10 @@ class HotRows(Copies):
                 target.copy_(came[start : start + target.numel()].view(target.shape))
                 start += target.numel()
         self.load_step_counts(counts)
+
+    def _parts(self, shard: Shard) -> dict[str, Tensor]:
+        """A shard's weight (rows, cols) and its optimizer states by name, (rows, cols) or, if kept per row, (rows,)."""
+        return {"weight": self._shards.weight(shard), **self._shards.states(shard)}
 
     def _pieces(self, rank: int) -> Iterator[_Piece]:
         for table in self._tables.values():

@@ -13,7 +13,6 @@ Stochastic rounding, which is fbgemm's default for FP16 on CUDA, is off: two run
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
@@ -32,7 +31,7 @@ from shardrec.layout import COLUMN_UNIT
 from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
 from shardrec.lookup.pages import renew_in_huge_pages
 
-__all__ = ["has_fused_kernel", "has_kernel", "kernel_states", "make_kernel", "set_first_sums"]
+__all__ = ["has_fused_kernel", "has_kernel", "kernel_states", "make_kernel"]
 
 _PRECISIONS = {torch.float32: SparseType.FP32, torch.float16: SparseType.FP16}
 
@@ -44,16 +43,13 @@ _FBGEMM_OPTIMIZERS = {
 }
 
 
-def has_kernel(dtype: torch.dtype, widths: Iterable[int] = ()) -> bool:
+def has_kernel(dtype: torch.dtype, widths: Iterable[int]) -> bool:
     """Whether fbgemm looks up weights of ``dtype`` (see the note above) and these widths."""
     return dtype in _PRECISIONS and not any(width % COLUMN_UNIT for width in widths)
 
 
 def has_fused_kernel(
-    optimizer: FusedOptimizer,
-    device: torch.device,
-    dtype: torch.dtype = torch.float32,
-    widths: Iterable[int] = (),
+    optimizer: FusedOptimizer, device: torch.device, dtype: torch.dtype, widths: Iterable[int]
 ) -> bool:
     """Whether fbgemm has the optimizer's backward on ``device``, exact for weights of ``dtype`` (see the note)."""
     # fbgemm's kernels decay weights by other rules than torch's classes, or not at all.
@@ -75,7 +71,7 @@ def make_kernel(
     pooled: bool = True,
     dtype: torch.dtype = torch.float32,
 ) -> SplitTableBatchedEmbeddingBagsCodegen:
-    """A table-batched embedding lookup with sum pooling or none, its weights uninitialised.
+    """A table-batched embedding lookup with sum pooling or none, its weights uninitialised, its states the first ones.
 
     Args:
         shapes: (rows, columns) per local table.
@@ -88,15 +84,7 @@ def make_kernel(
     on_cuda = device.type == "cuda"
     location = EmbeddingLocation.DEVICE if on_cuda else EmbeddingLocation.HOST
     compute = ComputeDevice.CUDA if on_cuda else ComputeDevice.CPU
-    settings: dict[str, Any] = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.0}
-    if optimizer is not None:
-        settings = {
-            "optimizer": _FBGEMM_OPTIMIZERS[optimizer.kind],
-            "learning_rate": optimizer.lr,
-            "eps": optimizer.eps,
-            "beta1": optimizer.betas[0],
-            "beta2": optimizer.betas[1],
-        }
+    rule = optimizer or FusedOptimizer(kind=OptimizerKind.SGD, lr=0.0)
     kernel = SplitTableBatchedEmbeddingBagsCodegen(
         embedding_specs=[(rows, cols, location, compute) for rows, cols in shapes],
         feature_table_map=list(feature_tables),
@@ -107,11 +95,19 @@ def make_kernel(
         weights_precision=_PRECISIONS[dtype],
         output_dtype=SparseType.FP32,
         device=device,
-        **settings,
+        optimizer=_FBGEMM_OPTIMIZERS[rule.kind],
+        learning_rate=rule.lr,
+        eps=rule.eps,
+        beta1=rule.betas[0],
+        beta2=rule.betas[1],
     )
     # fbgemm fills what it makes with zeros.
     for memory in (kernel.weights_host, kernel.momentum1_host):
         renew_in_huge_pages(memory.detach())
+    if rule.initial_accumulator_value:
+        for states in kernel_states(kernel, rule):
+            for state in states.values():
+                state.fill_(rule.initial_accumulator_value)
     return kernel
 
 
@@ -120,11 +116,3 @@ def kernel_states(kernel: SplitTableBatchedEmbeddingBagsCodegen, optimizer: Fuse
     if not optimizer.states:
         return [{} for _ in kernel.embedding_specs]
     return [dict(zip(optimizer.states, states, strict=True)) for states in kernel.split_optimizer_states()]
-
-
-def set_first_sums(kernel: SplitTableBatchedEmbeddingBagsCodegen, optimizer: FusedOptimizer) -> None:
-    """Start Adagrad's sums at ``initial_accumulator_value``."""
-    if optimizer.initial_accumulator_value:
-        for states in kernel_states(kernel, optimizer):
-            for state in states.values():
-                state.fill_(optimizer.initial_accumulator_value)

@@ -127,14 +127,10 @@ def fused_optimizer_of(parameter: nn.Parameter, table: str) -> FusedOptimizer | 
         elif name not in _IRRELEVANT:
             known = ", ".join(sorted(_DEFAULTS[kind]))
             raise ConfigError(f"table {table!r}: {classes[0].__name__} has no fused setting {name!r}; it has {known}")
-    return FusedOptimizer(
-        kind=kind,
-        lr=float(values["lr"]),
-        eps=float(values.get("eps", 0.0)),
-        betas=(float(values["betas"][0]), float(values["betas"][1])) if "betas" in values else (0.0, 0.0),
-        initial_accumulator_value=float(values.get("initial_accumulator_value", 0.0)),
-        weight_decay=float(values["weight_decay"]),
-    )
+    numbers: dict[str, Any] = {
+        name: tuple(map(float, value)) if name == "betas" else float(value) for name, value in values.items()
+    }
+    return FusedOptimizer(kind=kind, **numbers)
 
 
 def _kind_of(cls: type[torch.optim.Optimizer], table: str) -> OptimizerKind:

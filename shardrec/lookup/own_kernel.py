@@ -19,7 +19,7 @@ from torch import Tensor
 from shardrec.lookup.backward import looked_up
 from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
 
-__all__ = ["OwnKernel", "own_kernel"]
+__all__ = ["OwnKernel", "own_kernel", "with_neighbouring_columns"]
 
 # As native/update.cpp numbers them. None: the weights do not change.
 _RULES = {OptimizerKind.SGD: 0, OptimizerKind.ADAGRAD: 1, OptimizerKind.ROWWISE_ADAGRAD: 2}
@@ -96,7 +96,7 @@ class OwnKernel:
             ids,
             lengths,
             weights,
-            _with_neighbouring_columns(gradient),
+            with_neighbouring_columns(gradient),
             self.pooled,
             _RULES[self.optimizer.kind],
             lr,
@@ -106,7 +106,7 @@ class OwnKernel:
     def weight_gradient(self, ids: Tensor, lengths: Tensor, gradient: Tensor) -> Tensor:
         """(N,) gradient of the ids' weights, of pooled sums."""
         found: Tensor = torch.ops.shardrec.weight_gradient(
-            self.weights, self.slots, ids, lengths, _with_neighbouring_columns(gradient)
+            self.weights, self.slots, ids, lengths, with_neighbouring_columns(gradient)
         )
         return found
 
@@ -167,5 +167,6 @@ def _memory(views: Sequence[Tensor]) -> Tensor | None:
     return torch.empty(0, dtype=views[0].dtype).set_(storage)
 
 
-def _with_neighbouring_columns(gradient: Tensor) -> Tensor:
+def with_neighbouring_columns(gradient: Tensor) -> Tensor:
+    """A matrix as the operators take it; its rows may lie apart."""
     return gradient if gradient.stride(1) == 1 else gradient.contiguous()

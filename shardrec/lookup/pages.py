@@ -19,7 +19,7 @@ _HUGE_BYTES = 2 << 20
 _FEWEST_BYTES = 8 << 20
 
 
-def renew_in_huge_pages(fresh: Tensor) -> bool:
+def renew_in_huge_pages(fresh: Tensor) -> None:
     """Ask the system to back a tensor of zeros with huge pages; the zeros stay.
 
     Its pages are given back, and come again with the next use, as zeros, and huge where the system has such. The system
@@ -28,19 +28,14 @@ def renew_in_huge_pages(fresh: Tensor) -> bool:
     Args:
         fresh: flat, of private memory that holds nothing but zeros. Where it is small, on another device or not on
             Linux, it is left alone.
-
-    Returns:
-        Whether the system was asked.
     """
     advise = _madvise()
-    bytes_ = fresh.numel() * fresh.element_size()
-    if advise is None or fresh.device.type != "cpu" or bytes_ < _FEWEST_BYTES or fresh.is_shared():
-        return False
+    if advise is None or fresh.device.type != "cpu" or fresh.nbytes < _FEWEST_BYTES or fresh.is_shared():
+        return
     start = -(-fresh.data_ptr() // _HUGE_BYTES) * _HUGE_BYTES
-    size = (fresh.data_ptr() + bytes_) // _HUGE_BYTES * _HUGE_BYTES - start
-    if advise(start, size, mmap.MADV_HUGEPAGE) != 0:
-        return False
-    return bool(advise(start, size, mmap.MADV_DONTNEED) == 0)
+    size = (fresh.data_ptr() + fresh.nbytes) // _HUGE_BYTES * _HUGE_BYTES - start
+    if advise(start, size, mmap.MADV_HUGEPAGE) == 0:
+        advise(start, size, mmap.MADV_DONTNEED)
 
 
 @cache

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 from typing import Any
 
@@ -50,19 +49,19 @@ class Copies(abc.ABC):
 
     Args:
         updates: per table, its fused optimizer's; None for a table without one. Several tables may share one.
+        reduced: what takes a gradient that a reducer averages.
         context: says whether a reducer averages the gradients, and whether it does so in this backward.
     """
 
-    def __init__(self, updates: Mapping[str, UsedRows | None], context: StepContext) -> None:
+    def __init__(
+        self, updates: Mapping[str, UsedRows | None], reduced: Sequence[nn.Parameter], context: StepContext
+    ) -> None:
+        self.reduced = list(reduced)
         self._updates, self._context = dict(updates), context
         # Of this backward. Each forward clears it, for a backward that raises never comes to its callbacks.
         self._queued = False
-        for parameter in self.reduced():
+        for parameter in reduced:
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
-
-    @abc.abstractmethod
-    def reduced(self) -> list[nn.Parameter]:
-        """What takes a gradient that a reducer averages."""
 
     @abc.abstractmethod
     def _update(self) -> None:
@@ -104,15 +103,6 @@ class Copies(abc.ABC):
             self._update()
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Run:
-    """Neighbouring slots whose tables have one dtype: their bank, the numbers of its tables, and their number."""
-
-    bank: TableBank
-    tables: tuple[int, ...]
-    slots: int
-
-
 class ReplicatedLookup(Copies):
     """The replicated tables of a module.
 
@@ -134,23 +124,24 @@ class ReplicatedLookup(Copies):
         context: StepContext,
         device: torch.device,
     ) -> None:
-        self._runs = [
-            _run(tables, list(slots), device) for _, slots in groupby(slot_tables, lambda table: tables[table].dtype)
-        ]
-        weight_of = {
-            table: weight for run in self._runs for table, weight in zip(run.tables, run.bank.weights, strict=True)
+        banks: list[tuple[TableBank, list[int]]] = []  # of neighbouring slots whose tables have one dtype, with these
+        for dtype, run in groupby(slot_tables, lambda table: tables[table].dtype):
+            slots = list(run)
+            numbers = list(dict.fromkeys(slots))
+            shapes = [(tables[number].layout.num_embeddings, tables[number].layout.embedding_dim) for number in numbers]
+            places = [numbers.index(slot) for slot in slots]
+            banks.append((TableBank(shapes, places, None, device, dtype=dtype), numbers))
+        weights = {
+            table: weight for bank, numbers in banks for table, weight in zip(numbers, bank.weights, strict=True)
         }
-        weights = [weight_of[number] for number in range(len(tables))]
         self._rows = [
-            None if table.optimizer is None else UsedRows(weight, table.optimizer)
-            for table, weight in zip(tables, weights, strict=True)
+            None if table.optimizer is None else UsedRows(weights[number], table.optimizer)
+            for number, table in enumerate(tables)
         ]
-        self.parameters = [nn.Parameter(weight) for weight in weights]
-        super().__init__(dict(zip([table.layout.name for table in tables], self._rows, strict=True)), context)
-
-    def reduced(self) -> list[nn.Parameter]:
-        """:attr:`parameters`."""
-        return self.parameters
+        self.parameters = [nn.Parameter(weights[number]) for number in range(len(tables))]
+        self._runs = [(bank, [self.parameters[number] for number in numbers]) for bank, numbers in banks]
+        names = [table.layout.name for table in tables]
+        super().__init__(dict(zip(names, self._rows, strict=True)), self.parameters, context)
 
     def states(self, table: int) -> dict[str, Tensor]:
         """The fused optimizer's states of one table, by name, as views; empty without one."""
@@ -168,19 +159,17 @@ class ReplicatedLookup(Copies):
         """
         self._queued = False
         if len(self._runs) == 1:
-            return self._look_up(self._runs[0], ids, lengths, weights)
+            bank, parameters = self._runs[0]
+            return dense_lookup(bank, ids, lengths, weights, parameters)
         # Tables of several dtypes next to each other.
-        slots = [run.slots for run in self._runs]
-        lengths_by_run = lengths.split(slots)
-        edges = [0, *accumulate(slots)]
-        counts_by_run = [sum(counts[start:end]) for start, end in pairwise(edges)]
-        ids_by_run = ids.split(counts_by_run)
+        slots = [len(bank.slot_tables) for bank, _ in self._runs]
+        counts_by_run = [sum(counts[start:end]) for start, end in pairwise(accumulate(slots, initial=0))]
         weights_by_run = [None] * len(slots) if weights is None else weights.split(counts_by_run)
-        parts = zip(self._runs, ids_by_run, lengths_by_run, weights_by_run, strict=True)
-        return torch.cat([self._look_up(*part) for part in parts], dim=1)
-
-    def _look_up(self, run: _Run, ids: Tensor, lengths: Tensor, weights: Tensor | None) -> Tensor:
-        return dense_lookup(run.bank, ids, lengths, weights, [self.parameters[table] for table in run.tables])
+        given = zip(ids.split(counts_by_run), lengths.split(slots), weights_by_run, strict=True)
+        parts = [
+            dense_lookup(bank, *one, parameters) for (bank, parameters), one in zip(self._runs, given, strict=True)
+        ]
+        return torch.cat(parts, dim=1)
 
     def rows(self, table: int, ids: Tensor) -> Tensor:
         """(N, dim) float32 rows of one table, one per id; their gradient reaches the table's parameter."""
@@ -200,15 +189,6 @@ class ReplicatedLookup(Copies):
             if update is not None and parameter.grad is not None:
                 update.step(parameter.grad, parameter.grad.any(dim=1))
                 parameter.grad = None
-
-
-def _run(tables: Sequence[LookupTable], slots: Sequence[int], device: torch.device) -> _Run:
-    numbers = tuple(dict.fromkeys(slots))
-    shapes = [(tables[number].layout.num_embeddings, tables[number].layout.embedding_dim) for number in numbers]
-    places = [numbers.index(slot) for slot in slots]
-    return _Run(
-        bank=TableBank(shapes, places, None, device, dtype=tables[numbers[0]].dtype), tables=numbers, slots=len(slots)
-    )
 
 
 class _RowsFunction(torch.autograd.Function):

@@ -1,17 +1,16 @@
 """Fused optimizers row by row in torch, for what fbgemm's kernels cannot do.
 
-Used for Adam on the CPU (fbgemm's CPU build has none), for rowwise Adagrad on a table cut by columns (whose mean
-square is over the whole row, of which a rank holds a part), for replicated tables (whose gradient is complete only
-after the all-reduce), for weight decay (for which fbgemm's kernels have other rules), for widths that are no multiple
-of 4 and for 16-bit tables without an exact kernel (:mod:`shardrec.lookup.kernels`). States are float32, and so is the
-update; the rows of a 16-bit table are rounded to nearest when they are written back. The rules are those of
-:mod:`torch.optim` and ``torchrec.optim.RowWiseAdagrad``, on the rows given.
+Used where :func:`shardrec.lookup.kernels.has_fused_kernel` says that they have no exact backward, for rowwise Adagrad
+on a table cut by columns (whose mean square is over the whole row, of which a rank holds a part) and for replicated
+tables (whose gradient is complete only after the all-reduce). States are float32, and so is the update; the rows of a
+16-bit table are rounded to nearest when they are written back. The rules are those of :mod:`torch.optim` and
+``torchrec.optim.RowWiseAdagrad``, on the rows given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -21,12 +20,6 @@ from shardrec.lookup.bank import RowGradient, WidthClass
 from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
 
 __all__ = ["RowOptimizer"]
-
-
-@dataclass(kw_only=True)
-class _ClassState:
-    cls: WidthClass
-    states: dict[str, Tensor]
 
 
 class RowOptimizer:
@@ -47,16 +40,14 @@ class RowOptimizer:
         self.step_count = 0
         self.lr = optimizer.lr
         self._tables = tables
-        self._classes = [_ClassState(cls=cls, states=self._new_states(cls)) for cls in classes]
+        self._classes = [(cls, self._new_states(cls)) for cls in classes]
 
     def states(self) -> list[dict[str, Tensor]]:
         """Per table, its states by name, as views."""
         per_table: list[dict[str, Tensor]] = [{} for _ in range(self._tables)]
-        for entry in self._classes:
-            bases = entry.cls.bases
-            for position, table in enumerate(entry.cls.tables):
-                for name, state in entry.states.items():
-                    per_table[table][name] = state[bases[position] : bases[position + 1]]
+        for cls, states in self._classes:
+            for table, (start, end) in zip(cls.tables, pairwise(cls.bases), strict=True):
+                per_table[table] = {name: state[start:end] for name, state in states.items()}
         return per_table
 
     @torch.no_grad()
@@ -68,9 +59,9 @@ class RowOptimizer:
         return [
             RowGradient(
                 rows=one.rows,
-                values=one.values.add(entry.cls.weight.index_select(0, one.rows).to(torch.float32), alpha=factor),
+                values=one.values.add(cls.weight.index_select(0, one.rows).to(torch.float32), alpha=factor),
             )
-            for entry, one in zip(self._classes, gradients, strict=True)
+            for (cls, _), one in zip(self._classes, gradients, strict=True)
         ]
 
     @torch.no_grad()
@@ -83,58 +74,49 @@ class RowOptimizer:
                 columns at hand.
         """
         self.step_count += 1
-        for index, (entry, gradient) in enumerate(zip(self._classes, gradients, strict=True)):
+        squares: Sequence[Tensor | None] = mean_squares or [None] * len(gradients)
+        for (cls, states), gradient, square in zip(self._classes, gradients, squares, strict=True):
             if gradient.rows.numel():
-                self._update(entry, gradient, None if mean_squares is None else mean_squares[index])
+                self._update(cls.weight, states, gradient, square)
 
     def _new_states(self, cls: WidthClass) -> dict[str, Tensor]:
-        rows, width = cls.weight.shape
-        kind = self.optimizer.kind
-        if kind is OptimizerKind.ROWWISE_ADAGRAD:
-            first = self.optimizer.initial_accumulator_value
-            return {"sum": cls.weight.new_full((rows,), first, dtype=torch.float32)}
-        first = self.optimizer.initial_accumulator_value if kind is OptimizerKind.ADAGRAD else 0.0
-        return {name: cls.weight.new_full((rows, width), first, dtype=torch.float32) for name in self.optimizer.states}
+        shape = cls.weight.shape[: 1 if self.optimizer.rowwise else 2]
+        first = self.optimizer.initial_accumulator_value
+        return {name: cls.weight.new_full(shape, first, dtype=torch.float32) for name in self.optimizer.states}
 
-    def _update(self, entry: _ClassState, gradient: RowGradient, mean_square: Tensor | None) -> None:
+    def _update(
+        self, weight: Tensor, states: Mapping[str, Tensor], gradient: RowGradient, mean_square: Tensor | None
+    ) -> None:
         rows, values = gradient.rows, gradient.values
         options = self.optimizer
         match options.kind:
             case OptimizerKind.SGD:
                 change = values
             case OptimizerKind.ADAGRAD:
-                total = entry.states["sum"].index_select(0, rows).addcmul_(values, values)
-                entry.states["sum"].index_copy_(0, rows, total)
+                total = states["sum"].index_select(0, rows).addcmul_(values, values)
+                states["sum"].index_copy_(0, rows, total)
                 change = values / total.sqrt_().add_(options.eps)
             case OptimizerKind.ROWWISE_ADAGRAD:
                 squares = gradient.square_sums() / values.size(1) if mean_square is None else mean_square
-                if self._is_native(entry):
+                if weight.dtype is torch.float32 and weight.device.type == "cpu" and native.is_loaded():
                     torch.ops.shardrec.rowwise_adagrad(
-                        entry.cls.weight, entry.states["sum"], rows, values, squares.contiguous(), self.lr, options.eps
+                        weight, states["sum"], rows, values, squares.contiguous(), self.lr, options.eps
                     )
                     return
-                total = entry.states["sum"].index_select(0, rows).add_(squares)
-                entry.states["sum"].index_copy_(0, rows, total)
+                total = states["sum"].index_select(0, rows).add_(squares)
+                states["sum"].index_copy_(0, rows, total)
                 change = values / total.sqrt_().add_(options.eps).unsqueeze(1)
             case OptimizerKind.ADAM:
-                change = self._adam_change(entry, rows, values)
-        weight = entry.cls.weight
+                beta1, beta2 = options.betas
+                first = states["exp_avg"].index_select(0, rows).lerp_(values, 1 - beta1)
+                second = states["exp_avg_sq"].index_select(0, rows).mul_(beta2)
+                second.addcmul_(values, values, value=1 - beta2)
+                states["exp_avg"].index_copy_(0, rows, first)
+                states["exp_avg_sq"].index_copy_(0, rows, second)
+                root = second.div_(1 - beta2**self.step_count).sqrt_().add_(options.eps)
+                change = first.div_(1 - beta1**self.step_count) / root
         if weight.dtype is torch.float32:
             weight.index_add_(0, rows, change, alpha=-self.lr)
         else:
             updated = weight.index_select(0, rows).to(torch.float32).add_(change, alpha=-self.lr)
             weight.index_copy_(0, rows, updated.to(weight.dtype))
-
-    @staticmethod
-    def _is_native(entry: _ClassState) -> bool:
-        weight = entry.cls.weight
-        return weight.dtype is torch.float32 and weight.device.type == "cpu" and native.is_loaded()
-
-    def _adam_change(self, entry: _ClassState, rows: Tensor, values: Tensor) -> Tensor:
-        beta1, beta2 = self.optimizer.betas
-        first = entry.states["exp_avg"].index_select(0, rows).lerp_(values, 1 - beta1)
-        second = entry.states["exp_avg_sq"].index_select(0, rows).mul_(beta2).addcmul_(values, values, value=1 - beta2)
-        entry.states["exp_avg"].index_copy_(0, rows, first)
-        entry.states["exp_avg_sq"].index_copy_(0, rows, second)
-        root = second.div_(1 - beta2**self.step_count).sqrt_().add_(self.optimizer.eps)
-        return first.div_(1 - beta1**self.step_count) / root

@@ -7,8 +7,8 @@ there still: to save a model for other programs, script it in eval mode, in whic
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import count
+from typing import Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -18,7 +18,13 @@ from shardrec.errors import ConfigError
 
 __all__ = ["RowsLookup"]
 
-Look = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+class Lookup(Protocol):
+    """What a scripted model calls back to."""
+
+    def look_up(self, ids: Tensor, lengths: Tensor, weights: Tensor | None) -> Tensor:
+        """(B_all, D) pooled columns or (N, w) rows, of ids (N,), lengths (S, B_all) and weights (N,) or None."""
+
 
 _NUMBERS = count()
 
@@ -28,19 +34,17 @@ _LIBRARY.define(
     tags=torch.Tag.cudagraph_unsafe,
 )
 
-
-_LIVE: WeakValueDictionary[int, Look] = WeakValueDictionary()
-"""Lookups, for as long as their owners live."""
+_LIVE: WeakValueDictionary[int, Lookup] = WeakValueDictionary()
 
 
 def _look_up_rows(ids: Tensor, lengths: Tensor, weights: Tensor | None, number: int) -> Tensor:
-    look_up = _LIVE.get(number)
-    if look_up is None:
+    lookup = _LIVE.get(number)
+    if lookup is None:
         raise ConfigError(
             "this scripted model updates tables of a model that is gone; script it again with shardrec.script, in eval "
             "mode if it is to be saved"
         )
-    return look_up(ids, lengths, weights)
+    return lookup.look_up(ids, lengths, weights)
 
 
 _LIBRARY.impl("look_up_rows", _look_up_rows, "CompositeImplicitAutograd")
@@ -50,15 +54,13 @@ class RowsLookup(nn.Module):
     """Calls back to a lookup whose backward updates its tables.
 
     Args:
-        look_up: takes ids (N,), lengths (S, B_all), weights (N,) or None; gives pooled columns or rows.
-        owner: keeps the lookup alive.
+        lookup: is not kept alive by this.
     """
 
-    def __init__(self, look_up: Look, owner: object) -> None:
+    def __init__(self, lookup: Lookup) -> None:
         super().__init__()
         self.number = next(_NUMBERS)
-        _LIVE[self.number] = look_up
-        owner.__dict__.setdefault("_scripted_lookups", []).append(look_up)
+        _LIVE[self.number] = lookup
 
     def forward(self, ids: Tensor, lengths: Tensor, weights: Tensor | None) -> Tensor:
         """(B_all, D) or (N, w) float32."""

@@ -14,9 +14,10 @@ TorchRec, measured on the same tables, uses the mean over each rank's own column
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, islice
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,31 +52,18 @@ def transfers(layouts: Sequence[TableLayout]) -> list[Transfer]:
     return sorted(found, key=lambda t: (t.source.rank, t.target.rank, t.source, t.target))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Span:
-    """Rows between two edges of a width class, which hold sums of squares of one stripe.
+class _Range(NamedTuple):
+    """Rows that hold sums of squares of one stripe.
 
     Args:
         rank: where they go to or come from.
-        stripe: number of the stripe among those of its table, by columns: the order of addition.
-        cls: number of the width class.
-        first: number of the lower edge in the class.
-        last: number of the upper one.
+        column: the first of the stripe: the order of addition.
+        start: number of the lower edge; in a step, the place of the first row.
+        end: number of the upper edge; in a step, the place after the last row.
     """
 
     rank: int
-    stripe: int
-    cls: int
-    first: int
-    last: int
-
-
-@dataclass(kw_only=True)
-class _Run:
-    """A span in a step: places ``[start, end)`` of the vector of all rows."""
-
-    rank: int
-    stripe: int
+    column: int
     start: int
     end: int
 
@@ -86,139 +74,112 @@ class WholeRows:
     Args:
         layouts: the group's tables, in plan order.
         local: this rank's shards, in the order of the bank's tables.
+        bank: these shards; None without any.
         collectives: of the group that the embeddings are sharded over.
-    """
-
-    def __init__(self, layouts: Sequence[TableLayout], local: Sequence[Shard], collectives: Collectives) -> None:
-        self._layouts = {layout.name: layout for layout in layouts}
-        self._local = tuple(local)
-        self._collectives = collectives
-        self._every = transfers(layouts)
-        self._spans: _Spans | None = None
-
-    def mean_squares(self, bank: TableBank | None, gradients: Sequence[RowGradient]) -> list[Tensor]:
-        """Mean square (U,) over the whole row, for each width class's rows; every rank must call this.
-
-        Args:
-            bank: this rank's shards of the group, always the same, or None without any.
-            gradients: one per width class of the bank.
-        """
-        collectives = self._collectives
-        if bank is None:
-            # Without shards there is nothing to tell; the exchange takes all ranks.
-            nothing = [[torch.zeros(0)] for _ in range(collectives.world_size)]
-            collectives.send(nothing, [0] * collectives.world_size, "row norm").wait()
-            return []
-        if self._spans is None:
-            self._spans = _Spans(bank, self._local, self._layouts, self._every, collectives.rank)
-        spans = self._spans
-        places = spans.places(gradients)
-        squares = torch.cat([gradient.square_sums() for gradient in gradients])
-        parts = [[squares[:0]] for _ in range(collectives.world_size)]
-        for run in _runs(spans.outgoing, places):
-            parts[run.rank].append(squares[run.start : run.end])
-        incoming = list(_runs(spans.incoming, places))
-        sizes = [0] * collectives.world_size
-        for run in incoming:
-            sizes[run.rank] += run.end - run.start
-        received = collectives.send(parts, sizes, "row norm").wait()
-        added = [(run, squares[run.start : run.end]) for run in _runs(spans.own, places)]
-        taken = [0] * collectives.world_size
-        for run in incoming:
-            begin, taken[run.rank] = taken[run.rank], taken[run.rank] + run.end - run.start
-            added.append((run, received[run.rank][begin : taken[run.rank]]))
-        total = torch.zeros_like(squares)
-        for run, values in sorted(added, key=lambda entry: entry[0].stripe):
-            total[run.start : run.end] += values
-        total /= spans.dims_of_rows(places)
-        return list(total.split([gradient.rows.numel() for gradient in gradients]))
-
-
-class _Spans:
-    """What depends on the plan only.
-
-    Attributes:
-        outgoing: in the order of travel.
-        incoming: in the order of travel.
-        own: this rank's shards, table after table.
+        device: of the shards.
     """
 
     def __init__(
         self,
-        bank: TableBank,
+        layouts: Sequence[TableLayout],
         local: Sequence[Shard],
-        layouts: dict[str, TableLayout],
-        every: Iterable[Transfer],
-        rank: int,
+        bank: TableBank | None,
+        collectives: Collectives,
+        device: torch.device,
     ) -> None:
-        self._edges: list[dict[int, int]] = [{} for _ in bank.classes]
-        self._device = bank.device
-        base_of = {
+        self._collectives = collectives
+        self._nothing = torch.zeros(0, device=device)
+        classes = () if bank is None else bank.classes
+        rank = collectives.rank
+        place_of = {
             local[table]: (number, base)
-            for number, cls in enumerate(bank.classes)
+            for number, cls in enumerate(classes)
             for table, base in zip(cls.tables, cls.bases, strict=False)
         }
-        stripes = {
-            name: {start: number for number, start in enumerate(sorted({one.col_start for one in layout.stripes()}))}
-            for name, layout in layouts.items()
-        }
 
-        def span(shard: Shard, other: int, source: Shard, start: int, end: int) -> _Span:
-            number, base = base_of[shard]
-            first, last = (self._edge(number, base + row - shard.row_start) for row in (start, end))
-            stripe = stripes[source.table][source.col_start]
-            return _Span(rank=other, stripe=stripe, cls=number, first=first, last=last)
+        def edges_of(shard: Shard, row_start: int, row_end: int) -> tuple[tuple[int, int], tuple[int, int]]:
+            """Of some rows of a shard that is here: class, and row of its matrix."""
+            cls, base = place_of[shard]
+            return (cls, base + row_start - shard.row_start), (cls, base + row_end - shard.row_start)
 
-        self.outgoing = [
-            span(one.source, one.target.rank, one.source, one.row_start, one.row_end)
+        every = transfers(layouts)
+        outgoing = [
+            (one.target.rank, one.source.col_start, *edges_of(one.source, one.row_start, one.row_end))
             for one in every
             if one.source.rank == rank
         ]
-        self.incoming = [
-            span(one.target, one.source.rank, one.source, one.row_start, one.row_end)
+        incoming = [
+            (one.source.rank, one.source.col_start, *edges_of(one.target, one.row_start, one.row_end))
             for one in every
             if one.target.rank == rank
         ]
-        tables = [local[table] for cls in bank.classes for table in cls.tables]
-        self.own = [span(one, rank, one, one.row_start, one.row_end) for one in tables]
-        self._dims = [layouts[one.table].embedding_dim for one in tables]
-        self._dims_of_tables = torch.tensor(self._dims, dtype=torch.float32, device=bank.device)
-        self._edge_rows = [torch.tensor(list(edges), device=bank.device) for edges in self._edges]
+        shards = [local[table] for cls in classes for table in cls.tables]
+        own = [(rank, one.col_start, *edges_of(one, one.row_start, one.row_end)) for one in shards]
+        edges = sorted({edge for *_, start, end in (*outgoing, *incoming, *own) for edge in (start, end)})
+        number_of = {edge: number for number, edge in enumerate(edges)}
+        self._outgoing, self._incoming, self._own = (
+            [_Range(other, column, number_of[start], number_of[end]) for other, column, start, end in ranges]
+            for ranges in (outgoing, incoming, own)
+        )
+        self._edges = [
+            torch.tensor([row for number, row in edges if number == cls], device=device) for cls in range(len(classes))
+        ]
+        dim_of = {layout.name: layout.embedding_dim for layout in layouts}
+        dims = [dim_of[one.table] for one in shards]
+        self._dim = dims[0] if len(set(dims)) == 1 else None
+        self._dims = torch.tensor(dims, dtype=torch.float32, device=device)
 
-    def places(self, gradients: Sequence[RowGradient]) -> list[list[int]]:
-        """Per class, where its edges are in the vector of all rows."""
+    def mean_squares(self, gradients: Sequence[RowGradient]) -> list[Tensor]:
+        """Mean square (U,) over the whole row, for each width class's rows; every rank must call this.
+
+        Args:
+            gradients: one per width class of the bank; none without a bank, for the exchange takes all ranks.
+        """
+        world_size = self._collectives.world_size
+        places = self._places(gradients)
+        squares = torch.cat([self._nothing, *(gradient.square_sums() for gradient in gradients)])
+        parts = [[squares[:0]] for _ in range(world_size)]
+        for one in _in_step(self._outgoing, places):
+            parts[one.rank].append(squares[one.start : one.end])
+        incoming = _in_step(self._incoming, places)
+        sizes: list[list[int]] = [[] for _ in range(world_size)]
+        for one in incoming:
+            sizes[one.rank].append(one.end - one.start)
+        received = self._collectives.send(parts, list(map(sum, sizes)), "row norm").wait()
+        came = [iter(values.split(of_rank)) for values, of_rank in zip(received, sizes, strict=True)]
+        own = _in_step(self._own, places)
+        added = [(one, squares[one.start : one.end]) for one in own] + [(one, next(came[one.rank])) for one in incoming]
+        total = torch.zeros_like(squares)
+        for one, values in sorted(added, key=lambda entry: entry[0].column):
+            total[one.start : one.end] += values
+        total /= self._dims_of_rows(places) if self._dim is None else self._dim
+        return list(total.split([gradient.rows.numel() for gradient in gradients]))
+
+    def _places(self, gradients: Sequence[RowGradient]) -> list[int]:
+        """Where the edges are in the vector of all rows."""
         starts = accumulate((gradient.rows.numel() for gradient in gradients), initial=0)
         found = [
             start + torch.searchsorted(gradient.rows, edges)
-            for start, gradient, edges in zip(starts, gradients, self._edge_rows, strict=False)
+            for start, gradient, edges in zip(starts, gradients, self._edges, strict=False)
         ]
-        numbers = iter(torch.cat(found).tolist())  # the device is waited for once
-        return [list(islice(numbers, edges.numel())) for edges in self._edge_rows]
+        places: list[int] = torch.cat(found).tolist() if found else []  # the device is waited for once
+        return places
 
-    def dims_of_rows(self, places: Sequence[Sequence[int]]) -> Tensor | float:
-        """Columns of each row's table: (U,), or one number for all."""
-        if len(set(self._dims)) == 1:
-            return float(self._dims[0])
-        counts = [places[one.cls][one.last] - places[one.cls][one.first] for one in self.own]
-        per_table = staged(counts, torch.int64, self._device)
-        return self._dims_of_tables.repeat_interleave(per_table, output_size=sum(counts))
-
-    def _edge(self, cls: int, row: int) -> int:
-        return self._edges[cls].setdefault(row, len(self._edges[cls]))
+    def _dims_of_rows(self, places: Sequence[int]) -> Tensor:
+        """(U,) columns of each row's table."""
+        counts = [places[one.end] - places[one.start] for one in self._own]
+        per_table = staged(counts, torch.int64, self._dims.device)
+        return self._dims.repeat_interleave(per_table, output_size=sum(counts))
 
 
-def _runs(spans: Iterable[_Span], places: Sequence[Sequence[int]]) -> Iterator[_Run]:
-    """The spans of a step, neighbours of one rank and stripe as one; none is empty."""
-    last: _Run | None = None
-    for one in spans:
-        start, end = places[one.cls][one.first], places[one.cls][one.last]
+def _in_step(ranges: Iterable[_Range], places: Sequence[int]) -> list[_Range]:
+    """The places of the ranges in a step, neighbours of one rank and stripe as one; none is empty."""
+    found: list[_Range] = []
+    for one in ranges:
+        start, end = places[one.start], places[one.end]
         if start == end:
             continue
-        if last is not None and (last.rank, last.stripe, last.end) == (one.rank, one.stripe, start):
-            last.end = end
-            continue
-        if last is not None:
-            yield last
-        last = _Run(rank=one.rank, stripe=one.stripe, start=start, end=end)
-    if last is not None:
-        yield last
+        if found and (found[-1].rank, found[-1].column, found[-1].end) == (one.rank, one.column, start):
+            start = found.pop().start
+        found.append(_Range(one.rank, one.column, start, end))
+    return found

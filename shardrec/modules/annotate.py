@@ -22,7 +22,7 @@ releases that leave out guards at marked modules would not notice ``eval()``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Literal, get_args
 
 from torch import nn
@@ -30,8 +30,7 @@ from torch import nn
 from shardrec._torchscript import plain
 from shardrec.errors import ConfigError
 from shardrec.lookup.fakes import register_fakes
-from shardrec.modules.bags import ShardedEmbeddingBagCollection
-from shardrec.modules.sequences import ShardedEmbeddingCollection
+from shardrec.modules.collection import ShardedCollection
 
 __all__ = ["CompileMode", "annotate_for_dynamo", "unannotate"]
 
@@ -70,13 +69,14 @@ def annotate_for_dynamo(
             "use_orig_params is False, and dynamo refuses managed modules without it: parameters would have to be "
             "views of flat ones; leave it True, which is how sharded modules are made"
         )
-    if next(_sharded(module, set()), None) is None:
+    collections = _collections(module)
+    if not collections:
         raise ConfigError(
             f"{type(module).__name__} holds no sharded collection, so there is nothing to mark: annotate the model "
             "that shardrec.shard returned"
         )
     ignored = {id(inner) for one in ignored_modules for inner in one.modules()}
-    found = list(_sharded(module, ignored))
+    found = [one for one in collections if id(one) not in ignored]
     # All the twins before the first mark: one that cannot be made must not leave half of a model annotated.
     # A second twin of a module would be compiled anew.
     twins = [(one._traced or plain(one.scripted_twin())) if mode == "traced" else None for one in found]
@@ -99,7 +99,7 @@ def unannotate(module: nn.Module) -> None:
     Args:
         module: a model, or a sharded module by itself. Marks that FSDP itself has set on other modules stay.
     """
-    for one in _sharded(module, set()):
+    for one in _collections(module):
         _forget(one)
 
 
@@ -110,9 +110,5 @@ def _forget(sharded: nn.Module) -> None:
             vars(inner).pop(mark, None)
 
 
-def _sharded(
-    module: nn.Module, ignored: set[int]
-) -> Iterator[ShardedEmbeddingBagCollection | ShardedEmbeddingCollection]:
-    for one in module.modules():
-        if isinstance(one, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection) and id(one) not in ignored:
-            yield one
+def _collections(module: nn.Module) -> list[ShardedCollection]:
+    return [one for one in module.modules() if isinstance(one, ShardedCollection)]

@@ -30,14 +30,13 @@ def detect_anomaly(model: nn.Module) -> Iterator[None]:
         ConfigError: if nothing in the model is sharded.
         AnomalyError: inside, from forward or backward; names the table, the feature and the rank.
     """
-    contexts = {id(one.context): one.context for one in model.modules() if isinstance(one, ShardedCollection)}
-    if not contexts:
+    before = {one.context: one.context.detect_anomaly for one in model.modules() if isinstance(one, ShardedCollection)}
+    if not before:
         raise ConfigError(f"{type(model).__name__} holds no sharded collection; shard it with shardrec.shard first")
-    before = {key: context.detect_anomaly for key, context in contexts.items()}
-    for context in contexts.values():
+    for context in before:
         context.detect_anomaly = True
     try:
         yield
     finally:
-        for key, context in contexts.items():
-            context.detect_anomaly = before[key]
+        for context, was in before.items():
+            context.detect_anomaly = was

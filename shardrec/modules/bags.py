@@ -13,7 +13,6 @@ from itertools import accumulate
 from typing import TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -23,17 +22,12 @@ from shardrec.exchange.anomaly import note_rows, watch_gradient
 from shardrec.exchange.batch import KEY_ORDERS, Batch
 from shardrec.exchange.blocks import BlocksInFlight, Stream
 from shardrec.exchange.hot import HotSplit, hot_key
-from shardrec.exchange.input import InputExchange
 from shardrec.exchange.output import OutputExchange
 from shardrec.exchange.payload import ShardInput
-from shardrec.exchange.queue import ModelContext
-from shardrec.exchange.route import Lookup, build_route
+from shardrec.exchange.route import Lookup
 from shardrec.exchange.step import Call
 from shardrec.exchange.weights import received_weights, tied
-from shardrec.layout import ShardingPlan
 from shardrec.lookup.groups import group_tables
-from shardrec.lookup.replicated import ReplicatedLookup
-from shardrec.lookup.shards import ShardLookup
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.live import LiveBags
 from shardrec.pending import LazyAwaitable
@@ -88,55 +82,36 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
     _holder = "embedding_bags"
     embedding_bags: nn.ModuleDict
 
-    def __init__(
-        self,
-        module: EmbeddingBagCollection,
-        plan: ShardingPlan,
-        *,
-        path: str = "",
-        device: torch.device | str | None = None,
-        group: dist.ProcessGroup | None = None,
-        context: ModelContext | None = None,
-    ) -> None:
-        super().__init__(module, plan, path=path, device=device, group=group, context=context)
+    def _read(self, module: EmbeddingBagCollection) -> None:
         self._is_weighted: bool = module.is_weighted()
         self.embedding_names: list[str] = list(module._embedding_names)
-        self._build(module)
 
     def _build_lookups(self) -> None:
         collectives = self.context.collectives
-        groups = group_tables(self._lookup_tables, self.device)
+        groups = group_tables(self._lookup_tables.values(), self.device)
         group_of = {layout.name: index for index, group in enumerate(groups) for layout in group.layouts}
         lookups: list[Lookup] = []
-        for config, table in zip(self._configs, self._lookup_tables, strict=True):
+        for config in self._configs:
+            layout = self.table_layouts[config.name]
             for feature in config.feature_names:
                 lookups.append(
                     Lookup(
                         feature=feature,
-                        layout=table.layout,
-                        group=group_of.get(table.layout.name, 0),
+                        layout=layout,
+                        group=group_of.get(layout.name, 0),
                         output=self.embedding_names[len(lookups)],
                         mean=config.pooling is PoolingType.MEAN,
-                        dynamic=self._is_dynamic(table.layout),
+                        dynamic=self._is_dynamic(layout),
                     )
                 )
         self.dims = [lookup.layout.embedding_dim for lookup in lookups]
         self.lookups = tuple(lookups)
         self.own_lookups = tuple(lookup for lookup in lookups if lookup.layout.replicated)
         sent = self._split_lookups(lookups)
-        route = build_route(sent, collectives.world_size, len(groups))
-        expect = self._expectation(lookups, weighted=self._is_weighted)
-        self.input = InputExchange(route, expect, self.context)
-        self.id_maps = self._new_id_maps(route)
-        self.shards = ShardLookup(groups, route.slots[collectives.rank], collectives, self.device)
-        numbers = [self.replica_number[lookup.layout.name] for lookup in self.own_lookups]
-        tables = self._replicated_tables()
-        self.replicas = ReplicatedLookup(tables, numbers, self.context, self.device) if tables else None
-        hot = [lookup for lookup in sent if lookup.layout.hot_rows]
         starts = [
             start for start, one in zip(accumulate([0, *self.dims]), lookups, strict=False) if one.layout.hot_rows
         ]
-        self.hot_rows = self._new_hot_rows([lookup.layout.name for lookup in hot], starts)
+        route = self._make(groups, lookups, sent, weighted=self._is_weighted, columns=starts)
         self._output = OutputExchange(
             route, lookups, collectives.rank, self._ranks_per_host, mean_over=collectives.mean_over
         )
@@ -145,13 +120,11 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         sums = [index for index, lookup in enumerate(lookups) if not lookup.mean]
         self._sum_lookups = torch.tensor(sums, dtype=torch.int64, device=self.device)
         # Where the keys of this rank's copies are among those sent, and all lookups' features among the batch's.
-        self._hot_keys = tuple(hot_key(one.feature) for one in hot)
-        self._own_positions, self._hot_positions = (
+        self._hot_keys = tuple(hot_key(one.feature) for one in sent if one.layout.hot_rows)
+        own, features = [one.feature for one in self.own_lookups], [one.feature for one in lookups]
+        self._own_positions, self._hot_positions, self._key_positions = (
             lru_cache(maxsize=KEY_ORDERS)(partial(_positions, keys, self.device))
-            for keys in ([one.feature for one in self.own_lookups], self._hot_keys)
-        )
-        self._key_positions = lru_cache(maxsize=KEY_ORDERS)(
-            partial(_positions, [one.feature for one in lookups], self.device)
+            for keys in (own, self._hot_keys, features)
         )
 
     def _split_lookups(self, lookups: Sequence[Lookup]) -> list[Lookup]:
@@ -293,7 +266,9 @@ class BagCall(Call):
             assert self.sent is not None, "ids are sent before they are looked up"
             received = received_weights(weights, self.sent, ids, collection.context.collectives)
         mapped = collection.mapped(ids if received is None else replace(ids, weights=received), learn=self._learns_ids)
-        self._pooled = collection.shards(mapped.asked, self._room)
+        # Into memory from which pooled rows are sent as they lie, most of the time.
+        room = collection.context.collectives.room
+        self._pooled = collection.shards(mapped.asked, lambda numel: room(numel, collection.device))
         if collection.id_maps is not None:
             collection.id_maps.hold([self._pooled], mapped)
         if received is not None:
@@ -312,11 +287,6 @@ class BagCall(Call):
     def _learned_weights(self) -> Tensor | None:
         """(N,) of the local batch, if they take a gradient."""
         return self.prepared.given.weights if self.prepared.differentiable else None
-
-    def _room(self, numel: int) -> Tensor:
-        """Memory for pooled rows, which most of the time are sent as they lie."""
-        collection = self._collection
-        return collection.context.collectives.room(numel, collection.device)
 
     def outgoing(self, inside: BlocksInFlight | None, stream: int) -> Stream:
         """The pooled rows for the ranks that asked."""

@@ -19,13 +19,13 @@ from shardrec.exchange.blocks import Stream
 from shardrec.exchange.input import InputExchange
 from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.queue import ModelContext
-from shardrec.exchange.route import Lookup, Route
+from shardrec.exchange.route import Lookup, Route, build_route
 from shardrec.exchange.step import Call
 from shardrec.exchange.transport import transport_of
 from shardrec.ids.maps import IdMaps, Mapped
 from shardrec.layout import Shard, ShardingPlan, TableLayout
 from shardrec.layout.discover import Collection, configs_of, qualified_name
-from shardrec.lookup.groups import LookupTable
+from shardrec.lookup.groups import LookupGroup, LookupTable
 from shardrec.lookup.hot import HotRows
 from shardrec.lookup.optimizers import FusedOptimizer, fused_optimizer_of
 from shardrec.lookup.replicated import Copies, ReplicatedLookup
@@ -33,7 +33,7 @@ from shardrec.lookup.shards import ShardLookup
 from shardrec.modules.initial import draw_in_place, draw_rows, first_values
 from shardrec.modules.late import look_up_outside
 from shardrec.modules.recorded import recorded_call
-from shardrec.modules.table import ShardedTable
+from shardrec.modules.table import ShardedTable, load_table
 from shardrec.pending import LazyAwaitable
 
 __all__ = ["TABLE_DTYPES", "ShardedCollection", "Values"]
@@ -47,20 +47,14 @@ Values: TypeAlias = Tensor | Mapping[Shard | None, Tensor]
 
 
 class ShardedCollection(nn.Module, abc.ABC):
-    """Base of the sharded collections. A subclass sets its own attributes after ``__init__``, then calls ``_build``.
+    """Base of the sharded collections.
 
     A table's weights have the dtype of its config's ``data_type``: FP32, FP16 or BF16 (TorchRec's unsharded module
     makes an FP16 parameter for either 16-bit type). Whatever it is, rows are summed in float32, travel as float32 (or
     as ``QuantizedComms`` says), and fused optimizers compute and keep their states in float32; an updated row of a
     16-bit table is rounded to nearest.
 
-    Args:
-        module: the unsharded collection.
-        plan: holds a layout for each table, under ``qualified_name(path, table)``.
-        path: the collection's path in the model.
-        device: where the shards live; default: the CPU.
-        group: the process group; default: the default group, or a single rank without one.
-        context: shared by the sharded collections of a model; default: a new one.
+    Args: those of :class:`ShardedEmbeddingBagCollection`, for an unsharded collection of either kind.
     """
 
     input: InputExchange
@@ -82,10 +76,10 @@ class ShardedCollection(nn.Module, abc.ABC):
         module: Collection,
         plan: ShardingPlan,
         *,
-        path: str,
-        device: torch.device | str | None,
-        group: dist.ProcessGroup | None,
-        context: ModelContext | None,
+        path: str = "",
+        device: torch.device | str | None = None,
+        group: dist.ProcessGroup | None = None,
+        context: ModelContext | None = None,
     ) -> None:
         super().__init__()
         self._configs = configs = configs_of(module)
@@ -95,20 +89,24 @@ class ShardedCollection(nn.Module, abc.ABC):
         self.context = context or ModelContext(transport_of(group, self.device), self.device)
         self.group = (group or dist.group.WORLD) if self.context.collectives.world_size > 1 else None
         self._ranks_per_host = plan.topology.ranks_per_host
-        self._on_meta = {name for name, weight in weights.items() if weight.is_meta}
         self._config_of = {config.name: config for config in configs}
         self.frozen = {name for name, weight in weights.items() if not weight.requires_grad}
-        self._lookup_tables = [_lookup_table(config, weights[config.name], plan, path) for config in configs]
+        self._lookup_tables = {one.name: _lookup_table(one, weights[one.name], plan, path) for one in configs}
         self._optimizers = {
-            config.name: table.optimizer
-            for config, table in zip(configs, self._lookup_tables, strict=True)
-            if table.optimizer is not None
+            name: table.optimizer for name, table in self._lookup_tables.items() if table.optimizer is not None
         }
-        self.table_layouts = {
-            config.name: table.layout for config, table in zip(configs, self._lookup_tables, strict=True)
-        }
-        self._dtypes = {config.name: table.dtype for config, table in zip(configs, self._lookup_tables, strict=True)}
+        self.table_layouts = {name: table.layout for name, table in self._lookup_tables.items()}
         self.replica_number = {table.layout.name: index for index, table in enumerate(self._replicated_tables())}
+        self._read(module)
+        self._build_lookups()
+        # Cut tables on meta, whose shards are drawn on their own device, where that is not the CPU.
+        on_host = self.device.type == "cpu"
+        in_place = [name for name, layout in self.table_layouts.items() if not (on_host or layout.replicated)]
+        setattr(self, self._holder, self._build_parameters(first_values(module, in_place)))
+
+    @abc.abstractmethod
+    def _read(self, module: Collection) -> None:
+        """Keep what the lookups need of the unsharded collection, beside its tables."""
 
     @property
     def output_dtype(self) -> torch.dtype:
@@ -150,6 +148,10 @@ class ShardedCollection(nn.Module, abc.ABC):
         return dict(getattr(self, self._holder).items())
 
     @abc.abstractmethod
+    def scripted_twin(self) -> nn.Module:
+        """What TorchScript of this process, and a tracer, see in this module's place."""
+
+    @abc.abstractmethod
     def serve(self, asked: ShardInput) -> Stream:
         """What this rank's shards have for requests, one request after the other; see :mod:`shardrec.rpc`."""
 
@@ -175,26 +177,11 @@ class ShardedCollection(nn.Module, abc.ABC):
 
     def _replicated_tables(self) -> list[LookupTable]:
         """What every rank has whole."""
-        return [table for table in self._lookup_tables if table.layout.replicated]
-
-    def _new_hot_rows(self, slot_tables: Sequence[str], columns: Sequence[int] | None = None) -> HotRows | None:
-        """The copies of hot rows, by the name of its table per lookup; None if no table has some.
-
-        ``columns``: the first column of each lookup in the output; None for rows.
-        """
-        tables = [table for table in self._lookup_tables if table.layout.hot_rows]
-        names = {layout.name: name for name, layout in self.table_layouts.items()}
-
-        def parts(shard: Shard) -> dict[str, Tensor]:
-            states = self.shards.states(shard) if names[shard.table] in self._optimizers else {}
-            return {"weight": self.shards.weight(shard), **states}
-
-        steps = self.shards.step_counts
-        return HotRows(tables, slot_tables, parts, steps, self.context, self.device, columns) if tables else None
+        return [table for table in self._lookup_tables.values() if table.layout.replicated]
 
     def reduced_parameters(self) -> list[nn.Parameter]:
         """Replicated tables and copies of hot rows, whose gradients a reducer averages."""
-        return [parameter for copies in self._copies() for parameter in copies.reduced()]
+        return [parameter for copies in self._copies() for parameter in copies.reduced]
 
     def _copies(self) -> list[Copies]:
         return [one for one in (self.replicas, self.hot_rows) if one is not None]
@@ -231,20 +218,6 @@ class ShardedCollection(nn.Module, abc.ABC):
     def _is_written(self) -> bool:
         return any(table.written for table in self.tables().values() if table.layout.hot_rows)
 
-    def _expectation(self, lookups: Sequence[Lookup], *, weighted: bool, pooled: bool = True) -> Expectation:
-        policies = self.context.on_bad_id
-        plain = {one.feature for one in lookups if not one.dynamic}
-        return Expectation(
-            tables=tuple(
-                (one.feature, one.layout.name, NO_LIMIT if one.dynamic else one.layout.num_embeddings)
-                for one in lookups
-            ),
-            weighted=weighted,
-            device=self.device,
-            pooled=pooled,
-            on_bad_id={feature: policies[feature] for feature in policies if feature in plain},
-        )
-
     def _agreement(self) -> str:
         """What the ranks must have in common in this step, beyond the ids' dtype."""
         dense = self.context.dense_signature
@@ -256,13 +229,6 @@ class ShardedCollection(nn.Module, abc.ABC):
 
     def _is_dynamic(self, layout: TableLayout) -> bool:
         return layout.name in self.context.dynamic_ids
-
-    def _new_id_maps(self, route: Route) -> IdMaps | None:
-        """The maps of this rank's shards; None if no table of the collection has dynamic ids."""
-        dynamic = {one.layout.name: one.layout for one in self._lookup_tables if self._is_dynamic(one.layout)}
-        options = {name: self.context.dynamic_ids[name] for name in dynamic}
-        slots = route.slots[self.context.collectives.rank]
-        return IdMaps(slots, options, dynamic, self.renew_rows) if dynamic else None
 
     def learns_ids(self) -> bool:
         """Whether a lookup gives rows to new ids: in training, but not where a backward computes a forward again."""
@@ -289,20 +255,55 @@ class ShardedCollection(nn.Module, abc.ABC):
             for state in self.shards.states(shard).values():
                 state.index_fill_(0, rows.to(state.device), optimizer.initial_accumulator_value)
 
-    def _drawn_in_place(self) -> frozenset[str]:
-        """Tables on meta whose shards are drawn on their own device: see :mod:`shardrec.modules.initial`."""
-        if self.device.type == "cpu":
-            return frozenset()
-        return frozenset(name for name in self._on_meta if not self.table_layouts[name].replicated)
-
-    def _build(self, module: Collection) -> None:
-        """Make the lookups, and the tables with the values of the unsharded collection."""
-        self._build_lookups()
-        setattr(self, self._holder, self._build_parameters(first_values(module, self._drawn_in_place())))
-
     @abc.abstractmethod
     def _build_lookups(self) -> None:
         """Make what looks tables up and exchanges ids and rows, out of configs, layouts and context."""
+
+    def _make(
+        self,
+        groups: Sequence[LookupGroup],
+        lookups: Sequence[Lookup],
+        sent: Sequence[Lookup],
+        *,
+        weighted: bool,
+        columns: Sequence[int] | None,
+    ) -> Route:
+        """Make the exchange of ids and the lookups; returns the ids' route.
+
+        Args:
+            groups: of the cut tables.
+            lookups: in the order of the output.
+            sent: at least those of cut tables, by the keys that are sent.
+            weighted: the input has a weight per id.
+            columns: of the output, where each lookup in a table with hot rows begins; None for a row per id.
+        """
+        context, pooled = self.context, columns is not None
+        collectives, tables = context.collectives, self._lookup_tables.values()
+        route = build_route(sent, collectives.world_size, len(groups))
+        slots = route.slots[collectives.rank]
+        plain = {one.feature for one in lookups if not one.dynamic}
+        expect = Expectation(
+            tables=tuple(
+                (one.feature, one.layout.name, NO_LIMIT if one.dynamic else one.layout.num_embeddings)
+                for one in lookups
+            ),
+            weighted=weighted,
+            device=self.device,
+            pooled=pooled,
+            on_bad_id={feature: policy for feature, policy in context.on_bad_id.items() if feature in plain},
+        )
+        self.input = InputExchange(route, expect, context, per_id=not pooled)
+        dynamic = {table.layout.name: table.layout for table in tables if self._is_dynamic(table.layout)}
+        options = {name: context.dynamic_ids[name] for name in dynamic}
+        self.id_maps = IdMaps(slots, options, dynamic, self.renew_rows) if dynamic else None
+        self.shards = ShardLookup(groups, slots, collectives, self.device, pooled=pooled)
+        numbers = [self.replica_number[one.layout.name] for one in lookups if one.layout.replicated]
+        own = self._replicated_tables()
+        self.replicas = ReplicatedLookup(own, numbers, context, self.device) if own else None
+        hot = [table for table in tables if table.layout.hot_rows]
+        names = [one.layout.name for one in sent if one.layout.hot_rows]
+        self.hot_rows = HotRows(hot, names, self.shards, context, self.device, columns) if hot else None
+        return route
 
     def _build_parameters(self, first_values: Iterable[tuple[str, Values | None]]) -> nn.ModuleDict:
         """Fill this rank's shards, one table at a time, from its values; where there are none, draw them in place."""
@@ -310,34 +311,35 @@ class ShardedCollection(nn.Module, abc.ABC):
         by_shard: dict[Shard, nn.Parameter] = {}
         hot = [name for name, layout in self.table_layouts.items() if layout.hot_rows]
         for name, values in first_values:
-            layout = self.table_layouts[name]
+            layout, learns = self.table_layouts[name], name not in self.frozen
             parameters: dict[Shard | None, nn.Parameter] = {}
             if layout.replicated:
-                assert self.replicas is not None and values is not None, "a replicated table has a lookup and values"
+                assert self.replicas is not None, "a replicated table has a lookup"
                 parameters[None] = self.replicas.parameters[self.replica_number[layout.name]]
-                parameters[None].requires_grad_(name not in self.frozen)
-                with torch.no_grad():
-                    parameters[None].copy_(values[None] if isinstance(values, Mapping) else values)
-            # Drawn on every rank, with shards of the table or without: what ranks draw later is to stay alike.
-            seed = int(torch.randint(2**31, ())) if values is None else 0
-            for shard in layout.on_rank(self.context.collectives.rank):
-                weight = self.shards.weight(shard)
-                if values is None:
-                    draw_in_place(weight, self._config_of[name], shard, seed)
-                elif isinstance(values, Mapping):
-                    weight.copy_(values[shard].detach())
-                else:
-                    weight.copy_(values[shard.row_start : shard.row_end, shard.col_start : shard.col_end])
-                parameters[shard] = by_shard[shard] = nn.Parameter(weight, requires_grad=name not in self.frozen)
+                parameters[None].requires_grad_(learns)
+            shards = layout.on_rank(self.context.collectives.rank)
+            for shard in shards:
+                parameters[shard] = by_shard[shard] = nn.Parameter(self.shards.weight(shard), requires_grad=learns)
                 if name in self._optimizers:
                     # torchrec.optim's filter for "has its own optimizer" looks for this attribute.
                     parameters[shard]._in_backward_optimizers = []  # type: ignore[attr-defined]
+            tensors = {shard: parameter.detach() for shard, parameter in parameters.items()}
+            if values is None:
+                # Drawn on every rank, with shards of the table or without: what ranks draw later is to stay alike.
+                seed = int(torch.randint(2**31, ()))
+                for shard in shards:
+                    draw_in_place(tensors[shard], self._config_of[name], shard, seed)
+            elif isinstance(values, Mapping):
+                for place, tensor in tensors.items():
+                    tensor.copy_(values[place].detach())
+            elif tensors:
+                load_table(layout, tensors, values)
             copies = {}
             if self.hot_rows is not None and [name] == hot[:1]:
                 copies = {"hot": self.hot_rows.weight, "hot_marks": self.hot_rows.marks}
                 for parameter in copies.values():
                     parameter.requires_grad_(not self.frozen.issuperset(hot))
-            modules[name] = ShardedTable(layout, parameters, self.group, self._dtypes[name], copies)
+            modules[name] = ShardedTable(layout, parameters, self.group, self._lookup_tables[name].dtype, copies)
         self.shards.own_parameters(by_shard)
         return modules
 

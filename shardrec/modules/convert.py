@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from shardrec.errors import ConfigError, PlanError
 from shardrec.exchange.bad_ids import policies_of
 from shardrec.exchange.batch import OnBadId
-from shardrec.exchange.collectives import collectives_of
+from shardrec.exchange.collectives import LocalCollectives, collectives_of
 from shardrec.exchange.context import StepContext, checksum
 from shardrec.exchange.queue import ModelContext
 from shardrec.exchange.transport import Transport, transport_of
@@ -140,8 +140,8 @@ def shard(
         holders = collectives.world_size // (replicas or 1) if servers is None else len(servers)
         plan = from_torchrec(plan, Topology.of_world(holders), table_shapes(model))
     if servers is not None:
-        given = {"comms": comms, "replicas": replicas, "transport": transport, "dynamic_ids": dynamic_ids or None}
-        if any(value is not None for value in given.values()) or output_dtype is not torch.float32:
+        without = (comms, replicas, transport, dynamic_ids or None)
+        if any(value is not None for value in without) or output_dtype is not torch.float32:
             raise ConfigError(
                 f"servers={servers!r} go with none of comms, replicas, transport, dynamic_ids and output_dtype; leave "
                 "these out"
@@ -178,15 +178,19 @@ def shard(
     if target.type == "cpu":
         keep_large_blocks()
     alone = groups.inside is None
-    exchange = groups.collectives if alone else transport_of(groups.inside, target, transport)
+    exchange = LocalCollectives() if alone else transport_of(groups.inside, target, transport)
     context = ModelContext(exchange, target, comms)
     context.output_dtype = output_dtype
     context.on_bad_id = policies
     context.dynamic_ids = tables
-    replaced = {
-        id(module): _shard_collection(module, plan, path, target, groups.inside, context, dedup)
-        for path, module in collections.items()
-    }
+    replaced: dict[int, ShardedCollection] = {}
+    for path, module in collections.items():
+        given: dict[str, Any] = {"path": path, "device": target, "group": groups.inside, "context": context}
+        replaced[id(module)] = (
+            ShardedEmbeddingBagCollection(module, plan, **given)
+            if isinstance(module, EmbeddingBagCollection)
+            else ShardedEmbeddingCollection(module, plan, dedup=dedup, **given)
+        )
     model = with_sharded(put_in_place(model, raw), replaced, target)
     everyone = (group or dist.group.WORLD) if collectives.world_size > 1 else None
     if replicas is None:
@@ -197,20 +201,6 @@ def shard(
 def features_of(collection: Collection) -> list[str]:
     """The features of an unsharded collection, table after table."""
     return [feature for config in configs_of(collection) for feature in config.feature_names]
-
-
-def _shard_collection(
-    module: Collection,
-    plan: ShardingPlan,
-    path: str,
-    device: torch.device,
-    group: dist.ProcessGroup | None,
-    context: ModelContext,
-    dedup: bool,
-) -> ShardedCollection:
-    if isinstance(module, EmbeddingBagCollection):
-        return ShardedEmbeddingBagCollection(module, plan, path=path, device=device, group=group, context=context)
-    return ShardedEmbeddingCollection(module, plan, path=path, device=device, group=group, context=context, dedup=dedup)
 
 
 def _agreed_options(

@@ -9,9 +9,8 @@ alone. DistributedDataParallel's own code is no part of a graph: dynamo would br
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -108,8 +107,12 @@ class DenseReducer(DistributedDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward, and the preparation of the reducer for its backward."""
         inputs, kwargs = _outside(self._pre_forward, *inputs, **kwargs)
-        with _outside(_Outside, self._inside_ddp_forward):
+        inside = _outside(self._inside_ddp_forward)
+        _outside(inside.__enter__)
+        try:
             output = self.module(*inputs, **kwargs)
+        finally:
+            _outside(inside.__exit__, None, None, None)
         return _outside(self._post_forward, output)
 
 
@@ -131,28 +134,6 @@ class _ReduceScatter(DefaultReduceScatter):
     ) -> dist.Work:
         with peers(group, "gradient reduce-scatter"):
             return super().__call__(output_tensor, input_tensor, group, op, async_op)
-
-
-class _Outside(ExitStack):
-    """A context that is entered and left without being compiled.
-
-    Args:
-        make: gives it.
-    """
-
-    def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
-        super().__init__()
-        self._make = make
-
-    @left_alone
-    def __enter__(self) -> Self:
-        self.enter_context(self._make())
-        return super().__enter__()
-
-    @left_alone
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> Literal[False]:
-        super().__exit__(kind, error, trace)
-        return False
 
 
 @left_alone
@@ -183,13 +164,12 @@ def wrap_dense(
     ignored = {id(parameter) for parameter in tables}
     if wrap == "fsdp":
         mesh = DeviceMesh.from_group(group, context.device.type)
-        whole = {id(parameter) for parameter in replicated}
-        ignored |= {id(one) for one in module.parameters() if id(one) not in whole}
         sharded = fully_shard(module, mesh=mesh, ignored_params={*tables, *replicated})
         sharded.set_custom_all_gather(_AllGather())
         sharded.set_custom_reduce_scatter(_ReduceScatter())
-        # Parameters are other objects now.
-        ignored |= {id(one) for one in module.parameters() if id(one) not in whole}
+        # Other parameters are new objects now.
+        whole = {id(parameter) for parameter in replicated}
+        ignored = {id(one) for one in module.parameters() if id(one) not in whole}
     names = [name for name, parameter in module.named_parameters() if id(parameter) in ignored]
     if not any(one.requires_grad and id(one) not in ignored for one in module.parameters()):
         return module

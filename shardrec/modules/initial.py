@@ -13,7 +13,7 @@ function of torch's seed, the plan and the kind of GPU; they are not those of th
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Collection, Iterator
 from zlib import crc32
 
 import torch
@@ -36,7 +36,6 @@ def draw_in_place(weight: Tensor, config: BaseEmbeddingConfig, shard: Shard, see
         shard: which makes its values other than its neighbours'.
         seed: of the table, alike on ranks that are seeded alike.
     """
-    assert config.init_fn is not None, "embedding configs always have an init_fn"
     with torch.random.fork_rng([weight.device.index or 0], device_type=weight.device.type):
         torch.manual_seed(seed + crc32(f"{shard.table} {shard.row_start} {shard.col_start}".encode()))
         config.init_fn(weight)
@@ -54,7 +53,6 @@ def draw_rows(config: BaseEmbeddingConfig, shard: Shard, count: int, step: int) 
     Returns:
         (count, cols) float32.
     """
-    assert config.init_fn is not None, "embedding configs always have an init_fn"
     seed = crc32(f"{shard.table} {shard.row_start} {shard.col_start} {step}".encode())
     with torch.random.fork_rng(()):
         torch.default_generator.manual_seed(seed)
@@ -64,36 +62,34 @@ def draw_rows(config: BaseEmbeddingConfig, shard: Shard, count: int, step: int) 
 
 
 def first_values(
-    collection: EmbeddingBagCollection | EmbeddingCollection, in_place: Container[str] = ()
+    collection: EmbeddingBagCollection | EmbeddingCollection, in_place: Collection[str] = ()
 ) -> Iterator[tuple[str, Tensor | None]]:
     """Each table's name and its (num_embeddings, embedding_dim) first values on the CPU or where the table is.
 
     Args:
         collection: unsharded.
-        in_place: tables on meta that :func:`draw_in_place` is for; None is given in place of their values.
+        in_place: tables that :func:`draw_in_place` is for, if they are on meta; None is given in place of their values.
     """
     pooled = isinstance(collection, EmbeddingBagCollection)
     tables = collection.embedding_bags if pooled else collection.embeddings
     configs = configs_of(collection)
-    if pooled and not any(config.name in in_place for config in configs):
+    on_meta = {config.name for config in configs if tables[config.name].weight.is_meta}
+    if pooled and on_meta.isdisjoint(in_place):
         for config in configs:
-            if tables[config.name].weight.is_meta:
+            if config.name in on_meta:
                 # nn.EmbeddingBag's own draw, which the one below writes over.
-                torch.nn.init.normal_(
-                    torch.empty(tables[config.name].weight.shape, dtype=tables[config.name].weight.dtype)
-                )
+                torch.nn.init.normal_(torch.empty_like(tables[config.name].weight, device="cpu"))
     for config in configs:
         weight = tables[config.name].weight
+        if config.name not in on_meta:
+            yield config.name, weight.detach()
+            continue
         if config.name in in_place:
             yield config.name, None
             continue
-        if not weight.is_meta:
-            yield config.name, weight.detach()
-            continue
-        values = torch.empty(weight.shape, dtype=weight.dtype)
+        values = torch.empty_like(weight, device="cpu")
         if not pooled:
             # EmbeddingCollection writes over each table's draw before it makes the next.
             torch.nn.init.normal_(values)
-        assert config.init_fn is not None, "embedding configs always have an init_fn"
         config.init_fn(values)
         yield config.name, values

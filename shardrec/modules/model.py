@@ -30,6 +30,7 @@ from shardrec.exchange.peers import failed_in_a_collective, peer_error
 from shardrec.exchange.queue import ModelContext
 from shardrec.ids.maps import collective_stats, cut_faults
 from shardrec.layout import ShardingPlan
+from shardrec.modules.annotate import annotate_for_dynamo
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.compiled import compiled_step, leaves
 from shardrec.modules.dense import DenseWrap, set_gradient_sync, wrap_dense
@@ -71,20 +72,15 @@ class ShardedModel(nn.Module):
         self._dense: DenseWrap = dense
         self._callable: nn.Module = module
         if group is not None:
-            self._wrap(group, dense)
-
-    def _wrap(self, group: dist.ProcessGroup, dense: DenseWrap) -> None:
-        cut: list[nn.Parameter] = []
-        replicated: list[nn.Parameter] = []
-        for collection in self._sharded:
-            for table in collection.tables().values():
+            cut: list[nn.Parameter] = []
+            replicated: list[nn.Parameter] = []
+            for table in (table for collection in self._sharded for table in collection.tables().values()):
+                # Not its ``locals``: a module that moves may get new parameters.
                 for name, parameter in table.named_parameters():
-                    is_copied = table.layout.replicated or name in table.copies
-                    (replicated if is_copied else cut).append(parameter)
-        wrapped = wrap_dense(self.module, dense, group, cut, replicated, self.context)
-        # Out of the module tree, or it would show in every name.
-        object.__setattr__(self, "_callable", wrapped)
-        self.context.gradients_are_reduced = True
+                    (replicated if table.layout.replicated or name in table.copies else cut).append(parameter)
+            # Out of the module tree, or it would show in every name.
+            object.__setattr__(self, "_callable", wrap_dense(module, dense, group, cut, replicated, context))
+            context.gradients_are_reduced = True
 
     @passed_over  # see [Note: what torch.compile compiles]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -146,8 +142,6 @@ class ShardedModel(nn.Module):
                 f"this {type(self).__name__} cannot be copied: tables on servers, replicas, FSDP2 and served tables "
                 "have parts that are not its own; shard another model and load this one's state_dict into it"
             )
-        from shardrec.modules.annotate import annotate_for_dynamo  # which knows the sharded collections
-
         context = ModelContext(self.context.collectives, self.context.device, self.context.comms)
         context.output_dtype, context.on_bad_id = self.context.output_dtype, self.context.on_bad_id
         context.dynamic_ids = dict(self.context.dynamic_ids)

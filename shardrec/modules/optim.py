@@ -154,8 +154,7 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
                     f"the saved {key} has shape {tuple(value.shape)} and the shard's {tuple(state[key].shape)}; load "
                     "it under the plan it was saved under, or use shardrec.load_checkpoint"
                 )
-            else:
-                state[key].copy_(value)
+            state[key].copy_(value)
 
     def _refresh(self) -> None:
         """Point ``state`` at the kernels' memory, and count Adam's steps."""

@@ -15,17 +15,15 @@ The idea is that of local SGD (Stich, 2019) on the sharded part alone; TorchRec'
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardrec.exchange.collectives import Collectives, LocalCollectives, collectives_of
+from shardrec.exchange.collectives import collectives_of
 from shardrec.exchange.context import StepContext
 from shardrec.exchange.peers import peers
 from shardrec.exchange.transport import timeout_s
@@ -34,7 +32,6 @@ __all__ = [
     "Averager",
     "ReplicaGroups",
     "ReplicaOptions",
-    "Span",
     "make_groups",
     "replica_ranks",
     "stream_buckets",
@@ -89,7 +86,6 @@ class ReplicaGroups:
         ranks: of each replica, as ranks of the whole group.
         replica: number of this rank's replica.
         inside: the ranks that share this copy of the tables; None for a single one.
-        collectives: those of ``inside``.
         peers: the ranks that hold the same shards in each replica; None for a single replica.
         everyone: all the ranks, on the CPU, to agree about a step without waiting for a device; None for one replica.
     """
@@ -97,14 +93,8 @@ class ReplicaGroups:
     ranks: tuple[tuple[int, ...], ...]
     replica: int
     inside: dist.ProcessGroup | None
-    collectives: Collectives
     peers: dist.ProcessGroup | None
     everyone: StepContext | None
-
-    @property
-    def replicas(self) -> int:
-        """Number of copies of the tables."""
-        return len(self.ranks)
 
 
 def make_groups(group: dist.ProcessGroup | None, replicas: int, device: torch.device) -> ReplicaGroups:
@@ -117,25 +107,16 @@ def make_groups(group: dist.ProcessGroup | None, replicas: int, device: torch.de
     """
     collectives = collectives_of(group)
     ranks = replica_ranks(collectives.world_size, replicas)
+    whole = (group or dist.group.WORLD) if collectives.world_size > 1 else None
+    if whole is None or replicas == 1:
+        return ReplicaGroups(ranks=ranks, replica=0, inside=whole, peers=None, everyone=None)
     size = len(ranks[0])
     replica, place = divmod(collectives.rank, size)
-    if collectives.world_size == 1:
-        return ReplicaGroups(ranks=ranks, replica=0, inside=None, collectives=collectives, peers=None, everyone=None)
-    whole = group or dist.group.WORLD
-    assert whole is not None, "several ranks have a process group"
-    if replicas == 1:
-        return ReplicaGroups(ranks=ranks, replica=0, inside=whole, collectives=collectives, peers=None, everyone=None)
     inside = subgroup(whole, ranks[replica], device) if size > 1 else None
     peers = subgroup(whole, [row[place] for row in ranks], device)
     everyone = subgroup(whole, range(collectives.world_size), device, backend="gloo")
-    return ReplicaGroups(
-        ranks=ranks,
-        replica=replica,
-        inside=inside,
-        collectives=LocalCollectives() if inside is None else collectives_of(inside),
-        peers=peers,
-        everyone=StepContext(collectives_of(everyone), torch.device("cpu")),
-    )
+    context = StepContext(collectives_of(everyone), torch.device("cpu"))
+    return ReplicaGroups(ranks=ranks, replica=replica, inside=inside, peers=peers, everyone=context)
 
 
 def subgroup(
@@ -165,16 +146,7 @@ def subgroup(
     return made
 
 
-@dataclass(frozen=True, kw_only=True)
-class Span:
-    """Elements ``[start, end)`` of a tensor, given by its number."""
-
-    tensor: int
-    start: int
-    end: int
-
-
-def stream_buckets(sizes: Sequence[int], most: int) -> list[list[Span]]:
+def stream_buckets(tensors: Iterable[Tensor], most: int) -> Iterator[list[Tensor]]:
     """Cut tensors, taken as one stream of elements, into buckets that are full but for the last.
 
     ::
@@ -182,20 +154,24 @@ def stream_buckets(sizes: Sequence[int], most: int) -> list[list[Span]]:
         sizes 5, 2, 9; most 4     | aaaa | abbc | cccc | cccc |
 
     Args:
-        sizes: elements of each tensor.
+        tensors: flat.
         most: elements of a bucket.
 
     Returns:
-        Per bucket, its spans in order: as few buckets as there can be, each element in one.
+        Per bucket, its parts in order: as few buckets as there can be, each element in one.
     """
-    buckets: list[list[Span]] = [[] for _ in range(math.ceil(sum(sizes) / most))]
-    for number, (size, end) in enumerate(zip(sizes, accumulate(sizes), strict=True)):
-        base, at = end - size, end - size
-        while at < end:
-            stop = min(end, (at // most + 1) * most)
-            buckets[at // most].append(Span(tensor=number, start=at - base, end=stop - base))
-            at = stop
-    return buckets
+    bucket: list[Tensor] = []
+    room = most
+    for tensor in tensors:
+        while tensor.numel():
+            part, tensor = tensor[:room], tensor[room:]
+            bucket.append(part)
+            room -= part.numel()
+            if not room:
+                yield bucket
+                bucket, room = [], most
+    if bucket:
+        yield bucket
 
 
 class Averager:
@@ -224,12 +200,7 @@ class Averager:
         Raises:
             PeerError: if another rank is gone or did not come in time; the tensors are then partly averaged.
         """
-
-        def start(buffer: Tensor) -> dist.Work | None:
-            work: dist.Work | None = dist.all_reduce(buffer.div_(self._ranks), group=self._group, async_op=True)
-            return work
-
-        self._run(tensors, start)
+        self._run(tensors, lambda one: dist.all_reduce(one.div_(self._ranks), group=self._group, async_op=True))
 
     def copy_first(self, tensors: Iterable[Tensor]) -> None:
         """Replace contiguous tensors by those of the group's first rank.
@@ -237,16 +208,11 @@ class Averager:
         Raises:
             PeerError: if another rank is gone or did not come in time.
         """
-
-        def start(buffer: Tensor) -> dist.Work | None:
-            work: dist.Work | None = dist.broadcast(buffer, self._first, group=self._group, async_op=True)
-            return work
-
-        self._run(tensors, start)
+        self._run(tensors, lambda one: dist.broadcast(one, self._first, group=self._group, async_op=True))
 
     @torch.no_grad()
     def _run(self, tensors: Iterable[Tensor], start: Callable[[Tensor], dist.Work | None]) -> None:
-        flying: list[tuple[dist.Work, Tensor, tuple[Tensor, ...]]] = []  # each with a buffer of its parts
+        flying: list[tuple[dist.Work, Tensor, list[Tensor]]] = []  # each with a buffer of its parts
         with peers(self._group, "averaging of the replicas' tables"):
             for parts in self._buckets(tensors):
                 buffer = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -258,17 +224,15 @@ class Averager:
             for flight in flying:
                 _land(*flight)
 
-    def _buckets(self, tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+    def _buckets(self, tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for tensor in tensors:
             by_dtype.setdefault(tensor.dtype, []).append(tensor.detach().view(-1))
         for dtype, flat in by_dtype.items():
-            most = max(1, self._bucket_bytes // dtype.itemsize)
-            for bucket in stream_buckets([tensor.numel() for tensor in flat], most):
-                yield tuple(flat[span.tensor][span.start : span.end] for span in bucket)
+            yield from stream_buckets(flat, max(1, self._bucket_bytes // dtype.itemsize))
 
 
-def _land(work: dist.Work, buffer: Tensor, parts: tuple[Tensor, ...]) -> None:
+def _land(work: dist.Work, buffer: Tensor, parts: list[Tensor]) -> None:
     work.wait()
     if len(parts) > 1:
         for part, values in zip(parts, buffer.split([part.numel() for part in parts]), strict=True):

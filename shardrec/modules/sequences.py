@@ -23,16 +23,14 @@ from shardrec.exchange.batch import Batch
 from shardrec.exchange.blocks import BlocksInFlight, Stream
 from shardrec.exchange.dedup import DistinctIds
 from shardrec.exchange.hot import HotSplit
-from shardrec.exchange.input import InputExchange, Prepared, SentIds
+from shardrec.exchange.input import Prepared, SentIds
 from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.queue import ModelContext
-from shardrec.exchange.route import Lookup, build_route
+from shardrec.exchange.route import Lookup
 from shardrec.exchange.rows import RowExchange
 from shardrec.exchange.step import Call
 from shardrec.layout import ShardingPlan
-from shardrec.lookup.groups import LookupGroup, group_tables
-from shardrec.lookup.replicated import ReplicatedLookup
-from shardrec.lookup.shards import ShardLookup
+from shardrec.lookup.groups import group_tables
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.live import LiveSequences
 from shardrec.pending import LazyAwaitable, LazyGetItemMixin
@@ -120,27 +118,33 @@ class ShardedEmbeddingCollection(ShardedCollection):
         context: ModelContext | None = None,
         dedup: bool = True,
     ) -> None:
+        self.dedup = dedup  # before the lookups are made
         super().__init__(module, plan, path=path, device=device, group=group, context=context)
+
+    def _read(self, module: EmbeddingCollection) -> None:
         self._need_indices: bool = module.need_indices()
         self._embedding_dim: int = module.embedding_dim()
         self._names_by_table: list[list[str]] = module.embedding_names_by_table()
-        self.dedup = dedup
-        self._build(module)
 
     def _build_lookups(self) -> None:
         collectives = self.context.collectives
-        self.groups = groups = group_tables(self._lookup_tables, self.device, by_width=True)
+        self.groups = groups = group_tables(self._lookup_tables.values(), self.device, by_width=True)
         lookups: list[Lookup] = []
-        for config, table, names in zip(self._configs, self._lookup_tables, self._names_by_table, strict=True):
-            width_groups = _width_groups(groups, table.layout.name)
+        for config, names in zip(self._configs, self._names_by_table, strict=True):
+            layout = self.table_layouts[config.name]
+            width_groups = tuple(
+                (group.width, index)
+                for index, group in enumerate(groups)
+                if group.width is not None and layout in group.layouts
+            )
             for feature, name in zip(config.feature_names, names, strict=True):
                 lookups.append(
                     Lookup(
                         feature=feature,
-                        layout=table.layout,
+                        layout=layout,
                         group=0,
                         output=name,
-                        dynamic=self._is_dynamic(table.layout),
+                        dynamic=self._is_dynamic(layout),
                         width_groups=width_groups,
                     )
                 )
@@ -162,16 +166,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
         limits = [(one.feature, one.layout.num_embeddings) for one in self.sent_lookups]
         dynamic = any(lookup.dynamic for lookup in lookups)
         self._distinct_ids = DistinctIds(self.dedup_lookups, limits, self.device, dynamic) if self.dedup else None
-        route = build_route(self.sent_lookups, collectives.world_size, len(groups))
-        expect = self._expectation(lookups, weighted=False, pooled=False)
-        self.input = InputExchange(route, expect, self.context, per_id=True)
-        slots = route.slots[collectives.rank]
-        self.id_maps = self._new_id_maps(route)
-        self.shards = ShardLookup(groups, slots, collectives, self.device, pooled=False)
-        tables = self._replicated_tables()
-        self.replicas = ReplicatedLookup(tables, range(len(tables)), self.context, self.device) if tables else None
-        names = [one.layout.name for one in self.sent_lookups if one.layout.hot_rows]
-        self.hot_rows = self._new_hot_rows(names)
+        route = self._make(groups, lookups, self.sent_lookups, weighted=False, columns=None)
         widths = [group.width or 0 for group in groups]
         self.row_exchange = RowExchange(
             route, widths, self._embedding_dim, collectives.rank, self.device, mean_over=collectives.mean_over
@@ -350,11 +345,3 @@ class SequenceCall(Call):
 
 def _by_key(keys: tuple[str, ...], values: Tensor, sent: SentIds) -> dict[str, Tensor]:
     return dict(zip(keys, values.split(list(sent.key_ids)), strict=True))
-
-
-def _width_groups(groups: tuple[LookupGroup, ...], table: str) -> tuple[tuple[int, int], ...]:
-    return tuple(
-        (group.width, index)
-        for index, group in enumerate(groups)
-        if group.width is not None and any(layout.name == table for layout in group.layouts)
-    )

@@ -107,7 +107,6 @@ def as_one_tensor(
     tensors: Mapping[Shard | None, Tensor],
     group: dist.ProcessGroup | None,
     *,
-    rowwise: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor | ShardedTensor:
     """A table's local parts as the value of a state_dict.
@@ -116,7 +115,6 @@ def as_one_tensor(
         layout: where the table lives.
         tensors: (rows, cols) per local shard, or the replica under None.
         group: the process group; None on one rank.
-        rowwise: the tensors are (rows,), a state kept per row; column stripes hold equal copies, and the first counts.
         dtype: of the tensors, on every rank.
 
     Returns:
@@ -124,51 +122,38 @@ def as_one_tensor(
     """
     if layout.replicated:
         return tensors[None]
-    if group is not None:
-        return _sharded(layout, tensors, group, rowwise, dtype)
-    first = next(iter(tensors.values()))
-    if len(tensors) == 1:
-        return first
-    whole = first.new_empty(layout.num_embeddings if rowwise else (layout.num_embeddings, layout.embedding_dim))
-    for shard, tensor in tensors.items():
-        assert shard is not None, "a layout that is not replicated has shards"
-        _part(whole, shard).copy_(tensor)
-    return whole
-
-
-def _sharded(
-    layout: TableLayout,
-    tensors: Mapping[Shard | None, Tensor],
-    group: dist.ProcessGroup,
-    rowwise: bool,
-    dtype: torch.dtype,
-) -> ShardedTensor:
-    shards = layout.stripes()[0].shards if rowwise else layout.shards
+    size = (layout.num_embeddings, layout.embedding_dim)
+    if group is None:
+        first = next(iter(tensors.values()))
+        if len(tensors) == 1:
+            return first
+        whole = first.new_empty(size)
+        for shard, tensor in tensors.items():
+            _part(whole, shard).copy_(tensor)
+        return whole
     local = [
-        TensorShard(tensor, _metadata(shard, group, tensor.device.type, rowwise))
+        TensorShard(tensor, _metadata(shard, group, tensor.device.type))
         for shard, tensor in tensors.items()
-        if shard is not None and shard in shards
+        if shard is not None
     ]
     device = next((tensor.device.type for tensor in tensors.values()), "cpu")
-    sizes = [layout.num_embeddings] if rowwise else [layout.num_embeddings, layout.embedding_dim]
     metadata = ShardedTensorMetadata(
-        shards_metadata=[_metadata(shard, group, device, rowwise) for shard in shards],
-        size=torch.Size(sizes),
+        shards_metadata=[_metadata(shard, group, device) for shard in layout.shards],
+        size=torch.Size(size),
         tensor_properties=TensorProperties(dtype=dtype),
     )
     return ShardedTensor._init_from_local_shards_and_global_metadata(local, metadata, process_group=group)
 
 
-def _metadata(shard: Shard, group: dist.ProcessGroup, device: str, rowwise: bool) -> ShardMetadata:
+def _metadata(shard: Shard, group: dist.ProcessGroup, device: str) -> ShardMetadata:
     # A plan counts the ranks of its group, a placement those of the world.
     rank = dist.get_global_rank(group, shard.rank)
     placement = f"rank:{rank}/{device}"
     if device == "cuda":
         placement += f":{rank % torch.cuda.device_count()}"
-    offsets, sizes = [shard.row_start, shard.col_start], [shard.rows, shard.cols]
-    if rowwise:
-        offsets, sizes = offsets[:1], sizes[:1]
-    return ShardMetadata(shard_offsets=offsets, shard_sizes=sizes, placement=placement)
+    return ShardMetadata(
+        shard_offsets=[shard.row_start, shard.col_start], shard_sizes=[shard.rows, shard.cols], placement=placement
+    )
 
 
 def load_table(layout: TableLayout, tensors: Mapping[Shard | None, Tensor], value: Tensor | ShardedTensor) -> None:
@@ -177,7 +162,6 @@ def load_table(layout: TableLayout, tensors: Mapping[Shard | None, Tensor], valu
     Raises:
         PlanError: if the value has another shape, or is sharded in another way.
     """
-    shape = (layout.num_embeddings, layout.embedding_dim)
     if isinstance(value, ShardedTensor):
         parts = {
             (*shard.metadata.shard_offsets, *shard.metadata.shard_sizes): shard.tensor for shard in value.local_shards()
@@ -191,14 +175,13 @@ def load_table(layout: TableLayout, tensors: Mapping[Shard | None, Tensor], valu
                 )
             tensor.copy_(parts[key])
         return
-    # A state kept per row has one dimension less. A value of another shape could be broadcast without a word.
-    fitting = {shape[: tensor.dim()] for tensor in tensors.values()} or {shape, shape[:1]}
-    if tuple(value.shape) not in fitting:
+    shape = (layout.num_embeddings, layout.embedding_dim)
+    if tuple(value.shape) != shape:
         raise PlanError(f"the value has shape {tuple(value.shape)} and the table {shape}; load a table of that shape")
     for shard, tensor in tensors.items():
-        tensor.copy_(value if shard is None else _part(value, shard))
+        tensor.copy_(_part(value, shard))
 
 
-def _part(whole: Tensor, shard: Shard) -> Tensor:
-    rows = whole[shard.row_start : shard.row_end]
-    return rows if whole.dim() == 1 else rows[:, shard.col_start : shard.col_end]
+def _part(whole: Tensor, shard: Shard | None) -> Tensor:
+    """What a shard has of the whole table; all of it for the replica."""
+    return whole if shard is None else whole[shard.row_start : shard.row_end, shard.col_start : shard.col_end]

@@ -73,13 +73,13 @@ def test_mean_squares_are_those_of_the_whole_row(rng: Random) -> None:
 
     def rank_main(collectives: ThreadCollectives) -> dict[tuple[str, int, int], Tensor]:
         local = [shard for layout in layouts for shard in layout.on_rank(collectives.rank)]
-        whole_rows = WholeRows(layouts, local, collectives)
         if not local:
-            assert whole_rows.mean_squares(None, []) == []
+            assert WholeRows(layouts, local, None, collectives, CPU).mean_squares([]) == []
             return {}
         bank = TableBank([(shard.rows, shard.cols) for shard in local], range(len(local)), None, CPU)
+        whole_rows = WholeRows(layouts, local, bank, collectives, CPU)
         parts = [gradient_of(bank, index, local) for index in range(len(bank.classes))]
-        found = whole_rows.mean_squares(bank, [part for part, _ in parts])
+        found = whole_rows.mean_squares([part for part, _ in parts])
         assert collectives.issued == ["row norm"]
         assert collectives.unwaited == []
         return {

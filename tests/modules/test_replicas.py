@@ -252,13 +252,16 @@ def test_first_values_are_those_of_replica_0() -> None:
 
 @given(st.lists(st.integers(0, 40), max_size=8), st.integers(1, 20))
 def test_buckets_are_full_and_cover_everything_in_order(sizes: list[int], most: int) -> None:
-    buckets = stream_buckets(sizes, most)
+    whole = torch.arange(sum(sizes))
+    buckets = list(stream_buckets(whole.split(sizes), most))
     assert len(buckets) == math.ceil(sum(sizes) / most)
-    filled = [sum(span.end - span.start for span in bucket) for bucket in buckets]
+    filled = [sum(part.numel() for part in bucket) for bucket in buckets]
     assert all(count == most for count in filled[:-1])
     assert all(0 < count <= most for count in filled)
-    elements = [(span.tensor, at) for bucket in buckets for span in bucket for at in range(span.start, span.end)]
-    assert elements == [(number, at) for number, size in enumerate(sizes) for at in range(size)]
+    parts = [part for bucket in buckets for part in bucket]
+    assert all(part.numel() for part in parts)
+    assert torch.equal(torch.cat([whole[:0], *parts]), whole)
+    assert all(part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr() for part in parts)
 
 
 def test_means_in_few_collectives() -> None:
