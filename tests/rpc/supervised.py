@@ -63,27 +63,29 @@ def _trainer(folder: Path, steps: int) -> None:
     model = shardrec.shard(make_model("adagrad"), make_plan(), servers=SERVERS, timeout_s=30.0)
     checkpoints.save(0, model)  # a state_dict has no optimizer states, so that it would not take servers back
     (folder / "begun").touch()
-    step, lost, saved, back = 0, 0, 0, False
-    while step < steps or not (folder / "killed").exists():
+    step, lost, saved, back, found = 0, 0, 0, False, None
+    while found is None:
         try:
             if back:
                 last = checkpoints.load_last(model)
                 assert last is not None, "there is a checkpoint from the start"
                 step, back = last.step, False
                 assert step >= saved, "what was saved is not lost"
-            elif step == steps:
-                model.server_statistics()  # until the last kill
-                time.sleep(0.05)
-            else:
+            elif step < steps:
                 train(model, 0, range(step, step + 1))
                 step += 1
                 if step % EVERY == 0:
                     checkpoints.save(step, model)
                     saved = max(saved, step)
+            elif not (folder / "killed").exists():
+                model.server_statistics()  # until the last kill
+                time.sleep(0.05)
+            else:  # whose loss this may be the first to meet
+                found = model.state_dict()
         except PeerError:
             lost, back = lost + 1, True
             world.rejoin()
-    torch.save((lost, model.state_dict()), folder / "result")
+    torch.save((lost, found), folder / "result")
     world.end()
     world.leave()
 

@@ -72,11 +72,16 @@ def test_a_server_that_does_not_answer_in_time(tmp_path: Path) -> None:
 
 
 def test_a_trainer_that_vanishes(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+
     def trainer(world: RpcWorld, rank: int, group: Any) -> Any:
         model = _shard(world, group, dense="none", timeout_s=1.0)
         loss = model(batch(rank, 0)).sum()
         if rank == 1:
+            gone.touch()
             os._exit(3)
+        while not gone.exists():  # else the wait for gradients may be over before the other's forward
+            time.sleep(0.01)
         with pytest.raises(PeerError, match=r"only the gradients of trainer\(s\) 0 have come"):
             loss.backward()
         world.end()
