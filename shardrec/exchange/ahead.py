@@ -35,8 +35,8 @@ class Ahead:
 
     def __init__(self, queue: ExchangeQueue, calls: Sequence[tuple[Caller, object]]) -> None:
         self._queue = queue
-        self.queued = [module.new_call(features) for module, features in calls]
-        self._left = [(*source, call) for source, call in zip(calls, self.queued, strict=True)]
+        self.calls = [module.new_call(features) for module, features in calls]
+        self._left = [(*source, call) for source, call in zip(calls, self.calls, strict=True)]
 
     def take(self, module: Caller, features: object) -> Call | None:
         """The call of a module with these very features, once."""
@@ -58,12 +58,12 @@ class Ahead:
             InputError: on every rank, if a batch of any is faulty.
             PeerError: if another rank is gone.
         """
-        for calls in self._queue.fitting(self.queued):
+        for calls in self._queue.fitting(self.calls):
             exchange_ids(self._queue.context, calls)
 
     def arrived(self) -> list[Any]:
         """The calls' records of tensors; waits for the ids that were exchanged."""
-        return [(one.prepared, one.sent, None if one.sent is None else one.received()) for one in self.queued]
+        return [(one.prepared, one.sent, None if one.sent is None else one.received()) for one in self.calls]
 
     def close(self) -> None:
         """Let go of what the forward did not call."""

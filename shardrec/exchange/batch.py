@@ -26,8 +26,8 @@ __all__ = [
     "NO_LIMIT",
     "Batch",
     "Expectation",
-    "Mended",
     "OnBadId",
+    "WithDropped",
     "fit",
     "form_fault",
     "length_fault",
@@ -90,7 +90,7 @@ class Expectation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mended:
+class WithDropped:
     """A batch as it was given, beside one without its bad ids; see :mod:`shardrec.exchange.bad_ids`.
 
     Args:
@@ -119,7 +119,7 @@ class Batch:
         inverse: (U, B_full) int64, the bag that each sample of the full batch takes, per feature in use; or None.
         bags: with ``inverse``, the U numbers of bags that it chooses from.
         offsets_fit: 0-d bool, whether the offsets that the input was given are those of the lengths; or None.
-        mended: the batch with the ids that were taken out of this one, or None.
+        with_dropped: the batch with the ids that were taken out of this one, or None.
         order: (N,) int64 place of each id before those of hot rows were moved, where it is asked for; or None.
     """
 
@@ -131,14 +131,14 @@ class Batch:
     inverse: Tensor | None = None
     bags: tuple[int, ...] = ()
     offsets_fit: Tensor | None = None
-    mended: Mended | None = None
+    with_dropped: WithDropped | None = None
     order: Tensor | None = None
 
     def places_as_given(self, places: Tensor) -> Tensor:
         """Where ids at some places of this batch were in the input: places (M,), integer."""
         if self.order is not None:
             places = self.order.index_select(0, places)
-        return places if self.mended is None else self.mended.order.index_select(0, places)
+        return places if self.with_dropped is None else self.with_dropped.order.index_select(0, places)
 
     @property
     def size(self) -> int:

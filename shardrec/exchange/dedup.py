@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardrec.exchange.batch import KEY_ORDERS, Batch
 
-__all__ = ["DistinctIds", "distinct", "distinct_of_any"]
+__all__ = ["DistinctIds", "distinct", "distinct_padded"]
 
 
 class DistinctIds:
@@ -64,7 +64,7 @@ class DistinctIds:
             lengths, values, inverse = distinct(*given, self._firsts, self._edges, None)
         else:
             total = batch.values.numel() * most
-            lengths, values, inverse = distinct_of_any(*given, self._firsts, self._edges, total)
+            lengths, values, inverse = distinct_padded(*given, self._firsts, self._edges, total)
         return Batch(keys=self._tables, lengths=lengths, values=values, weights=None), inverse
 
     def _new_order(self, keys: tuple[str, ...]) -> tuple[Tensor, int]:
@@ -119,7 +119,7 @@ def distinct_by_table(
     return sizes, torch.cat([part for part, _ in found]), inverse
 
 
-def distinct_of_any(
+def distinct_padded(
     order: Tensor, lengths: Tensor, values: Tensor, firsts: Tensor, edges: Tensor, total: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`distinct`, without a wait of the host; ``total`` is the most ids that the lookups can have.

@@ -150,8 +150,8 @@ class InputExchange:
         differentiable = given.weights is not None and given.weights.requires_grad and torch.is_grad_enabled()
         agreement = f"ids {str(given.values.dtype).removeprefix('torch.')}, {agreement}"
         agreement += ", weights with gradient" if differentiable else ""
-        limits, unused_keys = self._key_limits(given.keys)
-        valid = ids_are_valid(given, limits, unused_keys=unused_keys)
+        limits, unlimited = self._key_limits(given.keys)
+        valid = ids_are_valid(given, limits, unlimited=unlimited)
         whole, bad_ids = given, None
         if self.expect.on_bad_id and given.size and (valid.is_cuda or not bool(valid)):
             whole, valid, bad_ids = self._mended(given)
@@ -165,7 +165,7 @@ class InputExchange:
         notes: tuple[Tensor, ...] = ()
         if self.per_id:
             lengths_SB = lengths_SB.sum(dim=1, keepdim=True, dtype=torch.int32)
-            local = safe.lengths if safe.mended is None else safe.mended.lengths
+            local = safe.lengths if safe.with_dropped is None else safe.with_dropped.lengths
             notes = (outgoing.lengths.sum(dim=1, dtype=torch.int64), local.sum(dim=1, dtype=torch.int64))
         elif outgoing.sizes is not None and self._world_size > 1:
             slot_sizes = self._slot_sizes(outgoing.keys, outgoing.sizes)
@@ -241,10 +241,10 @@ class InputExchange:
         limits, _ = self._key_limits(given.keys)
         policies, places = self._key_policies(given.keys)
         whole, bad_F = mended(given, limits, policies, drops=self._drops)
-        limits, unused_keys = self._key_limits(whole.keys)
+        limits, unlimited = self._key_limits(whole.keys)
         lengths = given.lengths
         fit = add_up(lengths, lengths.sum(dim=1, dtype=torch.int64), given.values.numel())
-        return whole, fit & ids_are_valid(whole, limits, unused_keys=unused_keys), bad_F.index_select(0, places)
+        return whole, fit & ids_are_valid(whole, limits, unlimited=unlimited), bad_F.index_select(0, places)
 
     def _new_policies(self, keys: tuple[str, ...]) -> tuple[Tensor, Tensor]:
         """(F,) number of each key's policy, and (U,) place of each feature among the keys."""
@@ -274,13 +274,13 @@ class InputExchange:
         if values.device.type == "cpu" and not bool(valid):
             # The CPU's kernels compare the number of ids with the lengths; those of CUDA read by the lengths alone.
             values, weights = values[:0], None if weights is None else weights[:0]
-        given = batch.mended
+        given = batch.with_dropped
         return replace(
             batch,
             lengths=(batch.lengths.to(torch.int32) * valid).contiguous(),
             values=values.contiguous(),
             weights=None if weights is None else weights.detach().float().contiguous(),
-            mended=None if given is None else replace(given, lengths=given.lengths * valid),
+            with_dropped=None if given is None else replace(given, lengths=given.lengths * valid),
         )
 
     def _counts(self, lengths_SB: Tensor) -> Tensor:

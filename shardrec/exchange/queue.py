@@ -164,7 +164,7 @@ class ExchangeQueue:
         """
         ahead = self.context.made_ahead
         if ahead is not None and self._habit:
-            calls = ahead.queued[: self._habit[0]]
+            calls = ahead.calls[: self._habit[0]]
             if self.fitting(calls) == [calls] and all(one.is_queued and one.sent is not None for one in calls):
                 self._calls = list(calls)
                 self.flush()
@@ -197,12 +197,12 @@ class ExchangeQueue:
 
     def serve(self, ahead: Ahead) -> None:
         """After a forward that failed here: look up and send what the other ranks, whose forward goes on, wait for."""
-        left = [one for one in ahead.queued if not one.is_launched]
-        habit = self._last_habit or [len(ahead.queued)]
-        begin = len(ahead.queued) - len(left)
+        left = [one for one in ahead.calls if not one.is_launched]
+        habit = self._last_habit or [len(ahead.calls)]
+        begin = len(ahead.calls) - len(left)
         for end in accumulate(habit):
             if end > begin:
-                self._calls = ahead.queued[begin:end]
+                self._calls = ahead.calls[begin:end]
                 for one in self._calls:
                     one.error = None
                 self.flush()

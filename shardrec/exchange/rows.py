@@ -76,20 +76,20 @@ class RowExchange:
         self._units = [width // self.unit for width in self.widths]
         self.rank_major = lru_cache(maxsize=_SOURCES)(self._new_rank_major)
 
-    def stream(self, rows: Sequence[Tensor], served: ShardInput, sent: Sequence[Sequence[int]]) -> Stream:
+    def stream(self, rows: Sequence[Tensor], asked: ShardInput, sent: Sequence[Sequence[int]]) -> Stream:
         """What this rank sends and receives.
 
         Args:
             rows: per group, (n, w) float32, slot-major.
-            served: the ids that the rows are for.
+            asked: the ids that the rows are for.
             sent: per rank, the number of ids of each group that this rank sent to it.
         """
         flat = torch.zeros(0, device=self._device)
         if rows:
-            flat = _Pack.apply(served.counts, self._orders(served), *rows)  # type: ignore[no-untyped-call]
+            flat = _Pack.apply(asked.counts, self._orders(asked), *rows)  # type: ignore[no-untyped-call]
         return Stream(
             flat=flat,
-            out=[self._parts(counts) for counts in served.counts],
+            out=[self._parts(counts) for counts in asked.counts],
             into=[self._parts(counts) for counts in sent],
         )
 
@@ -136,12 +136,12 @@ class RowExchange:
     def _parts(self, counts: Sequence[int]) -> list[Shape]:
         return list(zip(counts, self.widths, strict=True))
 
-    def _orders(self, served: ShardInput) -> list[Tensor]:
+    def _orders(self, asked: ShardInput) -> list[Tensor]:
         orders, slot = [], 0
-        rank_major = self.rank_major(len(served.batch_sizes))
-        for group, count in enumerate(served.group_ids):
+        rank_major = self.rank_major(len(asked.batch_sizes))
+        for group, count in enumerate(asked.group_ids):
             slots = self._group_slots[group]
-            lengths = served.lengths[slot : slot + slots].reshape(-1)
+            lengths = asked.lengths[slot : slot + slots].reshape(-1)
             slot += slots
             places = torch.arange(count, device=self._device)
             if count:

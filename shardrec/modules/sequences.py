@@ -230,7 +230,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
 
     def _entries(self, prepared: Prepared, sent: SentIds, features: KeyedJaggedTensor) -> list[SequenceKey]:
         keys, sizes, batch = prepared.given.keys, features.stride_per_key(), prepared.batch
-        given = batch.mended
+        given = batch.with_dropped
         values = _by_key(keys, features.values(), sent)
         looked_up = _by_key(keys, batch.values if given is None else given.values, sent)
         kept = None if given is None else _by_key(keys, given.kept, sent)
@@ -300,7 +300,7 @@ class SequenceCall(Call):
         self._hot = collection._look_up_hot(self.prepared, sent)
         self._target, self._output_rows = collection._targets(self.prepared, sent)
         self._entries = collection._entries(self.prepared, sent, self._features)
-        given = self.prepared.batch.mended
+        given = self.prepared.batch.with_dropped
         if given is None and self._inverse is not None:
             ids = dict(zip(self.prepared.given.keys, sent.key_ids, strict=True))
             self._inverse = self._inverse[: sum(ids[feature] for feature, _ in collection.dedup_lookups)]
