@@ -2,9 +2,9 @@
 
 ::
 
-    ahead = Ahead(queue, calls)     the batches are checked and cut; no other rank, no host sync
+    ahead = Ahead(queue, calls)     the batches are checked and cut; needs no other rank
     ahead.exchange()                header, which all ranks wait for; the payload is on its way
-    module(features)                in the forward: the call is there already, its rows are looked up
+    module(features)                in the forward: the call is there already, only its rows are exchanged
     ahead.close()                   what was not called after all is let go
 
 An id exchange reads no weights, so that it may come before the last update; rows are looked up in the forward.
@@ -30,7 +30,7 @@ class Ahead:
 
     Args:
         queue: of the model.
-        calls: each module with its features.
+        calls: each module with its features; as an attribute, the :class:`Call` of each.
     """
 
     def __init__(self, queue: ExchangeQueue, calls: Sequence[tuple[Caller, object]]) -> None:

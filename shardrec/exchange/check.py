@@ -26,8 +26,8 @@ def ids_are_valid(batch: Batch, limits: Tensor, *, unlimited: bool) -> Tensor:
 
     Args:
         batch: the tensors of the input.
-        limits: (F,) int64, one more than the largest id allowed, per key of the batch; ``NO_LIMIT`` for a key that no
-            table uses, whose ids may be anything.
+        limits: (F,) int64, one more than the largest id allowed, per key of the batch; ``NO_LIMIT`` for a key whose ids
+            may be anything: no table uses it, or they are dynamic.
         unlimited: whether there is such a key.
 
     Returns:

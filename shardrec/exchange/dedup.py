@@ -29,7 +29,7 @@ class DistinctIds:
         lookups: (feature, table), in output order.
         tables: (name, rows), in module order.
         device: of the batches.
-        any_ids: ids may be any int64 numbers, and not rows of the tables alone. On CUDA, the host waits then.
+        any_ids: ids may be any int64 numbers, not rows of the tables alone; on CUDA the host then waits for U.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ def distinct_by_table(
 def distinct_padded(
     order: Tensor, lengths: Tensor, values: Tensor, firsts: Tensor, edges: Tensor, total: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`distinct`, without a wait of the host; ``total`` is the most ids that the lookups can have.
+    """:func:`distinct`, padded instead of waited for; ``total`` is the most ids that the lookups can have.
 
     Returns:
         As :func:`distinct`; behind the ids and behind the places there may be more elements, which are none.

@@ -89,7 +89,7 @@ class OutputExchange:
 
         Args:
             pooled: (B_all, D_mine) float32, rank after rank, without the columns that are summed on hosts.
-            asked: the ids that were looked up.
+            asked: what the ranks asked for, and was looked up.
             slot_sizes: (S,) batch size of each slot of all ranks in the local batch, where they differ.
             sums: from :attr:`hosts`, if that is there.
         """
@@ -142,7 +142,7 @@ class OutputExchange:
 
         Args:
             flight: the exchange.
-            stream: number of this module's part of it.
+            stream: number of this call's part of it.
             size: B.
             slot_sizes: as given to :meth:`stream`.
             replicated: (B, D_r) pooled columns of the replicated tables, or None.
@@ -158,7 +158,7 @@ class OutputExchange:
         return output
 
     def sums_in(self, flats: Sequence[Tensor], size: int) -> list[Tensor]:
-        """(B, D_s) of each host, which lie at the end of what its rank of this rank's place sent."""
+        """(B, D_s) of each host: the end of what came from its rank at this rank's place on a host."""
         if self._sums is None:
             return []
         found = []

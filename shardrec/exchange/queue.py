@@ -37,7 +37,7 @@ __all__ = ["ExchangeQueue", "ModelContext"]
 
 
 class ModelContext(StepContext):
-    """A model's, with the queue of its calls."""
+    """A model's :class:`StepContext`, with the queue of its calls."""
 
     @cached_property
     def queue(self) -> ExchangeQueue:
@@ -64,8 +64,8 @@ class ExchangeQueue:
         self._habit: list[int] = []  # calls before each first use, as the last forward made them
         self._seen: list[int] = []  # the same of this forward
         self._run = 0  # calls since the last first use
-        self._first = 0  # the first of them, and, by that, the lengths of runs in TorchScript
-        self._runs: dict[int, int] = {}
+        self._first = 0  # the id of the module that made the first of them
+        self._runs: dict[int, int] = {}  # by that, calls in the last run it began: what TorchScript has for a habit
         self._one_thread = RLock()
         self._last_habit: list[int] = []  # the habit when the last forward began
 
@@ -158,7 +158,7 @@ class ExchangeQueue:
                 self._in_forward = False
 
     def launch_ahead(self) -> None:
-        """Look up for the calls that this forward makes before its first use, if their ids were exchanged ahead.
+        """Exchange rows for the calls that this forward makes before its first use, if their ids were exchanged ahead.
 
         So their rows travel while the model computes what it has before it calls its sharded modules.
         """

@@ -1,7 +1,7 @@
 """The output exchange without pooling: one row per id back to the rank that asked, in one all-to-all each way.
 
-Shapes: N ids of this rank, M rows of the output, D columns of the output, w columns of a shard, W ranks, S slots of
-this rank, u columns of a unit.
+Shapes: N_sent ids that this rank sent, M rows of the output, D columns of the output, n rows of a lookup group, w
+columns of its shards, W ranks, S slots of all ranks, u columns of a unit (here of columns; a route's unit is of ids).
 
 ::
 
@@ -81,7 +81,7 @@ class RowExchange:
 
         Args:
             rows: per group, (n, w) float32, slot-major.
-            asked: the ids that the rows are for.
+            asked: what the ranks asked for, whose rows these are.
             sent: per rank, the number of ids of each group that this rank sent to it.
         """
         flat = torch.zeros(0, device=self._device)
@@ -98,7 +98,7 @@ class RowExchange:
 
         Args:
             sent: the local batch.
-            starts: per slot of all ranks, an id's output row minus its position in the sent batch.
+            starts: per slot of all ranks, an id's output row minus its position in ``sent.positions``.
         """
         assert sent.positions is not None and sent.slot_ids is not None, "the positions of the ids were kept"
         units = self.dim // self.unit
@@ -119,7 +119,7 @@ class RowExchange:
 
         Args:
             flight: the exchange.
-            stream: number of this module's part of it.
+            stream: number of this call's part of it.
             target: from :meth:`targets`.
             output_rows: M.
             copies: the output rows (n,) int64 that this rank has itself, of hot rows, and these (n, D) float32.
@@ -161,7 +161,7 @@ def unit_targets(
     """Where in the output each received unit goes. TorchScript compiles it, too; it reads no value.
 
     Args:
-        positions: (N_sent,) int64, position of each sent id in the sent batch, in order of travel.
+        positions: (N_sent,) int64, position of each sent id, in order of travel.
         slot_ids: (S,) number of ids of each slot of all ranks.
         firsts: (S,) int64, the unit of the output where an id's columns of the slot begin, less those of its position.
         slot_units: (S,) int64, units of a slot's columns.
