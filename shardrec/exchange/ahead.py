@@ -2,9 +2,9 @@
 
 ::
 
-    ahead = Ahead(queue, calls)     the batches are checked and cut; no other rank, no host sync
+    ahead = Ahead(queue, calls)     the batches are checked and cut; needs no other rank
     ahead.exchange()                header, which all ranks wait for; the payload is on its way
-    module(features)                in the forward: the call is there already, its rows are looked up
+    module(features)                in the forward: the call is there already, only its rows are exchanged
     ahead.close()                   what was not called after all is let go
 
 An id exchange reads no weights, so that it may come before the last update; rows are looked up in the forward.
@@ -30,13 +30,13 @@ class Ahead:
 
     Args:
         queue: of the model.
-        calls: each module with its features.
+        calls: each module with its features; as an attribute, the :class:`Call` of each.
     """
 
     def __init__(self, queue: ExchangeQueue, calls: Sequence[tuple[Caller, object]]) -> None:
         self._queue = queue
-        self.queued = [module.new_call(features) for module, features in calls]
-        self._left = [(*source, call) for source, call in zip(calls, self.queued, strict=True)]
+        self.calls = [module.new_call(features) for module, features in calls]
+        self._left = [(*source, call) for source, call in zip(calls, self.calls, strict=True)]
 
     def take(self, module: Caller, features: object) -> Call | None:
         """The call of a module with these very features, once."""
@@ -58,12 +58,12 @@ class Ahead:
             InputError: on every rank, if a batch of any is faulty.
             PeerError: if another rank is gone.
         """
-        for calls in self._queue.fitting(self.queued):
+        for calls in self._queue.fitting(self.calls):
             exchange_ids(self._queue.context, calls)
 
     def arrived(self) -> list[Any]:
         """The calls' records of tensors; waits for the ids that were exchanged."""
-        return [(one.prepared, one.sent, None if one.sent is None else one.received()) for one in self.queued]
+        return [(one.prepared, one.sent, None if one.sent is None else one.received()) for one in self.calls]
 
     def close(self) -> None:
         """Let go of what the forward did not call."""

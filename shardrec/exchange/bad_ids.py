@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from shardrec.errors import ConfigError
-from shardrec.exchange.batch import Batch, Mended, OnBadId
+from shardrec.exchange.batch import Batch, OnBadId, WithDropped
 
 __all__ = ["DROPPED", "POLICIES", "mend", "mended", "places_of_rows", "policies_of"]
 
@@ -98,7 +98,7 @@ def mended(batch: Batch, limits: Tensor, policies: Tensor, *, drops: bool) -> tu
     lengths, values, order, kept, bad_F = mend(batch.lengths, batch.values, limits, policies, drops)
     if not drops:
         return replace(batch, values=values), bad_F
-    given = Mended(order=order, kept=kept, lengths=batch.lengths, values=values)
+    given = WithDropped(order=order, kept=kept, lengths=batch.lengths, values=values)
     mended = replace(
         batch,
         keys=(*batch.keys, DROPPED),
@@ -106,7 +106,7 @@ def mended(batch: Batch, limits: Tensor, policies: Tensor, *, drops: bool) -> tu
         values=values.index_select(0, order),
         weights=None if batch.weights is None else batch.weights.index_select(0, order),
         sizes=None if batch.sizes is None else (*batch.sizes, batch.size),
-        mended=given,
+        with_dropped=given,
     )
     return mended, bad_F
 

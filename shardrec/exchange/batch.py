@@ -26,8 +26,8 @@ __all__ = [
     "NO_LIMIT",
     "Batch",
     "Expectation",
-    "Mended",
     "OnBadId",
+    "WithDropped",
     "fit",
     "form_fault",
     "length_fault",
@@ -46,7 +46,7 @@ KEY_ORDERS = 16
 """Orders of a batch's keys for which constants are kept; of a batch with another order they are made anew."""
 
 NO_LIMIT = 2**63 - 1
-"""In place of a number of rows: the ids of this key are not looked up."""
+"""In place of a number of rows: the ids of this key may be any; they are dynamic, or not looked up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class Expectation:
     """What a sharded module expects of its input.
 
     Args:
-        tables: per lookup, its feature, its table and the table's number of rows.
+        tables: per lookup, its feature, its table and the table's number of rows (``NO_LIMIT`` of dynamic ids).
         weighted: whether each id comes with a float weight.
         device: where the tensors must be.
         pooled: features of different batch sizes need inverse indices, for their bags end up side by side.
@@ -73,7 +73,7 @@ class Expectation:
         return tuple(dict.fromkeys(key for key, _, _ in self.tables))
 
     def rows(self, feature: str) -> int:
-        """Ids of ``feature`` must be below this; ``NO_LIMIT`` if no table uses the feature."""
+        """Ids of ``feature`` must be below this; ``NO_LIMIT`` if they are dynamic, or no table uses the feature."""
         return self._rows.get(feature, NO_LIMIT)
 
     @cached_property
@@ -90,13 +90,13 @@ class Expectation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mended:
-    """A batch as it was given, beside one without its bad ids; see :mod:`shardrec.exchange.bad_ids`.
+class WithDropped:
+    """A batch with the ids that were dropped from another, its ``Batch``; see :mod:`shardrec.exchange.bad_ids`.
 
     Args:
-        order: (N,) int64 place of each id of the other batch in this one.
+        order: (N,) int64 place here of each id of the ``Batch``.
         kept: (N,) bool, whether each id is looked up.
-        lengths: (F, B) ids of each bag.
+        lengths: (F, B) ids of each bag, as given.
         values: (N,) ids, wrapped, and 0 where they are not looked up.
     """
 
@@ -119,8 +119,8 @@ class Batch:
         inverse: (U, B_full) int64, the bag that each sample of the full batch takes, per feature in use; or None.
         bags: with ``inverse``, the U numbers of bags that it chooses from.
         offsets_fit: 0-d bool, whether the offsets that the input was given are those of the lengths; or None.
-        mended: the batch with the ids that were taken out of this one, or None.
-        order: (N,) int64 place of each id before those of hot rows were moved, where it is asked for; or None.
+        with_dropped: the batch with the ids that were taken out of this one, or None.
+        order: (N,) int64 place of each id in the batch from which those of hot rows were moved, if asked for; or None.
     """
 
     keys: tuple[str, ...]
@@ -131,14 +131,14 @@ class Batch:
     inverse: Tensor | None = None
     bags: tuple[int, ...] = ()
     offsets_fit: Tensor | None = None
-    mended: Mended | None = None
+    with_dropped: WithDropped | None = None
     order: Tensor | None = None
 
     def places_as_given(self, places: Tensor) -> Tensor:
         """Where ids at some places of this batch were in the input: places (M,), integer."""
         if self.order is not None:
             places = self.order.index_select(0, places)
-        return places if self.mended is None else self.mended.order.index_select(0, places)
+        return places if self.with_dropped is None else self.with_dropped.order.index_select(0, places)
 
     @property
     def size(self) -> int:

@@ -37,7 +37,7 @@ __all__ = ["BlockExchange", "BlocksInFlight", "Stream"]
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
-    """What one call sends.
+    """What one call sends, and the shapes of what comes, in an exchange that several share; not CUDA's stream.
 
     Args:
         flat: float32, the parts for each rank one after the other.

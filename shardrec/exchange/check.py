@@ -21,14 +21,14 @@ from shardrec.exchange.staging import staged
 __all__ = ["add_up", "are_sound", "describe_fault", "ids_are_valid"]
 
 
-def ids_are_valid(batch: Batch, limits: Tensor, *, unused_keys: bool) -> Tensor:
+def ids_are_valid(batch: Batch, limits: Tensor, *, unlimited: bool) -> Tensor:
     """Whether lengths add up and each id is in its table.
 
     Args:
         batch: the tensors of the input.
-        limits: (F,) int64, one more than the largest id allowed, per key of the batch; ``NO_LIMIT`` for a key that no
-            table uses, whose ids may be anything.
-        unused_keys: whether there is such a key.
+        limits: (F,) int64, one more than the largest id allowed, per key of the batch; ``NO_LIMIT`` for a key whose ids
+            may be anything: no table uses it, or they are dynamic.
+        unlimited: whether there is such a key.
 
     Returns:
         0-d bool tensor on the batch's device.
@@ -37,7 +37,7 @@ def ids_are_valid(batch: Batch, limits: Tensor, *, unused_keys: bool) -> Tensor:
         lengths, values = batch.lengths.contiguous(), batch.values.contiguous()
         sound: Tensor = torch.ops.shardrec.are_sound(lengths, values, limits)
     else:
-        sound = are_sound(batch.lengths, batch.values, limits, unused_keys, True)
+        sound = are_sound(batch.lengths, batch.values, limits, unlimited, True)
     if batch.offsets_fit is not None:
         sound = sound & batch.offsets_fit
     if batch.inverse is not None:
@@ -46,7 +46,7 @@ def ids_are_valid(batch: Batch, limits: Tensor, *, unused_keys: bool) -> Tensor:
     return sound
 
 
-def are_sound(lengths: Tensor, values: Tensor, limits: Tensor, unused_keys: bool, asking: bool) -> Tensor:
+def are_sound(lengths: Tensor, values: Tensor, limits: Tensor, unlimited: bool, asking: bool) -> Tensor:
     """:func:`ids_are_valid` of plain tensors: ``lengths`` (F, B), ``values`` (N,). TorchScript compiles it, too.
 
     With ``asking`` it may read values on the host where they are there, which a tracer cannot.
@@ -65,7 +65,7 @@ def are_sound(lengths: Tensor, values: Tensor, limits: Tensor, unused_keys: bool
         feature_N = torch.searchsorted(ends_F, torch.arange(count, device=ends_F.device), right=True)
         limit_N = limits.index_select(0, feature_N.clamp(max=limits.numel() - 1))
     inside = (values >= 0) & (values < limit_N)
-    if unused_keys:
+    if unlimited:
         inside = inside | (limit_N == 9223372036854775807)  # NO_LIMIT, of which TorchScript sees no global name
     return sound & inside.all()
 

@@ -37,7 +37,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Streams:
-    """Sizes of what several modules send together, in elements.
+    """Sizes of what several calls send together (``Stream`` of each, in :mod:`shardrec.exchange.blocks`), in elements.
 
     Args:
         out: per rank and stream, what goes there.

@@ -16,7 +16,7 @@ Dynamic ids are cut by their home rows (:mod:`shardrec.exchange.hashing`), and g
 
 A route with one block needs no bucketizing, and its two permutes are one. On the CPU, where the sizes are known at
 once, one C++ operator (:mod:`shardrec.native`) does all of it: of 819,200 ids for 200 tables, a third of them cut by
-rows, in 5 ms where the three take 38.
+rows, in 8 ms where the three take 38.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ __all__ = ["Cut", "Cutter", "in_blocks", "permuted"]
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """A batch cut into blocks, and the order in which its slots leave it.
+    """A batch cut into blocks (by the C++ operator, into slots), and which of them each slot is.
 
     Args:
         row_lengths: (K·U, B); (F, B) with one block; (S, B) by the C++ operator.
-        values: (N,) ids in that order, local to the block; on CUDA more elements may follow, which are none.
+        values: (N,) ids in that order, local to the block unless dynamic; on CUDA more elements may follow, no ids.
         weights: (N,) or None.
         positions: (N,) integer place of each id in the batch, or None where nobody asks.
-        slots: (S,) row of each slot; None if the rows are the slots, in order.
+        slots: (S,) of each slot, its row of ``row_lengths``; None if the rows are the slots, in order.
         lengths: (S, B) lengths of each slot.
         borrowed: values or weights are the caller's own memory.
     """
@@ -77,7 +77,7 @@ class Cutter:
         device: of the batches.
 
     Attributes:
-        block_sizes: (U,) rows of each unit's table.
+        block_sizes: (U,) rows of each unit's table (of all its blocks: the name is fbgemm's).
         boundaries: per unit, (K + 1,) the rows at which its blocks begin and end.
         slot_rows: (S,) int64, row of each slot in the cut lengths.
         dynamic: (U,) bool, which units' ids are dynamic; None if none are.
@@ -192,7 +192,7 @@ def permuted(
         values: (N,).
         weights: (N,) or None.
         positions: (N,) or None.
-        total: the new N, where that is known on the host.
+        total: the new N, where the host knows it; or the most that it can be (see the head of this module).
     """
     if positions is not None:
         positions = torch.ops.fbgemm.permute_2D_sparse_data(order, lengths, positions, None, total)[1]

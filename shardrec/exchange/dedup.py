@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardrec.exchange.batch import KEY_ORDERS, Batch
 
-__all__ = ["DistinctIds", "distinct", "distinct_of_any"]
+__all__ = ["DistinctIds", "distinct", "distinct_padded"]
 
 
 class DistinctIds:
@@ -29,7 +29,7 @@ class DistinctIds:
         lookups: (feature, table), in output order.
         tables: (name, rows), in module order.
         device: of the batches.
-        any_ids: ids may be any int64 numbers, and not rows of the tables alone. On CUDA, the host waits then.
+        any_ids: ids may be any int64 numbers, not rows of the tables alone; on CUDA the host then waits for U.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class DistinctIds:
             lengths, values, inverse = distinct(*given, self._firsts, self._edges, None)
         else:
             total = batch.values.numel() * most
-            lengths, values, inverse = distinct_of_any(*given, self._firsts, self._edges, total)
+            lengths, values, inverse = distinct_padded(*given, self._firsts, self._edges, total)
         return Batch(keys=self._tables, lengths=lengths, values=values, weights=None), inverse
 
     def _new_order(self, keys: tuple[str, ...]) -> tuple[Tensor, int]:
@@ -119,10 +119,10 @@ def distinct_by_table(
     return sizes, torch.cat([part for part, _ in found]), inverse
 
 
-def distinct_of_any(
+def distinct_padded(
     order: Tensor, lengths: Tensor, values: Tensor, firsts: Tensor, edges: Tensor, total: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`distinct`, without a wait of the host; ``total`` is the most ids that the lookups can have.
+    """:func:`distinct`, padded instead of waited for; ``total`` is the most ids that the lookups can have.
 
     Returns:
         As :func:`distinct`; behind the ids and behind the places there may be more elements, which are none.

@@ -165,7 +165,7 @@ class HostExchange:
 
         Args:
             flight: the exchange inside hosts.
-            stream: number of this module's part of it.
+            stream: number of this call's part of it.
             batch_sizes: samples of each rank.
         """
         rows = self._rows(self._local, batch_sizes)

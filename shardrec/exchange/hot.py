@@ -8,8 +8,8 @@ Shapes: F keys of the batch, H of them with hot rows, B samples, N ids, R hot ro
     ids       1 2 | 9    7 4 | 3  ──► 2 |      4 | 3        0 | 1    0 |      (hot rows of a: 1 and 9; of b: 7)
 
 What is left of a key travels to the owners of its rows. The keys of hot rows belong to no unit; their ids, now
-positions among the hot rows of their table, are looked up in this rank's copies. The number of ids stays, so that
-nothing has to be known on the host, and all that follows is that of a plain batch.
+positions among the hot rows of their table, are looked up in this rank's copies. The split keeps the number of ids, so
+that nothing has to be known on the host, and all that follows is that of a plain batch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _KeyOrder:
 
     keys: tuple[str, ...]  # of the result
     chosen: Tensor | None  # (F,) int32 positions of the keys to split among those given; None: all, in order
-    chosen_of: tuple[int, ...]  # the same
+    chosen_of: tuple[int, ...]  # the same, on the host, and never None
     most: int  # keys that are made of one
     firsts: Tensor  # (F + 1,) int64, where the rows of each key's table begin, if tables lie one after the other
     starts: Tensor  # (F + 1,) int64, where its hot rows begin among all hot rows
@@ -55,7 +55,7 @@ class HotSplit:
 
     Args:
         tables: by key, the layout of its table, which has hot rows. No other table looks such a key up.
-        copies: keys to be made of others first, where several tables look one up: the feature of each new key.
+        copies: keys to be made of others first, and of which (where several tables look one up, or for each lookup).
         keep: keep the batch's own keys beside the copies.
         device: of the batches.
     """
@@ -82,7 +82,7 @@ class HotSplit:
 
         Args:
             batch: the local batch.
-            places: tell the order of the ids, as is done of a weighted batch in any case.
+            places: give the result its ``order``, as a weighted batch gets in any case.
 
         Returns:
             The batch, with the keys of hot rows after the others.

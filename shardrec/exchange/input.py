@@ -1,7 +1,7 @@
 """A sharded module's part of the input exchange: its batch checked, cut by rank, and packed.
 
-Shapes: F features of the input, S slots of all ranks (see :mod:`shardrec.exchange.route`), B local batch size, W ranks,
-G lookup groups, N ids.
+Shapes: F keys of the input, U features that the tables use, S slots of all ranks (see :mod:`shardrec.exchange.route`),
+B local batch size, W ranks, G lookup groups, N ids.
 
 ::
 
@@ -44,18 +44,18 @@ class Prepared:
     Args:
         batch: the checked local input, of empty bags if it is faulty (read for bag lengths and inverse indices, and of
             sequences for replicated tables).
-        given: the input as it was read, for words about its faults.
-        to_send: what is cut of it: its distinct ids, where asked; those of hot rows, which stay, under their own keys.
+        given: the input as it was read (for words about faults, keys, weights with a gradient); empty if unreadable.
+        to_send: what is cut: ``batch``, or its distinct ids; ids of hot rows, which stay, are under keys of their own.
         cut: ``to_send`` cut into blocks.
-        lengths: (S, B) int32 lengths of each slot.
+        lengths: (S, B) int32 lengths of each slot; (S, 1), their sums, if each id gets a row of its own.
         slot_sizes: (S,) batch size of each slot, where they differ.
         counts: (W, G) int64 ids for each rank and lookup group.
         valid: 0-d bool, whether structure, lengths and ids are sound.
         fault: what is wrong with the structure, or "".
         agreement: what the ranks must have in common.
-        notes: further int64 tensors to read on the host with the header.
+        notes: further int64 tensors to read on the host with the header: see ``SentIds``, whose last fields they are.
         differentiable: the weights take a gradient.
-        bad_ids: (U,) int64 number of bad ids of each feature, where they are no error; None if there are none.
+        bad_ids: (U,) int64 number of bad ids of each feature, where they are no error; None if none were looked for.
     """
 
     batch: Batch
@@ -80,10 +80,10 @@ class SentIds:
     Args:
         parts: per rank, the tensors of its part; see :meth:`Payload.pack`.
         counts: ids to each rank, per group.
-        slot_ids: (S,) number of ids of each slot of all ranks.
-        positions: (N_sent,) int64, position of each sent id, in order of travel: in the sent batch's values if each id
-            gets a row of its own, else in the local batch's as they were given. None where nobody asks.
-        sent_key_ids: number of ids of each key of the sent batch; empty unless each id gets a row of its own.
+        slot_ids: (S,) number of ids of each slot of all ranks; None without ``positions``.
+        positions: (N_sent,) int64, position of each sent id, in order of travel: in ``Prepared.to_send``'s values if
+            each id gets a row of its own, else in the local batch's as they were given. None where nobody asks.
+        sent_key_ids: number of ids of each key of ``to_send``; empty unless each id gets a row of its own.
         key_ids: number of ids of each key of the local batch as it was given; likewise.
         replica_ids: number of ids of each lookup of a replicated table, then of hot rows; empty if each id gets a row.
     """
@@ -111,7 +111,7 @@ class InputExchange:
         cutter: cuts batches into slots.
         payload: packs what is sent and unpacks what is received.
         group_edges: (W·G + 1,) int64, where each rank's groups begin among the slots.
-        columns: width of this module's part of a header.
+        columns: width of a call's part of a header.
         shard_rows: (S_mine,) int64, on the CPU, the rows of the shard of each of this rank's slots.
         bad_ids: (U,) int64, per feature, ids outside its table that were no error, in the batches so far.
     """
@@ -136,12 +136,12 @@ class InputExchange:
         self.bad_ids = torch.zeros(len(expect.features), dtype=torch.int64, device=expect.device)
 
     def prepare(self, features: object, agreement: str, *, to_send: Callable[[Batch], Batch] | None = None) -> Prepared:
-        """Check the batch and cut it. Reads no tensor's value on the host and raises nothing for a faulty batch.
+        """Check the batch and cut it. Raises nothing for a faulty batch, and waits for the device only in ``to_send``.
 
         Args:
             features: a KeyedJaggedTensor; keys in any order, further keys are ignored.
             agreement: what the ranks must have in common beyond the ids' dtype.
-            to_send: makes the batch to send out of the checked one: hot rows set aside, distinct ids.
+            to_send: makes ``Prepared.to_send`` out of the checked batch: distinct ids, hot rows set aside.
         """
         given = read_batch(features, self.expect)
         fault = given if isinstance(given, str) else ""
@@ -150,29 +150,29 @@ class InputExchange:
         differentiable = given.weights is not None and given.weights.requires_grad and torch.is_grad_enabled()
         agreement = f"ids {str(given.values.dtype).removeprefix('torch.')}, {agreement}"
         agreement += ", weights with gradient" if differentiable else ""
-        limits, unused_keys = self._key_limits(given.keys)
-        valid = ids_are_valid(given, limits, unused_keys=unused_keys)
+        limits, unlimited = self._key_limits(given.keys)
+        valid = ids_are_valid(given, limits, unlimited=unlimited)
         whole, bad_ids = given, None
         if self.expect.on_bad_id and given.size and (valid.is_cuda or not bool(valid)):
             whole, valid, bad_ids = self._mended(given)
         if fault:
             valid = torch.zeros_like(valid)
         safe = self._safe(whole, valid)
-        outgoing = safe if to_send is None else to_send(safe)
-        cut = self.cutter.cut(outgoing, keep_positions=self.per_id or differentiable, given=given)
+        chosen = safe if to_send is None else to_send(safe)
+        cut = self.cutter.cut(chosen, keep_positions=self.per_id or differentiable, given=given)
         lengths_SB = cut.lengths
         slot_sizes = None
         notes: tuple[Tensor, ...] = ()
         if self.per_id:
             lengths_SB = lengths_SB.sum(dim=1, keepdim=True, dtype=torch.int32)
-            local = safe.lengths if safe.mended is None else safe.mended.lengths
-            notes = (outgoing.lengths.sum(dim=1, dtype=torch.int64), local.sum(dim=1, dtype=torch.int64))
-        elif outgoing.sizes is not None and self._world_size > 1:
-            slot_sizes = self._slot_sizes(outgoing.keys, outgoing.sizes)
+            local = safe.lengths if safe.with_dropped is None else safe.with_dropped.lengths
+            notes = (chosen.lengths.sum(dim=1, dtype=torch.int64), local.sum(dim=1, dtype=torch.int64))
+        elif chosen.sizes is not None and self._world_size > 1:
+            slot_sizes = self._slot_sizes(chosen.keys, chosen.sizes)
         return Prepared(
             batch=safe,
             given=given,
-            to_send=outgoing,
+            to_send=chosen,
             cut=cut,
             lengths=lengths_SB,
             slot_sizes=slot_sizes,
@@ -186,7 +186,7 @@ class InputExchange:
         )
 
     def header(self, prepared: Prepared) -> Tensor:
-        """(W, columns) int64: this module's part of the header for each rank."""
+        """(W, columns) int64: the call's part of the header for each rank."""
         header = prepared.counts.new_zeros((self._world_size, self.columns))
         header[:, 0] = prepared.lengths.size(1)
         if prepared.slot_sizes is not None:
@@ -232,7 +232,7 @@ class InputExchange:
         return [[size, bags, *counts] for bags, counts in zip(words, sent.counts, strict=True)]
 
     def _new_limits(self, keys: tuple[str, ...]) -> tuple[Tensor, bool]:
-        """(F,) one more than the largest id allowed, per key, and whether some keys are not looked up."""
+        """(F,) one more than the largest id allowed, per key, and whether some keys allow any."""
         limits = [self.expect.rows(key) for key in keys]
         return torch.tensor(limits, dtype=torch.int64, device=self.expect.device), NO_LIMIT in limits
 
@@ -241,10 +241,10 @@ class InputExchange:
         limits, _ = self._key_limits(given.keys)
         policies, places = self._key_policies(given.keys)
         whole, bad_F = mended(given, limits, policies, drops=self._drops)
-        limits, unused_keys = self._key_limits(whole.keys)
+        limits, unlimited = self._key_limits(whole.keys)
         lengths = given.lengths
         fit = add_up(lengths, lengths.sum(dim=1, dtype=torch.int64), given.values.numel())
-        return whole, fit & ids_are_valid(whole, limits, unused_keys=unused_keys), bad_F.index_select(0, places)
+        return whole, fit & ids_are_valid(whole, limits, unlimited=unlimited), bad_F.index_select(0, places)
 
     def _new_policies(self, keys: tuple[str, ...]) -> tuple[Tensor, Tensor]:
         """(F,) number of each key's policy, and (U,) place of each feature among the keys."""
@@ -274,13 +274,13 @@ class InputExchange:
         if values.device.type == "cpu" and not bool(valid):
             # The CPU's kernels compare the number of ids with the lengths; those of CUDA read by the lengths alone.
             values, weights = values[:0], None if weights is None else weights[:0]
-        given = batch.mended
+        given = batch.with_dropped
         return replace(
             batch,
             lengths=(batch.lengths.to(torch.int32) * valid).contiguous(),
             values=values.contiguous(),
             weights=None if weights is None else weights.detach().float().contiguous(),
-            mended=None if given is None else replace(given, lengths=given.lengths * valid),
+            with_dropped=None if given is None else replace(given, lengths=given.lengths * valid),
         )
 
     def _counts(self, lengths_SB: Tensor) -> Tensor:

@@ -81,7 +81,7 @@ class OutputExchange:
     def stream(
         self,
         pooled: Tensor,
-        served: ShardInput,
+        asked: ShardInput,
         slot_sizes: Sequence[int] | None,
         sums: Sequence[Tensor] = (),
     ) -> Stream:
@@ -89,33 +89,33 @@ class OutputExchange:
 
         Args:
             pooled: (B_all, D_mine) float32, rank after rank, without the columns that are summed on hosts.
-            served: the ids that were looked up.
+            asked: what the ranks asked for, and was looked up.
             slot_sizes: (S,) batch size of each slot of all ranks in the local batch, where they differ.
             sums: from :attr:`hosts`, if that is there.
         """
-        flat, out = self.outgoing(pooled, served, sums)
-        size = served.batch_sizes[self._rank]
+        flat, out = self.outgoing(pooled, asked, sums)
+        size = asked.batch_sizes[self._rank]
         ragged_in = None if slot_sizes is None else self._ragged(size, slot_sizes)
         into = [self._shapes_in(other, size, ragged_in) for other in range(self.world_size)]
         return Stream(flat=flat, out=out, into=into)
 
     def outgoing(
-        self, pooled: Tensor, served: ShardInput, sums: Sequence[Tensor] = ()
+        self, pooled: Tensor, asked: ShardInput, sums: Sequence[Tensor] = ()
     ) -> tuple[Tensor, list[list[Shape]]]:
         """What this rank sends to each rank (a server: to each request), one after the other, and its shapes.
 
         Args:
             pooled: as :meth:`stream` takes it.
-            served: likewise.
+            asked: likewise.
             sums: likewise.
         """
         mine = self.widths[self._rank]
         out: list[list[Shape]] = []
-        plain = not any(served.slot_sizes) and self._sums is None
-        blocks = [] if plain else list(pooled.split(list(served.batch_sizes)))
+        plain = not any(asked.slot_sizes) and self._sums is None
+        blocks = [] if plain else list(pooled.split(list(asked.batch_sizes)))
         parts: list[Tensor] = []
-        for other, rows in enumerate(served.batch_sizes):
-            sizes = served.slot_sizes[other]
+        for other, rows in enumerate(asked.batch_sizes):
+            sizes = asked.slot_sizes[other]
             shapes: list[Shape] = [(rows, mine)]
             if sizes is not None:
                 own = tuple(sizes[number] for number in self._slots[self._rank])
@@ -142,7 +142,7 @@ class OutputExchange:
 
         Args:
             flight: the exchange.
-            stream: number of this module's part of it.
+            stream: number of this call's part of it.
             size: B.
             slot_sizes: as given to :meth:`stream`.
             replicated: (B, D_r) pooled columns of the replicated tables, or None.
@@ -158,7 +158,7 @@ class OutputExchange:
         return output
 
     def sums_in(self, flats: Sequence[Tensor], size: int) -> list[Tensor]:
-        """(B, D_s) of each host, which lie at the end of what its rank of this rank's place sent."""
+        """(B, D_s) of each host: the end of what came from its rank at this rank's place on a host."""
         if self._sums is None:
             return []
         found = []

@@ -5,13 +5,12 @@
     part for rank q:  bags | ids (n_q,) | weights (n_q,)
     bags:             lengths (S_q, B), or, where slots have a batch size each, sizes (S_q,) | lengths (their sum,)
 
-An id is one word, or two where a shard has more rows than 32 bits can number. What a part holds is told by the row of
-the header that comes before it::
+An id is one word, or two (``Route.wide_ids``) where any is dynamic, or a shard has more rows than 32 bits can number.
+What a part holds is told by the row of the header that comes before it::
 
     row for rank q:   batch size B | words of bags, 0 if they are lengths alone | ids in group 0 | ... | in group G-1
 
-Shapes: S_q slots of rank q, S of all ranks, B local batch size, W ranks, G lookup
-groups, n ids.
+Shapes: S_q slots of rank q, S of all ranks, B local batch size, W ranks, G lookup groups, n ids.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ _SOURCES = 64  # numbers of sources for which constants are kept; ranks have one
 
 @dataclass(frozen=True, kw_only=True)
 class ShardInput:
-    """The ids for this rank's shards.
+    """The ids for this rank's shards: what all ranks ask of it.
 
     Args:
         lengths: (S_mine, B_all) int32; a slot's samples are ordered by the rank they come from.
-        ids: (n,) int32 or int64, rows inside the shard.
+        ids: (n,) int32 or int64, slot by slot: rows inside the shard, or dynamic ids.
         weights: (n,) float32, or None.
         batch_sizes: W sizes B_w; B_all is their sum.
         group_ids: number of ids of each lookup group; they lie in ``ids`` one group after the other.

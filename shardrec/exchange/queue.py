@@ -37,7 +37,7 @@ __all__ = ["ExchangeQueue", "ModelContext"]
 
 
 class ModelContext(StepContext):
-    """A model's, with the queue of its calls."""
+    """A model's :class:`StepContext`, with the queue of its calls."""
 
     @cached_property
     def queue(self) -> ExchangeQueue:
@@ -64,8 +64,8 @@ class ExchangeQueue:
         self._habit: list[int] = []  # calls before each first use, as the last forward made them
         self._seen: list[int] = []  # the same of this forward
         self._run = 0  # calls since the last first use
-        self._first = 0  # the first of them, and, by that, the lengths of runs in TorchScript
-        self._runs: dict[int, int] = {}
+        self._first = 0  # the id of the module that made the first of them
+        self._runs: dict[int, int] = {}  # by that, calls in the last run it began: what TorchScript has for a habit
         self._one_thread = RLock()
         self._last_habit: list[int] = []  # the habit when the last forward began
 
@@ -158,13 +158,13 @@ class ExchangeQueue:
                 self._in_forward = False
 
     def launch_ahead(self) -> None:
-        """Look up for the calls that this forward makes before its first use, if their ids were exchanged ahead.
+        """Exchange rows for the calls that this forward makes before its first use, if their ids were exchanged ahead.
 
         So their rows travel while the model computes what it has before it calls its sharded modules.
         """
         ahead = self.context.made_ahead
         if ahead is not None and self._habit:
-            calls = ahead.queued[: self._habit[0]]
+            calls = ahead.calls[: self._habit[0]]
             if self.fitting(calls) == [calls] and all(one.is_queued and one.sent is not None for one in calls):
                 self._calls = list(calls)
                 self.flush()
@@ -197,12 +197,12 @@ class ExchangeQueue:
 
     def serve(self, ahead: Ahead) -> None:
         """After a forward that failed here: look up and send what the other ranks, whose forward goes on, wait for."""
-        left = [one for one in ahead.queued if not one.is_launched]
-        habit = self._last_habit or [len(ahead.queued)]
-        begin = len(ahead.queued) - len(left)
+        left = [one for one in ahead.calls if not one.is_launched]
+        habit = self._last_habit or [len(ahead.calls)]
+        begin = len(ahead.calls) - len(left)
         for end in accumulate(habit):
             if end > begin:
-                self._calls = ahead.queued[begin:end]
+                self._calls = ahead.calls[begin:end]
                 for one in self._calls:
                     one.error = None
                 self.flush()

@@ -70,7 +70,7 @@ class Route:
         unit_boundaries: per unit, the row boundaries of its blocks.
         dynamic_units: per unit, whether its ids are dynamic, and stay what they are in every block.
         slots: per rank, its slots in order of travel.
-        groups: number of lookup groups in the plan.
+        groups: number of lookup groups of the module.
     """
 
     unit_keys: tuple[str, ...]

@@ -1,7 +1,7 @@
 """The output exchange without pooling: one row per id back to the rank that asked, in one all-to-all each way.
 
-Shapes: N ids of this rank, M rows of the output, D columns of the output, w columns of a shard, W ranks, S slots of
-this rank, u columns of a unit.
+Shapes: N_sent ids that this rank sent, M rows of the output, D columns of the output, n rows of a lookup group, w
+columns of its shards, W ranks, S slots of all ranks, u columns of a unit (here of columns; a route's unit is of ids).
 
 ::
 
@@ -76,20 +76,20 @@ class RowExchange:
         self._units = [width // self.unit for width in self.widths]
         self.rank_major = lru_cache(maxsize=_SOURCES)(self._new_rank_major)
 
-    def stream(self, rows: Sequence[Tensor], served: ShardInput, sent: Sequence[Sequence[int]]) -> Stream:
+    def stream(self, rows: Sequence[Tensor], asked: ShardInput, sent: Sequence[Sequence[int]]) -> Stream:
         """What this rank sends and receives.
 
         Args:
             rows: per group, (n, w) float32, slot-major.
-            served: the ids that the rows are for.
+            asked: what the ranks asked for, whose rows these are.
             sent: per rank, the number of ids of each group that this rank sent to it.
         """
         flat = torch.zeros(0, device=self._device)
         if rows:
-            flat = _Pack.apply(served.counts, self._orders(served), *rows)  # type: ignore[no-untyped-call]
+            flat = _Pack.apply(asked.counts, self._orders(asked), *rows)  # type: ignore[no-untyped-call]
         return Stream(
             flat=flat,
-            out=[self._parts(counts) for counts in served.counts],
+            out=[self._parts(counts) for counts in asked.counts],
             into=[self._parts(counts) for counts in sent],
         )
 
@@ -98,7 +98,7 @@ class RowExchange:
 
         Args:
             sent: the local batch.
-            starts: per slot of all ranks, an id's output row minus its position in the sent batch.
+            starts: per slot of all ranks, an id's output row minus its position in ``sent.positions``.
         """
         assert sent.positions is not None and sent.slot_ids is not None, "the positions of the ids were kept"
         units = self.dim // self.unit
@@ -119,7 +119,7 @@ class RowExchange:
 
         Args:
             flight: the exchange.
-            stream: number of this module's part of it.
+            stream: number of this call's part of it.
             target: from :meth:`targets`.
             output_rows: M.
             copies: the output rows (n,) int64 that this rank has itself, of hot rows, and these (n, D) float32.
@@ -136,12 +136,12 @@ class RowExchange:
     def _parts(self, counts: Sequence[int]) -> list[Shape]:
         return list(zip(counts, self.widths, strict=True))
 
-    def _orders(self, served: ShardInput) -> list[Tensor]:
+    def _orders(self, asked: ShardInput) -> list[Tensor]:
         orders, slot = [], 0
-        rank_major = self.rank_major(len(served.batch_sizes))
-        for group, count in enumerate(served.group_ids):
+        rank_major = self.rank_major(len(asked.batch_sizes))
+        for group, count in enumerate(asked.group_ids):
             slots = self._group_slots[group]
-            lengths = served.lengths[slot : slot + slots].reshape(-1)
+            lengths = asked.lengths[slot : slot + slots].reshape(-1)
             slot += slots
             places = torch.arange(count, device=self._device)
             if count:
@@ -161,7 +161,7 @@ def unit_targets(
     """Where in the output each received unit goes. TorchScript compiles it, too; it reads no value.
 
     Args:
-        positions: (N_sent,) int64, position of each sent id in the sent batch, in order of travel.
+        positions: (N_sent,) int64, position of each sent id, in order of travel.
         slot_ids: (S,) number of ids of each slot of all ranks.
         firsts: (S,) int64, the unit of the output where an id's columns of the slot begin, less those of its position.
         slot_units: (S,) int64, units of a slot's columns.

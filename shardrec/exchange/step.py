@@ -4,7 +4,7 @@ Shapes: W ranks, C columns of the header.
 
 ::
 
-    prepare        when a module is called: its batch checked, its ids cut               (one call)
+    prepare        when a call is made: its batch checked, its ids cut                   (one call)
     exchange ids   header   (W, C) int64, row q to rank q:  fault | checksum | part of call 0 | part of call 1 | ...
                    payload  int32, to rank q:               part of call 0 | part of call 1 | ...
     look up        what all ranks asked of this one, a kernel call per lookup group
@@ -44,15 +44,15 @@ def run_step(context: StepContext, inside: BlockExchange, output: BlockExchange,
 
     What happens to a batch's ``values``, in order:
 
-    1. ``InputExchange.prepare``, when the module was called: compared with their tables' rows; ids of hot rows set
-       aside; cut in blocks of rows, by the C++ operator straight into slots, one for each shard and lookup.
-    2. :func:`exchange_ids` (calls made ahead of their forward have done it): the header tells each rank how many come,
+    1. ``InputExchange.prepare``, when the call was made: compared with their tables' rows; duplicates left out (of
+       sequences); ids of hot rows set aside; cut in blocks of rows, by the C++ operator straight into slots.
+    2. :func:`exchange_ids` (before the forward, of calls made ahead): the header tells each rank how many come,
        ``InputExchange.pack`` puts them in slots, and they travel in the payload. :meth:`Call.received` waits for them.
-    3. ``Call.look_up``: one kernel call per lookup group makes rows of them.
-    4. ``Call.outgoing`` lays the rows out for the ranks that asked, partial sums of a host's ranks added up first, and
+    3. ``Call.look_up``: dynamic ids become rows of their shard; one kernel call per lookup group gives float rows.
+    4. ``Call.outgoing`` gives the rows by the rank that asked, a host's partial sums added up first, and
        ``BlockExchange.start`` sends them. ``Call.issued``: this rank's replicated tables meanwhile.
-    5. ``Call.finish``, at the first use of the call's value: the rows put in order, those of hot rows added, sums of
-       mean pooling divided.
+    5. ``Call.finish``, at the first use of the call's value: partial sums of row blocks added, columns or rows put in
+       order; those of hot rows added, or put in their places; means divided; duplicates and inverse indices expanded.
 
     Args:
         context: of the model.
@@ -85,7 +85,7 @@ class Caller(Protocol):
     training: bool
 
     def new_call(self, features: object) -> Call:
-        """A call with these features, which it checks and cuts."""
+        """A call with these features, which are checked and cut."""
 
 
 class Call(abc.ABC):
@@ -98,9 +98,9 @@ class Call(abc.ABC):
         prepared: the batch.
 
     Attributes:
-        sent: what was sent of the batch, from the header exchange until the rows are under way.
+        sent: what was sent of the batch; there from the header exchange until the rows are under way.
         by_operator: an operator made it (:mod:`shardrec.exchange.operators`), which goes backward in another way.
-        error: why there will be no rows; None lets it be exchanged (again).
+        error: why there will be no rows; set to None, it may be exchanged again.
     """
 
     def __init__(self, queue: ExchangeQueue, input: InputExchange, prepared: Prepared) -> None:
@@ -118,7 +118,7 @@ class Call(abc.ABC):
 
     @abc.abstractmethod
     def look_up(self, ids: ShardInput) -> Stream | None:
-        """Look up the rows, which the call keeps; returns those to be summed inside hosts first, if there are any."""
+        """Look up the rows, which the call keeps; gives the partial sums to be added up inside hosts, or None."""
 
     @abc.abstractmethod
     def outgoing(self, inside: BlocksInFlight | None, stream: int) -> Stream:
@@ -134,13 +134,13 @@ class Call(abc.ABC):
 
     @contextmanager
     def mode(self) -> Iterator[None]:
-        """The grad mode of the forward that made the call, whose value belongs to it wherever it is first used."""
+        """The grad mode in which the call was made: its value is finished in it, wherever it is first used."""
         with torch.inference_mode(self.in_inference), torch.set_grad_enabled(self.with_gradients):
             yield
 
     @property
     def is_queued(self) -> bool:
-        """Whether its exchange has not begun."""
+        """Whether its rows are still to be exchanged; its ids may have been."""
         return self._flight is None and self.error is None
 
     @property
@@ -149,7 +149,7 @@ class Call(abc.ABC):
         return self._flight is not None
 
     def flight(self) -> BlocksInFlight:
-        """The exchange of the rows; begins it if need be.
+        """The exchange of the rows; has the queue begin it if need be.
 
         Raises:
             ShardrecError: what made the exchange fail.
@@ -180,7 +180,7 @@ class Call(abc.ABC):
         return self._receive()
 
     def launch(self, flight: BlocksInFlight, stream: int) -> None:
-        """Its rows are under way."""
+        """Its rows are under way: this stream of ``flight``."""
         self._flight, self._stream = flight, stream
         self.issued()
         self.sent = self._receive = None

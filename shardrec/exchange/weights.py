@@ -27,16 +27,16 @@ from shardrec.exchange.payload import ShardInput
 __all__ = ["received_weights", "tied"]
 
 
-def received_weights(weights: Tensor, sent: SentIds, served: ShardInput, collectives: Collectives) -> Tensor:
-    """``served.weights`` (n,) as a function of the local batch's weights.
+def received_weights(weights: Tensor, sent: SentIds, asked: ShardInput, collectives: Collectives) -> Tensor:
+    """``asked.weights`` (n,) as a function of the local batch's weights.
 
     Args:
         weights: (N,) of the local batch, which take a gradient.
         sent: the local batch.
-        served: the ids to look up.
+        asked: the ids to look up.
         collectives: that the batch travelled with.
     """
-    received: Tensor = _Received.apply(weights, sent, served, collectives)  # type: ignore[no-untyped-call]
+    received: Tensor = _Received.apply(weights, sent, asked, collectives)  # type: ignore[no-untyped-call]
     return received
 
 
@@ -49,15 +49,15 @@ def tied(rows: Tensor, weights: Tensor) -> Tensor:
 class _Received(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: FunctionCtx, weights: Tensor, sent: SentIds, served: ShardInput, collectives: Collectives
+        ctx: FunctionCtx, weights: Tensor, sent: SentIds, asked: ShardInput, collectives: Collectives
     ) -> Tensor:
-        ctx.order, ctx.collectives = served.order, collectives  # type: ignore[attr-defined]
-        ctx.went_to, ctx.came_from = sent.counts, served.counts  # type: ignore[attr-defined]
+        ctx.order, ctx.collectives = asked.order, collectives  # type: ignore[attr-defined]
+        ctx.went_to, ctx.came_from = sent.counts, asked.counts  # type: ignore[attr-defined]
         ctx.positions = sent.positions  # type: ignore[attr-defined]
         ctx.like = weights.detach()[:0]  # type: ignore[attr-defined]
         ctx.count = weights.numel()  # type: ignore[attr-defined]
-        assert served.weights is not None, "they came with the ids"
-        return served.weights.view_as(served.weights)
+        assert asked.weights is not None, "they came with the ids"
+        return asked.weights.view_as(asked.weights)
 
     @staticmethod
     @once_differentiable

@@ -119,7 +119,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         self._column_lookup = torch.tensor(columns, dtype=torch.int64, device=self.device)
         sums = [index for index, lookup in enumerate(lookups) if not lookup.mean]
         self._sum_lookups = torch.tensor(sums, dtype=torch.int64, device=self.device)
-        # Where the keys of this rank's copies are among those sent, and all lookups' features among the batch's.
+        # Where the keys of this rank's copies are in ``Prepared.to_send``, and all lookups' features in its ``batch``.
         self._hot_keys = tuple(hot_key(one.feature) for one in sent if one.layout.hot_rows)
         own, features = [one.feature for one in self.own_lookups], [one.feature for one in lookups]
         self._own_positions, self._hot_positions, self._key_positions = (
@@ -182,7 +182,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         """(B, D_r) pooled columns of the replicated tables.
 
         Args:
-            batch: what is to be sent of this rank's, beside which their ids are.
+            batch: ``Prepared.to_send``, which has the ids that stay on this rank, too.
             counts: ids of each lookup in a copy.
             learned_weights: (N,), those that take a gradient; else None.
         """

@@ -213,7 +213,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
         key_start = dict(zip(prepared.to_send.keys, [0, *accumulate(sent.sent_key_ids)], strict=False))
         count = dict(zip(prepared.to_send.keys, sent.sent_key_ids, strict=True))
         starts = [0, *accumulate(count[lookup.feature] for lookup in self.sent_lookups)]
-        # Per lookup, an id's output row minus its position in the sent batch.
+        # Per lookup, an id's output row minus its position in to_send.
         apart = [start - key_start[lookup.feature] for lookup, start in zip(self.sent_lookups, starts, strict=False)]
         of_slots = [apart[slot.lookup] for slots in self.input.route.slots for slot in slots]
         return self.row_exchange.targets(sent, of_slots), starts[-1]
@@ -230,7 +230,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
 
     def _entries(self, prepared: Prepared, sent: SentIds, features: KeyedJaggedTensor) -> list[SequenceKey]:
         keys, sizes, batch = prepared.given.keys, features.stride_per_key(), prepared.batch
-        given = batch.mended
+        given = batch.with_dropped
         values = _by_key(keys, features.values(), sent)
         looked_up = _by_key(keys, batch.values if given is None else given.values, sent)
         kept = None if given is None else _by_key(keys, given.kept, sent)
@@ -300,7 +300,7 @@ class SequenceCall(Call):
         self._hot = collection._look_up_hot(self.prepared, sent)
         self._target, self._output_rows = collection._targets(self.prepared, sent)
         self._entries = collection._entries(self.prepared, sent, self._features)
-        given = self.prepared.batch.mended
+        given = self.prepared.batch.with_dropped
         if given is None and self._inverse is not None:
             ids = dict(zip(self.prepared.given.keys, sent.key_ids, strict=True))
             self._inverse = self._inverse[: sum(ids[feature] for feature, _ in collection.dedup_lookups)]
@@ -334,7 +334,7 @@ class SequenceCall(Call):
             note_rows(part, [sizes[number] for number in here], 0, collection.context, tables)
 
     def _to_send(self, batch: Batch) -> Batch:
-        """What is to be sent of a batch, and with :attr:`_inverse` the place in it of each id of the lookups."""
+        """``Prepared.to_send``. Sets :attr:`_inverse`, the place of each id of the lookups among the distinct ones."""
         find, split = self._collection._distinct_ids, self._collection.hot_split
         if find is not None:
             batch, self._inverse = find(batch)

@@ -245,7 +245,7 @@ class Lookahead:
         """Where in a batch the features of each call are, from those of this step."""
         if observed is None:
             return
-        if slot.ahead is not None and slot.ahead.is_used_up and len(observed) == len(slot.ahead.queued):
+        if slot.ahead is not None and slot.ahead.is_used_up and len(observed) == len(slot.ahead.calls):
             return
         found = [(module, _path(slot.batch, features)) for module, features in observed]
         lost = [type(module).__name__ for module, path in found if path is None]

@@ -91,7 +91,7 @@ def _check_part(header: object, words: object, collection: ShardedCollection) ->
         raise InputError(f"{what} has {words.numel()} words, which do not fit its header {header}; {_SAME}")
     lengths_SB, values = ids
     batch = Batch(keys=(), lengths=lengths_SB, values=values, weights=None)
-    if not bool(ids_are_valid(batch, collection.input.shard_rows, unused_keys=False)):
+    if not bool(ids_are_valid(batch, collection.input.shard_rows, unlimited=False)):
         raise InputError(f"{what} has ids outside of their shards, or lengths that do not add up; {_SAME}")
 
 

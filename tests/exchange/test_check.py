@@ -32,7 +32,7 @@ def verdict(features: object, expect: Expectation = EXPECT) -> str:
     if isinstance(batch, str):
         return batch
     limits = [expect.rows(key) for key in batch.keys]
-    valid = ids_are_valid(batch, torch.tensor(limits), unused_keys=NO_LIMIT in limits)
+    valid = ids_are_valid(batch, torch.tensor(limits), unlimited=NO_LIMIT in limits)
     assert valid.dtype == torch.bool
     assert valid.dim() == 0
     return "" if valid else describe_fault(batch, expect)

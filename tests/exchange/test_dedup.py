@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 
 from shardrec.exchange.batch import Batch
-from shardrec.exchange.dedup import DistinctIds, distinct, distinct_of_any
+from shardrec.exchange.dedup import DistinctIds, distinct, distinct_padded
 from tests.batches import random_bags
 from tests.plans import randoms
 
@@ -49,7 +49,7 @@ def test_the_number_need_not_be_known(rng: Random) -> None:
     assert most == 2, "feature a is looked up in two tables"
     constants = (order, batch.lengths, batch.values, finder._firsts, finder._edges)
     counts, values, inverse = distinct(*constants, None)
-    found_counts, found, places = distinct_of_any(*constants, inverse.numel() + rng.randint(0, 5))
+    found_counts, found, places = distinct_padded(*constants, inverse.numel() + rng.randint(0, 5))
     assert torch.equal(found_counts, counts)
     assert torch.equal(found[: values.numel()], values)
     assert torch.equal(places[: inverse.numel()], inverse)

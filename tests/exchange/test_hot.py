@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 
 from shardrec import native
-from shardrec.exchange.batch import Batch, Mended
+from shardrec.exchange.batch import Batch, WithDropped
 from shardrec.exchange.hot import HotSplit, hot_key
 from shardrec.layout import TableLayout
 from tests.batches import random_bags
@@ -84,8 +84,8 @@ def test_each_id_goes_to_its_key(rng: Random) -> None:
         places = found.places_as_given(torch.arange(found.values.numel()))
         assert torch.equal(batch.weights[places], found.weights)
         order = torch.randperm(batch.values.numel())
-        mended = Mended(order=order, kept=order > 0, lengths=batch.lengths, values=batch.values)
-        found = split(replace(batch, mended=mended), places=False)
+        with_dropped = WithDropped(order=order, kept=order > 0, lengths=batch.lengths, values=batch.values)
+        found = split(replace(batch, with_dropped=with_dropped), places=False)
         assert torch.equal(found.places_as_given(torch.arange(places.numel())), order[places])
 
 
