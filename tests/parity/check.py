@@ -220,6 +220,8 @@ class Comparison:
                 if self._wire is None or cell.optimizer != "none":
                     # On the wire the step is one of SGD; elsewhere there is no error, and the rate does not matter.
                     error = self._wire_error(cell, place) * float(OPTIMIZERS["sgd"].settings["lr"])
+                    if cell.optimizer == "adam" and cell.name in self.reference.unsure:
+                        error = error + 2 * float(OPTIMIZERS["adam"].settings["lr"]) * self.reference.unsure[cell.name]
                     self._compare(cell, parameter.detach(), part, error, f"{what}, {place}")
                 if parameter.dtype is not torch.float32 or self._wire is not None:
                     with torch.no_grad():

@@ -116,6 +116,7 @@ class Reference:
     Attributes:
         weights: float32 weight of each table.
         slack: per replicated 16-bit table, the largest gradient of a rank so far, whose rounding may differ; else 0.
+        unsure: of such tables, where gradients cancel but for their rounding: Adam goes by the sign of what is left.
         optimizer: of each table with a fused optimizer, the ordinary one.
     """
 
@@ -126,6 +127,7 @@ class Reference:
         self.weights: dict[str, nn.Parameter] = {cell.name: tables[cell.name].weight for cell in case.cells}  # type: ignore[misc]
         self.optimizer: dict[str, torch.optim.Optimizer] = {}
         self.slack = dict.fromkeys(self.weights, 0.0)
+        self.unsure: dict[str, Tensor] = {}
         for cell, values in zip(case.cells, first, strict=True):
             with torch.no_grad():
                 self.weights[cell.name].copy_(values.to(dtype_of(cell)))
@@ -169,11 +171,11 @@ class Reference:
             weights = [self.weights[cell.name] for cell in kept]
             gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in weights]
             flat = torch.cat([one.reshape(-1) for one in gradients]).to(dtype).div_(world_size)
-            if dtype is not torch.float32:
-                self._measure(kept, gradients)
             dist.all_reduce(flat)
             for one, part in zip(weights, flat.float().split([one.numel() for one in weights]), strict=True):
                 one.grad = part.view_as(one)
+            if dtype is not torch.float32:
+                self._measure(kept, gradients)
         for cell in self.case.cells:
             if cell.optimizer == "none" and cell.dtype != "fp32":
                 gradient = self.weights[cell.name].grad
@@ -215,11 +217,15 @@ class Reference:
             self._looked_up[cell.name].zero_()
 
     def _measure(self, kept: Sequence[Cell], gradients: Sequence[Tensor]) -> None:
-        largest = torch.stack([one.abs().max() for one in gradients])
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        names = [cell.name for cell in kept]
-        for name, one in zip(names, largest.tolist(), strict=True):
-            self.slack[name] = max(one, self.slack[name])
+        """How large the ranks' gradients were, against their mean."""
+        flat = torch.cat([one.abs().reshape(-1) for one in gradients])
+        dist.all_reduce(flat, op=dist.ReduceOp.MAX)
+        for cell, part in zip(kept, flat.split([one.numel() for one in gradients]), strict=True):
+            mean = self.weights[cell.name].grad
+            assert mean is not None, "it was averaged"
+            self.slack[cell.name] = max(float(part.max()), self.slack[cell.name])
+            rounding = torch.finfo(dtype_of(cell)).eps * self.slack[cell.name]
+            self.unsure[cell.name] = (part.view_as(mean) > 0) & (mean.abs() <= rounding)
 
 
 def bag_lengths(features: KeyedJaggedTensor, feature: str) -> Tensor:
