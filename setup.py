@@ -67,7 +67,7 @@ def operators() -> list[Extension]:
     return [
         Extension(
             f"shardrec.native.ops_for_torch_{version}",
-            [f"shardrec/native/{name}.cpp" for name in ("ops", "cut", "hot", "ids", "lookup", "update")],
+            [f"shardrec/native/{name}.cpp" for name in ("ops", "cut", "ids", "lookup", "update")],
             depends=["setup.py", *(f"shardrec/native/{name}.h" for name in ("vectors", "slots", "gradient", "ids"))],
             include_dirs=cpp_extension.include_paths(),
             library_dirs=cpp_extension.library_paths(),

@@ -6,7 +6,7 @@ generator, and the ranks of a test can draw the same plan each for itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from random import Random
 
@@ -26,7 +26,6 @@ __all__ = [
     "rectangles",
     "sums_inside_hosts",
     "topologies_of",
-    "with_hot_rows",
 ]
 
 CUTS: Mapping[str, Callable[[Random, str, int, int, Topology], TableLayout]] = {
@@ -161,14 +160,3 @@ def coverage(rows: int, dim: int, shards: Sequence[Shard]) -> list[list[int]]:
             for column in range(shard.col_start, shard.col_end):
                 counts[row][column] += 1
     return counts
-
-
-def with_hot_rows(rng: Random, plan: ShardingPlan, tables: Collection[str]) -> ShardingPlan:
-    """The plan with any number of hot rows, none or all of them at times, of those of these tables that are cut."""
-    return plan.with_hot_rows(
-        {
-            table.name: rng.sample(range(table.num_embeddings), rng.randint(0, table.num_embeddings))
-            for table in plan.tables
-            if not table.replicated and table.name in tables
-        }
-    )

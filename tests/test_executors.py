@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -100,11 +99,7 @@ def _eager(model: Any) -> Run:
 
 
 def _scripted(model: Any) -> Run:
-    scripted: Run = shardrec.script(model, portable=False)
-    if any(table.hot_rows for table in model.plan.tables):
-        # As a dense part's, the gradients of copies are averaged by a reducer around the scripted model.
-        return DistributedDataParallel(scripted)
-    return scripted
+    return shardrec.script(model, portable=False)  # type: ignore[no-any-return]
 
 
 def _traced(model: Any) -> Run:
@@ -130,7 +125,6 @@ FEATURES: dict[str, dict[str, Any]] = {
     "sums inside hosts": {"hosts": 2},
     "bad ids looked up as zeros": {"on_bad_id": "zero"},
     "dynamic ids": {"dynamic": ["one.t_a", "one.t_b", "two.t_c", "rows.t_d"]},
-    "hot rows": {"hot_rows": {"one.t_a": range(5), "one.t_b": [3, 20], "two.t_c": [16], "rows.t_d": range(1, 23, 2)}},
 }
 
 
@@ -142,7 +136,7 @@ def _make(options: dict[str, Any]) -> Any:
     comms = options.get("comms")
     return shardrec.shard(
         model,
-        _plan(dist.get_world_size() // hosts).with_hot_rows(options.get("hot_rows", {})),
+        _plan(dist.get_world_size() // hosts),
         transport=options.get("transport"),
         comms=None if comms is None else shardrec.QuantizedComms(output=comms, gradient=comms),
         dynamic_ids=dict.fromkeys(options.get("dynamic", []), shardrec.DynamicIds(evict="lru")),
@@ -203,19 +197,6 @@ def column(executor: str, cells: Sequence[Sequence[str]]) -> list[str]:
     return [cell(executor, features) for features in cells]
 
 
-def with_and_without_hot_rows(features: Sequence[str]) -> None:
-    """Three steps in eager mode, whose outputs and gradients of weights are those without hot rows."""
-    for feature in features:
-        found = []
-        for options in (FEATURES[feature], FEATURES[feature] | FEATURES["hot rows"]):
-            model = _make(options)
-            parts, _ = _trained(model, model, options)
-            found.append(parts[: -len(list(model.parameters()))])
-        # Of what is rounded for the wire, hot rows are no part any more.
-        wide = {"bf16": 2e-2, "int8": 4e-2}.get(FEATURES[feature].get("comms", ""), 1e-5)
-        torch.testing.assert_close(*found, atol=wide, rtol=wide, msg=lambda text, feature=feature: f"{feature}: {text}")
-
-
 SAME = {"shared memory between ranks"}
 """What all other cells do, too."""
 
@@ -224,13 +205,10 @@ ON_FOUR = [(feature,) for feature, options in FEATURES.items() if "hosts" in opt
 TOGETHER = [
     ("one exchange for several collections",),
     ("a batch size per feature", "BF16 on the wire"),
-    ("weights of ids", "bad ids looked up as zeros"),
+    ("weights of ids", "bad ids looked up as zeros", "process group between ranks"),
     ("learned weights", "INT8 on the wire", "dynamic ids"),
-    ("hot rows", "process group between ranks"),
 ]
 """All that are on two ranks, compiled half as often."""
-
-WITH_HOT = ["a batch size per feature", "learned weights", "INT8 on the wire", "bad ids looked up as zeros"]
 
 REFUSED = {
     "a batch size per feature": "the features have a batch size each, which portable programs do not take",
@@ -238,7 +216,6 @@ REFUSED = {
     "BF16 on the wire": "a program that runs without shardrec exchanges fp32",
     "INT8 on the wire": "a program that runs without shardrec exchanges fp32",
     "dynamic ids": "has dynamic ids and is in training mode",
-    "hot rows": "have hot rows, which a portable program does not take",
 }
 
 
@@ -273,11 +250,7 @@ def test_all_features_of_two_ranks_are_in_some_cell_together() -> None:
         *(
             pytest.param(executor, cells, marks=pytest.mark.slow, id=f"{executor}-{number}")
             for executor in EXECUTORS
-            for number, cells in (
-                ("two", ON_TWO),
-                ("four", ON_FOUR),
-                ("hot", [(feature, "hot rows") for feature in WITH_HOT]),
-            )
+            for number, cells in (("two", ON_TWO), ("four", ON_FOUR))
         ),
     ],
 )
@@ -288,7 +261,3 @@ def test_every_cell(executor: str, cells: list[tuple[str, ...]]) -> None:
         for features, said in zip(cells, found, strict=True):
             refused = [REFUSED[feature] for feature in features if feature in REFUSED and executor == "portable"]
             assert any(reason in said for reason in refused or ["yes"]), (features, said)
-
-
-def test_hot_rows_change_no_result() -> None:
-    ranks(2, with_and_without_hot_rows, [*WITH_HOT, "BF16 on the wire", "weights of ids"], timeout=300)

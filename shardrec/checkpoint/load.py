@@ -226,7 +226,6 @@ class _Source:
                     part.values.copy_(into.view(part.values.shape))
         for collection in sharded_collections(model):
             collection.load_step_counts(manifest.step_counts)
-            collection.shards_were_written()
         load_settings(model, optimizer, manifest)
         if isinstance(model, ReplicatedModel):
             model.steps_since_sync = 0

@@ -61,9 +61,6 @@ def parameter_places(model: ShardedModel) -> dict[int, Place]:
             tensor = _of_table(model, table, {shard: parameter.detach()}, table.dtype)
             name = f"{path}.weight"
             places[id(parameter)] = Place(name=name, tensor=tensor, is_table=True, is_fused=id(table) in fused)
-        for name, parameter in table.copies.items():
-            # Rows that the shards have, too; a table with hot rows has a fused optimizer, or learns nothing.
-            places[id(parameter)] = Place(name=f"{path}.{name}", tensor=held(parameter, saved=False), is_fused=True)
     for name, parameter in model.named_parameters():
         if id(parameter) not in places:
             places[id(parameter)] = Place(name=name, tensor=held(parameter, saved=_is_lead(model)))

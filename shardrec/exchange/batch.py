@@ -120,7 +120,6 @@ class Batch:
         bags: with ``inverse``, the U numbers of bags that it chooses from.
         offsets_fit: 0-d bool, whether the offsets that the input was given are those of the lengths; or None.
         with_dropped: the batch with the ids that were taken out of this one, or None.
-        order: (N,) int64 place of each id in the batch from which those of hot rows were moved, if asked for; or None.
     """
 
     keys: tuple[str, ...]
@@ -132,12 +131,9 @@ class Batch:
     bags: tuple[int, ...] = ()
     offsets_fit: Tensor | None = None
     with_dropped: WithDropped | None = None
-    order: Tensor | None = None
 
     def places_as_given(self, places: Tensor) -> Tensor:
         """Where ids at some places of this batch were in the input: places (M,), integer."""
-        if self.order is not None:
-            places = self.order.index_select(0, places)
         return places if self.with_dropped is None else self.with_dropped.order.index_select(0, places)
 
     @property

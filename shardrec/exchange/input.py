@@ -45,7 +45,7 @@ class Prepared:
         batch: the checked local input, of empty bags if it is faulty (read for bag lengths and inverse indices, and of
             sequences for replicated tables).
         given: the input as it was read (for words about faults, keys, weights with a gradient); empty if unreadable.
-        to_send: what is cut: ``batch``, or its distinct ids; ids of hot rows, which stay, are under keys of their own.
+        to_send: what is cut: ``batch``, or its distinct ids.
         cut: ``to_send`` cut into blocks.
         lengths: (S, B) int32 lengths of each slot; (S, 1), their sums, if each id gets a row of its own.
         slot_sizes: (S,) batch size of each slot, where they differ.
@@ -85,7 +85,7 @@ class SentIds:
             each id gets a row of its own, else in the local batch's as they were given. None where nobody asks.
         sent_key_ids: number of ids of each key of ``to_send``; empty unless each id gets a row of its own.
         key_ids: number of ids of each key of the local batch as it was given; likewise.
-        replica_ids: number of ids of each lookup of a replicated table, then of hot rows; empty if each id gets a row.
+        replica_ids: number of ids of each lookup of a replicated table; empty if each id gets a row of its own.
     """
 
     parts: list[list[Tensor]]
@@ -141,7 +141,7 @@ class InputExchange:
         Args:
             features: a KeyedJaggedTensor; keys in any order, further keys are ignored.
             agreement: what the ranks must have in common beyond the ids' dtype.
-            to_send: makes ``Prepared.to_send`` out of the checked batch: distinct ids, hot rows set aside.
+            to_send: makes ``Prepared.to_send`` out of the checked batch: its distinct ids; default: the batch itself.
         """
         given = read_batch(features, self.expect)
         fault = given if isinstance(given, str) else ""

@@ -107,14 +107,7 @@ class RowExchange:
         first_S = staged(firsts, torch.int64, self._device)
         return unit_targets(sent.positions, sent.slot_ids, first_S, self._slot_width, units, total)
 
-    def finish(
-        self,
-        flight: BlocksInFlight,
-        stream: int,
-        target: Tensor,
-        output_rows: int,
-        copies: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
+    def finish(self, flight: BlocksInFlight, stream: int, target: Tensor, output_rows: int) -> Tensor:
         """Wait for the rows.
 
         Args:
@@ -122,14 +115,12 @@ class RowExchange:
             stream: number of this call's part of it.
             target: from :meth:`targets`.
             output_rows: M.
-            copies: the output rows (n,) int64 that this rank has itself, of hot rows, and these (n, D) float32.
 
         Returns:
             (M, D) float32.
         """
-        places, rows = copies or (None, None)
         output: Tensor = _Place.apply(  # type: ignore[no-untyped-call]
-            self, flight, stream, target, output_rows, places, rows, *flight.blocks(stream)
+            self, flight, stream, target, output_rows, *flight.blocks(stream)
         )
         return output
 
@@ -218,19 +209,15 @@ class _Place(torch.autograd.Function):
         stream: int,
         target: Tensor,
         output_rows: int,
-        places: Tensor | None,
-        copies: Tensor | None,
         *blocks: Tensor,
     ) -> Tensor:
-        ctx.exchange, ctx.flight, ctx.stream = exchange, flight, stream  # type: ignore[attr-defined]
-        ctx.target, ctx.places = target, places  # type: ignore[attr-defined]
+        ctx.exchange, ctx.flight, ctx.stream, ctx.target = exchange, flight, stream, target  # type: ignore[attr-defined]
         units, unit = exchange.dim // exchange.unit, exchange.unit
         output = blocks[0].new_empty((output_rows * units, unit))
         targets = target.split([block.numel() // unit for block in blocks])
         for target, block in zip(targets, blocks, strict=True):
             output.index_copy_(0, target, block.view(-1, unit))
-        output = output.view(output_rows, exchange.dim)
-        return output if places is None or copies is None else output.index_copy_(0, places, copies)
+        return output.view(output_rows, exchange.dim)
 
     @staticmethod
     @once_differentiable
@@ -244,5 +231,4 @@ class _Place(torch.autograd.Function):
             if exchange.mean_over > 1:
                 # The mean over ranks: see shardrec.exchange.output.
                 view.div_(exchange.mean_over)
-        copies = None if ctx.places is None else gradient.index_select(0, ctx.places)
-        return None, None, None, None, None, None, copies, *views
+        return None, None, None, None, None, *views

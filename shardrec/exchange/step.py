@@ -45,14 +45,14 @@ def run_step(context: StepContext, inside: BlockExchange, output: BlockExchange,
     What happens to a batch's ``values``, in order:
 
     1. ``InputExchange.prepare``, when the call was made: compared with their tables' rows; duplicates left out (of
-       sequences); ids of hot rows set aside; cut in blocks of rows, by the C++ operator straight into slots.
+       sequences); cut in blocks of rows, by the C++ operator straight into slots.
     2. :func:`exchange_ids` (before the forward, of calls made ahead): the header tells each rank how many come,
        ``InputExchange.pack`` puts them in slots, and they travel in the payload. :meth:`Call.received` waits for them.
     3. ``Call.look_up``: dynamic ids become rows of their shard; one kernel call per lookup group gives float rows.
     4. ``Call.outgoing`` gives the rows by the rank that asked, a host's partial sums added up first, and
        ``BlockExchange.start`` sends them. ``Call.issued``: this rank's replicated tables meanwhile.
     5. ``Call.finish``, at the first use of the call's value: partial sums of row blocks added, columns or rows put in
-       order; those of hot rows added, or put in their places; means divided; duplicates and inverse indices expanded.
+       order; means divided; duplicates and inverse indices expanded.
 
     Args:
         context: of the model.

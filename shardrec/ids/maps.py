@@ -231,8 +231,6 @@ def cut_faults(layout: TableLayout, options: DynamicIds) -> str:
             f"{name} is replicated, and each rank would give its rows to other ids; cut it table-wise, column-wise or "
             "row-wise in the plan"
         )
-    if layout.hot_rows:
-        return f"{name} has hot rows, and which id a row belongs to changes; plan the table without hot rows"
     if layout.num_embeddings > 2**31:
         return f"{name} has {layout.num_embeddings} rows; the most are 2^31: give the table fewer"
     stripes = layout.stripes()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -152,28 +153,6 @@ class ShardingPlan:
             raise PlanError(faults)
         return tuple(found)
 
-    def with_hot_rows(self, hot_rows: Mapping[str, Iterable[int]]) -> ShardingPlan:
-        """This plan with other hot rows.
-
-        Args:
-            hot_rows: of each table, by name, the rows of which every rank is to have a copy, in any order; tables that
-                are not named keep theirs.
-
-        Raises:
-            PlanError: for a table that the plan lacks, a replicated one, or rows that are not the table's.
-        """
-        unknown = sorted(set(hot_rows) - set(self.by_name))
-        if unknown:
-            known = ", ".join(map(repr, self.by_name))
-            raise PlanError(f"hot_rows names {', '.join(map(repr, unknown))}; the plan's tables are {known or 'none'}")
-        tables = tuple(
-            replace(table, hot_rows=tuple(sorted(set(map(int, hot_rows[table.name])))))
-            if table.name in hot_rows
-            else table
-            for table in self.tables
-        )
-        return replace(self, tables=tables, report=None)
-
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON-compatible data; a shard is ``[row_start, row_end, col_start, col_end, rank]``."""
         found: dict[str, Any] = {
@@ -187,7 +166,6 @@ class ShardingPlan:
                     "cut": table.cut,
                     "replicated": table.replicated,
                     "shards": [[s.row_start, s.row_end, s.col_start, s.col_end, s.rank] for s in table.shards],
-                    **({"hot_rows": list(table.hot_rows)} if table.hot_rows else {}),
                 }
                 for table in self.tables
             ],
@@ -198,7 +176,7 @@ class ShardingPlan:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ShardingPlan:
-        """The plan that :meth:`to_json` gave.
+        """The plan that :meth:`to_json` gave. Hot rows, which earlier versions had, are left out, with a warning.
 
         Raises:
             PlanError: if the data is not a plan, or a faulty one.
@@ -208,10 +186,12 @@ class ShardingPlan:
                 raise PlanError(
                     f"the plan has format {data['format']!r} and this release reads format {_FORMAT}; plan again"
                 )
-            return cls(
+            tables = _field(data, "tables", list)
+            hot = [table["name"] for table in tables if table.get("hot_rows")]
+            plan = cls(
                 topology=Topology.from_json(data["topology"]),
-                tables=tuple(map(_table_from_json, _field(data, "tables", list))),
-                report=None if data.get("report") is None else PlanReport.from_json(data["report"]),
+                tables=tuple(map(_table_from_json, tables)),
+                report=None if hot or data.get("report") is None else PlanReport.from_json(data["report"]),
             )
         except PlanError:
             raise
@@ -219,6 +199,13 @@ class ShardingPlan:
             raise PlanError(
                 f"this is not a sharding plan: {type(error).__name__} {error}; expected what ShardingPlan.save writes"
             ) from error
+        if hot:
+            warnings.warn(
+                f"the plan has hot rows of tables {', '.join(map(repr, hot))}, which this version leaves out: all of "
+                "their ids travel to the shards, and the tables are the same; save the plan again, or plan again",
+                stacklevel=2,
+            )
+        return plan
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
@@ -245,7 +232,7 @@ _T = TypeVar("_T")
 
 def _held(table: TableLayout) -> tuple[object, ...]:
     """What tells whether a table is cut and placed alike."""
-    return set(table.shards), table.replicated, table.hot_rows
+    return set(table.shards), table.replicated
 
 
 def _field(data: Mapping[str, Any], key: str, kind: type[_T]) -> _T:
@@ -268,7 +255,6 @@ def _table_from_json(data: Mapping[str, Any]) -> TableLayout:
         cut=_field(data, "cut", str),
         replicated=_field(data, "replicated", bool),
         shards=tuple(_shards_from_json(name, _field(data, "shards", list))),
-        hot_rows=tuple(_checked(row, int, f"a hot row of table {name!r}") for row in data.get("hot_rows", [])),
     )
 
 

@@ -80,8 +80,6 @@ class TableLayout:
         shards: the rectangles, which cover the table exactly once; empty when ``replicated``.
         replicated: every rank holds the whole table (data-parallel); gradients are all-reduced.
         cut: the name of the cut that made the layout, for people; the run time does not read it.
-        hot_rows: rows of a cut table, ascending, of which every rank has a copy besides: their ids are looked up where
-            they are, and do not travel.
     """
 
     name: str
@@ -90,12 +88,6 @@ class TableLayout:
     shards: tuple[Shard, ...] = ()
     replicated: bool = False
     cut: str = "mixed"
-    hot_rows: tuple[int, ...] = ()
-
-    @property
-    def copied_rows(self) -> int:
-        """Number of rows of which every rank has a copy: all of a replicated table, the hot rows of another."""
-        return self.num_embeddings if self.replicated else len(self.hot_rows)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -153,10 +145,9 @@ class TableLayout:
             ]
         if self.replicated:
             return list(self._replica_faults())
-        found = list(self._hot_faults())
         if not self.shards:
             return [f"table {self.name!r} has no shard; give it to a rank with a cut, or replicate it"]
-        found += [fault for shard in self.shards for fault in self._shard_faults(shard, world_size)]
+        found = [fault for shard in self.shards for fault in self._shard_faults(shard, world_size)]
         # A rectangle that is not one inside the table would show as gaps and overlaps that are not there.
         if all(self._has_rows_of(shard) and self._has_columns_of(shard) for shard in self.shards):
             found += self._cover_faults()
@@ -167,20 +158,6 @@ class TableLayout:
             yield (
                 f"table {self.name!r} is replicated and has {len(self.shards)} shards as well; "
                 "leave shards empty, or set replicated=False"
-            )
-        if self.hot_rows:
-            yield (
-                f"table {self.name!r} is replicated and has {len(self.hot_rows)} hot rows as well, of which every rank "
-                "has a copy already; leave hot_rows empty"
-            )
-
-    def _hot_faults(self) -> Iterable[str]:
-        if any(a >= b for a, b in pairwise(self.hot_rows)):
-            yield f"table {self.name!r}: its hot rows are not ascending, each once; sort them"
-        elif self.hot_rows and not 0 <= self.hot_rows[0] <= self.hot_rows[-1] < self.num_embeddings:
-            yield (
-                f"table {self.name!r}: its hot rows go from {self.hot_rows[0]} to {self.hot_rows[-1]}, and its rows "
-                f"from 0 to {self.num_embeddings - 1}; leave out those that are not its own"
             )
 
     def _has_rows_of(self, shard: Shard) -> bool:

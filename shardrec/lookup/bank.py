@@ -92,7 +92,6 @@ class TableBank:
 
     Attributes:
         weights: per table, its (rows, columns) weights, a view of the bank's memory.
-        memory: the same, flat.
         own: the kernel of ours, where it can be used.
         classes: the same memory by width; empty with a fused optimizer.
         step_count: updates made by a fused Adam.
@@ -134,8 +133,7 @@ class TableBank:
             parts = flat.split([rows * cols for rows, cols in in_order])
             stored = [part.view(shape) for part, shape in zip(parts, in_order, strict=True)]
         self.weights: list[Tensor] = [stored[place[table]] for table in range(len(shapes))]
-        self.memory = flat.detach()
-        self.classes = self._classes(order, self.memory) if optimizer is None else ()
+        self.classes = self._classes(order, flat.detach()) if optimizer is None else ()
         widths = [self.shapes[table][1] for table in self.slot_tables]
         self._columns = torch.tensor([0, *accumulate(widths)][:-1], dtype=torch.int64, device=device)
         self.own: OwnKernel | None = None
@@ -224,13 +222,8 @@ class TableBank:
             found.append(RowGradient(rows=rows, values=values))
         return found
 
-    def dense_gradients(
-        self, ids: Tensor, lengths: Tensor, weights: Tensor | None, gradient: Tensor, marks: Tensor | None = None
-    ) -> list[Tensor]:
-        """Per width class, the gradient (rows, w) of its matrix; arguments as :meth:`row_gradients` takes them.
-
-        ``marks``, with a number for each row of all the classes, is set to 1 where a row was looked up.
-        """
+    def dense_gradients(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, gradient: Tensor) -> list[Tensor]:
+        """Per width class, the gradient (rows, w) of its matrix; arguments as :meth:`row_gradients` takes them."""
         found: Iterator[tuple[WidthClass, Tensor, Tensor]]
         if gradient.device.type == "cpu":
             summed = self.row_gradients(ids, lengths, weights, gradient)
@@ -239,13 +232,7 @@ class TableBank:
         else:
             # Without looking for the distinct rows, whose number the host would wait for.
             found, put = self._gradients_of_ids(ids, lengths, weights, gradient), Tensor.index_add_
-        dense, start = [], 0
-        for cls, rows, values in found:
-            dense.append(put(gradient.new_zeros(cls.weight.shape), 0, rows, values))
-            if marks is not None:
-                marks[start : start + cls.bases[-1]].index_fill_(0, rows, 1.0)
-            start += cls.bases[-1]
-        return dense
+        return [put(gradient.new_zeros(cls.weight.shape), 0, rows, values) for cls, rows, values in found]
 
     def _gradients_of_ids(
         self, ids: Tensor, lengths: Tensor, weights: Tensor | None, gradient: Tensor

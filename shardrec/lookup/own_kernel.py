@@ -11,7 +11,7 @@ Shapes: S slots, B_all samples, N ids, D columns of all the slots, w columns of 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -49,12 +49,6 @@ class OwnKernel:
     optimizer: FusedOptimizer | None
     placeholder: Tensor
 
-    def at_columns(self, columns: Sequence[int]) -> OwnKernel:
-        """The same kernel, whose slots' sums begin at these columns of what they are added to."""
-        slots = self.slots.clone()
-        slots[:, 4] = torch.tensor(columns, dtype=torch.int64)
-        return replace(self, slots=slots)
-
     def __call__(
         self, ids: Tensor, lengths: Tensor, weights: Tensor | None, lr: float, out: Tensor | None = None
     ) -> Tensor:
@@ -74,12 +68,10 @@ class OwnKernel:
 
         return looked_up(self.look_up, self.weight_gradient, learn, ids, lengths, weights, [self.placeholder], out)
 
-    def look_up(
-        self, ids: Tensor, lengths: Tensor, weights: Tensor | None, out: Tensor | None = None, *, added: bool = False
-    ) -> Tensor:
-        """The same without gradient; ``lengths`` are int32, all are contiguous. ``added``: to what is in ``out``."""
+    def look_up(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """The same without gradient; ``lengths`` are int32, all are contiguous."""
         if out is not None:
-            torch.ops.shardrec.look_up_into(out, self.weights, self.slots, ids, lengths, weights, added)
+            torch.ops.shardrec.look_up_out(out, self.weights, self.slots, ids, lengths, weights)
             return out
         found: Tensor = torch.ops.shardrec.look_up(
             self.weights, self.slots, ids, lengths, weights, self.columns, self.pooled

@@ -12,7 +12,7 @@ queued by a callback run after all the earlier ones.
 [Note: rows that were looked up]
 A row that a batch looks up may have a gradient of zero, and Adam moves it nevertheless, by its moments; so does weight
 decay. The shard of a cut table sees the ids; an averaged gradient does not tell. A replicated table leaves such a row
-alone; for the copies of hot rows see :mod:`shardrec.lookup.hot`.
+alone.
 
 [Note: gradients of 16-bit replicas]
 They are summed over a rank's ids in float32, rounded to the table's dtype, which is the dtype a parameter's gradient
@@ -22,7 +22,6 @@ float16 one below 6e-8 is lost, and one below 6e-5 imprecise.
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, groupby, pairwise
 from typing import Any
@@ -41,70 +40,11 @@ from shardrec.lookup.rows import RowOptimizer
 from shardrec.lookup.scripted import DenseTables
 from shardrec.lookup.shards import dense_lookup
 
-__all__ = ["Copies", "ReplicatedLookup", "UsedRows"]
+__all__ = ["ReplicatedLookup"]
 
 
-class Copies(abc.ABC):
-    """Rows of which every rank has a copy, updated once backward is over and a reducer has averaged their gradients.
-
-    Args:
-        updates: per table, its fused optimizer's; None for a table without one. Several tables may share one.
-        reduced: what takes a gradient that a reducer averages.
-        context: says whether a reducer averages the gradients, and whether it does so in this backward.
-    """
-
-    def __init__(
-        self, updates: Mapping[str, UsedRows | None], reduced: Sequence[nn.Parameter], context: StepContext
-    ) -> None:
-        self.reduced = list(reduced)
-        self._updates, self._context = dict(updates), context
-        # Of this backward. Each forward clears it, for a backward that raises never comes to its callbacks.
-        self._queued = False
-        for parameter in reduced:
-            parameter.register_post_accumulate_grad_hook(self._on_gradient)
-
-    @abc.abstractmethod
-    def _update(self) -> None:
-        """Apply the averaged gradients and drop them."""
-
-    def step_counts(self) -> dict[str, int]:
-        """Per table, how many updates its fused optimizer has made."""
-        return {name: 0 if one is None else one.optimizer.step_count for name, one in self._updates.items()}
-
-    def load_step_counts(self, counts: Mapping[str, int]) -> None:
-        """Set what :meth:`step_counts` gave; tables that share an update share their largest count."""
-        for update in filter(None, set(self._updates.values())):
-            of_tables = [counts.get(name, 0) for name, one in self._updates.items() if one is update]
-            update.optimizer.step_count = max(of_tables)
-
-    def set_learning_rate(self, optimizer: FusedOptimizer, lr: float) -> None:
-        """Use ``lr`` for the tables that were given ``optimizer``."""
-        for update in filter(None, self._updates.values()):
-            if update.optimizer.optimizer == optimizer:
-                update.optimizer.lr = lr
-
-    def _on_gradient(self, parameter: Tensor) -> None:
-        context = self._context
-        if context.collectives.world_size > 1 and not context.gradients_are_reduced:
-            raise ConfigError(
-                f"replicated tables {', '.join(map(repr, self._updates))} need their gradients averaged over the "
-                "ranks; shard the whole model with shardrec.shard, or cut these tables"
-            )
-        if not self._queued and any(self._updates.values()):
-            self._queued = True
-            Variable._execution_engine.queue_callback(self._requeue)
-
-    def _requeue(self) -> None:
-        Variable._execution_engine.queue_callback(self._run)
-
-    def _run(self) -> None:
-        self._queued = False
-        if self._context.reduce_this_backward:
-            self._update()
-
-
-class ReplicatedLookup(Copies):
-    """The replicated tables of a module.
+class ReplicatedLookup:
+    """The replicated tables of a module, updated once backward is over and a reducer has averaged their gradients.
 
     Args:
         tables: the replicated tables, in module order.
@@ -134,19 +74,39 @@ class ReplicatedLookup(Copies):
         weights = {
             table: weight for bank, numbers in banks for table, weight in zip(numbers, bank.weights, strict=True)
         }
-        self._rows = [
-            None if table.optimizer is None else UsedRows(weights[number], table.optimizer)
+        self._updates = [
+            None if table.optimizer is None else _RowUpdate(weights[number], table.optimizer)
             for number, table in enumerate(tables)
         ]
         self.parameters = [nn.Parameter(weights[number]) for number in range(len(tables))]
         self._runs = [(bank, [self.parameters[number] for number in numbers]) for bank, numbers in banks]
-        names = [table.layout.name for table in tables]
-        super().__init__(dict(zip(names, self._rows, strict=True)), self.parameters, context)
+        self._names, self._context = [table.layout.name for table in tables], context
+        # Of this backward. Each forward clears it, for a backward that raises never comes to its callbacks.
+        self._queued = False
+        for parameter in self.parameters:
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
     def states(self, table: int) -> dict[str, Tensor]:
         """The fused optimizer's states of one table, by name, as views; empty without one."""
-        update = self._rows[table]
+        update = self._updates[table]
         return {} if update is None else update.optimizer.states()[0]
+
+    def step_counts(self) -> dict[str, int]:
+        """Per table, how many updates its fused optimizer has made."""
+        counts = (0 if update is None else update.optimizer.step_count for update in self._updates)
+        return dict(zip(self._names, counts, strict=True))
+
+    def load_step_counts(self, counts: Mapping[str, int]) -> None:
+        """Set what :meth:`step_counts` gave."""
+        for name, update in zip(self._names, self._updates, strict=True):
+            if update is not None:
+                update.optimizer.step_count = counts.get(name, 0)
+
+    def set_learning_rate(self, optimizer: FusedOptimizer, lr: float) -> None:
+        """Use ``lr`` for the tables that were given ``optimizer``."""
+        for update in filter(None, self._updates):
+            if update.optimizer.optimizer == optimizer:
+                update.optimizer.lr = lr
 
     def __call__(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, counts: Sequence[int]) -> Tensor:
         """(B, D_r) float32 pooled columns of the local batch.
@@ -184,10 +144,27 @@ class ReplicatedLookup(Copies):
         """The lookup for TorchScript, with the number of its table per slot; without pooling there is one slot."""
         return DenseTables(self.parameters, slot_tables, pooled=pooled)
 
-    def _update(self) -> None:
-        for update, parameter in zip(self._rows, self.parameters, strict=True):
+    def _on_gradient(self, parameter: Tensor) -> None:
+        context = self._context
+        if context.collectives.world_size > 1 and not context.gradients_are_reduced:
+            raise ConfigError(
+                f"replicated tables {', '.join(map(repr, self._names))} need their gradients averaged over the "
+                "ranks; shard the whole model with shardrec.shard, or cut these tables"
+            )
+        if not self._queued and any(self._updates):
+            self._queued = True
+            Variable._execution_engine.queue_callback(self._requeue)
+
+    def _requeue(self) -> None:
+        Variable._execution_engine.queue_callback(self._run)
+
+    def _run(self) -> None:
+        self._queued = False
+        if not self._context.reduce_this_backward:
+            return
+        for update, parameter in zip(self._updates, self.parameters, strict=True):
             if update is not None and parameter.grad is not None:
-                update.step(parameter.grad, parameter.grad.any(dim=1))
+                update.step(parameter.grad)
                 parameter.grad = None
 
 
@@ -207,13 +184,8 @@ class _RowsFunction(torch.autograd.Function):
         return gradient.new_zeros(ctx.shape).index_add_(0, ids, gradient).to(ctx.dtype), None
 
 
-class UsedRows:
-    """A fused optimizer of replicated rows, applied to those of them that are used.
-
-    Args:
-        weight: (rows, dim).
-        optimizer: the rule.
-    """
+class _RowUpdate:
+    """One table's fused optimizer, applied to the rows whose averaged gradient is not zero."""
 
     def __init__(self, weight: Tensor, optimizer: FusedOptimizer) -> None:
         rows, width = weight.shape
@@ -222,28 +194,20 @@ class UsedRows:
         self.optimizer = RowOptimizer([cls], 1, optimizer)
         self._weight = weight
 
-    def step(self, gradient: Tensor, used: Tensor) -> Tensor | None:
-        """Update the rows that are used.
-
-        Args:
-            gradient: (rows, dim).
-            used: (rows,) bool.
-
-        Returns:
-            Their numbers (n,) int64, or None if the host cannot know.
-        """
+    def step(self, gradient: Tensor) -> None:
+        """Update from the dense (rows, dim) gradient."""
+        used = gradient.any(dim=1)
         if gradient.device.type == "cpu":
             rows = used.nonzero().squeeze(1)
             values = gradient.index_select(0, rows).to(torch.float32)
             self.optimizer.step(self.optimizer.decayed([RowGradient(rows=rows, values=values)]))
-            return rows
+            return
         # How many rows there are would have to come to the host: all of them are updated, and those put back that are
         # not used (Adam's moments decay, and Adagrad's step is 0 / 0 without eps).
         memory = [self._weight, *self.optimizer.states()[0].values()]
-        before = [one.clone() for one in memory]
+        before = [tensor.clone() for tensor in memory]
         rows = torch.arange(gradient.size(0), device=gradient.device)
         gradients = [RowGradient(rows=rows, values=gradient.to(torch.float32))]
         self.optimizer.step(self.optimizer.decayed(gradients))
-        for one, old in zip(memory, before, strict=True):
-            one.copy_(torch.where(used if one.dim() == 1 else used.unsqueeze(1), one, old))
-        return None
+        for tensor, old in zip(memory, before, strict=True):
+            tensor.copy_(torch.where(used if tensor.dim() == 1 else used.unsqueeze(1), tensor, old))

@@ -5,12 +5,9 @@ Shapes: B samples of this rank, D columns of the output (the unsharded module's)
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from itertools import accumulate
-from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +18,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from shardrec.exchange.anomaly import note_rows, watch_gradient
 from shardrec.exchange.batch import KEY_ORDERS, Batch
 from shardrec.exchange.blocks import BlocksInFlight, Stream
-from shardrec.exchange.hot import HotSplit, hot_key
 from shardrec.exchange.output import OutputExchange
 from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.route import Lookup
@@ -52,10 +48,6 @@ class PooledEmbeddings(LazyAwaitable[KeyedTensor]):
 
     def _wait_impl(self) -> KeyedTensor:
         return KeyedTensor(keys=list(self._keys), length_per_key=list(self._dims), values=self._call.value())
-
-
-_Bags: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
-"""Ids (N,), lengths (S, B), and weights (N,) or none."""
 
 
 class ShardedEmbeddingBagCollection(ShardedCollection):
@@ -108,11 +100,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         self.dims = [lookup.layout.embedding_dim for lookup in lookups]
         self.lookups = tuple(lookups)
         self.own_lookups = tuple(lookup for lookup in lookups if lookup.layout.replicated)
-        sent = self._split_lookups(lookups)
-        starts = [
-            start for start, one in zip(accumulate([0, *self.dims]), lookups, strict=False) if one.layout.hot_rows
-        ]
-        route = self._make(groups, lookups, sent, weighted=self._is_weighted, columns=starts)
+        route = self._make(groups, lookups, lookups, weighted=self._is_weighted, pooled=True)
         self._output = OutputExchange(
             route, lookups, collectives.rank, self._ranks_per_host, mean_over=collectives.mean_over
         )
@@ -120,29 +108,11 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         self._column_lookup = torch.tensor(columns, dtype=torch.int64, device=self.device)
         sums = [index for index, lookup in enumerate(lookups) if not lookup.mean]
         self._sum_lookups = torch.tensor(sums, dtype=torch.int64, device=self.device)
-        # Where the keys of this rank's copies are in ``Prepared.to_send``, and all lookups' features in its ``batch``.
-        self._hot_keys = tuple(hot_key(one.feature) for one in sent if one.layout.hot_rows)
-        own, features = [one.feature for one in self.own_lookups], [one.feature for one in lookups]
-        self._own_positions, self._hot_positions, self._key_positions = (
-            lru_cache(maxsize=KEY_ORDERS)(partial(_positions, keys, self.device))
-            for keys in (own, self._hot_keys, features)
+        # Where the features of the replicated tables' lookups, and of all lookups, are among a batch's keys.
+        self._own_positions, self._key_positions = (
+            lru_cache(maxsize=KEY_ORDERS)(partial(_positions, [lookup.feature for lookup in some], self.device))
+            for some in (self.own_lookups, self.lookups)
         )
-
-    def _split_lookups(self, lookups: Sequence[Lookup]) -> list[Lookup]:
-        """The lookups by the keys that are sent, once the ids of hot rows are taken out of those."""
-        uses = Counter(lookup.feature for lookup in lookups)
-        sent = [
-            replace(one, feature=f"\0{one.feature} in {one.layout.name}")
-            if one.layout.hot_rows and uses[one.feature] > 1
-            else one
-            for one in lookups
-        ]
-        hot = {one.feature: one.layout for one in sent if one.layout.hot_rows}
-        copies = {
-            one.feature: given.feature for one, given in zip(sent, lookups, strict=True) if one.feature != given.feature
-        }
-        self.hot_split = HotSplit(hot, copies, keep=True, device=self.device) if hot else None
-        return sent
 
     def new_call(self, features: KeyedJaggedTensor) -> BagCall:
         """A forward's call, whose ids are not under way yet."""
@@ -173,41 +143,22 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         return self._is_weighted
 
     def _own_counts(self, batch: Batch) -> tuple[Tensor, ...]:
-        """Ids of each lookup of a replicated table, then of hot rows, as a note for the host; none without any."""
-        if not self.own_lookups and not self._hot_keys:
+        """Ids of each lookup of a replicated table, as a note for the host; none without any."""
+        if not self.own_lookups:
             return ()
-        index = torch.cat([self._own_positions(batch.keys), self._hot_positions(batch.keys)])
-        return (batch.lengths.index_select(0, index).sum(dim=1, dtype=torch.int64),)
+        return (batch.lengths.index_select(0, self._own_positions(batch.keys)).sum(dim=1, dtype=torch.int64),)
 
     def _look_up_replicas(self, batch: Batch, counts: Sequence[int], learned_weights: Tensor | None) -> Tensor | None:
         """(B, D_r) pooled columns of the replicated tables.
 
         Args:
-            batch: ``Prepared.to_send``, which has the ids that stay on this rank, too.
-            counts: ids of each lookup in a copy.
+            batch: ``Prepared.batch``.
+            counts: ids of each lookup of a replicated table.
             learned_weights: (N,), those that take a gradient; else None.
         """
         if self.replicas is None:
             return None
-        counts = counts[: len(self.own_lookups)]
-        index = self._own_positions(batch.keys)
-        return self.replicas(*self._own_bags(batch, index, sum(counts), learned_weights), counts)
-
-    def _hot_bags(self, batch: Batch, counts: Sequence[int], learned_weights: Tensor | None) -> _Bags | None:
-        """The ids of hot rows; arguments as :meth:`_look_up_replicas` takes them."""
-        if self.hot_rows is None:
-            return None
-        total, keys = sum(counts[len(self.own_lookups) :]), self._hot_keys
-        if self.device.type == "cpu" and learned_weights is None and batch.keys[-len(keys) :] == keys:
-            # They lie behind the others, in the order of the lookups.
-            start = batch.values.numel() - total
-            weights = None if batch.weights is None else batch.weights[start:]
-            return batch.values[start:], batch.lengths[-len(keys) :], weights
-        return self._own_bags(batch, self._hot_positions(batch.keys), total, learned_weights)
-
-    def _own_bags(self, batch: Batch, index: Tensor, total: int, learned_weights: Tensor | None) -> _Bags:
-        """Ids, lengths and weights of some keys."""
-        order = index.to(torch.int32)
+        order, total = self._own_positions(batch.keys).to(torch.int32), sum(counts)
         lengths, ids, weights = torch.ops.fbgemm.permute_2D_sparse_data(
             order, batch.lengths, batch.values, batch.weights, total
         )
@@ -215,7 +166,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             places = torch.arange(batch.values.numel(), dtype=torch.int32, device=self.device)
             _, places, _ = torch.ops.fbgemm.permute_2D_sparse_data(order, batch.lengths, places, None, total)
             weights = learned_weights.index_select(0, batch.places_as_given(places)).to(torch.float32)
-        return ids, lengths, weights
+        return self.replicas(ids, lengths, weights, counts)
 
     def _bag_lengths(self, batch: Batch) -> Tensor | None:
         """(B, D) bag length behind each mean-pooled column, at least 1; 1 for sums; None without mean pooling."""
@@ -245,17 +196,14 @@ class BagCall(Call):
     """One forward."""
 
     def __init__(self, collection: ShardedEmbeddingBagCollection, features: KeyedJaggedTensor) -> None:
-        split = collection.hot_split
-        to_send = None if split is None else lambda batch: split(batch, places=False)
-        prepared = collection.input.prepare(features, collection._agreement(), to_send=to_send)
-        prepared = replace(prepared, notes=collection._own_counts(prepared.to_send))
+        prepared = collection.input.prepare(features, collection._agreement())
+        prepared = replace(prepared, notes=collection._own_counts(prepared.batch))
         super().__init__(collection.context.queue, collection.input, prepared)
         self._collection = collection
         self._learns_ids = collection.learns_ids()
         self._ids: ShardInput | None = None
         self._pooled: Tensor | None = None
         self._replicated: Tensor | None = None
-        self._hot: _Bags | None = None
         self._lengths: Tensor | None = None
 
     def look_up(self, ids: ShardInput) -> Stream | None:
@@ -301,23 +249,15 @@ class BagCall(Call):
         return output.stream(pooled, ids, self.prepared.slot_sizes, sums)
 
     def issued(self) -> None:
-        """Look up the replicated tables, and pick out the ids of hot rows, while the others' rows are under way."""
-        collection = self._collection
+        """Look up the replicated tables while the others' rows are under way."""
+        collection, batch = self._collection, self.prepared.batch
         assert self.sent is not None, "ids are sent before rows are"
-        collection.refresh_hot_rows()
-        own = self.prepared.to_send, self.sent.replica_ids, self._learned_weights
-        self._replicated, self._hot = collection._look_up_replicas(*own), collection._hot_bags(*own)
-        self._lengths = collection._bag_lengths(self.prepared.batch)
+        self._replicated = collection._look_up_replicas(batch, self.sent.replica_ids, self._learned_weights)
+        self._lengths = collection._bag_lengths(batch)
         if collection.context.detect_anomaly and self._replicated is not None:
             layouts = [one.layout for one in collection.own_lookups]
             sizes, tables = [one.embedding_dim for one in layouts], [one.name for one in layouts]
             note_rows(self._replicated.detach(), sizes, 1, collection.context, tables)
-        if collection.context.detect_anomaly and collection.hot_rows is not None and self._hot is not None:
-            none = self._hot[1].new_zeros((self._hot[1].size(1), sum(collection.dims)), dtype=torch.float32)
-            tables = [one.layout.name for one in collection.lookups]
-            with torch.no_grad():
-                found = collection.hot_rows(*self._hot, none)
-            note_rows(found, collection.dims, 1, collection.context, tables)
 
     def finish(self, flight: BlocksInFlight, stream: int) -> Tensor:
         """(B, D) values of the output."""
@@ -325,10 +265,6 @@ class BagCall(Call):
         values = collection._output.finish(
             flight, stream, prepared.lengths.size(1), prepared.slot_sizes, self._replicated
         )
-        if collection.hot_rows is not None and self._hot is not None:
-            # On one rank they may lie in a buffer of somebody else's.
-            values = values if collection.context.collectives.world_size > 1 else values.clone()
-            values = collection.hot_rows(*self._hot, values)
         if self._lengths is not None:
             values = values / self._lengths
         inverse = prepared.batch.inverse

@@ -26,9 +26,8 @@ from shardrec.ids.maps import IdMaps, Mapped
 from shardrec.layout import Shard, ShardingPlan, TableLayout
 from shardrec.layout.discover import Collection, configs_of, qualified_name
 from shardrec.lookup.groups import LookupGroup, LookupTable
-from shardrec.lookup.hot import HotRows
 from shardrec.lookup.optimizers import FusedOptimizer, fused_optimizer_of
-from shardrec.lookup.replicated import Copies, ReplicatedLookup
+from shardrec.lookup.replicated import ReplicatedLookup
 from shardrec.lookup.shards import ShardLookup
 from shardrec.modules.initial import draw_in_place, draw_rows, first_values
 from shardrec.modules.late import look_up_outside
@@ -61,7 +60,6 @@ class ShardedCollection(nn.Module, abc.ABC):
     shards: ShardLookup
     replicas: ReplicatedLookup | None
     id_maps: IdMaps | None = None
-    hot_rows: HotRows | None = None
     _holder: ClassVar[str]
     """The attribute that has the tables, as the unsharded module calls it."""
 
@@ -179,53 +177,12 @@ class ShardedCollection(nn.Module, abc.ABC):
         """What every rank has whole."""
         return [table for table in self._lookup_tables.values() if table.layout.replicated]
 
-    def reduced_parameters(self) -> list[nn.Parameter]:
-        """Replicated tables and copies of hot rows, whose gradients a reducer averages."""
-        return [parameter for copies in self._copies() for parameter in copies.reduced]
-
-    def _copies(self) -> list[Copies]:
-        return [one for one in (self.replicas, self.hot_rows) if one is not None]
-
-    def refresh_hot_rows(self) -> None:
-        """Read the copies of hot rows from their shards, where somebody has written into these. All ranks call it."""
-        if self.hot_rows is not None and self._is_written():
-            self.hot_rows.refresh()
-            for table in self.tables().values():
-                table.written = False
-
-    def shards_were_written(self) -> None:
-        """Somebody has written into the memory of shards, or of their optimizers' states."""
-        for table in self.tables().values():
-            table.written = True
-
-    def refuse_hot_rows(self, reader: str) -> None:
-        """Raise for a reader that takes shards alone, and would send every id to them.
-
-        Args:
-            reader: what it is, for the message.
-
-        Raises:
-            ConfigError: if a table has hot rows.
-        """
-        hot = [layout.name for layout in self.table_layouts.values() if layout.hot_rows]
-        if hot:
-            raise ConfigError(
-                f"tables {', '.join(map(repr, hot))} have hot rows, which {reader} does not take: save a checkpoint, "
-                "and load it into a model sharded without them, after plan.with_hot_rows({table: ()}); the tables are "
-                "the same"
-            )
-
-    def _is_written(self) -> bool:
-        return any(table.written for table in self.tables().values() if table.layout.hot_rows)
-
     def _agreement(self) -> str:
         """What the ranks must have in common in this step, beyond the ids' dtype."""
         dense = self.context.dense_signature
         mode = "on" if torch.is_grad_enabled() else "off"
         learning = "" if self.id_maps is None else f", dynamic ids {'learned' if self.learns_ids() else 'frozen'}"
-        is_written = self.hot_rows is not None and self._is_written()
-        written = ", tables written to since the last forward" if is_written else ""
-        return f"gradients {mode}{learning}" + (f", other inputs {dense}" if dense else "") + written
+        return f"gradients {mode}{learning}" + (f", other inputs {dense}" if dense else "")
 
     def _is_dynamic(self, layout: TableLayout) -> bool:
         return layout.name in self.context.dynamic_ids
@@ -266,7 +223,7 @@ class ShardedCollection(nn.Module, abc.ABC):
         sent: Sequence[Lookup],
         *,
         weighted: bool,
-        columns: Sequence[int] | None,
+        pooled: bool,
     ) -> Route:
         """Make the exchange of ids and the lookups; returns the ids' route.
 
@@ -275,10 +232,10 @@ class ShardedCollection(nn.Module, abc.ABC):
             lookups: in the order of the output.
             sent: at least those of cut tables, by the keys that are sent.
             weighted: the input has a weight per id.
-            columns: of the output, where each lookup in a table with hot rows begins; None for a row per id.
+            pooled: look up sums of bags; else a row per id.
         """
-        context, pooled = self.context, columns is not None
-        collectives, tables = context.collectives, self._lookup_tables.values()
+        context, tables = self.context, self._lookup_tables.values()
+        collectives = context.collectives
         route = build_route(sent, collectives.world_size, len(groups))
         slots = route.slots[collectives.rank]
         plain = {one.feature for one in lookups if not one.dynamic}
@@ -300,16 +257,12 @@ class ShardedCollection(nn.Module, abc.ABC):
         numbers = [self.replica_number[one.layout.name] for one in lookups if one.layout.replicated]
         own = self._replicated_tables()
         self.replicas = ReplicatedLookup(own, numbers, context, self.device) if own else None
-        hot = [table for table in tables if table.layout.hot_rows]
-        names = [one.layout.name for one in sent if one.layout.hot_rows]
-        self.hot_rows = HotRows(hot, names, self.shards, context, self.device, columns) if hot else None
         return route
 
     def _build_parameters(self, first_values: Iterable[tuple[str, Values | None]]) -> nn.ModuleDict:
         """Fill this rank's shards, one table at a time, from its values; where there are none, draw them in place."""
         modules = nn.ModuleDict()
         by_shard: dict[Shard, nn.Parameter] = {}
-        hot = [name for name, layout in self.table_layouts.items() if layout.hot_rows]
         for name, values in first_values:
             layout, learns = self.table_layouts[name], name not in self.frozen
             parameters: dict[Shard | None, nn.Parameter] = {}
@@ -334,12 +287,7 @@ class ShardedCollection(nn.Module, abc.ABC):
                     tensor.copy_(values[place].detach())
             elif tensors:
                 load_table(layout, tensors, values)
-            copies = {}
-            if self.hot_rows is not None and [name] == hot[:1]:
-                copies = {"hot": self.hot_rows.weight, "hot_marks": self.hot_rows.marks}
-                for parameter in copies.values():
-                    parameter.requires_grad_(not self.frozen.issuperset(hot))
-            modules[name] = ShardedTable(layout, parameters, self.group, self._lookup_tables[name].dtype, copies)
+            modules[name] = ShardedTable(layout, parameters, self.group, self._lookup_tables[name].dtype)
         self.shards.own_parameters(by_shard)
         return modules
 
@@ -370,23 +318,23 @@ class ShardedCollection(nn.Module, abc.ABC):
 
     def step_counts(self) -> dict[str, int]:
         """Per table, by its name in the plan, how many updates its fused optimizer has made (for Adam's bias)."""
-        copies = {name: count for one in self._copies() for name, count in one.step_counts().items()}
+        replicas = {} if self.replicas is None else self.replicas.step_counts()
         maps = {} if self.id_maps is None else {f"ids of {name}": self.id_maps.step for name in self.id_maps.options}
-        return self.shards.step_counts() | copies | maps
+        return self.shards.step_counts() | replicas | maps
 
     def load_step_counts(self, counts: Mapping[str, int]) -> None:
         """Set what :meth:`step_counts` gave."""
         self.shards.load_step_counts(counts)
-        for copies in self._copies():
-            copies.load_step_counts(counts)
+        if self.replicas is not None:
+            self.replicas.load_step_counts(counts)
         if self.id_maps is not None:
             self.id_maps.step = max(counts.get(f"ids of {name}", 0) for name in self.id_maps.options)
 
     def set_learning_rate(self, optimizer: FusedOptimizer, lr: float) -> None:
         """Use ``lr`` for the tables that were given ``optimizer``, from the next forward on."""
         self.shards.set_learning_rate(optimizer, lr)
-        for copies in self._copies():
-            copies.set_learning_rate(optimizer, lr)
+        if self.replicas is not None:
+            self.replicas.set_learning_rate(optimizer, lr)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """The same tables and states in kernels of its own, on the same ranks; see :class:`ShardedModel`."""
@@ -416,8 +364,6 @@ class ShardedCollection(nn.Module, abc.ABC):
         for name, table in self.tables().items():
             for shard, parameter in table.locals.items():
                 memo[id(parameter)] = other.tables()[name].locals[shard]
-            for kind, parameter in table.copies.items():
-                memo[id(parameter)] = other.tables()[name].copies[kind]
         return other
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -440,10 +386,4 @@ def _lookup_table(config: BaseEmbeddingConfig, weight: nn.Parameter, plan: Shard
     plan.check_tables({name: (config.num_embeddings, config.embedding_dim)}, partial=True)
     # A fused optimizer would move a frozen table; the kernels do not know that it is one.
     optimizer = fused_optimizer_of(weight, name) if weight.requires_grad else None
-    layout = plan.by_name[name]
-    if layout.hot_rows and optimizer is None and weight.requires_grad:
-        raise ConfigError(
-            f"table {name!r} has {len(layout.hot_rows)} hot rows and no optimizer in backward, so that nobody would "
-            "keep their copies equal to the table; give it one with apply_optimizer_in_backward, or plan it without"
-        )
-    return LookupTable(layout=layout, optimizer=optimizer, dtype=TABLE_DTYPES[config.data_type])
+    return LookupTable(layout=plan.by_name[name], optimizer=optimizer, dtype=TABLE_DTYPES[config.data_type])

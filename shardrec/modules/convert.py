@@ -173,7 +173,6 @@ def shard(
         plan = make_plan(model, Topology.of_world(size), device=target, constraints=limits, dedup=dedup)
     tables, faults = dynamic_tables(model, plan, dynamic_ids or {}, options.replicas)
     agree_on_plan(plan, _plan_faults(plan, model, options, collectives.world_size) or faults, world)
-    _check_hot_rows(plan, options, dense)
     groups = make_groups(group, options.replicas, target)
     if target.type == "cpu":
         keep_large_blocks()
@@ -253,21 +252,6 @@ def _plan_faults(plan: ShardingPlan, model: nn.Module, options: ReplicaOptions, 
     except PlanError as error:
         return error.faults
     return ()
-
-
-def _check_hot_rows(plan: ShardingPlan, options: ReplicaOptions, dense: DenseWrap) -> None:
-    """Raise if nothing would keep the copies of hot rows alike. The arguments are the same on every rank."""
-    hot = ", ".join(repr(table.name) for table in plan.tables if table.hot_rows)
-    if hot and options.replicas > 1:
-        raise ConfigError(
-            f"tables {hot} have hot rows, whose gradients all ranks average in each step, while the {options.replicas} "
-            f"replicas average their tables every {options.sync_every}; plan without hot rows"
-        )
-    if hot and dense == "none" and plan.world_size > 1:
-        raise ConfigError(
-            f"tables {hot} have hot rows, whose gradients ride on the dense part's all-reduce, and dense='none' leaves "
-            "that out; choose 'ddp' or 'fsdp', or plan without hot rows"
-        )
 
 
 def agree_on_plan(plan: ShardingPlan, faults: Sequence[str], context: StepContext) -> None:

@@ -52,7 +52,7 @@ class _Live(nn.Module):
     def __init__(self, collection: ShardedCollection, results: Callable[[Any], tuple[Tensor, Tensor, Tensor]]) -> None:
         super().__init__()
         self.train(collection.training)
-        replicas = collection.reduced_parameters()
+        replicas = [] if collection.replicas is None else collection.replicas.parameters
         self.program = Program(collection, collection.context, collection.input.expect, results, replicas)
         self.replicas = list_of(Tensor, replicas)
         self.number = self.program.number

@@ -76,8 +76,7 @@ class ShardedModel(nn.Module):
             replicated: list[nn.Parameter] = []
             for table in (table for collection in self._sharded for table in collection.tables().values()):
                 # Not its ``locals``: a module that moves may get new parameters.
-                for name, parameter in table.named_parameters():
-                    (replicated if table.layout.replicated or name in table.copies else cut).append(parameter)
+                (replicated if table.layout.replicated else cut).extend(table.parameters())
             # Out of the module tree, or it would show in every name.
             object.__setattr__(self, "_callable", wrap_dense(module, dense, group, cut, replicated, context))
             context.gradients_are_reduced = True

@@ -122,13 +122,11 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update({key: value for key, value in saved.items() if key not in ("params", "tables")})
         self._refresh()
-        self.post_load_state_dict()
+        self.push()
 
     def post_load_state_dict(self) -> None:
         """Take over what TorchRec's optimizers have copied into :attr:`state` and the groups."""
         self.push()
-        for collection in self._collections:
-            collection.shards_were_written()
 
     def _take_steps(self) -> None:
         """Hand the counts that somebody else has written into :attr:`state` to the kernels."""

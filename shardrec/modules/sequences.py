@@ -22,7 +22,6 @@ from shardrec.exchange.bad_ids import places_of_rows
 from shardrec.exchange.batch import Batch
 from shardrec.exchange.blocks import BlocksInFlight, Stream
 from shardrec.exchange.dedup import DistinctIds
-from shardrec.exchange.hot import HotSplit
 from shardrec.exchange.input import Prepared, SentIds
 from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.queue import ModelContext
@@ -150,23 +149,16 @@ class ShardedEmbeddingCollection(ShardedCollection):
                 )
         self.lookups = tuple(lookups)
         sharded = [lookup for lookup in lookups if not lookup.layout.replicated]
-        hot, copies = any(one.layout.hot_rows for one in sharded), dict[str, str]()
         if self.dedup:
             by_table = {lookup.layout.name: lookup for lookup in sharded}
             self.sent_lookups = tuple(replace(one, feature=name, output=name) for name, one in by_table.items())
-        elif hot:
-            # A key of its own for each lookup, so that rows are found again by the places of its ids alone.
-            self.sent_lookups = tuple(replace(one, feature=one.output) for one in sharded)
-            copies = {one.output: one.feature for one in sharded}
         else:
             self.sent_lookups = tuple(sharded)
-        hot_keys = {one.feature: one.layout for one in self.sent_lookups if one.layout.hot_rows}
-        self.hot_split = HotSplit(hot_keys, copies, keep=self.dedup, device=self.device) if hot else None
         self.dedup_lookups = [(lookup.feature, lookup.layout.name) for lookup in sharded]
         limits = [(one.feature, one.layout.num_embeddings) for one in self.sent_lookups]
         dynamic = any(lookup.dynamic for lookup in lookups)
         self._distinct_ids = DistinctIds(self.dedup_lookups, limits, self.device, dynamic) if self.dedup else None
-        route = self._make(groups, lookups, self.sent_lookups, weighted=False, columns=None)
+        route = self._make(groups, lookups, self.sent_lookups, weighted=False, pooled=False)
         widths = [group.width or 0 for group in groups]
         self.row_exchange = RowExchange(
             route, widths, self._embedding_dim, collectives.rank, self.device, mean_over=collectives.mean_over
@@ -205,11 +197,6 @@ class ShardedEmbeddingCollection(ShardedCollection):
 
     def _targets(self, prepared: Prepared, sent: SentIds) -> tuple[Tensor, int]:
         """Where the rows go that come back; and the number of output rows."""
-        if prepared.to_send.order is not None:
-            # The keys before those of hot rows are the lookups, in order; so the output's rows are its ids.
-            assert sent.positions is not None, "the positions of the ids were kept"
-            sent = replace(sent, positions=prepared.to_send.order.index_select(0, sent.positions))
-            return self.row_exchange.targets(sent, [0] * sum(self.input.route.slot_counts())), sum(sent.sent_key_ids)
         key_start = dict(zip(prepared.to_send.keys, [0, *accumulate(sent.sent_key_ids)], strict=False))
         count = dict(zip(prepared.to_send.keys, sent.sent_key_ids, strict=True))
         starts = [0, *accumulate(count[lookup.feature] for lookup in self.sent_lookups)]
@@ -217,16 +204,6 @@ class ShardedEmbeddingCollection(ShardedCollection):
         apart = [start - key_start[lookup.feature] for lookup, start in zip(self.sent_lookups, starts, strict=False)]
         of_slots = [apart[slot.lookup] for slots in self.input.route.slots for slot in slots]
         return self.row_exchange.targets(sent, of_slots), starts[-1]
-
-    def _look_up_hot(self, prepared: Prepared, sent: SentIds) -> tuple[Tensor, Tensor] | None:
-        """(n,) output rows of the ids of hot rows, which lie behind the others that are sent, and (n, D) these."""
-        if self.hot_rows is None:
-            return None
-        assert prepared.to_send.order is not None, "the split told where the ids were"
-        keys = sum(bool(one.layout.hot_rows) for one in self.sent_lookups)
-        start, end = sum(sent.sent_key_ids[:-keys]), sum(sent.sent_key_ids)
-        rows = self.hot_rows(prepared.to_send.values[start:end], prepared.to_send.lengths[-keys:])
-        return prepared.to_send.order[start:end], rows
 
     def _entries(self, prepared: Prepared, sent: SentIds, features: KeyedJaggedTensor) -> list[SequenceKey]:
         keys, sizes, batch = prepared.given.keys, features.stride_per_key(), prepared.batch
@@ -267,9 +244,8 @@ class SequenceCall(Call):
         self._rows: Stream | None = None
         self._target: Tensor | None = None
         self._output_rows = 0
-        self._hot: tuple[Tensor, Tensor] | None = None
         self._entries: list[SequenceKey] = []
-        to_send = self._to_send if collection.dedup or collection.hot_split is not None else None
+        to_send = self._distinct if collection.dedup else None
         prepared = collection.input.prepare(features, collection._agreement(), to_send=to_send)
         super().__init__(collection.context.queue, collection.input, prepared)
 
@@ -293,11 +269,9 @@ class SequenceCall(Call):
         return found
 
     def issued(self) -> None:
-        """Find the places of the rows, and look up this rank's copies, while the rows are under way."""
+        """Find the places of the rows, and look up the replicated tables, while the rows are under way."""
         collection, sent = self._collection, self.sent
         assert sent is not None, "rows are asked for before they come"
-        collection.refresh_hot_rows()
-        self._hot = collection._look_up_hot(self.prepared, sent)
         self._target, self._output_rows = collection._targets(self.prepared, sent)
         self._entries = collection._entries(self.prepared, sent, self._features)
         given = self.prepared.batch.with_dropped
@@ -312,7 +286,7 @@ class SequenceCall(Call):
     def finish(self, flight: BlocksInFlight, stream: int) -> tuple[Tensor, list[SequenceKey]]:
         """(N, D) rows of the lookups of cut tables, and the output's entries."""
         assert self._target is not None, "the places were found when the rows were sent"
-        rows = self._collection.row_exchange.finish(flight, stream, self._target, self._output_rows, self._hot)
+        rows = self._collection.row_exchange.finish(flight, stream, self._target, self._output_rows)
         if self._places is not None:
             rows = nn.functional.pad(rows, [0, 0, 1, 0]).index_select(0, self._places)
         elif self._inverse is not None:
@@ -333,14 +307,12 @@ class SequenceCall(Call):
             tables = [collection.sent_lookups[slots[number].lookup].layout.name for number in here]
             note_rows(part, [sizes[number] for number in here], 0, collection.context, tables)
 
-    def _to_send(self, batch: Batch) -> Batch:
-        """``Prepared.to_send``. Sets :attr:`_inverse`, the place of each id of the lookups among the distinct ones."""
-        find, split = self._collection._distinct_ids, self._collection.hot_split
-        if find is not None:
-            batch, self._inverse = find(batch)
-        if split is not None:
-            batch = split(batch, places=True)
-        return batch
+    def _distinct(self, batch: Batch) -> Batch:
+        """The distinct ids. Sets :attr:`_inverse`, the place of each id of the lookups among them."""
+        find = self._collection._distinct_ids
+        assert find is not None, "only a collection with dedup sends distinct ids"
+        distinct, self._inverse = find(batch)
+        return distinct
 
 
 def _by_key(keys: tuple[str, ...], values: Tensor, sent: SentIds) -> dict[str, Tensor]:

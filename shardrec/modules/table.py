@@ -32,11 +32,6 @@ class ShardedTable(nn.Module):
         parameters: this rank's parameters: one per local shard, or the replica.
         group: the process group that the table is sharded over; None on one rank.
         dtype: of the weights, which a rank without a shard cannot see.
-        copies: by name, of the first table with hot rows, this rank's copies of all the collection's, and what is
-            averaged with them; no part of a state_dict, for the shards have these rows, too.
-
-    Attributes:
-        written: the shards have been written into since the copies of hot rows were read from them.
     """
 
     def __init__(
@@ -45,14 +40,9 @@ class ShardedTable(nn.Module):
         parameters: Mapping[Shard | None, nn.Parameter],
         group: dist.ProcessGroup | None,
         dtype: torch.dtype = torch.float32,
-        copies: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
         super().__init__()
         self.layout = layout
-        self.written = True
-        self.copies = dict(copies or {})
-        for name, parameter in self.copies.items():
-            self.register_parameter(name, parameter)
         self.dtype = dtype
         self.group = group
         self.locals = dict(parameters)
@@ -99,7 +89,6 @@ class ShardedTable(nn.Module):
         """
         tensors = {shard: parameter.detach() for shard, parameter in self.locals.items()}
         load_table(self.layout, tensors, value)
-        self.written = True
 
 
 def as_one_tensor(

@@ -10,8 +10,6 @@
     whether lengths and ids are valid, for :mod:`shardrec.exchange.check`
 ``cut_ids(ids, lengths, weights, units, slots, positions)``
     a batch cut by rows, slot by slot, for :mod:`shardrec.exchange.cut`
-``split_hot(lengths, ids, weights, firsts, starts, hot, index, places)``
-    the ids of hot rows taken out of a batch, for :mod:`shardrec.exchange.hot`
 ``map_ids(ids, out, records, buckets, ...)``, ``index_ids(records, buckets)``
     raw ids mapped to rows, for :mod:`shardrec.ids.id_map`
 ``look_up(weights, slots, ids, lengths, id_weights, columns, pooled)``
@@ -54,7 +52,7 @@ from shardrec.errors import ConfigError
 
 __all__ = ["has_kernels", "is_loaded", "library_path"]
 
-_NEWEST = "split_hot"  # an operator that libraries built from older sources do not have
+_NEWEST = "look_up_out"  # an operator that libraries built from older sources do not have
 
 
 def library_path() -> Path | None:

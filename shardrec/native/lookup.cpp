@@ -58,7 +58,6 @@ struct Pool {
   float* output;  // (samples, columns)
   int64_t columns;
   bool streamed;
-  bool added;  // to what is there
   const std::vector<Group>& groups;
   int64_t* at;  // (slots,) the next id of each
 
@@ -123,13 +122,9 @@ struct Pool {
     };
     for (int64_t i = 0; i < count; ++i, to += columns) {
       const int64_t stop = next + lengths[i];
-      if (added && stop == next) continue;
       if constexpr (Width > 0) {
         constexpr int lanes = std::min(Lanes, Width);
         Vector<lanes> sum[Width / lanes] = {};
-        if (added) {
-          for_vectors<Lanes, Width>(width, [&](int64_t j, auto) SHARDREC_BODY { sum[j / lanes] = load<lanes>(to + j); });
-        }
         for (; next < stop; ++next) {
           const float* const row = next_row();
           if (!row) return false;
@@ -150,7 +145,7 @@ struct Pool {
           }
         });
       } else {
-        if (!added) std::memset(to, 0, sizeof(float) * width);
+        std::memset(to, 0, sizeof(float) * width);
         for (; next < stop; ++next) {
           const float* const row = next_row();
           if (!row) return false;
@@ -336,8 +331,7 @@ std::vector<Group> groups_of(const Call& call) {
 }
 
 template <class Id>
-void pool_into(
-    const at::Tensor& output, const Call& call, const at::Tensor& weights, const at::Tensor& ids, bool added = false) {
+void pool_into(const at::Tensor& output, const Call& call, const at::Tensor& weights, const at::Tensor& ids) {
   const std::vector<Group> groups = groups_of(call);
   Pool<Id> job{.groups = groups};
   job.weights = weights.const_data_ptr<float>();
@@ -346,8 +340,7 @@ void pool_into(
   job.ids = ids.const_data_ptr<Id>();
   job.output = output.data_ptr<float>();
   job.columns = output.stride(0);
-  job.added = added;
-  job.streamed = !added && is_streamed(output) && job.columns % 16 == 0;
+  job.streamed = is_streamed(output) && job.columns % 16 == 0;
   std::vector<int64_t> next = call.first_ids();
   job.at = next.data();
   run_checked(job);
@@ -366,18 +359,16 @@ void rows_into(const at::Tensor& output, const Call& call, const at::Tensor& wei
   run_checked(job);
 }
 
-// `apart`: there may be other columns between those of slots.
-void check_columns(const Call& call, int64_t columns, bool pooled, bool apart = false) {
+void check_columns(const Call& call, int64_t columns, bool pooled) {
   int64_t place = 0;
   for (const Slot& slot : call.slots) {
-    if (apart && slot.column > place && slot.column <= columns) place = slot.column;
     TORCH_CHECK(
         pooled ? slot.column == place && slot.width <= columns - place : slot.width == columns,
         "shardrec: a slot lies outside of the output, or not beside the one before: ", slot.width,
         " columns from column ", slot.column, " of ", columns);
     place += slot.width;
   }
-  TORCH_CHECK(place == columns || !pooled || apart, "shardrec: slots cover ", place, " of ", columns, " columns");
+  TORCH_CHECK(place == columns || !pooled, "shardrec: slots cover ", place, " of ", columns, " columns");
 }
 
 at::Tensor look_up(
@@ -397,18 +388,18 @@ at::Tensor look_up(
   return output;
 }
 
-void look_up_into(
+void look_up_out(
     const at::Tensor& output, const at::Tensor& weights, const at::Tensor& slots, const at::Tensor& ids,
-    const at::Tensor& lengths, const std::optional<at::Tensor>& id_weights, bool added) {
+    const at::Tensor& lengths, const std::optional<at::Tensor>& id_weights) {
   const Call call = call_of(weights, slots, ids, lengths, id_weights);
   TORCH_CHECK(
       output.dim() == 2 && output.size(0) == call.bags.samples && output.scalar_type() == at::kFloat &&
           output.device().is_cpu() && (output.stride(1) == 1 || output.size(1) <= 1 || output.size(0) == 0) &&
           (output.stride(0) >= output.size(1) || output.size(0) <= 1),
       "shardrec: the output is (samples, columns) float32 on the CPU with neighbouring columns");
-  check_columns(call, output.size(1), true, added);
-  ids.scalar_type() == at::kInt ? pool_into<int32_t>(output, call, weights, ids, added)
-                                : pool_into<int64_t>(output, call, weights, ids, added);
+  check_columns(call, output.size(1), true);
+  ids.scalar_type() == at::kInt ? pool_into<int32_t>(output, call, weights, ids)
+                                : pool_into<int64_t>(output, call, weights, ids);
 }
 
 template <class Id>
@@ -448,14 +439,15 @@ TORCH_LIBRARY_FRAGMENT(shardrec, library) {
       "look_up(Tensor weights, Tensor slots, Tensor ids, Tensor lengths, Tensor? id_weights, int columns, bool pooled) "
       "-> Tensor");
   library.def(
-      "look_up_into(Tensor(a!) output, Tensor weights, Tensor slots, Tensor ids, Tensor lengths, Tensor? id_weights, "
-      "bool added) -> ()");
+      "look_up_out(Tensor(a!) output, Tensor weights, Tensor slots, Tensor ids, Tensor lengths, Tensor? id_weights) "
+      "-> ()");
   library.def(
       "weight_gradient(Tensor weights, Tensor slots, Tensor ids, Tensor lengths, Tensor gradient) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(shardrec, CPU, library) {
   library.impl("look_up", shardrec::look_up);
-  library.impl("look_up_into", shardrec::look_up_into);
+  library.impl("look_up_out", shardrec::look_up_out);
+
   library.impl("weight_gradient", shardrec::weight_gradient);
 }

@@ -51,12 +51,8 @@ def _sharded_faults(module: nn.Sequential, seen: set[int]) -> Iterator[str]:
             yield f"table {name!r} of {path} has a fused optimizer, {_UPDATES}"
         for name, table in inner.tables().items():
             seen.update(map(id, table.parameters()))
-            if table.layout.copied_rows and inner.context.collectives.world_size > 1:
-                has = "is replicated" if table.layout.replicated else "has hot rows"
-                yield (
-                    f"table {name!r} of {path} {has}, and nothing in a stage reduces the gradients of copies: cut it, "
-                    "without hot rows"
-                )
+            if table.layout.replicated and inner.context.collectives.world_size > 1:
+                yield f"table {name!r} of {path} is replicated, and nothing in a stage reduces its gradients: cut it"
 
 
 def _reduces(path: str, module: nn.Module) -> str:

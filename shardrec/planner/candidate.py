@@ -28,7 +28,6 @@ class Candidate:
         on_all: its blocks are one on each rank, and part of what the option puts everywhere.
         holders: so many ranks of a place hold a shard, the first ones; 0: all of them.
         pinned: the layout, where it was given.
-        hot_rows: of the table, ascending, of which every rank has a copy.
     """
 
     cut: str
@@ -38,7 +37,6 @@ class Candidate:
     on_all: bool = False
     holders: int = 0
     pinned: TableLayout | None = None
-    hot_rows: tuple[int, ...] = ()
 
 
 def lay_out(name: str, table: TableLoad, candidate: Candidate, places: Sequence[Place], world: int) -> TableLayout:
@@ -58,7 +56,6 @@ def lay_out(name: str, table: TableLoad, candidate: Candidate, places: Sequence[
         num_embeddings=rows,
         embedding_dim=cols,
         cut=candidate.cut,
-        hot_rows=candidate.hot_rows,
         shards=tuple(
             Shard(table=name, row_start=top, row_end=bottom, col_start=left, col_end=right, rank=rank)
             for (top, bottom, left, right), rank in zip(rectangles, ranks, strict=True)

@@ -35,8 +35,6 @@ _UNEVEN = 16
 """Most stripes that are cut where columns do not divide evenly."""
 _SPLITS = 32
 """Steps in which the edge between two stripes is moved."""
-_HOT_ROWS = (16, 64, 256, 1024, 4096, 16384, 65536)
-"""Numbers of hot rows that are tried."""
 _MIXED_STRIPES, _MIXED_BLOCKS = (2, 4, 8), (2, 4, 8, 16)
 _HOLDERS = (2, 3, 4, 5, 6)
 """Ranks of a host that hold row blocks, besides all of them, where the host sums them."""
@@ -74,29 +72,13 @@ class CandidateMaker:
             if limit.pinned is not None:
                 found: tuple[Candidate, ...] = (self._pinned(name, table, limit.pinned),)
             else:
-                found = tuple(self._with_hot_rows(name, table, limit))
+                found = tuple(self._all(table, limit))
             if not found:
                 raise ConfigError(_nothing_left(name, table, limit, self._topology))
             self._made[key] = found
         return self._made[key]
 
-    def _with_hot_rows(self, name: str, table: TableLoad, limit: Constraint) -> Iterator[Candidate]:
-        """:meth:`_all`, for each number of hot rows that the constraint allows."""
-        sets = tuple(dict.fromkeys(_hot_rows(name, table, limit)))
-        if limit.hot_rows == "auto" or not sets:
-            yield from self._all(name, table, limit)
-        for hot_rows in sets:
-            others, copies = self._model.with_hot_rows(table, hot_rows)
-            for one in self._all(name, others, limit):
-                if one.cut != "data_parallel":
-                    option = replace(
-                        one.option,
-                        label=f"{one.option.label}, {len(hot_rows)} hot rows",
-                        everywhere=_sum(one.option.everywhere, _item(copies)),
-                    )
-                    yield replace(one, option=option, hot_rows=hot_rows)
-
-    def _all(self, name: str, table: TableLoad, limit: Constraint) -> Iterator[Candidate]:
+    def _all(self, table: TableLoad, limit: Constraint) -> Iterator[Candidate]:
         topology, world = self._topology, self._topology.world_size
         allowed = tuple(cut for cut in (limit.cuts or CUTS) if not (cut == "data_parallel" and limit.ranks))
         ranks, hosts = self._reach(limit.ranks)
@@ -342,32 +324,6 @@ def _candidate(
 ) -> Candidate:
     option = Option(label=_label(table, cut, widths, edges), everywhere=_item(everywhere), gangs=gangs)
     return Candidate(cut=cut, widths=widths, edges=edges, option=option, **more)  # type: ignore[arg-type]
-
-
-def _hot_rows(name: str, table: TableLoad, limit: Constraint) -> Iterator[Ints]:
-    """The sets of hot rows that are tried."""
-    if not limit.hot_rows:
-        return
-    if table.frequencies is None:
-        raise ConfigError(
-            f"table {name!r} is to have hot rows and nothing tells which rows its ids hit; give the planner "
-            "sample_batches, or choose the rows with ShardingPlan.with_hot_rows"
-        )
-    if not table.fused:
-        if limit.hot_rows == "auto":
-            return
-        raise ConfigError(
-            f"table {name!r} is to have hot rows, whose copies an optimizer in backward keeps equal, and has none; "
-            "give it one with apply_optimizer_in_backward, or leave hot_rows out"
-        )
-    for count in _HOT_ROWS if limit.hot_rows == "auto" else (limit.hot_rows,):
-        found = table.frequencies.hottest(count)
-        if found:
-            yield found
-
-
-def _sum(one: Item, other: Item) -> Item:
-    return Item(load=one.load + other.load, memory=tuple(a + b for a, b in zip(one.memory, other.memory, strict=True)))
 
 
 def _row_edges(table: TableLoad, blocks: int) -> list[Ints]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal
 
 from shardrec.errors import ConfigError
 from shardrec.layout import TableLayout
@@ -32,15 +31,12 @@ class Constraint:
         ranks: the ranks that may hold a shard; default: all.
         min_columns: least width of a column stripe; default: the kernels' unit.
         pinned: the table's layout, decided already; leaves nothing to the planner.
-        hot_rows: number of rows of which every rank has a copy, those that ``sample_batches`` look up most
-            (docs/hot_rows.md); ``"auto"``: as many as the costs say, possibly none. Default: none.
     """
 
     cuts: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
     min_columns: int = 0
     pinned: TableLayout | None = None
-    hot_rows: int | Literal["auto"] = 0
 
     def __post_init__(self) -> None:
         unknown = [cut for cut in self.cuts if cut not in CUTS]
@@ -50,10 +46,8 @@ class Constraint:
             raise ConfigError("a data_parallel table is on every rank; name no ranks for it")
         if self.min_columns < 0:
             raise ConfigError(f"min_columns is {self.min_columns}; give a number of columns, at least 0")
-        if self.hot_rows != "auto" and (not isinstance(self.hot_rows, int) or self.hot_rows < 0):
-            raise ConfigError(f"hot_rows is {self.hot_rows!r}; give a number of rows, at least 0, or 'auto'")
-        if self.pinned is not None and (self.cuts or self.ranks or self.min_columns or self.hot_rows):
-            raise ConfigError("a pinned table is laid out already; leave cuts, ranks, min_columns and hot_rows empty")
+        if self.pinned is not None and (self.cuts or self.ranks or self.min_columns):
+            raise ConfigError("a pinned table is laid out already; leave cuts, ranks and min_columns empty")
 
 
 def constraints_by_table(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from shardrec.layout import ShardingPlan, TableLayout
 from shardrec.planner.cost import Cost, CostModel, TableLoad
@@ -60,7 +59,7 @@ def _overheads(model: CostModel, tables: Mapping[str, TableLoad], plan: Sharding
     cut = [each for each in plan.tables if not each.replicated]
     norms = any(tables[each.name].whole_row_state and len(each.stripes()) > 1 for each in cut)
     return model.overhead_ms(
-        forward=_FORWARD, backward=_BACKWARD + norms, reduces=any(each.copied_rows for each in plan.tables)
+        forward=_FORWARD, backward=_BACKWARD + norms, reduces=any(each.replicated for each in plan.tables)
     )
 
 
@@ -68,10 +67,6 @@ def priced_layout(model: CostModel, table: TableLoad, layout: TableLayout) -> tu
     """What any layout costs every rank; and what else it costs some: (rank, cost), the shards' in their order first."""
     if layout.replicated:
         return model.replicated(table), []
-    if layout.hot_rows:
-        others, copies = model.with_hot_rows(table, layout.hot_rows)
-        everywhere, held = priced_layout(model, others, replace(layout, hot_rows=()))
-        return everywhere + copies, held
     topology, stripes = model.topology, layout.stripes()
     shards: list[tuple[int, Cost]] = []
     sums: list[tuple[int, Cost]] = []

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardrec.errors import ConfigError
-from shardrec.planner.cost import Frequencies, Growth, Histogram, TableLoad
+from shardrec.planner.cost import Growth, Histogram, TableLoad
 
 if TYPE_CHECKING:
     from torch import nn
@@ -86,7 +86,6 @@ def table_loads(
                 poolings=tuple(map(float, poolings_here)),
                 growth=growth,
                 histogram=Histogram.of_ids(np.concatenate(ids), config.num_embeddings) if ids else None,
-                frequencies=Frequencies.of_ids(np.concatenate(ids), config.num_embeddings) if ids else None,
                 pooled=pooled,
                 dedup=dedup,
                 weight_bytes=2 if "16" in str(config.data_type) else 4,

@@ -31,7 +31,6 @@ class PortableTwin(nn.Module):
     def __init__(self, collection: ShardedCollection, parallel_lookups: bool) -> None:
         super().__init__()
         collectives, comms = collection.context.collectives, collection.context.comms
-        collection.refuse_hot_rows("a portable program")
         if collectives.world_size > 1 and (comms.output, comms.gradient) != ("fp32", "fp32"):
             raise ConfigError(
                 f"{type(collection).__name__} exchanges {comms.output} and {comms.gradient}; a program that runs "

@@ -37,7 +37,6 @@ class ServedCollection(ShardedCollection):
 
     def __init__(self, source: ShardedCollection, formats: Mapping[str, WeightFormat], context: ModelContext) -> None:
         nn.Module.__init__(self)
-        source.refuse_hot_rows("an inference model")
         bare = vars(nn.Module())
         # Plans, routes and configs are plain data, which a second collection can share. Its kernels are replaced below.
         vars(self).update({name: value for name, value in vars(source).items() if name not in bare})

@@ -137,30 +137,6 @@ def test_sequences(cut: str, dedup: bool) -> None:
         compare(lambda: sequences.Holder(sequences.collection(torch.optim.SGD, 0.1)), plan, batches, dedup=dedup)
 
 
-@pytest.mark.parametrize("weighted", [True, False])
-def test_hot_rows_of_bags(weighted: bool) -> None:
-    """Of features that one table looks up, and several."""
-    configs = [
-        EmbeddingBagConfig(name="t0", num_embeddings=9, embedding_dim=8, feature_names=["a", "b"]),
-        EmbeddingBagConfig(name="t1", num_embeddings=7, embedding_dim=8, feature_names=["b"]),
-    ]
-    plan = cut_plan("row_wise", Random(0), table_sizes(configs), Topology())
-    plan = plan.with_hot_rows({"t0": [0, 3, 4], "t1": range(1, 7)})
-    with cuda_is_there():
-        batches = bags_of(Random(1), configs, weighted)
-        compare(lambda: collection(configs, optimizers="adagrad", weighted=weighted), plan, batches)
-
-
-@pytest.mark.parametrize("dedup", [True, False])
-def test_hot_rows_of_sequences(dedup: bool) -> None:
-    sizes = {f"sequences.{name}": (rows, sequences.DIM) for name, rows in sequences.ROWS.items()}
-    plan = cut_plan("row_wise", Random(0), sizes, Topology())
-    plan = plan.with_hot_rows({"sequences.t0": [0, 3, 4], "sequences.t1": range(1, 7)})
-    batches = [sequences.batch(Random(step), ["unused", "c", "a", "b"], 4) for step in range(3)]
-    with cuda_is_there():
-        compare(lambda: sequences.Holder(sequences.collection(torch.optim.SGD, 0.1)), plan, batches, dedup=dedup)
-
-
 @pytest.mark.parametrize("policy", ["zero", "wrap"])
 def test_ids_outside_their_tables(policy: str) -> None:
     rng = Random(policy)

@@ -130,27 +130,16 @@ def cut_ids(rng: Random, guarded: Guarded) -> list[object]:
     return [ids, lengths, weights, units, slot, rng.random() < 0.5]
 
 
-def split_hot(rng: Random, guarded: Guarded) -> list[object]:
-    keys, batch, words = rng.randint(1, 3), rng.randrange(4), rng.randint(1, 3)
-    lengths = torch.randint(4, (keys, batch), dtype=torch.int32)
-    ids = torch.randint(64, (int(lengths.sum()),), dtype=rng.choice([torch.int32, torch.int64]))
-    weights = torch.rand(ids.numel()) if rng.random() < 0.5 else None
-    hot = torch.tensor(sorted(rng.sample(range(keys), rng.randint(0, keys))), dtype=torch.int64)
-    firsts = torch.full((keys + 1,), -(2**62)).index_fill(0, hot, 64 * rng.randrange(words))
-    index = torch.randint(-(2**63), 2**63 - 1, (words, 2))
-    return [lengths, ids, weights, firsts, torch.zeros(keys + 1, dtype=torch.int64), hot, index, rng.random() < 0.5]
-
-
 def look_up(rng: Random, guarded: Guarded) -> list[object]:
     pooled = rng.random() < 0.7
     made = Lookup(rng, guarded, pooled=pooled)
     return [made.weights, made.slots, made.ids, made.lengths, made.id_weights, made.columns, pooled]
 
 
-def look_up_into(rng: Random, guarded: Guarded) -> list[object]:
+def look_up_out(rng: Random, guarded: Guarded) -> list[object]:
     made = Lookup(rng, guarded, pooled=True)
     output = guarded(torch.zeros(made.samples, made.columns + 3))[:, 2 : 2 + made.columns]
-    return [output, made.weights, made.slots, made.ids, made.lengths, made.id_weights, rng.random() < 0.5]
+    return [output, made.weights, made.slots, made.ids, made.lengths, made.id_weights]
 
 
 def update(rng: Random, guarded: Guarded) -> list[object]:
@@ -200,7 +189,7 @@ def index_ids(rng: Random, guarded: Guarded) -> list[object]:
 
 
 OPERATORS: list[Callable[[Random, Guarded], list[object]]] = [
-    assemble, distribute, are_sound, cut_ids, split_hot, look_up, look_up_into, update, weight_gradient, sum_gradient,
+    assemble, distribute, are_sound, cut_ids, look_up, look_up_out, update, weight_gradient, sum_gradient,
     rowwise_adagrad, map_ids, index_ids,
 ]  # fmt: skip
 

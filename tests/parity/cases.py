@@ -19,7 +19,7 @@ from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, Emb
 from shardrec.exchange.wire import WireType
 from shardrec.layout import ShardingPlan, TableLayout, Topology
 from tests.models import OPTIMIZERS
-from tests.plans import CUTS, random_layout, with_hot_rows
+from tests.plans import CUTS, random_layout
 
 __all__ = [
     "DTYPES",
@@ -100,7 +100,6 @@ class Case:
         sizes: ``"one"`` batch size, or one ``"each"`` feature, with inverse indices where it is pooled.
         dedup: of an EmbeddingCollection.
         comms: format in which output and gradient travel.
-        hot: the tables with a fused optimizer that are cut have hot rows.
         seed: of shapes, layouts, batches and first values.
     """
 
@@ -111,7 +110,6 @@ class Case:
     sizes: str = "one"
     dedup: bool = False
     comms: WireType = "fp32"
-    hot: bool = False
     seed: int = 0
 
     def __str__(self) -> str:
@@ -159,11 +157,7 @@ class Case:
         rng = self.rng("plan")
         shapes = self.shapes()
         layouts = tuple(cell.layout(rng, *shapes[cell.name], self.topology) for cell in self.cells)
-        plan = ShardingPlan(topology=self.topology, tables=layouts)
-        if not self.hot:
-            return plan
-        fused = {cell.name for cell in self.cells if OPTIMIZERS[cell.optimizer].optimizer is not None}
-        return with_hot_rows(rng, plan, fused)
+        return ShardingPlan(topology=self.topology, tables=layouts)
 
     def bag_configs(self, *, reference: bool) -> list[EmbeddingBagConfig]:
         """Of the tables; of float32 and, where torch's bags refuse the mean of weighted rows, of sums as reference."""

@@ -226,7 +226,6 @@ class Comparison:
                 if parameter.dtype is not torch.float32 or self._wire is not None:
                     with torch.no_grad():
                         parameter.copy_(part)
-                    table.written = True
 
     def _compare(self, cell: Cell, found: Tensor, expected: Tensor, error: Tensor, what: str) -> None:
         if found.dtype is torch.float32:

@@ -11,9 +11,6 @@ sample::
     update      rows updated, per id and byte
     replicas                                                    lookup and update of copies, and their all-reduce
 
-The ids of hot rows stay on their rank: a table with hot rows is priced as one with fewer ids, and a replicated one
-(:mod:`shardrec.planner.cost.frequencies`).
-
 All of it is additive, so a rank's time is a sum over shards. The time of a step is that of its slowest rank:
 collectives keep the ranks in step, and which rank is slowest is nearly the same in every phase. What overlaps (the
 exchange with the dense part) overlaps on every rank and for every plan, so it does not enter the comparison.
@@ -28,12 +25,10 @@ block. Without a :class:`~shardrec.planner.cost.histogram.Histogram`, ids are sp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from shardrec.layout import Topology
-from shardrec.planner.cost.frequencies import apart
 from shardrec.planner.cost.profile import Profile
 from shardrec.planner.cost.table import TableLoad
 
@@ -223,12 +218,12 @@ class CostModel:
             memory=(0.0, 0.0, 2 * out + ids * stripes * _ID),
         )
 
-    def replicated(self, table: TableLoad, bags: float | None = None) -> Cost:
-        """What a copy on every rank costs each of them; ``bags``: those of its batch that are looked up, if not all."""
+    def replicated(self, table: TableLoad) -> Cost:
+        """What a copy on every rank costs each of them."""
         profile = self.profile
         rows, cols = table.num_embeddings, table.embedding_dim
         ids = self.batch_size * table.ids_per_sample
-        bags = self.batch_size * table.features if bags is None else bags
+        bags = self.batch_size * table.features
         from_memory, cached, updated = self._rows(table, rows, cols, ids, 1.0)
         out = (bags if table.pooled else ids) * cols * _FLOAT
         size = rows * cols * _FLOAT
@@ -244,17 +239,6 @@ class CostModel:
             times=(0.0, 0.0, 0.0, 0.0, 0.0, time * _NS + (profile.shard_us + profile.replica_us) * _US),
             memory=(rows * cols * table.weight_bytes, state, 2 * size + 2 * out),
         )
-
-    def with_hot_rows(self, table: TableLoad, hot_rows: Sequence[int]) -> tuple[TableLoad, Cost]:
-        """A table with hot rows: what its shards are looked up for, and what the copies cost every rank."""
-        profile, ids = self.profile, self.batch_size * table.ids_per_sample
-        others, copies = apart(table, hot_rows, ids)
-        # Ids are told apart, and the owners' shards get what was updated; bags without a hot row are left alone.
-        found = self._sent_ids(table) * profile.cut_id_ns
-        written = len(hot_rows) * table.embedding_dim * _FLOAT / self.topology.world_size * profile.pooled_byte_ns
-        bags = self.batch_size * min(table.features, copies.ids_per_sample)
-        parted = Cost(times=(found * _NS, 0.0, 0.0, 0.0, 0.0, written * _NS))
-        return others, parted + self.replicated(copies, bags)
 
     def _sent_ids(self, table: TableLoad) -> float:
         """Ids that one rank sends for a table: all, or each distinct one once."""

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from math import exp, expm1
 
 from shardrec.errors import ConfigError
-from shardrec.planner.cost.frequencies import Frequencies
 from shardrec.planner.cost.histogram import Histogram
 
 __all__ = ["Growth", "TableLoad"]
@@ -39,7 +38,6 @@ class TableLoad:
         poolings: per feature that looks the table up, the mean number of ids of a sample.
         growth: distinct ids by number of ids; default: ids drawn evenly from all rows.
         histogram: which rows the ids hit; default: all alike.
-        frequencies: how often sampled ids hit each row, by which hot rows are chosen.
         pooled: a sum per bag; else a row per id.
         dedup: of a row per id, each distinct id of a batch is sent once.
         weight_bytes: bytes of a weight.
@@ -54,7 +52,6 @@ class TableLoad:
     poolings: tuple[float, ...] = (1.0,)
     growth: Growth | None = None
     histogram: Histogram | None = None
-    frequencies: Frequencies | None = None
     pooled: bool = True
     dedup: bool = True
     weight_bytes: int = 4
