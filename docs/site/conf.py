@@ -38,7 +38,6 @@ NAVIGATION = {
     "Training": [
         "docs/planner",
         "docs/dynamic_ids",
-        "docs/hot_rows",
         "docs/checkpoints",
         "docs/pipelines",
         "docs/rpc",
