@@ -92,7 +92,6 @@ class TableBank:
 
     Attributes:
         weights: per table, its (rows, columns) weights, a view of the bank's memory.
-        own: the kernel of ours, where it can be used.
         classes: the same memory by width; empty with a fused optimizer.
         step_count: updates made by a fused Adam.
     """
@@ -136,9 +135,9 @@ class TableBank:
         self.classes = self._classes(order, flat.detach()) if optimizer is None else ()
         widths = [self.shapes[table][1] for table in self.slot_tables]
         self._columns = torch.tensor([0, *accumulate(widths)][:-1], dtype=torch.int64, device=device)
-        self.own: OwnKernel | None = None
+        self._own: OwnKernel | None = None
         if native.has_kernels():
-            self.own = own_kernel(self.shapes, self.slot_tables, self.weights, self.states(), optimizer, pooled=pooled)
+            self._own = own_kernel(self.shapes, self.slot_tables, self.weights, self.states(), optimizer, pooled=pooled)
 
     def states(self) -> list[dict[str, Tensor]]:
         """Per table, the kernel's optimizer states by name (views); empty dicts without fused optimizer."""
@@ -150,7 +149,7 @@ class TableBank:
     @property
     def writes_in_place(self) -> bool:
         """Whether :meth:`look_up` takes memory to write to."""
-        return self.own is not None and self.pooled
+        return self._own is not None and self.pooled
 
     def look_up(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, out: Tensor | None = None) -> Tensor:
         """Sums of rows, or the rows.
@@ -165,8 +164,8 @@ class TableBank:
             (B_all, D) float32, or (N, w) without pooling; ``out`` if it is given. With a fused optimizer,
             its backward updates the weights.
         """
-        if self.own is not None:
-            return self.own(ids, lengths, weights, self._lr, out)
+        if self._own is not None:
+            return self._own(ids, lengths, weights, self._lr, out)
         assert out is None, "only kernels of our own write in place"
         if self.kernel is None:
             return self._look_up_in_torch(ids, lengths, weights)
@@ -244,8 +243,8 @@ class TableBank:
 
     def weight_gradient(self, ids: Tensor, lengths: Tensor, gradient: Tensor) -> Tensor:
         """(N,) gradient of the ids' weights; arguments as :meth:`row_gradients` takes them."""
-        if self.own is not None and self.pooled:
-            return self.own.weight_gradient(ids.contiguous(), lengths.to(torch.int32).contiguous(), gradient)
+        if self._own is not None and self.pooled:
+            return self._own.weight_gradient(ids.contiguous(), lengths.to(torch.int32).contiguous(), gradient)
         found = gradient.new_zeros(ids.numel())
         for cls, part in zip(self.classes, self._ids_by_class(ids, lengths, None), strict=True):
             values = self._bag_gradient(cls, part, gradient)
