@@ -69,8 +69,8 @@ def quiet() -> Iterator[None]:
 def after_script(module: nn.Module, then: Callable[[torch.jit.ScriptModule], None]) -> None:
     """Has ``torch.jit.script(module)`` call ``then`` with the compiled module, before it returns it.
 
-    torch has no such hook. It does bind a module's unused methods to the compiled module before it compiles, which gives
-    the compiled module away, and asks for ``dir(module)`` once more at the end. The class of ``module`` is changed.
+    torch has no such hook. But before it compiles, it binds a module's unused methods to the compiled module, which shows
+    that module, and it asks for ``dir(module)`` once more at the end. The class of ``module`` is changed.
     """
     scripted: list[torch.jit.ScriptModule] = []
 

@@ -151,7 +151,7 @@ class PortableInput(nn.Module):
             return 3
         if self.weighted != (weights is not None):
             return 4
-        if weights is not None:
+        if weights is not None:  # noqa: SIM102  # TorchScript refines the Optional so
             if not weights.is_floating_point() or weights.numel() != values.numel():
                 return 4
         if features.variable_stride_per_key():
@@ -386,14 +386,10 @@ class PortableInput(nn.Module):
         for rank in range(self.world_size):
             parts.append(lengths_of[rank].reshape(-1))
             parts.append(ids_of[rank])
-        pending = torch.ops._c10d_functional.all_to_all_single(
-            torch.cat(parts), words_in, words_out, self.group_name
-        )
+        pending = torch.ops._c10d_functional.all_to_all_single(torch.cat(parts), words_in, words_out, self.group_name)
         found_weights: Tensor | None = None
         if weights is not None:
-            pending_weights = torch.ops._c10d_functional.all_to_all_single(
-                weights, arrived, departed, self.group_name
-            )
+            pending_weights = torch.ops._c10d_functional.all_to_all_single(weights, arrived, departed, self.group_name)
             found_weights = counted(torch.ops._c10d_functional.wait_tensor(pending_weights), sum(arrived))
         pieces: list[int] = []
         for rank in range(self.world_size):

@@ -18,9 +18,7 @@ from shardrec.scripting.twins import scriptable_copy
 __all__ = ["move_waits", "script"]
 
 
-def script(
-    model: nn.Module, *, parallel_lookups: bool = False, portable: bool | None = None
-) -> torch.jit.ScriptModule:
+def script(model: nn.Module, *, parallel_lookups: bool = False, portable: bool | None = None) -> torch.jit.ScriptModule:
     """Compile a model that holds sharded modules, or others that return pending values, with TorchScript.
 
     A sharded module issues its all-to-alls when it is called, and each value is waited for just before its first use,
