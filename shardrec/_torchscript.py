@@ -69,8 +69,8 @@ def quiet() -> Iterator[None]:
 def after_script(module: nn.Module, then: Callable[[torch.jit.ScriptModule], None]) -> None:
     """Has ``torch.jit.script(module)`` call ``then`` with the compiled module, before it returns it.
 
-    torch has no such hook. But before it compiles, it binds a module's unused methods to the compiled module, which shows
-    that module, and it asks for ``dir(module)`` once more at the end. The class of ``module`` is changed.
+    torch has no such hook. But before it compiles, it binds a module's unused methods to the compiled module, which
+    shows that module, and it asks for ``dir(module)`` once more at the end. The class of ``module`` is changed.
     """
     scripted: list[torch.jit.ScriptModule] = []
 
@@ -89,12 +89,12 @@ def after_script(module: nn.Module, then: Callable[[torch.jit.ScriptModule], Non
         if scripted and "forward" in vars(scripted[0]):
             then(scripted.pop())
             scripted.clear()
-        return [*super(cls, self).__dir__()]
+        return [*old.__dir__(self)]
 
     # The name and the module of a class are in the name of its TorchScript type.
     old = type(module)
-    cls = type(old.__name__, (old,), {"__module__": old.__module__, "__dir__": names, "_binding": Binding()})
-    module.__class__ = cls
+    members = {"__module__": old.__module__, "__dir__": names, "_binding": Binding()}
+    module.__class__ = type(old.__name__, (old,), members)
 
 
 def compiles_to(function: Callable[..., Any], operator: str) -> None:

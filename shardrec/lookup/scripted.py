@@ -25,7 +25,7 @@ class _Table(nn.Module):
 
     def __init__(self, weight: Tensor, pooled: bool) -> None:
         super().__init__()
-        self.weight = nn.Parameter(weight.detach(), requires_grad=False)
+        self.weight = weight.detach()  # no parameter, which would be another name in the state_dict
         self.pooled = pooled
 
     def forward(self, ids: Tensor, lengths: Tensor, weights: Tensor | None) -> Tensor:
