@@ -11,10 +11,12 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._jit_internal import FunctionModifiers
 from torch.jit import _builtins, _state
 
 __all__ = [
@@ -22,6 +24,7 @@ __all__ = [
     "Node",
     "Type",
     "Value",
+    "after_script",
     "await_type",
     "compiled_nowait",
     "compiles_to",
@@ -61,6 +64,37 @@ def quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is (deprecated|not supported)", DeprecationWarning)
         yield
+
+
+def after_script(module: nn.Module, then: Callable[[torch.jit.ScriptModule], None]) -> None:
+    """Has ``torch.jit.script(module)`` call ``then`` with the compiled module, before it returns it.
+
+    torch has no such hook. But before it compiles, it binds a module's unused methods to the compiled module, which
+    shows that module, and it asks for ``dir(module)`` once more at the end. The class of ``module`` is changed.
+    """
+    scripted: list[torch.jit.ScriptModule] = []
+
+    class Binding:
+        _torchscript_modifier = FunctionModifiers.UNUSED
+
+        def __get__(self, instance: nn.Module | None, owner: type | None = None) -> object:
+            if isinstance(instance, torch.jit.ScriptModule):
+                scripted.append(instance)
+            return self if instance is None else MethodType(self, instance)
+
+        def __call__(self, instance: nn.Module) -> None:
+            """Nothing: only its binding is of interest."""
+
+    def names(self: nn.Module) -> list[str]:
+        if scripted and "forward" in vars(scripted[0]):
+            then(scripted.pop())
+            scripted.clear()
+        return [*old.__dir__(self)]
+
+    # The name and the module of a class are in the name of its TorchScript type.
+    old = type(module)
+    members = {"__module__": old.__module__, "__dir__": names, "_binding": Binding()}
+    module.__class__ = type(old.__name__, (old,), members)
 
 
 def compiles_to(function: Callable[..., Any], operator: str) -> None:

@@ -84,7 +84,7 @@ def training_step(model: nn.Module, dense_parameters: list[nn.Parameter]) -> Ste
 
 
 def ours(name: str, options: argparse.Namespace, mode: str | None, transport: str = "auto") -> Step:
-    """shardrec, eager (``mode`` None), compiled, or "scripted" with operators of torch alone, or "live"."""
+    """shardrec, eager (``mode`` None), compiled, or "scripted"."""
     model = build(name, options)
     world_size = dist.get_world_size()
     path = "sparse_arch.embedding_bag_collection"
@@ -97,8 +97,8 @@ def ours(name: str, options: argparse.Namespace, mode: str | None, transport: st
     )
     sharded = shardrec.shard(model, plan, transport=transport)  # type: ignore[arg-type]
     run: Any = sharded
-    if mode in ("scripted", "live"):
-        run = DistributedDataParallel(shardrec.script(sharded, portable=mode == "scripted"))
+    if mode == "scripted":
+        run = DistributedDataParallel(shardrec.script(sharded))
     elif mode is not None:
         shardrec.annotate_for_dynamo(sharded, mode=mode)  # type: ignore[arg-type]
         run = torch.compile(sharded, fullgraph=mode == "traced")
@@ -160,7 +160,6 @@ SIDES: dict[str, Callable[[str, argparse.Namespace], Step]] = {
     "boundary": lambda name, options: ours(name, options, "boundary"),
     "traced": lambda name, options: ours(name, options, "traced"),
     "scripted": lambda name, options: ours(name, options, "scripted"),
-    "scripted, not portable": lambda name, options: ours(name, options, "live"),
     "eager, process group": lambda name, options: ours(name, options, None, "group"),
     "traced, process group": lambda name, options: ours(name, options, "traced", "group"),
     "scripted, process group": lambda name, options: ours(name, options, "scripted", "group"),

@@ -86,16 +86,11 @@ class Collectives(abc.ABC):
         rank: of this process.
         world_size: number of ranks W.
         group_name: of the process group; "" where there is none.
-        operator_group: the name by which ``torch.ops._c10d_functional`` reaches these collectives in this process.
     """
 
     rank: int
     world_size: int
     group_name: str = ""
-
-    @property
-    def operator_group(self) -> str:
-        return self.group_name
 
     @property
     def mean_over(self) -> int:

@@ -37,7 +37,7 @@ from shardrec.lookup.bank import RowGradient, TableBank, WidthClass
 from shardrec.lookup.groups import LookupTable
 from shardrec.lookup.optimizers import FusedOptimizer
 from shardrec.lookup.rows import RowOptimizer
-from shardrec.lookup.scripted import DenseTables
+from shardrec.lookup.scripted import Tables
 from shardrec.lookup.shards import dense_lookup
 
 __all__ = ["ReplicatedLookup"]
@@ -142,7 +142,7 @@ class ReplicatedLookup:
 
     def scripted(self, slot_tables: Sequence[int], *, pooled: bool) -> nn.Module:
         """The lookup for TorchScript, with the number of its table per slot; without pooling there is one slot."""
-        return DenseTables(self.parameters, slot_tables, pooled=pooled)
+        return Tables(self.parameters, slot_tables, pooled=pooled)
 
     def _on_gradient(self, parameter: Tensor) -> None:
         context = self._context

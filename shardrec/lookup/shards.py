@@ -22,8 +22,7 @@ from shardrec.lookup.bank import RowGradient, TableBank
 from shardrec.lookup.groups import GroupMode, LookupGroup
 from shardrec.lookup.optimizers import FusedOptimizer
 from shardrec.lookup.rows import RowOptimizer
-from shardrec.lookup.rows_operator import RowsLookup
-from shardrec.lookup.scripted import DenseTables, NoTables, kernel_module
+from shardrec.lookup.scripted import NoTables, Tables
 from shardrec.lookup.whole_rows import WholeRows
 
 __all__ = ["ShardLookup", "dense_lookup"]
@@ -98,19 +97,11 @@ class _Member:
             self.rows.step(gradients, squares)
         return [None]
 
-    def scripted(self, training: bool) -> nn.Module:
+    def scripted(self) -> nn.Module:
         """The lookup for TorchScript; see :meth:`ShardLookup.scripted`."""
-        # fbgemm takes the number of the step as a constant: a kernel that needs it is called by Python while it trains.
-        counts = self.group.optimizer is not None and self.group.optimizer.counts_steps
-        by_python = counts or self.group.mode in (GroupMode.ROWS, GroupMode.WHOLE_ROWS)
-        if by_python and training and (self.bank is not None or self.whole_rows is not None):
-            return RowsLookup(self)
         if self.bank is None:
             return self._nothing
-        if self.group.mode is GroupMode.DENSE or self.bank.kernel is None:
-            weights = self.parameters or [nn.Parameter(one, requires_grad=False) for one in self.bank.weights]
-            return DenseTables(weights, self.bank.slot_tables, pooled=self.bank.pooled)
-        return kernel_module(self.bank, updates=not counts)
+        return Tables(self.bank.weights, self.bank.slot_tables, pooled=self.bank.pooled)
 
 
 class ShardLookup:
@@ -230,14 +221,9 @@ class ShardLookup:
             found.append(member.look_up(ids.ids[start:end], ids.lengths[first:last], weights, place))
         return found
 
-    def scripted(self, *, training: bool) -> tuple[nn.ModuleList, list[int]]:
-        """The lookups for TorchScript, one module per group, and the number of this rank's slots in each.
-
-        Args:
-            training: update the tables in backward, all of them; else those whose optimizer is not the kernel's alone
-                (without a fused one, or one that counts steps) are only looked up.
-        """
-        modules = [member.scripted(training) for member in self._members]
+    def scripted(self) -> tuple[nn.ModuleList, list[int]]:
+        """The lookups for TorchScript, one module per group, and the number of this rank's slots in each."""
+        modules = [member.scripted() for member in self._members]
         return nn.ModuleList(modules), [len(member.slots) for member in self._members]
 
 

@@ -63,8 +63,8 @@ class _Live(nn.Module):
     @torch.jit.export
     def __getstate__(self) -> int:
         raise RuntimeError(
-            "a model scripted with portable=False looks up through its own process, and can be neither saved, copied "
-            "nor frozen: script it again with portable=True"
+            "a live program looks up through the sharded model of its process, and can be neither saved, copied nor "
+            "frozen: call eval() on the model and script it again, which makes a portable program"
         )
         return self.number  # TorchScript wants what it is told
 

@@ -61,6 +61,7 @@ class ShardedModel(nn.Module):
         dense: DenseWrap = "ddp",
     ) -> None:
         super().__init__()
+        self.training = module.training
         self.module = module
         self.plan = plan
         self.group = group

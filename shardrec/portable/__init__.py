@@ -1,8 +1,8 @@
 """The sharded forward in operators of torch and fbgemm alone: what runs where shardrec is not installed.
 
 The second spelling of the forward, beside the live one in :mod:`shardrec.exchange` and :mod:`shardrec.modules`, for
-saved TorchScript files, torch.export and AOTInductor. It has what docs/executors.md says, and refuses the rest with the
-reason.
+saved TorchScript files, torch.export and AOTInductor. It only infers: tables are looked up where they lie and take no
+gradient. It has what docs/executors.md says, and refuses the rest with the reason.
 
 ::
 
@@ -10,7 +10,7 @@ reason.
     twin.py         what both twins have: the lookups of this rank's shards, the all-to-all of float rows
     bags.py         a sharded embedding bag collection
     sequences.py    a sharded embedding collection
-    group.py        the process group's name, in this process and in a file
+    frozen_ids.py   dynamic ids' maps that learn no more
 """
 
 from __future__ import annotations

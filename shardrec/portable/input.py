@@ -1,9 +1,9 @@
 """A batch checked, cut and exchanged by operators and plain data, as TorchScript and torch.export take them.
 
 What :mod:`shardrec.exchange.input` and :mod:`payload` do for one module, by the same routes and in the same order of
-slots. Header and payload are of its own: a row of the header is fault | mode | batch size | counts, without a checksum;
+slots. Header and payload are of its own: a row of the header is fault | batch size | counts, without a checksum;
 weights have an all-to-all of their own; wide ids widen the lengths. Left out, and refused with a fault: a batch size
-per feature and weights that take a gradient. Not needed: sums inside hosts (the output is the same without).
+per feature. Not needed: sums inside hosts (the output is the same without).
 
 Shapes as in those modules: F features of the input, S slots of all ranks, W ranks, G lookup groups, B local batch size.
 
@@ -32,7 +32,6 @@ from shardrec.exchange.check import add_up, are_sound
 from shardrec.exchange.collectives import Collectives
 from shardrec.exchange.cut import in_blocks, permuted
 from shardrec.exchange.input import InputExchange
-from shardrec.portable.group import GroupName
 
 __all__ = ["FAULTS", "Checked", "PortableInput", "Received"]
 
@@ -44,7 +43,6 @@ FAULTS = [
     "the collection is weighted and the input has no floating-point weight for each id, or the other way around",
     "the features have a batch size each, which portable programs do not take",
     "there is not exactly one length for each feature and sample",
-    "the weights of the ids take a gradient, which portable programs do not carry back",
     "there are ids and no samples",
     "the lengths (or offsets) are not int32 or int64",
     "the offsets do not begin at 0, or are not those of the lengths that the input has, too",
@@ -106,7 +104,7 @@ class PortableInput(nn.Module):
         collectives: of the group that the embeddings are sharded over.
 
     Attributes:
-        process_group: its name; a program that loads the saved model may set another.
+        group_name: of the process group; a process that loads the saved program may set another.
     """
 
     def __init__(self, exchange: InputExchange, collectives: Collectives) -> None:
@@ -124,7 +122,7 @@ class PortableInput(nn.Module):
         self.wide_ids = cutter.id_dtype is torch.int64
         self.faults = list_of(str, FAULTS)
         self.nothing = torch.zeros(0, dtype=torch.int64, device=expect.device)
-        self.process_group = GroupName(collectives)
+        self.group_name = collectives.group_name
         self.rank = collectives.rank
         self.world_size = collectives.world_size
         self.groups = route.groups
@@ -153,20 +151,18 @@ class PortableInput(nn.Module):
             return 3
         if self.weighted != (weights is not None):
             return 4
-        if weights is not None:
+        if weights is not None:  # noqa: SIM102  # TorchScript refines the Optional so
             if not weights.is_floating_point() or weights.numel() != values.numel():
                 return 4
-            if weights.requires_grad and torch.is_grad_enabled():
-                return 7
         if features.variable_stride_per_key():
             return 5
         if features.lengths().dtype != torch.int64 and features.lengths().dtype != torch.int32:
-            return 9
+            return 8
         if features.lengths().numel() != len(keys) * features.stride():
             return 6
         # Of an exported program no size is asked (the answer would hold for all): its check of the sums tells.
         if not is_exported() and features.lengths().numel() == 0 and values.numel() > 0:
-            return 8
+            return 7
         return 0
 
     def weights_of(self, features: KeyedJaggedTensor) -> Tensor | None:
@@ -174,7 +170,16 @@ class PortableInput(nn.Module):
         return features.weights_or_none() if self.weighted else None
 
     def checked(self, features: KeyedJaggedTensor) -> Checked:
-        """The batch as the lookups take it."""
+        """The batch as the lookups take it.
+
+        Raises:
+            RuntimeError: in training mode.
+        """
+        if self.training:
+            raise RuntimeError(
+                "this program is in training mode, and portable programs only infer: call eval() on it; to train, call "
+                "shardrec.script(model) in the process of the sharded model, in training mode"
+            )
         fault = self.structural_fault(features)
         if fault != 0:
             none = self.nothing.to(torch.float32) if self.weighted else None
@@ -219,7 +224,7 @@ class PortableInput(nn.Module):
         told = valid.logical_not().to(torch.int64)
         if offsets is not None:
             fits = fit(offsets, given)
-            told = torch.where(fits, told, 10)
+            told = torch.where(fits, told, 9)
             valid = valid & fits
         dtype = torch.int64 if self.wide_ids else torch.int32
         values, looked_up = values.to(dtype), looked_up.to(dtype)
@@ -269,8 +274,7 @@ class PortableInput(nn.Module):
         else:
             of_slots = [units[unit] for unit in self.slot_units]
             rows = torch.tensor(of_slots, dtype=torch.int64, device=device)
-            # What a backward reads must not be the caller's own memory, which may change before.
-            if torch.jit.is_scripting() and not torch.is_grad_enabled():
+            if torch.jit.is_scripting():
                 in_place = of_slots == list(range(len(keys)))
         lengths_SB = lengths if in_place else lengths.index_select(0, rows)
         slot_ids = lengths_SB.sum(dim=1, dtype=torch.int64)
@@ -323,35 +327,29 @@ class PortableInput(nn.Module):
             if number != 0:
                 raise RuntimeError("bad input: rank 0: " + self.faults[number])
             return known + [batch] + known  # noqa: RUF005 - TorchScript has no *
-        mode = 1 if torch.is_grad_enabled() else 0
-        header = counts.new_zeros([self.world_size, 3 + self.groups])
+        header = counts.new_zeros([self.world_size, 2 + self.groups])
         header[:, 0] = fault
-        header[:, 1] = mode
-        header[:, 2] = batch
-        header[:, 3:] = counts
+        header[:, 1] = batch
+        header[:, 2:] = counts
         received = header
         if self.world_size > 1:
             ones = [1] * self.world_size
-            pending = torch.ops._c10d_functional.all_to_all_single(header, ones, ones, self.process_group.group_name)
+            pending = torch.ops._c10d_functional.all_to_all_single(header, ones, ones, self.group_name)
             received = torch.ops._c10d_functional.wait_tensor(pending)
         if not torch.jit.is_scripting():
             return self.asserted(counts, received)
         numbers: list[int] = torch.cat([counts.flatten(), received.flatten()]).tolist()
         first = self.world_size * self.groups
         wrong = ""
-        modes = 0
         found = numbers[:first]
         for rank in range(self.world_size):
-            start = first + rank * (3 + self.groups)
+            start = first + rank * (2 + self.groups)
             number = numbers[start]
-            modes += numbers[start + 1]
-            found.extend(numbers[start + 2 : start + 3 + self.groups])
+            found.extend(numbers[start + 1 : start + 2 + self.groups])
             if number != 0:
                 wrong += f"rank {rank}: {self.faults[number]}; "
         if wrong != "":
             raise RuntimeError("bad input: " + wrong)
-        if modes != 0 and modes != self.world_size:
-            raise RuntimeError("bad input: gradients are on for some ranks and off for others")
         return found
 
     def asserted(self, counts: Tensor, received: Tensor) -> list[int]:
@@ -361,7 +359,7 @@ class PortableInput(nn.Module):
         # Faults of structure show while tracing; what a program can meet is the one of values.
         for rank in range(self.world_size):
             torch.ops.aten._assert_async.msg(headers[rank, 0] == 0, f"bad input: rank {rank}: {self.faults[1]}")
-        return counts_of(torch.cat([counts.flatten().cpu(), headers[:, 2:].flatten()]))
+        return counts_of(torch.cat([counts.flatten().cpu(), headers[:, 1:].flatten()]))
 
     def exchange_payload(
         self,
@@ -388,14 +386,10 @@ class PortableInput(nn.Module):
         for rank in range(self.world_size):
             parts.append(lengths_of[rank].reshape(-1))
             parts.append(ids_of[rank])
-        pending = torch.ops._c10d_functional.all_to_all_single(
-            torch.cat(parts), words_in, words_out, self.process_group.group_name
-        )
+        pending = torch.ops._c10d_functional.all_to_all_single(torch.cat(parts), words_in, words_out, self.group_name)
         found_weights: Tensor | None = None
         if weights is not None:
-            pending_weights = torch.ops._c10d_functional.all_to_all_single(
-                weights, arrived, departed, self.process_group.group_name
-            )
+            pending_weights = torch.ops._c10d_functional.all_to_all_single(weights, arrived, departed, self.group_name)
             found_weights = counted(torch.ops._c10d_functional.wait_tensor(pending_weights), sum(arrived))
         pieces: list[int] = []
         for rank in range(self.world_size):

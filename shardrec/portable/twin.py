@@ -10,15 +10,15 @@ from torch.jit import Future
 
 from shardrec._torchscript import list_of
 from shardrec.errors import ConfigError
-from shardrec.ids.frozen import frozen_maps
 from shardrec.modules.collection import ShardedCollection
+from shardrec.portable.frozen_ids import frozen_maps
 from shardrec.portable.input import PortableInput
 
 __all__ = ["PortableTwin", "arrived_rows"]
 
 
 class PortableTwin(nn.Module):
-    """A twin with the live parameters of a sharded collection.
+    """A twin that infers, with the memory of a sharded collection's tables.
 
     Args:
         collection: the eager module.
@@ -38,7 +38,7 @@ class PortableTwin(nn.Module):
             )
         self.input = PortableInput(collection.input, collectives)
         self.id_maps = frozen_maps(collection)
-        self.lookups, group_slots = collection.shards.scripted(training=collection.training)
+        self.lookups, group_slots = collection.shards.scripted()
         self.group_slots = list_of(int, group_slots)
         # On threads of TorchScript's own, which pays where groups are large and threads idle.
         self.parallel = parallel_lookups and not collection.input.per_id
@@ -46,10 +46,9 @@ class PortableTwin(nn.Module):
         self.world_size = collectives.world_size
         self.output_dtype = collection.output_dtype
         self.nothing = torch.zeros(0, device=collection.device)
-        self.anchor = torch.zeros(0, device=collection.device, requires_grad=True)
 
     def exchange_rows(self, flat: Tensor, into: list[int], out: list[int]) -> Tensor:
-        """Issue the all-to-all of float rows, whose gradient goes the same way back, as a mean over the ranks.
+        """Issue the all-to-all of float rows.
 
         Args:
             flat: float32, the parts for each rank one after the other.
@@ -61,17 +60,7 @@ class PortableTwin(nn.Module):
         """
         if self.world_size == 1:
             return flat
-        if torch.is_grad_enabled():
-            # A rank whose rows need no gradient still takes its part in the others' backward.
-            if not flat.requires_grad:
-                # Not requires_grad_(), which tracers do not have for a value.
-                flat = torch.cat([flat, self.anchor])
-            # The gradient divided by the number of ranks (see shardrec.exchange.output), on the way from a value to
-            # itself: one pass over the memory, where a sum of products takes three.
-            flat = torch.lerp(flat.detach(), flat, 1.0 / self.world_size)
-        pending: Tensor = torch.ops._c10d_functional_autograd.all_to_all_single(
-            flat, into, out, self.input.process_group.group_name
-        )
+        pending: Tensor = torch.ops._c10d_functional.all_to_all_single(flat, into, out, self.input.group_name)
         return pending
 
     def by_group(self, lengths: Tensor, ids: Tensor, weights: Tensor | None, came: list[list[int]]) -> list[Tensor]:

@@ -15,25 +15,27 @@ from shardrec.scripting.place import place_waits
 from shardrec.scripting.reducer import ignore_in_reducer
 from shardrec.scripting.twins import scriptable_copy
 
-__all__ = ["script"]
+__all__ = ["move_waits", "script"]
 
 
-def script(model: nn.Module, *, parallel_lookups: bool = False, portable: bool = True) -> torch.jit.ScriptModule:
+def script(model: nn.Module, *, parallel_lookups: bool = False, portable: bool | None = None) -> torch.jit.ScriptModule:
     """Compile a model that holds sharded modules, or others that return pending values, with TorchScript.
 
-    The result computes what the model does, and trains: its parameters and buffers are the model's own. A sharded
-    module issues its all-to-alls when it is called, and each value is waited for just before its first use, through
-    variables, lists, dicts, tuples, branches, loops and calls: all collectives that the model issues before it uses the
-    first one's result are under way by then, as in eager mode. ``torch.jit.save`` works on it, and what it saves needs
-    neither shardrec nor Python.
+    A sharded module issues its all-to-alls when it is called, and each value is waited for just before its first use,
+    through variables, lists, dicts, tuples, branches, loops and calls: all collectives that the model issues before it
+    uses the first one's result are under way by then, as in eager mode.
+
+    Of a model in training mode the program is *live*: it runs in this process, has all that the eager model has, and
+    trains; its parameters and buffers are the model's own. Of a model in eval mode it is *portable*: it infers, and
+    ``torch.jit.save`` makes a file of it that needs neither shardrec nor Python. Its parameters share the model's
+    memory and take no gradient (docs/executors.md).
 
     Args:
         model: made of what TorchScript knows, apart from modules that offer a ``scripted_twin()``; its annotations say
             ``KeyedTensor``, not ``LazyAwaitable``. It is not changed.
-        parallel_lookups: sharded bags run the lookups of independent table groups as forks, on TorchScript's inter-op
-            threads.
-        portable: the result runs in any process that loads it. With False it runs in this one only, and its lookups
-            are those of ``model``, with all that the eager model has (docs/executors.md).
+        parallel_lookups: a portable program runs the lookups of independent table groups of bags as forks, on
+            TorchScript's inter-op threads.
+        portable: whether the program is portable. Default: if ``model`` is in eval mode.
 
     Returns:
         The compiled model. Its ``forward`` returns plain values; the method ``issue`` of a module that was replaced
@@ -49,12 +51,27 @@ def script(model: nn.Module, *, parallel_lookups: bool = False, portable: bool =
             f"shardrec.script takes an nn.Module, not {type(model).__name__}: put what is to be scripted into the "
             "forward of a module"
         )
+    portable = not model.training if portable is None else portable
     copy = scriptable_copy(model, portable=portable, parallel_lookups=parallel_lookups)
     with generic_wait(wait), quiet():
         try:
             scripted: torch.jit.ScriptModule = torch.jit.script(copy)
         except Exception as error:  # of eight classes at least, by what TorchScript does not like
             raise explain(type(model).__name__, error) from error
+    move_waits(model, scripted)
+    return scripted
+
+
+def move_waits(model: nn.Module, scripted: torch.jit.ScriptModule) -> None:
+    """Move the waits in a compiled model from the calls of its twins to the first uses of their values.
+
+    Args:
+        model: what was scripted.
+        scripted: is changed in place.
+
+    Raises:
+        ScriptError: if a sharded module is called in a fork on several ranks.
+    """
     refuse_forked_exchanges(scripted)
     # All are inlined before any is changed, since what is inlined is the called method as it is then.
     graphs = [method.graph for method in methods_of(scripted) if deferred_waits(inlined(method.graph))]
@@ -64,4 +81,3 @@ def script(model: nn.Module, *, parallel_lookups: bool = False, portable: bool =
         place_waits(graph)
     lift_attributes(scripted)
     ignore_in_reducer(scripted, model)
-    return scripted

@@ -9,10 +9,13 @@ that is asked before any other is noted in torch's memo.
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import NoReturn
 
 from torch import nn
 
+from shardrec._torchscript import after_script
+from shardrec.scripting.convert import move_waits
 from shardrec.scripting.error import ScriptError
 from shardrec.scripting.twins import scriptable_copy
 
@@ -24,8 +27,7 @@ _ASKING_FRAME = 2  # prepared() ← __prepare_scriptable__() ← torch
 def prepared(model: nn.Module) -> nn.Module:
     """The copy of a sharded model that TorchScript compiles; called by ``__prepare_scriptable__``.
 
-    Its sharded modules wait for their exchange when they are called. ``shardrec.script`` moves the waits to the first
-    uses, and compiles ``shardrec.wait``, which is why it stays the better way in.
+    The program is that of :func:`shardrec.script`, but for ``shardrec.wait``, which only that one compiles.
 
     Raises:
         ScriptError: for a model inside of another one.
@@ -33,7 +35,9 @@ def prepared(model: nn.Module) -> nn.Module:
     memo = sys._getframe(_ASKING_FRAME).f_locals.get("memo")
     if memo != {}:
         refuse(model)
-    return scriptable_copy(model)
+    copy = scriptable_copy(model, portable=not model.training)
+    after_script(copy, partial(move_waits, model))
+    return copy
 
 
 def refuse(module: nn.Module) -> NoReturn:

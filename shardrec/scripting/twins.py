@@ -56,7 +56,7 @@ class HasScriptedTwin(Protocol):
         """The module to script in place of this one."""
 
 
-def scriptable_copy(model: nn.Module, *, portable: bool = True, parallel_lookups: bool = False) -> nn.Module:
+def scriptable_copy(model: nn.Module, *, portable: bool, parallel_lookups: bool = False) -> nn.Module:
     """A copy of ``model`` for ``torch.jit.script``; the sources of what is generated in it are there as long as it is.
 
     Takes what :func:`shardrec.script` does.
@@ -66,9 +66,26 @@ def scriptable_copy(model: nn.Module, *, portable: bool = True, parallel_lookups
     """
     copier = _Copier(portable=portable, parallel_lookups=parallel_lookups)
     copy = copier.copy(model, "")
+    if copier.infers:
+        _freeze(copy)
     # Twins are kept, too: their finalizers would take away what the copy runs on.
     weakref.finalize(copy, _forget_sources, copier.sources, copier.alive).atexit = False
     return copy
+
+
+def _freeze(copy: nn.Module) -> None:
+    """Put the modules of a copy in eval mode, with parameters of the same memory that take no gradient."""
+    frozen: dict[int, nn.Parameter | None] = {id(None): None}
+    for module in copy.modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue
+        module.training = False
+        parameters = vars(module)["_parameters"]
+        for parameter in parameters.values():
+            if id(parameter) not in frozen:
+                frozen[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
+        # Not changed in place: the original module has the same dict.
+        vars(module)["_parameters"] = {name: frozen[id(parameter)] for name, parameter in parameters.items()}
 
 
 def _forget_sources(names: Sequence[str], *kept: object) -> None:
@@ -88,6 +105,7 @@ class _Copier:
         self._waiting_classes: dict[type[nn.Module], type[nn.Module]] = {}
         # Copies are found by the id of their originals, which therefore have to live.
         self.alive: list[nn.Module] = []
+        self.infers = False
 
     def copy(self, module: nn.Module, path: str) -> nn.Module:
         """The module's copy, or its twin's; the same one for the same module."""
@@ -127,6 +145,7 @@ class _Copier:
 
             for kind, portable in twins().items():
                 if isinstance(module, kind):
+                    self.infers = True
                     return portable(module, self._parallel_lookups)
         return module.scripted_twin()
 

@@ -12,7 +12,6 @@ docs/serving.md says how to use it; examples/cpp_serving answers requests with e
 from shardrec.serve.entry import from_tensors
 from shardrec.serve.format import WeightFormat
 from shardrec.serve.model import ServedModel
-from shardrec.serve.near import share_memory
 from shardrec.serve.package import Package, load_package, package
 from shardrec.serve.program import ExportError
 from shardrec.serve.quantize import quantize
@@ -28,5 +27,4 @@ __all__ = [
     "package",
     "quantize",
     "save",
-    "share_memory",
 ]

@@ -80,7 +80,7 @@ class ServedShards(ShardLookup):
             found.append(module(ids.ids[span], lengths, weights))
         return found
 
-    def scripted(self, *, training: bool) -> tuple[nn.ModuleList, list[int]]:
+    def scripted(self) -> tuple[nn.ModuleList, list[int]]:
         """The same modules for TorchScript, and the number of this rank's slots in each."""
         return nn.ModuleList(self.modules), self.group_slots
 

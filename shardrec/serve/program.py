@@ -33,7 +33,6 @@ from shardrec._torchscript import plain
 from shardrec.errors import ConfigError, ShardrecError
 from shardrec.modules import ShardedModel
 from shardrec.modules.model import require_sharded
-from shardrec.portable.group import GroupName
 from shardrec.scripting.twins import scriptable_copy
 from shardrec.serve.example import Example
 from shardrec.serve.model import ServedModel
@@ -70,11 +69,8 @@ def program_of(example: Example) -> ExportedProgram:
         ExportError: if its code cannot be traced.
     """
     # Twins hold some values for TorchScript, together with their types.
-    copy = plain(scriptable_copy(example.entry))
+    copy = plain(scriptable_copy(example.entry, portable=True))
     with torch.no_grad(), _SIZES.patch(backed_size_oblivious=True):
-        for module in copy.modules():
-            if isinstance(module, GroupName):
-                module.use_saved()
         try:
             program = torch.export.export(
                 copy, example.tensors(), dynamic_shapes=example.dynamic_shapes(), strict=False

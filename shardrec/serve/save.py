@@ -62,7 +62,7 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, features: Features) 
     # Not str.format, which would take any other braces in the path for its own.
     target = Path(str(path).replace("{rank}", str(collectives.rank)))
     entry = from_tensors(model, features)
-    scripted = script(entry)
+    scripted = script(entry, portable=True)
     notes = json.dumps(notes_of(entry, held[0]))
     # Written beside the target and then renamed: a program that loads the path never sees half a file.
     beside = target.with_name(f".{target.name}.{os.getpid()}")

@@ -20,7 +20,7 @@ import shardrec
 from shardrec.errors import ConfigError
 from shardrec.layout import Topology
 from shardrec.modules import ShardedModel, shard
-from shardrec.serve import ExportError, WeightFormat, quantize, share_memory
+from shardrec.serve import ExportError, WeightFormat, quantize
 from tests.batches import random_bags
 from tests.models import ClickModel, collection, feature_rows, random_configs, table_sizes
 from tests.plans import random_plan
@@ -155,11 +155,6 @@ def test_saved_programs_are_run_by_processes_that_know_torch_and_fbgemm_only(tmp
         program = shardrec.export(model, (features,))
         torch.export.save(program, tmp_path / f"program{rank}.pt2")
         assert names(program.graph) == {model.context.collectives.group_name}
-        near = share_memory(program.module())
-        assert names(near.graph).isdisjoint(names(program.graph))
-        assert torch.equal(near(*plain(features)), program.module()(*plain(features)))
-        with pytest.raises(ConfigError, match=r"give share_memory what its module\(\) returns"):
-            share_memory(program)  # type: ignore[type-var]
         bad = features.values() + (10**6 if rank == 1 else 0)
         torch.save({"good": plain(features), "bad": bad}, tmp_path / f"batch{rank}.pt")
         torch.save(model(features).detach(), tmp_path / f"expected{rank}.pt")

@@ -16,8 +16,8 @@ import shardrec
 from shardrec import native, shard
 from shardrec.errors import ConfigError
 from shardrec.ids import DynamicIds
-from shardrec.ids.frozen import FrozenMaps
 from shardrec.layout import Topology
+from shardrec.portable.frozen_ids import FrozenMaps
 from shardrec.serve import load_package, package, quantize
 from tests.ids.oracle import DIM, ROWS, Batches, dynamic_step, kjt, model_of, raw_batches
 from tests.plans import cut_plan, randoms
@@ -146,9 +146,6 @@ def test_a_live_program_learns_in_its_own_training_mode(pooled: bool, dedup: boo
 
 
 def test_what_a_program_cannot_do() -> None:
-    model = trained("table_wise", 1, True)
-    with pytest.raises(ConfigError, match=r"call eval\(\)"):
-        shardrec.script(model.train())
     plan = cut_plan("table_wise", Random(0), SIZES, Topology())
     distinct = shard(model_of(False, "sgd"), plan, dynamic_ids={"goods": DynamicIds()}).eval()
     with pytest.raises(ConfigError, match="dedup=False"):

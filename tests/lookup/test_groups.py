@@ -12,8 +12,6 @@ from shardrec.exchange.route import Lookup, build_route
 from shardrec.layout import TableLayout, cuts
 from shardrec.lookup.groups import GroupMode, LookupTable, group_tables
 from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
-from shardrec.lookup.rows_operator import RowsLookup
-from shardrec.lookup.scripted import kernel_module
 from shardrec.lookup.shards import ShardLookup
 
 CPU = torch.device("cpu")
@@ -111,22 +109,10 @@ class TestOptimizersThatCountSteps:
         member.group = replace(member.group, optimizer=ADAM)
         return found
 
-    def test_a_kernel_that_trains_is_called_by_python(self) -> None:
-        lookups, _ = self.lookup().scripted(training=True)
-        assert isinstance(lookups[0], RowsLookup)
-
     def test_one_that_serves_updates_nothing(self) -> None:
         found = self.lookup()
-        lookups, _ = found.scripted(training=False)
+        lookups, _ = found.scripted()
         module = torch.jit.script(lookups[0])
         rows = module(torch.tensor([0, 3, 3]), torch.tensor([[1, 2]], dtype=torch.int32), None)
         assert torch.equal(rows, torch.tensor([[1.0], [2.0]]).expand(2, 8))
         assert not rows.requires_grad
-
-    def test_the_step_count_is_never_frozen(self) -> None:
-        found = self.lookup()
-        (member,) = found._members
-        assert member.bank is not None
-        member.bank.optimizer = ADAM
-        with pytest.raises(AssertionError, match="the step count would be frozen"):
-            kernel_module(member.bank)

@@ -153,12 +153,12 @@ def count_waits(world_size: int) -> None:
 
 
 def script_with_adam(world_size: int) -> None:
-    """A portable program counts the steps of Adam, too."""
+    """A live program counts the steps of Adam, too."""
     rng = Random(6)
     configs = random_configs(rng)
     plan = random_plan(rng, table_sizes(configs), Topology(ranks_per_host=world_size))
     eager, model = (shard(collection(configs, optimizers="adam"), plan, device="cuda") for _ in range(2))
-    scripted = shardrec.script(model, portable=True)
+    scripted = shardrec.script(model)
     for _ in range(4):
         features = on_device(random_bags(rng, feature_rows(configs), 4))
         expected, found = eager(features).values(), scripted(features).values()

@@ -18,7 +18,9 @@ import shardrec
 from shardrec.errors import ConfigError
 from shardrec.modules import ShardedModel
 from shardrec.modules.optim import NoFusedOptimizer
+from tests.collective_counts import CountCollectives
 from tests.models import collection
+from tests.ranks import ranks
 
 
 class Scorer(nn.Module):
@@ -33,6 +35,19 @@ class Scorer(nn.Module):
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
         result: Tensor = self.over(self.ebc(features)["f"])
         return result
+
+
+class Two(nn.Module):
+    """Two collections, each used right where it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = Scorer(optimizers="sgd").ebc, Scorer(optimizers="sgd").ebc
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        left = self.left(features)
+        right = self.right(features)
+        return left["f"] * right["f"]
 
 
 class OfTensors(nn.Module):
@@ -69,6 +84,43 @@ def test_torch_jit_script_of_a_sharded_model() -> None:
         expected.backward()
     torch.testing.assert_close(dict(model.named_parameters()), dict(reference.named_parameters()))
     assert list(scripted.state_dict()) == list(model.state_dict())
+
+
+@pytest.mark.parametrize("script", [torch.jit.script, shardrec.script])
+def test_a_portable_program_only_infers(script: Any) -> None:
+    model = sharded(optimizers="adagrad").eval()
+    program, expected = script(model), model(features())
+    assert torch.equal(program(features()), expected)
+    assert list(program.state_dict()) == list(model.state_dict())
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        program(features()).sum().backward()
+    with torch.no_grad():
+        model.over.weight.add_(1.0)  # type: ignore[operator, union-attr]
+    assert torch.equal(program(features()), model(features())), "the memory is the model's"
+    assert all(parameter.requires_grad for parameter in model.over.parameters())  # type: ignore[union-attr]
+    with pytest.raises(torch.jit.Error, match=r"portable programs only infer: call eval\(\) on it; to train, call"):
+        program.train()(features())
+    program = shardrec.script(model.train(), portable=True)
+    assert not program.training and model.training
+    assert torch.equal(program(features()), model(features()))
+
+
+def test_two_collections_share_their_exchanges_in_torch_jit_script() -> None:
+    """One header, payload, output and gradient all-to-all of three collections."""
+
+    def rank_main() -> None:
+        torch.manual_seed(0)
+        eager = shardrec.shard(Two())
+        model = shardrec.shard(Two())
+        model.load_state_dict(eager.state_dict())
+        scripted = torch.jit.script(model)
+        for run in (eager, scripted):
+            with CountCollectives() as counts:
+                run(features()).sum().backward()
+            assert counts["all_to_all"] == 4
+        torch.testing.assert_close(list(model.parameters()), list(eager.parameters()))
+
+    ranks(2, rank_main)
 
 
 def test_the_generated_sources_go_with_the_copy() -> None:

@@ -6,5 +6,4 @@
     channel      small messages between ranks: what lies where       (channel.py)
     handshake    who shares a host, and how they find each other     (handshake.py)
     collectives  the exchanges of a step over both                   (collectives.py)
-    group        the same by name, for programs made of operators    (group.py)
 """

@@ -33,7 +33,6 @@ from shardrec.errors import PeerError
 from shardrec.exchange.collectives import Collectives, FunctionalCollectives, Pending, Streams, joined
 from shardrec.exchange.flight import flight_record
 from shardrec.exchange.shared.channel import Channel, Message
-from shardrec.exchange.shared.group import SharedGroup
 from shardrec.exchange.shared.windows import Arena, Block, Bytes, as_tensor
 
 __all__ = ["SharedCollectives"]
@@ -57,7 +56,6 @@ class SharedCollectives(Collectives):
         self.rank = base.rank
         self.world_size = base.world_size
         self.group_name = base.group_name
-        self._group: SharedGroup | None = None
         self.base = base
         self.channel = channel
         self.arena = Arena(channel.announce)
@@ -69,13 +67,6 @@ class SharedCollectives(Collectives):
         self._lent: dict[int, list[Bytes | Tensor]] = {}  # by token, once for each peer that has not released it
         self._rooms: dict[int, tuple[int, int]] = {}  # by address, window and first byte of those in use
         self.dropped: deque[int] = deque()  # numbers of exchanges that nobody waited for; filled by finalizers
-
-    @property
-    def operator_group(self) -> str:
-        with self.channel.lock:
-            if self._group is None:
-                self._group = SharedGroup(self, self.base.group)
-        return self._group.registered_name
 
     def send(
         self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str, streams: Streams | None = None

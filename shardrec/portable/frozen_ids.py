@@ -88,15 +88,10 @@ def frozen_maps(collection: ShardedCollection) -> nn.ModuleList:
     """The frozen maps of a collection, if it has dynamic ids, for a program that runs without shardrec.
 
     Raises:
-        ConfigError: if the program would train, or looks distinct ids up, which takes ids that are rows.
+        ConfigError: if the collection looks distinct ids up, which takes ids that are rows.
     """
     if collection.id_maps is None:
         return nn.ModuleList()
-    if collection.training:
-        raise ConfigError(
-            f"{type(collection).__name__} has dynamic ids and is in training mode; a program that runs without "
-            "shardrec finds ids and learns none: call eval() on the model first"
-        )
     if getattr(collection, "dedup", False):
         raise ConfigError(
             f"{type(collection).__name__} has dynamic ids and looks up each distinct id of a batch once; a program "
