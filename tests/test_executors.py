@@ -261,8 +261,7 @@ def test_all_features_of_two_ranks_are_in_some_cell_together() -> None:
 @pytest.mark.parametrize(
     ("executor", "cells"),
     [
-        *(pytest.param(executor, TOGETHER, id=f"{executor}-together") for executor in EXECUTORS),
-        (PORTABLE, ON_TWO),
+        *(pytest.param(executor, TOGETHER, id=f"{executor}-together") for executor in (*EXECUTORS, PORTABLE)),
         *(
             pytest.param(executor, cells, marks=pytest.mark.slow, id=f"{executor}-{number}")
             for executor in (*EXECUTORS, PORTABLE)
