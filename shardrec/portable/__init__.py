@@ -10,6 +10,7 @@ reason.
     twin.py         what both twins have: the lookups of this rank's shards, the all-to-all of float rows
     bags.py         a sharded embedding bag collection
     sequences.py    a sharded embedding collection
+    frozen.py       maps of dynamic ids, which learn no more
     group.py        the process group's name, in this process and in a file
 """
 

@@ -10,8 +10,8 @@ from torch.jit import Future
 
 from shardrec._torchscript import list_of
 from shardrec.errors import ConfigError
-from shardrec.ids.frozen import frozen_maps
 from shardrec.modules.collection import ShardedCollection
+from shardrec.portable.frozen import frozen_maps
 from shardrec.portable.input import PortableInput
 
 __all__ = ["PortableTwin", "arrived_rows"]

@@ -21,7 +21,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from itertools import count
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -29,11 +29,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work, _register_process_group, _unregister_process_group
 
 from shardrec.errors import PeerError
+from shardrec.exchange.collectives import Collectives, Pending
 from shardrec.exchange.delegating import DelegatingGroup
-
-if TYPE_CHECKING:
-    from shardrec.exchange.collectives import Pending
-    from shardrec.exchange.shared.collectives import SharedCollectives
 
 __all__ = ["SharedGroup"]
 
@@ -55,7 +52,7 @@ class SharedGroup(DelegatingGroup):
         registered_name: for ``torch.ops._c10d_functional``; no other group of this process has or had it.
     """
 
-    def __init__(self, collectives: SharedCollectives, base: dist.ProcessGroup) -> None:
+    def __init__(self, collectives: Collectives, base: dist.ProcessGroup) -> None:
         super().__init__(base)
         self._collectives = weakref.ref(collectives)
         self.registered_name = f"{base.group_name}-shared-{next(_NUMBERS)}"
