@@ -23,7 +23,6 @@ from shardrec.exchange.collectives import Collectives
 from shardrec.exchange.wire import QuantizedComms
 
 if TYPE_CHECKING:
-    from shardrec.exchange.ahead import Ahead
     from shardrec.exchange.batch import OnBadId
     from shardrec.ids.options import DynamicIds
 
@@ -67,7 +66,6 @@ class StepContext:
         detect_anomaly: look for NaN and Inf; see :mod:`shardrec.exchange.anomaly`.
         anomalies: those that this rank found and no rank has raised yet.
         refusal: what is wrong with the batch whose tracing was ended, or "".
-        made_ahead: the calls of this forward, if they were made before it.
         gradients_are_reduced: a reducer averages the gradients of ordinary parameters over the ranks.
         reduce_this_backward: it does so in the coming backward (False while gradients are accumulated).
         backward: tells the other ranks of a backward that raises here.
@@ -87,7 +85,6 @@ class StepContext:
         self.detect_anomaly = False
         self.anomalies: list[str] = []
         self.refusal = ""
-        self.made_ahead: Ahead | None = None
         self.gradients_are_reduced = False
         self.reduce_this_backward = True
         self.backward = BackwardWatch(collectives.tell)

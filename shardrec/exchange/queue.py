@@ -18,7 +18,7 @@ Outside a model's forward (a sharded module by itself, a recomputation in backwa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import accumulate
@@ -29,15 +29,21 @@ import torch
 from shardrec.errors import ConfigError, ShardrecError
 from shardrec.exchange.ahead import Ahead
 from shardrec.exchange.blocks import BlockExchange
-from shardrec.exchange.context import FIXED_COLUMNS, StepContext
-from shardrec.exchange.step import Call, Caller, run_step
+from shardrec.exchange.context import StepContext
+from shardrec.exchange.step import Call, Caller, can_share, run_step, sharing_runs
 from shardrec.exchange.wire import QuantizedComms
 
 __all__ = ["ExchangeQueue", "ModelContext"]
 
 
 class ModelContext(StepContext):
-    """A model's :class:`StepContext`, with the queue of its calls."""
+    """A model's :class:`StepContext`, with the queue of its calls.
+
+    Attributes:
+        made_ahead: the calls of this forward, if they were made before it.
+    """
+
+    made_ahead: Ahead | None = None
 
     @cached_property
     def queue(self) -> ExchangeQueue:
@@ -52,7 +58,7 @@ class ExchangeQueue:
         context: of the model.
     """
 
-    def __init__(self, context: StepContext) -> None:
+    def __init__(self, context: ModelContext) -> None:
         self.context = context
         self.observed: list[tuple[Caller, object]] | None = None
         self._output = BlockExchange(
@@ -98,7 +104,7 @@ class ExchangeQueue:
             queued = None if ahead is None else ahead.take(module, features)
             queued = queued or module.new_call(features)
             queued.by_operator = by_operator
-            if self._calls and not self._fits(queued, self._calls):
+            if self._calls and not can_share(self.context, queued, self._calls):
                 self.flush()
             if not queued.is_launched:
                 self._calls.append(queued)
@@ -165,7 +171,8 @@ class ExchangeQueue:
         ahead = self.context.made_ahead
         if ahead is not None and self._habit:
             calls = ahead.calls[: self._habit[0]]
-            if self.fitting(calls) == [calls] and all(one.is_queued and one.sent is not None for one in calls):
+            shared = sharing_runs(self.context, calls) == [calls]
+            if shared and all(call.is_queued and call.sent is not None for call in calls):
                 self._calls = list(calls)
                 self.flush()
 
@@ -181,15 +188,6 @@ class ExchangeQueue:
             for one in calls:
                 one.error = error
             raise
-
-    def fitting(self, calls: Sequence[Call]) -> list[list[Call]]:
-        """Runs of calls that share a header."""
-        runs: list[list[Call]] = []
-        for one in calls:
-            if not runs or not self._fits(one, runs[-1]):
-                runs.append([])
-            runs[-1].append(one)
-        return runs
 
     def forget_habit(self) -> None:
         """Forget how the last forward went, where another rank's has failed and forgets, too."""
@@ -214,16 +212,6 @@ class ExchangeQueue:
             return self._runs.get(self._first, self.context.modules) if scripted else 1
         done = len(self._seen)
         return self._habit[done] if done < len(self._habit) else self.context.modules
-
-    def _fits(self, queued: Call, calls: Sequence[Call]) -> bool:
-        first = calls[0]
-        columns = sum(one.input.columns for one in [*calls, queued])
-        return (
-            first.with_gradients == queued.with_gradients
-            and first.by_operator == queued.by_operator
-            and first.in_inference == queued.in_inference
-            and columns <= self.context.header_columns - FIXED_COLUMNS
-        )
 
     def _end_run(self) -> None:
         if self._run:

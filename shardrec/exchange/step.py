@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, reduce
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -33,10 +33,7 @@ from shardrec.exchange.context import FIXED_COLUMNS, StepContext, checksum
 from shardrec.exchange.input import InputExchange, Prepared, SentIds
 from shardrec.exchange.payload import ShardInput
 
-if TYPE_CHECKING:
-    from shardrec.exchange.queue import ExchangeQueue
-
-__all__ = ["Call", "Caller", "exchange_ids", "run_step"]
+__all__ = ["Call", "Caller", "can_share", "exchange_ids", "run_step", "sharing_runs"]
 
 
 def run_step(context: StepContext, inside: BlockExchange, output: BlockExchange, calls: Sequence[Call]) -> None:
@@ -93,7 +90,7 @@ class Call(abc.ABC):
     ``SequenceCall`` (:mod:`shardrec.modules.sequences`).
 
     Args:
-        queue: of the model.
+        on_use: called with the call at each use of its value; the model's queue then begins the exchange.
         input: the module's input exchange.
         prepared: the batch.
 
@@ -103,7 +100,7 @@ class Call(abc.ABC):
         error: why there will be no rows; set to None, it may be exchanged again.
     """
 
-    def __init__(self, queue: ExchangeQueue, input: InputExchange, prepared: Prepared) -> None:
+    def __init__(self, on_use: Callable[[Call], None], input: InputExchange, prepared: Prepared) -> None:
         self.input = input
         self.prepared = prepared
         self.sent: SentIds | None = None
@@ -111,7 +108,7 @@ class Call(abc.ABC):
         self.error: BaseException | None = None
         self.with_gradients = torch.is_grad_enabled()
         self.in_inference = torch.is_inference_mode_enabled()
-        self._queue = queue
+        self._on_use = on_use
         self._receive: Callable[[], ShardInput] | None = None
         self._flight: BlocksInFlight | None = None
         self._stream = 0
@@ -154,7 +151,7 @@ class Call(abc.ABC):
         Raises:
             ShardrecError: what made the exchange fail.
         """
-        self._queue.used(self)
+        self._on_use(self)
         if self.error is not None:
             raise self.error
         assert self._flight is not None, "a call that did not fail is under way"
@@ -184,6 +181,28 @@ class Call(abc.ABC):
         self._flight, self._stream = flight, stream
         self.issued()
         self.sent = self._receive = None
+
+
+def can_share(context: StepContext, call: Call, calls: Sequence[Call]) -> bool:
+    """Whether a call can share an exchange with others: all were made in one mode, and fit the header."""
+    first = calls[0]
+    columns = sum(other.input.columns for other in (*calls, call))
+    return (
+        first.with_gradients == call.with_gradients
+        and first.by_operator == call.by_operator
+        and first.in_inference == call.in_inference
+        and columns <= context.header_columns - FIXED_COLUMNS
+    )
+
+
+def sharing_runs(context: StepContext, calls: Sequence[Call]) -> list[list[Call]]:
+    """The calls in runs, in order, each as long as its calls can share an exchange."""
+    runs: list[list[Call]] = []
+    for call in calls:
+        if not runs or not can_share(context, call, runs[-1]):
+            runs.append([])
+        runs[-1].append(call)
+    return runs
 
 
 def exchange_ids(context: StepContext, calls: Sequence[Call]) -> None:

@@ -198,7 +198,7 @@ class BagCall(Call):
     def __init__(self, collection: ShardedEmbeddingBagCollection, features: KeyedJaggedTensor) -> None:
         prepared = collection.input.prepare(features, collection._agreement())
         prepared = replace(prepared, notes=collection._own_counts(prepared.batch))
-        super().__init__(collection.context.queue, collection.input, prepared)
+        super().__init__(collection.context.queue.used, collection.input, prepared)
         self._collection = collection
         self._learns_ids = collection.learns_ids()
         self._ids: ShardInput | None = None

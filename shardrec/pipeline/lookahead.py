@@ -153,7 +153,7 @@ class Lookahead:
             with _on(self._ids, slot.ready), torch.set_grad_enabled(self._gradients):
                 _keep(slot.batch, self._ids)
                 calls = [(module, _at(slot.batch, path)) for module, path in self._learnt]
-                slot.ahead = Ahead(context.queue, calls)
+                slot.ahead = Ahead(context, calls)
         except Exception as error:
             slot.error = error
         finally:

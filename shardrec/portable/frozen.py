@@ -10,17 +10,14 @@ found is that of the id if it is of the map that was asked.
 from __future__ import annotations
 
 from itertools import count
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from shardrec.errors import ConfigError
 from shardrec.exchange.hashing import mixed
-
-if TYPE_CHECKING:
-    from shardrec.ids.maps import IdMaps
-    from shardrec.modules.collection import ShardedCollection
+from shardrec.ids.maps import IdMaps
+from shardrec.modules.collection import ShardedCollection
 
 __all__ = ["FrozenMaps", "frozen_maps"]
 
