@@ -280,7 +280,10 @@ class DenseReducer:
         self._missing = set(self._places)
         for bucket in self._buckets:
             bucket.left = len(bucket.parameters)
-        torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, self._begun))
+        # Those of FSDP2, and of DistributedDataParallel around a scripted model, may be queued later in this backward;
+        # one that a callback queues comes after all of them.
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+        queue(partial(queue, partial(self._end, self._begun)))
 
     @torch.no_grad()
     def _take(self, parameter: nn.Parameter) -> None:
@@ -329,15 +332,10 @@ class DenseReducer:
         return own if self._fsdp is None else [*own, *self._fsdp.flags()]
 
     @torch.no_grad()
-    def _end(self, begun: int, *, after_fsdp: bool = False) -> None:
+    def _end(self, begun: int) -> None:
         """All gradients of this rank are complete."""
         if begun != self._begun or not self._is_active:
             return  # a backward inside this one was the last to accumulate
-        if self._fsdp is not None and not after_fsdp:
-            # FSDP2's own callback may come later than this one, and comes before one that is queued now.
-            again = partial(self._end, begun, after_fsdp=True)
-            torch.autograd.Variable._execution_engine.queue_callback(again)
-            return
         self._is_active = False
         for bucket in self._buckets[self._issued :]:
             for number, parameter in enumerate(bucket.parameters):
@@ -518,7 +516,12 @@ def _group_beside(group: dist.ProcessGroup, exchange: Collectives, device: torch
 
 def _accumulates(parameter: nn.Parameter) -> bool:
     """Whether the backward that is running accumulates a gradient in this parameter, if it comes to it."""
-    return parameter.requires_grad and torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+    if not parameter.requires_grad:
+        return False
+    try:
+        return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+    except RuntimeError:  # of torch.autograd.grad with respect to this parameter, which accumulates nothing
+        return False
 
 
 def _without_steps(parameter: nn.Parameter) -> bool:

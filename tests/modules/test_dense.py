@@ -197,3 +197,136 @@ def fsdp_differing() -> list[dict[str, int]]:
 def test_fsdp_with_ranks_that_use_other_parts() -> None:
     for counts in ranks(2, fsdp_differing):
         assert {(one["all_reduce"], one["reduce_scatter"]) for one in counts} == {(1, 1)}
+
+
+def one_rank(fused: bool) -> None:
+    """Of two replicated tables of rows one is out of the loss."""
+    model, reference = made(fused)
+    train_beside(model, reference, model)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_one_rank_likewise(fused: bool) -> None:
+    ranks(1, one_rank, fused)
+
+
+EVERYTHING = frozenset(PARTS)
+
+
+def accumulated(dense: Any) -> None:
+    """Gradients made in no_sync, whole or in part, and those of two backwards, are averaged with the new ones."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model, reference = made(dense=dense)
+    if dense == "fsdp":
+        model.words.sparse = reference.words.sparse = False  # type: ignore[union-attr,assignment]
+    features = [[features_of(step, other) for other in range(world_size)] for step in range(4)]
+    with model.no_sync():
+        with CountCollectives() as counts:
+            model(features[1][rank], frozenset(PARTS[:3])).backward()
+    assert counts["all_reduce"] == counts["reduce_scatter"] == 0
+    assert model.bottom.weight.grad is None
+    used = [frozenset({"left"}), frozenset({"left", "words"}) - ({"words"} if dense == "fsdp" else set())]
+    model(features[2][rank], used[rank % 2]).backward()
+    total = sum(reference(one, frozenset(PARTS[:3])) for one in features[1])
+    total = total + sum(reference(one, used[other % 2]) for other, one in enumerate(features[2]))
+    (total / world_size).backward()
+    assert_gradients_equal(model, reference, "after no_sync")
+    model(features[3][rank], used[(rank + 1) % 2]).backward()
+    total = sum(reference(one, used[(other + 1) % 2]) for other, one in enumerate(features[3]))
+    (total / world_size).backward()
+    assert_gradients_equal(model, reference, "after a second backward")
+
+
+@pytest.mark.parametrize("dense", ["ddp", "fsdp"])
+def test_accumulated_gradients(dense: str) -> None:
+    ranks(2, accumulated, dense)
+
+
+def decided_at_forward() -> None:
+    model, _ = made()
+    features = features_of(0, dist.get_rank())
+    with model.no_sync():
+        loss = model(features, EVERYTHING)
+    with CountCollectives() as counts:
+        loss.backward()
+    assert counts == {"all_to_all": 1}
+    loss = model(features, EVERYTHING)
+    with CountCollectives() as counts, model.no_sync():
+        loss.backward()
+    assert counts["all_reduce"] == 1
+
+
+def test_the_forward_decides_about_no_sync() -> None:
+    ranks(2, decided_at_forward)
+
+
+def frozen_and_trained() -> None:
+    model, reference = made()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for step in range(6):
+        for one in (model, reference):
+            # Frozen from step 1 on, trained again from step 3 on; and the other way round.
+            one.bottom.requires_grad_(step not in (1, 2))  # type: ignore[union-attr]
+            one.words.requires_grad_(step not in (2, 3))  # type: ignore[union-attr]
+            one.zero_grad()
+        model(features_of(step, rank), EVERYTHING).backward()
+        losses = [reference(features_of(step, other), EVERYTHING) for other in range(world_size)]
+        torch.stack(losses).mean().backward()
+        assert_gradients_equal(model, reference, f"step {step}")
+
+
+def frozen_before() -> None:
+    """Frozen when the model is sharded, trained later."""
+    frozen, reference = Parts(), Parts()
+    frozen.bottom.requires_grad_(False)
+    model, rank = shard(frozen, plan_of(2)), dist.get_rank()
+    assert not model.bottom.weight.requires_grad
+    model(features_of(0, rank), EVERYTHING).backward()
+    assert model.bottom.weight.grad is None
+    model.zero_grad()
+    model.bottom.requires_grad_(True)
+    model(features_of(1, rank), EVERYTHING).backward()
+    torch.stack([reference(features_of(1, other), EVERYTHING) for other in range(2)]).mean().backward()
+    assert_gradients_equal(model, reference, "trained")
+
+
+@pytest.mark.parametrize("case", [frozen_and_trained, frozen_before])
+def test_parameters_that_are_frozen_and_trained(case: Any) -> None:
+    ranks(2, case)
+
+
+class Normed(Parts):
+    """Has buffers, which each forward broadcasts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(DIM)
+
+    def forward(self, features: KeyedJaggedTensor, used: frozenset[str]) -> Tensor:
+        self.norm(torch.arange(2.0 * DIM).view(2, DIM) * (1 + dist.get_rank()))
+        return super().forward(features, used)
+
+
+def disagree(how: str) -> None:
+    model, rank = shard(Normed(), plan_of(2)), dist.get_rank()
+    for step in range(3):  # fresh, and not
+        with torch.set_grad_enabled(how != "grad mode" or rank == 0):
+            if how == "frozen":
+                model.left.requires_grad_(rank == 0)
+            if how == "no_sync" and rank:
+                with model.no_sync():
+                    model(features_of(step, rank), EVERYTHING)
+            else:
+                model(features_of(step, rank), EVERYTHING)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("grad mode", "rank 1: .*gradients off"),
+        ("no_sync", "rank 1: .*gradients on in no_sync"),
+        ("frozen", "rank 1: .*, 12 dense parameters trained"),
+    ],
+)
+def test_ranks_that_disagree_raise(how: str, words: str) -> None:
+    raises_on_all(2, InputError, words, disagree, how)
