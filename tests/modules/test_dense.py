@@ -220,9 +220,8 @@ def accumulated(dense: Any) -> None:
     if dense == "fsdp":
         model.words.sparse = reference.words.sparse = False  # type: ignore[union-attr,assignment]
     features = [[features_of(step, other) for other in range(world_size)] for step in range(4)]
-    with model.no_sync():
-        with CountCollectives() as counts:
-            model(features[1][rank], frozenset(PARTS[:3])).backward()
+    with model.no_sync(), CountCollectives() as counts:
+        model(features[1][rank], frozenset(PARTS[:3])).backward()
     assert counts["all_reduce"] == counts["reduce_scatter"] == 0
     assert model.bottom.weight.grad is None
     used = [frozenset({"left"}), frozenset({"left", "words"}) - ({"words"} if dense == "fsdp" else set())]
@@ -330,3 +329,160 @@ def disagree(how: str) -> None:
 )
 def test_ranks_that_disagree_raise(how: str, words: str) -> None:
     raises_on_all(2, InputError, words, disagree, how)
+
+
+def buffers(broadcast: bool) -> None:
+    model, rank = shard(Normed(), plan_of(2), dense={"broadcast_buffers": broadcast}), dist.get_rank()
+    with CountCollectives() as counts:
+        for step in range(2):
+            model(features_of(step, rank), EVERYTHING).backward()
+    assert counts["broadcast"] > 0 if broadcast else counts["broadcast"] == 0
+    with torch.no_grad():
+        model.eval()(features_of(2, rank), EVERYTHING)
+    mean = model.norm.running_mean.clone()
+    dist.broadcast(mean, 0)
+    assert torch.equal(mean, model.norm.running_mean) == (broadcast or not rank)
+
+
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_buffers_are_those_of_rank_0(broadcast: bool) -> None:
+    ranks(2, buffers, broadcast)
+
+
+def steps_in_backward() -> None:
+    """The dense part's optimizers in backward step with the averaged gradient."""
+    models = [Parts(), Parts()]
+    for one in models:
+        parameters = [parameter for name, parameter in one.named_parameters() if "words" not in name]
+        apply_optimizer_in_backward(torch.optim.SGD, parameters, {"lr": 0.1})
+    model, reference = shard(models[0], plan_of(2)), models[1]
+    for step in range(3):
+        model(features_of(step, dist.get_rank()), EVERYTHING).backward()
+        torch.stack([reference(features_of(step, rank), EVERYTHING) for rank in range(2)]).mean().backward()
+        assert model.bottom.weight.grad is None
+        for (name, one), other in zip(dense_of(model).items(), dense_of(reference).values(), strict=True):
+            torch.testing.assert_close(one, other, msg=f"step {step}: {name}")
+
+
+def test_optimizers_in_backward_of_the_dense_part() -> None:
+    ranks(2, steps_in_backward)
+
+
+class Recomputed(Parts):
+    """Computes a layer again in backward, in a backward of its own, which it shares with the rest."""
+
+    def forward(self, features: KeyedJaggedTensor, used: frozenset[str]) -> Tensor:
+        hidden = self.bottom(torch.linspace(0, 1, DIM))
+        hidden = checkpoint(self.bottom, hidden, use_reentrant=True)
+        return super().forward(features, used) + hidden.square().sum()
+
+
+def recomputed() -> None:
+    model, reference = shard(Recomputed(), plan_of(2)), Recomputed()
+    for step in range(2):
+        model.zero_grad()
+        reference.zero_grad()
+        model(features_of(step, dist.get_rank()), EVERYTHING).backward()
+        torch.stack([reference(features_of(step, rank), EVERYTHING) for rank in range(2)]).mean().backward()
+        assert_gradients_equal(model, reference, f"step {step}")
+
+
+def test_a_backward_inside_a_backward() -> None:
+    ranks(2, recomputed)
+
+
+def without_accumulating() -> None:
+    model, _ = made()
+    features = features_of(0, dist.get_rank())
+    with CountCollectives() as counts:
+        torch.autograd.grad(model(features, EVERYTHING), [model.bottom.weight])
+        loss = model(features, EVERYTHING)
+        loss.backward(inputs=[model.left.weight])
+    assert counts["all_reduce"] == 1, "of the backward"
+    assert model.bottom.weight.grad is None and model.left.weight.grad is not None
+
+
+def test_a_gradient_that_is_not_accumulated_is_the_rank_s_own() -> None:
+    ranks(2, without_accumulating)
+
+
+def frozen_tables(learns: str) -> int:
+    model = Parts()
+    model.bags.requires_grad_(learns == "cut")
+    model.rows.requires_grad_(False)
+    sharded = shard(model, plan_of(2))
+    with CountCollectives() as counts:
+        sharded(features_of(0, dist.get_rank()), EVERYTHING).backward()
+    assert sharded.bottom.weight.grad is not None
+    return counts["all_to_all"]
+
+
+def test_frozen_tables_ask_for_no_gradients() -> None:
+    assert ranks(2, frozen_tables, "none") == [3, 3]
+    assert ranks(2, frozen_tables, "cut") == [4, 4]
+
+
+class Scorer(nn.Module):
+    """Its loss uses ``right`` for negative scales only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        tables = [
+            EmbeddingBagConfig(name=n, num_embeddings=ROWS[n], embedding_dim=DIM, feature_names=[n])
+            for n in ("cut", "copied")
+        ]
+        self.bags = EmbeddingBagCollection(tables=tables)
+        apply_optimizer_in_backward(torch.optim.SGD, self.bags.parameters(), {"lr": 0.1})
+        self.left, self.right = nn.Linear(2 * DIM, 1), nn.Linear(2 * DIM, 1)
+
+    def forward(self, features: KeyedJaggedTensor, scale: float) -> Tensor:
+        pooled = self.bags(features).values()
+        if scale < 0:
+            return self.right(pooled).square().sum()
+        return self.left(pooled).square().sum() * scale
+
+
+def other_executors(executor: str) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    plan = plan_of(world_size)
+    plan = ShardingPlan(topology=plan.topology, tables=plan.tables[:2])
+    model, reference = shard(Scorer(), plan), Scorer()
+    run: Any = model
+    if executor in ("live", "portable"):
+        run = shardrec.script(model, portable=executor == "portable")
+    elif executor != "eager":
+        torch._dynamo.reset()
+        shardrec.annotate_for_dynamo(model, mode=executor)
+        run = torch.compile(model, backend="aot_eager", dynamic=True)
+    optimizers = [
+        torch.optim.AdamW([*one.left.parameters(), *one.right.parameters()], lr=0.1) for one in (model, reference)
+    ]
+    for step, scales in enumerate([(1.0, -1.0), (2.0, 1.0), (-1.0, 1.0)]):
+        run(features_of(step, rank), scales[rank % 2]).backward()
+        losses = [reference(features_of(step, other), scales[other % 2]) for other in range(world_size)]
+        torch.stack(losses).mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for (name, one), other in zip(dense_of(model).items(), dense_of(reference).values(), strict=True):
+            torch.testing.assert_close(one, other, msg=f"step {step}: {name}")
+
+
+@pytest.mark.parametrize("executor", ["eager", "live", "portable", "boundary", "traced"])
+def test_no_executor_needs_a_wrapper(executor: str) -> None:
+    ranks(2, other_executors, executor, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("dense", "words"),
+    [
+        ({"find_unused_parameters": True}, "'find_unused_parameters', but takes 'bucket_cap_mb', .* need no option"),
+        ({"bucket_mb": 3}, "'bucket_mb', but takes 'bucket_cap_mb', 'broadcast_buffers': leave it out"),
+        ({"bucket_cap_mb": 0}, "bucket_cap_mb of dense is 0; give a number of MiB above 0"),
+        ("both", "dense is 'both'; give one of 'ddp', 'fsdp', 'none', or a dict of options"),
+    ],
+)
+def test_options_that_cannot_be(dense: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        shard(Parts(), plan_of(1), dense=dense)
