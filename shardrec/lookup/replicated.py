@@ -2,12 +2,8 @@
 
 The parameters take dense gradients, which the dense part's reducer averages over the ranks together with its own. A
 table that was given an optimizer in backward keeps it: when backward is over and the gradient is complete, the rows
-with a gradient are updated, with the same rule on every rank, and the gradient is dropped.
-
-[Note: after the reducer]
-DistributedDataParallel copies the averaged gradients back in a callback that the autograd engine runs at the end of
-backward. Ours is queued from a gradient hook, so it can come before that one; it queues itself once more, and callbacks
-queued by a callback run after all the earlier ones.
+with a gradient are updated, with the same rule on every rank, and the gradient is dropped. The reducer calls for that,
+also on a rank that has not looked the table up; without a reducer, on one rank, a gradient does.
 
 [Note: rows that were looked up]
 A row that a batch looks up may have a gradient of zero, and Adam moves it nevertheless, by its moments; so does weight
@@ -81,8 +77,9 @@ class ReplicatedLookup:
         self.parameters = [nn.Parameter(weights[number]) for number in range(len(tables))]
         self._runs = [(bank, [self.parameters[number] for number in numbers]) for bank, numbers in banks]
         self._names, self._context = [table.layout.name for table in tables], context
-        # Of this backward. Each forward clears it, for a backward that raises never comes to its callbacks.
+        # Without a reducer. Each forward clears it, for a backward that raises never comes to its callbacks.
         self._queued = False
+        context.updates.append(self._run)
         for parameter in self.parameters:
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
@@ -151,12 +148,9 @@ class ReplicatedLookup:
                 f"replicated tables {', '.join(map(repr, self._names))} need their gradients averaged over the "
                 "ranks; shard the whole model with shardrec.shard, or cut these tables"
             )
-        if not self._queued and any(self._updates):
+        if context.reducer is None and not self._queued and any(self._updates):
             self._queued = True
-            Variable._execution_engine.queue_callback(self._requeue)
-
-    def _requeue(self) -> None:
-        Variable._execution_engine.queue_callback(self._run)
+            Variable._execution_engine.queue_callback(self._run)
 
     def _run(self) -> None:
         self._queued = False

@@ -56,7 +56,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
     Takes a KeyedJaggedTensor of the local batch and returns a lazily awaited KeyedTensor with the unsharded module's
     keys, in its order. One header, one payload and one output all-to-all forward and one all-to-all backward, whatever
     the cuts; on several hosts whose ranks sum row blocks, one more each way, inside them. Gradients are means over the
-    ranks, as DistributedDataParallel's are.
+    ranks.
 
     Args:
         module: the unsharded collection, on the CPU, on ``device``, or on meta (then its values are drawn as
@@ -198,7 +198,8 @@ class BagCall(Call):
     def __init__(self, collection: ShardedEmbeddingBagCollection, features: KeyedJaggedTensor) -> None:
         prepared = collection.input.prepare(features, collection._agreement())
         prepared = replace(prepared, notes=collection._own_counts(prepared.batch))
-        super().__init__(collection.context.queue.used, collection.input, prepared)
+        learns = prepared.differentiable or collection.has_learning_shards
+        super().__init__(collection.context.queue.used, collection.input, prepared, learns=learns)
         self._collection = collection
         self._learns_ids = collection.learns_ids()
         self._ids: ShardInput | None = None

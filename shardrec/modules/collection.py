@@ -177,12 +177,17 @@ class ShardedCollection(nn.Module, abc.ABC):
         """What every rank has whole."""
         return [table for table in self._lookup_tables.values() if table.layout.replicated]
 
+    @property
+    def has_learning_shards(self) -> bool:
+        """Whether a cut table of any rank learns: else no gradients are sent to those of frozen ones."""
+        return any(not one.replicated and name not in self.frozen for name, one in self.table_layouts.items())
+
     def _agreement(self) -> str:
         """What the ranks must have in common in this step, beyond the ids' dtype."""
         dense = self.context.dense_signature
-        mode = "on" if torch.is_grad_enabled() else "off"
         learning = "" if self.id_maps is None else f", dynamic ids {'learned' if self.learns_ids() else 'frozen'}"
-        return f"gradients {mode}{learning}" + (f", other inputs {dense}" if dense else "")
+        frozen = "" if self.has_learning_shards else ", tables frozen"
+        return self.context.agreement() + frozen + learning + (f", other inputs {dense}" if dense else "")
 
     def _is_dynamic(self, layout: TableLayout) -> bool:
         return layout.name in self.context.dynamic_ids

@@ -247,7 +247,8 @@ class SequenceCall(Call):
         self._entries: list[SequenceKey] = []
         to_send = self._distinct if collection.dedup else None
         prepared = collection.input.prepare(features, collection._agreement(), to_send=to_send)
-        super().__init__(collection.context.queue.used, collection.input, prepared)
+        learns = prepared.differentiable or collection.has_learning_shards
+        super().__init__(collection.context.queue.used, collection.input, prepared, learns=learns)
 
     def look_up(self, ids: ShardInput) -> None:
         """The rows of this rank's shards."""
