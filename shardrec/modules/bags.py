@@ -247,7 +247,7 @@ class BagCall(Call):
     def __init__(self, collection: ShardedEmbeddingBagCollection, features: KeyedJaggedTensor) -> None:
         split = collection.hot_split
         to_send = None if split is None else lambda batch: split(batch, places=False)
-        prepared = collection.input.prepare(features, collection._agreement(), to_send=to_send)
+        prepared = collection.input.prepare(features, collection._agreement(), collection.fault(), to_send=to_send)
         prepared = replace(prepared, notes=collection._own_counts(prepared.to_send))
         super().__init__(collection.context.queue, collection.input, prepared)
         self._collection = collection

@@ -92,6 +92,8 @@ class ShardedCollection(nn.Module, abc.ABC):
         self._ranks_per_host = plan.topology.ranks_per_host
         self._config_of = {config.name: config for config in configs}
         self.frozen = {name for name, weight in weights.items() if not weight.requires_grad}
+        # Frozen tables among them, which use none.
+        self._given_optimizers = {name for name, weight in weights.items() if hasattr(weight, "_optimizer_classes")}
         self._lookup_tables = {one.name: _lookup_table(one, weights[one.name], plan, path) for one in configs}
         self._optimizers = {
             name: table.optimizer for name, table in self._lookup_tables.items() if table.optimizer is not None
@@ -228,6 +230,10 @@ class ShardedCollection(nn.Module, abc.ABC):
         written = ", tables written to since the last forward" if is_written else ""
         return f"gradients {mode}{learning}" + (f", other inputs {dense}" if dense else "") + written
 
+    def fault(self) -> str:
+        """What was done to a table since it was sharded that its lookups cannot follow; "" for nothing."""
+        return next(filter(None, (table.fault() for table in getattr(self, self._holder).values())), "")
+
     def _is_dynamic(self, layout: TableLayout) -> bool:
         return layout.name in self.context.dynamic_ids
 
@@ -337,7 +343,8 @@ class ShardedCollection(nn.Module, abc.ABC):
                 copies = {"hot": self.hot_rows.weight, "hot_marks": self.hot_rows.marks}
                 for parameter in copies.values():
                     parameter.requires_grad_(not self.frozen.issuperset(hot))
-            modules[name] = ShardedTable(layout, parameters, self.group, self._lookup_tables[name].dtype, copies)
+            dtype, fused = self._lookup_tables[name].dtype, name in self._given_optimizers
+            modules[name] = ShardedTable(layout, parameters, self.group, dtype, copies, fused=fused)
         self.shards.own_parameters(by_shard)
         return modules
 

@@ -73,12 +73,12 @@ class TableDraw:
     @property
     def block_rows(self) -> int:
         """Rows of each block but the last."""
-        return max(1, _BLOCK_ELEMENTS // self.config.embedding_dim)
+        return max(1, _BLOCK_ELEMENTS // int(self.config.embedding_dim))
 
     @property
     def blocks(self) -> int:
         """Number of the table's blocks."""
-        return -(-self.config.num_embeddings // self.block_rows)
+        return -(-int(self.config.num_embeddings) // self.block_rows)
 
     def fill(self, values: Tensor, shard: Shard | None) -> None:
         """Draw the values of a shard.
@@ -104,12 +104,13 @@ class TableDraw:
             place.copy_(block[first - start : last - start, left:right])
 
         numbers = range(top // size, -(-bottom // size))
-        if values.device.type == "cpu" and _takes_generator(self.config.init_fn):
-            with ThreadPoolExecutor(min(torch.get_num_threads(), _MOST_THREADS)) as pool:
-                list(pool.map(fill_block, numbers))
-        else:
+        threads = min(torch.get_num_threads(), _MOST_THREADS)
+        if threads == 1 or values.device.type != "cpu" or not _takes_generator(self.config.init_fn):
             for number in numbers:
                 fill_block(number)
+            return
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(fill_block, numbers))
 
 
 def first_values(
@@ -201,7 +202,7 @@ class _Numbers(TorchDispatchMode):
     """Notes the operators that are called, and the numbers that each is given (sizes are lists, and not among them)."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.of: dict[Any, set[tuple[float, ...]]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -211,7 +212,7 @@ class _Numbers(TorchDispatchMode):
 
 
 def _draw(values: Tensor, config: BaseEmbeddingConfig, seed: int) -> None:
-    """Have ``init_fn`` fill ``values`` (rows, embedding_dim), and draw from no generator that anybody else draws from."""
+    """Have ``init_fn`` fill ``values`` (rows, embedding_dim) from a generator that nobody else draws from."""
     device = values.device
     if _takes_generator(config.init_fn):
         config.init_fn(values, generator=torch.Generator(device).manual_seed(seed))

@@ -270,7 +270,7 @@ class SequenceCall(Call):
         self._hot: tuple[Tensor, Tensor] | None = None
         self._entries: list[SequenceKey] = []
         to_send = self._to_send if collection.dedup or collection.hot_split is not None else None
-        prepared = collection.input.prepare(features, collection._agreement(), to_send=to_send)
+        prepared = collection.input.prepare(features, collection._agreement(), collection.fault(), to_send=to_send)
         super().__init__(collection.context.queue, collection.input, prepared)
 
     def look_up(self, ids: ShardInput) -> None:
