@@ -119,9 +119,8 @@ def shard(
     Raises:
         PlanError: if the plan does not fit the model or the group, or differs between ranks.
         ConfigError: if the model has no collection, or one that cannot be sharded; if a table's weight is tied to
-            another parameter, or parametrized; if several ranks would each map ids
-            to rows in their own way (managed collision, pruning); if the replicas do not divide the ranks, or the ranks
-            ask for different ones.
+            another parameter, or parametrized; if several ranks would each map ids to rows in their own way (managed
+            collision, pruning); if the replicas do not divide the ranks, or the ranks ask for different ones.
     """
     target = default_device(model, group) if device is None else torch.device(device)
     collectives = collectives_of(group)

@@ -37,7 +37,7 @@ def refuse_ties(model: nn.Module) -> None:
     users: dict[object, dict[object, str]] = {}
     tables: dict[object, None] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        memory = id(parameter) if parameter.is_meta else (parameter.device, parameter.data_ptr())
+        memory: object = id(parameter) if parameter.is_meta else (parameter.device, parameter.data_ptr())
         holder = next((path for path in places if name.startswith(f"{path}." if path else "")), None)
         user = name if holder is None else (places[holder], name.removeprefix(holder))
         users.setdefault(memory, {})[user] = name
