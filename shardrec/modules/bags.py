@@ -67,8 +67,8 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
     ranks, as DistributedDataParallel's are.
 
     Args:
-        module: the unsharded collection, on the CPU, on ``device``, or on meta (then its values are drawn as
-            ``EmbeddingBagCollection`` draws them). Optimizers given by ``apply_optimizer_in_backward`` are fused.
+        module: the unsharded collection, on the CPU, on ``device``, or on meta (then its values are drawn:
+            docs/guide.md). Optimizers given by ``apply_optimizer_in_backward`` are fused.
         plan: holds a layout for each table, under ``qualified_name(path, table)``.
         path: the module's path in the model; "" by itself.
         device: where the shards live; default: the CPU.

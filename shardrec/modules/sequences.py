@@ -90,8 +90,8 @@ class ShardedEmbeddingCollection(ShardedCollection):
     and one all-to-all backward, whatever the plan. Gradients are means over the ranks.
 
     Args:
-        module: the unsharded collection, on the CPU, on ``device``, or on meta (then its values are drawn as
-            ``EmbeddingCollection`` draws them). Optimizers given by ``apply_optimizer_in_backward`` are fused.
+        module: the unsharded collection, on the CPU, on ``device``, or on meta (then its values are drawn:
+            docs/guide.md). Optimizers given by ``apply_optimizer_in_backward`` are fused.
         plan: holds a layout for each table, under ``qualified_name(path, table)``.
         path: the module's path in the model; "" by itself.
         device: where the shards live; default: the CPU.
