@@ -69,18 +69,19 @@ class ShardedTable(nn.Module):
 
     def fault(self) -> str:
         """What was done to a parameter that the kernels, which read its memory, do not see; "" for nothing."""
-        now, may_learn = self._parameters, self._fused and torch.is_grad_enabled()
+        now = self._parameters
         for name, parameter, memory, learns in self._kept:
-            if now.get(name) is not parameter or parameter.data_ptr() != memory:
+            is_kept = now.get(name) is parameter and parameter.data_ptr() == memory
+            if is_kept and parameter.requires_grad is learns:
+                continue
+            if not is_kept:
                 return (
                     f"{name} of table {self.layout.name!r} is another tensor than shardrec.shard gave it (of "
                     "torch.func.functional_call, of an assignment, or of .data =), which its lookups do not read: copy "
                     "values into the parameter, with torch.no_grad(): parameter.copy_(values)"
                 )
-            if may_learn and parameter.requires_grad != learns:
-                was, remedy = (
-                    ("unfrozen", "") if parameter.requires_grad else ("frozen", ", or call it in torch.no_grad()")
-                )
+            if self._fused and torch.is_grad_enabled():
+                was, remedy = ("frozen", ", or call it in torch.no_grad()") if learns else ("unfrozen", "")
                 return (
                     f"{name} of table {self.layout.name!r} was {was} (requires_grad) after shardrec.shard, and the "
                     "table's optimizer in backward goes on as before: save a checkpoint and load it into a model whose "
