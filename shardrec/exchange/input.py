@@ -135,17 +135,20 @@ class InputExchange:
         self.shard_rows = torch.tensor([slot.shard.rows for slot in route.slots[self._rank]], dtype=torch.int64)
         self.bad_ids = torch.zeros(len(expect.features), dtype=torch.int64, device=expect.device)
 
-    def prepare(self, features: object, agreement: str, *, to_send: Callable[[Batch], Batch] | None = None) -> Prepared:
+    def prepare(
+        self, features: object, agreement: str, fault: str = "", *, to_send: Callable[[Batch], Batch] | None = None
+    ) -> Prepared:
         """Check the batch and cut it. Raises nothing for a faulty batch, and waits for the device only in ``to_send``.
 
         Args:
             features: a KeyedJaggedTensor; keys in any order, further keys are ignored.
             agreement: what the ranks must have in common beyond the ids' dtype.
+            fault: of the module, or "".
             to_send: makes ``Prepared.to_send`` out of the checked batch: its distinct ids; default: the batch itself.
         """
         given = read_batch(features, self.expect)
-        fault = given if isinstance(given, str) else ""
         if isinstance(given, str):
+            fault = fault or given
             given = self._empty_batch()
         differentiable = given.weights is not None and given.weights.requires_grad and torch.is_grad_enabled()
         agreement = f"ids {str(given.values.dtype).removeprefix('torch.')}, {agreement}"

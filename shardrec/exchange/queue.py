@@ -90,7 +90,7 @@ class ExchangeQueue:
             InputError: on every rank, if a batch of any is faulty.
             PeerError: if another rank is gone.
             ConfigError: inside ``torch.jit.trace``; if another thread is in the model's forward, or calls another of
-                its modules.
+                its modules; if the module's tables were changed since the call was made ahead.
         """
         if torch._C._is_tracing():  # type: ignore[no-untyped-call,unused-ignore]
             raise ConfigError(
@@ -102,7 +102,10 @@ class ExchangeQueue:
                 self.observed.append((module, features))
             ahead = self.context.made_ahead
             queued = None if ahead is None else ahead.take(module, features)
-            queued = queued or module.new_call(features)
+            if queued is None:
+                queued = module.new_call(features)
+            elif fault := module.fault():  # since the call was made ahead
+                raise ConfigError(fault)
             queued.by_operator = by_operator
             if self._calls and not can_share(self.context, queued, self._calls):
                 self.flush()

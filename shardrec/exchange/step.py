@@ -85,6 +85,9 @@ class Caller(Protocol):
     def new_call(self, features: object) -> Call:
         """A call with these features, which are checked and cut."""
 
+    def fault(self) -> str:
+        """What is wrong with the module itself, whatever the features; "" for nothing."""
+
 
 class Call(abc.ABC):
     """One forward of a sharded module, from its batch to its value: a ``BagCall`` (:mod:`shardrec.modules.bags`) or a

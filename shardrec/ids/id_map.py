@@ -19,7 +19,7 @@ from torch import Tensor
 from shardrec import native
 from shardrec.errors import ConfigError
 from shardrec.ids.options import POLICIES, DynamicIds
-from shardrec.lookup.pages import renew_in_huge_pages
+from shardrec.lookup.pages import zeros_in_huge_pages
 
 __all__ = ["COUNTED", "FALLBACK", "RESERVE", "IdMap", "Looked"]
 
@@ -67,8 +67,7 @@ class IdMap:
                 "a C++ compiler (pip install --no-build-isolation .), and leave SHARDREC_NATIVE unset"
             )
         self.options = options
-        self.records = torch.zeros((rows, 3), dtype=torch.int64)
-        renew_in_huge_pages(self.records)
+        self.records = zeros_in_huge_pages(rows, 3, dtype=torch.int64)
         self.records[: options.fallback_rows, 1] = FALLBACK
         self.records[options.fallback_rows + capacity :, 1] = RESERVE
         self.candidates = torch.zeros((rows if options.admit_after > 1 else 0, 3), dtype=torch.int64)
@@ -134,7 +133,6 @@ class IdMap:
 
 
 def _buckets_of(records: Tensor) -> Tensor:
-    buckets = torch.zeros(1 << (2 * max(records.size(0), 1) - 1).bit_length(), dtype=torch.int32)
-    renew_in_huge_pages(buckets)
+    buckets = zeros_in_huge_pages(1 << (2 * max(records.size(0), 1) - 1).bit_length(), dtype=torch.int32)
     torch.ops.shardrec.index_ids(records, buckets)
     return buckets

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from shardrec.layout import COLUMN_UNIT
 from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
-from shardrec.lookup.pages import renew_in_huge_pages
+from shardrec.lookup.pages import zeros_in_huge_pages
 
 __all__ = ["has_fused_kernel", "has_kernel", "kernel_states", "make_kernel"]
 
@@ -85,6 +85,13 @@ def make_kernel(
     location = EmbeddingLocation.DEVICE if on_cuda else EmbeddingLocation.HOST
     compute = ComputeDevice.CUDA if on_cuda else ComputeDevice.CPU
     rule = optimizer or FusedOptimizer(kind=OptimizerKind.SGD, lr=0.0)
+    memory: dict[str, Tensor] | None = None
+    if not on_cuda:
+        sizes = [rows * cols for rows, cols in shapes]
+        memory = {"weights": zeros_in_huge_pages(sum(sizes), dtype=dtype)}
+        if rule.states:
+            count = sum(rows for rows, _ in shapes) if rule.rowwise else sum(sizes)
+            memory["momentum1"] = zeros_in_huge_pages(count, dtype=torch.float32)
     kernel = SplitTableBatchedEmbeddingBagsCodegen(
         embedding_specs=[(rows, cols, location, compute) for rows, cols in shapes],
         feature_table_map=list(feature_tables),
@@ -100,10 +107,8 @@ def make_kernel(
         eps=rule.eps,
         beta1=rule.betas[0],
         beta2=rule.betas[1],
+        preallocated_host_buffers=memory,
     )
-    # fbgemm fills what it makes with zeros.
-    for memory in (kernel.weights_host, kernel.momentum1_host):
-        renew_in_huge_pages(memory.detach())
     if rule.initial_accumulator_value:
         for states in kernel_states(kernel, rule):
             for state in states.values():

@@ -59,8 +59,8 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
     ranks.
 
     Args:
-        module: the unsharded collection, on the CPU, on ``device``, or on meta (then its values are drawn as
-            ``EmbeddingBagCollection`` draws them). Optimizers given by ``apply_optimizer_in_backward`` are fused.
+        module: the unsharded collection, on the CPU, on ``device``, or on meta (then its values are drawn:
+            docs/guide.md). Optimizers given by ``apply_optimizer_in_backward`` are fused.
         plan: holds a layout for each table, under ``qualified_name(path, table)``.
         path: the module's path in the model; "" by itself.
         device: where the shards live; default: the CPU.
@@ -196,7 +196,7 @@ class BagCall(Call):
     """One forward."""
 
     def __init__(self, collection: ShardedEmbeddingBagCollection, features: KeyedJaggedTensor) -> None:
-        prepared = collection.input.prepare(features, collection._agreement())
+        prepared = collection.input.prepare(features, collection._agreement(), collection.fault())
         prepared = replace(prepared, notes=collection._own_counts(prepared.batch))
         learns = prepared.differentiable or collection.has_learning_shards
         super().__init__(collection.context.queue.used, collection.input, prepared, learns=learns)

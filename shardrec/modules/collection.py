@@ -29,7 +29,7 @@ from shardrec.lookup.groups import LookupGroup, LookupTable
 from shardrec.lookup.optimizers import FusedOptimizer, fused_optimizer_of
 from shardrec.lookup.replicated import ReplicatedLookup
 from shardrec.lookup.shards import ShardLookup
-from shardrec.modules.initial import draw_in_place, draw_rows, first_values
+from shardrec.modules.initial import TableDraw, check_init_fn, draw_rows, first_values
 from shardrec.modules.late import look_up_outside
 from shardrec.modules.recorded import recorded_call
 from shardrec.modules.table import ShardedTable, load_table
@@ -41,8 +41,9 @@ TABLE_DTYPES = {DataType.FP32: torch.float32, DataType.FP16: torch.float16, Data
 """The weights' dtype for each ``data_type`` of a table that can be sharded."""
 
 
-Values: TypeAlias = Tensor | Mapping[Shard | None, Tensor]
-"""A table's values: (num_embeddings, embedding_dim), or those of each of this rank's shards, the replica under None."""
+Values: TypeAlias = Tensor | TableDraw | Mapping[Shard | None, Tensor]
+"""A table's values: (num_embeddings, embedding_dim), how to draw them, or those of each of this rank's shards, the
+replica under None."""
 
 
 class ShardedCollection(nn.Module, abc.ABC):
@@ -89,6 +90,8 @@ class ShardedCollection(nn.Module, abc.ABC):
         self._ranks_per_host = plan.topology.ranks_per_host
         self._config_of = {config.name: config for config in configs}
         self.frozen = {name for name, weight in weights.items() if not weight.requires_grad}
+        # Frozen tables among them, which use none.
+        self._given_optimizers = {name for name, weight in weights.items() if hasattr(weight, "_optimizer_classes")}
         self._lookup_tables = {one.name: _lookup_table(one, weights[one.name], plan, path) for one in configs}
         self._optimizers = {
             name: table.optimizer for name, table in self._lookup_tables.items() if table.optimizer is not None
@@ -96,11 +99,11 @@ class ShardedCollection(nn.Module, abc.ABC):
         self.table_layouts = {name: table.layout for name, table in self._lookup_tables.items()}
         self.replica_number = {table.layout.name: index for index, table in enumerate(self._replicated_tables())}
         self._read(module)
+        for config in configs:
+            if self._is_dynamic(self.table_layouts[config.name]):
+                check_init_fn(config)
         self._build_lookups()
-        # Cut tables on meta, whose shards are drawn on their own device, where that is not the CPU.
-        on_host = self.device.type == "cpu"
-        in_place = [name for name, layout in self.table_layouts.items() if not (on_host or layout.replicated)]
-        setattr(self, self._holder, self._build_parameters(first_values(module, in_place)))
+        setattr(self, self._holder, self._build_parameters(first_values(module)))
 
     @abc.abstractmethod
     def _read(self, module: Collection) -> None:
@@ -189,6 +192,10 @@ class ShardedCollection(nn.Module, abc.ABC):
         frozen = "" if self.has_learning_shards else ", tables frozen"
         return self.context.agreement() + frozen + learning + (f", other inputs {dense}" if dense else "")
 
+    def fault(self) -> str:
+        """What was done to a table since it was sharded that its lookups cannot follow; "" for nothing."""
+        return next(filter(None, (table.fault() for table in getattr(self, self._holder).values())), "")
+
     def _is_dynamic(self, layout: TableLayout) -> bool:
         return layout.name in self.context.dynamic_ids
 
@@ -264,8 +271,8 @@ class ShardedCollection(nn.Module, abc.ABC):
         self.replicas = ReplicatedLookup(own, numbers, context, self.device) if own else None
         return route
 
-    def _build_parameters(self, first_values: Iterable[tuple[str, Values | None]]) -> nn.ModuleDict:
-        """Fill this rank's shards, one table at a time, from its values; where there are none, draw them in place."""
+    def _build_parameters(self, first_values: Iterable[tuple[str, Values]]) -> nn.ModuleDict:
+        """Fill this rank's shards, one table at a time, from its values."""
         modules = nn.ModuleDict()
         by_shard: dict[Shard, nn.Parameter] = {}
         for name, values in first_values:
@@ -275,24 +282,22 @@ class ShardedCollection(nn.Module, abc.ABC):
                 assert self.replicas is not None, "a replicated table has a lookup"
                 parameters[None] = self.replicas.parameters[self.replica_number[layout.name]]
                 parameters[None].requires_grad_(learns)
-            shards = layout.on_rank(self.context.collectives.rank)
-            for shard in shards:
+            for shard in layout.on_rank(self.context.collectives.rank):
                 parameters[shard] = by_shard[shard] = nn.Parameter(self.shards.weight(shard), requires_grad=learns)
                 if name in self._optimizers:
                     # torchrec.optim's filter for "has its own optimizer" looks for this attribute.
                     parameters[shard]._in_backward_optimizers = []  # type: ignore[attr-defined]
             tensors = {shard: parameter.detach() for shard, parameter in parameters.items()}
-            if values is None:
-                # Drawn on every rank, with shards of the table or without: what ranks draw later is to stay alike.
-                seed = int(torch.randint(2**31, ()))
-                for shard in shards:
-                    draw_in_place(tensors[shard], self._config_of[name], shard, seed)
+            if isinstance(values, TableDraw):
+                for place, tensor in tensors.items():
+                    values.fill(tensor, place)
             elif isinstance(values, Mapping):
                 for place, tensor in tensors.items():
                     tensor.copy_(values[place].detach())
             elif tensors:
                 load_table(layout, tensors, values)
-            modules[name] = ShardedTable(layout, parameters, self.group, self._lookup_tables[name].dtype)
+            dtype, fused = self._lookup_tables[name].dtype, name in self._given_optimizers
+            modules[name] = ShardedTable(layout, parameters, self.group, dtype, fused=fused)
         self.shards.own_parameters(by_shard)
         return modules
 

@@ -40,6 +40,7 @@ from shardrec.modules.model import ShardedModel
 from shardrec.modules.replicas import ReplicaOptions, make_groups
 from shardrec.modules.replicated_model import ReplicatedModel
 from shardrec.modules.sequences import ShardedEmbeddingCollection
+from shardrec.modules.ties import refuse_ties
 from shardrec.pending import Awaitable, LazyAwaitable
 
 # isinstance(output, torchrec's LazyAwaitable) is asked by code that waits by hand.
@@ -120,9 +121,9 @@ def shard(
 
     Raises:
         PlanError: if the plan does not fit the model or the group, or differs between ranks.
-        ConfigError: if the model has no collection, or one that cannot be sharded; if several ranks would each map ids
-            to rows in their own way (managed collision, pruning); if the replicas do not divide the ranks, or the ranks
-            ask for different ones.
+        ConfigError: if the model has no collection, or one that cannot be sharded; if a table's weight is tied to
+            another parameter, or parametrized; if several ranks would each map ids to rows in their own way (managed
+            collision, pruning); if the replicas do not divide the ranks, or the ranks ask for different ones.
     """
     target = default_device(model, group) if device is None else torch.device(device)
     collectives = collectives_of(group)
@@ -132,6 +133,7 @@ def shard(
             f"{type(model).__name__} holds no torchrec embedding collection to shard: if it is sharded already, use "
             "it as it is; else build its embeddings with one, or wrap it in DistributedDataParallel"
         )
+    refuse_ties(model)
     if output_dtype not in TABLE_DTYPES.values():
         known = ", ".join(str(dtype) for dtype in TABLE_DTYPES.values())
         raise ConfigError(f"output_dtype is {output_dtype}; embeddings come as one of {known}")

@@ -1,95 +1,233 @@
-"""The first values of a table, the same as the unsharded module's, one table in memory at a time.
+"""The first values of tables.
 
-A collection built on a real device already has its values. For one built on ``torch.device("meta")``, whose tables may
-be too large for one device, they are drawn here in the order in which the collection draws them on the CPU: torch first
+A collection built on a real device has its values. For one built on ``torch.device("meta")``, whose tables may be too
+large for one device, they are drawn here, in one of two ways, by the size of all its tables on meta together:
+
+At most :data:`WHOLE_BYTES`: each table is drawn whole, on the CPU, as the unsharded collection draws it: torch first
 fills each table as ``nn.EmbeddingBag`` does, then each config's ``init_fn`` writes over it. So after
 ``torch.manual_seed(s)`` a meta collection that is sharded and a collection built on the CPU hold the same values,
-whatever the plan.
+whatever the plan and the device.
 
-Cut tables on meta whose shards are to be on a GPU are drawn there instead, each shard by its ``init_fn`` where it lies:
-drawing hundreds of gigabytes on the host would take minutes, and a rank needs its own shards only. These values are a
-function of torch's seed, the plan and the kind of GPU; they are not those of the CPU.
+More: by blocks of rows, each of 1 MiB in float32 and with a seed of its own, counted on from a seed that is drawn from
+torch's generator::
+
+    table of 10 rows, 4 to a block     rank 0 has rows 0 to 4, rank 1 rows 5 to 9
+    block 0   seed + 0   rows 0..3     rank 0
+    block 1   seed + 1   rows 4..7     rank 0 keeps row 4, rank 1 rows 5 to 7
+    block 2   seed + 2   rows 8..9     rank 1
+
+A rank draws the blocks that its shards have rows of, on the device of the shards, in their full width, and keeps its
+rows and columns. Where ranks are seeded alike, the values depend on the seed, the collection's tables and the kind of
+device (a GPU's generator is not the CPU's), and neither on the plan nor on the ranks.
+
+[Note: init_fn of a block]
+``init_fn`` is called with a block, (rows, embedding_dim) float32, in place of the table. One with an argument
+``generator``, as all of ``torch.nn.init`` that draw have, is given the block's, so that blocks can be drawn in several
+threads; any other draws from torch's own generators, which are seeded for it and restored. What it does must not depend
+on the number of rows: ``xavier_uniform_`` and ``kaiming_uniform_`` with ``mode="fan_out"`` derive their bounds from it,
+``sparse_`` counts zeros in a column. :func:`check_init_fn` calls it with two and with three rows, and refuses it if an
+operator is given other numbers. What an ``init_fn`` computes from values, such as a standard deviation, or the QR
+decomposition in ``orthogonal_``, does not show there: it is that of a block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
 from zlib import crc32
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
+from shardrec.errors import ConfigError
 from shardrec.layout import Shard
 from shardrec.layout.discover import configs_of
 
-__all__ = ["draw_in_place", "draw_rows", "first_values"]
+__all__ = ["WHOLE_BYTES", "TableDraw", "check_init_fn", "draw_rows", "first_values"]
+
+WHOLE_BYTES = 64 * 2**20
+"""Most bytes of a collection's tables on meta that are drawn as the unsharded collection draws them."""
+
+_BLOCK_ELEMENTS = 2**18
+_MOST_THREADS = 32  # each of which may have a block beside the shards
 
 
-def draw_in_place(weight: Tensor, config: BaseEmbeddingConfig, shard: Shard, seed: int) -> None:
-    """Draw the first values of a shard where it lies.
+@dataclass(frozen=True, kw_only=True)
+class TableDraw:
+    """A table whose values are drawn by blocks of rows.
 
     Args:
-        weight: (rows, cols) of the shard, on a GPU.
-        config: of its table.
-        shard: which makes its values other than its neighbours'.
-        seed: of the table, alike on ranks that are seeded alike.
+        config: of the table.
+        seed: of its first block.
     """
-    with torch.random.fork_rng([weight.device.index or 0], device_type=weight.device.type):
-        torch.manual_seed(seed + crc32(f"{shard.table} {shard.row_start} {shard.col_start}".encode()))
-        config.init_fn(weight)
+
+    config: BaseEmbeddingConfig
+    seed: int
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of each block but the last."""
+        return max(1, _BLOCK_ELEMENTS // int(self.config.embedding_dim))
+
+    @property
+    def blocks(self) -> int:
+        """Number of the table's blocks."""
+        return -(-int(self.config.num_embeddings) // self.block_rows)
+
+    def fill(self, values: Tensor, shard: Shard | None) -> None:
+        """Draw the values of a shard.
+
+        Args:
+            values: (rows, cols) of the shard, in the table's dtype; is written to.
+            shard: None for the whole table.
+        """
+        rows, columns, size = self.config.num_embeddings, self.config.embedding_dim, self.block_rows
+        top, bottom, left, right = 0, rows, 0, columns
+        if shard is not None:
+            top, bottom, left, right = shard.row_start, shard.row_end, shard.col_start, shard.col_end
+
+        def fill_block(number: int) -> None:
+            start, end = number * size, min(rows, (number + 1) * size)
+            first, last = max(start, top), min(end, bottom)
+            place = values[first - top : last - top]
+            if place.shape == (end - start, columns) and place.dtype is torch.float32:
+                _draw(place, self.config, self.seed + number)
+                return
+            block = values.new_empty((end - start, columns), dtype=torch.float32)
+            _draw(block, self.config, self.seed + number)
+            place.copy_(block[first - start : last - start, left:right])
+
+        numbers = range(top // size, -(-bottom // size))
+        threads = min(torch.get_num_threads(), _MOST_THREADS)
+        if threads == 1 or values.device.type != "cpu" or not _takes_generator(self.config.init_fn):
+            for number in numbers:
+                fill_block(number)
+            return
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(fill_block, numbers))
+
+
+def first_values(
+    collection: EmbeddingBagCollection | EmbeddingCollection,
+) -> Iterator[tuple[str, Tensor | TableDraw]]:
+    """Each table's name and its (num_embeddings, embedding_dim) first values, or how to draw them.
+
+    Args:
+        collection: unsharded.
+
+    Raises:
+        ConfigError: if a table is to be drawn by blocks, and its ``init_fn`` cannot be.
+    """
+    pooled = isinstance(collection, EmbeddingBagCollection)
+    tables = collection.embedding_bags if pooled else collection.embeddings
+    configs = configs_of(collection)
+    weights = {config.name: tables[config.name].weight for config in configs}
+    on_meta = {name: weight for name, weight in weights.items() if weight.is_meta}
+    by_blocks = sum(weight.nbytes for weight in on_meta.values()) > WHOLE_BYTES
+    if by_blocks:
+        seed = int(torch.randint(2**32, ()))
+    elif pooled:
+        for weight in on_meta.values():
+            # nn.EmbeddingBag's own draw, which the one below writes over.
+            torch.nn.init.normal_(torch.empty_like(weight, device="cpu"))
+    for config in configs:
+        weight = weights[config.name]
+        if config.name not in on_meta:
+            yield config.name, weight.detach()
+        elif by_blocks:
+            check_init_fn(config)
+            draw = TableDraw(config=config, seed=seed)
+            seed += draw.blocks
+            yield config.name, draw
+        else:
+            values = torch.empty_like(weight, device="cpu")
+            if not pooled:
+                # EmbeddingCollection writes over each table's draw before it makes the next.
+                torch.nn.init.normal_(values)
+            config.init_fn(values)
+            yield config.name, values
 
 
 def draw_rows(config: BaseEmbeddingConfig, shard: Shard, count: int, step: int) -> Tensor:
-    """Draw rows of a shard anew, on the CPU, from no generator that anybody else draws from.
+    """Draw rows of a shard anew, on the CPU.
 
     Args:
         config: of its table.
-        shard: which makes its values other than its neighbours'.
+        shard: whose first row makes its values other than those of the table's other row blocks.
         count: number of rows.
         step: which makes them other than those of another step.
 
     Returns:
         (count, cols) float32.
     """
-    seed = crc32(f"{shard.table} {shard.row_start} {shard.col_start} {step}".encode())
-    with torch.random.fork_rng(()):
-        torch.default_generator.manual_seed(seed)
-        values = torch.empty((count, shard.cols))
-        config.init_fn(values)
-        return values
+    values = torch.empty((count, config.embedding_dim))
+    _draw(values, config, crc32(f"{shard.table} {shard.row_start} {step}".encode()))
+    return values[:, shard.col_start : shard.col_end]
 
 
-def first_values(
-    collection: EmbeddingBagCollection | EmbeddingCollection, in_place: Collection[str] = ()
-) -> Iterator[tuple[str, Tensor | None]]:
-    """Each table's name and its (num_embeddings, embedding_dim) first values on the CPU or where the table is.
+def check_init_fn(config: BaseEmbeddingConfig) -> None:
+    """Refuse an ``init_fn`` that cannot draw a table by some of its rows; see [Note: init_fn of a block].
 
     Args:
-        collection: unsharded.
-        in_place: tables that :func:`draw_in_place` is for, if they are on meta; None is given in place of their values.
+        config: of the table.
+
+    Raises:
+        ConfigError: if what it does depends on the number of rows.
     """
-    pooled = isinstance(collection, EmbeddingBagCollection)
-    tables = collection.embedding_bags if pooled else collection.embeddings
-    configs = configs_of(collection)
-    on_meta = {config.name for config in configs if tables[config.name].weight.is_meta}
-    if pooled and on_meta.isdisjoint(in_place):
-        for config in configs:
-            if config.name in on_meta:
-                # nn.EmbeddingBag's own draw, which the one below writes over.
-                torch.nn.init.normal_(torch.empty_like(tables[config.name].weight, device="cpu"))
-    for config in configs:
-        weight = tables[config.name].weight
-        if config.name not in on_meta:
-            yield config.name, weight.detach()
-            continue
-        if config.name in in_place:
-            yield config.name, None
-            continue
-        values = torch.empty_like(weight, device="cpu")
-        if not pooled:
-            # EmbeddingCollection writes over each table's draw before it makes the next.
-            torch.nn.init.normal_(values)
+    seen: list[dict[Any, set[tuple[float, ...]]]] = []
+    cause = None
+    for rows in (2, 3):
+        with _Numbers() as numbers:
+            try:
+                _draw(torch.empty((rows, config.embedding_dim)), config, 0)
+            except Exception as error:
+                cause = error
+        seen.append(numbers.of)
+    if cause is not None or any(seen[0][operator] != seen[1][operator] for operator in seen[0].keys() & seen[1].keys()):
+        raise ConfigError(
+            f"table {config.name!r}: the values that its init_fn writes depend on the number of rows, and a table with "
+            f"dynamic ids, or on meta in a collection of more than {WHOLE_BYTES >> 20} MiB, is drawn some rows at a "
+            "time; give it one with fixed numbers, such as functools.partial(torch.nn.init.uniform_, a=-0.01, b=0.01), "
+            "or build the collection on the CPU"
+        ) from cause
+
+
+class _Numbers(TorchDispatchMode):
+    """Notes the operators that are called, and the numbers that each is given (sizes are lists, and not among them)."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.of: dict[Any, set[tuple[float, ...]]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        numbers = tuple(value for value in (*args, *(kwargs or {}).values()) if isinstance(value, (int, float)))
+        self.of.setdefault(func, set()).add(numbers)
+        return func(*args, **(kwargs or {}))
+
+
+def _draw(values: Tensor, config: BaseEmbeddingConfig, seed: int) -> None:
+    """Have ``init_fn`` fill ``values`` (rows, embedding_dim) from a generator that nobody else draws from."""
+    device = values.device
+    if _takes_generator(config.init_fn):
+        config.init_fn(values, generator=torch.Generator(device).manual_seed(seed))
+        return
+    on_cpu = device.type == "cpu"
+    others = [] if on_cpu else [device.index or 0]
+    with torch.random.fork_rng(others, device_type="cuda" if on_cpu else device.type):
+        torch.default_generator.manual_seed(seed)
+        if not on_cpu:
+            torch.get_device_module(device).manual_seed(seed)
         config.init_fn(values)
-        yield config.name, values
+
+
+def _takes_generator(init_fn: Callable[..., object]) -> bool:
+    try:
+        return "generator" in signature(init_fn).parameters
+    except (TypeError, ValueError):  # of a function in C, which does not tell
+        return False

@@ -89,8 +89,8 @@ class ShardedEmbeddingCollection(ShardedCollection):
     and one all-to-all backward, whatever the plan. Gradients are means over the ranks.
 
     Args:
-        module: the unsharded collection, on the CPU, on ``device``, or on meta (then its values are drawn as
-            ``EmbeddingCollection`` draws them). Optimizers given by ``apply_optimizer_in_backward`` are fused.
+        module: the unsharded collection, on the CPU, on ``device``, or on meta (then its values are drawn:
+            docs/guide.md). Optimizers given by ``apply_optimizer_in_backward`` are fused.
         plan: holds a layout for each table, under ``qualified_name(path, table)``.
         path: the module's path in the model; "" by itself.
         device: where the shards live; default: the CPU.
@@ -246,7 +246,7 @@ class SequenceCall(Call):
         self._output_rows = 0
         self._entries: list[SequenceKey] = []
         to_send = self._distinct if collection.dedup else None
-        prepared = collection.input.prepare(features, collection._agreement(), to_send=to_send)
+        prepared = collection.input.prepare(features, collection._agreement(), collection.fault(), to_send=to_send)
         learns = prepared.differentiable or collection.has_learning_shards
         super().__init__(collection.context.queue.used, collection.input, prepared, learns=learns)
 

@@ -32,6 +32,7 @@ class ShardedTable(nn.Module):
         parameters: this rank's parameters: one per local shard, or the replica.
         group: the process group that the table is sharded over; None on one rank.
         dtype: of the weights, which a rank without a shard cannot see.
+        fused: a kernel updates the parameters in backward, where they take a gradient.
     """
 
     def __init__(
@@ -40,16 +41,43 @@ class ShardedTable(nn.Module):
         parameters: Mapping[Shard | None, nn.Parameter],
         group: dist.ProcessGroup | None,
         dtype: torch.dtype = torch.float32,
+        *,
+        fused: bool = False,
     ) -> None:
         super().__init__()
         self.layout = layout
         self.dtype = dtype
         self.group = group
         self.locals = dict(parameters)
+        self._fused = fused
+        self._kept: list[tuple[str, nn.Parameter, int, bool]] = []  # name, parameter, its memory, whether it learns
         for shard, parameter in self.locals.items():
             alone = shard is None or len(self.locals) == 1
             name = "weight" if alone else f"weight_r{shard.row_start}_c{shard.col_start}"  # type: ignore[union-attr]
             self.register_parameter(name, parameter)
+            self._kept.append((name, parameter, parameter.data_ptr(), parameter.requires_grad))
+
+    def fault(self) -> str:
+        """What was done to a parameter that the kernels, which read its memory, do not see; "" for nothing."""
+        now = self._parameters
+        for name, parameter, memory, learns in self._kept:
+            is_kept = now.get(name) is parameter and parameter.data_ptr() == memory
+            if is_kept and parameter.requires_grad is learns:
+                continue
+            if not is_kept:
+                return (
+                    f"{name} of table {self.layout.name!r} is another tensor than shardrec.shard gave it (of "
+                    "torch.func.functional_call, of an assignment, or of .data =), which its lookups do not read: copy "
+                    "values into the parameter, with torch.no_grad(): parameter.copy_(values)"
+                )
+            if self._fused and torch.is_grad_enabled():
+                was, remedy = ("frozen", ", or call it in torch.no_grad()") if learns else ("unfrozen", "")
+                return (
+                    f"{name} of table {self.layout.name!r} was {was} (requires_grad) after shardrec.shard, and the "
+                    "table's optimizer in backward goes on as before: save a checkpoint and load it into a model whose "
+                    f"table is {was} before it is sharded{remedy}"
+                )
+        return ""
 
     def extra_repr(self) -> str:
         return f"{self.layout.num_embeddings}, {self.layout.embedding_dim}, cut={self.layout.cut}, dtype={self.dtype}"

@@ -152,17 +152,11 @@ class RemoteCollection(ShardedCollection):
                     counts[name] = max(counts[name], count)
         return counts
 
-    def _build_parameters(self, first_values: Iterable[tuple[str, Values | None]]) -> nn.ModuleDict:
+    def _build_parameters(self, first_values: Iterable[tuple[str, Values]]) -> nn.ModuleDict:
         module = self.__dict__["_unsharded"][0]
         weights = {key.split(".")[1]: weight for key, weight in module.named_parameters()}
-        self.first_values = values = {name: weight.detach() for name, weight in weights.items() if not weight.is_meta}
-        for config in self._configs:
-            if config.name not in values and self.table_layouts[config.name].replicated:
-                # A cut table on meta is drawn on the servers, and may be larger than this trainer's memory.
-                values[config.name] = torch.empty(weights[config.name].shape, dtype=weights[config.name].dtype)
-                config.init_fn(values[config.name])
-        own = ((name, values.get(name, torch.empty(0))) for name in self.table_layouts)
-        modules = super()._build_parameters(own)
+        self.first_values = {name: weight.detach() for name, weight in weights.items() if not weight.is_meta}
+        modules = super()._build_parameters(first_values)
         for name, table in modules.items():
             if not self.table_layouts[name].replicated:
                 modules[name] = RemoteTable(table, self._servers)  # type: ignore[arg-type]

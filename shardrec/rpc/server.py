@@ -38,6 +38,7 @@ from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.convert import put_in_place
 from shardrec.modules.model import ShardedModel
 from shardrec.modules.sequences import ShardedEmbeddingCollection
+from shardrec.modules.ties import refuse_ties
 from shardrec.rpc.batching import Request, RequestQueue, complete
 from shardrec.rpc.between import ServerCollectives
 from shardrec.rpc.messages import Answer, Part, check_gradient, check_parts, failure
@@ -132,6 +133,7 @@ class EmbeddingServer:
                 f"capacity={capacity}, max_requests={max_requests}, window_s={window_s}; give at least 1, at least 1, "
                 f"and a time from 0 to {_IDLE_S:.0f} seconds"
             )
+        refuse_ties(model)
         plan.check_tables(table_shapes(model))
         target = torch.device(device or "cpu")
         if target.type == "cpu":

@@ -274,3 +274,27 @@ def test_ids_go_through_parquet(tmp_path: Path) -> None:
         import_ids(other, tmp_path / "ids")
     with pytest.raises(CheckpointError, match=r"no \*\.parquet"):
         import_ids(other, tmp_path)
+
+
+def test_imported_ids_take_the_place_of_those_that_the_model_knows(tmp_path: Path) -> None:
+    """Of all of them, and 0 and negative numbers are ids like others."""
+    model = trained(LARGE, DynamicIds(fallback_rows=1))
+    (ids,) = model._sharded[0].id_maps.maps.values()
+    known = ids.records[ids.records[:, 1] > 0, 0].tolist()
+    given = {0: 7, -1: 8, -(2**63): 9, known[0]: 159, 2**63 - 1: 1}
+    assert len(known) > len(given)
+    assert not {0, -1} & set(known)
+    table = {"table": ["sparse.goods"] * len(given), "id": list(given), "row": list(given.values())}
+    pq.write_table(pa.table(table), tmp_path / "ids.parquet")
+    import_ids(model, tmp_path)
+    expected = torch.zeros_like(ids.records)
+    expected[0, 1] = ids.records[0, 1]  # the fallback's
+    for raw, row in given.items():
+        expected[row] = torch.tensor([raw, 1, 0])
+    assert torch.equal(ids.records, expected)
+    weight = model.state_dict()["sparse.embedding_bags.goods.weight"]
+    for raw, row in {**dict.fromkeys(known[1:], 0), **given}.items():
+        assert torch.equal(row_of(model, raw), weight[row]), raw
+    export_ids(model, tmp_path / "out")
+    found = pq.read_table(tmp_path / "out").to_pydict()
+    assert dict(zip(found["id"], found["row"], strict=True)) == given
