@@ -1,4 +1,4 @@
-"""A backward that raises on this rank while the others wait for its gradients: they are told at once.
+"""When a backward begins, and that one raises on this rank while the others wait for its gradients: they are told.
 
 [Note: how a backward that raises is noticed]
 autograd calls nobody when a node raises. But what is queued as a callback of a backward lives as long as that backward:
@@ -24,14 +24,16 @@ __all__ = ["BackwardWatch"]
 
 
 class BackwardWatch:
-    """Notices backwards that raise.
+    """Notices backwards that begin, and those that raise.
 
     Args:
         tell: called with what happened, in words, unless all ranks raise the same (:class:`ShardrecError`).
+        begins: called in each backward, at its first step in the model.
     """
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
+    def __init__(self, tell: Callable[[str], None], begins: Callable[[], None] | None = None) -> None:
         self._tell = tell
+        self._begins = begins
         self._task = -1
 
     def watch(self, outputs: object) -> None:
@@ -42,11 +44,13 @@ class BackwardWatch:
             node.register_prehook(lambda _: self.begin())
 
     def begin(self) -> None:
-        """Watch the backward that calls this."""
+        """Watch the backward that calls this, from its first call on."""
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task = task
             torch.autograd.Variable._execution_engine.queue_callback(_Watched(self._tell))
+            if self._begins is not None:
+                self._begins()
 
 
 class _Watched:

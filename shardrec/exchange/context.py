@@ -11,8 +11,8 @@ good step pays nothing.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -48,6 +48,20 @@ def checksum(text: str) -> int:
     return zlib.crc32(text.encode())
 
 
+class Reducer(Protocol):
+    """What averages the gradients of ordinary parameters over the ranks (:mod:`shardrec.modules.dense`)."""
+
+    @property
+    def agreement(self) -> str:
+        """What the ranks must have in common, in words."""
+
+    def arm(self) -> None:
+        """A forward with gradients begins."""
+
+    def begin(self) -> None:
+        """A backward begins."""
+
+
 class StepContext:
     """Shared by the sharded modules of a model.
 
@@ -68,9 +82,12 @@ class StepContext:
         anomalies: those that this rank found and no rank has raised yet.
         refusal: what is wrong with the batch whose tracing was ended, or "".
         made_ahead: the calls of this forward, if they were made before it.
-        gradients_are_reduced: a reducer averages the gradients of ordinary parameters over the ranks.
-        reduce_this_backward: it does so in the coming backward (False while gradients are accumulated).
-        backward: tells the other ranks of a backward that raises here.
+        gradients_are_reduced: somebody averages the gradients of ordinary parameters over the ranks.
+        reducer: does so, unless that is left to the user, or there is one rank.
+        updates: called at the end of each backward in which the reducer has averaged gradients.
+        accumulates: forwards are in ``no_sync``.
+        reduce_this_backward: the last forward with gradients was not, so that its backward averages.
+        backward: tells the reducer of backwards, and the other ranks of one that raises here.
     """
 
     def __init__(self, collectives: Collectives, device: torch.device, comms: QuantizedComms | None = None) -> None:
@@ -89,8 +106,29 @@ class StepContext:
         self.refusal = ""
         self.made_ahead: Ahead | None = None
         self.gradients_are_reduced = False
+        self.reducer: Reducer | None = None
+        self.updates: list[Callable[[], None]] = []
+        self.accumulates = False
         self.reduce_this_backward = True
-        self.backward = BackwardWatch(collectives.tell)
+        self.backward = BackwardWatch(collectives.tell, self._backward_begins)
+
+    def begin_forward(self) -> None:
+        """A forward begins: if it has gradients, it decides whether its backward averages them."""
+        if torch.is_grad_enabled():
+            self.reduce_this_backward = not self.accumulates
+            if self.reducer is not None:
+                self.reducer.arm()
+
+    def agreement(self) -> str:
+        """What the ranks must have in common in a forward."""
+        if not torch.is_grad_enabled():
+            return "gradients off"
+        trained = "" if self.reducer is None else self.reducer.agreement
+        return f"gradients on{' in no_sync' if self.accumulates else ''}{trained}"
+
+    def _backward_begins(self) -> None:
+        if self.reducer is not None:
+            self.reducer.begin()
 
     def exchange_header(self, header: Tensor) -> Tensor:
         """Send row q of ``header`` (W, C) int64 to rank q; returns the rows received, one from each rank."""

@@ -213,6 +213,8 @@ class Program:
         ticket = torch.tensor(next(self._tickets))
         number = int(ticket)
         weights = features.weights_or_none()
+        if scripted is not None and gradients:  # no forward of the model has done so
+            self._context.begin_forward()
         with _with_autograd(gradients), _in_mode(self._module, scripted):
             if learned and gradients:
                 weights.requires_grad_()
@@ -243,6 +245,8 @@ class Program:
     def give_gradient(self, gradient: Tensor, ticket: Tensor) -> None:
         """The gradient of a call's value is there."""
         issued = self._kept[int(ticket)]
+        # Here, since the exchange is sent by a backward inside of the program's.
+        self._context.backward.begin()
         if issued.value is not None and issued.backward is not None:
             issued.backward.give(issued, gradient)
 

@@ -4,11 +4,6 @@ The parameters take dense gradients, which the dense part's reducer averages ove
 table that was given an optimizer in backward keeps it: when backward is over and the gradient is complete, the rows
 with a gradient are updated, with the same rule on every rank, and the gradient is dropped.
 
-[Note: after the reducer]
-DistributedDataParallel copies the averaged gradients back in a callback that the autograd engine runs at the end of
-backward. Ours is queued from a gradient hook, so it can come before that one; it queues itself once more, and callbacks
-queued by a callback run after all the earlier ones.
-
 [Note: rows that were looked up]
 A row that a batch looks up may have a gradient of zero, and Adam moves it nevertheless, by its moments; so does weight
 decay. The shard of a cut table sees the ids; an averaged gradient does not tell. A replicated table leaves such a row
@@ -58,8 +53,9 @@ class Copies(abc.ABC):
     ) -> None:
         self.reduced = list(reduced)
         self._updates, self._context = dict(updates), context
-        # Of this backward. Each forward clears it, for a backward that raises never comes to its callbacks.
+        # Of this backward, where no reducer calls. Each forward clears it, for a backward that raises never comes there.
         self._queued = False
+        context.updates.append(self._run)
         for parameter in reduced:
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
@@ -90,12 +86,9 @@ class Copies(abc.ABC):
                 f"replicated tables {', '.join(map(repr, self._updates))} need their gradients averaged over the "
                 "ranks; shard the whole model with shardrec.shard, or cut these tables"
             )
-        if not self._queued and any(self._updates.values()):
+        if context.reducer is None and not self._queued and any(self._updates.values()):
             self._queued = True
-            Variable._execution_engine.queue_callback(self._requeue)
-
-    def _requeue(self) -> None:
-        Variable._execution_engine.queue_callback(self._run)
+            Variable._execution_engine.queue_callback(self._run)
 
     def _run(self) -> None:
         self._queued = False

@@ -221,11 +221,10 @@ class ShardedCollection(nn.Module, abc.ABC):
     def _agreement(self) -> str:
         """What the ranks must have in common in this step, beyond the ids' dtype."""
         dense = self.context.dense_signature
-        mode = "on" if torch.is_grad_enabled() else "off"
         learning = "" if self.id_maps is None else f", dynamic ids {'learned' if self.learns_ids() else 'frozen'}"
         is_written = self.hot_rows is not None and self._is_written()
         written = ", tables written to since the last forward" if is_written else ""
-        return f"gradients {mode}{learning}" + (f", other inputs {dense}" if dense else "") + written
+        return self.context.agreement() + learning + (f", other inputs {dense}" if dense else "") + written
 
     def _is_dynamic(self, layout: TableLayout) -> bool:
         return layout.name in self.context.dynamic_ids

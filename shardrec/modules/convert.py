@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from typing import Any, get_args
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from shardrec.memory import keep_large_blocks
 from shardrec.modules.annotate import annotate_for_dynamo
 from shardrec.modules.bags import ShardedEmbeddingBagCollection
 from shardrec.modules.collection import TABLE_DTYPES, ShardedCollection
-from shardrec.modules.dense import DenseWrap
+from shardrec.modules.dense import DenseOptions, DenseWrap, dense_options
 from shardrec.modules.dynamic import (
     constraints_of,
     dynamic_tables,
@@ -62,14 +62,14 @@ def shard(
     replicas: int | None = None,
     sync_every: int = 1,
     sync_optimizer: bool = True,
-    dense: DenseWrap = "ddp",
+    dense: DenseWrap | DenseOptions = "ddp",
     on_bad_id: OnBadId | Mapping[str, OnBadId] = "error",
     dynamic_ids: Mapping[str, DynamicIds] | None = None,
     servers: Sequence[str | Sequence[str]] | None = None,
     staleness: int = 0,
     timeout_s: float = 60.0,
 ) -> ShardedModel:
-    """Shard the embedding collections of a model; the rest goes into DistributedDataParallel, or FSDP2.
+    """Shard the embedding collections of a model, and have the gradients of the rest averaged over the ranks.
 
     Inside a process group every rank calls this with the same model and plan. Without one, the model runs sharded on
     one rank.
@@ -97,8 +97,11 @@ def shard(
             :class:`shardrec.ReplicatedModel`, for ``replicas=1`` too. Default: one copy.
         sync_every: training steps between two averagings of the copies.
         sync_optimizer: average the states of the fused optimizers with the tables.
-        dense: ``"ddp"``: the dense part is in DistributedDataParallel; ``"fsdp"``: in FSDP2 (``fully_shard``), which
-            shards its parameters, too, while replicated tables stay whole; ``"none"``: its gradients are not averaged.
+        dense: ``"ddp"``: every rank has the dense part, whose gradients are averaged at the end of each backward as
+            DistributedDataParallel does it, whatever takes part in the loss; ``"fsdp"``: it is in FSDP2
+            (``fully_shard``), which shards its parameters, too, while replicated tables stay whole; ``"none"``: its
+            gradients are not averaged. A dict is ``"ddp"`` with options of DistributedDataParallel's: ``bucket_cap_mb``
+            (25), the MiB of an all-reduce, and ``broadcast_buffers`` (True), rank 0's buffers before each forward.
         on_bad_id: what is done with an id outside ``[0, num_embeddings)``, for all features or by feature.
             ``"error"``: every rank raises InputError. ``"zero"``: it is looked up as a row of zeros, which takes no
             gradient; a pooled bag is as if the id were not in it, also where the mean divides by the number of ids (as
@@ -132,8 +135,7 @@ def shard(
     if output_dtype not in TABLE_DTYPES.values():
         known = ", ".join(str(dtype) for dtype in TABLE_DTYPES.values())
         raise ConfigError(f"output_dtype is {output_dtype}; embeddings come as one of {known}")
-    if dense not in get_args(DenseWrap):
-        raise ConfigError(f"dense is {dense!r}; give one of {', '.join(map(repr, get_args(DenseWrap)))}")
+    dense_options(dense)
     if isinstance(plan, TorchRecPlan):
         from shardrec.planner import from_torchrec
 
@@ -255,7 +257,7 @@ def _plan_faults(plan: ShardingPlan, model: nn.Module, options: ReplicaOptions, 
     return ()
 
 
-def _check_hot_rows(plan: ShardingPlan, options: ReplicaOptions, dense: DenseWrap) -> None:
+def _check_hot_rows(plan: ShardingPlan, options: ReplicaOptions, dense: object) -> None:
     """Raise if nothing would keep the copies of hot rows alike. The arguments are the same on every rank."""
     hot = ", ".join(repr(table.name) for table in plan.tables if table.hot_rows)
     if hot and options.replicas > 1:

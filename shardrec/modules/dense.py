@@ -1,183 +1,512 @@
-"""Who averages the gradients of the dense part over the ranks: DistributedDataParallel, FSDP2, or the user.
+"""Averages the gradients of the dense part over the ranks, at the end of each backward.
 
-[Note: frames that torch.compile must not see]
-``torch.compile(model)`` compiles whatever Python function runs first in the model that it has not been told to leave
-alone. DistributedDataParallel's own code is no part of a graph: dynamo would break at its logger, and with
-``fullgraph=True`` give up. So its forward is spelled out here as one that is left alone, while what it calls is not.
+::
+
+    parameters   in reverse order of registration   top.bias top.weight │ bottom.bias bottom.weight │ replicated table
+    all-reduces  in this order                      bucket 0            │ bucket 1                  │ bucket 2 + flags
+
+A bucket is all-reduced as soon as its gradients, and those of the buckets before it, are complete; the rest at the end
+of the backward, which waits and writes the means to ``grad``. The order never changes, so that sums are the same to the
+bit in every run.
+
+[Note: what a backward leaves]
+``grad`` is then the mean over the ranks of what it was on each, where none counts as zero: gradients that were
+accumulated before (in ``no_sync``, or by another backward) are averaged with the new ones. A parameter that has none on
+any rank keeps none, so that an optimizer leaves it alone, as in the unsharded model. Which parameters have one travels
+as a number each, the flags, behind the last bucket. The host reads them, and on CUDA waits for them, only on a rank
+where a parameter has no gradient.
+
+[Note: when a backward is over]
+Each rank must make the same all-reduces, also one on which no parameter got a gradient. So a backward counts from its
+first step in the model (:class:`shardrec.exchange.backward.BackwardWatch`: an output, the exchange or a parameter), if
+it accumulates gradients, which ``torch.autograd.grad`` does not. A backward inside another one (reentrant
+checkpointing) averages what there is by then, and the outer one the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import zlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Literal
+from functools import partial
+from importlib import import_module
+from typing import Any, Literal, TypedDict, get_args
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
-from torch.nn.parallel import DistributedDataParallel
+from torch.autograd.graph import get_gradient_edge
 
-from shardrec._dynamo import left_alone, passed_over
+from shardrec.errors import ConfigError
 from shardrec.exchange.context import StepContext
-from shardrec.exchange.delegating import DelegatingGroup
 from shardrec.exchange.flight import flight_record
 from shardrec.exchange.peers import meet, peer_error, peers
+from shardrec.modules.fsdp import ShardedByFsdp
 
-_WHAT = "gradient all-reduce"
+__all__ = ["DenseOptions", "DenseReducer", "DenseWrap", "average_dense", "dense_options"]
+
 _LOOK_EVERY = timedelta(seconds=0.5)
-"""How long to wait for the CPU's all-reduces before looking whether a rank has told that it will not come."""
-
-__all__ = ["DenseReducer", "DenseWrap", "set_gradient_sync", "wrap_dense"]
+"""How long to wait for the CPU's collectives before looking whether a rank has told that it will not come."""
+_CAP_MB = 25
+_FIRST_BYTES = 2**20
+"""Of the first bucket, which is small so that its all-reduce begins early."""
+_COALESCED_BYTES = 250 * 2**20
 
 DenseWrap = Literal["ddp", "fsdp", "none"]
 """``ddp``: a copy on every rank, gradients all-reduced; ``fsdp``: sharded by FSDP2; ``none``: as it is, the user's."""
 
 
-class _ReducedGroup(DelegatingGroup):
-    """The process group that the reducer of DistributedDataParallel sees, which tells a rank that is gone in backward.
+class DenseOptions(TypedDict, total=False):
+    """Those of DistributedDataParallel's options that mean something here."""
 
-    The reducer waits in C++, where an error has no Python class. So each backward waits for its all-reduces here first:
-    autograd runs callbacks in the order in which they are queued, and the reducer queues its own after its last bucket.
+    bucket_cap_mb: float
+    """Size of an all-reduce in MiB; a parameter of at least this size has one of its own. Default: 25."""
+    broadcast_buffers: bool
+    """Whether each forward begins with rank 0's buffers on every rank. Default: True."""
+
+
+_NOT_NEEDED = {
+    "find_unused_parameters": "parameters without a gradient need no option",
+    "static_graph": "the order of the all-reduces never changes",
+    "gradient_as_bucket_view": "a gradient of a bucket of its own is not copied anyway",
+    "mixed_precision": "cast the model before it is sharded, or use torch.autocast",
+    "process_group": "give group= to shardrec.shard",
+    "device_ids": "give device= to shardrec.shard",
+}
+
+
+def dense_options(dense: DenseWrap | DenseOptions) -> tuple[DenseWrap, DenseOptions]:
+    """The argument ``dense`` of :func:`shardrec.shard`, checked.
+
+    Raises:
+        ConfigError: for another word, option or value.
+    """
+    if not isinstance(dense, Mapping):
+        if dense not in get_args(DenseWrap):
+            words = ", ".join(map(repr, get_args(DenseWrap)))
+            raise ConfigError(f"dense is {dense!r}; give one of {words}, or a dict of options")
+        return dense, {}
+    known = ", ".join(map(repr, DenseOptions.__annotations__))
+    for name in dense:
+        if name not in DenseOptions.__annotations__:
+            raise ConfigError(f"dense has {name!r}, but takes {known}: {_NOT_NEEDED.get(name, 'leave it out')}")
+    size = dense.get("bucket_cap_mb", _CAP_MB)
+    if isinstance(size, bool) or not isinstance(size, (int, float)) or not size > 0:
+        raise ConfigError(f"bucket_cap_mb of dense is {size!r}; give a number of MiB above 0")
+    return "ddp", dense
+
+
+@dataclass(eq=False, kw_only=True)
+class _Bucket:
+    """Parameters whose gradients are all-reduced together.
 
     Args:
-        base: the group.
-        raise_told: raises what another rank has told (:meth:`shardrec.exchange.collectives.Collectives.raise_told`).
+        parameters: of one dtype and device.
+        dtype: of the parameters.
+        device: of the parameters.
+        is_large: one parameter, whose mean stays where it was reduced; others are copied to ``grad``.
+        flags: how many flags lie behind the gradients.
+
+    Attributes:
+        flat: what is reduced, made at its first use: gradients divided by the number of ranks, then flags.
+        views: of each gradient in ``flat``.
+        left: parameters without a gradient in this backward yet.
+        streams: CUDA's, which wrote to ``flat`` in this backward.
     """
 
-    def __init__(self, base: dist.ProcessGroup, raise_told: Callable[[str], None]) -> None:
-        super().__init__(base)
-        self._raise_told = raise_told
-        self._flying: list[tuple[dist.Work, int, bool]] = []
+    parameters: list[nn.Parameter]
+    dtype: torch.dtype
+    device: torch.device
+    is_large: bool = False
+    flags: int = 0
+    flat: Tensor | None = None
+    views: list[Tensor] = field(default_factory=list)
+    left: int = 0
+    streams: set[Any] = field(default_factory=set)
 
-    def allreduce(self, tensors: list[Tensor], *options: Any) -> dist.Work:  # type: ignore[override]
-        """Issue an all-reduce of a bucket, and have it waited for at the end of this backward."""
-        number = flight_record().begin(_WHAT, sum(tensor.nbytes for tensor in tensors))
-        work: dist.Work = self.base.allreduce(tensors, *options)
-        if not self._flying:
-            torch.autograd.Variable._execution_engine.queue_callback(self._land)
-        self._flying.append((work, number, tensors[0].is_cpu))
-        return work
+    @property
+    def nbytes(self) -> int:
+        """Of the gradients."""
+        return sum(parameter.nbytes for parameter in self.parameters)
+
+    def memory(self) -> Tensor:
+        """``flat``."""
+        if self.flat is None:
+            sizes = [parameter.numel() for parameter in self.parameters]
+            total = sum(sizes)
+            self.flat = torch.empty(total + self.flags, dtype=self.dtype, device=self.device)
+            parts = self.flat[:total].split(sizes) if sizes else ()
+            self.views = [part.view(one.shape) for part, one in zip(parts, self.parameters, strict=True)]
+        return self.flat
+
+    def forget(self) -> None:
+        """Let go of ``flat``, which is a gradient now, or under way in an all-reduce that nobody waits for."""
+        self.flat, self.views = None, []
+
+
+def _buckets(parameters: Sequence[nn.Parameter], first: int, cap: int) -> list[_Bucket]:
+    """Parameters in buckets of ``cap`` bytes, the first of each dtype and device of ``first``, by their last one."""
+    buckets: list[_Bucket] = []
+    opened: dict[tuple[torch.dtype, torch.device], _Bucket] = {}
+    limits: dict[tuple[torch.dtype, torch.device], int] = {}
+    for parameter in parameters:
+        key = parameter.dtype, parameter.device
+        if parameter.nbytes >= cap:
+            buckets.append(_Bucket(parameters=[parameter], dtype=key[0], device=key[1], is_large=True))
+            continue
+        bucket = opened.pop(key, None) or _Bucket(parameters=[], dtype=key[0], device=key[1])
+        bucket.parameters.append(parameter)
+        if bucket.nbytes < limits.get(key, first):
+            opened[key] = bucket  # behind the others that are open
+            continue
+        limits[key] = cap
+        buckets.append(bucket)
+    return [*buckets, *opened.values()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Flying:
+    """A collective under way.
+
+    Args:
+        work: of the process group.
+        what: it is, as a noun.
+        number: in the flight record.
+        on_cpu: its tensors are there.
+    """
+
+    work: dist.Work
+    what: str
+    number: int
+    on_cpu: bool
+
+
+class DenseReducer:
+    """Averages gradients over the ranks; see the notes above.
+
+    Args:
+        module: the model.
+        group: of the ranks.
+        context: of the model.
+        parameters: in the order of their registration, the same on every rank.
+        options: of the user.
+        fsdp: averages the gradients of the other parameters, if there is one.
+
+    Attributes:
+        agreement: which parameters train, in words that the ranks compare.
+    """
+
+    agreement = ""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: dist.ProcessGroup,
+        context: StepContext,
+        parameters: Sequence[nn.Parameter],
+        options: DenseOptions,
+        fsdp: ShardedByFsdp | None,
+    ) -> None:
+        self._module, self._group, self._context, self._fsdp = module, group, context, fsdp
+        self._share = 1 / dist.get_world_size(group)
+        self._limit = int(options.get("bucket_cap_mb", _CAP_MB) * 2**20)
+        self._broadcasts = options.get("broadcast_buffers", True) and next(module.buffers(), None) is not None
+        self._parameters = [one for one in parameters if one.is_floating_point() or one.is_complex()]
+        self._stepped = [one for one in self._parameters if _without_steps(one)]
+        self._trains: list[bool] | None = None
+        self._begun, self._is_active, self._issued = 0, False, 0
+        self._missing: set[nn.Parameter] = set()
+        self._flying: list[_Flying] = []
+        take = WeakMethod(self._take)
+        for parameter in self._parameters:
+            trains = parameter.requires_grad
+            # Also of a frozen parameter, which may be trained later; torch wants one that requires a gradient.
+            parameter.requires_grad_().register_post_accumulate_grad_hook(partial(_call, take))
+            parameter.requires_grad_(trains)
+        self.arm()
+
+    def broadcast_buffers(self) -> None:
+        """Give every rank rank 0's buffers."""
+        if self._broadcasts:
+            with peers(self._group, "buffer broadcast"):
+                _broadcast([one.detach() for one in self._module.buffers()], self._group)
+
+    def arm(self) -> None:
+        """Put the parameters that train now in buckets."""
+        trains = [parameter.requires_grad for parameter in self._parameters]
+        if trains == self._trains:
+            return
+        self._trains = trains
+        self.agreement = f", {sum(trains)} dense parameters trained (checksum {zlib.crc32(bytes(trains)):x})"
+        modules = self._module.modules()
+        sparse = {id(one.weight) for one in modules if isinstance(one, (nn.Embedding, nn.EmbeddingBag)) and one.sparse}
+        trained = [one for one in reversed(self._parameters) if one.requires_grad]
+        self._sparse = [one for one in trained if id(one) in sparse]
+        dense = [one for one in trained if id(one) not in sparse]
+        self._buckets = _buckets(dense, min(_FIRST_BYTES, self._limit), self._limit)
+        if self._fsdp is not None and not self._buckets:
+            self._buckets = [_Bucket(parameters=[], dtype=torch.float32, device=self._context.device)]
+        self._places = {
+            one: (bucket, number) for bucket in self._buckets for number, one in enumerate(bucket.parameters)
+        }
+        if self._buckets:
+            self._buckets[-1].flags = len(self._places) + (0 if self._fsdp is None else len(self._fsdp.parameters))
+
+    def begin(self) -> None:
+        """A backward begins."""
+        if self._flying:  # of one that raised
+            self._flying = []
+            for bucket in self._buckets:
+                bucket.forget()
+        reduces = self._context.reduce_this_backward
+        if self._fsdp is not None:
+            self._fsdp.begin(reduce=reduces)
+        self._is_active = reduces and (self._fsdp is not None or any(map(_accumulates, (*self._places, *self._sparse))))
+        if not self._is_active:
+            return
+        self._begun += 1
+        self._issued = 0
+        self._missing = set(self._places)
+        for bucket in self._buckets:
+            bucket.left = len(bucket.parameters)
+        torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, self._begun))
+
+    @torch.no_grad()
+    def _take(self, parameter: nn.Parameter) -> None:
+        """A parameter's gradient is complete."""
+        self._context.backward.begin()
+        if not self._is_active or parameter not in self._missing:
+            return
+        bucket, number = self._places[parameter]
+        self._copy(bucket, number)
+        bucket.left -= 1
+        # FSDP2's flags are known at the end.
+        ready = len(self._buckets) - (self._fsdp is not None)
+        while self._issued < ready and not self._buckets[self._issued].left:
+            self._issue_next()
+
+    def _copy(self, bucket: _Bucket, number: int) -> None:
+        """Copy this rank's share of a gradient to its bucket."""
+        parameter = bucket.parameters[number]
+        bucket.memory()
+        gradient, view = parameter.grad, bucket.views[number]
+        if gradient is None:
+            view.zero_()
+            return
+        self._missing.discard(parameter)
+        torch.mul(gradient.to_dense() if gradient.is_sparse else gradient, self._share, out=view)
+        if view.is_cuda:
+            bucket.streams.add(torch.cuda.current_stream(view.device))
+
+    def _issue_next(self) -> None:
+        bucket = self._buckets[self._issued]
+        self._issued += 1
+        flat = bucket.memory()
+        if bucket.flags:
+            flags = flat[-bucket.flags :].fill_(1)
+            for number, has_gradient in enumerate(self._flags()):
+                if not has_gradient:
+                    flags[number].zero_()
+        streams, bucket.streams = bucket.streams, set()
+        for stream in streams:
+            torch.cuda.current_stream(flat.device).wait_stream(stream)
+        self._fly("gradient all-reduce", flat, partial(dist.all_reduce, flat, group=self._group, async_op=True))
+
+    def _flags(self) -> list[bool]:
+        """Per parameter, whether this rank has a gradient of it: first those in buckets, then FSDP2's."""
+        own = [parameter not in self._missing for parameter in self._places]
+        return own if self._fsdp is None else [*own, *self._fsdp.flags()]
+
+    @torch.no_grad()
+    def _end(self, begun: int, *, after_fsdp: bool = False) -> None:
+        """All gradients of this rank are complete."""
+        if begun != self._begun or not self._is_active:
+            return  # a backward inside this one was the last to accumulate
+        if self._fsdp is not None and not after_fsdp:
+            # FSDP2's own callback may come later than this one, and comes before one that is queued now.
+            again = partial(self._end, begun, after_fsdp=True)
+            torch.autograd.Variable._execution_engine.queue_callback(again)
+            return
+        self._is_active = False
+        for bucket in self._buckets[self._issued :]:
+            for number, parameter in enumerate(bucket.parameters):
+                if parameter in self._missing:
+                    self._copy(bucket, number)
+        while self._issued < len(self._buckets):
+            self._issue_next()
+        means = list(self._sparse_means())
+        self._land()
+        self._write()
+        for parameter, mean in means:
+            parameter.grad = mean
+        for parameter in self._stepped:
+            if parameter.grad is not None:
+                for optimizer in parameter._in_backward_optimizers:  # type: ignore[attr-defined]
+                    optimizer.step()
+                parameter.grad = None
+        for update in self._context.updates:
+            update()
+
+    def _write(self) -> None:
+        """The means that have arrived become the gradients."""
+        present = self._flags()
+        if not all(present):
+            present = [count > 0 for count in self._buckets[-1].memory()[-len(present) :].tolist()]
+        if self._fsdp is not None:
+            self._fsdp.drop_unused(present[len(self._places) :])
+        gradients, means = [], []
+        for (parameter, (bucket, number)), has_gradient in zip(self._places.items(), present, strict=False):
+            view, gradient = bucket.views[number], parameter.grad
+            if not has_gradient:
+                continue
+            if bucket.is_large:
+                parameter.grad = view
+            elif gradient is None or gradient.is_sparse:
+                parameter.grad = view.clone()
+            else:
+                gradients.append(gradient)
+                means.append(view)
+        if gradients:
+            torch._foreach_copy_(gradients, means)
+        for bucket in self._buckets:
+            if bucket.is_large:
+                bucket.forget()
+
+    def _sparse_means(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """The means of gradients that are sparse on every rank that has one; dense, if they are dense on any."""
+        if not self._sparse:
+            return
+        gradients = [None if one.grad is None else one.grad for one in self._sparse]
+        gradients = [one.coalesce() if one is not None and one.is_sparse else one for one in gradients]
+        counts = [(-1 if one is None else one._nnz() if one.is_sparse else -2) for one in gradients]
+        own = torch.tensor(counts, device=self._context.device)
+        of_ranks = self._gathered(own).tolist()
+        for number, (parameter, gradient) in enumerate(zip(self._sparse, gradients, strict=True)):
+            sizes = [counts[number] for counts in of_ranks]
+            if set(sizes) == {-1}:
+                continue
+            if -2 in sizes:
+                whole = torch.zeros_like(parameter) if gradient is None else gradient.to_dense() * self._share
+                self._fly(
+                    "gradient all-reduce", whole, partial(dist.all_reduce, whole, group=self._group, async_op=True)
+                )
+                self._land()
+                yield parameter, whole
+                continue
+            most, count = max(sizes), max(sizes[dist.get_rank(self._group)], 0)
+            indices = torch.zeros(most, dtype=torch.int64, device=parameter.device)
+            values = parameter.new_zeros((most, *parameter.shape[1:]), requires_grad=False)
+            if gradient is not None:
+                indices[:count] = gradient.indices()[0]
+                torch.mul(gradient.values(), self._share, out=values[:count])
+            parts = [self._gathered(one) for one in (indices, values)]
+            kept = [
+                torch.cat([one[:size] for one, size in zip(part, sizes, strict=True) if size > 0] or [part[0][:0]])
+                for part in parts
+            ]
+            yield parameter, torch.sparse_coo_tensor(kept[0][None], kept[1], parameter.shape).coalesce()
+
+    def _gathered(self, tensor: Tensor) -> Tensor:
+        """(W, ...) from a tensor of one shape on every rank."""
+        out = tensor.new_empty((dist.get_world_size(self._group), *tensor.shape))
+        issue = partial(dist.all_gather_into_tensor, out, tensor, group=self._group, async_op=True)
+        self._fly("sparse gradient all-gather", out, issue)
+        self._land()
+        return out
+
+    def _fly(self, what: str, tensor: Tensor, issue: Any) -> None:
+        number = flight_record().begin(what, tensor.nbytes)
+        try:
+            work = issue()
+        except RuntimeError as error:
+            raise peer_error(self._group, what, error) from error
+        self._flying.append(_Flying(work=work, what=what, number=number, on_cpu=tensor.is_cpu))
 
     def _land(self) -> None:
-        flying, self._flying = self._flying, []
-        for work, number, on_cpu in flying:
-            while not self._done(work, on_cpu):
-                self._raise_told(_WHAT)
-            flight_record().end(number)
+        """Wait for what is under way; on CUDA the current stream does."""
+        while self._flying:
+            first = self._flying[0]
+            while not self._is_done(first):
+                self._context.collectives.raise_told(first.what)
+            flight_record().end(first.number)
+            del self._flying[0]
 
-    def _done(self, work: dist.Work, on_cpu: bool) -> bool:
-        """Wait, on the CPU only for a while; whether the work is done."""
+    def _is_done(self, flying: _Flying) -> bool:
+        """Wait, on the CPU only for a while; whether the collective is done."""
+        work = flying.work
         try:
-            if not on_cpu:
+            if not flying.on_cpu:
                 return bool(work.wait())
             try:
                 return bool(work.wait(_LOOK_EVERY))
             except RuntimeError:
                 return work.is_completed() and bool(work.wait())
         except RuntimeError as error:
-            raise peer_error(self.base, _WHAT, error) from error
+            raise peer_error(self._group, flying.what, error) from error
 
 
-class DenseReducer(DistributedDataParallel):
-    """DistributedDataParallel whose module can be compiled from outside, and whose backward raises PeerError.
-
-    Args:
-        module: the model.
-        process_group: of the ranks.
-        raise_told: raises what another rank has told (:meth:`shardrec.exchange.collectives.Collectives.raise_told`).
-    """
-
-    def __init__(self, module: nn.Module, process_group: dist.ProcessGroup, raise_told: Callable[[str], None]) -> None:
-        self._raise_told = raise_told
-        meet(process_group)
-        with peers(process_group, "start of DistributedDataParallel"):
-            super().__init__(module, process_group=process_group)
-
-    def _ddp_init_helper(self, *args: Any, **kwargs: Any) -> None:
-        # The reducer, made here, takes the group from this attribute, and does not keep its Python object alive.
-        group, self._reduced = self.process_group, _ReducedGroup(self.process_group, self._raise_told)
-        self.process_group = self._reduced
-        super()._ddp_init_helper(*args, **kwargs)  # type: ignore[no-untyped-call]
-        self.process_group = group
-
-    @passed_over
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's forward, and the preparation of the reducer for its backward."""
-        inputs, kwargs = _outside(self._pre_forward, *inputs, **kwargs)
-        inside = _outside(self._inside_ddp_forward)
-        _outside(inside.__enter__)
-        try:
-            output = self.module(*inputs, **kwargs)
-        finally:
-            _outside(inside.__exit__, None, None, None)
-        return _outside(self._post_forward, output)
-
-
-class _AllGather(DefaultAllGather):
-    """FSDP2's, which tells a rank that is gone."""
-
-    def __call__(  # FSDP2 gives keywords
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:
-        with peers(group, "parameter all-gather"):
-            return super().__call__(output_tensor, input_tensor, group, async_op)
-
-
-class _ReduceScatter(DefaultReduceScatter):
-    """FSDP2's, which tells a rank that is gone."""
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
-    ) -> dist.Work:
-        with peers(group, "gradient reduce-scatter"):
-            return super().__call__(output_tensor, input_tensor, group, op, async_op)
-
-
-@left_alone
-def _outside(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **kwargs)
-
-
-def wrap_dense(
+def average_dense(
     module: nn.Module,
-    wrap: DenseWrap,
+    dense: DenseWrap | DenseOptions,
     group: dist.ProcessGroup,
     tables: Collection[nn.Parameter],
     replicated: Collection[nn.Parameter],
     context: StepContext,
-) -> nn.Module:
-    """What to call in place of ``module`` so that its gradients are averaged; ``module`` may be changed in place.
+) -> DenseReducer | None:
+    """Have the gradients of a model's dense part averaged; its first values are rank 0's on every rank.
 
     Args:
         module: the model, its collections sharded.
-        wrap: how.
+        dense: who averages.
         group: of all ranks.
         tables: the parameters of cut tables, which are nobody's to average.
-        replicated: those of replicated tables, which kernels read in place: DistributedDataParallel averages them.
+        replicated: those of replicated tables, which kernels read in place, so that FSDP2 cannot shard them.
         context: of the model.
     """
+    wrap, options = dense_options(dense)
     if wrap == "none":
-        return module
+        return None
     ignored = {id(parameter) for parameter in tables}
-    if wrap == "fsdp":
-        mesh = DeviceMesh.from_group(group, context.device.type)
-        sharded = fully_shard(module, mesh=mesh, ignored_params={*tables, *replicated})
-        sharded.set_custom_all_gather(_AllGather())
-        sharded.set_custom_reduce_scatter(_ReduceScatter())
-        # Other parameters are new objects now.
-        whole = {id(parameter) for parameter in replicated}
-        ignored = {id(one) for one in module.parameters() if id(one) not in whole}
-    names = [name for name, parameter in module.named_parameters() if id(parameter) in ignored]
-    if not any(one.requires_grad and id(one) not in ignored for one in module.parameters()):
-        return module
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
-    return DenseReducer(module, group, context.collectives.raise_told)
+    parameters = [one for one in module.parameters() if id(one) not in ignored]
+    meet(group)
+    with peers(group, "start of the dense part"):
+        if parameters:
+            dist._verify_params_across_processes(group, [one.detach() for one in parameters], None)
+        _broadcast([one.detach() for one in (*parameters, *module.buffers())], group)
+    if wrap == "ddp":
+        return DenseReducer(module, group, context, parameters, options, None)
+    fsdp = ShardedByFsdp(module, group, [*tables, *replicated], context.device)
+    return DenseReducer(module, group, context, list(replicated), options, fsdp)
 
 
-def set_gradient_sync(module: nn.Module, on: bool) -> None:
-    """Whether FSDP2, if it shards ``module``, averages gradients in the coming backwards."""
-    if isinstance(module, FSDPModule):
-        module.set_requires_gradient_sync(on)
+def _broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Rank 0's values, on every rank of the group."""
+    if tensors:
+        dist._broadcast_coalesced(group, list(tensors), _COALESCED_BYTES, 0)
+
+
+def _accumulates(parameter: nn.Parameter) -> bool:
+    """Whether the backward that is running accumulates a gradient in this parameter, if it comes to it."""
+    return parameter.requires_grad and torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+
+
+def _without_steps(parameter: nn.Parameter) -> bool:
+    """Take off the hooks of ``apply_optimizer_in_backward``, which step before the gradient is averaged.
+
+    Returns:
+        Whether there were any.
+    """
+    module = import_module("torch.distributed.optim.apply_optimizer_in_backward")
+    handles = module.param_to_optim_hook_handle_map.pop(parameter, ())
+    for handle in handles:
+        handle.remove()
+    return bool(handles)
+
+
+def _call(method: WeakMethod[Any], parameter: nn.Parameter) -> None:
+    """A hook that does not keep its reducer alive."""
+    bound = method()
+    if bound is not None:
+        bound(parameter)

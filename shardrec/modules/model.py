@@ -1,4 +1,4 @@
-"""A whole model with its collections sharded and its dense part in DistributedDataParallel or FSDP2.
+"""A whole model with its collections sharded, and the gradients of its dense part averaged.
 
 [Note: what torch.compile compiles]
 ``torch.compile(model)`` compiles the functions that run inside it. Those of :class:`ShardedModel` around the user's
@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
-from torch.nn.parallel import DistributedDataParallel
 
 from shardrec._dynamo import left_alone, passed_over
 from shardrec.errors import ConfigError, InputError, ShardrecError
@@ -33,7 +32,7 @@ from shardrec.layout import ShardingPlan
 from shardrec.modules.annotate import annotate_for_dynamo
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.compiled import compiled_step, leaves
-from shardrec.modules.dense import DenseWrap, set_gradient_sync, wrap_dense
+from shardrec.modules.dense import DenseOptions, DenseReducer, DenseWrap, average_dense
 from shardrec.modules.optim import FusedOptimizers
 from shardrec.modules.recorded import recorded_call
 
@@ -58,7 +57,7 @@ class ShardedModel(nn.Module):
         context: ModelContext,
         group: dist.ProcessGroup | None,
         *,
-        dense: DenseWrap = "ddp",
+        dense: DenseWrap | DenseOptions = "ddp",
     ) -> None:
         super().__init__()
         self.module = module
@@ -67,10 +66,9 @@ class ShardedModel(nn.Module):
         self.context = context
         self._sharded = [child for child in module.modules() if isinstance(child, ShardedCollection)]
         self._headers = min(1, len(self._sharded))
-        self._accumulates = False
         self.made_fused_optimizer: FusedOptimizers | None = None
-        self._dense: DenseWrap = dense
-        self._callable: nn.Module = module
+        self._dense = dense
+        self._reducer: DenseReducer | None = None
         if group is not None:
             cut: list[nn.Parameter] = []
             replicated: list[nn.Parameter] = []
@@ -78,8 +76,7 @@ class ShardedModel(nn.Module):
                 # Not its ``locals``: a module that moves may get new parameters.
                 for name, parameter in table.named_parameters():
                     (replicated if table.layout.replicated or name in table.copies else cut).append(parameter)
-            # Out of the module tree, or it would show in every name.
-            object.__setattr__(self, "_callable", wrap_dense(module, dense, group, cut, replicated, context))
+            context.reducer = self._reducer = average_dense(module, dense, group, cut, replicated, context)
             context.gradients_are_reduced = True
 
     @passed_over  # see [Note: what torch.compile compiles]
@@ -96,7 +93,7 @@ class ShardedModel(nn.Module):
             return recorded
         with _step_of(self, args, kwargs, get_eval_frame_callback()) as step:
             step.launch_ahead()
-            return step.watched(self._callable(*args, **kwargs))
+            return step.watched(self.module(*args, **kwargs))
 
     @property
     def fused_optimizer(self) -> FusedOptimizers:
@@ -117,17 +114,11 @@ class ShardedModel(nn.Module):
         Counts for the backward of each forward made inside. Sharded tables with a fused optimizer are still updated in
         each backward; replicated ones accumulate with the dense part.
         """
-        self._accumulates = True
-        set_gradient_sync(self.module, False)
+        self.context.accumulates = True
         try:
-            if isinstance(self._callable, DistributedDataParallel):
-                with self._callable.no_sync():
-                    yield
-            else:
-                yield
+            yield
         finally:
-            self._accumulates = False
-            set_gradient_sync(self.module, True)
+            self.context.accumulates = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModel:
         """A model of its own, under the same plan: tables, fused optimizers' states and dense part are copied.
@@ -253,7 +244,7 @@ class ShardedModel(nn.Module):
     def scripted_twin(self) -> nn.Module:
         """What TorchScript sees in this module's place: the model that it holds.
 
-        Averaging the dense gradients over the ranks is left to a ``DistributedDataParallel`` around the scripted model.
+        Its parameters are this model's, so that their gradients are averaged as in eager mode.
         """
         return self.module
 
@@ -313,9 +304,7 @@ class _Step(ExitStack):
         context.dense_signature = dense_signature(self._inputs)
         if model.made_fused_optimizer is not None:
             model.made_fused_optimizer.push()
-        if torch.is_grad_enabled():
-            # DistributedDataParallel decides here, too: the backward of a forward in no_sync may come after the block.
-            context.reduce_this_backward = not model._accumulates
+        context.begin_forward()
         if self._compiled:
             traced = any(one._traced is not None for one in model._sharded)
             self.enter_context(compiled_step(self._inputs, traced=traced))
@@ -324,8 +313,10 @@ class _Step(ExitStack):
 
     @left_alone
     def launch_ahead(self) -> None:
-        """See :meth:`shardrec.exchange.queue.ExchangeQueue.launch_ahead`."""
+        """See :meth:`shardrec.exchange.queue.ExchangeQueue.launch_ahead`; and broadcast the buffers."""
         self._model.context.queue.launch_ahead()
+        if self._model._reducer is not None:
+            self._model._reducer.broadcast_buffers()
 
     @left_alone
     def watched(self, output: Any) -> Any:

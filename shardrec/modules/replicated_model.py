@@ -31,7 +31,7 @@ from shardrec.errors import InputError, PeerError
 from shardrec.exchange.context import StepContext
 from shardrec.exchange.queue import ModelContext
 from shardrec.layout import ShardingPlan
-from shardrec.modules.dense import DenseWrap
+from shardrec.modules.dense import DenseOptions, DenseWrap
 from shardrec.modules.model import ShardedModel
 from shardrec.modules.replicas import Averager, ReplicaGroups, ReplicaOptions
 
@@ -74,7 +74,7 @@ class ReplicatedModel(ShardedModel):
         *,
         groups: ReplicaGroups,
         options: ReplicaOptions,
-        dense: DenseWrap = "ddp",
+        dense: DenseWrap | DenseOptions = "ddp",
     ) -> None:
         super().__init__(module, plan, context, group, dense=dense)
         self.replica_groups = groups
@@ -83,8 +83,8 @@ class ReplicatedModel(ShardedModel):
         self._counts_steps = True
         self._averager = None if groups.peers is None else Averager(groups.peers)
         if self._averager is not None:
-            # As for the dense part, whose first values DistributedDataParallel takes from rank 0: the mean of copies
-            # drawn from different seeds would be smaller than a draw.
+            # As the dense part's first values, rank 0's: the mean of copies drawn from different seeds would be smaller
+            # than a draw.
             self._averager.copy_first(self._weights(frozen=True))
 
     @passed_over  # as ShardedModel.forward; and so are the calls below

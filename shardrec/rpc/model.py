@@ -24,7 +24,7 @@ from shardrec.exchange.queue import ModelContext
 from shardrec.layout import ShardingPlan, Topology
 from shardrec.layout.discover import collections_of, remappers_of, table_shapes
 from shardrec.modules.convert import agree_on_plan, exchange_faults, features_of, with_sharded
-from shardrec.modules.dense import DenseWrap
+from shardrec.modules.dense import DenseOptions, DenseWrap
 from shardrec.modules.model import ShardedModel
 from shardrec.rpc.client import Servers
 from shardrec.rpc.collections import RemoteCollection, RemoteEmbeddingBagCollection, RemoteEmbeddingCollection
@@ -90,7 +90,7 @@ def shard_over_servers(
     device: torch.device,
     group: dist.ProcessGroup | None,
     dedup: bool,
-    dense: DenseWrap,
+    dense: DenseWrap | DenseOptions,
     on_bad_id: OnBadId | Mapping[str, OnBadId],
     staleness: int,
     timeout_s: float,

@@ -1,0 +1,110 @@
+"""FSDP2 for the dense part: its collectives tell a rank that is gone, and ranks may differ in what their losses use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+
+from shardrec.exchange.peers import peers
+
+__all__ = ["ShardedByFsdp"]
+
+
+class _AllGather(DefaultAllGather):
+    """FSDP2's, which tells a rank that is gone."""
+
+    def __call__(  # FSDP2 gives keywords
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        with peers(group, "parameter all-gather"):
+            return super().__call__(output_tensor, input_tensor, group, async_op)
+
+
+class _ReduceScatter(DefaultReduceScatter):
+    """FSDP2's, which tells a rank that is gone."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work:
+        with peers(group, "gradient reduce-scatter"):
+            return super().__call__(output_tensor, input_tensor, group, op, async_op)
+
+
+class ShardedByFsdp:
+    """A module that FSDP2 shards.
+
+    FSDP2 leaves parameters without a gradient on a rank out of its reduce-scatter, so that ranks which differ in that
+    would scatter different things. They are filled with zeros before it, and the zeros are taken away again where no
+    rank has a gradient (:meth:`drop_unused`).
+
+    Args:
+        module: is sharded in place.
+        group: of the ranks.
+        ignored: parameters that stay as they are.
+        device: of the others.
+
+    Attributes:
+        parameters: those of FSDP2.
+        filled: in this backward, those that had no gradient before it, either.
+    """
+
+    def __init__(
+        self, module: nn.Module, group: dist.ProcessGroup, ignored: Collection[nn.Parameter], device: torch.device
+    ) -> None:
+        mesh = DeviceMesh.from_group(group, device.type)
+        self._module: FSDPModule = fully_shard(module, mesh=mesh, ignored_params=set(ignored))
+        self._module.set_custom_all_gather(_AllGather())
+        self._module.set_custom_reduce_scatter(_ReduceScatter())
+        self._is_reduced = True
+        self.parameters: list[Any] = []
+        self.filled: set[Any] = set()
+        state: Any = self._module._get_fsdp_state()
+        # torch 2.13 has a list of groups, 2.11 one or none.
+        groups = getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group])
+        for parameters in groups:
+            self.parameters += parameters.fsdp_params
+            parameters.post_backward = partial(self._fill_unused, parameters, parameters.post_backward)
+
+    def begin(self, *, reduce: bool) -> None:
+        """A backward begins.
+
+        Args:
+            reduce: whether it averages the gradients.
+        """
+        self.filled.clear()
+        if reduce != self._is_reduced:
+            self._is_reduced = reduce
+            self._module.set_requires_gradient_sync(reduce)
+
+    def flags(self) -> list[bool]:
+        """Per parameter, whether this rank has a gradient of it."""
+        return [one not in self.filled for one in self.parameters]
+
+    def drop_unused(self, flags: Sequence[float]) -> None:
+        """Take the zeros away again.
+
+        Args:
+            flags: per parameter, how many ranks have a gradient of it.
+        """
+        for one, flag in zip(self.parameters, flags, strict=True):
+            if not flag and one in self.filled:
+                one.sharded_param.grad = None
+
+    def _fill_unused(self, parameters: Any, post_backward: Callable[..., None], *unused: Any) -> None:
+        for one in parameters.fsdp_params if parameters.reduce_grads else ():
+            whole = getattr(one, "_unsharded_param", None)
+            if whole is None or not whole.requires_grad or one.unsharded_accumulated_grad is not None:
+                continue
+            if whole.grad is None:
+                whole.grad = torch.zeros_like(whole)
+                if one.sharded_param.grad is None:
+                    self.filled.add(one)
+        post_backward(*unused)
