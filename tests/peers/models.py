@@ -1,12 +1,12 @@
 """Models of the structures that TorchRec's tests of ``DistributedModelParallel`` shard, and their batches.
 
-Each has a dense layer with a parameter and a buffer that nothing uses, embeddings, and layers over both. In training mode
-a model returns its loss and its prediction, else the prediction alone.
+Each has a dense layer with a parameter and a buffer that nothing uses, embeddings, and layers over both. In training
+mode a model returns its loss and its prediction, else the prediction alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -52,22 +52,20 @@ class Batch:
 
 
 def _full(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    inverse = features.inverse_indices_or_none()
-    lengths, values, weights = [], [], []
-    for key, bags in features.to_dict().items():
-        samples = range(SAMPLES) if inverse is None else inverse[1][inverse[0].index(key)].tolist()
-        parts = bags.to_dense()
-        chosen = [parts[bag] if bag < len(parts) else bags.values()[:0] for bag in samples]
-        lengths += [len(part) for part in chosen]
-        values += chosen
-        if features.weights_or_none() is not None:
-            # Weighted bags come without inverse indices, so that they are the first of the samples.
-            weights.append(bags.weights())
+    inverse, weights = features.inverse_indices_or_none(), features.weights_or_none()
+    bags = list(features.values().split(features.lengths().tolist()))
+    chosen, first = [], 0
+    for number, size in enumerate(features.stride_per_key()):
+        own = bags[first : first + size]
+        empty = [features.values()[:0]] * (SAMPLES - size)
+        chosen += [*own, *empty] if inverse is None else [own[bag] for bag in inverse[1][number].tolist()]
+        first += size
+    assert weights is None or inverse is None, "weights stay where they are"
     return KeyedJaggedTensor(
         keys=features.keys(),
-        values=torch.cat(values),
-        lengths=torch.tensor(lengths),
-        weights=torch.cat(weights) if weights else None,
+        values=torch.cat(chosen),
+        lengths=torch.tensor([len(bag) for bag in chosen]),
+        weights=weights,
     )
 
 
@@ -261,7 +259,7 @@ class SequenceTowers(Net):
         return torch.cat([self.first(batch.ids), self.second(batch.ids)], dim=1)
 
 
-MODELS: Mapping[str, type[Net]] = {
+MODELS: Mapping[str, Callable[[PoolingType, DataType, bool], Net]] = {
     "bags": Bags,
     "towers": Towers,
     "tower collection": TowerCollection,
