@@ -76,11 +76,15 @@ class BlockExchange:
         self.wire = Wire(comms.output, collectives)
         self.gradient_wire = Wire(comms.gradient, collectives)
 
-    def start(self, streams: Sequence[Stream]) -> BlocksInFlight:
-        """Issue the all-to-all of at least one stream."""
-        if self.collectives.world_size == 1:
-            return _AtHome(streams)
-        return _Travelling(self, streams)
+    def start(self, streams: Sequence[Stream], *, learns: bool = True) -> BlocksInFlight:
+        """Issue the all-to-all of at least one stream.
+
+        Args:
+            streams: what is sent.
+            learns: there will be gradients of what comes, if the forward has any; the same on every rank.
+        """
+        with torch.set_grad_enabled(learns and torch.is_grad_enabled()):
+            return _AtHome(streams) if self.collectives.world_size == 1 else _Travelling(self, streams)
 
 
 class BlocksInFlight(abc.ABC):
@@ -153,6 +157,8 @@ class _Travelling(BlocksInFlight):
         return self._shared.gradient_views()[stream :: self._streams]
 
     def cut_graph(self) -> tuple[list[Tensor], list[Tensor]]:
+        if not self._token.requires_grad:
+            return [], []
         token, self._token = self._token, self._token.detach().requires_grad_()
         return [token], [self._token]
 

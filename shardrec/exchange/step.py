@@ -69,12 +69,13 @@ def run_step(context: StepContext, inside: BlockExchange, output: BlockExchange,
     partial_sums = [call.look_up(ids) for call, ids in zip(calls, asked, strict=True)]
     context.raise_anomalies()
     streams = [stream for stream in partial_sums if stream is not None]
-    inside_flight = inside.start(streams) if streams else None
+    learns = any(call.learns for call in calls)
+    inside_flight = inside.start(streams, learns=learns) if streams else None
     rows, number = [], 0
     for call, stream in zip(calls, partial_sums, strict=True):
         rows.append(call.outgoing(None if stream is None else inside_flight, number))
         number += stream is not None
-    flight = output.start(rows)
+    flight = output.start(rows, learns=learns)
     for number, call in enumerate(calls):
         call.launch(flight, number)
 
@@ -96,6 +97,7 @@ class Call(abc.ABC):
         queue: of the model.
         input: the module's input exchange.
         prepared: the batch.
+        learns: its rows take a gradient, on every rank, where forwards have any.
 
     Attributes:
         sent: what was sent of the batch; there from the header exchange until the rows are under way.
@@ -103,9 +105,10 @@ class Call(abc.ABC):
         error: why there will be no rows; set to None, it may be exchanged again.
     """
 
-    def __init__(self, queue: ExchangeQueue, input: InputExchange, prepared: Prepared) -> None:
+    def __init__(self, queue: ExchangeQueue, input: InputExchange, prepared: Prepared, *, learns: bool) -> None:
         self.input = input
         self.prepared = prepared
+        self.learns = learns
         self.sent: SentIds | None = None
         self.by_operator = False
         self.error: BaseException | None = None

@@ -53,7 +53,7 @@ class Copies(abc.ABC):
     ) -> None:
         self.reduced = list(reduced)
         self._updates, self._context = dict(updates), context
-        # Of this backward, where no reducer calls. Each forward clears it, for a backward that raises never comes there.
+        # Without a reducer. Each forward clears it, for a backward that raises never comes to its callbacks.
         self._queued = False
         context.updates.append(self._run)
         for parameter in reduced:

@@ -249,7 +249,8 @@ class BagCall(Call):
         to_send = None if split is None else lambda batch: split(batch, places=False)
         prepared = collection.input.prepare(features, collection._agreement(), to_send=to_send)
         prepared = replace(prepared, notes=collection._own_counts(prepared.to_send))
-        super().__init__(collection.context.queue, collection.input, prepared)
+        learns = prepared.differentiable or collection.has_learning_shards
+        super().__init__(collection.context.queue, collection.input, prepared, learns=learns)
         self._collection = collection
         self._learns_ids = collection.learns_ids()
         self._ids: ShardInput | None = None

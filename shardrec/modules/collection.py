@@ -179,6 +179,11 @@ class ShardedCollection(nn.Module, abc.ABC):
         """What every rank has whole."""
         return [table for table in self._lookup_tables.values() if table.layout.replicated]
 
+    @property
+    def has_learning_shards(self) -> bool:
+        """Whether a cut table of any rank learns: else no gradients are sent to those of frozen ones."""
+        return any(not one.replicated and name not in self.frozen for name, one in self.table_layouts.items())
+
     def reduced_parameters(self) -> list[nn.Parameter]:
         """Replicated tables and copies of hot rows, whose gradients a reducer averages."""
         return [parameter for copies in self._copies() for parameter in copies.reduced]
@@ -224,7 +229,8 @@ class ShardedCollection(nn.Module, abc.ABC):
         learning = "" if self.id_maps is None else f", dynamic ids {'learned' if self.learns_ids() else 'frozen'}"
         is_written = self.hot_rows is not None and self._is_written()
         written = ", tables written to since the last forward" if is_written else ""
-        return self.context.agreement() + learning + (f", other inputs {dense}" if dense else "") + written
+        frozen = "" if self.has_learning_shards else ", tables frozen"
+        return self.context.agreement() + frozen + learning + (f", other inputs {dense}" if dense else "") + written
 
     def _is_dynamic(self, layout: TableLayout) -> bool:
         return layout.name in self.context.dynamic_ids

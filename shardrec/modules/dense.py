@@ -21,6 +21,11 @@ Each rank must make the same all-reduces, also one on which no parameter got a g
 first step in the model (:class:`shardrec.exchange.backward.BackwardWatch`: an output, the exchange or a parameter), if
 it accumulates gradients, which ``torch.autograd.grad`` does not. A backward inside another one (reentrant
 checkpointing) averages what there is by then, and the outer one the rest.
+
+[Note: a group of its own]
+Ranks whose losses use other parts complete a bucket at other times: one before the exchange's gradients are sent, one
+after. Collectives of one process group match by their order. So where the exchange goes through the process group, the
+all-reduces have one of their own.
 """
 
 from __future__ import annotations
@@ -32,7 +37,7 @@ from datetime import timedelta
 from functools import partial
 from importlib import import_module
 from typing import Any, Literal, TypedDict, get_args
-from weakref import WeakMethod
+from weakref import WeakKeyDictionary, WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -40,9 +45,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from shardrec.errors import ConfigError
+from shardrec.exchange.collectives import Collectives, FunctionalCollectives
 from shardrec.exchange.context import StepContext
 from shardrec.exchange.flight import flight_record
 from shardrec.exchange.peers import meet, peer_error, peers
+from shardrec.exchange.shared.collectives import SharedCollectives
+from shardrec.exchange.transport import timeout_s
 from shardrec.modules.fsdp import ShardedByFsdp
 
 __all__ = ["DenseOptions", "DenseReducer", "DenseWrap", "average_dense", "dense_options"]
@@ -210,6 +218,7 @@ class DenseReducer:
         fsdp: ShardedByFsdp | None,
     ) -> None:
         self._module, self._group, self._context, self._fsdp = module, group, context, fsdp
+        self._own_group = _group_beside(group, context.collectives, context.device)
         self._share = 1 / dist.get_world_size(group)
         self._limit = int(options.get("bucket_cap_mb", _CAP_MB) * 2**20)
         self._broadcasts = options.get("broadcast_buffers", True) and next(module.buffers(), None) is not None
@@ -271,7 +280,10 @@ class DenseReducer:
         self._missing = set(self._places)
         for bucket in self._buckets:
             bucket.left = len(bucket.parameters)
-        torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, self._begun))
+        # Those of FSDP2, and of DistributedDataParallel around a scripted model, may be queued later in this backward;
+        # one that a callback queues comes after all of them.
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+        queue(partial(queue, partial(self._end, self._begun)))
 
     @torch.no_grad()
     def _take(self, parameter: nn.Parameter) -> None:
@@ -312,7 +324,7 @@ class DenseReducer:
         streams, bucket.streams = bucket.streams, set()
         for stream in streams:
             torch.cuda.current_stream(flat.device).wait_stream(stream)
-        self._fly("gradient all-reduce", flat, partial(dist.all_reduce, flat, group=self._group, async_op=True))
+        self._fly("gradient all-reduce", flat, partial(dist.all_reduce, flat, group=self._own_group, async_op=True))
 
     def _flags(self) -> list[bool]:
         """Per parameter, whether this rank has a gradient of it: first those in buckets, then FSDP2's."""
@@ -320,15 +332,10 @@ class DenseReducer:
         return own if self._fsdp is None else [*own, *self._fsdp.flags()]
 
     @torch.no_grad()
-    def _end(self, begun: int, *, after_fsdp: bool = False) -> None:
+    def _end(self, begun: int) -> None:
         """All gradients of this rank are complete."""
         if begun != self._begun or not self._is_active:
             return  # a backward inside this one was the last to accumulate
-        if self._fsdp is not None and not after_fsdp:
-            # FSDP2's own callback may come later than this one, and comes before one that is queued now.
-            again = partial(self._end, begun, after_fsdp=True)
-            torch.autograd.Variable._execution_engine.queue_callback(again)
-            return
         self._is_active = False
         for bucket in self._buckets[self._issued :]:
             for number, parameter in enumerate(bucket.parameters):
@@ -389,9 +396,8 @@ class DenseReducer:
                 continue
             if -2 in sizes:
                 whole = torch.zeros_like(parameter) if gradient is None else gradient.to_dense() * self._share
-                self._fly(
-                    "gradient all-reduce", whole, partial(dist.all_reduce, whole, group=self._group, async_op=True)
-                )
+                issue = partial(dist.all_reduce, whole, group=self._own_group, async_op=True)
+                self._fly("gradient all-reduce", whole, issue)
                 self._land()
                 yield parameter, whole
                 continue
@@ -410,11 +416,12 @@ class DenseReducer:
 
     def _gathered(self, tensor: Tensor) -> Tensor:
         """(W, ...) from a tensor of one shape on every rank."""
-        out = tensor.new_empty((dist.get_world_size(self._group), *tensor.shape))
-        issue = partial(dist.all_gather_into_tensor, out, tensor, group=self._group, async_op=True)
+        world_size = dist.get_world_size(self._group)
+        out = tensor.new_empty((world_size * tensor.size(0), *tensor.shape[1:]))
+        issue = partial(dist.all_gather_into_tensor, out, tensor, group=self._own_group, async_op=True)
         self._fly("sparse gradient all-gather", out, issue)
         self._land()
-        return out
+        return out.view(world_size, *tensor.shape)
 
     def _fly(self, what: str, tensor: Tensor, issue: Any) -> None:
         number = flight_record().begin(what, tensor.nbytes)
@@ -487,9 +494,34 @@ def _broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
         dist._broadcast_coalesced(group, list(tensors), _COALESCED_BYTES, 0)
 
 
+_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
+
+def _group_beside(group: dist.ProcessGroup, exchange: Collectives, device: torch.device) -> dist.ProcessGroup:
+    """The group for all-reduces; see [Note: a group of its own]. Every rank of ``group`` calls this."""
+    through_group = (
+        exchange.far if isinstance(exchange, SharedCollectives) else isinstance(exchange, FunctionalCollectives)
+    )
+    if not through_group:
+        return group
+    if group not in _GROUPS:
+        _GROUPS[group] = dist.new_group(
+            dist.get_process_group_ranks(group),
+            timeout=timedelta(seconds=timeout_s(group, device)),
+            backend=dist.get_backend_config(group),
+            use_local_synchronization=True,
+        )
+    return _GROUPS[group]
+
+
 def _accumulates(parameter: nn.Parameter) -> bool:
     """Whether the backward that is running accumulates a gradient in this parameter, if it comes to it."""
-    return parameter.requires_grad and torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+    if not parameter.requires_grad:
+        return False
+    try:
+        return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+    except RuntimeError:  # of torch.autograd.grad with respect to this parameter, which accumulates nothing
+        return False
 
 
 def _without_steps(parameter: nn.Parameter) -> bool:

@@ -294,7 +294,8 @@ class SequenceCall(Call):
         self._entries: list[SequenceKey] = []
         to_send = self._to_send if collection.dedup or collection.hot_split is not None else None
         prepared = collection.input.prepare(features, collection._agreement(), to_send=to_send)
-        super().__init__(collection.context.queue, collection.input, prepared)
+        learns = prepared.differentiable or collection.has_learning_shards
+        super().__init__(collection.context.queue, collection.input, prepared, learns=learns)
 
     def look_up(self, ids: ShardInput) -> None:
         """The rows of this rank's shards."""

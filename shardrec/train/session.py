@@ -30,7 +30,7 @@ from shardrec.train.config import FILE, PLAN, SPEC, TrainConfig, load_config_tex
 from shardrec.train.display import Announcer
 from shardrec.train.locking import locked
 from shardrec.train.loop import Progress, RecentLoss, Schedule, failing_together, train_epoch
-from shardrec.train.losses import batch_loss, with_own_loss
+from shardrec.train.losses import with_own_loss
 from shardrec.train.metrics import evaluate
 from shardrec.train.model import build_model, dense_optimizer, dynamic_tables, fuse_optimizer, planner_constraints
 from shardrec.train.prefetch import Prefetcher
@@ -98,7 +98,6 @@ def _run(config: TrainConfig, place: Place, folder: Path, resume: bool) -> Calla
     )
     saver = Saver(run)
     if resume and saver.has_checkpoints():
-        _settle(run)
         saver.load()
     elif resume:  # as at the first start of a command with --resume, or in a folder by mistake
         announcer.say(f"there is no checkpoint in {folder} to go on from: the run begins")
@@ -156,18 +155,6 @@ def _as_started(config: TrainConfig, place: Place, folder: Path) -> ShardingPlan
     found = ShardingPlan.from_json(json.loads(plan))
     same = (config.plan, config.constraint) == (started.plan, started.constraint)
     return found if same and found.world_size == place.world_size else None
-
-
-def _settle(run: Run) -> None:
-    """A forward and backward before the checkpoint is loaded, which then replaces all that they change.
-
-    After its first backward DistributedDataParallel puts the gradients into its buckets in another order, and an
-    all-reduce adds up three or more ranks' numbers in an order that depends on their place in the bucket. A run that
-    goes on must be past that point, as the run was that it is to equal to the bit.
-    """
-    if run.place.world_size > 2:
-        batch = next(failing_together(run.source.train_batches(), run.model)).to(run.place.device)
-        batch_loss(run.config.loss, run.model, batch).backward()  # type: ignore[no-untyped-call,unused-ignore]
 
 
 def _sharded_model(config: TrainConfig, source: Source, place: Place, plan: ShardingPlan | None) -> ShardedModel:

@@ -15,7 +15,7 @@ from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from shardrec.layout import ShardingPlan
-from shardrec.modules import ShardedModel, shard
+from shardrec.modules import shard
 from tests.batches import random_bags
 from tests.collective_counts import CountCollectives
 from tests.models import click_model, collection, feature_rows, random_configs, table_sizes

@@ -270,7 +270,7 @@ class Breaks(nn.Module):
 def test_a_forward_that_fails_on_one_rank_is_told_before_its_backward(n: int) -> None:
     def run() -> None:
         rank, size = world()
-        when = {2: "before", 3: "after", 5: "before"}
+        when = {2: "before", 3: "after", 5: "before", 6: "after"}  # the last step, too
         model = clicks()
         plain_losses = plain(model, [batch(step, rank) for step in range(7) if step not in when])
         steps = pipeline_of(clicks(), [batch(step, rank) for step in range(7)], 2, Breaks(when))
@@ -284,12 +284,28 @@ def test_a_forward_that_fails_on_one_rank_is_told_before_its_backward(n: int) ->
             except kind as error:
                 errors.append(str(error))
         assert losses == plain_losses
-        assert ["before" in errors[0], "after" in errors[1], "before" in errors[2]] == [True] * 3
-        assert len(errors) == 3
+        assert [how in error for how, error in zip(when.values(), errors, strict=True)] == [True] * 4
         if size > 1:
             assert f"rank {size - 1}: the model's forward failed: RuntimeError: breaks before" in errors[0]
 
     ranks(n, run)
+
+
+def test_a_plain_forward_that_fails_after_pipelined_steps_is_told() -> None:
+    """Its header is yet to come, though the last pipelined forward made none."""
+
+    def run() -> str:
+        rank, _ = world()
+        model = clicks(dense_first=True)
+        assert len(list(pipeline_of(model, [batch(step, rank) for step in range(3)], 2))) == 3
+        with pytest.raises(InputError) as caught:
+            model(torch.ones(1, 2 + rank), batch(3, rank).sparse)
+        assert torch.isfinite(loss_fn(model, batch(4, rank)))
+        return str(caught.value)
+
+    one, other = ranks(2, run, timeout=30.0)
+    assert one == other
+    assert one.startswith("rank 0: the model's forward failed: ")
 
 
 @pytest.mark.parametrize("depth", [0, 2])
