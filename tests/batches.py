@@ -110,7 +110,7 @@ class BagsOfSizes:
 
 
 def random_sizes_bags(
-    rng: Random, rows: Mapping[str, int], *, weighted: bool = False, even: bool = False
+    rng: Random, rows: Mapping[str, int], *, weighted: bool = False, even: bool = False, inverse: bool = True
 ) -> BagsOfSizes:
     """1 to 4 bags per feature, chosen from by 0 to 5 samples; one further key; ids at the tables' ends.
 
@@ -119,6 +119,7 @@ def random_sizes_bags(
         rows: per feature, ids are below this.
         weighted: draw weights, too.
         even: all features have as many bags.
+        inverse: give inverse indices.
     """
     keys = [*rows, "extra"]
     rng.shuffle(keys)
@@ -137,13 +138,13 @@ def random_sizes_bags(
         values += [rng.choice([0, last, rng.randint(0, last)]) for _ in range(sum(bags))]
     inverse_keys = [key for key in keys if key != "extra"]
     rng.shuffle(inverse_keys)
-    inverse = torch.tensor([[rng.randrange(strides[key]) for _ in range(samples)] for key in inverse_keys])
+    chosen = torch.tensor([[rng.randrange(strides[key]) for _ in range(samples)] for key in inverse_keys])
     features = KeyedJaggedTensor(
         keys=keys,
         values=torch.tensor(values, dtype=torch.int64),
         lengths=torch.tensor(lengths, dtype=torch.int32),
         weights=torch.tensor([rng.randint(1, 8) / 8 for _ in values]) if weighted else None,
         stride_per_key_per_rank=[[strides[key]] for key in keys],
-        inverse_indices=(inverse_keys, inverse) if samples else None,
+        inverse_indices=(inverse_keys, chosen) if samples and inverse else None,
     )
     return BagsOfSizes(features=features, samples=samples or 1)

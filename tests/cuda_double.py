@@ -206,6 +206,9 @@ class CudaDouble(TorchFunctionMode):
                     self.wait("a copy to the device from pageable memory, or one that blocks")
                 dtypes = [one for one in (*args[1:], kwargs.get("dtype")) if isinstance(one, torch.dtype)]
                 return _to_device(args[0].to(*dtypes))
+        if name == "pad_sequence" and isinstance(args[0][0], DeviceTensor):
+            # It makes its result by itself, where C++ sees its arguments to be.
+            return _to_device(func([one.inner for one in args[0]], *args[1:], **kwargs))
         if name == "tolist" and isinstance(args[0], DeviceTensor):
             self.wait("tolist")
             return args[0].inner.tolist()

@@ -44,7 +44,7 @@ class Three(nn.Module):
         two = self.two(bags)
         rows = self.rows(sequences)
         pooled = one.values().square().sum(dim=1) + two.values().sum(dim=1)
-        return pooled + torch.tanh(rows["d"].values()).sum()
+        return pooled + torch.tanh(rows["d"].values()).sum() + rows["d"].lengths()
 
 
 def _bags(feature: str, weighted: bool = True) -> EmbeddingBagConfig:
@@ -147,7 +147,7 @@ def _batches(options: dict[str, Any], step: int) -> tuple[KeyedJaggedTensor, Key
     sizes = {"a": 5, "b": 3, "c": 4} if options.get("varying") else dict.fromkeys("abc", 5)
     weighted, learned = options.get("weighted", False), options.get("learned", False)
     bags = _batch(rng, sizes=sizes, weighted=weighted, learned=learned)
-    rows = _batch(rng, sizes={"d": 5}, weighted=False)
+    rows = _batch(rng, sizes={"d": 3, "a": 5} if options.get("varying") else {"d": 5}, weighted=False)
     if "on_bad_id" in options:
         rows.values()[:1] = 99
     if "dynamic" in options:

@@ -21,6 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils.rnn import pad_sequence
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from shardrec.exchange.staging import staged
+
 __all__ = [
     "KEY_ORDERS",
     "NO_LIMIT",
@@ -57,7 +59,8 @@ class Expectation:
         tables: per lookup, its feature, its table and the table's number of rows (``NO_LIMIT`` of dynamic ids).
         weighted: whether each id comes with a float weight.
         device: where the tensors must be.
-        pooled: features of different batch sizes need inverse indices, for their bags end up side by side.
+        pooled: features of different batch sizes need inverse indices, for their bags end up side by side; else inverse
+            indices are taken where features have a batch size each.
         on_bad_id: what is done with ids outside of their table, of the features where that is no error.
     """
 
@@ -242,7 +245,7 @@ def fit(offsets: Tensor, lengths: Tensor | None) -> Tensor:
 
 def _inverse(features: KeyedJaggedTensor, expect: Expectation) -> Tensor | str | None:
     """(U, B_full) inverse indices of the features in use, None without any, or what is wrong with them."""
-    given = features.inverse_indices_or_none() if expect.pooled else None
+    given = features.inverse_indices_or_none() if expect.pooled or features.variable_stride_per_key() else None
     if given is None or not given[1].numel():
         sizes = set(features.stride_per_key())
         if expect.pooled and features.variable_stride_per_key() and len(sizes) > 1:
@@ -262,7 +265,7 @@ def _inverse(features: KeyedJaggedTensor, expect: Expectation) -> Tensor | str |
     fault = _device_fault("inverse indices", indices, expect)
     if fault is not None:
         return fault
-    rows = torch.tensor([keys.index(feature) for feature in expect.features], device=indices.device)
+    rows = staged([keys.index(feature) for feature in expect.features], torch.int64, indices.device)
     chosen: Tensor = indices.detach().index_select(0, rows).to(torch.int64)
     return chosen
 

@@ -19,9 +19,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardrec.exchange.bad_ids import POLICIES, mended
 from shardrec.exchange.batch import KEY_ORDERS, NO_LIMIT, Batch, Expectation, read_batch
@@ -32,9 +33,21 @@ from shardrec.exchange.payload import HEADER_SIZES, Payload
 from shardrec.exchange.route import Route
 from shardrec.exchange.staging import staged
 
-__all__ = ["InputExchange", "Prepared", "SentIds"]
+__all__ = ["FullBatch", "InputExchange", "Prepared", "SentIds"]
 
 _REPEATS = 4  # calls of one module that a header has room for; further ones go into another exchange
+
+
+class FullBatch(NamedTuple):
+    """Where the samples of the full batch find their bags, of a batch with inverse indices.
+
+    Args:
+        lengths: (F·(B + 1),) int32 ids of each key's bags as they were given, with an empty bag after each key's.
+        order: (U, B_full) int32 place in ``lengths`` of each sample's bag.
+    """
+
+    lengths: Tensor
+    order: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +69,7 @@ class Prepared:
         notes: further int64 tensors to read on the host with the header: see ``SentIds``, whose last fields they are.
         differentiable: the weights take a gradient.
         bad_ids: (U,) int64 number of bad ids of each feature, where they are no error; None if none were looked for.
+        full: of a batch with inverse indices, if each id gets a row of its own; else None.
     """
 
     batch: Batch
@@ -71,6 +85,7 @@ class Prepared:
     notes: tuple[Tensor, ...]
     differentiable: bool
     bad_ids: Tensor | None
+    full: FullBatch | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +100,7 @@ class SentIds:
             each id gets a row of its own, else in the local batch's as they were given. None where nobody asks.
         sent_key_ids: number of ids of each key of ``to_send``; empty unless each id gets a row of its own.
         key_ids: number of ids of each key of the local batch as it was given; likewise.
+        full_ids: number of ids of each feature in the full batch, with ``Prepared.full``; else empty.
         replica_ids: number of ids of each lookup of a replicated table; empty if each id gets a row of its own.
     """
 
@@ -94,6 +110,7 @@ class SentIds:
     positions: Tensor | None
     sent_key_ids: tuple[int, ...]
     key_ids: tuple[int, ...]
+    full_ids: tuple[int, ...]
     replica_ids: tuple[int, ...]
 
 
@@ -166,10 +183,15 @@ class InputExchange:
         lengths_SB = cut.lengths
         slot_sizes = None
         notes: tuple[Tensor, ...] = ()
+        full: FullBatch | None = None
         if self.per_id:
             lengths_SB = lengths_SB.sum(dim=1, keepdim=True, dtype=torch.int32)
             local = safe.lengths if safe.with_dropped is None else safe.with_dropped.lengths
             notes = (chosen.lengths.sum(dim=1, dtype=torch.int64), local.sum(dim=1, dtype=torch.int64))
+            if safe.inverse is not None:
+                full = self._full(given.keys, local, safe.inverse * valid)
+                full_lengths = full.lengths.index_select(0, full.order.flatten()).view_as(full.order)
+                notes += (full_lengths.sum(dim=1, dtype=torch.int64),)
         elif chosen.sizes is not None and self._world_size > 1:
             slot_sizes = self._slot_sizes(chosen.keys, chosen.sizes)
         return Prepared(
@@ -186,6 +208,7 @@ class InputExchange:
             notes=notes,
             differentiable=differentiable,
             bad_ids=bad_ids,
+            full=full,
         )
 
     def header(self, prepared: Prepared) -> Tensor:
@@ -226,6 +249,7 @@ class InputExchange:
             positions=positions,
             sent_key_ids=tuple(notes[0]) if self.per_id else (),
             key_ids=tuple(notes[1]) if self.per_id else (),
+            full_ids=() if prepared.full is None else tuple(notes[2]),
             replica_ids=tuple(notes[0]) if notes and not self.per_id else (),
         )
 
@@ -233,6 +257,12 @@ class InputExchange:
         """A batch's row of the header for each rank, of numbers that are on the host."""
         size, words = prepared.lengths.size(1), self.payload.bag_words(prepared.slot_sizes)
         return [[size, bags, *counts] for bags, counts in zip(words, sent.counts, strict=True)]
+
+    def _full(self, keys: tuple[str, ...], lengths: Tensor, inverse: Tensor) -> FullBatch:
+        """Of (F, B) lengths and (U, B_full) inverse indices, which are 0 if the batch is bad."""
+        lengths = nn.functional.pad(lengths, [0, 1])  # so that 0 is a bag also of a batch without bags
+        starts = self._key_policies(keys)[1] * lengths.size(1)
+        return FullBatch(lengths=lengths.flatten(), order=(inverse + starts.unsqueeze(1)).to(torch.int32))
 
     def _new_limits(self, keys: tuple[str, ...]) -> tuple[Tensor, bool]:
         """(F,) one more than the largest id allowed, per key, and whether some keys allow any."""

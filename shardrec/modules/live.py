@@ -186,9 +186,20 @@ class LiveSequences(_Live):
 
 
 def lengths_by_key(features: KeyedJaggedTensor) -> list[Tensor]:
-    """Ids per sample, of each key."""
+    """Ids per sample, of each key; of the full batch, of keys with inverse indices."""
     if features.variable_stride_per_key():
-        return list(features.lengths().split(features.stride_per_key()))
+        lengths = list(features.lengths().split(features.stride_per_key()))
+        indices = features.inverse_indices_or_none()
+        if indices is not None:
+            keys, inverse = indices
+            if inverse.numel() > 0 and inverse.size(0) == len(keys):
+                for place, key in enumerate(features.keys()):
+                    if key in keys:
+                        # A bad index raises where the rows arrive.
+                        bags = nn.functional.pad(lengths[place], [0, 1])
+                        chosen = inverse[keys.index(key)].clamp(0, bags.size(0) - 1)
+                        lengths[place] = bags.index_select(0, chosen)
+        return lengths
     return list(features.lengths().view(len(features.keys()), -1).unbind(0))
 
 

@@ -85,7 +85,9 @@ class ShardedEmbeddingCollection(ShardedCollection):
     """An EmbeddingCollection whose tables are cut over the ranks of a process group.
 
     Takes a KeyedJaggedTensor of the local batch and returns a lazily awaited dict of JaggedTensors, as the unsharded
-    module does, rows in the order of the ids under every cut. One header, one payload and one output all-to-all forward
+    module does, rows in the order of the ids under every cut. Where features have a batch size each and come with
+    inverse indices, each sample of the full batch gets the rows of its bag, as from TorchRec's sharded module (the
+    unsharded one ignores inverse indices). One header, one payload and one output all-to-all forward
     and one all-to-all backward, whatever the plan. Gradients are means over the ranks.
 
     Args:
@@ -205,31 +207,51 @@ class ShardedEmbeddingCollection(ShardedCollection):
         of_slots = [apart[slot.lookup] for slots in self.input.route.slots for slot in slots]
         return self.row_exchange.targets(sent, of_slots), starts[-1]
 
-    def _entries(self, prepared: Prepared, sent: SentIds, features: KeyedJaggedTensor) -> list[SequenceKey]:
-        keys, sizes, batch = prepared.given.keys, features.stride_per_key(), prepared.batch
-        given = batch.with_dropped
-        values = _by_key(keys, features.values(), sent)
-        looked_up = _by_key(keys, batch.values if given is None else given.values, sent)
-        kept = None if given is None else _by_key(keys, given.kept, sent)
-        lengths = dict(zip(keys, features.lengths().split(sizes), strict=True))
+    def _entries(
+        self, prepared: Prepared, sent: SentIds, features: KeyedJaggedTensor, full: tuple[Tensor, Tensor] | None
+    ) -> list[SequenceKey]:
+        """The output's entries; ``full`` is :func:`_full_places`' value."""
+        keys, counts, given = prepared.given.keys, sent.key_ids, prepared.batch.with_dropped
+        ids, looked_up = features.values(), prepared.batch.values if given is None else given.values
+        kept = None if given is None else given.kept
+        lengths_of = dict(zip(keys, features.lengths().split(features.stride_per_key()), strict=True))
+        if full is not None:
+            places, lengths = full
+            keys, counts = self.input.expect.features, sent.full_ids
+            ids, looked_up = ids.index_select(0, places), looked_up.index_select(0, places)
+            kept = None if kept is None else kept.index_select(0, places)
+            lengths_of = dict(zip(keys, lengths.to(features.lengths().dtype).unbind(0), strict=True))
+        ids_of, looked_up_of = _by_key(keys, ids, counts), _by_key(keys, looked_up, counts)
+        kept_of = None if kept is None else _by_key(keys, kept, counts)
         entries = []
         for lookup in self.lookups:
             replica = None
             if lookup.layout.replicated:
                 assert self.replicas is not None, "a replicated table has a replicated lookup"
                 number = self.replica_number[lookup.layout.name]
-                replica = self.replicas.rows(number, looked_up[lookup.feature]).to(self.output_dtype)
-                if kept is not None:
-                    replica = replica.masked_fill(kept[lookup.feature].logical_not().unsqueeze(1), 0)
+                replica = self.replicas.rows(number, looked_up_of[lookup.feature]).to(self.output_dtype)
+                if kept_of is not None:
+                    replica = replica.masked_fill(kept_of[lookup.feature].logical_not().unsqueeze(1), 0)
             entries.append(
                 SequenceKey(
                     name=lookup.output,
-                    ids=values[lookup.feature],
-                    lengths=lengths[lookup.feature],
+                    ids=ids_of[lookup.feature],
+                    lengths=lengths_of[lookup.feature],
                     replica=replica,
                 )
             )
         return entries
+
+    def _rows_of(self, keys: tuple[str, ...], sent: SentIds, places: Tensor) -> Tensor:
+        """(M,) place, among the rows of the lookups of cut tables, of each row of the full batch."""
+        start = dict(zip(keys, [0, *accumulate(sent.key_ids)], strict=False))
+        count = dict(zip(keys, sent.key_ids, strict=True))
+        places_of = _by_key(self.input.expect.features, places, sent.full_ids)
+        row, parts = 0, [places[:0]]
+        for feature, _ in self.dedup_lookups:
+            parts.append(places_of[feature] + (row - start[feature]))
+            row += count[feature]
+        return torch.cat(parts)
 
 
 class SequenceCall(Call):
@@ -241,6 +263,7 @@ class SequenceCall(Call):
         self._learns_ids = collection.learns_ids()
         self._inverse: Tensor | None = None
         self._places: Tensor | None = None
+        self._zero_row = False
         self._rows: Stream | None = None
         self._target: Tensor | None = None
         self._output_rows = 0
@@ -274,24 +297,29 @@ class SequenceCall(Call):
         collection, sent = self._collection, self.sent
         assert sent is not None, "rows are asked for before they come"
         self._target, self._output_rows = collection._targets(self.prepared, sent)
-        self._entries = collection._entries(self.prepared, sent, self._features)
-        given = self.prepared.batch.with_dropped
-        if given is None and self._inverse is not None:
-            ids = dict(zip(self.prepared.given.keys, sent.key_ids, strict=True))
-            self._inverse = self._inverse[: sum(ids[feature] for feature, _ in collection.dedup_lookups)]
+        full = _full_places(self.prepared, sent)
+        self._entries = collection._entries(self.prepared, sent, self._features, full)
+        keys, given, self._places = self.prepared.given.keys, self.prepared.batch.with_dropped, self._inverse
+        self._zero_row = given is not None
+        if given is None and self._places is not None:
+            ids = dict(zip(keys, sent.key_ids, strict=True))
+            self._places = self._places[: sum(ids[feature] for feature, _ in collection.dedup_lookups)]
         if given is not None:
-            kept = _by_key(self.prepared.given.keys, given.kept, sent)
+            kept = _by_key(keys, given.kept, sent.key_ids)
             parts = [kept[feature] for feature, _ in collection.dedup_lookups]
             self._places = places_of_rows(torch.cat([given.kept[:0], *parts]), self._inverse)
+        if full is not None:
+            rows = collection._rows_of(keys, sent, full[0])
+            self._places = rows if self._places is None else self._places.index_select(0, rows)
 
     def finish(self, flight: BlocksInFlight, stream: int) -> tuple[Tensor, list[SequenceKey]]:
         """(N, D) rows of the lookups of cut tables, and the output's entries."""
         assert self._target is not None, "the places were found when the rows were sent"
         rows = self._collection.row_exchange.finish(flight, stream, self._target, self._output_rows)
+        if self._zero_row:
+            rows = nn.functional.pad(rows, [0, 0, 1, 0])
         if self._places is not None:
-            rows = nn.functional.pad(rows, [0, 0, 1, 0]).index_select(0, self._places)
-        elif self._inverse is not None:
-            rows = rows.index_select(0, self._inverse)
+            rows = rows.index_select(0, self._places)
         if self._collection.context.detect_anomaly:
             cut = [lookup for lookup in self._collection.lookups if not lookup.layout.replicated]
             sizes = [entry.ids.numel() for entry in self._entries if entry.replica is None]
@@ -316,5 +344,18 @@ class SequenceCall(Call):
         return distinct
 
 
-def _by_key(keys: tuple[str, ...], values: Tensor, sent: SentIds) -> dict[str, Tensor]:
-    return dict(zip(keys, values.split(list(sent.key_ids)), strict=True))
+def _by_key(keys: tuple[str, ...], values: Tensor, counts: Sequence[int]) -> dict[str, Tensor]:
+    return dict(zip(keys, values.split(list(counts)), strict=True))
+
+
+def _full_places(prepared: Prepared, sent: SentIds) -> tuple[Tensor, Tensor] | None:
+    """With inverse indices, feature after feature and sample after sample of the full batch: the place of each id among
+    those given (M,), and the lengths (U, B_full)."""
+    if prepared.full is None:
+        return None
+    lengths, order = prepared.full
+    places = torch.arange(sum(sent.key_ids), device=order.device)
+    full_lengths, places, _ = torch.ops.fbgemm.permute_1D_sparse_data(
+        order.flatten(), lengths, places, None, sum(sent.full_ids)
+    )
+    return places, full_lengths.view_as(order)

@@ -60,7 +60,8 @@ def balance_by_size(stages: int, module: nn.Sequential) -> list[int]:
 def balance_by_time(stages: int, module: nn.Sequential, sample: Any, *, repeats: int = 5) -> list[int]:
     """Number of layers of each stage so that the slowest stage takes least time, forward and backward.
 
-    Layers are timed one after the other where they are; gradients, statistics and random state are left as they were.
+    Layers are timed one after the other where they are, in training mode; modes, gradients, statistics and random state
+    are left as they were.
 
     Args:
         stages: number of stages.
@@ -75,14 +76,16 @@ def balance_by_time(stages: int, module: nn.Sequential, sample: Any, *, repeats:
 
 
 def layer_seconds(module: nn.Sequential, sample: Any, *, repeats: int = 5) -> list[float]:
-    """Seconds of each layer's forward and backward on ``sample``."""
+    """Seconds of each layer's forward and backward on ``sample``, in training mode."""
     layers = _layers(module)
     parameters = list(module.parameters())
     gradients = [parameter.grad for parameter in parameters]
     state = {name: value.clone() for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+    modes = {one: one.training for one in module.modules()}
     seconds = [float("inf")] * len(layers)
     devices = sorted({one.device.index for one in parameters if one.device.type == "cuda"})
     try:
+        module.train()
         with torch.random.fork_rng(devices=devices), torch.enable_grad():
             for _ in range(repeats):
                 with use_skip_tracker(SkipTracker()):
@@ -96,6 +99,8 @@ def layer_seconds(module: nn.Sequential, sample: Any, *, repeats: int = 5) -> li
                             torch.autograd.backward(roots, [torch.ones_like(one) for one in roots], retain_graph=True)
                         seconds[number] = min(seconds[number], _now(devices) - begin)
     finally:
+        for one, training in modes.items():
+            one.training = training
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         module.load_state_dict(state, strict=False)

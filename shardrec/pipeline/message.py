@@ -113,9 +113,14 @@ def flatten(value: Any, what: str) -> tuple[list[Tensor | None], TreeSpec]:
 
 
 class Mailbox:
-    """How messages travel in one step: between threads, for stages in one process."""
+    """How messages travel in one step: between threads, for stages in one process.
+
+    Attributes:
+        failure: the first that a message told of.
+    """
 
     def __init__(self) -> None:
+        self.failure: Failure | None = None
         self._messages: dict[Key, Message] = {}
         self._changed = threading.Condition()
         self._broken: BaseException | None = None
@@ -123,6 +128,7 @@ class Mailbox:
     def send(self, key: Key, message: Message) -> None:
         """Put a message in; does not wait."""
         with self._changed:
+            self.failure = self.failure or message.failure
             self._messages[key] = message
             self._changed.notify_all()
 

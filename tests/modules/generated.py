@@ -41,7 +41,7 @@ class Kind:
 
     Args:
         weighted: each id has a weight; without the row-by-row collection.
-        sizes: the features have a batch size each; likewise.
+        sizes: the features have a batch size each.
         policies: of bad ids; else they are errors.
     """
 
@@ -51,7 +51,7 @@ class Kind:
 
     @property
     def rows_too(self) -> bool:
-        return not self.weighted and not self.sizes
+        return not self.weighted
 
     def policy(self, feature: str) -> str:
         return POLICIES[feature] if self.policies else "error"
@@ -320,6 +320,12 @@ class Reference:
             )
         return found
 
+    def full_ids(self, batch: Given, feature: str) -> list[int | None]:
+        """Of the collection of rows, sample after sample of the full batch."""
+        bags = self.ids(batch, feature, ROW_BY_ROW)
+        chosen = bags if batch.inverse is None else [bags[bag] for bag in batch.inverse[feature]]
+        return [one for bag in chosen for one in bag]
+
     def count(self, batch: Given) -> None:
         """Bad ids of each collection."""
         for lookups in (POOLED, ROW_BY_ROW) if self.kind.rows_too else (POOLED,):
@@ -334,11 +340,7 @@ class Reference:
         if self.kind.rows_too:
             for table, feature, dim in ROW_BY_ROW:
                 weight = self.tables[table]
-                rows = [
-                    np.zeros(dim) if one is None else weight[one]
-                    for bag in self.ids(batch, feature, ROW_BY_ROW)
-                    for one in bag
-                ]
+                rows = [np.zeros(dim) if one is None else weight[one] for one in self.full_ids(batch, feature)]
                 found.append(np.array(rows).reshape(len(rows), dim))
         return found
 
@@ -368,8 +370,7 @@ class Reference:
                 start += dim
             if self.kind.rows_too:
                 for (table, feature, _), gradient in zip(ROW_BY_ROW, of_outputs[1:], strict=True):
-                    flat = [one for bag in self.ids(batch, feature, ROW_BY_ROW) for one in bag]
-                    for one, row in zip(flat, gradient, strict=True):
+                    for one, row in zip(self.full_ids(batch, feature), gradient, strict=True):
                         if one is not None:
                             changes[table][one] += row
         for name, change in changes.items():

@@ -36,6 +36,7 @@ from torchrec.distributed.types import (
 from torchrec.distributed.types import ShardingPlan as PeerPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.layout import ShardingPlan, TableLayout, Topology, cuts
 from shardrec.modules import ShardedModel, shard
@@ -105,6 +106,7 @@ class Setting:
         weighted: ids come with weights.
         optimizer: a key of ``OPTIMIZERS``; None for a dense SGD.
         hosts: over which the ranks are spread.
+        each: features have a batch size each, and inverse indices.
     """
 
     cut: str
@@ -112,6 +114,7 @@ class Setting:
     weighted: bool = False
     optimizer: str | None = "sgd"
     hosts: int = 1
+    each: bool = False
 
     def build(self) -> nn.Module:
         torch.manual_seed(0)
@@ -203,7 +206,23 @@ def outputs(model: nn.Module, features: Any, setting: Setting) -> Tensor:
     if setting.pooling is not None:
         values: Tensor = output.values()
         return values
-    return torch.cat([output[key].values() for key in ("a", "b@t0", "b@t1", "c")])
+    sequences = [output[key] for key in ("a", "b@t0", "b@t1", "c")]
+    assert all(one.lengths().numel() == 4 for one in sequences), "the batch has 4 samples"
+    return torch.cat([one.values() for one in sequences])
+
+
+def with_inverse_indices(rng: Random) -> KeyedJaggedTensor:
+    """1 to 4 bags of each feature, chosen from by 4 samples; TorchRec wants keys in one order."""
+    sizes = [rng.randint(1, 4) for _ in KEY_ROWS]
+    lengths = [[rng.randrange(4) for _ in range(size)] for size in sizes]
+    ids = [rng.randrange(limit) for limit, own in zip(KEY_ROWS.values(), lengths, strict=True) for _ in range(sum(own))]
+    return KeyedJaggedTensor(
+        keys=list(KEY_ROWS),
+        values=torch.tensor(ids, dtype=torch.int64),
+        lengths=torch.tensor([one for own in lengths for one in own]),
+        stride_per_key_per_rank=[[size] for size in sizes],
+        inverse_indices=(list(KEY_ROWS), torch.tensor([[rng.randrange(size) for _ in range(4)] for size in sizes])),
+    )
 
 
 @contextmanager
@@ -244,8 +263,12 @@ def _compare(setting: Setting, steps: int) -> list[float]:
     found = []
     for step in range(steps + 1):
         seed = 10 * step + dist.get_rank()
-        batch = random_bags(Random(seed), KEY_ROWS, 4, weighted=setting.weighted, shuffled=False)
-        values = [outputs(model, batch.kjt(), setting) for model in (mine, peer)]
+        features = (
+            with_inverse_indices(Random(seed))
+            if setting.each
+            else random_bags(Random(seed), KEY_ROWS, 4, weighted=setting.weighted, shuffled=False).kjt()
+        )
+        values = [outputs(model, features, setting) for model in (mine, peer)]
         found.append(excess(*values))
         if step < steps:
             gradient = torch.randn(values[0].shape, generator=torch.Generator().manual_seed(seed))
@@ -318,6 +341,10 @@ DIFFERENCES: Mapping[str, tuple[Setting, int]] = {
     ),
     "replicated tables: TorchRec drops the optimizer that they were given in backward": (
         Setting(cut="data_parallel", optimizer="sgd"),
+        1,
+    ),
+    "inverse indices of sequences: on the CPU TorchRec gives the full batch's rows, which take no gradient": (
+        Setting(cut="row_wise", pooling=None, each=True),
         1,
     ),
 }

@@ -24,7 +24,7 @@ from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.modules import ShardedModel, shard
 from shardrec.pipeline import TrainPipeline
 from shardrec.train.metrics import evaluate
-from tests.batches import random_bags
+from tests.batches import random_bags, random_sizes_bags
 from tests.cuda_double import DeviceTensor, HiddenWait, Race, cuda_double, cuda_is_there
 from tests.models import click_model, collection, feature_rows, random_configs, table_sizes
 from tests.modules import test_sequences as sequences
@@ -37,13 +37,15 @@ HEADER = "exchange/step.py"
 
 
 def to_double(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    weights = features.weights_or_none()
+    weights, inverse = features.weights_or_none(), features.inverse_indices_or_none()
     return KeyedJaggedTensor(
         keys=features.keys(),
         values=features.values().to("cuda"),
         lengths=features.lengths().to("cuda"),
         weights=None if weights is None else weights.to("cuda"),
-        stride=features.stride(),
+        stride=None if features.variable_stride_per_key() else features.stride(),
+        stride_per_key_per_rank=features.stride_per_key_per_rank() if features.variable_stride_per_key() else None,
+        inverse_indices=None if inverse is None else (inverse[0], inverse[1].to("cuda")),
     )
 
 
@@ -135,6 +137,17 @@ def test_sequences(cut: str, dedup: bool) -> None:
     batches = [sequences.batch(rng, ["unused", "c", "a", "b"], 4) for _ in range(3)]
     with cuda_is_there():
         compare(lambda: sequences.Holder(sequences.collection(torch.optim.SGD, 0.1)), plan, batches, dedup=dedup)
+
+
+@pytest.mark.parametrize("dedup", [True, False])
+def test_sequences_with_inverse_indices(dedup: bool) -> None:
+    sizes = {f"sequences.{name}": (rows, sequences.DIM) for name, rows in sequences.ROWS.items()}
+    plan = cut_plan("row_wise", Random(0), sizes, Topology())
+    batches = [random_sizes_bags(Random(1), {"a": 3, "b": 3, "c": 3}).features] * 3  # one order of keys
+    with cuda_is_there():
+        for options in ({}, {"on_bad_id": "zero"}):
+            make = lambda: sequences.Holder(sequences.collection(torch.optim.SGD, 0.1))  # noqa: E731
+            compare(make, plan, batches, dedup=dedup, **options)
 
 
 @pytest.mark.parametrize("policy", ["zero", "wrap"])

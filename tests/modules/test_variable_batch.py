@@ -1,4 +1,4 @@
-"""Features with a batch size each: faulty inverse indices. Values, gradients and states are in tests/parity."""
+"""Features with a batch size each: inverse indices that are read, and faulty ones. Values are in tests/parity."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from random import Random
 import pytest
 import torch
 import torch.distributed as dist
+from torchrec.modules.embedding_configs import EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.errors import InputError
-from shardrec.layout import Topology
+from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.modules import shard
 from tests.models import collection, feature_rows, random_configs, table_sizes
 from tests.plans import random_plan
@@ -47,5 +49,35 @@ def test_bad_inverse_indices_are_named_on_every_rank() -> None:
             with pytest.raises(InputError, match=words):
                 model(bad if dist.get_rank() == 1 else good)
             assert model(good).values().size(0) == 3
+
+    ranks(2, rank_main)
+
+
+def test_of_sequences_bad_inverse_indices_are_named_and_no_others_are_read() -> None:
+    def rank_main() -> None:
+        module = EmbeddingCollection(
+            tables=[EmbeddingConfig(name="t", num_embeddings=4, embedding_dim=8, feature_names=["a", "b"])]
+        )
+        plan = ShardingPlan(topology=Topology(ranks_per_host=2), tables=(cuts.row_wise("t", 4, 8, ranks=(0, 1)),))
+        model = shard(module, plan)
+        good = features_with([2, 1], [[0, 1, 1], [0, 0, 0]])
+        for bad, words in [
+            (features_with([2, 1], [[0, 2, 1], [0, 0, 0]]), r"'a': the inverse index of sample 1 is 2 and .* 2 bags"),
+            (features_with([2, 2], [[0, 1, 1], [0, 0, -1]]), r"'b': the inverse index of sample 2 is -1"),
+            (features_with([0, 0], [[0, 0, 0], [0, 0, 0]]), r"'a': the inverse index of sample 0 is 0 and .* 0 bags"),
+        ]:
+            with pytest.raises(InputError, match=words):
+                model(bad if dist.get_rank() == 1 else good)
+            assert [one.lengths().tolist() for one in model(good).values()] == [[1, 1, 1], [1, 1, 1]]
+        bags = model(features_with([2, 1], None))
+        assert [one.lengths().tolist() for one in bags.values()] == [[1, 1], [1]]
+        # As TorchRec's sharded module, which reads them where features have a batch size each.
+        plain = KeyedJaggedTensor(
+            keys=["a", "b"],
+            values=torch.zeros(4, dtype=torch.int64),
+            lengths=torch.ones(4, dtype=torch.int32),
+            inverse_indices=(["a", "b"], torch.tensor([[0, 9, 1], [0, 0, 0]])),
+        )
+        assert [one.lengths().tolist() for one in model(plain).values()] == [[1, 1], [1, 1]]
 
     ranks(2, rank_main)

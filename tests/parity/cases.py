@@ -97,7 +97,7 @@ class Case:
         topology: of the ranks.
         pooled: an EmbeddingBagCollection, else an EmbeddingCollection.
         weights: of the ids: ``"none"``, ``"given"``, or ``"learned"``: they take a gradient.
-        sizes: ``"one"`` batch size, or one ``"each"`` feature, with inverse indices where it is pooled.
+        sizes: ``"one"`` batch size, or one ``"each"`` feature, with inverse indices (of sequences: mostly).
         dedup: of an EmbeddingCollection.
         comms: format in which output and gradient travel.
         seed: of shapes, layouts, batches and first values.

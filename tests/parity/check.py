@@ -154,7 +154,9 @@ class Comparison:
         weighted = case.weights != "none"
         rows = case.feature_rows()
         if case.sizes == "each":
-            bags = random_sizes_bags(rng, rows, weighted=weighted, even=rng.random() < 0.3)
+            # Sequences come also without inverse indices; the bounds on what the wire rounds do not know of them.
+            inverse = case.pooled or (case.comms == "fp32" and rng.random() < 0.7)
+            bags = random_sizes_bags(rng, rows, weighted=weighted, even=rng.random() < 0.3, inverse=inverse)
             return bags.features, bags.samples
         # The ranks have ids of one dtype, but lengths, keys and their order may differ between them.
         size = rng.choice([0, 1, 3, 4])

@@ -39,7 +39,7 @@ def unsharded(case: Case, *, reference: bool = False) -> EmbeddingBagCollection 
     if case.pooled:
         made = EmbeddingBagCollection(tables=case.bag_configs(reference=reference), is_weighted=case.weights != "none")
     else:
-        need_indices = case.sizes == "one"
+        need_indices = case.sizes == "one" or case.dedup
         made = EmbeddingCollection(tables=case.sequence_configs(reference=reference), need_indices=need_indices)
     if not reference:
         for cell in case.cells:
@@ -148,6 +148,8 @@ class Reference:
         """As :func:`outputs` gives them."""
         self._note_rows(features)
         found = outputs(self.case, self.module, features)
+        if not self.case.pooled and features.inverse_indices_or_none() is not None:
+            return self._full(features, found)
         if not self.case.pooled or self.case.weights == "none":
             return found
         # Torch's bags refuse the mean of weighted rows, so these are sums, to be divided by the number of ids.
@@ -155,6 +157,20 @@ class Reference:
         for (cell, feature), one in zip(lookups(self.case), found.values, strict=True):
             values.append(one / bag_lengths(features, feature).unsqueeze(1) if cell.pooling == "mean" else one)
         return replace(found, values=values)
+
+    def _full(self, features: KeyedJaggedTensor, found: Outputs) -> Outputs:
+        """Rows, lengths and ids of the full batch, from those of the bags."""
+        keys, inverse = features.inverse_indices()
+        full: list[list[Tensor]] = []
+        for number, (_, feature) in enumerate(lookups(self.case)):
+            bags = found.integers[number].tolist()
+            samples = inverse[keys.index(feature)].tolist()
+            per_id = [found.values[number], *found.integers[len(found.values) + number :][:1]]
+            parts = [one.split(bags) for one in per_id]
+            lengths = torch.tensor([bags[bag] for bag in samples])
+            full.append([lengths, *(torch.cat([part[bag] for bag in samples]) for part in parts)])
+        lengths, values, *ids = map(list, zip(*full, strict=True))
+        return replace(found, values=values, integers=[*lengths, *(one for column in ids for one in column)])
 
     def average(self) -> None:
         """Average the gradients over the ranks, rounded where a 16-bit parameter keeps them."""

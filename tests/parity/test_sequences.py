@@ -42,7 +42,7 @@ def test_the_product_is_whole() -> None:
     some_of(product(WORLDS, [True, False], SIZES), [(1, True, "one"), (2, False, "one"), (4, True, "each")]),
 )
 def test_every_cell(world_size: int, dedup: bool, sizes: str) -> None:
-    """With one batch size, or with one per feature."""
+    """With one batch size, or with one per feature, with inverse indices and without."""
     cases = [case for case in sequence_cases(world_size, dedup) if case.sizes == sizes]
     found = ranks(world_size, check_all, cases, hosts=topology_of(world_size).hosts, timeout=200)
     assert found == [CELLS] * world_size

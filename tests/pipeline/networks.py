@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import threading
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from shardrec.pipeline.message import Key, Mailbox, Message
 from shardrec.pipeline.skip import Namespace, pop, skippable, stash
 from tests.pipeline.skip.layers import Pop, Stash
 
-__all__ = ["BrokenBackward", "Fails", "Join", "Split", "nested", "network", "two_skips"]
+__all__ = ["BrokenBackward", "Counts", "Fails", "Join", "Split", "failures_told", "nested", "network", "two_skips"]
 
 
 class Split(nn.Module):
@@ -39,6 +43,38 @@ class Fails(nn.Module):
         if self.error is not None:
             raise self.error
         return input
+
+
+class Counts(nn.Module):
+    """Counts its forwards; each from ``waiting``'s on waits until a message has told of a failure."""
+
+    count = 0
+    waiting = 2
+
+    def __init__(self, told: threading.Event) -> None:
+        super().__init__()
+        self.told = told
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.count += 1
+        if self.count >= self.waiting:
+            assert self.told.wait(60)
+        return input
+
+
+@contextmanager
+def failures_told() -> Iterator[threading.Event]:
+    """Set once a mailbox of this process has a message that tells of a failure."""
+    told, send = threading.Event(), Mailbox.send
+
+    def noting(self: Mailbox, key: Key, message: Message) -> None:
+        send(self, key, message)
+        if self.failure is not None:
+            told.set()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Mailbox, "send", noting)
+        yield told
 
 
 class _Broken(torch.autograd.Function):

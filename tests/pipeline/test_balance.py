@@ -49,17 +49,22 @@ def test_by_time_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> 
 
     class Slow(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
-            clock[0] += 3.0
+            clock[0] += 3.0 if self.training else 0.0
             return super().forward(input)
 
     model = nn.Sequential(Stash(), Slow(4, 4), nn.BatchNorm1d(4), nn.Dropout(), Pop(), nn.Linear(4, 1))
+    model.eval()
+    model[3].train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
+    sample = torch.randn(5, 4)
     random = torch.get_rng_state()
-    assert balance.layer_seconds(model, torch.randn(5, 4), repeats=2) == [0, 3, 0, 0, 0, 0]
-    assert balance_by_time(2, model, torch.randn(5, 4)) in ([1, 5], [2, 4])
+    assert balance.layer_seconds(model, sample, repeats=2) == [0, 3, 0, 0, 0, 0]
+    assert balance_by_time(2, model, sample) in ([1, 5], [2, 4])
     torch.testing.assert_close(dict(model.state_dict()), before)
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert random.shape == torch.get_rng_state().shape
+    assert torch.equal(random, torch.get_rng_state())
+    assert [layer.training for layer in model] == [False, False, False, True, False, False]
+    assert not model.training
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from shardrec.errors import ConfigError
 from shardrec.pending import LazyAwaitable
 from shardrec.pipeline import Pipeline, PipelineError
 from shardrec.pipeline.skip import pop, skippable, stash
-from tests.pipeline.networks import BrokenBackward, Fails, nested, network, two_skips
+from tests.pipeline.networks import BrokenBackward, Counts, Fails, failures_told, nested, network, two_skips
 from tests.pipeline.skip.layers import popping, stashing
 
 
@@ -226,6 +226,33 @@ def test_an_exception_reaches_the_caller_and_the_next_batch_works(at: int, sched
     mse_loss(model(x), y).backward()
     pipeline.step(x, y, loss_fn=mse_loss)
     same_gradients(model, pipeline)
+
+
+@pytest.mark.parametrize("in_turn", [True, False])
+@pytest.mark.parametrize("train", [True, False])
+def test_other_stages_stop_once_they_are_told_of_a_failure(in_turn: bool, train: bool) -> None:
+    """The last stage fails at the first micro-batch; stages in turn have begun the second of twenty by then."""
+    with failures_told() as told:
+        first, fails = Counts(told), Fails()
+        fails.error = ValueError("on purpose")
+        pipeline = Pipeline(nn.Sequential(nn.Linear(4, 2), first, fails), [1, 1, 1], chunks=20)
+        if in_turn:
+            first.waiting = 21
+            pipeline.threads = lambda: None  # type: ignore[method-assign]  # as on CUDA
+        x = torch.randn(20, 4)
+        with pytest.raises(ValueError, match="on purpose"):
+            pipeline.step(x, loss_fn=lambda output, _: output.sum()) if train else pipeline(x)
+    assert first.count <= 2
+
+
+def test_what_is_no_tensor_is_refused_between_stages() -> None:
+    class Number(nn.Module):
+        def forward(self, input: Tensor) -> Any:
+            return input, len(input)
+
+    pipeline = Pipeline(nn.Sequential(nn.Linear(4, 2), Number(), nn.Identity()), [2, 1], chunks=2)
+    with pytest.raises(TypeError, match="the output of stage 0 holds a int: between stages go tensors, None, and"):
+        pipeline(batch()[0].float())
 
 
 def test_a_fault_of_the_loss_or_the_target() -> None:

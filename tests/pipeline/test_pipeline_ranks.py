@@ -16,7 +16,7 @@ from torch.nn.functional import mse_loss
 from shardrec.errors import ConfigError, PeerError
 from shardrec.pipeline import Pipeline, PipelineError
 from shardrec.pipeline.skip.layout import skip_routes
-from tests.pipeline.networks import BrokenBackward, Fails, nested, network, two_skips
+from tests.pipeline.networks import BrokenBackward, Counts, Fails, failures_told, nested, network, two_skips
 from tests.pipeline.skip.layers import popping, stashing
 from tests.ranks import raises_on_all, ranks
 
@@ -147,6 +147,44 @@ def test_a_failing_stage_fails_on_every_rank_and_the_next_batch_works(schedule: 
         for number, text in enumerate(texts):
             assert not text or f"stage {number // 2} failed, on its rank:\nTraceback" in text
             assert not text or "networks.py" in text
+
+
+def test_the_stage_before_a_failure_stops_once_it_is_told() -> None:
+    def run() -> int:
+        with failures_told() as told:
+            first, fails = Counts(told), Fails()
+            fails.error = ValueError("on purpose")
+            pipeline = piped(nn.Sequential(nn.Linear(4, 2), first, fails), [2, 1], chunks=20)
+            with pytest.raises((ValueError, PipelineError), match="on purpose"):
+                pipeline.step(torch.randn(20, 4), loss_fn=lambda output, _: output.sum())
+            return first.count
+
+    assert ranks(2, run)[0] <= 2
+
+
+def test_what_is_no_tensor_is_refused_on_every_rank_and_the_next_batch_works() -> None:
+    class Number(nn.Module):
+        returned: Any = 7
+
+        def forward(self, input: Tensor) -> Any:
+            return input if self.returned is None else self.returned
+
+    def run() -> None:
+        rank, (x, y) = dist.get_rank(), batch()
+        number = Number()
+        layers = [nn.Linear(4, 2), number, nn.Identity()]
+        pipeline = piped(nn.Sequential(*layers).double(), [1, 1, 1], chunks=2)
+        for returned in (7, [x, 7], {"a": "text"}):
+            number.returned = returned
+            words = f"the output of stage 1 holds a {'str' if isinstance(returned, dict) else 'int'}: between stages go"
+            with pytest.raises(TypeError if rank == 1 else PipelineError, match=words):
+                pipeline.step(x, y, loss_fn=mse_loss)
+            with torch.no_grad(), pytest.raises(TypeError if rank == 1 else PipelineError, match=words):
+                pipeline(x)
+        number.returned = None
+        assert pipeline.step(x, y, loss_fn=mse_loss).isfinite()
+
+    ranks(3, run)
 
 
 def test_a_bad_input_and_a_bad_target_fail_on_every_rank() -> None:
