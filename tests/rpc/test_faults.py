@@ -174,7 +174,7 @@ def _listeners(pid: str) -> Iterator[tuple[socket.AddressFamily, Any]]:
 def test_strangers_do_not_end_a_server(tmp_path: Path) -> None:
     """A port scanner, HTTP requests and random bytes at all that servers and trainer listen on."""
     rng = Random(0)
-    messages = [b"", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", b"\xff" * 64, rng.randbytes(2000)]
+    messages = [b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", b"\xff" * 64, rng.randbytes(2000), b""]
 
     def server(rank: int) -> EmbeddingServer:
         (tmp_path / f"pid{rank}").write_text(str(os.getpid()))
