@@ -84,10 +84,12 @@ def _forget_agents() -> None:
     """Have torch take the agent that is to start for the first one of this process.
 
     It numbers the agents of a process, and the meetings of agents of the same names, and expects all processes to
-    have had as many; one that was started anew had none. And it gives agents half an hour to find each other.
+    have had as many; one that was started anew had none. A meeting that some were late for keeps who came, who would
+    come twice to the next one of its number. And torch gives agents half an hour to find each other.
     """
     rpc._init_counter = 0
     rpc.api._all_gather_sequence_id.clear()
+    rpc.api._all_gather_sequence_id_to_states.clear()
     rpc.constants.DEFAULT_PROCESS_GROUP_TIMEOUT = timedelta(seconds=_START_S)
 
 

@@ -256,5 +256,30 @@ def test_an_option_that_cannot_be_honoured_says_more_than_a_death() -> None:
     assert isinstance(first_cause([killed, note(0, 2.0, "ConfigError", "lr is -1")]), ConfigError)
 
 
+@pytest.mark.parametrize("kind", ["file", "piped"])
+def test_a_program_that_ranks_cannot_import(kind: str, tmp_path: Path) -> None:
+    guard = 'if __name__ == "__main__":\n    ' * (kind == "piped")
+    program = f"{PROGRAM}{guard}on_new_ranks(work, nproc=2)\n"
+    (tmp_path / "program.py").write_text(program)
+    command = [sys.executable, str(tmp_path / "program.py") if kind == "file" else "-"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    ended = subprocess.run(command, input=program, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    if kind == "file":
+        assert "ConfigError: each new rank imports the program again" in ended.stderr
+        assert ended.stderr.endswith('\n\nif __name__ == "__main__":\n    main()\n')
+        assert ended.stderr.count("Traceback") == 1, "the ranks add none"
+    else:
+        assert "Ranks cannot import a program that is typed, piped or a notebook" in ended.stderr
+
+
+PROGRAM = """from shardrec.launch.run import on_new_ranks
+
+def work(place):
+    return place.rank
+
+"""
+
+
 def test_a_rank_without_a_word() -> None:
     assert "rank 1 ended with exit code 3" in str(first_cause([note(1, 1.0, "exit code", "3")]))

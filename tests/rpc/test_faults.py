@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import rpc
 
 import shardrec
 from shardrec.errors import ConfigError, PeerError
@@ -229,6 +230,27 @@ def test_a_server_whose_trainers_are_gone_ends(tmp_path: Path) -> None:
 
     found = ranks(3, run, expect_death={0, 1})
     assert found[2] == 1
+
+
+def test_processes_that_are_late_for_each_other_meet_again(tmp_path: Path) -> None:
+    def run() -> Any:
+        name = ["trainer0", "server0"][dist.get_rank()]
+        world = RpcWorld(dist.FileStore(str(tmp_path / "store")), trainers=1, servers=1, name=name, timeout_s=60.0)
+        late = [RuntimeError("too late")] if name == "trainer0" else []
+
+        def all_gather(*args: Any, **options: Any) -> Any:
+            if late:
+                raise late.pop()
+            return gather(*args, **options)
+
+        gather = rpc.api._all_gather
+        patched = mock.patch("torch.distributed.rpc.api._all_gather", all_gather)
+        with patched, mock.patch("shardrec.rpc.world._START_S", 4.0), world.joined():
+            dist.barrier()
+        return world._generation
+
+    first, second = ranks(2, run)
+    assert first == second >= 1
 
 
 def _killed(tmp_path: Path, *, kills: int, steps: int) -> None:
