@@ -296,7 +296,8 @@ def first_cause(notes: Sequence[Note], debug: bool = False) -> ShardrecError:
     trace = f"\n\n{note.trace}" if debug else ""
     if note.kind == _SIGNAL:
         memory = "; the system ends the largest process when memory runs out: use smaller tables or batches"
-        return PeerError(f"rank {note.rank} was ended by {note.message}{memory * (note.message == 'SIGKILL')}")
+        text = f"rank {note.rank} was ended by {note.message}{memory * (note.message == 'SIGKILL')}"
+        return PeerError(text, ranks=(note.rank,))
     if note.kind == _STOPPED:
         return PeerError(
             f"rank {note.rank} was stopped, by SIGSTOP or Ctrl-Z, while the others waited for it (at most "

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -279,6 +280,28 @@ def work(place):
     return place.rank
 
 """
+
+
+def dies_until(options: dict[str, Any]) -> None:
+    folder = Path(options["folder"])
+    lives = len(list(folder.iterdir()))
+    (folder / str(lives)).touch()
+    if lives < 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if options["fails"]:
+        raise PeerError("trainer0 did not come")
+
+
+@pytest.mark.parametrize(("restarts", "fails", "lives"), [(1, False, 2), (5, False, 3), (5, True, 3)])
+def test_a_supervised_process_is_started_again_when_it_was_killed(
+    restarts: int, fails: bool, lives: int, tmp_path: Path
+) -> None:
+    from shardrec.rpc.serve import supervise
+
+    match = "trainer0 did not come" if fails else "ended by SIGKILL"
+    with pytest.raises(PeerError, match=match) if fails or restarts < 2 else nullcontext():
+        supervise(dies_until, {"folder": str(tmp_path), "fails": fails}, restarts=restarts)
+    assert len(list(tmp_path.iterdir())) == lives
 
 
 def test_a_rank_without_a_word() -> None:
