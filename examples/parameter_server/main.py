@@ -76,7 +76,7 @@ def main(steps: int = STEPS) -> None:
         make_plan().save(plan)
         serve = [sys.executable, "-W", "ignore", "-m", "shardrec.cli", "serve-embeddings"]
         serve += ["examples.parameter_server.model:build", "--store", store, "--servers", ",".join(SERVERS)]
-        serve += ["--trainers", "2", "--plan", str(plan)]
+        serve += ["--trainers", "2", "--plan", str(plan), "--timeout", "100"]
         quiet = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}  # what agents say of those that leave before them
         servers = [subprocess.Popen([*serve, "--rank", str(rank)], env=quiet) for rank in range(len(SERVERS))]
         try:

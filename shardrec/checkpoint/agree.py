@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from shardrec.errors import CheckpointError, ConfigError, PeerError, ShardrecError
 from shardrec.exchange.peers import peers
+from shardrec.exchange.plain import gather
 
 __all__ = ["Ranks"]
 
@@ -36,7 +37,7 @@ class Ranks:
 
         Args:
             what: "save" or "load", for messages.
-            work: gives what the other ranks are to know; anything that can be pickled.
+            work: gives what the other ranks are to know, as :mod:`shardrec.exchange.plain` carries it.
             remedy: what to do about an error of the operating system.
 
         Returns:
@@ -56,9 +57,8 @@ class Ranks:
             fault, cause = _for_all(error, remedy), error
         outcomes: list[Any] = [(fault, result)]
         if self._group is not None:
-            outcomes = [None] * self.size
             with peers(self._group, what), self._on_device():
-                dist.all_gather_object(outcomes, (fault, result), group=self._group)
+                outcomes = gather((fault, result), self._group)
         faults = {rank: one for rank, (one, _) in enumerate(outcomes) if one is not None}
         if faults:
             raise _joined(faults, self.size) from cause

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -29,37 +29,56 @@ def serve_embeddings_command(
     max_requests: Annotated[int, typer.Option(help="Lookups of one batch.", min=1)] = 64,
     interface: Annotated[str, typer.Option(help="Network interface to listen on.")] = "lo",
     timeout: Annotated[float, typer.Option(help="Seconds that the other processes may take to come.", min=1)] = 300,
+    restarts: Annotated[
+        int, typer.Option(help="Times to start it again, from the last checkpoint, when it was killed.", min=0)
+    ] = 0,
     debug: Debug = False,
 ) -> None:
     """Serve one rank's shards of a model's tables over RPC, until a trainer ends the job.
 
-    MODEL is package.module:function, which makes the unsharded model. RPC executes what it is sent and trusts its
-    network: it listens on the loopback interface unless --interface names another.
+    MODEL is package.module:function, which makes the unsharded model. On one host no other user can call the server;
+    --interface names the network between several hosts, which must be one of the job's own.
     """
     from shardrec.errors import ConfigError
-    from shardrec.layout import ShardingPlan
-    from shardrec.rpc.serve import load_server, named_function, open_store, serve
+    from shardrec.rpc.serve import supervise
 
     names = servers.split(",")
     if name is None and rank >= len(names):
         raise ConfigError(f"--rank is {rank} and --servers names {len(names)}; name each server, or give --name")
-    server = load_server(
-        named_function(model)(),
-        rank,
-        plan=None if plan is None else ShardingPlan.load(plan),
-        checkpoint=checkpoint,
-        servers=names if name is None else None,
-        read_only=read_only,
-        capacity=capacity,
-        window_s=window_ms / 1000,
-        max_requests=max_requests,
-    )
-    serve(
-        server,
-        open_store(store, timeout),
-        trainers=trainers,
-        servers=names,
-        name=name or names[rank],
-        interface=interface,
-        timeout_s=timeout,
-    )
+    if restarts and checkpoint is None:
+        raise ConfigError("--restarts goes on from the last checkpoint: give --checkpoint")
+    options = {
+        "model": model,
+        "rank": rank,
+        "plan": plan,
+        "store": store,
+        "server": {
+            "checkpoint": checkpoint,
+            "servers": names if name is None else None,
+            "read_only": read_only,
+            "capacity": capacity,
+            "window_s": window_ms / 1000,
+            "max_requests": max_requests,
+        },
+        "world": {
+            "trainers": trainers,
+            "servers": names,
+            "name": name or names[rank],
+            "interface": interface,
+            "timeout_s": timeout,
+        },
+    }
+    if restarts:
+        supervise(_serve, options, restarts=restarts, debug=debug)
+    else:
+        _serve(options)
+
+
+def _serve(options: dict[str, Any]) -> None:
+    from shardrec.layout import ShardingPlan
+    from shardrec.rpc.serve import load_server, named_function, open_store, serve
+
+    model = named_function(options["model"])()
+    plan = None if options["plan"] is None else ShardingPlan.load(options["plan"])
+    server = load_server(model, options["rank"], plan=plan, **options["server"])
+    serve(server, open_store(options["store"], options["world"]["timeout_s"]), **options["world"])

@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from shardrec import errors
-from shardrec.errors import InputError, PeerError, ShardrecError
+from shardrec.errors import ConfigError, InputError, PeerError, ShardrecError
 from shardrec.launch.quiet import environment_for_torch
 from shardrec.launch.stop import SAME_SIGNAL_S, RunStopped, handling
 from shardrec.launch.template import RankTemplate, end_with_launcher
@@ -47,6 +48,9 @@ _GRACE_S = 5.0
 _POLL_S = 0.5
 
 _SIGNAL, _STOPPED, _EXIT = "ended by a signal", "stopped", "exit code"
+
+_IMPORTED_AGAIN = 77
+"""Exit code of a new rank whose import of the program would start ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +119,8 @@ class RankProcesses:
             RunStopped: the ranks were told to end (SIGTERM or Ctrl-C here), and had saved.
             KeyboardInterrupt: they were told to end, and did.
         """
+        if getattr(multiprocessing.current_process(), "_inheriting", False):
+            raise SystemExit(_IMPORTED_AGAIN)  # this process is a rank that still imports the program
         try:
             with handling(self._pass_on, signal.SIGINT, signal.SIGTERM):
                 self._start()
@@ -290,14 +296,23 @@ def first_cause(notes: Sequence[Note], debug: bool = False) -> ShardrecError:
     trace = f"\n\n{note.trace}" if debug else ""
     if note.kind == _SIGNAL:
         memory = "; the system ends the largest process when memory runs out: use smaller tables or batches"
-        return PeerError(f"rank {note.rank} was ended by {note.message}{memory * (note.message == 'SIGKILL')}")
+        text = f"rank {note.rank} was ended by {note.message}{memory * (note.message == 'SIGKILL')}"
+        return PeerError(text, ranks=(note.rank,))
     if note.kind == _STOPPED:
         return PeerError(
             f"rank {note.rank} was stopped, by SIGSTOP or Ctrl-Z, while the others waited for it (at most "
             f"{note.message} s): continue it earlier, or allow more time (--timeout)"
         )
+    if note.kind == _EXIT and note.message == str(_IMPORTED_AGAIN):
+        return ConfigError(
+            "each new rank imports the program again, and this program starts ranks when it is imported: put what it "
+            'does into a function main(), and end it with the lines\n\nif __name__ == "__main__":\n    main()'
+        )
     if note.kind == _EXIT:
-        return PeerError(f"rank {note.rank} ended with exit code {note.message} and said nothing: run it with --debug")
+        has_file = os.path.exists(getattr(sys.modules["__main__"], "__file__", None) or "")
+        typed = ". Ranks cannot import a program that is typed, piped or a notebook: put what they run into a file"
+        what = f"rank {note.rank} ended with exit code {note.message} and said nothing: run it with --debug"
+        return PeerError(what + typed * (not has_file))
     if note.kind in errors.__all__:
         kind: type[ShardrecError] = getattr(errors, note.kind)
         return kind(note.message + trace)

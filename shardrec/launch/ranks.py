@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from shardrec.errors import ConfigError, PeerError
 from shardrec.exchange.peers import peers
+from shardrec.exchange.plain import gather
 from shardrec.launch.processes import LISTENER
 from shardrec.launch.stop import RunStopped
 
@@ -108,10 +109,8 @@ def same_everywhere(value: str, place: Place) -> str:
     """Rank 0's value, on every rank."""
     if place.world_size == 1:
         return value
-    values: list[object] = [value]
     with peers(None, "start"):
-        dist.broadcast_object_list(values, src=0)
-    return str(values[0])
+        return str(gather(value)[0])
 
 
 def meet(place: Place, word: str) -> None:

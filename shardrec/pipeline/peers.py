@@ -5,15 +5,13 @@
     stage ──send──► a thread per peer ──── process group ────► a thread per peer ──► mailbox ──take──► stage
 
 A message is received as soon as it comes, while the stage computes, and a send waits for no other peer's. Its header
-(pickled, over gloo) tells shapes and dtypes, so that micro-batches may differ. Over NCCL, forward and backward have a
-communicator each: between two ranks, messages then go one way only, in the order in which both sides' schedules have
-them.
+(``exchange/plain.py``, over gloo) tells shapes and dtypes, so that micro-batches may differ. Over NCCL, forward and
+backward have a communicator each: between two ranks, messages then go one way only, in the order in which both sides'
+schedules have them.
 """
 
 from __future__ import annotations
 
-import io
-import pickle
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,9 +23,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten
 
 from shardrec.errors import PeerError
+from shardrec.exchange import plain
 from shardrec.exchange.transport import timeout_s
 from shardrec.pipeline.message import Key, Mailbox, Message
 from shardrec.pipeline.timeline import Recorder
@@ -66,10 +64,8 @@ class Peers:
 
     def gather(self, value: Any) -> list[Any]:
         """The value of each rank, on every rank; over gloo, so that no device waits."""
-        values: list[Any] = [None] * self.size
         with self._about_stages():
-            dist.all_gather_object(values, value, group=self._control)
-        return values
+            return plain.gather(value, self._control)
 
     def agree(self, number: int) -> list[int]:
         """A number of each rank, on every rank; likewise."""
@@ -95,7 +91,7 @@ class Peers:
         """Send a message; waits until it is gone. ``ready`` is recorded when its tensors had been computed."""
         shapes = [None if leaf is None else (tuple(leaf.shape), leaf.dtype) for leaf in message.leaves]
         failure = None if message.failure is None else message.failure.told()
-        head = _pickled((tuple(key), shapes, message.spec, list(message.differentiable), failure))
+        head = plain.dump((tuple(key), shapes, message.spec, list(message.differentiable), failure))
         data = len(head).to_bytes(8, "little") + head
         to = self._ranks[key.target]
         group = self._tensors[key.source > key.target]
@@ -126,7 +122,7 @@ class Peers:
                 rest = torch.empty(length - _FRAME, dtype=torch.uint8)
                 dist.recv(rest, source, group=self._control)
                 data += bytes(rest.tolist())
-            name, shapes, spec, differentiable, failure = pickle.loads(data[8:length])
+            name, shapes, spec, differentiable, failure = plain.load(data[8:length])
             assert Key(*name) == key, f"{Key(*name)} came in place of {key}: both sides have one schedule"
             leaves: list[Tensor | None] = []
             event = None
@@ -208,25 +204,6 @@ class PeerPort(Mailbox):
         except BaseException as error:
             self.give_up(error)
             raise
-
-
-class _Pickler(pickle.Pickler):
-    """One whose tree specs can be unpickled without torch's warning about the class of their leaves."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, TreeSpec) and obj.is_leaf():
-            return _leaf_spec, ()
-        return NotImplemented
-
-
-def _leaf_spec() -> TreeSpec:
-    return tree_flatten(0)[1]
-
-
-def _pickled(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    _Pickler(buffer).dump(value)
-    return buffer.getvalue()
 
 
 def _bytes(data: bytes) -> Tensor:

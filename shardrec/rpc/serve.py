@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -14,12 +15,13 @@ from torch import nn
 
 from shardrec.checkpoint import Checkpoints, load_checkpoint
 from shardrec.checkpoint.manifest import MANIFEST, read_manifest
-from shardrec.errors import ConfigError
+from shardrec.errors import ConfigError, PeerError
+from shardrec.launch.processes import RankProcesses, Run
 from shardrec.layout import ShardingPlan
 from shardrec.rpc.server import EmbeddingServer
 from shardrec.rpc.world import RpcWorld
 
-__all__ = ["load_server", "named_function", "open_store", "serve"]
+__all__ = ["load_server", "named_function", "open_store", "serve", "supervise"]
 
 
 def open_store(url: str, timeout_s: float = 300.0) -> dist.Store:
@@ -105,3 +107,27 @@ def serve(
         RpcWorld(store, trainers=trainers, servers=list(servers), name=name, **options).serve()
     finally:
         server.close()
+
+
+def supervise(run: Run, options: dict[str, Any], *, restarts: int, debug: bool = False) -> None:
+    """Call ``run(options)`` in a process of its own, and again when a signal or a crash has ended that process.
+
+    Args:
+        run: a function of a module.
+        options: its argument, which can be pickled.
+        restarts: times to start it again.
+        debug: keep tracebacks.
+
+    Raises:
+        PeerError: if it was ended once more.
+        ShardrecError: what ``run`` raised.
+    """
+    while True:
+        try:
+            RankProcesses(run, options, nproc=1, timeout=float("inf"), debug=debug).result()
+            return
+        except PeerError as error:
+            if not error.ranks or not restarts:  # it has ended by itself, or too often
+                raise
+            restarts -= 1
+            print(f"{error}; it is started again, from the last checkpoint", file=sys.stderr)

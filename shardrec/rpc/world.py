@@ -9,11 +9,18 @@ them. Servers keep their tables meanwhile.
     store    <generation>/<name>    has joined it; a second time: the first one is dead, and the generation over
              <generation>/over      leave it
              end                    the job is done
+
+[Note: no open door]
+TensorPipe reads what any stranger sends: an HTTP request ends the process, and a message of RPC's own runs code in it.
+All the connections of a generation are made at its start, so agents listen only then. On one host they listen on an
+abstract Unix socket, never on a port, and connections that another user made meanwhile are closed.
 """
 
 from __future__ import annotations
 
 import os
+import socket
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -41,22 +48,57 @@ def _rendezvous(url: str, *args: Any, **kwargs: Any) -> Iterator[tuple[dist.Stor
 register_rendezvous_handler(_SCHEME, _rendezvous)
 
 
+def _here() -> None:
+    """Called on another process: it is connected, and runs."""
+
+
+def _sockets() -> Iterator[socket.socket]:
+    """The sockets of this process, as copies."""
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            copy = socket.socket(fileno=os.dup(int(descriptor)))
+        except OSError:  # it is no socket, or was closed meanwhile
+            continue
+        with copy:
+            yield copy
+
+
+def _listening() -> set[Any]:
+    """The addresses at which this process listens."""
+    return {one.getsockname() for one in _sockets() if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)}
+
+
+def _close_doors(doors: set[Any]) -> None:
+    """Stop listening at these addresses, and end what another user has connected to them; [Note: no open door]."""
+    for one in _sockets():
+        if one.getsockname() in doors and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            one.shutdown(socket.SHUT_RDWR)
+    for one in _sockets():
+        if one.family == socket.AF_UNIX and one.getsockname() in doors:
+            _, user, _ = struct.unpack("3i", one.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            if user != os.getuid():
+                one.shutdown(socket.SHUT_RDWR)
+
+
 def _forget_agents() -> None:
     """Have torch take the agent that is to start for the first one of this process.
 
     It numbers the agents of a process, and the meetings of agents of the same names, and expects all processes to
-    have had as many; one that was started anew had none. And it gives agents half an hour to find each other.
+    have had as many; one that was started anew had none. A meeting that some were late for keeps who came, who would
+    come twice to the next one of its number. And torch gives agents half an hour to find each other.
     """
     rpc._init_counter = 0
     rpc.api._all_gather_sequence_id.clear()
+    rpc.api._all_gather_sequence_id_to_states.clear()
     rpc.constants.DEFAULT_PROCESS_GROUP_TIMEOUT = timedelta(seconds=_START_S)
 
 
 class RpcWorld:
     """Trainers and servers of one job, as one of them sees it.
 
-    RPC runs whatever function a message names, and unpickles what it is given: it trusts its network. Agents listen on
-    the loopback interface unless another one is given; use networks of the job's own, and nothing that others reach.
+    RPC runs whatever function a message names, and unpickles what it is given: it trusts whoever is connected. Agents
+    listen only until all are connected: on one host on a Unix socket, for processes of this user; between hosts on a
+    TCP port of ``interface``, which must be on a network that nobody else reaches.
 
     Args:
         store: that all processes share and none of them takes with it when it dies, such as a ``FileStore``.
@@ -64,7 +106,7 @@ class RpcWorld:
         servers: names of the servers; as a number, that of ``server0`` and on.
         name: of this process.
         timeout_s: seconds that the other processes may take to come.
-        interface: network interface that RPC listens on.
+        interface: network interface that RPC listens on; ``"lo"`` for processes of one host, which need none.
         threads: of the RPC agent.
 
     Raises:
@@ -91,6 +133,7 @@ class RpcWorld:
         self._timeout_s = timeout_s
         self._threads = threads
         self._generation = -1
+        self._trainers = self.names[:trainers]
         os.environ.setdefault("TP_SOCKET_IFNAME", interface)
 
     def join(self) -> None:
@@ -100,26 +143,42 @@ class RpcWorld:
             PeerError: if some did not come in time, or the job has ended.
         """
         end = monotonic() + self._timeout_s
-        while not (self._come(end) and self._start_agent()):
+        while not (self._come(end) and self._start_agent(end)):
             pass
 
-    def _start_agent(self) -> bool:
+    def _start_agent(self, end: float) -> bool:
         """Whether the agents of all have found each other; one may die on the way."""
         options = rpc.TensorPipeRpcBackendOptions(
-            num_worker_threads=self._threads, init_method=f"{_SCHEME}://{self._generation}", rpc_timeout=_START_S
+            num_worker_threads=self._threads,
+            init_method=f"{_SCHEME}://{self._generation}",
+            rpc_timeout=_START_S,
+            # With "uv" each agent has a TCP port; the channel that is left out would have 16 more.
+            _transports=["shm"] if os.environ["TP_SOCKET_IFNAME"] == "lo" else ["shm", "uv"],
+            _channels=["cma", "basic"],
         )
         rank, size = self.names.index(self.name), len(self.names)
         store = dist.PrefixStore(f"shardrec/{self._generation}/agent", self._store)
         store.set_timeout(timedelta(seconds=_START_S))
         _JOINING[options.init_method] = (store, rank, size)
         _forget_agents()
+        before = _listening()
         try:
             rpc.init_rpc(self.name, rank=rank, world_size=size, rpc_backend_options=options)
-        except RuntimeError:
+            for call in [rpc.rpc_async(name, _here) for name in self.names if name != self.name]:
+                call.wait()
+            store.set(f"connected/{self.name}", "1")
+            store.wait([f"connected/{name}" for name in self.names])
+        except RuntimeError as error:
             self._store.set(self._key("over"), "1")
             with suppress(RuntimeError):
                 rpc.shutdown(graceful=False)
+            if monotonic() > end:
+                raise PeerError(
+                    f"the processes could not connect within {self._timeout_s:g} s ({error}); start the job again",
+                    waited_for="start",
+                ) from error
             return False
+        _close_doors(_listening() - before)
         return True
 
     def leave(self) -> None:
@@ -145,6 +204,8 @@ class RpcWorld:
     def serve(self) -> None:
         """Be there for calls, in one generation after the other, until a trainer ends the job.
 
+        A generation ends when all of its trainers are gone, too: others may be started in their place.
+
         Raises:
             PeerError: if the other processes did not come in time.
         """
@@ -155,11 +216,25 @@ class RpcWorld:
                 if self._has_ended():
                     return
                 raise
-            while not self._is_over():
-                self._wait([self._key("over")], _LOOK_S)
+            self._wait_until_over()
             self.leave()
             if self._has_ended():
                 return
+
+    def _wait_until_over(self) -> None:
+        """Until the generation is over; if no trainer is left, say so to all."""
+        calls: dict[str, Any] = dict.fromkeys(self._trainers)
+        while calls and not self._is_over():
+            for name, call in list(calls.items()):
+                try:
+                    if call is None or call.done():
+                        if call is not None:
+                            call.wait()
+                        calls[name] = rpc.rpc_async(name, _here, timeout=self._timeout_s)
+                except RuntimeError:  # it has ended, or is stopped
+                    del calls[name]
+            self._wait([self._key("over")], _LOOK_S)
+        self._store.set(self._key("over"), "1")
 
     @contextmanager
     def joined(self) -> Iterator[None]:

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -254,6 +255,53 @@ def test_a_killed_rank_is_named_though_others_complain() -> None:
 def test_an_option_that_cannot_be_honoured_says_more_than_a_death() -> None:
     killed = note(1, 1.0, "ended by a signal", "SIGKILL")
     assert isinstance(first_cause([killed, note(0, 2.0, "ConfigError", "lr is -1")]), ConfigError)
+
+
+@pytest.mark.parametrize("kind", ["file", "piped"])
+def test_a_program_that_ranks_cannot_import(kind: str, tmp_path: Path) -> None:
+    guard = 'if __name__ == "__main__":\n    ' * (kind == "piped")
+    program = f"{PROGRAM}{guard}on_new_ranks(work, nproc=2)\n"
+    (tmp_path / "program.py").write_text(program)
+    command = [sys.executable, str(tmp_path / "program.py") if kind == "file" else "-"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    ended = subprocess.run(command, input=program, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    if kind == "file":
+        assert "ConfigError: each new rank imports the program again" in ended.stderr
+        assert ended.stderr.endswith('\n\nif __name__ == "__main__":\n    main()\n')
+        assert ended.stderr.count("Traceback") == 1, "the ranks add none"
+    else:
+        assert "Ranks cannot import a program that is typed, piped or a notebook" in ended.stderr
+
+
+PROGRAM = """from shardrec.launch.run import on_new_ranks
+
+def work(place):
+    return place.rank
+
+"""
+
+
+def dies_until(options: dict[str, Any]) -> None:
+    folder = Path(options["folder"])
+    lives = len(list(folder.iterdir()))
+    (folder / str(lives)).touch()
+    if lives < 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if options["fails"]:
+        raise PeerError("trainer0 did not come")
+
+
+@pytest.mark.parametrize(("restarts", "fails", "lives"), [(1, False, 2), (5, False, 3), (5, True, 3)])
+def test_a_supervised_process_is_started_again_when_it_was_killed(
+    restarts: int, fails: bool, lives: int, tmp_path: Path
+) -> None:
+    from shardrec.rpc.serve import supervise
+
+    match = "trainer0 did not come" if fails else "ended by SIGKILL"
+    with pytest.raises(PeerError, match=match) if fails or restarts < 2 else nullcontext():
+        supervise(dies_until, {"folder": str(tmp_path), "fails": fails}, restarts=restarts)
+    assert len(list(tmp_path.iterdir())) == lives
 
 
 def test_a_rank_without_a_word() -> None:

@@ -332,17 +332,18 @@ def test_an_anomaly_is_raised_as_itself_on_every_rank(depth: int) -> None:
     ranks(2, run)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_a_loader_that_fails_on_one_rank_fails_on_all(depth: int) -> None:
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("good", [0, 4])
+def test_a_loader_that_fails_on_one_rank_fails_on_all(depth: int, good: int) -> None:
     def run() -> tuple[int, str]:
         rank, _ = world()
 
         def loader() -> Iterator[ClickBatch]:
-            for step in range(4):
+            for step in range(good):
                 yield batch(step, rank)
             if rank:
                 raise OSError("no such disk")
-            yield batch(4, rank)
+            yield batch(good, rank)
 
         steps = pipeline_of(clicks(), loader(), depth)
         done = 0
@@ -354,7 +355,7 @@ def test_a_loader_that_fails_on_one_rank_fails_on_all(depth: int) -> None:
         raise AssertionError("the loader fails")
 
     (one, other), (two, own) = ranks(2, run)
-    assert one == two == 4
+    assert one == two == good
     assert other == "InputError: rank 1: OSError: no such disk"
     assert own == "OSError: no such disk"
 

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from random import Random
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import rpc
 
 import shardrec
 from shardrec.errors import ConfigError, PeerError
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.rpc import EmbeddingServer, RpcWorld
+from shardrec.rpc.world import _close_doors
 from tests.ranks import POOL, RankDied, ranks
 from tests.rpc.jobs import batch, in_job, make_model, make_plan, train
 from tests.rpc.supervised import supervise
@@ -150,6 +157,100 @@ def test_processes_that_do_not_come_are_named(tmp_path: Path) -> None:
         RpcWorld(store, trainers=1, servers=2, name="server0", timeout_s=0.1).join()
     with pytest.raises(ConfigError, match="this process is 'server2', and the job has trainer0, server0"):
         RpcWorld(store, trainers=1, servers=1, name="server2")
+
+
+def _listeners(pid: str) -> Iterator[tuple[socket.AddressFamily, Any]]:
+    """Where a process listens: its TCP ports and its Unix sockets, as any user of the host sees them."""
+    owned = {os.readlink(one) for one in Path(f"/proc/{pid}/fd").iterdir() if one.exists() or one.is_symlink()}
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        _, local, _, state, *rest = line.split()
+        if state == "0A" and f"socket:[{rest[5]}]" in owned:
+            yield socket.AF_INET, ("127.0.0.1", int(local.partition(":")[2], 16))
+    for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
+        _, _, _, flags, _, _, inode, *path = line.split()
+        if int(flags, 16) & 0x10000 and path and f"socket:[{inode}]" in owned:
+            yield socket.AF_UNIX, path[0].replace("@", "\0", 1)
+
+
+def test_strangers_do_not_end_a_server(tmp_path: Path) -> None:
+    """A port scanner, HTTP requests and random bytes at all that servers and trainer listen on."""
+    rng = Random(0)
+    messages = [b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", b"\xff" * 64, rng.randbytes(2000), b""]
+
+    def server(rank: int) -> EmbeddingServer:
+        (tmp_path / f"pid{rank}").write_text(str(os.getpid()))
+        return _server(rank)
+
+    def trainer(world: RpcWorld, rank: int, group: Any) -> None:
+        model = _shard(world, group)
+        pids = [str(os.getpid()), *((tmp_path / f"pid{one}").read_text() for one in range(2))]
+        train(model, 0, range(1))
+        listeners = [one for pid in pids for one in _listeners(pid)]
+        assert any(family == socket.AF_INET for family, _ in listeners), "the ranks' process group listens"
+        for family, address in listeners:
+            for message in messages:
+                with suppress(OSError), socket.socket(family) as stranger:
+                    stranger.settimeout(5.0)
+                    stranger.connect(address)
+                    stranger.sendall(message)
+        train(model, 0, range(1, 3))
+
+    ranks(3, lambda: in_job(str(tmp_path / "s"), trainer, server, trainers=1))
+
+
+def test_what_another_user_has_connected_is_closed() -> None:
+    address = f"\0shardrec-test-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+        with socket.socket(socket.AF_UNIX) as client, socket.socket(socket.AF_UNIX) as late:
+            client.connect(address)
+            accepted, _ = listener.accept()
+            with accepted:
+                _close_doors({address.encode()})
+                with pytest.raises(ConnectionRefusedError):
+                    late.connect(address)
+                client.sendall(b"of this user")
+                assert accepted.recv(100) == b"of this user"
+                with mock.patch("os.getuid", lambda: os.geteuid() + 1):
+                    _close_doors({address.encode()})
+                assert client.recv(1) == accepted.recv(1) == b""
+
+
+def test_a_server_whose_trainers_are_gone_ends(tmp_path: Path) -> None:
+    def run() -> Any:
+        name = ["trainer0", "trainer1", "server0"][dist.get_rank()]
+        world = RpcWorld(dist.FileStore(str(tmp_path / "store")), trainers=2, servers=1, name=name, timeout_s=20.0)
+        if name != "server0":
+            world.join()
+            os._exit(3)
+        with pytest.raises(PeerError, match="trainer0, trainer1 did not come"):
+            world.serve()
+        return world._generation
+
+    found = ranks(3, run, expect_death={0, 1})
+    assert found[2] == 1
+
+
+def test_processes_that_are_late_for_each_other_meet_again(tmp_path: Path) -> None:
+    def run() -> Any:
+        name = ["trainer0", "server0"][dist.get_rank()]
+        world = RpcWorld(dist.FileStore(str(tmp_path / "store")), trainers=1, servers=1, name=name, timeout_s=60.0)
+        late = [RuntimeError("too late")] if name == "trainer0" else []
+
+        def all_gather(*args: Any, **options: Any) -> Any:
+            if late:
+                raise late.pop()
+            return gather(*args, **options)
+
+        gather = rpc.api._all_gather
+        patched = mock.patch("torch.distributed.rpc.api._all_gather", all_gather)
+        with patched, mock.patch("shardrec.rpc.world._START_S", 4.0), world.joined():
+            dist.barrier()
+        return world._generation
+
+    first, second = ranks(2, run)
+    assert first == second >= 1
 
 
 def _killed(tmp_path: Path, *, kills: int, steps: int) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardrec.exchange.peers import peers
+from shardrec.exchange.plain import gather
 from shardrec.exchange.shared.channel import Channel
 
 __all__ = ["connect", "host_identity"]
@@ -155,7 +156,5 @@ def _hello(stranger: socket.socket, secret: bytes) -> int | None:
 
 
 def _gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size(group)
     with peers(group, "start of shared memory"):
-        dist.all_gather_object(found, value, group=group)
-    return found
+        return gather(value, group)

@@ -1,0 +1,100 @@
+"""What ranks tell each other besides tensors: pickled, and read without running anything that a pickle could name.
+
+Whoever can write to the ranks' store, or takes a rank's place in it, can give wrong data, but no code to run.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+from enum import Enum
+from pathlib import PurePath
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_object_coll_device
+from torch.utils._pytree import SUPPORTED_NODES, TreeSpec, tree_flatten
+
+from shardrec.errors import PeerError, ShardrecError
+
+__all__ = ["dump", "gather", "load"]
+
+_BUILTINS = (bool, bytearray, complex, dict, float, frozenset, int, list, set, str, tuple)
+
+
+def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """The value of each rank, on every rank; every rank calls it.
+
+    Args:
+        value: of what :func:`load` reads.
+        group: default: the default group.
+
+    Raises:
+        PeerError: if a rank sent anything else.
+    """
+    device = _get_object_coll_device(group)
+    data = torch.frombuffer(bytearray(dump(value)), dtype=torch.uint8)
+    ranks = dist.get_world_size(group)
+    sizes = torch.empty(ranks, dtype=torch.int64, device=device)
+    dist.all_gather(list(sizes.split(1)), torch.tensor([data.numel()], device=device), group=group)
+    lengths = sizes.tolist()
+    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+    padded[: data.numel()] = data.to(device)
+    rows = torch.empty(ranks, max(lengths), dtype=torch.uint8, device=device)
+    dist.all_gather(list(rows.unbind()), padded, group=group)
+    return [load(row[:length].numpy().tobytes()) for row, length in zip(rows.cpu(), lengths, strict=True)]
+
+
+def dump(value: Any) -> bytes:
+    """As bytes, for :func:`load`."""
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
+def load(data: bytes) -> Any:
+    """Plain values, paths, dtypes, tree specs, enums, named tuples, and shardrec's own data classes and errors.
+
+    Raises:
+        PeerError: for anything else.
+    """
+    return _Unpickler(io.BytesIO(data)).load()
+
+
+class _Pickler(pickle.Pickler):
+    """One whose tree specs can be unpickled without torch's warning about the class of their leaves."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, TreeSpec) and obj.is_leaf():
+            return _leaf_spec, ()
+        return NotImplemented
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        # Of loaded modules only, for an import runs code.
+        value = super().find_class(module, name) if module in sys.modules else None
+        if value is _leaf_spec or isinstance(value, torch.dtype) or (isinstance(value, type) and _is_data(value)):
+            return value
+        raise PeerError(
+            f"a rank sent {module}.{name}, which is no plain data: give plain keys and containers to pipeline stages, "
+            "and see that nobody but the job's ranks reaches their store"
+        )
+
+
+def _is_data(kind: type) -> bool:
+    """Whether to make objects of this class does nothing else."""
+    own = kind.__module__.startswith("shardrec.")
+    return (
+        kind in _BUILTINS
+        or kind in SUPPORTED_NODES
+        or issubclass(kind, (TreeSpec, Enum, PurePath, ShardrecError))
+        or (issubclass(kind, tuple) and hasattr(kind, "_fields"))
+        or (own and hasattr(kind, "__dataclass_fields__"))
+    )
+
+
+def _leaf_spec() -> TreeSpec:
+    return tree_flatten(0)[1]
