@@ -402,7 +402,10 @@ def test_hashes_are_the_same_everywhere_and_spread() -> None:
         ("features: [{name: a, kind: id, boundaries: [2, 1]}]", r"feature 'a': boundaries must ascend"),
         ("features: [{name: a, kind: weighted, rows: 3}]", r"feature 'a': weights names the column"),
         ("label: clicked\nfeatures: []", r"spec\.yaml: no feature has a table"),
-        ("label: a: b", r"spec\.yaml:1 is not YAML \(mapping values are not allowed here\)"),
+        (
+            "label: a: b",
+            r"spec\.yaml:1 cannot be read as YAML \(mapping values are not allowed",
+        ),
     ],
 )
 def test_faults_of_a_spec_name_the_feature(tmp_path: Path, text: str, words: str) -> None:

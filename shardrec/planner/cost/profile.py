@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from shardrec.documents import read_json
 from shardrec.errors import ConfigError
 from shardrec.layout.machine import Machine
 
@@ -176,7 +177,7 @@ class Profile:
             ConfigError: if the file is not one; the message names the file.
         """
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            data = read_json(path)
             return cls.from_json(data if isinstance(data, dict) else {})
         except (OSError, ConfigError) as error:
             raise ConfigError(f"{path}: {error}") from error
