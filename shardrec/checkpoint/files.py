@@ -23,7 +23,7 @@ import math
 import os
 import struct
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +36,7 @@ from torch import Tensor
 from zlib_ng.zlib_ng import crc32
 
 from shardrec.checkpoint.parts import Rect, as_matrix
+from shardrec.documents import open_regular, parse_json
 from shardrec.errors import CheckpointError
 
 __all__ = [
@@ -190,11 +191,40 @@ class OpenFile:
     def __init__(self, folder: Path, file: SavedFile, stack: ExitStack) -> None:
         self._path = folder / file.name
         self._file = file
-        self._descriptor = os.open(self._path, os.O_RDONLY)
+        self._descriptor = open_regular(self._path)
         stack.callback(os.close, self._descriptor)
         size = os.fstat(self._descriptor).st_size
         if size != file.size:
             raise self._damaged(f"has {size:,} bytes, and {file.size:,} were written")
+
+    def check_contents(self, contents: Mapping[int, tuple[str, int]]) -> None:
+        """Compare what the manifest says with the file's own header.
+
+        Args:
+            contents: what starts at which byte: the dtype by its name, and the byte after the last.
+
+        Raises:
+            CheckpointError: if the header says otherwise.
+        """
+        text = bytearray(self._file.header)
+        self._read(memoryview(text), 0)
+        try:
+            if struct.unpack_from("<Q", text)[0] != len(text) - 8:
+                raise ValueError(f"it is not of {len(text) - 8:,} bytes")
+            of_file = {
+                len(text) + tensor["data_offsets"][0]: (tensor["dtype"], len(text) + tensor["data_offsets"][1])
+                for tensor in parse_json(bytes(text[8:])).values()
+                if tensor["data_offsets"][0] != tensor["data_offsets"][1]
+            }
+        except (AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
+            raise self._damaged(f"has a damaged header ({type(error).__name__}: {error})") from error
+        for start, (dtype, end) in contents.items():
+            dtype_of_file, end_of_file = of_file.get(start, ("nothing", start))
+            if (dtype_of_file, end_of_file) != (dtype, end):
+                raise self._damaged(
+                    f"has {dtype_of_file} at bytes {start:,} to {end_of_file:,}, and the manifest says {dtype} to byte "
+                    f"{end:,}"
+                )
 
     def _damaged(self, how: str) -> CheckpointError:
         return CheckpointError(f"{self._path} {how}; load an older checkpoint, or restore this one from a copy")
