@@ -36,8 +36,8 @@ from torch import Tensor
 from zlib_ng.zlib_ng import crc32
 
 from shardrec.checkpoint.parts import Rect, as_matrix
-from shardrec.documents import open_regular, parse_json
 from shardrec.errors import CheckpointError
+from shardrec.files import naming, open_regular, parse_json
 
 __all__ = [
     "BLOCK_BYTES",
@@ -148,7 +148,7 @@ def write_file(path: Path, tensors: Sequence[tuple[str, Tensor, Tensor | None]])
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     starts = []
-    with path.open("xb") as file:
+    with naming(path), path.open("xb") as file:
         writer = _Writer(file)
         writer.write(memoryview(struct.pack("<Q", len(text)) + text))
         for _, values, rows in tensors:
@@ -308,6 +308,7 @@ def sync_folder(folder: Path) -> None:
     """Wait until the names in a folder are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(descriptor)
+        with naming(folder):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)

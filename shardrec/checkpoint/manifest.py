@@ -29,8 +29,8 @@ from typing import Any
 
 from shardrec.checkpoint.files import DTYPES, SavedFile, SavedRows, sync_folder
 from shardrec.checkpoint.parts import Rect
-from shardrec.documents import open_regular, parse_json
 from shardrec.errors import CheckpointError
+from shardrec.files import naming, open_regular, parse_json
 
 __all__ = [
     "MANIFEST",
@@ -317,7 +317,7 @@ def read_manifest(folder: Path) -> Manifest:
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Make ``folder`` the checkpoint that ``manifest`` describes, in one atomic step, and on the disk."""
     partial = folder / PARTIAL
-    with partial.open("wb") as file:
+    with naming(partial), partial.open("wb") as file:
         file.write(manifest.to_bytes())
         file.flush()
         os.fsync(file.fileno())

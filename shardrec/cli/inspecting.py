@@ -10,8 +10,8 @@ from typing import Any
 
 from shardrec.checkpoint.load import verify_checkpoint
 from shardrec.checkpoint.manifest import MANIFEST, Manifest
-from shardrec.documents import parse_json
 from shardrec.errors import ConfigError
+from shardrec.files import parse_json
 from shardrec.layout import ShardingPlan
 from shardrec.serve.save import NOTES
 from shardrec.train.config import FILE

@@ -15,8 +15,8 @@ import typer
 
 from shardrec.cli.flags import Debug
 from shardrec.console import console, working
-from shardrec.documents import parse_yaml, read_text
 from shardrec.errors import ConfigError
+from shardrec.files import parse_yaml, read_text
 
 if TYPE_CHECKING:
     from shardrec.layout import Topology

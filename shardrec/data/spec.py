@@ -26,8 +26,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from shardrec.data.schema import ClickSchema, criteo_schema
-from shardrec.documents import parse_yaml, read_text
 from shardrec.errors import ConfigError
+from shardrec.files import parse_yaml, read_text
 from shardrec.ids import DynamicIds
 
 __all__ = ["Feature", "FeatureSpec", "Label", "click_spec", "criteo_spec", "load_spec", "parse_spec"]

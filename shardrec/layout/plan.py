@@ -11,8 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shardrec.documents import read_json
 from shardrec.errors import PlanError
+from shardrec.files import read_json
 from shardrec.layout.report import PlanReport
 from shardrec.layout.shard import Shard, TableLayout
 from shardrec.layout.topology import Topology

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardrec.documents import parse_yaml, read_text, yaml_lines
 from shardrec.errors import ConfigError
+from shardrec.files import parse_yaml, read_text, yaml_lines
 from shardrec.train.options import check_fields, flag, option, rule_of, together
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardrec.documents import read_json
 from shardrec.errors import ConfigError
+from shardrec.files import read_json
 from shardrec.train.config import CHECKPOINTS, FILE, METRICS, PLAN, SPEC, TrainConfig, load_config
 
 if TYPE_CHECKING:

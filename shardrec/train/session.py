@@ -18,8 +18,8 @@ from pathlib import Path
 from shardrec.console import working
 from shardrec.data import ClickMetrics, load_spec
 from shardrec.data.spec import parse_spec
-from shardrec.documents import parse_json
 from shardrec.errors import ConfigError
+from shardrec.files import naming, os_fault, parse_json
 from shardrec.launch.ranks import Place, joined, meet, over_ranks, same_everywhere
 from shardrec.layout import ShardingPlan
 from shardrec.modules import ShardedModel, shard
@@ -276,10 +276,10 @@ def _replacing(path: Path) -> Iterator[Path]:
     """Another path to write to, which then takes the name: a run that is killed leaves the old file or the new one."""
     partial = path.with_stem(f"{path.stem}.partial")
     try:
-        yield partial
-        partial.replace(path)
+        with naming(partial):
+            yield partial
+            partial.replace(path)
     except OSError as error:
         raise ConfigError(
-            f"out (--out) is {str(path.parent)!r}: {error.filename or 'a file'}: {error.strerror}; give a folder to "
-            "write to"
+            f"out (--out) is {str(path.parent)!r}: {os_fault(error)}; give a folder to write to, or make room in it"
         ) from error

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from shardrec.documents import read_json
 from shardrec.errors import ConfigError
+from shardrec.files import read_json
 from shardrec.layout.machine import Machine
 
 __all__ = ["Profile"]

@@ -1,4 +1,4 @@
-"""JSON and YAML documents of any origin, read with bounds on memory and time.
+"""Files of any origin, read with bounds on memory and time; and what the operating system says of files, in words.
 
 A fault of a JSON document is a ``ValueError`` whose text says what is wrong; who reads it adds the file's name and the
 remedy. YAML is written by people: its faults are a ``ConfigError`` with the line.
@@ -6,15 +6,19 @@ remedy. YAML is written by people: its faults are a ``ConfigError`` with the lin
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from shardrec.errors import ConfigError
 
-__all__ = ["open_regular", "parse_json", "parse_yaml", "read_json", "read_text", "yaml_lines"]
+__all__ = ["naming", "open_regular", "os_fault", "parse_json", "parse_yaml", "read_json", "read_text", "yaml_lines"]
 
 _MOST_BYTES = 256 << 20
 """Of a JSON document, such as the plan of a million shards."""
@@ -38,6 +42,28 @@ def open_regular(path: str | Path) -> int:
         os.close(descriptor)
         raise OSError(None, f"it is no regular file ({stat.filemode(mode)})", str(path))
     return descriptor
+
+
+@contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """Inside, an ``OSError`` without a file's name, such as that of a write, gets this one."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+def os_fault(error: OSError) -> str:
+    """What the operating system says of a file, and of a full file system how much of it is free."""
+    if error.filename is None:
+        return str(error)
+    text = f"{error.filename}: {error.strerror or error}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        folder = next((parent for parent in Path(error.filename).absolute().parents if parent.is_dir()), Path("/"))
+        text += f" ({shutil.disk_usage(folder).free / 2**20:,.1f} MiB are free in {folder})"
+    return text
 
 
 def read_text(path: str | Path, most: int = _MOST_BYTES) -> str:
