@@ -200,7 +200,7 @@ def _sharded_model(config: TrainConfig, source: Source, place: Place, plan: Shar
                 sample_batches=source.sampled(_SAMPLED),
                 device=place.device,
             )
-    meet(place, "planned")  # the first rank has also looked for the best possible metrics
+    meet(place, "agreement on the plan")  # the first rank has also looked for the best possible metrics
     sharded = shard(model, plan, device=place.device, dynamic_ids=dynamic)
     if config.compile != "off":  # in place, so that the model stays what the loop and the checkpoint know
         full = config.compile == "full"

@@ -392,6 +392,7 @@ def test_hashes_are_the_same_everywhere_and_spread() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
+        ("features: [{name: a, kind: id, ids: number, vocabulary: [b]}]", r"feature 'a': ids: number needs rows"),
         ("features: [{name: a, kind: id}]", r"feature 'a': give one of rows, vocabulary and boundaries"),
         ("features: [{name: a, kind: ids, rows: 3}]", r"feature 'a', kind: Input should be 'id'"),
         ("features: [{name: a, kind: id, rows: 1}]", r"feature 'a', rows: Input should be greater than or equal to 2"),

@@ -51,6 +51,8 @@ def test_yaml_spellings(tmp_path: Path) -> None:
         ),
         ("zzz: 3\nyyy: 4\n", r"2 faults:\n  1\. .*'zzz'\n  2\. .*'yyy'"),
         ("- 3\n", "holds a list: give options"),
+        ("embedding_lr: true\n", r"embedding_lr \(.*run\.yaml:1\) is True: give a number, above 0"),
+        ("lr: 1" + "0" * 400 + "\n", r"lr \(.*run\.yaml:1\) is 10+: give a number, above 0"),
         ("a: [\n", r"run\.yaml:2 cannot be read as YAML"),
         (
             "seed: 1\nlr: 1\n  model: dcn\n",
