@@ -2,31 +2,90 @@
 
 from __future__ import annotations
 
+import io
 import os
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from contextlib import contextmanager, suppress
+from typing import IO, TYPE_CHECKING, Any, TextIO, cast
+
+from shardrec.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["LOG_WIDTH", "console", "working"]
+__all__ = ["LOG_WIDTH", "CheckedOutput", "console", "tolerate_characters", "working"]
 
 LOG_WIDTH = 120
 """Columns of a log file."""
 
 
-def console(width: int = LOG_WIDTH, *, stderr: bool = False) -> Console:
+def console(width: int = LOG_WIDTH, *, stderr: bool = False, lossy: bool = False) -> Console:
     """A console as wide as the terminal; in a file or a pipe, which rich takes to have 80 columns, as wide as asked.
 
     Args:
         width: columns, where there is no terminal and ``COLUMNS`` is not set.
         stderr: print to it instead of stdout.
+        lossy: where stdout cannot be written to (a full disk, a reader that has gone), warn on stderr, once, and go on.
     """
     from rich.console import Console
 
-    found = Console(stderr=stderr)
-    return found if found.is_terminal or os.environ.get("COLUMNS") else Console(width=width, stderr=stderr)
+    tolerate_characters(sys.stdout)
+    file = cast("IO[str]", CheckedOutput(sys.stdout, lossy=True)) if lossy and sys.stdout is not None else None
+    found = Console(stderr=stderr, file=file)
+    return found if found.is_terminal or os.environ.get("COLUMNS") else Console(width=width, stderr=stderr, file=file)
+
+
+def tolerate_characters(stream: TextIO | None) -> None:
+    """Let a stream write ``?`` for what its encoding lacks, such as ASCII a plus-minus sign."""
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="replace")
+
+
+class CheckedOutput:
+    """Stands in for stdout: where that cannot be written to (a full disk, a reader that has gone), says so once.
+
+    Args:
+        stream: for which it stands in.
+        lossy: say it as a warning on stderr, and let whoever prints go on; else as a ConfigError.
+    """
+
+    def __init__(self, stream: TextIO, *, lossy: bool = False) -> None:
+        self._stream = stream
+        self._lossy = lossy
+        self._fault = ""
+
+    def write(self, text: str) -> int:
+        """As a stream's."""
+        self._try(self._stream.write, text)
+        return len(text)
+
+    def flush(self) -> None:
+        """As a stream's."""
+        self._try(self._stream.flush)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _try(self, act: Callable[..., object], *arguments: str) -> None:
+        try:
+            if not self._fault:
+                act(*arguments)
+                return
+        except (OSError, ConfigError) as error:
+            # What is held back, and all that comes, goes nowhere, so that the interpreter can close the stream.
+            with suppress(OSError, ValueError):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, self._stream.fileno())
+                os.close(nowhere)
+            self._fault = str(error)
+            if isinstance(error, OSError):
+                self._fault = f"standard output cannot be written to: {error.strerror}; send it elsewhere"
+            if self._lossy:
+                with suppress(OSError):
+                    print(f"shardrec: warning: {self._fault}. The run goes on", file=sys.stderr, flush=True)
+        if not self._lossy:
+            raise ConfigError(self._fault)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "shardrec"
 
 LAYERS = [
     {"errors", "memory", "_dynamo"},
-    {"_torchscript", "_versions", "console"},
+    {"_torchscript", "_versions", "console", "files"},
     {"native", "pending"},
     {"layout"},
     {"exchange"},

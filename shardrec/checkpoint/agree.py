@@ -12,6 +12,7 @@ import torch.distributed as dist
 from shardrec.errors import CheckpointError, ConfigError, PeerError, ShardrecError
 from shardrec.exchange.peers import peers
 from shardrec.exchange.plain import gather
+from shardrec.files import os_fault
 
 __all__ = ["Ranks"]
 
@@ -75,7 +76,7 @@ def _for_all(error: Exception, remedy: str) -> ShardrecError:
     if isinstance(error, ShardrecError):
         return CheckpointError(str(error))
     if isinstance(error, OSError):
-        return CheckpointError(f"{error.filename or 'a file'}: {error.strerror or error}; {remedy}")
+        return CheckpointError(f"{os_fault(error)}; {remedy}")
     return CheckpointError(f"{type(error).__name__}: {error}")
 
 

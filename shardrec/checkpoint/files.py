@@ -23,7 +23,7 @@ import math
 import os
 import struct
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +37,7 @@ from zlib_ng.zlib_ng import crc32
 
 from shardrec.checkpoint.parts import Rect, as_matrix
 from shardrec.errors import CheckpointError
+from shardrec.files import naming, open_regular, parse_json
 
 __all__ = [
     "BLOCK_BYTES",
@@ -147,7 +148,7 @@ def write_file(path: Path, tensors: Sequence[tuple[str, Tensor, Tensor | None]])
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     starts = []
-    with path.open("xb") as file:
+    with naming(path), path.open("xb") as file:
         writer = _Writer(file)
         writer.write(memoryview(struct.pack("<Q", len(text)) + text))
         for _, values, rows in tensors:
@@ -190,11 +191,40 @@ class OpenFile:
     def __init__(self, folder: Path, file: SavedFile, stack: ExitStack) -> None:
         self._path = folder / file.name
         self._file = file
-        self._descriptor = os.open(self._path, os.O_RDONLY)
+        self._descriptor = open_regular(self._path)
         stack.callback(os.close, self._descriptor)
         size = os.fstat(self._descriptor).st_size
         if size != file.size:
             raise self._damaged(f"has {size:,} bytes, and {file.size:,} were written")
+
+    def check_contents(self, contents: Mapping[int, tuple[str, int]]) -> None:
+        """Compare what the manifest says with the file's own header.
+
+        Args:
+            contents: what starts at which byte: the dtype by its name, and the byte after the last.
+
+        Raises:
+            CheckpointError: if the header says otherwise.
+        """
+        text = bytearray(self._file.header)
+        self._read(memoryview(text), 0)
+        try:
+            if struct.unpack_from("<Q", text)[0] != len(text) - 8:
+                raise ValueError(f"it is not of {len(text) - 8:,} bytes")
+            of_file = {
+                len(text) + tensor["data_offsets"][0]: (tensor["dtype"], len(text) + tensor["data_offsets"][1])
+                for tensor in parse_json(bytes(text[8:])).values()
+                if tensor["data_offsets"][0] != tensor["data_offsets"][1]
+            }
+        except (AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
+            raise self._damaged(f"has a damaged header ({type(error).__name__}: {error})") from error
+        for start, (dtype, end) in contents.items():
+            dtype_of_file, end_of_file = of_file.get(start, ("nothing", start))
+            if (dtype_of_file, end_of_file) != (dtype, end):
+                raise self._damaged(
+                    f"has {dtype_of_file} at bytes {start:,} to {end_of_file:,}, and the manifest says {dtype} to byte "
+                    f"{end:,}"
+                )
 
     def _damaged(self, how: str) -> CheckpointError:
         return CheckpointError(f"{self._path} {how}; load an older checkpoint, or restore this one from a copy")
@@ -278,6 +308,7 @@ def sync_folder(folder: Path) -> None:
     """Wait until the names in a folder are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(descriptor)
+        with naming(folder):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -92,12 +92,14 @@ def verify_checkpoint(path: str | Path) -> Manifest:
     folder = Path(path)
     manifest = read_manifest(folder)
     buffer = memoryview(bytearray(CACHED_BYTES))
+    contents = manifest.contents()
     try:
-        for file in manifest.all_files:
+        for number, file in enumerate(manifest.all_files):
             with ExitStack() as stack:
                 opened = OpenFile(folder / manifest.data, file, stack)
                 for block in range(file.blocks):
                     opened.verify(block, buffer)
+                opened.check_contents(contents.get(number, {}))
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read whole: {error}; load an older checkpoint") from error
     return manifest
@@ -148,10 +150,13 @@ class _Source:
             self._find_strangers()
         files = self.manifest.all_files
         blocks = [(number, block) for number, file in enumerate(files) for block in range(file.blocks)]
+        contents = self.manifest.contents()
         rank, size = self._ranks.rank, self._ranks.size
         buffer = memoryview(bytearray(CACHED_BYTES))
         for number, block in blocks[len(blocks) * rank // size : len(blocks) * (rank + 1) // size]:
             self._file(number).verify(block, buffer)
+            if block == 0:
+                self._file(number).check_contents(contents.get(number, {}))
         self._moves.find()
         for name, tensor in wanted.items():
             moved = self._moves.has(name)

@@ -21,17 +21,16 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import chain, pairwise
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any
 
 from shardrec.checkpoint.files import DTYPES, SavedFile, SavedRows, sync_folder
 from shardrec.checkpoint.parts import Rect
 from shardrec.errors import CheckpointError
-from shardrec.layout import Shard
-from shardrec.layout.shard import miscovered
+from shardrec.files import naming, open_regular, parse_json
 
 __all__ = [
     "MANIFEST",
@@ -49,6 +48,7 @@ _FORMAT, _LINKED_FORMAT = 2, 3
 PARTIAL = MANIFEST + ".partial"
 _DATA_FOLDER = re.compile(r"data-[0-9a-f]{16}")
 _DIGEST = b',\n"sha256": '
+_MOST_STEPS = 2**53
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,33 +109,49 @@ class SavedTensor:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> SavedTensor:
         """What :meth:`to_json` gave."""
-        parts = tuple(
-            SavedPart(
-                rect=Rect(top, bottom, left, right),
-                file=file,
-                start=start,
-                changes=tuple(SavedRows(*rows) for rows in changes),
-            )
-            for top, bottom, left, right, file, start, *changes in value["parts"]
-        )
-        return cls(dtype=value["dtype"], shape=tuple(value["shape"]), parts=parts)
+        parts = []
+        for part in value["parts"]:
+            top, bottom, left, right, file, start = _integers(part[:6])
+            changes = tuple(SavedRows(*_integers(rows)) for rows in part[6:])
+            parts.append(SavedPart(rect=Rect(top, bottom, left, right), file=file, start=start, changes=changes))
+        return cls(dtype=value["dtype"], shape=_integers(value["shape"]), parts=tuple(parts))
 
     def faults(self, name: str, files: Sequence[SavedFile]) -> Iterator[str]:
         """What is wrong with it, one sentence each."""
-        whole = Rect.whole(self.shape)
-        shards = []
+        if math.prod(max(size, 1) for size in self.shape) * DTYPES[self.dtype].itemsize >= 2**63:
+            yield f"{name}: there is no tensor of shape {self.shape}"
+            return
+        whole, itemsize = Rect.whole(self.shape), DTYPES[self.dtype].itemsize
         for part in self.parts:
             rect = part.rect
             if rect.common(whole) != rect:
                 yield f"{name}: {rect} is no part of shape {self.shape}"
             if any(not 0 < rows.length <= rect.row_end - rect.row_start for rows in part.changes):
                 yield f"{name}: of {rect}, as many rows as that cannot have changed"
-            for file, start, end in chain(*part.extents(DTYPES[self.dtype].itemsize)):
+            for file, start, end in chain(*part.extents(itemsize)):
                 if not (0 <= file < len(files) and files[file].header <= start <= end <= files[file].size):
                     yield f"{name}: bytes {start} to {end} of file {file} are outside of it"
-            shards.append(Shard(**{"table": name, **rect._asdict(), "rank": part.file}))
-        for region in miscovered(whole.row_end, whole.col_end, shards) if math.prod(self.shape) else ():
-            yield f"{name}: {region} are {'there twice' if region.owners else 'missing'}"
+        # Layouts are column stripes, each cut into row blocks, and so are the parts.
+        stripes: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for part in self.parts if whole.numel else ():
+            stripes.setdefault(part.rect[2:], []).append(part.rect[:2])
+        uncovered = _uncovered(stripes, whole.col_end if whole.numel else 0)
+        if uncovered:
+            yield f"{name}: columns {uncovered}"
+        for (left, right), blocks in stripes.items():
+            uncovered = _uncovered(blocks, whole.row_end)
+            if uncovered:
+                yield f"{name}: in columns {left}:{right}, rows {uncovered}"
+
+
+def _uncovered(ranges: Iterable[tuple[int, int]], size: int) -> str:
+    """The first place where ranges do not cover ``[0, size)`` once; empty if they do."""
+    end = 0
+    for start, stop in (*sorted(ranges), (size, size)):
+        if start != end:
+            return f"{end}:{start} are missing" if end < start else f"{start}:{end} are there twice"
+        end = stop
+    return ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,29 +183,39 @@ class Manifest:
     param_groups: Sequence[Mapping[str, Any]] | None
     extra: Mapping[str, Any]
 
+    def contents(self) -> dict[int, dict[int, tuple[str, int]]]:
+        """By file, what starts at which byte: the dtype by its name, and the byte after the last."""
+        found: dict[int, dict[int, tuple[str, int]]] = {}
+        for tensor in self.tensors.values():
+            for part in tensor.parts:
+                of_values, of_numbers = part.extents(DTYPES[tensor.dtype].itemsize)
+                for dtype, extents in ((tensor.dtype, of_values), ("I64", of_numbers)):
+                    for file, start, end in extents:
+                        found.setdefault(file, {})[start] = dtype, end
+        return found
+
     @property
     def all_files(self) -> tuple[SavedFile, ...]:
         """Those in the data folder, by number."""
         return self.files + self.linked
 
-    def faults(self) -> list[str]:
+    def faults(self) -> Iterator[str]:
         """What is wrong with it, one sentence each: parts that are missing, twice there, or not where they can be."""
-        found = [
-            f"{file.name}: {len(file.checksums)} checksums for {file.size} bytes"
-            for file in self.all_files
-            if len(file.checksums) != file.blocks
-        ]
-        found += [fault for name, tensor in self.tensors.items() for fault in tensor.faults(name, self.all_files)]
-        extents = [part.extents(DTYPES[one.dtype].itemsize) for one in self.tensors.values() for part in one.parts]
+        for file in self.all_files:
+            if len(file.checksums) != file.blocks:
+                yield f"{file.name}: {len(file.checksums)} checksums for {file.size} bytes"
+        extents = []
         # Tensors with the same rows share the numbers of those that have changed.
-        places = [place for values, _ in extents for place in values]
-        places += {place for _, numbers in extents for place in numbers}
-        places.sort()
-        return found + [
-            f"two tensors share bytes {other[1]} to {one[2]} of file {one[0]}"
-            for one, other in pairwise(places)
-            if one[0] == other[0] and other[1] < one[2]
-        ]
+        numbers: set[tuple[int, int, int]] = set()
+        for name, tensor in self.tensors.items():
+            yield from tensor.faults(name, self.all_files)
+            for part in tensor.parts:
+                of_values, of_numbers = part.extents(DTYPES[tensor.dtype].itemsize)
+                extents += of_values
+                numbers.update(of_numbers)
+        for before, after in pairwise(sorted(chain(extents, numbers))):
+            if before[0] == after[0] and after[1] < before[2]:
+                yield f"two tensors share bytes {after[1]} to {before[2]} of file {before[0]}"
 
     def to_bytes(self) -> bytes:
         """As JSON, with a checksum of itself at the end."""
@@ -214,25 +240,50 @@ class Manifest:
             raise ValueError("it is no manifest of a checkpoint")
         if digest != b'"%s"}\n' % hashlib.sha256(body).hexdigest().encode():
             raise ValueError("its checksum is not that of its text")
-        values = json.loads(body + b"}")
+        values = parse_json(body + b"}")
         version = values.pop("format", None)
         if version not in (_FORMAT, _LINKED_FORMAT):
             raise ValueError(f"it has format {version!r}, and this release reads {_FORMAT} and {_LINKED_FORMAT}")
         for key in ("tensors", "numbers", "plan", "step_counts", "fused_settings", "extra"):
-            if not isinstance(values[key], dict):
-                raise ValueError(f"its {key!r} is a {type(values[key]).__name__}")
+            _check(key, values[key], dict)
+        for name, count in values["step_counts"].items():
+            if type(count) is not int or not 0 <= count < _MOST_STEPS:
+                raise ValueError(f"its step count of {name!r} is {count!r}")
+        for name, number in values["numbers"].items():
+            _check(name, number, int | float)
+        for table, settings in values["fused_settings"].items():
+            _check(f"fused settings of {table}", settings, dict)
+        for group in values["param_groups"] or ():
+            _check("settings", group["settings"], dict)
+            for name in group["parameters"]:
+                _check("parameters", name, str)
         values["linked"] = values["linked"] if version == _LINKED_FORMAT else []
         for key in ("files", "linked"):
-            values[key] = tuple(SavedFile(**{**one, "checksums": tuple(one["checksums"])}) for one in values[key])
+            values[key] = tuple(
+                SavedFile(**{**file, "checksums": _integers(file["checksums"])}) for file in values[key]
+            )
+            _integers([number for file in values[key] for number in (file.size, file.header)])
         values["tensors"] = {name: SavedTensor.from_json(one) for name, one in values["tensors"].items()}
         manifest = cls(**values)
         names = [manifest.data, *(file.name for file in manifest.all_files)]
         if not _DATA_FOLDER.fullmatch(names[0]) or any(Path(name).name != name for name in names):
             raise ValueError("it names files outside of the checkpoint")
-        faults = manifest.faults()
+        faults = list(islice(manifest.faults(), 3))
         if faults:
-            raise ValueError("; ".join(faults[:3]))
+            raise ValueError("; ".join(faults))
         return manifest
+
+
+def _check(name: str, value: object, kind: Any) -> None:
+    if not isinstance(value, kind):
+        raise ValueError(f"its {name!r} is a {type(value).__name__}")
+
+
+def _integers(values: Sequence[Any]) -> tuple[int, ...]:
+    """The values, each of which must be a whole number; JSON's 1.0 and true would pass for one until they are used."""
+    if not all(type(value) is int for value in values):
+        raise ValueError(f"{next(value for value in values if type(value) is not int)!r} is no whole number")
+    return tuple(values)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -243,15 +294,20 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        data = path.read_bytes()
+        with open(open_regular(path), "rb") as file:
+            data = file.read()
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(
             f"{folder} is not a complete checkpoint: there is no {MANIFEST}; give a folder that save_checkpoint wrote "
             "to its end"
         ) from error
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {error.strerror}; load an older checkpoint, or restore this one from a copy"
+        ) from error
     try:
         return Manifest.from_bytes(data)
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
         kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
         raise CheckpointError(
             f"{path} is damaged ({kind}{error}); load an older checkpoint, or restore this one from a copy"
@@ -261,7 +317,7 @@ def read_manifest(folder: Path) -> Manifest:
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Make ``folder`` the checkpoint that ``manifest`` describes, in one atomic step, and on the disk."""
     partial = folder / PARTIAL
-    with partial.open("wb") as file:
+    with naming(partial), partial.open("wb") as file:
         file.write(manifest.to_bytes())
         file.flush()
         os.fsync(file.fileno())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -130,20 +131,49 @@ def optimizer_faults(model: ShardedModel, optimizer: Optimizer | None, manifest:
         for group in _fused_groups(model, manifest)
         if any(one != _saved_fused(group, manifest)[0] for one in _saved_fused(group, manifest))
     ]
+    for group in _fused_groups(model, manifest):
+        for settings in _saved_fused(group, manifest):
+            found += _setting_faults(f"the fused optimizer of {', '.join(group['tables'])}", group, settings)
     groups = optimizer_groups(model, optimizer)
-    if groups is None:
+    if groups is None or optimizer is None:
         return found
     saved = manifest.param_groups
     if saved is None:
         return [*found, "it was saved without an optimizer; load it without one"]
     if len(saved) != len(groups):
         return [*found, f"its optimizer has {len(saved)} parameter groups and this one {len(groups)}; {as_saved}"]
-    known = {place.name for place in parameter_places(model).values()}
+    places = {place.name: place for place in parameter_places(model).values()}
+    known = set(places)
+    for name, tensor in manifest.tensors.items():
+        place = places.get(name.removeprefix("optimizer.").rpartition(".")[0])
+        if name.startswith("optimizer.") and place and place.is_table and tensor.shape not in ((), place.tensor.shape):
+            found.append(f"{name} has shape {tensor.shape} for a table of shape {place.tensor.shape}; {as_saved}")
     for number, (theirs, ours) in enumerate(zip(saved, groups, strict=True)):
+        found += _setting_faults(f"parameter group {number}", optimizer.param_groups[number], theirs["settings"])
         differing = sorted(known & set(theirs["parameters"]) ^ set(ours["parameters"]))
         if differing:
             found.append(f"its parameter group {number} and this optimizer's differ in {differing[0]}; {as_saved}")
     return found
+
+
+def _setting_faults(owner: str, group: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
+    """The saved settings that a parameter group cannot have."""
+    return [
+        f"its {key} of {owner} is {value!r}; load an older checkpoint"
+        for key, value in settings.items()
+        if key in ("params", "tables", "optimizer") or not _fits(group.get(key), value)
+    ]
+
+
+def _fits(own: Any, saved: Any) -> bool:
+    """Whether a saved value can take the place of a setting; None stands for torch's choice, in either."""
+    if own is None or (saved is None and isinstance(own, bool)):
+        return not isinstance(saved, dict)
+    if isinstance(own, (tuple, list)):
+        return isinstance(saved, list) and len(saved) == len(own) and all(map(_fits, own, saved))
+    if isinstance(own, (bool, str)):
+        return isinstance(saved, type(own))
+    return isinstance(saved, (int, float)) and not isinstance(saved, bool) and abs(saved) <= sys.float_info.max
 
 
 def _fused_groups(model: ShardedModel, manifest: Manifest) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -341,10 +342,10 @@ def _complete(folder: Path, manifest: Manifest, written: list[tuple[Written, lis
             tensors[name] = _merged(tensors.get(name, moved), moved, name)
     files = tuple(file for (file, _), _ in written)
     manifest = replace(manifest, files=files, linked=tuple(linked), tensors=tensors)
-    faults = manifest.faults()
+    faults = list(islice(manifest.faults(), 3))
     if faults:
         raise CheckpointError(
-            f"{folder} was not written, for the ranks do not hold all of {'; '.join(faults[:3])}; make a "
+            f"{folder} was not written, for the ranks do not hold all of {'; '.join(faults)}; make a "
             "training step on every rank before the first save"
         )
     write_manifest(folder, manifest)

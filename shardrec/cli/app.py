@@ -13,7 +13,7 @@ import shardrec
 from shardrec.cli.bench import bench_command
 from shardrec.cli.calibrate import calibrate_command
 from shardrec.cli.doctor import doctor
-from shardrec.cli.ending import ended_by_error
+from shardrec.cli.ending import ended_by_error, writable_output
 from shardrec.cli.plan import plan_command
 from shardrec.cli.runs import compare_command, eval_command, export_command, inspect_command, serve_command
 from shardrec.cli.serve_embeddings import serve_embeddings_command
@@ -74,7 +74,7 @@ def main() -> None:
     """
     quiet = "--debug" not in sys.argv[1:]
     try:
-        with environment_for_torch(quiet=quiet), quiet_libraries(quiet=quiet):
+        with environment_for_torch(quiet=quiet), quiet_libraries(quiet=quiet), writable_output():
             app(prog_name="shardrec")
     except Exception as error:
         if not quiet:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO, cast
 
 from shardrec._versions import EXTRAS, check_extra
+from shardrec.console import CheckedOutput, tolerate_characters
 from shardrec.errors import InputError, ShardrecError, VersionError
 from shardrec.train import RunStopped
 
-__all__ = ["SAVED", "ended_after_saving", "ended_by_error", "ended_by_user"]
+__all__ = ["SAVED", "ended_after_saving", "ended_by_error", "ended_by_user", "writable_output"]
 
 SAVED = 75
 """Exit code of a run that was told to end and has saved: the system's EX_TEMPFAIL, "try again"."""
@@ -26,6 +30,23 @@ def ended_by_user() -> None:
     """Say on stderr that the run was stopped."""
     if _speaks():
         print("\nshardrec: stopped", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def writable_output() -> Iterator[None]:
+    """Inside, what is printed reaches stdout, or the command ends with one message and exit code 1."""
+    if sys.stdout is None:  # closed (``>&-``): a file that is opened would get its number, and what is printed
+        unwritable = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(unwritable, 1)
+        sys.stdout = os.fdopen(1, "w", closefd=False)
+    stream = sys.stdout
+    tolerate_characters(stream)
+    sys.stdout = cast(TextIO, CheckedOutput(stream))
+    try:
+        yield
+        sys.stdout.flush()
+    finally:
+        sys.stdout = stream
 
 
 def ended_by_error(error: Exception) -> None:

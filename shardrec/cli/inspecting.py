@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import zipfile
+import zlib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,15 @@ from typing import Any
 from shardrec.checkpoint.load import verify_checkpoint
 from shardrec.checkpoint.manifest import MANIFEST, Manifest
 from shardrec.errors import ConfigError
+from shardrec.files import parse_json
 from shardrec.layout import ShardingPlan
 from shardrec.serve.save import NOTES
 from shardrec.train.config import FILE
 from shardrec.train.runs import RunFolder, cuts_of
 
 __all__ = ["describe"]
+
+_MOST_NOTES_BYTES = 16 << 20
 
 
 def describe(path: Path) -> dict[str, Any]:
@@ -80,28 +83,50 @@ def _plan(plan: ShardingPlan) -> dict[str, Any]:
 
 
 def _served(path: Path) -> dict[str, Any]:
-    with zipfile.ZipFile(path) as file:
-        scripted = [name for name in file.namelist() if name.endswith(f"/extra/{NOTES}")]
-        packaged = [name for name in file.namelist() if name.endswith("_metadata.json")]
-        texts = [file.read(name) for name in scripted]
-        machines = [json.loads(file.read(name)) for name in packaged]
-    texts += [one[NOTES] for one in machines if NOTES in one]
-    if not texts:
-        raise ConfigError(f"{path} was not written by shardrec: it has no {NOTES}")
-    notes = json.loads(texts[0])
+    try:
+        with zipfile.ZipFile(path) as file:
+            scripted = next((name for name in file.namelist() if name.endswith(f"/extra/{NOTES}")), None)
+            packaged = next((name for name in file.namelist() if name.endswith("_metadata.json")), None)
+            if scripted is not None:
+                return {"is": "a model in TorchScript", **_noted(path, _member(file, scripted))}
+            machine = {} if packaged is None else parse_json(_member(file, packaged))
+        if NOTES not in machine:
+            raise ConfigError(f"{path} was not written by shardrec: it has no {NOTES}")
+        words = (machine.get(f"AOTI_{key}", "") for key in ("DEVICE_KEY", "MACHINE", "CPU_ISA"))
+        described = {"is": "a model compiled by AOTInductor", **_noted(path, machine[NOTES])}
+        return {**described, "compiled for": " ".join(words)}
+    except ConfigError:
+        raise
+    except (
+        *(AttributeError, EOFError, LookupError, OSError, RuntimeError, TypeError, ValueError),
+        *(zipfile.BadZipFile, zlib.error),
+    ) as error:
+        raise ConfigError(
+            f"{path} is damaged, or was not written by shardrec ({type(error).__name__}: {error}); export the model "
+            "again"
+        ) from error
+
+
+def _member(file: zipfile.ZipFile, name: str) -> bytes:
+    """A file of the archive, which is not unpacked if it says that it is large; it cannot be larger than it says."""
+    size = file.getinfo(name).file_size
+    if size > _MOST_NOTES_BYTES:
+        raise ValueError(f"{name} would take {size:,} bytes")
+    return file.read(name)
+
+
+def _noted(path: Path, text: str | bytes) -> dict[str, Any]:
+    """What shardrec has noted of a model in the file."""
+    notes = parse_json(text)
     formats = Counter(notes["formats"].values())
-    found = {
-        "is": "a model in TorchScript" if scripted else "a model compiled by AOTInductor",
+    return {
         "bytes": f"{path.stat().st_size:,}",
         "features": ", ".join(notes["features"]),
         "inputs": ", ".join(notes["inputs"]),
         "tables": ", ".join(f"{count} {name}" for name, count in sorted(formats.items())) or "as trained",
         "rank": f"{notes['rank']} of {notes['world_size']}",
+        **{
+            f"input {tensor['name']}": f"{tensor['dtype']} [{', '.join(map(str, tensor['shape']))}]"
+            for tensor in notes.get("tensors", ())
+        },
     }
-    for one in notes.get("tensors", ()):
-        found[f"input {one['name']}"] = f"{one['dtype']} [{', '.join(map(str, one['shape']))}]"
-    if not scripted:
-        found["compiled for"] = " ".join(
-            machines[0].get(f"AOTI_{key}", "") for key in ("DEVICE_KEY", "MACHINE", "CPU_ISA")
-        )
-    return found

@@ -16,6 +16,7 @@ import typer
 from shardrec.cli.flags import Debug
 from shardrec.console import console, working
 from shardrec.errors import ConfigError
+from shardrec.files import parse_yaml, read_text
 
 if TYPE_CHECKING:
     from shardrec.layout import Topology
@@ -136,7 +137,9 @@ def read_tables(path: Path, *, instance: str | None = None, optimizer: str = "ro
     """
     try:
         rows = _yaml_rows(path) if path.suffix in (".yaml", ".yml") else _csv_rows(path)
-    except (OSError, UnicodeDecodeError) as error:
+    except ConfigError:
+        raise
+    except (OSError, ValueError, csv.Error) as error:
         raise ConfigError(f"{path}: {error}") from error
     named = sorted({str(row["instance"]) for _, row in rows if row.get("instance")})
     if instance is None and len(named) > 1:
@@ -170,21 +173,11 @@ def _csv_rows(path: Path) -> list[tuple[int, Mapping[str, Any]]]:
 
 
 def _yaml_rows(path: Path) -> list[tuple[int, Mapping[str, Any]]]:
-    import yaml
-
-    text = path.read_text(encoding="utf-8")
-    try:
-        data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = "" if mark is None else f":{mark.line + 1}"
-        raise ConfigError(f"{path}{line}: not YAML ({getattr(error, 'problem', error)})") from error
+    data, root = parse_yaml(read_text(path), str(path))
     tables = data.get("tables") if isinstance(data, Mapping) else None
     if not isinstance(tables, list) or not all(isinstance(each, Mapping) for each in tables):
         raise ConfigError(f"{path} has no list of tables; write 'tables:' and one entry for each")
-    root = yaml.compose(text)
-    assert root is not None, "a mapping was loaded from it"
-    nodes = next(value.value for key, value in root.value if key.value == "tables")
+    nodes = next((value.value for key, value in root.value if key.value == "tables"), [root] * len(tables))
     return [(node.start_mark.line + 1, table) for node, table in zip(nodes, tables, strict=True)]
 
 

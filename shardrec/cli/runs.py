@@ -76,11 +76,11 @@ def serve_command(
 
     with working(f"loading {run}"):
         server = open_server(RunFolder(run).endpoint(), host, port)
-    typer.echo(f"serving {run} at http://{host}:{server.port}/ (GET / shows an example; Ctrl-C ends)")
+    typer.echo(f"serving {run} at http://{host}:{server.effective_port}/ (GET / shows an example; Ctrl-C ends)")
     try:
-        server.serve_forever()  # until Ctrl-C
+        server.run()
     finally:
-        server.server_close()
+        server.close()
 
 
 def inspect_command(

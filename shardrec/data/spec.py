@@ -23,11 +23,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from shardrec.data.schema import ClickSchema, criteo_schema
 from shardrec.errors import ConfigError
+from shardrec.files import parse_yaml, read_text
 from shardrec.ids import DynamicIds
 
 __all__ = ["Feature", "FeatureSpec", "Label", "click_spec", "criteo_spec", "load_spec", "parse_spec"]
@@ -225,8 +225,8 @@ def load_spec(path: Path) -> FeatureSpec:
         ConfigError: naming file, feature and field of each fault.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(path)
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"features (--features) is {path}, which cannot be read ({error}): give a YAML file"
         ) from error
@@ -235,12 +235,7 @@ def load_spec(path: Path) -> FeatureSpec:
 
 def parse_spec(text: str, where: str) -> FeatureSpec:
     """:func:`load_spec` of a file that has been read."""
-    try:
-        given = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = "" if mark is None else f":{mark.line + 1}"
-        raise ConfigError(f"{where}{line} is not YAML ({getattr(error, 'problem', error)})") from error
+    given, _ = parse_yaml(text, where)
     try:
         return FeatureSpec.model_validate(given)
     except ValidationError as error:

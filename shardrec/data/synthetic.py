@@ -77,8 +77,9 @@ class SyntheticClickData(ClickData):
                 f"rows, {len(config.schema.dense_names)} dense and {len(tables)} sparse features",
                 f"{sum(tables):,} embedding rows, the largest table {max(tables):,}; ids follow Zipf's law with "
                 f"exponent {config.exponent:g}",
-                f"best possible on the held-out rows: AUC {best.holdout.auc:.4f} (± {best.holdout.auc_stderr:.4f}), "
-                f"logloss {best.holdout.logloss:.4f}, normalized entropy {best.holdout.normalized_entropy:.4f}; "
+                f"best possible on the held-out rows: AUC {best.holdout.auc:.4f} (standard error "
+                f"{best.holdout.auc_stderr:.4f}), logloss {best.holdout.logloss:.4f}, normalized entropy "
+                f"{best.holdout.normalized_entropy:.4f}; "
                 f"expected AUC {best.expected.auc:.4f}",
             ]
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import lzma
 import zipfile
+import zlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from shardrec.data.fault import Reason, RowFault
 from shardrec.data.spec import FeatureSpec
 from shardrec.data.urls import open_input, path_of
 from shardrec.errors import DataError
+from shardrec.layout.presets import host_memory
 
 __all__ = ["TableBlock", "check_file", "first_line", "read_blocks"]
 
@@ -203,8 +205,20 @@ def _arrays(path: str, spec: FeatureSpec) -> dict[str, NDArray[Any]]:
     file = open_input(path)
     try:
         with np.load(file, allow_pickle=False) as archive:
-            found = {name: archive[name] for name in spec.sources if name in archive.files}
-    except (OSError, EOFError, ValueError, TypeError, AttributeError, zipfile.BadZipFile) as error:
+            names = [name for name in spec.sources if name in archive.files]
+            size = sum(part.file_size for part in archive.zip.infolist() if part.filename.removesuffix(".npy") in names)
+            if size > host_memory() / 2:
+                raise DataError(
+                    f"data file {path} would take {size / 2**30:,.1f} GiB unpacked, and a host has "
+                    f"{host_memory() / 2**30:,.1f} GiB of memory: write Parquet, which is read in parts"
+                )
+            found = {name: archive[name] for name in names}
+    except DataError:
+        raise
+    except (
+        *(AttributeError, EOFError, MemoryError, OSError, RuntimeError, TypeError, ValueError),
+        *(zipfile.BadZipFile, zlib.error),
+    ) as error:
         raise DataError(
             f"data file {path} is not an .npz archive of plain arrays ({error}): write it with numpy.savez, without "
             "objects in it"

@@ -69,13 +69,13 @@ def peers(group: dist.ProcessGroup | None, what: str) -> Iterator[None]:
         yield
         return
     introduce()
-    number = flight_record().begin(what)
+    number, begin = flight_record().begin(what), monotonic()
     try:
         yield
     except Exception as error:
         if isinstance(error, PeerError) or not failed_in_a_collective(error):
             raise
-        raise peer_error(group, what, error) from error
+        raise peer_error(group, what, error, waited_s=monotonic() - begin) from error
     flight_record().end(number)
 
 
@@ -87,7 +87,12 @@ def failed_in_a_collective(error: BaseException) -> bool:
 
 
 def peer_error(
-    group: dist.ProcessGroup, what: str, cause: BaseException | str, suspects: Collection[int] = ()
+    group: dist.ProcessGroup,
+    what: str,
+    cause: BaseException | str,
+    suspects: Collection[int] = (),
+    *,
+    waited_s: float | None = None,
 ) -> PeerError:
     """The error of a collective that failed, once it is known which ranks are gone; takes up to two seconds.
 
@@ -96,6 +101,7 @@ def peer_error(
         what: failed, as a noun.
         cause: the backend's error, or a sentence.
         suspects: ranks of ``group`` that this one waited for, if that is known.
+        waited_s: how long it waited, likewise.
     """
     global_ranks = _global_ranks(group)
     me = dist.get_rank()
@@ -105,8 +111,8 @@ def peer_error(
     suspected = [rank for rank in map(global_ranks.__getitem__, suspects) if rank in silent]
     named = tuple(look.culprits() or suspected or silent)
     return PeerError(
-        f"rank {me} of {dist.get_world_size()}: the {what} failed, because {_reason(look, named)} "
-        f"({_first_line(cause)}). Look for the first error among the other ranks' messages, and start all the ranks "
+        f"rank {me} of {dist.get_world_size()}{_reason(look, named, waited_s)} ({_first_line(cause)}). "
+        "Look for the first error among the other ranks' messages, and start all the ranks "
         f"again\n{_flights(look, named)}",
         ranks=named,
         waited_for=what,
@@ -306,18 +312,24 @@ def _own_flight() -> list[str]:
     return [str(entry) for entry in flight_record().entries()[-_SHOWN_ENTRIES:]]
 
 
-def _reason(look: _Look, named: Sequence[int]) -> str:
+def _reason(look: _Look, named: Sequence[int], waited_s: float | None) -> str:
+    """What became of the collective, as the rest of a sentence that begins with this rank."""
     if not named:
-        return "the ranks have come apart: each of them waits for another"
-    told = []
+        return f": the {look.what} failed, because each rank waits for another: they issued different collectives"
+    gone, late = [], []
     for rank in named[:_MOST_SHOWN]:
         state, place = look.states.get(rank, ""), _PLACES.get(rank)
         process = f"process {place.pid}" if place else "process"
         if state in (_ENDED, _STOPPED):
-            told.append(f"rank {rank}'s {process} {state}")
+            gone.append(f"rank {rank}'s {process} {state}")
         else:
-            told.append(f"rank {rank} did not come" + (f", though its {process} runs" if state else ""))
-    return "; ".join(told) + (f"; and {len(named) - _MOST_SHOWN} more" if len(named) > _MOST_SHOWN else "")
+            late.append(f"rank {rank}" + (f" (its {process} runs)" if state else ""))
+    more = f"; and {len(named) - _MOST_SHOWN} more" if len(named) > _MOST_SHOWN else ""
+    if gone:
+        gone += [f"{rank} did not come" for rank in late]
+        return f": the {look.what} failed, because {'; '.join(gone)}{more}"
+    seconds = "" if waited_s is None else f" {waited_s:.3g} s"
+    return f" waited{seconds} for {'; '.join(late)}{more} to take part in the {look.what}"
 
 
 def _first_line(cause: BaseException | str) -> str:

@@ -113,20 +113,20 @@ def same_everywhere(value: str, place: Place) -> str:
         return str(gather(value)[0])
 
 
-def meet(place: Place, word: str) -> None:
+def meet(place: Place, what: str) -> None:
     """Wait until all the ranks are as far: for minutes, however short the limit of a collective is.
 
     Before it ranks may have different work to do, which a limit for what takes milliseconds must not end.
 
     Args:
         place: this rank.
-        word: names the point; each has its own.
+        what: names the point as a noun, for messages; each has its own.
 
     Raises:
         PeerError: if they do not come.
     """
     if place.world_size > 1:
-        _come(word, place, max(place.timeout, _TIMEOUT_S))
+        _come(what, place, max(place.timeout, _TIMEOUT_S))
 
 
 def over_ranks(count: int, place: Place) -> int:
@@ -222,14 +222,14 @@ def _leave_together(place: Place) -> None:
     A rank that leaves right after a collective closes connections that its peers may still read from; gloo then fails
     the collective on those peers although all of its data had been sent.
     """
-    _come("done", place, place.timeout)
-    _come("left", place, place.timeout if place.is_lead else 0.0)
+    _come("end of the run", place, place.timeout)
+    _come("departure of the ranks", place, place.timeout if place.is_lead else 0.0)
 
 
-def _come(word: str, place: Place, seconds: float) -> None:
+def _come(what: str, place: Place, seconds: float) -> None:
     """Say in the ranks' store that this one has come so far, and wait until all have; for 0 seconds, do not wait."""
     store = _get_default_store()
-    store.set(f"shardrec/{word}/{place.rank}", "")
+    store.set(f"shardrec/{what}/{place.rank}", "")
     if seconds:
-        with peers(None, word):
-            store.wait([f"shardrec/{word}/{rank}" for rank in range(place.world_size)], timedelta(seconds=seconds))
+        with peers(None, what):
+            store.wait([f"shardrec/{what}/{rank}" for rank in range(place.world_size)], timedelta(seconds=seconds))

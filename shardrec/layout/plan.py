@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shardrec.errors import PlanError
+from shardrec.files import read_json
 from shardrec.layout.report import PlanReport
 from shardrec.layout.shard import Shard, TableLayout
 from shardrec.layout.topology import Topology
@@ -219,12 +220,11 @@ class ShardingPlan:
             PlanError: if the file is not a plan; the message names the file.
         """
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-            return cls.from_json(data)
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise PlanError(f"{path}: not JSON ({error}); expected what ShardingPlan.save writes") from error
+            return cls.from_json(read_json(path))
         except PlanError as error:
             raise PlanError([f"{path}: {fault}" for fault in error.faults]) from error
+        except ValueError as error:
+            raise PlanError(f"{path}: not JSON ({error}); expected what ShardingPlan.save writes") from error
 
 
 _T = TypeVar("_T")

@@ -31,7 +31,7 @@ from pathlib import Path
 from shardrec.errors import ConfigError
 from shardrec.layout.machine import Machine
 
-__all__ = ["PRESETS", "default_machine", "detect_machine", "preset"]
+__all__ = ["PRESETS", "default_machine", "detect_machine", "host_memory", "preset"]
 
 _GIB = 2.0**30
 _PCIE3, _PCIE4, _PCIE5 = 16e9, 32e9, 64e9
@@ -123,7 +123,7 @@ def detect_machine(ranks_per_host: int = 1, *, device: str | None = None) -> Mac
     cuda = torch.cuda.is_available()
     if device == "cuda" and not cuda:
         raise ConfigError("torch sees no CUDA device to detect; give device='cpu', or a preset")
-    host = _host_memory() / max(ranks_per_host, 1)
+    host = host_memory() / max(ranks_per_host, 1)
     if not cuda or device == "cpu":
         return replace(PRESETS["cpu"], host_memory=host)
     properties = torch.cuda.get_device_properties(0)
@@ -141,7 +141,7 @@ def detect_machine(ranks_per_host: int = 1, *, device: str | None = None) -> Mac
     )
 
 
-def _host_memory() -> float:
+def host_memory() -> float:
     """Bytes of this host, or of the control group that the process is in if that is less."""
     found = float(os.sysconf("SC_PHYS_PAGES")) * os.sysconf("SC_PAGE_SIZE")
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):

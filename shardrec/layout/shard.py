@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
 
-__all__ = ["COLUMN_UNIT", "Shard", "Stripe", "TableLayout", "miscovered"]
+__all__ = ["COLUMN_UNIT", "Shard", "Stripe", "TableLayout"]
 
 COLUMN_UNIT = 4
 """Kernels move four floats at a time: tables are cut between columns at multiples of this."""
@@ -189,7 +189,7 @@ class TableLayout:
 
     def _cover_faults(self) -> list[str]:
         found = []
-        for region in miscovered(self.num_embeddings, self.embedding_dim, self.shards):
+        for region in _miscovered(self.num_embeddings, self.embedding_dim, self.shards):
             if region.owners:
                 owners = "; ".join(map(str, region.owners))
                 found.append(f"table {self.name!r}: {region} are in two shards ({owners}); keep one")
@@ -223,7 +223,7 @@ class _Region:
         return "rows {}:{}, columns {}:{}".format(*self.rows, *self.columns)
 
 
-def miscovered(rows: int, cols: int, shards: Iterable[Shard]) -> list[_Region]:
+def _miscovered(rows: int, cols: int, shards: Iterable[Shard]) -> list[_Region]:
     """The gaps, then the overlaps, on the grid of all the shards' boundaries.
 
     Sweeps the column intervals and, inside each, the rows of the shards that span it, so the cost is

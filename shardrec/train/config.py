@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardrec.errors import ConfigError
+from shardrec.files import parse_yaml, read_text, yaml_lines
 from shardrec.train.options import check_fields, flag, option, rule_of, together
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ __all__ = [
     "BOARD",
     "CHECKPOINTS",
     "FILE",
+    "METRICS",
     "PLAN",
     "SPEC",
     "SYNTHETIC",
@@ -43,6 +45,9 @@ SPEC = "features.yaml"
 
 PLAN = "plan.json"
 """The sharding plan, likewise."""
+
+METRICS = "metrics.json"
+"""What the run came to, likewise."""
 
 BOARD = "tensorboard"
 """The folder of TensorBoard's event files, likewise."""
@@ -386,38 +391,34 @@ def parse_constraint(text: str) -> tuple[str, Constraint]:
 def _read(path: Path) -> dict[str, tuple[Any, int]]:
     """The options of a file, and the line of each."""
     try:
-        return _parse(path.read_text(encoding="utf-8"), path)
+        text = read_text(path)
     except FileNotFoundError as error:
         raise ConfigError(f"config file {path} does not exist: check the name, or leave it out") from error
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"config file {path} cannot be read ({error}): give a YAML file of options; a pattern of data files needs "
             "quotes, or the shell makes several arguments of it"
         ) from error
+    return _parse(text, path)
 
 
 def _parse(text: str, path: Path) -> dict[str, tuple[Any, int]]:
-    import yaml
-
-    try:
-        loaded = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = path if mark is None else f"{path}:{mark.line + 1}"
-        reason = getattr(error, "problem", None) or " ".join(str(error).split())
-        raise ConfigError(
-            f"config file {where} is not YAML ({reason}): write lines such as 'batch_size: 2048'"
-        ) from error
+    loaded, root = parse_yaml(text, f"config file {path}")
     if loaded is None:
         return {}
     if not isinstance(loaded, dict):
         raise ConfigError(
             f"config file {path} holds a {type(loaded).__name__}: give options, in lines like 'batch_size: 2048'"
         )
-    root = yaml.compose(text)
-    assert root is not None, "a mapping was loaded from it"
-    lines = {str(key.value): key.start_mark.line + 1 for key, _ in root.value}
-    values = {str(key).replace("-", "_"): (value, lines.get(str(key), 1)) for key, value in loaded.items()}
+    lines = yaml_lines(root)
+    values: dict[str, tuple[Any, int]] = {}
+    for key, value in loaded.items():
+        name, line = str(key).replace("-", "_"), lines.get(str(key), 1)
+        if name in values:
+            raise ConfigError(
+                f"config file {path}:{line}: {str(key)!r} is there twice, first in line {values[name][1]}: keep one"
+            )
+        values[name] = value, line
     _check_names({name: f"config file {path}:{line}" for name, (_, line) in values.items()})
     return values
 

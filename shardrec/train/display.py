@@ -117,7 +117,7 @@ class Announcer:
     """
 
     def __init__(self, *, speaks: bool = True) -> None:
-        self._console = console() if speaks else Console(quiet=True)
+        self._console = console(lossy=True) if speaks else Console(quiet=True)
 
     def say(self, text: str) -> None:
         """Lines of text."""

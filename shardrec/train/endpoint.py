@@ -3,6 +3,7 @@
 ::
 
     GET  /          what the model is, and an example of a request
+    GET  /health    {"status": "ok"}, for whoever watches the process
     POST /predict   {"rows": [{"user": "u17", "price": 3.5, ...}, ...]}  →  {"probabilities": [0.71, ...]}
 
 One process computes one request at a time. What serves many is what ``shardrec export`` writes; see docs/serving.md.
@@ -17,12 +18,13 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from waitress.server import BaseWSGIServer, create_server
 from werkzeug.exceptions import BadRequest, HTTPException, MethodNotAllowed, NotFound
-from werkzeug.serving import BaseWSGIServer, WSGIRequestHandler, make_server
 from werkzeug.wrappers import Request, Response
 
 from shardrec.data import FeatureSpec, batch_of_request, request_example
 from shardrec.errors import ConfigError, DataError
+from shardrec.files import parse_json
 
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIEnvironment
@@ -30,7 +32,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Endpoint", "open_server"]
 
-_MOST_BYTES = 32 << 20
+_MOST_BYTES = 4 << 20
+"""Of a request; while one is parsed, the others wait."""
+_THREADS = 8
+_CONNECTIONS = 100
+_SILENT_S = 30
+"""How long a connection may be open without a word."""
 
 
 class Endpoint:
@@ -66,7 +73,11 @@ class Endpoint:
         return response(environ, start_response)
 
     def _answer(self, request: Request) -> dict[str, Any]:
-        routes = {"/": ("GET", self._describe), "/predict": ("POST", self._predict)}
+        routes = {
+            "/": ("GET", self._describe),
+            "/health": ("GET", lambda _: {"status": "ok"}),
+            "/predict": ("POST", self._predict),
+        }
         if request.path not in routes:
             raise NotFound(f"there is no {request.path}: GET / says what there is")
         method, answer = routes[request.path]
@@ -80,8 +91,8 @@ class Endpoint:
 
     def _predict(self, request: Request) -> dict[str, Any]:
         try:
-            given = json.loads(request.get_data())
-        except (ValueError, RecursionError) as error:
+            given = parse_json(request.get_data())
+        except ValueError as error:
             raise BadRequest(f'the body is not JSON ({error}): give {{"rows": [...]}}') from error
         if not isinstance(given, dict) or set(given) != {"rows"}:
             raise BadRequest('the body must be an object with the one field "rows", a list')
@@ -92,31 +103,33 @@ class Endpoint:
         return {self._output: values.tolist()}
 
 
-class _Quiet(WSGIRequestHandler):
-    """Does not write a line for each request."""
-
-    def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
-        return None
-
-
 def open_server(endpoint: Endpoint, host: str, port: int) -> BaseWSGIServer:
-    """A server that listens; its ``serve_forever`` answers, until its ``shutdown``.
+    """A server that listens; its ``run`` answers until Ctrl-C, or until another thread calls its ``close``.
+
+    A fixed number of threads answers a bounded number of connections; those that stay silent are closed.
 
     Args:
         endpoint: answers.
         host: address to listen on.
-        port: 0 for any that is free; the server's ``port`` is the one.
+        port: 0 for any that is free; the server's ``effective_port`` is the one.
 
     Raises:
         ConfigError: if the address is taken or not this machine's.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        # Werkzeug would end the process where an address is taken, with lines of its own.
         listening = socket.create_server((host, port), family=family, backlog=128)
     except OSError as error:
         raise ConfigError(
             f"--host {host} --port {port} cannot be listened on ({error}): give another port, or 0 for any"
         ) from error
-    with listening:
-        return make_server(host, port, endpoint, threaded=True, request_handler=_Quiet, fd=listening.fileno())
+    return create_server(
+        endpoint,
+        sockets=[listening],
+        threads=_THREADS,
+        connection_limit=_CONNECTIONS,
+        channel_timeout=_SILENT_S,
+        cleanup_interval=_SILENT_S // 3,
+        max_request_body_size=_MOST_BYTES,
+        ident="shardrec",
+    )

@@ -7,7 +7,7 @@ and the validation are made from it.
 from __future__ import annotations
 
 import dataclasses
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -60,7 +60,7 @@ class Rule:
         if isinstance(item, bool) or not isinstance(item, (int,) if "int" in base else (int, float)):
             return False
         return (
-            math.isfinite(item)
+            abs(item) <= sys.float_info.max
             and (self.minimum is None or item >= self.minimum)
             and (self.above is None or item > self.above)
             and (self.below is None or item < self.below)
@@ -151,5 +151,5 @@ def _number(value: Any, kind: type[int] | type[float]) -> Any:
         return value
     try:
         return kind(value)
-    except ValueError:
+    except (OverflowError, ValueError):
         return value

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardrec.errors import ConfigError
-from shardrec.train.config import CHECKPOINTS, FILE, PLAN, SPEC, TrainConfig, load_config
+from shardrec.files import read_json
+from shardrec.train.config import CHECKPOINTS, FILE, METRICS, PLAN, SPEC, TrainConfig, load_config
 
 if TYPE_CHECKING:
     from shardrec.data import ClickBatch, ClickMetrics, ClickSchema, FeatureSpec
@@ -47,8 +47,8 @@ class RunFolder:
     @property
     def metrics(self) -> dict[str, Any]:
         """``metrics.json``; empty while the run has no results."""
-        file = self.path / "metrics.json"
-        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        file = self.path / METRICS
+        found: dict[str, Any] = read_json(file) if file.is_file() else {}
         return found
 
     @property
@@ -163,7 +163,13 @@ class RunFolder:
 
     def summary(self) -> dict[str, Any]:
         """What the run is and came to: data, model, steps, checkpoints, cuts and metrics."""
-        metrics = self.metrics
+        try:
+            results = _results(self.metrics)
+        except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{self.path / METRICS} is not what shardrec train writes ({type(error).__name__}: {error}); go on "
+                f"with shardrec train --resume --out {self.path}"
+            ) from error
         checkpoints = sorted(path.name for path in (self.path / CHECKPOINTS).glob("step-*"))
         found: dict[str, Any] = {
             "data": self.config.data,
@@ -174,18 +180,23 @@ class RunFolder:
             from shardrec.layout import ShardingPlan
 
             found["plan"] = cuts_of(ShardingPlan.load(self.path / PLAN))
-        if not metrics:
-            return {**found, "results": "none yet; go on with shardrec train --resume --out " + str(self.path)}
-        training, final = metrics["training"], metrics["final"]
-        counted = ("rows", "groups", "click_rate", "auc_stderr")
-        return {
-            **found,
-            "samples trained on": f"{training['samples']:,}",
-            "steps": f"{training['steps']:,}",
-            "samples_per_second": f"{training['samples_per_second']:,.0f}",
-            **{name: f"{value:.4f}" for name, value in final.items() if name not in counted and value is not None},
-            "rows behind them": f"{final['rows']:,}",
-        }
+        pending = {"results": f"none yet; go on with shardrec train --resume --out {self.path}"}
+        return {**found, **(results or pending)}
+
+
+def _results(metrics: Mapping[str, Any]) -> dict[str, str]:
+    """What is shown of ``metrics.json``."""
+    if not metrics:
+        return {}
+    training, final = metrics["training"], metrics["final"]
+    counted = ("rows", "groups", "click_rate", "auc_stderr")
+    return {
+        "samples trained on": f"{training['samples']:,}",
+        "steps": f"{training['steps']:,}",
+        "samples_per_second": f"{training['samples_per_second']:,.0f}",
+        **{name: f"{value:.4f}" for name, value in final.items() if name not in counted and value is not None},
+        "rows behind them": f"{final['rows']:,}",
+    }
 
 
 def cuts_of(plan: ShardingPlan) -> str:

@@ -11,7 +11,6 @@ Every rank goes through all of it; the first one alone shows and writes.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -20,13 +19,14 @@ from shardrec.console import working
 from shardrec.data import ClickMetrics, load_spec
 from shardrec.data.spec import parse_spec
 from shardrec.errors import ConfigError
+from shardrec.files import naming, os_fault, parse_json
 from shardrec.launch.ranks import Place, joined, meet, over_ranks, same_everywhere
 from shardrec.layout import ShardingPlan
 from shardrec.modules import ShardedModel, shard
 from shardrec.modules.annotate import annotate_for_dynamo
 from shardrec.modules.anomaly import detect_anomaly
 from shardrec.train.board import Board
-from shardrec.train.config import FILE, PLAN, SPEC, TrainConfig, load_config_text
+from shardrec.train.config import FILE, METRICS, PLAN, SPEC, TrainConfig, load_config_text
 from shardrec.train.display import Announcer
 from shardrec.train.locking import locked
 from shardrec.train.loop import Progress, RecentLoss, Schedule, failing_together, train_epoch
@@ -122,7 +122,7 @@ def _run(config: TrainConfig, place: Place, folder: Path, resume: bool) -> Calla
         if not place.is_lead:
             return None
         report = _report(run, samples, final)
-        with _replacing(folder / "metrics.json") as file:
+        with _replacing(folder / METRICS) as file:
             write_metrics(report, file)
         with _replacing(folder / "curve.png") as file:
             write_curve(report, file)
@@ -152,7 +152,10 @@ def _as_started(config: TrainConfig, place: Place, folder: Path) -> ShardingPlan
             f"features (--features) is {config.features!r}, which says something else than {files[2]}, with which the "
             "run was started: give that one, or start a new run in another folder (--out)"
         )
-    found = ShardingPlan.from_json(json.loads(plan))
+    try:
+        found = ShardingPlan.from_json(parse_json(plan))
+    except ValueError as error:
+        raise ConfigError(f"{files[1]} is not the run's plan ({error}); start a new run in another folder") from error
     same = (config.plan, config.constraint) == (started.plan, started.constraint)
     return found if same and found.world_size == place.world_size else None
 
@@ -184,7 +187,7 @@ def _sharded_model(config: TrainConfig, source: Source, place: Place, plan: Shar
                 sample_batches=source.sampled(_SAMPLED),
                 device=place.device,
             )
-    meet(place, "planned")  # the first rank has also looked for the best possible metrics
+    meet(place, "agreement on the plan")  # the first rank has also looked for the best possible metrics
     sharded = shard(model, plan, device=place.device, dynamic_ids=dynamic)
     if config.compile != "off":  # in place, so that the model stays what the loop and the checkpoint know
         full = config.compile == "full"
@@ -260,10 +263,10 @@ def _replacing(path: Path) -> Iterator[Path]:
     """Another path to write to, which then takes the name: a run that is killed leaves the old file or the new one."""
     partial = path.with_stem(f"{path.stem}.partial")
     try:
-        yield partial
-        partial.replace(path)
+        with naming(partial):
+            yield partial
+            partial.replace(path)
     except OSError as error:
         raise ConfigError(
-            f"out (--out) is {str(path.parent)!r}: {error.filename or 'a file'}: {error.strerror}; give a folder to "
-            "write to"
+            f"out (--out) is {str(path.parent)!r}: {os_fault(error)}; give a folder to write to, or make room in it"
         ) from error

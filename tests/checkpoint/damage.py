@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -121,6 +122,13 @@ def folder_for_a_file(rng: Random, folder: Path) -> None:
     path.mkdir()
 
 
+def pipe_for_a_file(rng: Random, folder: Path) -> None:
+    """Whose reader waits for a writer, if it is not careful."""
+    path = rng.choice(files_of(folder))
+    path.unlink()
+    os.mkfifo(path)
+
+
 def _edit(folder: Path, change: Callable[[Any], None], *, sign: bool) -> None:
     path = folder / "manifest.json"
     before = path.read_bytes()
@@ -164,7 +172,7 @@ def forge_the_manifest(rng: Random, folder: Path) -> None:
         tensor = values["tensors"][rng.choice(names)]
         part = rng.choice(tensor["parts"])
         file = values["files"][rng.randrange(len(values["files"]))]
-        number = rng.randrange(16 if values.get("linked") else 14)
+        number = rng.randrange(20 if values.get("linked") else 18)
         match number:
             case 0:
                 tensor["parts"].remove(part)
@@ -195,6 +203,16 @@ def forge_the_manifest(rng: Random, folder: Path) -> None:
             case 13:
                 values["format"] = rng.choice([1, 4, 5 - values["format"], None, "2"])
             case 14:
+                values["step_counts"][next(iter(values["step_counts"]))] = rng.choice(
+                    ["x", None, math.nan, -1, 1e30, 1.0, True, [], 2**60]
+                )
+            case 15:
+                values["fused_settings"][rng.choice(sorted(values["fused_settings"]))] = rng.choice(["x", None, 3, []])
+            case 16:
+                rng.choice(values["param_groups"])["settings"] = rng.choice(["x", None, 3, []])
+            case 17:
+                tensor["dtype"] = {"F32": "I32", "I64": "F64"}[tensor["dtype"]]
+            case 18:
                 values["linked"] = rng.choice([None, [], values["linked"][1:], values["linked"] + ["x"]])
             case _:
                 changed = [part for one in values["tensors"].values() for part in one["parts"] if part[6:]]
@@ -224,6 +242,7 @@ DAMAGE = (
     foreign_bytes,
     crafted_pickle,
     folder_for_a_file,
+    pipe_for_a_file,
     edit_the_manifest,
     forge_the_manifest,
     not_a_manifest,

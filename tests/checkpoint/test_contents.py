@@ -259,3 +259,19 @@ def test_large_rows_and_odd_strides(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     after = whole([held(model, None)])
     assert all(torch.equal(value, after[name]) for name, value in before.items())
     assert not weights.weight.is_contiguous()
+
+
+def test_a_learning_rate_that_is_a_tensor(tmp_path: Path) -> None:
+    """It is saved as a number, and loaded into the tensor that the optimizer and a captured graph know."""
+    model = make("row_wise", "adam")
+    optimizer = adam(model)
+    optimizer.param_groups[0]["lr"] = lr = torch.tensor(0.25)
+    train(model, optimizer, 1, seed=1)
+    save_checkpoint(tmp_path, model, optimizer)
+    lr.fill_(0.5)
+    load_checkpoint(tmp_path, model, optimizer)
+    assert optimizer.param_groups[0]["lr"] is lr
+    assert lr.item() == 0.25
+    other = adam(model)
+    load_checkpoint(tmp_path, model, other)
+    assert other.param_groups[0]["lr"] == 0.25

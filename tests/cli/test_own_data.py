@@ -32,6 +32,7 @@ from shardrec.train.endpoint import open_server
 from shardrec.train.runs import RunFolder
 from tests.cli.command import Run
 from tests.ranks import ranks
+from tests.train.test_endpoint import stop
 
 SPEC = """
 label: {column: stars, above: 2.5}
@@ -270,13 +271,13 @@ def test_dynamic_ids_train_resume_and_serve(run: Run) -> None:
 def served(run: Path) -> Iterator[Callable[..., tuple[int, Any]]]:
     """The run behind HTTP on a free port: a function from a path and, for a POST, JSON to status and JSON."""
     server = open_server(RunFolder(run).endpoint(), "127.0.0.1", 0)
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.run)
     thread.start()
 
     def ask(path: str, content: Any = None) -> tuple[int, Any]:
         data = None if content is None else json.dumps(content).encode()
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{server.port}{path}", data, timeout=60) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{server.effective_port}{path}", data, timeout=60) as answer:
                 return answer.status, json.load(answer)
         except urllib.error.HTTPError as error:
             with error:
@@ -285,9 +286,7 @@ def served(run: Path) -> Iterator[Callable[..., tuple[int, Any]]]:
     try:
         yield ask
     finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+        stop(server, thread)
 
 
 def test_a_port_that_is_taken(capfd: pytest.CaptureFixture[str]) -> None:

@@ -40,7 +40,7 @@ def test_csv_and_yaml_say_the_same(tmp_path: Path) -> None:
     [
         (YAML.replace("name: day", "nam: day"), r"t\.yaml:4: a table has no 'nam'"),
         (YAML.replace("embedding_dim: 8", "embedding_dim: lots"), r"t\.yaml:4: embedding_dim is 'lots'"),
-        (YAML + "tables\n", r"t\.yaml:6: not YAML \(could not find expected ':'\)"),
+        (YAML + "tables\n", r"t\.yaml:6 cannot be read as YAML \(could not find expected ':'\)"),
     ],
 )
 def test_yaml_faults_are_named_by_their_line(tmp_path: Path, text: str, words: str) -> None:

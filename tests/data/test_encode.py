@@ -392,6 +392,7 @@ def test_hashes_are_the_same_everywhere_and_spread() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
+        ("features: [{name: a, kind: id, ids: number, vocabulary: [b]}]", r"feature 'a': ids: number needs rows"),
         ("features: [{name: a, kind: id}]", r"feature 'a': give one of rows, vocabulary and boundaries"),
         ("features: [{name: a, kind: ids, rows: 3}]", r"feature 'a', kind: Input should be 'id'"),
         ("features: [{name: a, kind: id, rows: 1}]", r"feature 'a', rows: Input should be greater than or equal to 2"),
@@ -402,7 +403,10 @@ def test_hashes_are_the_same_everywhere_and_spread() -> None:
         ("features: [{name: a, kind: id, boundaries: [2, 1]}]", r"feature 'a': boundaries must ascend"),
         ("features: [{name: a, kind: weighted, rows: 3}]", r"feature 'a': weights names the column"),
         ("label: clicked\nfeatures: []", r"spec\.yaml: no feature has a table"),
-        ("label: a: b", r"spec\.yaml:1 is not YAML \(mapping values are not allowed here\)"),
+        (
+            "label: a: b",
+            r"spec\.yaml:1 cannot be read as YAML \(mapping values are not allowed",
+        ),
     ],
 )
 def test_faults_of_a_spec_name_the_feature(tmp_path: Path, text: str, words: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -125,3 +126,23 @@ def test_no_archive(tmp_path: Path) -> None:
     np.savez(tmp_path / "rows.npz", label=np.ones(2))
     with pytest.raises(DataError, match="column 'user' is missing"):
         batches(tmp_path / "rows.npz", ARRAYS)
+
+
+def test_an_archive_that_would_not_fit_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    np.savez_compressed(tmp_path / "rows.npz", label=np.zeros(2**20), user=np.zeros(2**20, np.int64), unused=np.ones(9))
+    assert (tmp_path / "rows.npz").stat().st_size < 2**16
+    monkeypatch.setattr(tables, "host_memory", lambda: 2.0**24)
+    monkeypatch.setattr(np.lib.npyio.NpzFile, "__getitem__", lambda self, name: pytest.fail("it was unpacked"))
+    with pytest.raises(DataError, match=r"rows\.npz would take 0\.0 GiB unpacked, and a host has 0\.0 GiB"):
+        batches(tmp_path / "rows.npz", FeatureSpec(features=(Feature(name="user", kind="id", rows=9),)))
+
+
+def test_an_archive_whose_header_lies(tmp_path: Path) -> None:
+    """About the size of an array, which nobody allocates before the values have come."""
+    np.save(tmp_path / "a.npy", np.zeros(9))
+    data = (tmp_path / "a.npy").read_bytes().replace(b"(9,), }" + b" " * 13, b"(999999999999999,), }")
+    with zipfile.ZipFile(tmp_path / "rows.npz", "w") as file:
+        for name in ("label", "user"):
+            file.writestr(f"{name}.npy", data)
+    with pytest.raises(DataError, match=r"rows\.npz is not an \.npz archive of plain arrays"):
+        batches(tmp_path / "rows.npz", FeatureSpec(features=(Feature(name="user", kind="id", rows=9),)))

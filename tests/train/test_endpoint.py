@@ -1,13 +1,20 @@
-"""What the HTTP endpoint of a model answers to bodies that are no requests."""
+"""What the HTTP endpoint of a model answers to bodies that are no requests, and to clients that mean no good."""
 
 from __future__ import annotations
+
+import json
+import socket
+import threading
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from torch import nn
 from werkzeug.test import Client
 
 from shardrec.data import Feature, FeatureSpec
-from shardrec.train.endpoint import Endpoint
+from shardrec.train.endpoint import Endpoint, open_server
 
 
 @pytest.mark.parametrize(
@@ -28,3 +35,88 @@ def test_a_body_that_is_no_request(body: bytes, words: str) -> None:
     answer = Client(Endpoint(nn.Identity(), spec, {})).post("/predict", data=body)
     assert (answer.status_code, list(answer.get_json())) == (400, ["error"])
     assert words in answer.get_json()["error"]
+
+
+def stop(server: Any, thread: threading.Thread) -> None:
+    """End a server that ``thread`` runs: its loop ends with its last socket."""
+    server.trigger.pull_trigger(lambda: server.asyncore.close_all(server._map))
+    thread.join()
+    server.task_dispatcher.shutdown()
+
+
+class Slow(nn.Module):
+    """A model that computes when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begins, self.may_go_on = threading.Event(), threading.Event()
+
+    def forward(self, dense: Any, sparse: Any) -> Any:
+        self.begins.set()
+        assert self.may_go_on.wait(60)
+        return dense[:, :1]
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[tuple[str, int], Slow]]:
+    """A server that closes silent connections after a second; its address, and its model."""
+    for name, value in (("_SILENT_S", 1), ("_CONNECTIONS", 20), ("_MOST_BYTES", 1 << 16)):
+        monkeypatch.setattr(f"shardrec.train.endpoint.{name}", value)
+    spec, model = FeatureSpec(features=(Feature(name="u", kind="id", rows=9),)), Slow()
+    server = open_server(Endpoint(model, spec, {}), "127.0.0.1", 0)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    yield ("127.0.0.1", server.effective_port), model
+    model.may_go_on.set()
+    stop(server, thread)
+
+
+def test_silent_connections_are_few_and_closed(served: tuple[tuple[str, int], Slow]) -> None:
+    address, _ = served
+    threads = threading.active_count()
+    silent = [socket.create_connection(address, timeout=60) for _ in range(100)]
+    for connection in silent[::2]:
+        connection.sendall(b"POST /predict HTTP/1.1\r\nContent-Le")
+    # The answer comes after those that were there first have been closed.
+    with urllib.request.urlopen(f"http://{address[0]}:{address[1]}/health", timeout=60) as answer:
+        assert json.load(answer) == {"status": "ok"}
+    assert threading.active_count() == threads
+    assert silent[1].recv(1) == b""
+    for connection in silent:
+        connection.close()
+
+
+@pytest.mark.parametrize("header", ["Transfer-Encoding: chunked", f"Content-Length: {200 << 20}"])
+def test_a_body_without_end(served: tuple[tuple[str, int], Slow], header: str) -> None:
+    """It is refused after as much as a request may have, and not read to its end."""
+    with socket.create_connection(served[0], timeout=60) as connection:
+        connection.sendall(f"POST /predict HTTP/1.1\r\nHost: x\r\n{header}\r\n\r\n".encode())
+        sent, chunk = 0, b"10000\r\n" + bytes(1 << 16) + b"\r\n"
+        try:
+            while sent < 200 << 20:
+                sent += connection.send(chunk)
+            answer = b""
+        except (BrokenPipeError, ConnectionResetError):
+            answer = b"closed"
+        assert sent < 100 << 20, answer
+
+
+def test_the_refusal_is_told(served: tuple[tuple[str, int], Slow]) -> None:
+    with socket.create_connection(served[0], timeout=60) as connection:
+        body = b"10001\r\n" + bytes(1 + (1 << 16)) + b"\r\n"
+        connection.sendall(b"POST /predict HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + body)
+        assert connection.recv(100).startswith(b"HTTP/1.1 413 ")
+
+
+def test_health_is_told_while_the_model_computes(served: tuple[tuple[str, int], Slow]) -> None:
+    (host, port), model = served
+    ask = urllib.request.Request(f"http://{host}:{port}/predict", b'{"rows": [{"u": 1}]}')
+    answers: list[Any] = []
+    asking = threading.Thread(target=lambda: answers.append(json.load(urllib.request.urlopen(ask, timeout=60))))
+    asking.start()
+    assert model.begins.wait(60)
+    with urllib.request.urlopen(f"http://{host}:{port}/health", timeout=60) as answer:
+        assert json.load(answer) == {"status": "ok"}
+    model.may_go_on.set()
+    asking.join()
+    assert answers == [{"probabilities": [pytest.approx(0.731, abs=1e-3)]}]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardrec.errors import ConfigError
+from shardrec.files import read_json
 from shardrec.layout.machine import Machine
 
 __all__ = ["Profile"]
@@ -176,7 +177,7 @@ class Profile:
             ConfigError: if the file is not one; the message names the file.
         """
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            data = read_json(path)
             return cls.from_json(data if isinstance(data, dict) else {})
         except (OSError, ConfigError) as error:
             raise ConfigError(f"{path}: {error}") from error
