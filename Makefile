@@ -12,6 +12,8 @@ GPU_ARGS    ?=
 SANITIZERS  ?= address,undefined
 KILLS       ?= 200
 SEED        ?= 0
+MUTANTS     ?= 40
+FOLDERS     ?= shardrec
 
 # The first of these that runs and is in the supported range (a name on PATH may be a launcher with nothing behind it).
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
@@ -44,7 +46,7 @@ ifeq ($(filter $(SET),$(SETS)),)
 $(error SET is "$(SET)"; it is a release of torch, one of $(SETS))
 endif
 
-.PHONY: help train test check sanitize faults bench gpu cpp-example parameter-server docs docs-site wheel clean
+.PHONY: help train test check sanitize faults mutants bench gpu cpp-example parameter-server docs docs-site wheel clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 18
@@ -72,6 +74,9 @@ sanitize: $(DEV) ## run the tests of what C++ does under the address and undefin
 
 faults: $(DEV) ## kill and stop training runs at random, and say what was lost (KILLS, SEED)
 	$(BIN)/python -m tests.campaign.main --kills $(KILLS) --seed $(SEED)
+
+mutants: $(DEV) ## change the package at random places, and say which changes no test notices (MUTANTS, FOLDERS, SEED, WORKERS)
+	$(BIN)/python -m tests.mutants.main --count $(MUTANTS) --seed $(SEED) --workers $(WORKERS) $(FOLDERS)
 
 bench: $(RUNTIME) ## run every benchmark under benchmarks/ that needs no GPU (BENCH_ARGS)
 	@for main in $(filter-out benchmarks/gpu/main.py,$(wildcard benchmarks/*/main.py)); do \

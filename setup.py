@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -55,6 +56,8 @@ class ParallelBuild(build_ext):
 
 def operators() -> list[Extension]:
     """The operators, built for the torch that is installed; none without torch."""
+    # A CUDA build of torch warns where nvcc is on PATH and no GPU is there; these operators need neither.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     try:
         import torch
         from torch.utils import cpp_extension

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,8 @@ def _short(value: Any) -> str:
 
 
 def _signature(name: str, value: Any) -> str:
-    if isinstance(value, property) or (inspect.isclass(value) and issubclass(value, BaseException)):
+    # What an Enum shows as its own differs by Python.
+    if isinstance(value, property) or (inspect.isclass(value) and issubclass(value, (BaseException, Enum))):
         return ""
     target = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
     try:
@@ -95,7 +97,12 @@ class _Bare(str):
 
 
 def _bare(annotation: Any) -> Any:
-    return _Bare(annotation) if isinstance(annotation, str) else annotation
+    if annotation is inspect.Signature.empty:
+        return annotation
+    # Which of typing's names come with their module differs by Python.
+    return _Bare(
+        annotation if isinstance(annotation, str) else inspect.formatannotation(annotation).replace("typing.", "")
+    )
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,12 +34,14 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_any, tree_leaves, tree_map
 
+import shardrec
 from shardrec.lookup import bank, kernels
 
 __all__ = ["CudaDouble", "DeviceTensor", "HiddenWait", "Race", "cuda_double", "cuda_is_there"]
 
 CUDA = torch.device("cuda", 0)
 _CPU = torch.device("cpu")
+_PACKAGE = Path(shardrec.__file__).parent
 _make_kernel = kernels.make_kernel
 _POISON = 2**30 + 7  # no table has such a row
 _aten = torch.ops.aten
@@ -264,10 +267,8 @@ class CudaDouble(TorchFunctionMode):
 
     def wait(self, why: str) -> None:
         """The host would wait here."""
-        lines = [
-            one for one in traceback.extract_stack() if "/shardrec/" in one.filename and "site-pack" not in one.filename
-        ]
-        where = f"{lines[-1].filename.rpartition('/shardrec/')[2]}:{lines[-1].lineno}" if lines else "the test"
+        lines = [line for line in traceback.extract_stack() if Path(line.filename).is_relative_to(_PACKAGE)]
+        where = f"{Path(lines[-1].filename).relative_to(_PACKAGE)}:{lines[-1].lineno}" if lines else "the test"
         if not self._leave:
             raise HiddenWait(f"{where}: {why}")
         self.waits.append(where)
