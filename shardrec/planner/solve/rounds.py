@@ -1,473 +1,429 @@
-"""Rounds of the large neighbourhood search (:mod:`rebuild`), compiled by numba.
+"""Many changes of an assignment at once, as arrays: tables taken off their ranks and put back, and what it then costs.
 
-A round takes some tables off their ranks, puts them back, and is kept or undone. There are two kinds:
+A :class:`Batch` holds, for each of B proposals, the load and the bytes of every rank. :meth:`Batch.put` puts one table
+on in each proposal, with an option of its own: the places of equal gangs are compared as a matrix (proposals, places),
+and the best so many are taken. :meth:`Batch.first_fit` says which of many options have enough places left.
 
-- One to three tables take options at random, or keep theirs, and go where the soft maximum, with what is over the
-  memory, grows least. In half of these rounds, the tables that they share overloaded ranks with are put back in the way
-  of the second kind (an ejection chain).
-- Tables of a highly loaded rank and of one or two others, or all of some, are packed below an aim: each takes the first
-  option that fits, of those with the least work first, and its gangs go where they leave the least budget over. Now and
-  then an option or a place is passed over ("blinks"), so that rounds differ.
+::
 
-Ruin and recreate is from Schrimpf et al. (2000), blinks from Christiaens and Vanden Berghe (2020).
+    run_kind, run_count   (O, runs)    an option is at most a few runs of equal gangs, the largest first
+    kind_family           (K,)         kinds whose places have one width are compared together
+    families              places       (sets, P, width) ranks; R where there is none, a rank that is never full
 
-Shapes: R ranks, D dimensions of a size (load, then bytes of each memory tier), N tables, K kinds of gangs, J items of
-all kinds, O options, G groups, C options of all groups that are looked at, S most gangs of an option.
+Shapes: B proposals, R ranks, D dimensions of a size (load, then bytes of each memory tier), K kinds of gangs, J items
+of all kinds, O options, G groups, C most options of a group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from math import exp, inf, log
-from typing import Any, NamedTuple, TypeVar, cast
+from dataclasses import dataclass
+from typing import NamedTuple
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from shardrec.planner.solve.encode import Floats, Ints
+from shardrec.planner.solve.encode import Encoded, Floats, Ints
 
-__all__ = ["Arrays", "State", "Undo", "pack", "rounds"]
+__all__ = ["Arrays", "Batch", "Family", "Placed", "Sharpness", "arrays_of", "choices"]
 
-_F = TypeVar("_F", bound=Callable[..., Any])
+Bools = NDArray[np.bool_]
 
 _STEEPEST = 230.0
-"""Largest exponent: what is so far above the cost, how far makes no difference."""
-_WHOLE = (0.05, 128)
-"""How often whole ranks are emptied, and how many at most: a round takes time by the square of the tables on them."""
-_AIM = 0.02
-"""How far below the cost, at most, the aim is."""
-_REPAIRED = 0.5
-"""Share of the rounds of the first kind after which overloaded ranks are relieved."""
-_EVICTED = 16
-"""Most tables that are taken off them."""
+"""Largest exponent: by how much a load that is so far above the cost exceeds it makes no difference."""
 _BLINK = 0.04
-"""How often an option or a place is passed over."""
+"""How often a place is passed over."""
+_JITTER = 1e-9, 1e-300
+"""Relative and absolute differences by which no two places are equally good."""
 
 
-def _compiled(function: _F) -> _F:
-    return cast(_F, numba.njit(nogil=True, error_model="numpy")(function))
-
-
-def _kept(function: _F) -> _F:
-    """Compiled together with what it calls, when it is first called, and kept on disk where there is a place for it."""
-    try:
-        return cast(_F, numba.njit(cache=True, nogil=True, error_model="numpy")(function))
-    except RuntimeError:  # neither the package's folder nor the user's can be written to
-        return _compiled(function)
-
-
-class Arrays(NamedTuple):
-    """A problem in flat arrays; those named ``first`` say where a row of a flat one begins, the last where it ends.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Family:
+    """Sets of places of one width.
 
     Args:
-        limit: (D,) of a rank; infinite for loads.
-        group: (N,) of each table.
-        set_first: (sets + 1,) of ``set_ranks``; ``set_width``: ranks of a place.
-        set_ranks: places of each set, (places, width) in a row.
-        kind_set: (K,) the places of each kind of gang.
-        kind_first: (K + 1,) of ``size``.
-        size: (J, D) of the items.
-        option_first: (O + 1,) of the gangs.
-        gang_kind: of each of an option's gangs, the largest first.
-        base: (O, D) of the options, on every rank.
-        work: (O,) load on all ranks together.
-        choice_first: (G + 1,) of ``choice``.
-        choice: (C,) the options of each group that are looked at, those with the least work first.
+        places: (sets, P, width) ranks; R where a set has fewer places or a place fewer ranks.
+        missing: (sets, P) whether a set has no such place; None if all have.
+        anywhere: whether a place is a rank and each rank a place, in their order.
     """
 
+    places: Ints
+    missing: Bools | None
+    anywhere: bool
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Arrays:
+    """A problem in flat arrays.
+
+    Args:
+        ranks: R.
+        limit: (D - 1,) bytes of a rank.
+        size: (J + 1, D) of the items; the last is nothing.
+        kind_first: (K + 1,) where a kind's items begin.
+        kind_family: (K,).
+        kind_set: (K,) the set of places, in its family.
+        kind_top: (K, D) the largest of its items.
+        families: by number.
+        run_kind: (O, runs), -1 where there is none.
+        run_count: (O, runs).
+        base: (O, D) what an option puts on every rank.
+        work: (O,) load on all ranks together.
+        group: (N,) of each table.
+        choice: (G, C) the options of each group that are considered, those with the least work first; then -1.
+        choices: (G,) how many.
+    """
+
+    ranks: int
     limit: Floats
-    group: Ints
-    set_first: Ints
-    set_width: Ints
-    set_ranks: Ints
-    kind_set: Ints
-    kind_first: Ints
     size: Floats
-    option_first: Ints
-    gang_kind: Ints
+    kind_first: Ints
+    kind_family: Ints
+    kind_set: Ints
+    kind_top: Floats
+    families: tuple[Family, ...]
+    run_kind: Ints
+    run_count: Ints
     base: Floats
     work: Floats
-    choice_first: Ints
+    group: Ints
     choice: Ints
+    choices: Ints
+
+    def items(self, kind: int, place: int) -> tuple[Ints, Ints]:
+        """Ranks and items of a gang at a place."""
+        first, end = self.kind_first[kind], self.kind_first[kind + 1]
+        places = self.families[self.kind_family[kind]].places
+        return places[self.kind_set[kind], place, : end - first], np.arange(first, end)
 
 
-class State(NamedTuple):
-    """Where everything is, which the rounds change.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Placed:
+    """Gangs that were put on.
 
     Args:
-        sums: (D, R) load and bytes of the items.
-        base: (D,) what the options put on every rank.
-        option: (N,).
-        spot: (N, S), the place of each of its gangs.
-        on: (R, N), how many items of a table are on a rank.
-        cost: (2,) now, and the best so far.
-        best_option: (N,) of the best; likewise ``best_spot``.
-        terms: (R,) of the soft maximum.
-        steep: (3,) how it grows with the load, what is taken off the exponent, and the weight of bytes over the limits.
+        step: (n,) number of the call of :meth:`Batch.put`.
+        proposal: (n,).
+        kind: (n,).
+        place: (n,).
     """
 
-    sums: Floats
-    base: Floats
-    option: Ints
-    spot: NDArray[np.int32]
-    on: NDArray[np.int32]
+    step: Ints
+    proposal: Ints
+    kind: Ints
+    place: Ints
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Sharpness:
+    """How the soft maximum of a proposal's loads is taken.
+
+    Args:
+        cost: (B,) T.
+        exponent: (B,) p.
+        weight: (B,) of bytes over the capacity.
+        soft: (B,) whether ranks may be over it.
+    """
+
     cost: Floats
-    best_option: Ints
-    best_spot: NDArray[np.int32]
-    terms: Floats
-    steep: Floats
+    exponent: Floats
+    weight: Floats
+    soft: Bools
 
 
-class Undo(NamedTuple):
-    """What a round puts back where it is not kept, and which tables it takes off; plain loops keep compiling short.
+class _Limits(NamedTuple):
+    """What :meth:`Batch.put` was told."""
+
+    sharpness: Sharpness
+    budget: Floats | None
+    best_fit: bool
+
+
+class Batch:
+    """Proposals.
 
     Args:
-        tables: (N,) the first of them are taken off.
-        chosen: (N,) options that they are to take.
-        keys: (N,) by which they are sorted.
-        sums: as in the state; likewise ``base``.
-        option: (N,) of the tables taken off, in their order; likewise ``spot``.
+        arrays: the problem.
+        load: (B, D, R + 1) load and bytes of the items on each rank; changed.
+        base: (B, D) what the options put on every rank; changed.
+        rng: random numbers.
+
+    Attributes:
+        alive: (B,) whether each table found a place so far.
     """
 
-    tables: Ints
-    chosen: Ints
-    keys: Floats
-    sums: Floats
-    base: Floats
-    option: Ints
-    spot: NDArray[np.int32]
+    def __init__(self, arrays: Arrays, load: Floats, base: Floats, rng: np.random.Generator) -> None:
+        self.arrays, self.load, self.base, self.rng = arrays, load, base, rng
+        self.alive = np.ones(len(load), dtype=np.bool_)
+        self._placed: list[tuple[int, Ints, Ints, Ints]] = []
+        self._steps = 0
 
+    def take(self, proposal: Ints, option: Ints, ranks: Ints, items: Ints) -> None:
+        """Take tables off.
 
-@_kept
-def rounds(a: Arrays, s: State, u: Undo, rng: np.random.Generator, patience: Floats) -> None:
-    """Go through rounds, in each of which the logarithm of the soft maximum may grow by so much, (rounds,)."""
-    for rank in range(s.sums.shape[1]):
-        _set_term(s.terms, s.sums, s.steep, rank)
-    before = _height(a, s)
-    for number in range(len(patience)):
-        random = rng.random() < 0.5
-        many = _varied(a, s, u, rng) if random else _ruined(a, s, u, rng)
-        _copy(s.sums, s.base, u.sums, u.base)
-        _take(a, s, u, 0, many)
-        done, back = True, 0
-        if random:
-            while done and back < many:
-                done = _put(a, s, rng, u.tables[back], u.chosen[back], 0.0, True)
-                back += done
-        if not random or (done and rng.random() < _REPAIRED):
-            aim = s.cost[1] * (1.0 - _AIM * rng.random() ** 2)
-            budget = aim - (s.base[0] if random else u.base[0])
-            done = budget > 0.0
-            if random and done:
-                first, many = many, _overloaded(a, s, u, rng, many, budget)
-                _take(a, s, u, first, many)
-            while done and back < many:
-                done = _fill(a, s, rng, u.tables[back], budget, True)
-                back += done
-        after = _height(a, s)
-        if done and after <= before * exp(patience[number]):
-            before = after
-            _keep(a, s)
-        else:
-            _restore(a, s, u, many, back)
+        Args:
+            proposal: (n,) of each table.
+            option: (n,) that it has.
+            ranks: (n, I) of its items; R where there is none.
+            items: (n, I); J where there is none.
+        """
+        wide = self.load.shape[2]
+        index = (proposal[:, None] * wide + ranks).ravel()
+        for dim in range(self.load.shape[1]):
+            off = np.bincount(index, self.arrays.size[items.ravel(), dim], minlength=len(self.load) * wide)
+            self.load[:, dim] -= off.reshape(-1, wide)
+            self.base[:, dim] -= np.bincount(proposal, self.arrays.base[option, dim], minlength=len(self.load))
 
+    def first_fit(self, options: Ints, budget: Floats) -> Ints:
+        """(B,) the first of some options for which there are enough places; -1 if there is none.
 
-@_kept
-def pack(a: Arrays, s: State, rng: np.random.Generator, order: Ints, least: Floats, budget: float) -> int:
-    """Put tables on empty ranks in an order, (N,), on the least loaded ones; how many there is budget for.
+        The runs of an option are checked one after the other, as if each took places of its own.
 
-    What tables yet to come put on every rank at least, (G, D), is kept free.
-    """
-    for table in order:
-        _add_base(s.base, least, a.group[table], 1)
-    for number in range(len(order)):
-        _add_base(s.base, least, a.group[order[number]], -1)
-        if not _fill(a, s, rng, order[number], budget, False):
-            return number
-    return len(order)
-
-
-@_compiled
-def _copy(sums: Floats, base: Floats, kept_sums: Floats, kept_base: Floats) -> None:
-    for dim in range(len(base)):
-        kept_base[dim] = base[dim]
-        for rank in range(sums.shape[1]):
-            kept_sums[dim, rank] = sums[dim, rank]
-
-
-@_compiled
-def _restore(a: Arrays, s: State, u: Undo, many: int, back: int) -> None:
-    """Undo a round that took many tables off, some of which are back."""
-    for index in range(back):
-        _count(a, s, u.tables[index], -1)
-    for index in range(many):
-        table = u.tables[index]
-        s.option[table] = u.option[index]
-        for slot in range(s.spot.shape[1]):
-            s.spot[table, slot] = u.spot[index, slot]
-        _count(a, s, table, 1)
-    _copy(u.sums, u.base, s.sums, s.base)
-    for rank in range(s.sums.shape[1]):
-        _set_term(s.terms, s.sums, s.steep, rank)
-
-
-@_compiled
-def _count(a: Arrays, s: State, table: int, sign: int) -> None:
-    """Bring up to date on which ranks a table is."""
-    first = a.option_first[s.option[table]]
-    for gang in range(first, a.option_first[s.option[table] + 1]):
-        width = a.set_width[a.kind_set[a.gang_kind[gang]]]
-        start = a.set_first[a.kind_set[a.gang_kind[gang]]] + s.spot[table, gang - first] * width
-        for index in range(start, start + width):
-            s.on[a.set_ranks[index], table] += sign
-
-
-@_compiled
-def _set_term(terms: Floats, sums: Floats, steep: Floats, rank: int) -> None:
-    terms[rank] = exp(min(steep[0] * sums[0, rank] - steep[1], _STEEPEST))
-
-
-@_compiled
-def _height(a: Arrays, s: State) -> float:
-    total, excess = 0.0, 0.0
-    for rank in range(len(s.terms)):
-        total += s.terms[rank]
-        for dim in range(1, len(s.base)):
-            over = s.base[dim] + s.sums[dim, rank] - a.limit[dim]
-            if over > 0.0:
-                excess += over / max(a.limit[dim], 1.0)
-    height: float = exp(min(s.steep[0] * s.base[0], _STEEPEST)) * total + s.steep[2] * excess
-    return height
-
-
-@_compiled
-def _keep(a: Arrays, s: State) -> None:
-    s.cost[0] = s.base[0] + s.sums[0, _hottest(s.sums)]
-    if s.cost[0] < s.cost[1] * (1.0 - 1e-9) and _within(a.limit, s.sums, s.base):
-        s.cost[1] = s.cost[0]
-        for table in range(len(s.option)):
-            s.best_option[table] = s.option[table]
-            for slot in range(s.spot.shape[1]):
-                s.best_spot[table, slot] = s.spot[table, slot]
-
-
-@_compiled
-def _hottest(sums: Floats) -> int:
-    found = 0
-    for rank in range(sums.shape[1]):
-        if sums[0, rank] > sums[0, found]:
-            found = rank
-    return found
-
-
-@_compiled
-def _below(rng: np.random.Generator, count: int) -> int:
-    return min(int(rng.random() * count), count - 1)
-
-
-@_compiled
-def _among(tables: Ints, many: int, table: int) -> bool:
-    found = False
-    for index in range(many):
-        found = found or tables[index] == table
-    return found
-
-
-@_compiled
-def _find(on: NDArray[np.int32], tables: Ints, rank: int, many: int) -> int:
-    """Put the tables of a rank after the first so many, unless they are among these; how many there are then."""
-    end = many
-    for table in range(len(tables)):
-        if on[rank, table] and not _among(tables, many, table):
-            tables[end] = table
-            end += 1
-    return end
-
-
-@_compiled
-def _varied(a: Arrays, s: State, u: Undo, rng: np.random.Generator) -> int:
-    """A few tables and the options that they are to take; how many."""
-    drawn, many = rng.random(), 0
-    most = 1 + (drawn >= 0.5) + (drawn >= 0.85)
-    if rng.random() < 0.5:
-        end = _find(s.on, u.tables, _hottest(s.sums), 0)
-        if end:
-            u.tables[0], many = u.tables[_below(rng, end)], 1
-    while many < most:
-        table = _below(rng, len(s.option))
-        if _among(u.tables, many, table):
-            break
-        u.tables[many] = table
-        many += 1
-    _largest_first(a.work, s.option, u.tables, u.keys, rng, 0, many)
-    for index in range(many):
-        table = u.tables[index]
-        u.chosen[index] = s.option[table]
-        if rng.random() < 0.5:
-            first = a.choice_first[a.group[table]]
-            u.chosen[index] = a.choice[first + _below(rng, a.choice_first[a.group[table] + 1] - first)]
-    return many
-
-
-@_compiled
-def _ruined(a: Arrays, s: State, u: Undo, rng: np.random.Generator) -> int:
-    """Some tables of a highly loaded rank, and of a few others; how many."""
-    many, ranks, whole = 0, s.sums.shape[1], rng.random() < _WHOLE[0]
-    picked = int(exp(rng.random() * log(min(ranks, _WHOLE[1]) + 1.0))) if whole else 2 + (rng.random() < 0.5)
-    start = _below(rng, ranks)
-    for number in range(picked):
-        rank = (start + number) % ranks if whole else _below(rng, ranks)
-        if number == 0 and rng.random() < 0.7:
-            rank = _hottest(s.sums)
-        end = _find(s.on, u.tables, rank, many)
-        most = end if whole else 1 + _below(rng, 2 if number else 3)
-        for _ in range(min(end - many, most)):
-            other = many + _below(rng, end - many)
-            u.tables[many], u.tables[other] = u.tables[other], u.tables[many]
-            many += 1
-    table = _below(rng, len(s.option))
-    if rng.random() < 0.3 and not _among(u.tables, many, table):
-        u.tables[many] = table
-        many += 1
-    _largest_first(a.work, s.option, u.tables, u.keys, rng, 0, many)
-    return many
-
-
-@_compiled
-def _overloaded(a: Arrays, s: State, u: Undo, rng: np.random.Generator, many: int, budget: float) -> int:
-    """The tables of the ranks that are over the budget or the memory go, too; how many in all."""
-    first, last = many, many + _EVICTED
-    for rank in range(s.sums.shape[1]):
-        over = s.sums[0, rank] > budget
-        for dim in range(1, len(s.base)):
-            over = over or s.sums[dim, rank] + s.base[dim] > a.limit[dim]
-        if over and many < last:
-            many = min(_find(s.on, u.tables, rank, many), last)
-    _largest_first(a.work, s.option, u.tables, u.keys, rng, first, many)
-    return many
-
-
-@_compiled
-def _largest_first(
-    work: Floats, option: Ints, tables: Ints, keys: Floats, rng: np.random.Generator, first: int, last: int
-) -> None:
-    """By work, about; they are few."""
-    for index in range(first, last):
-        table, place = tables[index], index
-        key = work[option[table]] * (0.8 + 0.4 * rng.random())
-        while place > first and keys[place - 1] < key:
-            tables[place], keys[place] = tables[place - 1], keys[place - 1]
-            place -= 1
-        tables[place], keys[place] = table, key
-
-
-@_compiled
-def _take(a: Arrays, s: State, u: Undo, first: int, last: int) -> None:
-    """Take tables off their ranks, and keep where they were."""
-    for index in range(first, last):
-        table = u.tables[index]
-        option = u.option[index] = s.option[table]
-        for slot in range(s.spot.shape[1]):
-            u.spot[index, slot] = s.spot[table, slot]
-        start = a.option_first[option]
-        for gang in range(start, a.option_first[option + 1]):
-            _shift(a, s, table, a.gang_kind[gang], s.spot[table, gang - start], -1)
-        _add_base(s.base, a.base, option, -1)
-
-
-@_compiled
-def _add_base(base: Floats, of_option: Floats, option: int, sign: int) -> None:
-    for dim in range(len(base)):
-        base[dim] += sign * of_option[option, dim]
-
-
-@_compiled
-def _shift(a: Arrays, s: State, table: int, kind: int, place: int, sign: int) -> None:
-    """Add a gang at a place, or take it off."""
-    width, item = a.set_width[a.kind_set[kind]], a.kind_first[kind]
-    first = a.set_first[a.kind_set[kind]] + place * width
-    for index in range(width):
-        rank = a.set_ranks[first + index]
-        s.on[rank, table] += sign
-        for dim in range(len(s.base)):
-            s.sums[dim, rank] += sign * a.size[item + index, dim]
-        _set_term(s.terms, s.sums, s.steep, rank)
-
-
-@_compiled
-def _fill(a: Arrays, s: State, rng: np.random.Generator, table: int, budget: float, best_fit: bool) -> bool:
-    """Put a table on with an option of little work for which there is budget; whether there is one."""
-    for number in range(a.choice_first[a.group[table]], a.choice_first[a.group[table] + 1]):
-        if (not best_fit or rng.random() >= _BLINK) and _put(a, s, rng, table, a.choice[number], budget, best_fit):
-            return True
-    return False
-
-
-@_compiled
-def _put(a: Arrays, s: State, rng: np.random.Generator, table: int, option: int, budget: float, best_fit: bool) -> bool:
-    """Put a table on with an option, each gang at its best place; if one has none, nothing is done: False."""
-    _add_base(s.base, a.base, option, 1)
-    first, end = a.option_first[option], a.option_first[option + 1]
-    fits, gang = budget <= 0.0 or _within(a.limit, s.sums, s.base), first
-    while gang < end and fits:
-        place = _best_place(a, s, rng, a.gang_kind[gang], budget, best_fit)
-        fits = place >= 0
-        if fits:
-            _shift(a, s, table, a.gang_kind[gang], place, 1)
-            s.spot[table, gang - first] = place
-            gang += 1
-            # Two items of a gang may be on one rank.
-            single = a.set_width[a.kind_set[a.gang_kind[gang - 1]]] == 1
-            fits = budget <= 0.0 or single or _within(a.limit, s.sums, s.base)
-    if fits:
-        s.option[table] = option
-        return True
-    while gang > first:
-        gang -= 1
-        _shift(a, s, table, a.gang_kind[gang], s.spot[table, gang - first], -1)
-    _add_base(s.base, a.base, option, -1)
-    return False
-
-
-@_compiled
-def _within(limit: Floats, sums: Floats, base: Floats) -> bool:
-    """Whether every rank is within its memory."""
-    for dim in range(1, len(base)):
-        for rank in range(sums.shape[1]):
-            if sums[dim, rank] > limit[dim] - base[dim]:
-                return False
-    return True
-
-
-@_compiled
-def _best_place(a: Arrays, s: State, rng: np.random.Generator, kind: int, budget: float, best_fit: bool) -> int:
-    """Where a gang leaves the least of the budget (best fit), or the most, or, where that is 0, where the soft maximum
-    grows least; -1 if it fits nowhere."""
-    width, item, first = a.set_width[a.kind_set[kind]], a.kind_first[kind], a.set_first[a.kind_set[kind]]
-    places = (a.set_first[a.kind_set[kind] + 1] - first) // width
-    best, found = inf, -1
-    common = exp(min(s.steep[0] * s.base[0], _STEEPEST))
-    for place in range(places):
-        score, fits = 0.0, True
-        for index in range(width):
-            rank, load = a.set_ranks[first + place * width + index], a.size[item + index, 0]
-            for dim in range(1, len(s.base)):
-                held = s.sums[dim, rank] + s.base[dim]
-                over = held + a.size[item + index, dim] - max(held, a.limit[dim])
-                if over > 0.0:
-                    fits = fits and budget <= 0.0
-                    score += s.steep[2] * over / max(a.limit[dim], 1.0)
-            if not fits or score >= best:
+        Args:
+            options: (B, C), -1 where there is none.
+            budget: (B,) load of the items of a rank.
+        """
+        arrays, fits = self.arrays, options >= 0
+        base = self.base[:, None] + arrays.base[options]
+        held = self.load[:, :, : arrays.ranks]
+        needed = np.zeros(options.shape, dtype=np.int64)
+        for run in range(arrays.run_kind.shape[1]):
+            kind = np.where(fits, arrays.run_kind[options, run], -1)
+            if not (kind >= 0).any():
                 break
-            if budget > 0:
-                left = budget - s.sums[0, rank] - load
-                fits = left >= 0
-                score += left if best_fit else s.sums[0, rank] + load
+            family = arrays.kind_family[kind]
+            for number, each in enumerate(arrays.families):
+                if not (chosen := (kind >= 0) & (family == number)).any():
+                    continue
+                if each.anywhere:
+                    top = arrays.kind_top[kind]
+                    free = held[:, None, 0] <= (budget[:, None] - top[:, :, 0])[:, :, None]
+                    for tier, limit in enumerate(arrays.limit.tolist(), 1):
+                        if limit < np.inf:
+                            free &= held[:, None, tier] <= (limit - base[:, :, tier] - top[:, :, tier])[:, :, None]
+                    needed += np.where(chosen, arrays.run_count[options, run], 0)
+                    fits &= ~chosen | (np.count_nonzero(free, axis=2) >= np.minimum(needed, arrays.ranks))
+                else:
+                    row, column = np.nonzero(chosen)
+                    free_places = self._free(each, row, kind[row, column], budget[row], base[row, column])
+                    count = np.minimum(arrays.run_count[options[row, column], run], free_places.shape[1])
+                    fits[row, column] = np.count_nonzero(free_places, axis=1) >= count
+        first = fits.argmax(axis=1)
+        return np.where(fits.any(axis=1), options[np.arange(len(options)), first], -1)
+
+    def _free(self, family: Family, row: Ints, kind: Ints, budget: Floats, base: Floats) -> Bools:
+        """(n, P) places at which a gang stays within budget and memory."""
+        places = family.places[self.arrays.kind_set[kind]]
+        item = self._item(kind, places.shape[2])
+        free = np.ones(places.shape[:2], dtype=np.bool_)
+        for dim, limit in enumerate([np.inf, *self.arrays.limit.tolist()]):
+            most = budget if dim == 0 else limit - base[:, dim]
+            after = self.load[row[:, None, None], dim, places] + self.arrays.size[item, dim][:, None]
+            free &= (after <= most[:, None, None]).all(axis=2)
+        if family.missing is not None:
+            free &= ~family.missing[self.arrays.kind_set[kind]]
+        return free
+
+    def put(
+        self, option: Ints, sharpness: Sharpness, budget: Floats | None = None, *, best_fit: bool = True
+    ) -> None:
+        """Put a table on in each proposal; where a gang fits nowhere, the proposal is not alive any more.
+
+        Args:
+            option: (B,) that the table takes; -1: none.
+            sharpness: gangs go where this soft maximum grows least.
+            budget: (B,) load of items that no rank may exceed; gangs go where they leave the least of it.
+            best_fit: or the most, if not.
+        """
+        arrays, limits = self.arrays, _Limits(sharpness, budget, best_fit)
+        rows = np.flatnonzero(self.alive & (option >= 0))
+        self.base[rows] += arrays.base[option[rows]]
+        for run in range(arrays.run_kind.shape[1]):
+            kind = arrays.run_kind[option[rows], run]
+            rows, kind = rows[(kind >= 0) & self.alive[rows]], kind[(kind >= 0) & self.alive[rows]]
+            if not len(rows):
+                break
+            count, family = arrays.run_count[option[rows], run], arrays.kind_family[kind]
+            for number in range(len(arrays.families)):
+                if len(mine := np.flatnonzero(family == number)):
+                    self._put_run(number, rows[mine], kind[mine], count[mine], limits)
+        self._steps += 1
+
+    def _put_run(self, number: int, rows: Ints, kind: Ints, count: Ints, limits: _Limits) -> None:
+        family = self.arrays.families[number]
+        while len(rows):
+            score = self._scores(family, rows, kind, limits)
+            most = score.shape[1]
+            if (count == 1).all():
+                place = score.argmin(axis=1)
+                good = score[np.arange(len(rows)), place] < np.inf
+                which = np.flatnonzero(good)
+                place = place[which]
             else:
-                score += common * s.terms[rank] * (exp(min(s.steep[0] * load, _STEEPEST)) - 1.0)
-            if not fits or score >= best:
-                break
-        if fits and score < best and (budget <= 0 or not best_fit or rng.random() >= _BLINK):
-            best, found = score, place
-    return found
+                last = np.sort(score, axis=1)[np.arange(len(rows)), np.minimum(count, most) - 1]
+                good = last < np.inf
+                which, place = np.nonzero((score <= last[:, None]) & good[:, None])
+            self.alive[rows[~good]] = False
+            self._add(family, rows[which], kind[which], place)
+            # More equal gangs than there are places: some share one.
+            more = np.flatnonzero(good & (count > most))
+            rows, kind, count = rows[more], kind[more], count[more] - most
+
+    def _scores(self, family: Family, rows: Ints, kind: Ints, limits: _Limits) -> Floats:
+        """(n, P) of each place, the less the better; infinite where a gang does not fit."""
+        arrays, sets = self.arrays, self.arrays.kind_set[kind]
+        base, (sharpness, budget, best_fit) = self.base[rows], limits
+        if family.anywhere:
+            held = self.load[rows][:, :, : arrays.ranks, None]
+            size = arrays.size[arrays.kind_first[kind]][:, :, None, None]
+        else:
+            places = family.places[sets]
+            held = self.load[rows[:, None, None, None], np.arange(self.load.shape[1])[:, None, None], places[:, None]]
+            size = arrays.size[self._item(kind, places.shape[2])].transpose(0, 2, 1)[:, :, None]
+        cost, exponent = sharpness.cost[rows, None, None], sharpness.exponent[rows, None, None]
+        load = held[:, 0]
+        if budget is not None:
+            left = budget[rows, None, None] - load - size[:, 0]
+            scored = left if best_fit else load + size[:, 0]
+            score: Floats = np.where((left >= 0).all(axis=2), scored.sum(axis=2), np.inf)
+        elif family.anywhere and not sharpness.soft[rows].any():
+            # The soft maximum grows least where the load is least.
+            score = load[:, :, 0] / cost[:, :, 0]
+        else:
+            steep = exponent / cost
+            term = np.exp(np.minimum(steep * (load + base[:, 0, None, None]) - exponent, _STEEPEST))
+            score = (term * np.expm1(np.minimum(steep * size[:, 0], _STEEPEST))).sum(axis=2)
+        soft = sharpness.soft[rows, None] if budget is None else np.zeros((len(rows), 1), dtype=np.bool_)
+        for tier, limit in enumerate(arrays.limit.tolist(), 1):
+            if limit < np.inf:
+                before = held[:, tier] + base[:, tier, None, None]
+                over = (before + size[:, tier] - np.maximum(before, limit)).clip(min=0).sum(axis=2)
+                weight = np.where(soft, sharpness.weight[rows, None] / max(limit, 1.0), np.inf)
+                score = score + np.multiply(over, weight, out=np.zeros_like(over), where=over > 0)
+        if family.missing is not None:
+            score[family.missing[sets]] = np.inf
+        noise = self.rng.random(score.shape[1])
+        score = score * (1 + _JITTER[0] * noise) + _JITTER[1] * noise
+        if budget is not None and best_fit and score.shape[1] > 1:
+            score[self.rng.random(score.shape, dtype=np.float32) < _BLINK] = np.inf
+        return score
+
+    def _item(self, kind: Ints, width: int) -> Ints:
+        """(n, width) items of kinds; J where there is none."""
+        first = self.arrays.kind_first
+        item = first[kind][:, None] + np.arange(width)
+        return np.where(item < first[kind + 1][:, None], item, len(self.arrays.size) - 1)
+
+    def _add(self, family: Family, rows: Ints, kind: Ints, place: Ints) -> None:
+        ranks = family.places[self.arrays.kind_set[kind], place]
+        size = self.arrays.size[self._item(kind, ranks.shape[1])]
+        if family.anywhere:
+            self.load[rows, :, ranks[:, 0]] += size[:, 0]
+        else:
+            np.add.at(self.load, (rows[:, None], slice(None), ranks), size)
+        self._placed.append((self._steps, rows, kind, place))
+
+    def placed(self, proposals: Ints) -> Placed:
+        """What was put on in some proposals."""
+        of = np.zeros(len(self.load), dtype=np.bool_)
+        of[proposals] = True
+        parts = [(np.full(len(rows), step), rows, kind, place) for step, rows, kind, place in self._placed]
+        step, rows, kind, place = (np.concatenate([np.zeros(0, dtype=np.int64), *each]) for each in zip(*parts, strict=True))
+        kept = of[rows]
+        return Placed(step=step[kept], proposal=rows[kept], kind=kind[kept], place=place[kept])
+
+    def excess(self) -> Floats:
+        """(B,) bytes over the capacity, as fractions of it, of all ranks."""
+        limit = self.arrays.limit[:, None]
+        held = self.load[:, 1:, : self.arrays.ranks] + self.base[:, 1:, None]
+        over: Floats = np.where(np.isinf(limit), 0.0, held - limit).clip(min=0) / np.maximum(limit, 1.0)
+        return over.sum(axis=(1, 2))
+
+    def costs(self) -> Floats:
+        """(B,) of the most loaded rank."""
+        costs: Floats = self.base[:, 0] + self.load[:, 0, : self.arrays.ranks].max(axis=1)
+        return costs
+
+    def heights(self, sharpness: Sharpness) -> Floats:
+        """(B,) soft maximum of the loads, and the weighted bytes over the capacity."""
+        load = self.load[:, 0, : self.arrays.ranks] + self.base[:, 0, None]
+        exponent = sharpness.exponent[:, None] * (load / sharpness.cost[:, None] - 1)
+        heights: Floats = np.exp(np.minimum(exponent, _STEEPEST)).sum(axis=1) + sharpness.weight * self.excess()
+        return heights
+
+
+def choices(encoded: Encoded, able: Bools) -> tuple[Ints, Ints]:
+    """(G, C) those options of each group that are able, (O,), those with the least work first, then -1; (G,) how many."""
+    order = np.lexsort((encoded.total_load, encoded.option_group))
+    order = order[able[order]]
+    group = encoded.option_group[order]
+    counts = np.bincount(group, minlength=len(encoded.groups))
+    choice = np.full((len(encoded.groups), int(counts.max(initial=1))), -1, dtype=np.int64)
+    choice[group, np.arange(len(order)) - (np.cumsum(counts) - counts)[group]] = order
+    return choice, counts
+
+
+def arrays_of(encoded: Encoded) -> Arrays:
+    """The arrays of a problem."""
+    ranks, everyone = encoded.ranks, np.arange(encoded.ranks)
+    families: dict[tuple[bool, int], list[Ints]] = {}
+    sets: dict[int, tuple[tuple[bool, int], int]] = {}
+    for kind in encoded.blocks:
+        key = id(kind.names)
+        if key not in sets:
+            count, width = kind.places.shape
+            if width == 1 and count == ranks and (kind.places[:, 0] == everyone).all():
+                family = (True, 1)
+            else:
+                family = (False, width if count > 1 else 0)
+            same = families.setdefault(family, [])
+            sets[key] = family, len(same)
+            same.append(kind.places)
+    numbers = {family: number for number, family in enumerate(families)}
+    sizes = [np.column_stack([kind.loads, kind.memory]) for kind in encoded.blocks]
+    dims = 1 + len(encoded.capacity)
+    largest = [-float(kind.loads.max()) for kind in encoded.blocks]
+    runs = [
+        sorted([(block, count) for block, count in _merged(blocks) if count], key=lambda run: largest[run[0]])
+        for blocks in encoded.option_blocks
+    ]
+    most = max([len(each) for each in runs], default=0)
+    run_kind = np.full((len(runs), most), -1, dtype=np.int64)
+    run_count = np.zeros((len(runs), most), dtype=np.int64)
+    for option, each in enumerate(runs):
+        for run, (block, count) in enumerate(each):
+            run_kind[option, run], run_count[option, run] = block, count
+    choice, counts = choices(encoded, np.ones(len(encoded.options), dtype=np.bool_))
+    return Arrays(
+        ranks=ranks,
+        limit=encoded.capacity * (1 + 1e-12),
+        size=np.concatenate([np.zeros((0, dims)), *sizes, np.zeros((1, dims))]),
+        kind_first=np.cumsum([0, *(len(kind.loads) for kind in encoded.blocks)]),
+        kind_family=np.array([numbers[sets[id(kind.names)][0]] for kind in encoded.blocks], dtype=np.int64),
+        kind_set=np.array([sets[id(kind.names)][1] for kind in encoded.blocks], dtype=np.int64),
+        kind_top=np.array([each.max(axis=0) for each in sizes]).reshape(-1, dims),
+        families=tuple(_family(family[0], places, ranks) for family, places in families.items()),
+        run_kind=run_kind,
+        run_count=run_count,
+        base=np.column_stack([encoded.base_load, encoded.base_memory]),
+        work=encoded.total_load,
+        group=np.repeat(np.arange(len(encoded.groups)), encoded.sizes),
+        choice=choice,
+        choices=counts,
+    )
+
+
+def _merged(blocks: tuple[tuple[int, int], ...]) -> list[tuple[int, int]]:
+    counts: dict[int, int] = {}
+    for block, count in blocks:
+        counts[block] = counts.get(block, 0) + count
+    return [*counts.items()]
+
+
+def _family(anywhere: bool, sets: list[Ints], ranks: int) -> Family:
+    most, width = max(len(places) for places in sets), max(places.shape[1] for places in sets)
+    joined = np.full((len(sets), most, width), ranks, dtype=np.int64)
+    missing = np.ones((len(sets), most), dtype=np.bool_)
+    for number, places in enumerate(sets):
+        joined[number, : len(places), : places.shape[1]] = places
+        missing[number, : len(places)] = False
+    return Family(places=joined, missing=missing if missing.any() else None, anywhere=anywhere)
