@@ -55,8 +55,10 @@ _ASKED = 64
 """Tables that are packed between two questions whether to stop."""
 _AIM = 0.02
 """How far below the cost, at most, the aim is."""
-_TRIED = 8
-"""Options of a table that are tried below an aim."""
+_OPTIONS = 8
+"""Options of a table that are looked at below an aim."""
+_TRIES = 2
+"""Of these, the most that are put on to see whether they fit."""
 _BUDGETS = 7
 """Budgets for which tables are packed one by one at once, in each order."""
 
@@ -162,12 +164,11 @@ class Rebuilder:
             group = arrays.group[order[:, step]]
             batch.base -= least[group]
             most = int(arrays.choices[group].max(initial=1))
-            option = batch.first_fit(arrays.choice[group, :most], budgets)
+            option = batch.fill(arrays.choice[group, :most], sharpness, budgets, tries=most, best_fit=False)
             batch.alive &= option >= 0
             if not batch.alive.any():
                 break
             options[:, step] = option
-            batch.put(option, sharpness, budgets, best_fit=False)
         placed = batch.placed(np.flatnonzero(batch.alive))
         found: list[Packing | None] = []
         for number in range(count):
@@ -302,7 +303,7 @@ def _round(
         chains.take(batch, chain, tables)
         for column in range(tables.shape[1]):
             steps.append(_Step(tables[:, column], option[:, column]))
-            batch.put(option[:, column], sharp)
+            batch.alive &= batch.put(option[:, column], sharp) | (tables[:, column] < 0)
         if rng.random() < 0.5:
             hottest = batch.load[:, 0, : arrays.ranks].argmax(axis=1)
             more = [chains.on_rank(chain, hottest, rng) for _ in range(1 + int(3 * rng.random()))]
@@ -417,12 +418,11 @@ def _refill(
     for column in range(tables.shape[1]):
         table = tables[:, column]
         group = arrays.group[table]
-        drawn = np.sort(rng.random((len(table), _TRIED)) ** 2, axis=1)
+        drawn = np.sort(rng.random((len(table), _OPTIONS)) ** 2, axis=1)
         options = arrays.choice[group[:, None], (drawn * arrays.choices[group][:, None]).astype(np.int64)]
-        option = batch.first_fit(np.where((table >= 0)[:, None], options, -1), budget)
+        option = batch.fill(np.where((table >= 0)[:, None], options, -1), sharpness, budget, tries=_TRIES)
         batch.alive &= (option >= 0) | (table < 0)
         steps.append(_Step(table, option))
-        batch.put(option, sharpness, budget)
 
 
 def _gangs(arrays: Arrays, packing: Packing, option: Ints) -> list[tuple[Ints, Ints]]:

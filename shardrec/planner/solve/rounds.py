@@ -36,6 +36,10 @@ _JITTER = 1e-9, 1e-300
 """Relative and absolute differences by which no two places are equally good."""
 
 
+_ABOUT = 0.9
+"""Items of so much of the largest of their gang are taken for as large."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Family:
     """Sets of places of one width.
@@ -63,6 +67,7 @@ class Arrays:
         kind_family: (K,).
         kind_set: (K,) the set of places, in its family.
         kind_top: (K, D) the largest of its items.
+        kind_heavy: (K,) how many of its items have about the largest load and as many bytes, at least 1.
         families: by number.
         run_kind: (O, runs), -1 where there is none.
         run_count: (O, runs).
@@ -80,6 +85,7 @@ class Arrays:
     kind_family: Ints
     kind_set: Ints
     kind_top: Floats
+    kind_heavy: Ints
     families: tuple[Family, ...]
     run_kind: Ints
     run_count: Ints
@@ -173,83 +179,101 @@ class Batch:
             self.load[:, dim] -= off.reshape(-1, wide)
             self.base[:, dim] -= np.bincount(proposal, self.arrays.base[option, dim], minlength=len(self.load))
 
-    def first_fit(self, options: Ints, budget: Floats) -> Ints:
-        """(B,) the first of some options for which there are enough places; -1 if there is none.
-
-        The runs of an option are checked one after the other, as if each took places of its own.
+    def fill(
+        self, options: Ints, sharpness: Sharpness, budget: Floats, *, tries: int, best_fit: bool = True
+    ) -> Ints:
+        """Put a table on in each proposal, with the first of its options for which there are places below a budget.
 
         Args:
             options: (B, C), -1 where there is none.
+            sharpness: as for :meth:`put`.
             budget: (B,) load of the items of a rank.
+            tries: options that are put on to see whether their gangs find places.
+            best_fit: as for :meth:`put`.
+
+        Returns:
+            (B,) the option that was put on; -1 if there is none.
+        """
+        fits = self._promising(options, budget) & self.alive[:, None]
+        chosen = np.full(len(options), -1, dtype=np.int64)
+        every = np.arange(len(options))
+        for _ in range(tries):
+            first = fits.argmax(axis=1)
+            option = np.where(fits[every, first], options[every, first], -1)
+            if not (option >= 0).any():
+                break
+            done = self.put(option, sharpness, budget, best_fit=best_fit)
+            chosen[done] = option[done]
+            fits[done] = False
+            fits[every, first] = False
+        self._steps += 1
+        return chosen
+
+    def _promising(self, options: Ints, budget: Floats) -> Bools:
+        """(B, C) whether so many ranks have so much load, and so many such bytes, left as the items of an option take.
+
+        The runs of an option are checked one after the other, as if each took ranks of its own.
         """
         arrays, fits = self.arrays, options >= 0
-        base = self.base[:, None] + arrays.base[options]
-        held = self.load[:, :, : arrays.ranks]
+        every = np.arange(len(options))[:, None]
         needed = np.zeros(options.shape, dtype=np.int64)
+        held = np.sort(self.load[:, :, : arrays.ranks], axis=2)
         for run in range(arrays.run_kind.shape[1]):
-            kind = np.where(fits, arrays.run_kind[options, run], -1)
-            if not (kind >= 0).any():
+            kind = arrays.run_kind[options, run]
+            if not (used := fits & (kind >= 0)).any():
                 break
-            family = arrays.kind_family[kind]
-            for number, each in enumerate(arrays.families):
-                if not (chosen := (kind >= 0) & (family == number)).any():
-                    continue
-                if each.anywhere:
-                    top = arrays.kind_top[kind]
-                    free = held[:, None, 0] <= (budget[:, None] - top[:, :, 0])[:, :, None]
-                    for tier, limit in enumerate(arrays.limit.tolist(), 1):
-                        if limit < np.inf:
-                            free &= held[:, None, tier] <= (limit - base[:, :, tier] - top[:, :, tier])[:, :, None]
-                    needed += np.where(chosen, arrays.run_count[options, run], 0)
-                    fits &= ~chosen | (np.count_nonzero(free, axis=2) >= np.minimum(needed, arrays.ranks))
-                else:
-                    row, column = np.nonzero(chosen)
-                    free_places = self._free(each, row, kind[row, column], budget[row], base[row, column])
-                    count = np.minimum(arrays.run_count[options[row, column], run], free_places.shape[1])
-                    fits[row, column] = np.count_nonzero(free_places, axis=1) >= count
-        first = fits.argmax(axis=1)
-        return np.where(fits.any(axis=1), options[np.arange(len(options)), first], -1)
-
-    def _free(self, family: Family, row: Ints, kind: Ints, budget: Floats, base: Floats) -> Bools:
-        """(n, P) places at which a gang stays within budget and memory."""
-        places = family.places[self.arrays.kind_set[kind]]
-        item = self._item(kind, places.shape[2])
-        free = np.ones(places.shape[:2], dtype=np.bool_)
-        for dim, limit in enumerate([np.inf, *self.arrays.limit.tolist()]):
-            most = budget if dim == 0 else limit - base[:, dim]
-            after = self.load[row[:, None, None], dim, places] + self.arrays.size[item, dim][:, None]
-            free &= (after <= most[:, None, None]).all(axis=2)
-        if family.missing is not None:
-            free &= ~family.missing[self.arrays.kind_set[kind]]
-        return free
+            needed += np.where(used, arrays.run_count[options, run] * arrays.kind_heavy[kind], 0)
+            rank = np.minimum(needed, arrays.ranks) - 1
+            for dim, limit in enumerate([np.inf, *arrays.limit.tolist()]):
+                if dim == 0 or limit < np.inf:
+                    most = budget[:, None] if dim == 0 else limit - self.base[:, dim, None] - arrays.base[options, dim]
+                    fits &= ~used | (held[every, dim, rank] + arrays.kind_top[kind, dim] <= most)
+        return fits
 
     def put(
         self, option: Ints, sharpness: Sharpness, budget: Floats | None = None, *, best_fit: bool = True
-    ) -> None:
-        """Put a table on in each proposal; where a gang fits nowhere, the proposal is not alive any more.
+    ) -> Bools:
+        """Put a table on in each proposal; nothing is done where a gang fits nowhere.
 
         Args:
             option: (B,) that the table takes; -1: none.
             sharpness: gangs go where this soft maximum grows least.
             budget: (B,) load of items that no rank may exceed; gangs go where they leave the least of it.
             best_fit: or the most, if not.
+
+        Returns:
+            (B,) whether the table is on.
         """
         arrays, limits = self.arrays, _Limits(sharpness, budget, best_fit)
-        rows = np.flatnonzero(self.alive & (option >= 0))
+        tried = self.alive & (option >= 0)
+        done, rows, before = tried.copy(), np.flatnonzero(tried), len(self._placed)
         self.base[rows] += arrays.base[option[rows]]
         for run in range(arrays.run_kind.shape[1]):
+            rows = rows[done[rows]]
             kind = arrays.run_kind[option[rows], run]
-            rows, kind = rows[(kind >= 0) & self.alive[rows]], kind[(kind >= 0) & self.alive[rows]]
+            rows, kind = rows[kind >= 0], kind[kind >= 0]
             if not len(rows):
                 break
             count, family = arrays.run_count[option[rows], run], arrays.kind_family[kind]
             for number in range(len(arrays.families)):
                 if len(mine := np.flatnonzero(family == number)):
-                    self._put_run(number, rows[mine], kind[mine], count[mine], limits)
-        self._steps += 1
+                    done[self._put_run(number, rows[mine], kind[mine], count[mine], limits)] = False
+        failed = tried & ~done
+        if failed.any():
+            self.base[failed] -= arrays.base[option[failed]]
+            for index, (step, at, kinds, place) in enumerate(self._placed[before:], before):
+                off = failed[at]
+                if off.any():
+                    family = arrays.families[arrays.kind_family[kinds[0]]]
+                    self._add(family, at[off], kinds[off], place[off], -1)
+                self._placed[index] = step, at[~off], kinds[~off], place[~off]
+        if budget is None:
+            self._steps += 1
+        return done
 
-    def _put_run(self, number: int, rows: Ints, kind: Ints, count: Ints, limits: _Limits) -> None:
-        family = self.arrays.families[number]
+    def _put_run(self, number: int, rows: Ints, kind: Ints, count: Ints, limits: _Limits) -> Ints:
+        """Put equal gangs on in each of some proposals; those in which they do not fit, where some may be on."""
+        family, failed = self.arrays.families[number], []
         while len(rows):
             score = self._scores(family, rows, kind, limits)
             most = score.shape[1]
@@ -262,47 +286,52 @@ class Batch:
                 last = np.sort(score, axis=1)[np.arange(len(rows)), np.minimum(count, most) - 1]
                 good = last < np.inf
                 which, place = np.nonzero((score <= last[:, None]) & good[:, None])
-            self.alive[rows[~good]] = False
-            self._add(family, rows[which], kind[which], place)
+            failed.append(rows[~good])
+            self._add(family, rows[which], kind[which], place, 1)
+            self._placed.append((self._steps, rows[which], kind[which], place))
             # More equal gangs than there are places: some share one.
             more = np.flatnonzero(good & (count > most))
             rows, kind, count = rows[more], kind[more], count[more] - most
+        return np.concatenate(failed)
 
     def _scores(self, family: Family, rows: Ints, kind: Ints, limits: _Limits) -> Floats:
         """(n, P) of each place, the less the better; infinite where a gang does not fit."""
-        arrays, sets = self.arrays, self.arrays.kind_set[kind]
-        base, (sharpness, budget, best_fit) = self.base[rows], limits
-        if family.anywhere:
-            held = self.load[rows][:, :, : arrays.ranks, None]
-            size = arrays.size[arrays.kind_first[kind]][:, :, None, None]
-        else:
-            places = family.places[sets]
-            held = self.load[rows[:, None, None, None], np.arange(self.load.shape[1])[:, None, None], places[:, None]]
-            size = arrays.size[self._item(kind, places.shape[2])].transpose(0, 2, 1)[:, :, None]
-        cost, exponent = sharpness.cost[rows, None, None], sharpness.exponent[rows, None, None]
-        load = held[:, 0]
+        arrays, (sharpness, budget, best_fit) = self.arrays, limits
+        load, sets = self.load[rows, 0], arrays.kind_set[kind]
+        places = None if family.anywhere else family.places[sets]
+        item = arrays.kind_first[kind][:, None] if places is None else self._item(kind, places.shape[2])
+        index = None if places is None else places + np.arange(len(rows))[:, None, None] * load.shape[1]
+
+        def at(of_ranks: Floats) -> Floats:
+            """(n, P, width) of the ranks of each place, from (n, R + 1)."""
+            return of_ranks[:, : arrays.ranks, None] if index is None else of_ranks.take(index)
+
+        size = arrays.size[item]
         if budget is not None:
-            left = budget[rows, None, None] - load - size[:, 0]
-            scored = left if best_fit else load + size[:, 0]
-            score: Floats = np.where((left >= 0).all(axis=2), scored.sum(axis=2), np.inf)
+            left = at(budget[rows, None] - load)
+            score: Floats = left.sum(axis=2)
+            score = np.where((left >= size[:, None, :, 0]).all(axis=2), score if best_fit else -score, np.inf)
         elif family.anywhere and not sharpness.soft[rows].any():
             # The soft maximum grows least where the load is least.
-            score = load[:, :, 0] / cost[:, :, 0]
+            score = load[:, : arrays.ranks].copy()
         else:
-            steep = exponent / cost
-            term = np.exp(np.minimum(steep * (load + base[:, 0, None, None]) - exponent, _STEEPEST))
-            score = (term * np.expm1(np.minimum(steep * size[:, 0], _STEEPEST))).sum(axis=2)
-        soft = sharpness.soft[rows, None] if budget is None else np.zeros((len(rows), 1), dtype=np.bool_)
+            exponent = sharpness.exponent[rows, None]
+            steep = exponent / sharpness.cost[rows, None]
+            term = np.exp(np.minimum(steep * (load + self.base[rows, :1]) - exponent, _STEEPEST))
+            score = np.einsum("npw,nw->np", at(term), np.expm1(np.minimum(steep * size[:, :, 0], _STEEPEST)))
         for tier, limit in enumerate(arrays.limit.tolist(), 1):
-            if limit < np.inf:
-                before = held[:, tier] + base[:, tier, None, None]
-                over = (before + size[:, tier] - np.maximum(before, limit)).clip(min=0).sum(axis=2)
-                weight = np.where(soft, sharpness.weight[rows, None] / max(limit, 1.0), np.inf)
-                score = score + np.multiply(over, weight, out=np.zeros_like(over), where=over > 0)
+            free = limit - self.base[rows, tier, None] - self.load[rows, tier]
+            if limit == np.inf or (free.min(axis=1) >= arrays.kind_top[kind, tier]).all():
+                continue
+            over = (size[:, None, :, tier] - at(free.clip(min=0.0))).clip(min=0.0).sum(axis=2)
+            soft = sharpness.soft[rows, None] & (budget is None)
+            weight = np.where(soft, sharpness.weight[rows, None] / max(limit, 1.0), np.inf)
+            score += np.multiply(over, weight, out=np.zeros_like(over), where=over > 0)
         if family.missing is not None:
             score[family.missing[sets]] = np.inf
         noise = self.rng.random(score.shape[1])
-        score = score * (1 + _JITTER[0] * noise) + _JITTER[1] * noise
+        score *= 1 + _JITTER[0] * noise
+        score += _JITTER[1] * noise
         if budget is not None and best_fit and score.shape[1] > 1:
             score[self.rng.random(score.shape, dtype=np.float32) < _BLINK] = np.inf
         return score
@@ -313,14 +342,14 @@ class Batch:
         item = first[kind][:, None] + np.arange(width)
         return np.where(item < first[kind + 1][:, None], item, len(self.arrays.size) - 1)
 
-    def _add(self, family: Family, rows: Ints, kind: Ints, place: Ints) -> None:
+    def _add(self, family: Family, rows: Ints, kind: Ints, place: Ints, sign: int) -> None:
+        """Add gangs to the loads, or take them off."""
         ranks = family.places[self.arrays.kind_set[kind], place]
-        size = self.arrays.size[self._item(kind, ranks.shape[1])]
+        size = sign * self.arrays.size[self._item(kind, ranks.shape[1])]
         if family.anywhere:
             self.load[rows, :, ranks[:, 0]] += size[:, 0]
         else:
             np.add.at(self.load, (rows[:, None], slice(None), ranks), size)
-        self._placed.append((self._steps, rows, kind, place))
 
     def placed(self, proposals: Ints) -> Placed:
         """What was put on in some proposals."""
@@ -392,6 +421,7 @@ def arrays_of(encoded: Encoded) -> Arrays:
     for option, each in enumerate(runs):
         for run, (block, count) in enumerate(each):
             run_kind[option, run], run_count[option, run] = block, count
+    top = np.array([each.max(axis=0) for each in sizes]).reshape(-1, dims)
     choice, counts = choices(encoded, np.ones(len(encoded.options), dtype=np.bool_))
     return Arrays(
         ranks=ranks,
@@ -400,7 +430,10 @@ def arrays_of(encoded: Encoded) -> Arrays:
         kind_first=np.cumsum([0, *(len(kind.loads) for kind in encoded.blocks)]),
         kind_family=np.array([numbers[sets[id(kind.names)][0]] for kind in encoded.blocks], dtype=np.int64),
         kind_set=np.array([sets[id(kind.names)][1] for kind in encoded.blocks], dtype=np.int64),
-        kind_top=np.array([each.max(axis=0) for each in sizes]).reshape(-1, dims),
+        kind_top=top,
+        kind_heavy=np.array(
+            [(each >= _ABOUT * most).all(axis=1).sum().clip(1) for each, most in zip(sizes, top, strict=True)], np.int64
+        ),
         families=tuple(_family(family[0], places, ranks) for family, places in families.items()),
         run_kind=run_kind,
         run_count=run_count,
