@@ -55,6 +55,8 @@ _ASKED = 64
 """Tables that are packed between two questions whether to stop."""
 _AIM = 0.02
 """How far below the cost, at most, the aim is."""
+_TOGETHER = 12
+"""Proposals of a state that are taken together, at most."""
 _OPTIONS = 8
 """Options of a table that are looked at below an aim."""
 _TRIES = 2
@@ -151,6 +153,8 @@ class Rebuilder:
             stop: asked now and then; ends the search without a packing.
         """
         encoded, arrays = self.encoded, self._below(np.inf)
+        # A finite budget, so that what is left of it can be compared.
+        budgets = np.minimum(budgets, 1.0 + 2.0 * float(encoded.sizes.max()) * float(encoded.total_load.sum()))
         order, count, dims = np.stack(orders), len(orders), arrays.base.shape[1]
         least = np.minimum.reduceat(arrays.base, [span.start for span in encoded.group_options], axis=0)
         base = np.tile(least[arrays.group].sum(axis=0), (count, 1))
@@ -165,6 +169,7 @@ class Rebuilder:
             batch.base -= least[group]
             most = int(arrays.choices[group].max(initial=1))
             option = batch.fill(arrays.choice[group, :most], sharpness, budgets, tries=most, best_fit=False)
+            batch.step += 1
             batch.alive &= option >= 0
             if not batch.alive.any():
                 break
@@ -304,6 +309,7 @@ def _round(
         for column in range(tables.shape[1]):
             steps.append(_Step(tables[:, column], option[:, column]))
             batch.alive &= batch.put(option[:, column], sharp) | (tables[:, column] < 0)
+            batch.step += 1
         if rng.random() < 0.5:
             hottest = batch.load[:, 0, : arrays.ranks].argmax(axis=1)
             more = [chains.on_rank(chain, hottest, rng) for _ in range(1 + int(3 * rng.random()))]
@@ -313,36 +319,70 @@ def _round(
         _refill(arrays, chains, batch, chain, _ruined(arrays, chains, chain, rng), sharp, budget, steps, rng)
     heights, height = batch.heights(sharp), before.heights(sharpness)
     heights[~batch.alive] = np.inf
-    heights = heights.reshape(count, each)
-    chosen = []
+    moved = np.stack([step.table for step in steps], axis=1)
     for number in range(count):
-        best = int(heights[number].argmin())
-        if not heights[number, best] < height[number] * (1 - 1e-9):
-            worse = np.flatnonzero(
-                (heights[number] <= height[number] * np.exp(patience[number]))
-                & (np.abs(heights[number] / height[number] - 1) > 1e-9)
-            )
-            if not len(worse):
-                continue
-            best = int(worse[int(rng.random() * len(worse))])
-        chosen.append(number * each + best)
-    if not chosen:
-        return
-    placed = batch.placed(np.array(chosen))
-    costs, excess = batch.costs(), batch.excess()
-    for proposal in chosen:
-        number = int(chain[proposal])
-        chains.load[number], chains.base[number] = batch.load[proposal], batch.base[proposal]
+        mine = slice(number * each, (number + 1) * each)
+        accepted = _accepted(before, batch, number, mine, heights[mine], height[number], patience[number], moved, sharpness, rng)
+        if accepted:
+            _accept(chains, batch, number, accepted, before, steps)
+
+
+def _accepted(
+    before: Batch,
+    batch: Batch,
+    number: int,
+    mine: slice,
+    heights: Floats,
+    height: float,
+    patience: float,
+    moved: Ints,
+    sharpness: Sharpness,
+    rng: np.random.Generator,
+) -> list[int]:
+    """The proposals that a state takes: those that together lower its height, or one that does not raise it much."""
+    order = np.argsort(heights)[:_TOGETHER]
+    order = order[heights[order] < height * (1 - 1e-9)]
+    if not len(order):
+        near = (heights <= height * np.exp(patience)) & (np.abs(heights / height - 1) > 1e-9)
+        worse = np.flatnonzero(near)
+        return [mine.start + int(worse[int(rng.random() * len(worse))])] if len(worse) else []
+    accepted = [mine.start + int(order[0])]
+    load, base, lowest = batch.load[accepted[0]].copy(), batch.base[accepted[0]].copy(), heights[order[0]]
+    tables = {*moved[accepted[0]].tolist()} - {-1}
+    sharp = _of(sharpness, np.array([number]))
+    for proposal in (mine.start + order[1:]).tolist():
+        others = {*moved[proposal].tolist()} - {-1}
+        if tables & others:
+            continue
+        both = load + (batch.load[proposal] - before.load[number])
+        both_base = base + (batch.base[proposal] - before.base[number])
+        together = Batch(batch.arrays, both[None], both_base[None], rng)
+        new = float(together.heights(sharp)[0])
+        if new < lowest * (1 - 1e-9):
+            accepted.append(proposal)
+            load, base, lowest, tables = both, both_base, new, tables | others
+    return accepted
+
+
+def _accept(chains: _Chains, batch: Batch, number: int, accepted: list[int], before: Batch, steps: list[_Step]) -> None:
+    """Go on from some proposals for a state, of different tables."""
+    placed = batch.placed(np.array(accepted))
+    load, base = before.load[number], before.base[number]
+    chains.load[number] = load + (batch.load[accepted] - load).sum(axis=0)
+    chains.base[number] = base + (batch.base[accepted] - base).sum(axis=0)
+    for proposal in accepted:
         mine = placed.proposal == proposal
         for step, (table, option) in enumerate(steps):
             if table[proposal] >= 0:
                 of = mine & (placed.step == step)
                 chains.option[number, table[proposal]] = option[proposal]
                 chains.lay(number, int(table[proposal]), placed.kind[of], placed.place[of])
-        chains.index(number)
-        if costs[proposal] < chains.best[number] * (1 - 1e-9) and excess[proposal] <= 0:
-            chains.best[number] = costs[proposal]
-            chains.found[number] = chains.option[number].copy(), [*chains.gangs[number]]
+    chains.index(number)
+    after = Batch(batch.arrays, chains.load[number : number + 1], chains.base[number : number + 1], batch.rng)
+    cost = float(after.costs()[0])
+    if cost < chains.best[number] * (1 - 1e-9) and after.excess()[0] <= 0:
+        chains.best[number] = cost
+        chains.found[number] = chains.option[number].copy(), [*chains.gangs[number]]
 
 
 def _batch(arrays: Arrays, chains: _Chains, chain: Ints, rng: np.random.Generator) -> Batch:
@@ -421,8 +461,13 @@ def _refill(
         drawn = np.sort(rng.random((len(table), _OPTIONS)) ** 2, axis=1)
         options = arrays.choice[group[:, None], (drawn * arrays.choices[group][:, None]).astype(np.int64)]
         option = batch.fill(np.where((table >= 0)[:, None], options, -1), sharpness, budget, tries=_TRIES)
-        batch.alive &= (option >= 0) | (table < 0)
-        steps.append(_Step(table, option))
+        # What fits nowhere below the aim goes back with the option that it had, wherever that costs least.
+        left = (option < 0) & (table >= 0)
+        kept = np.where(left, chains.option[chain, table], -1)
+        done = batch.put(kept, sharpness)
+        batch.alive &= done | ~left
+        batch.step += 1
+        steps.append(_Step(table, np.where(left, kept, option)))
 
 
 def _gangs(arrays: Arrays, packing: Packing, option: Ints) -> list[tuple[Ints, Ints]]:

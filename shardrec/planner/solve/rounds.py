@@ -48,11 +48,13 @@ class Family:
         places: (sets, P, width) ranks; R where a set has fewer places or a place fewer ranks.
         missing: (sets, P) whether a set has no such place; None if all have.
         anywhere: whether a place is a rank and each rank a place, in their order.
+        disjoint: whether no two places of a set share a rank, so that equal gangs can be put on at once.
     """
 
     places: Ints
     missing: Bools | None
     anywhere: bool
+    disjoint: bool
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -107,7 +109,7 @@ class Placed:
     """Gangs that were put on.
 
     Args:
-        step: (n,) number of the call of :meth:`Batch.put`.
+        step: (n,) :attr:`Batch.step` when it was.
         proposal: (n,).
         kind: (n,).
         place: (n,).
@@ -155,13 +157,14 @@ class Batch:
 
     Attributes:
         alive: (B,) whether each table found a place so far.
+        step: number of the table that is put on; for :meth:`placed`.
     """
 
     def __init__(self, arrays: Arrays, load: Floats, base: Floats, rng: np.random.Generator) -> None:
         self.arrays, self.load, self.base, self.rng = arrays, load, base, rng
         self.alive = np.ones(len(load), dtype=np.bool_)
         self._placed: list[tuple[int, Ints, Ints, Ints]] = []
-        self._steps = 0
+        self.step = 0
 
     def take(self, proposal: Ints, option: Ints, ranks: Ints, items: Ints) -> None:
         """Take tables off.
@@ -206,7 +209,6 @@ class Batch:
             chosen[done] = option[done]
             fits[done] = False
             fits[every, first] = False
-        self._steps += 1
         return chosen
 
     def _promising(self, options: Ints, budget: Floats) -> Bools:
@@ -248,6 +250,9 @@ class Batch:
         tried = self.alive & (option >= 0)
         done, rows, before = tried.copy(), np.flatnonzero(tried), len(self._placed)
         self.base[rows] += arrays.base[option[rows]]
+        if budget is not None:
+            held = self.load[rows, 1:, : arrays.ranks].max(axis=2) + self.base[rows, 1:]
+            done[rows] = (held <= arrays.limit).all(axis=1)
         for run in range(arrays.run_kind.shape[1]):
             rows = rows[done[rows]]
             kind = arrays.run_kind[option[rows], run]
@@ -267,8 +272,6 @@ class Batch:
                     family = arrays.families[arrays.kind_family[kinds[0]]]
                     self._add(family, at[off], kinds[off], place[off], -1)
                 self._placed[index] = step, at[~off], kinds[~off], place[~off]
-        if budget is None:
-            self._steps += 1
         return done
 
     def _put_run(self, number: int, rows: Ints, kind: Ints, count: Ints, limits: _Limits) -> Ints:
@@ -276,8 +279,8 @@ class Batch:
         family, failed = self.arrays.families[number], []
         while len(rows):
             score = self._scores(family, rows, kind, limits)
-            most = score.shape[1]
-            if (count == 1).all():
+            most = score.shape[1] if family.disjoint else 1
+            if most == 1 or (count == 1).all():
                 place = score.argmin(axis=1)
                 good = score[np.arange(len(rows)), place] < np.inf
                 which = np.flatnonzero(good)
@@ -288,8 +291,8 @@ class Batch:
                 which, place = np.nonzero((score <= last[:, None]) & good[:, None])
             failed.append(rows[~good])
             self._add(family, rows[which], kind[which], place, 1)
-            self._placed.append((self._steps, rows[which], kind[which], place))
-            # More equal gangs than there are places: some share one.
+            self._placed.append((self.step, rows[which], kind[which], place))
+            # Equal gangs whose places share ranks go one by one, and so do more of them than there are places.
             more = np.flatnonzero(good & (count > most))
             rows, kind, count = rows[more], kind[more], count[more] - most
         return np.concatenate(failed)
@@ -394,16 +397,17 @@ def choices(encoded: Encoded, able: Bools) -> tuple[Ints, Ints]:
 def arrays_of(encoded: Encoded) -> Arrays:
     """The arrays of a problem."""
     ranks, everyone = encoded.ranks, np.arange(encoded.ranks)
-    families: dict[tuple[bool, int], list[Ints]] = {}
-    sets: dict[int, tuple[tuple[bool, int], int]] = {}
+    families: dict[tuple[bool, bool, int], list[Ints]] = {}
+    sets: dict[int, tuple[tuple[bool, bool, int], int]] = {}
     for kind in encoded.blocks:
         key = id(kind.names)
         if key not in sets:
             count, width = kind.places.shape
             if width == 1 and count == ranks and (kind.places[:, 0] == everyone).all():
-                family = (True, 1)
+                family = (True, True, 1)
             else:
-                family = (False, width if count > 1 else 0)
+                disjoint = len(np.unique(kind.places)) == kind.places.size
+                family = (False, disjoint, width if count > 1 else 0)
             same = families.setdefault(family, [])
             sets[key] = family, len(same)
             same.append(kind.places)
@@ -434,7 +438,7 @@ def arrays_of(encoded: Encoded) -> Arrays:
         kind_heavy=np.array(
             [(each >= _ABOUT * most).all(axis=1).sum().clip(1) for each, most in zip(sizes, top, strict=True)], np.int64
         ),
-        families=tuple(_family(family[0], places, ranks) for family, places in families.items()),
+        families=tuple(_family(places, ranks, anywhere=family[0], disjoint=family[1]) for family, places in families.items()),
         run_kind=run_kind,
         run_count=run_count,
         base=np.column_stack([encoded.base_load, encoded.base_memory]),
@@ -452,11 +456,11 @@ def _merged(blocks: tuple[tuple[int, int], ...]) -> list[tuple[int, int]]:
     return [*counts.items()]
 
 
-def _family(anywhere: bool, sets: list[Ints], ranks: int) -> Family:
+def _family(sets: list[Ints], ranks: int, *, anywhere: bool, disjoint: bool) -> Family:
     most, width = max(len(places) for places in sets), max(places.shape[1] for places in sets)
     joined = np.full((len(sets), most, width), ranks, dtype=np.int64)
     missing = np.ones((len(sets), most), dtype=np.bool_)
     for number, places in enumerate(sets):
         joined[number, : len(places), : places.shape[1]] = places
         missing[number, : len(places)] = False
-    return Family(places=joined, missing=missing if missing.any() else None, anywhere=anywhere)
+    return Family(places=joined, missing=missing if missing.any() else None, anywhere=anywhere, disjoint=disjoint)
