@@ -48,13 +48,14 @@ class Family:
         places: (sets, P, width) ranks; R where a set has fewer places or a place fewer ranks.
         missing: (sets, P) whether a set has no such place; None if all have.
         anywhere: whether a place is a rank and each rank a place, in their order.
-        disjoint: whether no two places of a set share a rank, so that equal gangs can be put on at once.
+        clusters: (sets, H, Q) numbers of the places that share ranks, directly or by others, P where there are fewer;
+            None if none do.
     """
 
     places: Ints
     missing: Bools | None
     anywhere: bool
-    disjoint: bool
+    clusters: Ints | None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -145,6 +146,11 @@ class _Limits(NamedTuple):
     budget: Floats | None
     best_fit: bool
 
+    @property
+    def apart(self) -> bool:
+        """Whether equal gangs go to places of their own, if there are as many."""
+        return self.budget is None or self.best_fit
+
 
 class Batch:
     """Proposals.
@@ -197,7 +203,7 @@ class Batch:
         Returns:
             (B,) the option that was put on; -1 if there is none.
         """
-        fits = self._promising(options, budget) & self.alive[:, None]
+        fits = self._promising(options, budget, best_fit) & self.alive[:, None]
         chosen = np.full(len(options), -1, dtype=np.int64)
         every = np.arange(len(options))
         for _ in range(tries):
@@ -211,7 +217,7 @@ class Batch:
             fits[every, first] = False
         return chosen
 
-    def _promising(self, options: Ints, budget: Floats) -> Bools:
+    def _promising(self, options: Ints, budget: Floats, best_fit: bool) -> Bools:
         """(B, C) whether so many ranks have so much load, and so many such bytes, left as the items of an option take.
 
         The runs of an option are checked one after the other, as if each took ranks of its own.
@@ -226,10 +232,14 @@ class Batch:
                 break
             needed += np.where(used, arrays.run_count[options, run] * arrays.kind_heavy[kind], 0)
             rank = np.minimum(needed, arrays.ranks) - 1
+            shared = np.zeros(options.shape, dtype=np.bool_) if best_fit else used
             for dim, limit in enumerate([np.inf, *arrays.limit.tolist()]):
                 if dim == 0 or limit < np.inf:
                     most = budget[:, None] if dim == 0 else limit - self.base[:, dim, None] - arrays.base[options, dim]
-                    fits &= ~used | (held[every, dim, rank] + arrays.kind_top[kind, dim] <= most)
+                    top = arrays.kind_top[kind, dim]
+                    apart = held[every, dim, rank] + top <= most
+                    left = most * arrays.ranks - held[:, dim].sum(axis=1)[:, None]
+                    fits &= ~used | apart | (shared & (held[:, None, dim, 0] + top <= most) & (needed * top <= left))
         return fits
 
     def put(
@@ -279,22 +289,26 @@ class Batch:
         family, failed = self.arrays.families[number], []
         while len(rows):
             score = self._scores(family, rows, kind, limits)
-            most = score.shape[1] if family.disjoint else 1
-            if most == 1 or (count == 1).all():
-                place = score.argmin(axis=1)
-                good = score[np.arange(len(rows)), place] < np.inf
+            # Equal gangs whose places share ranks go to different hosts at once; where there are fewer, some share one.
+            cluster = np.zeros((len(rows), 0), dtype=np.int64)
+            if family.clusters is not None:
+                score, cluster = _best_of(score, family.clusters[self.arrays.kind_set[kind]])
+            free = np.count_nonzero(score < np.inf, axis=1)
+            taken = np.minimum(count, score.shape[1] if limits.apart else free)
+            good = (taken > 0) & (free >= taken)
+            if (taken <= 1).all():
                 which = np.flatnonzero(good)
-                place = place[which]
+                place = score.argmin(axis=1)[which]
             else:
-                last = np.sort(score, axis=1)[np.arange(len(rows)), np.minimum(count, most) - 1]
-                good = last < np.inf
+                last = np.sort(score, axis=1)[np.arange(len(rows)), taken - 1]
                 which, place = np.nonzero((score <= last[:, None]) & good[:, None])
+            if family.clusters is not None:
+                place = cluster[which, place]
             failed.append(rows[~good])
             self._add(family, rows[which], kind[which], place, 1)
             self._placed.append((self.step, rows[which], kind[which], place))
-            # Equal gangs whose places share ranks go one by one, and so do more of them than there are places.
-            more = np.flatnonzero(good & (count > most))
-            rows, kind, count = rows[more], kind[more], count[more] - most
+            more = np.flatnonzero(good & (count > taken))
+            rows, kind, count = rows[more], kind[more], (count - taken)[more]
         return np.concatenate(failed)
 
     def _scores(self, family: Family, rows: Ints, kind: Ints, limits: _Limits) -> Floats:
@@ -397,17 +411,16 @@ def choices(encoded: Encoded, able: Bools) -> tuple[Ints, Ints]:
 def arrays_of(encoded: Encoded) -> Arrays:
     """The arrays of a problem."""
     ranks, everyone = encoded.ranks, np.arange(encoded.ranks)
-    families: dict[tuple[bool, bool, int], list[Ints]] = {}
-    sets: dict[int, tuple[tuple[bool, bool, int], int]] = {}
+    families: dict[tuple[bool, int], list[Ints]] = {}
+    sets: dict[int, tuple[tuple[bool, int], int]] = {}
     for kind in encoded.blocks:
         key = id(kind.names)
         if key not in sets:
             count, width = kind.places.shape
             if width == 1 and count == ranks and (kind.places[:, 0] == everyone).all():
-                family = (True, True, 1)
+                family = (True, 1)
             else:
-                disjoint = len(np.unique(kind.places)) == kind.places.size
-                family = (False, disjoint, width if count > 1 else 0)
+                family = (False, width if count > 1 else 0)
             same = families.setdefault(family, [])
             sets[key] = family, len(same)
             same.append(kind.places)
@@ -438,7 +451,7 @@ def arrays_of(encoded: Encoded) -> Arrays:
         kind_heavy=np.array(
             [(each >= _ABOUT * most).all(axis=1).sum().clip(1) for each, most in zip(sizes, top, strict=True)], np.int64
         ),
-        families=tuple(_family(places, ranks, anywhere=family[0], disjoint=family[1]) for family, places in families.items()),
+        families=tuple(_family(places, ranks, anywhere=family[0]) for family, places in families.items()),
         run_kind=run_kind,
         run_count=run_count,
         base=np.column_stack([encoded.base_load, encoded.base_memory]),
@@ -456,11 +469,41 @@ def _merged(blocks: tuple[tuple[int, int], ...]) -> list[tuple[int, int]]:
     return [*counts.items()]
 
 
-def _family(sets: list[Ints], ranks: int, *, anywhere: bool, disjoint: bool) -> Family:
+def _family(sets: list[Ints], ranks: int, *, anywhere: bool) -> Family:
     most, width = max(len(places) for places in sets), max(places.shape[1] for places in sets)
     joined = np.full((len(sets), most, width), ranks, dtype=np.int64)
-    missing = np.ones((len(sets), most), dtype=np.bool_)
+    clusters = [_clusters(places) for places in sets]
+    by_cluster = np.full(
+        (len(sets), max(map(len, clusters)), max(len(cluster) for each in clusters for cluster in each)), most
+    )
     for number, places in enumerate(sets):
         joined[number, : len(places), : places.shape[1]] = places
-        missing[number, : len(places)] = False
-    return Family(places=joined, missing=missing if missing.any() else None, anywhere=anywhere, disjoint=disjoint)
+        for index, cluster in enumerate(clusters[number]):
+            by_cluster[number, index, : len(cluster)] = cluster
+    missing = np.arange(most) >= np.array([[len(places)] for places in sets])
+    return Family(
+        places=joined,
+        missing=missing if missing.any() else None,
+        anywhere=anywhere,
+        clusters=by_cluster if by_cluster.shape[2] > 1 else None,
+    )
+
+
+def _clusters(places: Ints) -> list[list[int]]:
+    """Numbers of the places that share ranks, directly or by others."""
+    clusters: list[tuple[set[int], list[int]]] = []
+    for number, place in enumerate(places.tolist()):
+        ranks, members = set(place), [number]
+        for cluster in [each for each in clusters if each[0] & ranks]:
+            clusters.remove(cluster)
+            ranks, members = ranks | cluster[0], cluster[1] + members
+        clusters.append((ranks, members))
+    return [members for _, members in clusters]
+
+
+def _best_of(score: Floats, clusters: Ints) -> tuple[Floats, Ints]:
+    """(n, H) the best score, (n, P), of the places of each cluster, (n, H, Q); and (n, H) which place that is."""
+    padded = np.concatenate([score, np.full((len(score), 1), np.inf)], axis=1)
+    of_places = padded[np.arange(len(score))[:, None, None], clusters]
+    best = of_places.argmin(axis=2)[:, :, None]
+    return np.take_along_axis(of_places, best, axis=2)[:, :, 0], np.take_along_axis(clusters, best, axis=2)[:, :, 0]
