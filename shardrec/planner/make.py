@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["best_plan", "plan", "plan_tables", "replan"]
 
+
 def plan(
     model: nn.Module,
     topology: Topology | None = None,

@@ -1,509 +1,193 @@
-"""Many changes of an assignment at once, as arrays: tables taken off their ranks and put back, and what it then costs.
+"""Rounds of the large neighbourhood search (:mod:`rebuild`).
 
-A :class:`Batch` holds, for each of B proposals, the load and the bytes of every rank. :meth:`Batch.put` puts one table
-on in each proposal, with an option of its own: the places of equal gangs are compared as a matrix (proposals, places),
-and the best so many are taken. :meth:`Batch.first_fit` says which of many options have enough places left.
+A round makes many proposals for each state at once. Each takes some tables off their ranks and puts them back:
 
-::
+- One to three tables take options at random, or keep theirs, and go where the soft maximum, with what is over the
+  memory, grows least. In half of these rounds, tables of the rank that has most load then are put back in the way of the
+  second kind (an ejection chain).
+- Tables of a highly loaded rank and of one or two others are packed below an aim: each takes the first option that fits,
+  of some with little work, and its gangs go where they leave the least budget over. Now and then a place is passed over
+  ("blinks"), so that proposals differ. What fits nowhere goes back with its old option.
 
-    run_kind, run_count   (O, runs)    an option is at most a few runs of equal gangs, the largest first
-    kind_family           (K,)         kinds whose places have one width are compared together
-    families              places       (sets, P, width) ranks; R where there is none, a rank that is never full
+Of the proposals that lower the height of a state, those are taken that do so together: loads add up, so proposals of
+different tables need only be added. Where none does, one that is not much higher may be gone on from.
 
-Shapes: B proposals, R ranks, D dimensions of a size (load, then bytes of each memory tier), K kinds of gangs, J items
-of all kinds, O options, G groups, C most options of a group.
+Ruin and recreate is from Schrimpf et al. (2000), blinks from Christiaens and Vanden Berghe (2020).
+
+Shapes: B proposals, C searches, R ranks, D dimensions of a size, K tables of a proposal.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from shardrec.planner.solve.encode import Encoded, Floats, Ints
+from shardrec.planner.solve.batch import Batch, Bools, Sharpness
+from shardrec.planner.solve.encode import Floats, Ints
+from shardrec.planner.solve.states import Gangs, States
 
-__all__ = ["Arrays", "Batch", "Family", "Placed", "Sharpness", "arrays_of", "choices"]
+__all__ = ["Round"]
 
-Bools = NDArray[np.bool_]
-
-_STEEPEST = 230.0
-"""Largest exponent: by how much a load that is so far above the cost exceeds it makes no difference."""
-_BLINK = 0.04
-"""How often a place is passed over."""
-_JITTER = 1e-9, 1e-300
-"""Relative and absolute differences by which no two places are equally good."""
-
-
-_ABOUT = 0.9
-"""Items of so much of the largest of their gang are taken for as large."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Family:
-    """Sets of places of one width.
-
-    Args:
-        places: (sets, P, width) ranks; R where a set has fewer places or a place fewer ranks.
-        missing: (sets, P) whether a set has no such place; None if all have.
-        anywhere: whether a place is a rank and each rank a place, in their order.
-        clusters: (sets, H, Q) numbers of the places that share ranks, directly or by others, P where there are fewer;
-            None if none do.
-    """
-
-    places: Ints
-    missing: Bools | None
-    anywhere: bool
-    clusters: Ints | None
+_AIM = 0.02
+"""How far below the cost, at most, the aim is."""
+_OPTIONS = 8
+"""Options of a table that are looked at below an aim."""
+_TRIES = 2
+"""Of these, the most that are put on to see whether they fit."""
+_TOGETHER = 12
+"""Proposals of a state that are taken together, at most."""
+_RELIEVED = 0.5
+"""Share of the rounds of the first kind after which the rank with most load is relieved."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Arrays:
-    """A problem in flat arrays.
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    """A table of each proposal and the option that it took, (B,); -1 where there is none."""
+
+    table: Ints
+    option: Ints
+
+
+class Round:
+    """One round.
 
     Args:
-        ranks: R.
-        limit: (D - 1,) bytes of a rank.
-        size: (J + 1, D) of the items; the last is nothing.
-        kind_first: (K + 1,) where a kind's items begin.
-        kind_family: (K,).
-        kind_set: (K,) the set of places, in its family.
-        kind_top: (K, D) the largest of its items.
-        kind_heavy: (K,) how many of its items have about the largest load and as many bytes, at least 1.
-        families: by number.
-        run_kind: (O, runs), -1 where there is none.
-        run_count: (O, runs).
-        base: (O, D) what an option puts on every rank.
-        work: (O,) load on all ranks together.
-        group: (N,) of each table.
-        choice: (G, C) the options of each group that are considered, those with the least work first; then -1.
-        choices: (G,) how many.
-    """
-
-    ranks: int
-    limit: Floats
-    size: Floats
-    kind_first: Ints
-    kind_family: Ints
-    kind_set: Ints
-    kind_top: Floats
-    kind_heavy: Ints
-    families: tuple[Family, ...]
-    run_kind: Ints
-    run_count: Ints
-    base: Floats
-    work: Floats
-    group: Ints
-    choice: Ints
-    choices: Ints
-
-    def items(self, kind: int, place: int) -> tuple[Ints, Ints]:
-        """Ranks and items of a gang at a place."""
-        first, end = self.kind_first[kind], self.kind_first[kind + 1]
-        places = self.families[self.kind_family[kind]].places
-        return places[self.kind_set[kind], place, : end - first], np.arange(first, end)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Placed:
-    """Gangs that were put on.
-
-    Args:
-        step: (n,) :attr:`Batch.step` when it was.
-        proposal: (n,).
-        kind: (n,).
-        place: (n,).
-    """
-
-    step: Ints
-    proposal: Ints
-    kind: Ints
-    place: Ints
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Sharpness:
-    """How the soft maximum of a proposal's loads is taken.
-
-    Args:
-        cost: (B,) T.
-        exponent: (B,) p.
-        weight: (B,) of bytes over the capacity.
-        soft: (B,) whether ranks may be over it.
-    """
-
-    cost: Floats
-    exponent: Floats
-    weight: Floats
-    soft: Bools
-
-
-class _Limits(NamedTuple):
-    """What :meth:`Batch.put` was told."""
-
-    sharpness: Sharpness
-    budget: Floats | None
-    best_fit: bool
-
-    @property
-    def apart(self) -> bool:
-        """Whether equal gangs go to places of their own, if there are as many."""
-        return self.budget is None or self.best_fit
-
-
-class Batch:
-    """Proposals.
-
-    Args:
-        arrays: the problem.
-        load: (B, D, R + 1) load and bytes of the items on each rank; changed.
-        base: (B, D) what the options put on every rank; changed.
+        states: of the searches.
+        sharpness: of each search.
+        proposals: for each search.
         rng: random numbers.
-
-    Attributes:
-        alive: (B,) whether each table found a place so far.
-        step: number of the table that is put on; for :meth:`placed`.
     """
 
-    def __init__(self, arrays: Arrays, load: Floats, base: Floats, rng: np.random.Generator) -> None:
-        self.arrays, self.load, self.base, self.rng = arrays, load, base, rng
-        self.alive = np.ones(len(load), dtype=np.bool_)
-        self._placed: list[tuple[int, Ints, Ints, Ints]] = []
-        self.step = 0
+    def __init__(self, states: States, sharpness: Sharpness, proposals: int, rng: np.random.Generator) -> None:
+        self.states, self.arrays, self.rng, self.proposals = states, states.arrays, rng, proposals
+        self.search = np.repeat(np.arange(len(states.best)), proposals)
+        self.batch = states.batch(self.search, rng)
+        self.of_states, self.sharpness = sharpness, sharpness[self.search]
+        self.budget = self.sharpness.cost * (1.0 - _AIM * self._random() ** 2) - self.batch.base[:, 0]
+        self.steps: list[_Step] = []
 
-    def take(self, proposal: Ints, option: Ints, ranks: Ints, items: Ints) -> None:
-        """Take tables off.
-
-        Args:
-            proposal: (n,) of each table.
-            option: (n,) that it has.
-            ranks: (n, I) of its items; R where there is none.
-            items: (n, I); J where there is none.
-        """
-        wide = self.load.shape[2]
-        index = (proposal[:, None] * wide + ranks).ravel()
-        for dim in range(self.load.shape[1]):
-            off = np.bincount(index, self.arrays.size[items.ravel(), dim], minlength=len(self.load) * wide)
-            self.load[:, dim] -= off.reshape(-1, wide)
-            self.base[:, dim] -= np.bincount(proposal, self.arrays.base[option, dim], minlength=len(self.load))
-
-    def fill(
-        self, options: Ints, sharpness: Sharpness, budget: Floats, *, tries: int, best_fit: bool = True
-    ) -> Ints:
-        """Put a table on in each proposal, with the first of its options for which there are places below a budget.
+    def run(self, patience: Floats) -> None:
+        """Make the proposals and go on from the best.
 
         Args:
-            options: (B, C), -1 where there is none.
-            sharpness: as for :meth:`put`.
-            budget: (B,) load of the items of a rank.
-            tries: options that are put on to see whether their gangs find places.
-            best_fit: as for :meth:`put`.
-
-        Returns:
-            (B,) the option that was put on; -1 if there is none.
+            patience: (C,) by how much the logarithm of a state's height may grow.
         """
-        fits = self._promising(options, budget, best_fit) & self.alive[:, None]
-        chosen = np.full(len(options), -1, dtype=np.int64)
-        every = np.arange(len(options))
-        for _ in range(tries):
-            first = fits.argmax(axis=1)
-            option = np.where(fits[every, first], options[every, first], -1)
-            if not (option >= 0).any():
-                break
-            done = self.put(option, sharpness, budget, best_fit=best_fit)
-            chosen[done] = option[done]
-            fits[done] = False
-            fits[every, first] = False
-        return chosen
-
-    def _promising(self, options: Ints, budget: Floats, best_fit: bool) -> Bools:
-        """(B, C) whether so many ranks have so much load, and so many such bytes, left as the items of an option take.
-
-        The runs of an option are checked one after the other, as if each took ranks of its own.
-        """
-        arrays, fits = self.arrays, options >= 0
-        every = np.arange(len(options))[:, None]
-        needed = np.zeros(options.shape, dtype=np.int64)
-        held = np.sort(self.load[:, :, : arrays.ranks], axis=2)
-        for run in range(arrays.run_kind.shape[1]):
-            kind = arrays.run_kind[options, run]
-            if not (used := fits & (kind >= 0)).any():
-                break
-            needed += np.where(used, arrays.run_count[options, run] * arrays.kind_heavy[kind], 0)
-            rank = np.minimum(needed, arrays.ranks) - 1
-            shared = np.zeros(options.shape, dtype=np.bool_) if best_fit else used
-            for dim, limit in enumerate([np.inf, *arrays.limit.tolist()]):
-                if dim == 0 or limit < np.inf:
-                    most = budget[:, None] if dim == 0 else limit - self.base[:, dim, None] - arrays.base[options, dim]
-                    top = arrays.kind_top[kind, dim]
-                    apart = held[every, dim, rank] + top <= most
-                    left = most * arrays.ranks - held[:, dim].sum(axis=1)[:, None]
-                    fits &= ~used | apart | (shared & (held[:, None, dim, 0] + top <= most) & (needed * top <= left))
-        return fits
-
-    def put(
-        self, option: Ints, sharpness: Sharpness, budget: Floats | None = None, *, best_fit: bool = True
-    ) -> Bools:
-        """Put a table on in each proposal; nothing is done where a gang fits nowhere.
-
-        Args:
-            option: (B,) that the table takes; -1: none.
-            sharpness: gangs go where this soft maximum grows least.
-            budget: (B,) load of items that no rank may exceed; gangs go where they leave the least of it.
-            best_fit: or the most, if not.
-
-        Returns:
-            (B,) whether the table is on.
-        """
-        arrays, limits = self.arrays, _Limits(sharpness, budget, best_fit)
-        tried = self.alive & (option >= 0)
-        done, rows, before = tried.copy(), np.flatnonzero(tried), len(self._placed)
-        self.base[rows] += arrays.base[option[rows]]
-        if budget is not None:
-            held = self.load[rows, 1:, : arrays.ranks].max(axis=2) + self.base[rows, 1:]
-            done[rows] = (held <= arrays.limit).all(axis=1)
-        for run in range(arrays.run_kind.shape[1]):
-            rows = rows[done[rows]]
-            kind = arrays.run_kind[option[rows], run]
-            rows, kind = rows[kind >= 0], kind[kind >= 0]
-            if not len(rows):
-                break
-            count, family = arrays.run_count[option[rows], run], arrays.kind_family[kind]
-            for number in range(len(arrays.families)):
-                if len(mine := np.flatnonzero(family == number)):
-                    done[self._put_run(number, rows[mine], kind[mine], count[mine], limits)] = False
-        failed = tried & ~done
-        if failed.any():
-            self.base[failed] -= arrays.base[option[failed]]
-            for index, (step, at, kinds, place) in enumerate(self._placed[before:], before):
-                off = failed[at]
-                if off.any():
-                    family = arrays.families[arrays.kind_family[kinds[0]]]
-                    self._add(family, at[off], kinds[off], place[off], -1)
-                self._placed[index] = step, at[~off], kinds[~off], place[~off]
-        return done
-
-    def _put_run(self, number: int, rows: Ints, kind: Ints, count: Ints, limits: _Limits) -> Ints:
-        """Put equal gangs on in each of some proposals; those in which they do not fit, where some may be on."""
-        family, failed = self.arrays.families[number], []
-        while len(rows):
-            score = self._scores(family, rows, kind, limits)
-            # Equal gangs whose places share ranks go to different hosts at once; where there are fewer, some share one.
-            cluster = np.zeros((len(rows), 0), dtype=np.int64)
-            if family.clusters is not None:
-                score, cluster = _best_of(score, family.clusters[self.arrays.kind_set[kind]])
-            free = np.count_nonzero(score < np.inf, axis=1)
-            taken = np.minimum(count, score.shape[1] if limits.apart else free)
-            good = (taken > 0) & (free >= taken)
-            if (taken <= 1).all():
-                which = np.flatnonzero(good)
-                place = score.argmin(axis=1)[which]
-            else:
-                last = np.sort(score, axis=1)[np.arange(len(rows)), taken - 1]
-                which, place = np.nonzero((score <= last[:, None]) & good[:, None])
-            if family.clusters is not None:
-                place = cluster[which, place]
-            failed.append(rows[~good])
-            self._add(family, rows[which], kind[which], place, 1)
-            self._placed.append((self.step, rows[which], kind[which], place))
-            more = np.flatnonzero(good & (count > taken))
-            rows, kind, count = rows[more], kind[more], (count - taken)[more]
-        return np.concatenate(failed)
-
-    def _scores(self, family: Family, rows: Ints, kind: Ints, limits: _Limits) -> Floats:
-        """(n, P) of each place, the less the better; infinite where a gang does not fit."""
-        arrays, (sharpness, budget, best_fit) = self.arrays, limits
-        load, sets = self.load[rows, 0], arrays.kind_set[kind]
-        places = None if family.anywhere else family.places[sets]
-        item = arrays.kind_first[kind][:, None] if places is None else self._item(kind, places.shape[2])
-        index = None if places is None else places + np.arange(len(rows))[:, None, None] * load.shape[1]
-
-        def at(of_ranks: Floats) -> Floats:
-            """(n, P, width) of the ranks of each place, from (n, R + 1)."""
-            return of_ranks[:, : arrays.ranks, None] if index is None else of_ranks.take(index)
-
-        size = arrays.size[item]
-        if budget is not None:
-            left = at(budget[rows, None] - load)
-            score: Floats = left.sum(axis=2)
-            score = np.where((left >= size[:, None, :, 0]).all(axis=2), score if best_fit else -score, np.inf)
-        elif family.anywhere and not sharpness.soft[rows].any():
-            # The soft maximum grows least where the load is least.
-            score = load[:, : arrays.ranks].copy()
+        if self.rng.random() < 0.5:
+            self._vary()
         else:
-            exponent = sharpness.exponent[rows, None]
-            steep = exponent / sharpness.cost[rows, None]
-            term = np.exp(np.minimum(steep * (load + self.base[rows, :1]) - exponent, _STEEPEST))
-            score = np.einsum("npw,nw->np", at(term), np.expm1(np.minimum(steep * size[:, :, 0], _STEEPEST)))
-        for tier, limit in enumerate(arrays.limit.tolist(), 1):
-            free = limit - self.base[rows, tier, None] - self.load[rows, tier]
-            if limit == np.inf or (free.min(axis=1) >= arrays.kind_top[kind, tier]).all():
+            self._refill(self._ruined())
+        before = self.states.batch(np.arange(len(patience)), self.rng)
+        heights = np.where(self.batch.alive, self.batch.heights(self.sharpness), np.inf)
+        moved = np.stack([step.table for step in self.steps], axis=1)
+        for search, height in enumerate(before.heights(self.of_states).tolist()):
+            first = search * self.proposals
+            of_search = heights[first : first + self.proposals]
+            order = first + np.argsort(of_search)[:_TOGETHER]
+            order = order[heights[order] < height * (1 - 1e-9)]
+            if not len(order):
+                near = (of_search <= height * np.exp(patience[search])) & (np.abs(of_search / height - 1) > 1e-9)
+                order = first + self.rng.permutation(np.flatnonzero(near))[:1]
+            if len(order):
+                self._accept(search, order.tolist(), heights, moved)
+
+    def _vary(self) -> None:
+        """Give a few tables other options, or other ranks."""
+        states, drawn = self.states, self.rng.random()
+        tables = self._some((len(self.search), 1 + (drawn >= 0.5) + (drawn >= 0.85)), states.option.shape[1])
+        on_hot = states.on_rank(self.search, self._hot(), self.rng)
+        tables[:, 0] = np.where((self._random() < 0.5) & (on_hot >= 0), on_hot, tables[:, 0])
+        tables = self._largest_first(_distinct(tables))
+        group = self.arrays.group[tables]
+        other = self.arrays.choice[group, (self.rng.random(tables.shape) * self.arrays.choices[group]).astype(np.int64)]
+        option = np.where(self.rng.random(tables.shape) < 0.5, other, states.option[self.search[:, None], tables])
+        states.take(self.batch, self.search, tables)
+        for table, chosen in zip(tables.T, np.where(tables >= 0, option, -1).T, strict=True):
+            self._step(table, chosen, self.batch.put(chosen, self.sharpness))
+        if self.rng.random() < _RELIEVED:
+            hottest = self.batch.load[:, 0, : self.arrays.ranks].argmax(axis=1)
+            others = [states.on_rank(self.search, hottest, self.rng) for _ in range(1 + int(3 * self.rng.random()))]
+            self._refill(_distinct(np.stack([*tables.T, *others], axis=1))[:, tables.shape[1] :])
+
+    def _ruined(self) -> Ints:
+        """(B, K) tables of a highly loaded rank and of one or two others."""
+        ranks = [self._hot(), *(self._some((len(self.search),), self.arrays.ranks) for _ in range(1 + self._coin(0.5)))]
+        tables = [
+            self.states.on_rank(self.search, rank, self.rng)
+            for number, rank in enumerate(ranks)
+            for _ in range(1 + int(self.rng.random() * (2 if number else 3)))
+        ]
+        if self._coin(0.3):
+            tables.append(self._some((len(self.search),), self.states.option.shape[1]))
+        return self._largest_first(_distinct(np.stack(tables, axis=1)))
+
+    def _refill(self, tables: Ints) -> None:
+        """Take tables, (B, K), off and pack them below the aim."""
+        states, arrays = self.states, self.arrays
+        states.take(self.batch, self.search, tables)
+        for table in tables.T:
+            group = arrays.group[table]
+            drawn = np.sort(self.rng.random((len(table), _OPTIONS)) ** 2, axis=1) * arrays.choices[group][:, None]
+            options = np.where((table >= 0)[:, None], arrays.choice[group[:, None], drawn.astype(np.int64)], -1)
+            option = self.batch.fill(options, self.sharpness, self.budget, tries=_TRIES)
+            left = np.where((option < 0) & (table >= 0), states.option[self.search, table], -1)
+            done = self.batch.put(left, self.sharpness) | (option >= 0)
+            self._step(table, np.maximum(option, left), done)
+
+    def _step(self, table: Ints, option: Ints, done: Bools) -> None:
+        self.batch.alive &= done | (table < 0)
+        self.batch.step += 1
+        self.steps.append(_Step(table=table, option=option))
+
+    def _accept(self, search: int, order: list[int], heights: Floats, moved: Ints) -> None:
+        """Take the first of some proposals, and those that lower the height further together with it."""
+        states, batch = self.states, self.batch
+        old_load, old_base = states.load[search], states.base[search]
+        accepted, lowest = order[:1], heights[order[0]]
+        load, base = batch.load[order[0]].copy(), batch.base[order[0]].copy()
+        tables, sharpness = {*moved[order[0]].tolist()} - {-1}, self.of_states[np.array([search])]
+        for proposal in order[1:]:
+            others = {*moved[proposal].tolist()} - {-1}
+            if tables & others:
                 continue
-            over = (size[:, None, :, tier] - at(free.clip(min=0.0))).clip(min=0.0).sum(axis=2)
-            soft = sharpness.soft[rows, None] & (budget is None)
-            weight = np.where(soft, sharpness.weight[rows, None] / max(limit, 1.0), np.inf)
-            score += np.multiply(over, weight, out=np.zeros_like(over), where=over > 0)
-        if family.missing is not None:
-            score[family.missing[sets]] = np.inf
-        noise = self.rng.random(score.shape[1])
-        score *= 1 + _JITTER[0] * noise
-        score += _JITTER[1] * noise
-        if budget is not None and best_fit and score.shape[1] > 1:
-            score[self.rng.random(score.shape, dtype=np.float32) < _BLINK] = np.inf
-        return score
+            both = load + (batch.load[proposal] - old_load), base + (batch.base[proposal] - old_base)
+            height = float(Batch(self.arrays, both[0][None], both[1][None], self.rng).heights(sharpness)[0])
+            if height < lowest * (1 - 1e-9):
+                (load, base), lowest, tables = both, height, tables | others
+                accepted.append(proposal)
+        placed = batch.placed(np.array(accepted))
+        gangs: dict[int, tuple[int, Gangs]] = {}
+        for proposal in accepted:
+            for number, step in enumerate(self.steps):
+                if (table := int(step.table[proposal])) >= 0:
+                    mine = (placed.proposal == proposal) & (placed.step == number)
+                    gangs[table] = int(step.option[proposal]), (placed.kind[mine], placed.place[mine])
+        states.move(search, load, base, gangs)
 
-    def _item(self, kind: Ints, width: int) -> Ints:
-        """(n, width) items of kinds; J where there is none."""
-        first = self.arrays.kind_first
-        item = first[kind][:, None] + np.arange(width)
-        return np.where(item < first[kind + 1][:, None], item, len(self.arrays.size) - 1)
+    def _hot(self) -> Ints:
+        """(B,) the rank with most load, or another with much."""
+        index = np.where(self._random() < 0.7, 0.0, self._random() ** 2 * self.arrays.ranks)
+        return self.states.hottest[self.search, index.astype(np.int64)]
 
-    def _add(self, family: Family, rows: Ints, kind: Ints, place: Ints, sign: int) -> None:
-        """Add gangs to the loads, or take them off."""
-        ranks = family.places[self.arrays.kind_set[kind], place]
-        size = sign * self.arrays.size[self._item(kind, ranks.shape[1])]
-        if family.anywhere:
-            self.load[rows, :, ranks[:, 0]] += size[:, 0]
-        else:
-            np.add.at(self.load, (rows[:, None], slice(None), ranks), size)
+    def _largest_first(self, tables: Ints) -> Ints:
+        """The tables of each proposal by their work, about."""
+        work = self.arrays.work[self.states.option[self.search[:, None], tables]]
+        order = np.argsort(np.where(tables >= 0, -work * self.rng.uniform(0.8, 1.2, tables.shape), np.inf), axis=1)
+        ordered: Ints = np.take_along_axis(tables, order, axis=1)
+        return ordered
 
-    def placed(self, proposals: Ints) -> Placed:
-        """What was put on in some proposals."""
-        of = np.zeros(len(self.load), dtype=np.bool_)
-        of[proposals] = True
-        parts = [(np.full(len(rows), step), rows, kind, place) for step, rows, kind, place in self._placed]
-        step, rows, kind, place = (np.concatenate([np.zeros(0, dtype=np.int64), *each]) for each in zip(*parts, strict=True))
-        kept = of[rows]
-        return Placed(step=step[kept], proposal=rows[kept], kind=kind[kept], place=place[kept])
+    def _random(self) -> Floats:
+        return self.rng.random(len(self.search))
 
-    def excess(self) -> Floats:
-        """(B,) bytes over the capacity, as fractions of it, of all ranks."""
-        limit = self.arrays.limit[:, None]
-        held = self.load[:, 1:, : self.arrays.ranks] + self.base[:, 1:, None]
-        over: Floats = np.where(np.isinf(limit), 0.0, held - limit).clip(min=0) / np.maximum(limit, 1.0)
-        return over.sum(axis=(1, 2))
+    def _some(self, shape: tuple[int, ...], count: int) -> Ints:
+        return (self.rng.random(shape) * count).astype(np.int64)
 
-    def costs(self) -> Floats:
-        """(B,) of the most loaded rank."""
-        costs: Floats = self.base[:, 0] + self.load[:, 0, : self.arrays.ranks].max(axis=1)
-        return costs
-
-    def heights(self, sharpness: Sharpness) -> Floats:
-        """(B,) soft maximum of the loads, and the weighted bytes over the capacity."""
-        load = self.load[:, 0, : self.arrays.ranks] + self.base[:, 0, None]
-        exponent = sharpness.exponent[:, None] * (load / sharpness.cost[:, None] - 1)
-        heights: Floats = np.exp(np.minimum(exponent, _STEEPEST)).sum(axis=1) + sharpness.weight * self.excess()
-        return heights
+    def _coin(self, share: float) -> bool:
+        return bool(self.rng.random() < share)
 
 
-def choices(encoded: Encoded, able: Bools) -> tuple[Ints, Ints]:
-    """(G, C) those options of each group that are able, (O,), those with the least work first, then -1; (G,) how many."""
-    order = np.lexsort((encoded.total_load, encoded.option_group))
-    order = order[able[order]]
-    group = encoded.option_group[order]
-    counts = np.bincount(group, minlength=len(encoded.groups))
-    choice = np.full((len(encoded.groups), int(counts.max(initial=1))), -1, dtype=np.int64)
-    choice[group, np.arange(len(order)) - (np.cumsum(counts) - counts)[group]] = order
-    return choice, counts
-
-
-def arrays_of(encoded: Encoded) -> Arrays:
-    """The arrays of a problem."""
-    ranks, everyone = encoded.ranks, np.arange(encoded.ranks)
-    families: dict[tuple[bool, int], list[Ints]] = {}
-    sets: dict[int, tuple[tuple[bool, int], int]] = {}
-    for kind in encoded.blocks:
-        key = id(kind.names)
-        if key not in sets:
-            count, width = kind.places.shape
-            if width == 1 and count == ranks and (kind.places[:, 0] == everyone).all():
-                family = (True, 1)
-            else:
-                family = (False, width if count > 1 else 0)
-            same = families.setdefault(family, [])
-            sets[key] = family, len(same)
-            same.append(kind.places)
-    numbers = {family: number for number, family in enumerate(families)}
-    sizes = [np.column_stack([kind.loads, kind.memory]) for kind in encoded.blocks]
-    dims = 1 + len(encoded.capacity)
-    largest = [-float(kind.loads.max()) for kind in encoded.blocks]
-    runs = [
-        sorted([(block, count) for block, count in _merged(blocks) if count], key=lambda run: largest[run[0]])
-        for blocks in encoded.option_blocks
-    ]
-    most = max([len(each) for each in runs], default=0)
-    run_kind = np.full((len(runs), most), -1, dtype=np.int64)
-    run_count = np.zeros((len(runs), most), dtype=np.int64)
-    for option, each in enumerate(runs):
-        for run, (block, count) in enumerate(each):
-            run_kind[option, run], run_count[option, run] = block, count
-    top = np.array([each.max(axis=0) for each in sizes]).reshape(-1, dims)
-    choice, counts = choices(encoded, np.ones(len(encoded.options), dtype=np.bool_))
-    return Arrays(
-        ranks=ranks,
-        limit=encoded.capacity * (1 + 1e-12),
-        size=np.concatenate([np.zeros((0, dims)), *sizes, np.zeros((1, dims))]),
-        kind_first=np.cumsum([0, *(len(kind.loads) for kind in encoded.blocks)]),
-        kind_family=np.array([numbers[sets[id(kind.names)][0]] for kind in encoded.blocks], dtype=np.int64),
-        kind_set=np.array([sets[id(kind.names)][1] for kind in encoded.blocks], dtype=np.int64),
-        kind_top=top,
-        kind_heavy=np.array(
-            [(each >= _ABOUT * most).all(axis=1).sum().clip(1) for each, most in zip(sizes, top, strict=True)], np.int64
-        ),
-        families=tuple(_family(places, ranks, anywhere=family[0]) for family, places in families.items()),
-        run_kind=run_kind,
-        run_count=run_count,
-        base=np.column_stack([encoded.base_load, encoded.base_memory]),
-        work=encoded.total_load,
-        group=np.repeat(np.arange(len(encoded.groups)), encoded.sizes),
-        choice=choice,
-        choices=counts,
-    )
-
-
-def _merged(blocks: tuple[tuple[int, int], ...]) -> list[tuple[int, int]]:
-    counts: dict[int, int] = {}
-    for block, count in blocks:
-        counts[block] = counts.get(block, 0) + count
-    return [*counts.items()]
-
-
-def _family(sets: list[Ints], ranks: int, *, anywhere: bool) -> Family:
-    most, width = max(len(places) for places in sets), max(places.shape[1] for places in sets)
-    joined = np.full((len(sets), most, width), ranks, dtype=np.int64)
-    clusters = [_clusters(places) for places in sets]
-    by_cluster = np.full(
-        (len(sets), max(map(len, clusters)), max(len(cluster) for each in clusters for cluster in each)), most
-    )
-    for number, places in enumerate(sets):
-        joined[number, : len(places), : places.shape[1]] = places
-        for index, cluster in enumerate(clusters[number]):
-            by_cluster[number, index, : len(cluster)] = cluster
-    missing = np.arange(most) >= np.array([[len(places)] for places in sets])
-    return Family(
-        places=joined,
-        missing=missing if missing.any() else None,
-        anywhere=anywhere,
-        clusters=by_cluster if by_cluster.shape[2] > 1 else None,
-    )
-
-
-def _clusters(places: Ints) -> list[list[int]]:
-    """Numbers of the places that share ranks, directly or by others."""
-    clusters: list[tuple[set[int], list[int]]] = []
-    for number, place in enumerate(places.tolist()):
-        ranks, members = set(place), [number]
-        for cluster in [each for each in clusters if each[0] & ranks]:
-            clusters.remove(cluster)
-            ranks, members = ranks | cluster[0], cluster[1] + members
-        clusters.append((ranks, members))
-    return [members for _, members in clusters]
-
-
-def _best_of(score: Floats, clusters: Ints) -> tuple[Floats, Ints]:
-    """(n, H) the best score, (n, P), of the places of each cluster, (n, H, Q); and (n, H) which place that is."""
-    padded = np.concatenate([score, np.full((len(score), 1), np.inf)], axis=1)
-    of_places = padded[np.arange(len(score))[:, None, None], clusters]
-    best = of_places.argmin(axis=2)[:, :, None]
-    return np.take_along_axis(of_places, best, axis=2)[:, :, 0], np.take_along_axis(clusters, best, axis=2)[:, :, 0]
+def _distinct(tables: Ints) -> Ints:
+    """(B, K) the same, with -1 for a table that comes again in its row."""
+    for column in range(1, tables.shape[1]):
+        tables[(tables[:, :column] == tables[:, column, None]).any(axis=1), column] = -1
+    return tables
