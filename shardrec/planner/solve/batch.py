@@ -30,10 +30,6 @@ Bools = NDArray[np.bool_]
 
 _STEEPEST = 230.0
 """Largest exponent: by how much a load that is so far above the cost exceeds it makes no difference."""
-_BLINK = 0.04
-"""How often a place is passed over."""
-_JITTER = 1e-9, 1e-300
-"""Relative and absolute differences by which no two places are equally good."""
 
 
 _ABOUT = 0.9
@@ -165,15 +161,16 @@ class Batch:
         arrays: the problem.
         load: (B, D, R + 1) load and bytes of the items on each rank; changed.
         base: (B, D) what the options put on every rank; changed.
-        rng: random numbers.
 
     Attributes:
         alive: (B,) whether each table found a place so far.
         step: number of the table that is put on; for :meth:`placed`.
     """
 
-    def __init__(self, arrays: Arrays, load: Floats, base: Floats, rng: np.random.Generator) -> None:
-        self.arrays, self.load, self.base, self.rng = arrays, load, base, rng
+    def __init__(self, arrays: Arrays, load: Floats, base: Floats) -> None:
+        self.arrays, self.load, self.base = arrays, load, base
+        # (B, D, R) sorted, when tables were last taken off: what is put on later makes it too low, which put finds out.
+        self._sorted: Floats | None = None
         self.alive = np.ones(len(load), dtype=np.bool_)
         self._placed: list[tuple[int, Ints, Ints, Ints]] = []
         self.step = 0
@@ -187,7 +184,7 @@ class Batch:
             ranks: (n, I) of its items; R where there is none.
             items: (n, I); J where there is none.
         """
-        wide = self.load.shape[2]
+        self._sorted, wide = None, self.load.shape[2]
         index = (proposal[:, None] * wide + ranks).ravel()
         for dim in range(self.load.shape[1]):
             off = np.bincount(index, self.arrays.size[items.ravel(), dim], minlength=len(self.load) * wide)
@@ -207,7 +204,9 @@ class Batch:
         Returns:
             (B,) the option that was put on; -1 if there is none.
         """
-        fits = self._promising(options, budget, best_fit) & self.alive[:, None]
+        if self._sorted is None or not best_fit:
+            self._sorted = np.sort(self.load[:, :, : self.arrays.ranks], axis=2)
+        fits = self._promising(self._sorted, options, budget, best_fit) & self.alive[:, None]
         chosen = np.full(len(options), -1, dtype=np.int64)
         every = np.arange(len(options))
         for _ in range(tries):
@@ -221,7 +220,7 @@ class Batch:
             fits[every, first] = False
         return chosen
 
-    def _promising(self, options: Ints, budget: Floats, best_fit: bool) -> Bools:
+    def _promising(self, held: Floats, options: Ints, budget: Floats, best_fit: bool) -> Bools:
         """(B, C) whether so many ranks have so much load, and so many such bytes, left as the items of an option take.
 
         The runs of an option are checked one after the other, as if each took ranks of its own.
@@ -229,7 +228,6 @@ class Batch:
         arrays, fits = self.arrays, options >= 0
         every = np.arange(len(options))[:, None]
         needed = np.zeros(options.shape, dtype=np.int64)
-        held = np.sort(self.load[:, :, : arrays.ranks], axis=2)
         for run in range(arrays.run_kind.shape[1]):
             kind = arrays.run_kind[options, run]
             if not (used := fits & (kind >= 0)).any():
@@ -298,12 +296,12 @@ class Batch:
             free = np.count_nonzero(score < np.inf, axis=1)
             taken = np.minimum(count, score.shape[1] if limits.apart else free)
             good = (taken > 0) & (free >= taken)
+            which = np.repeat(np.arange(len(rows)), np.where(good, taken, 0))
             if (taken <= 1).all():
-                which = np.flatnonzero(good)
                 place = score.argmin(axis=1)[which]
             else:
-                last = np.sort(score, axis=1)[np.arange(len(rows)), taken - 1]
-                which, place = np.nonzero((score <= last[:, None]) & good[:, None])
+                order = np.argsort(score, axis=1)
+                place = order[np.arange(score.shape[1]) < np.where(good, taken, 0)[:, None]]
             if family.clusters is not None:
                 place = cluster[which, place]
             failed.append(rows[~good])
@@ -320,40 +318,52 @@ class Batch:
         places = None if family.anywhere else family.places[sets]
         item = arrays.kind_first[kind][:, None] if places is None else self._item(kind, places.shape[2])
         index = None if places is None else places + np.arange(len(rows))[:, None, None] * load.shape[1]
+        size = arrays.size[item]
 
         def at(of_ranks: Floats) -> Floats:
-            """(n, P, width) of the ranks of each place, from (n, R + 1)."""
-            return of_ranks[:, : arrays.ranks, None] if index is None else of_ranks.take(index)
+            """(n, P, width) of the ranks of each place, from (n, R + 1); of single ranks (n, P)."""
+            return of_ranks[:, : arrays.ranks] if index is None else of_ranks.take(index)
 
-        size = arrays.size[item]
+        def fits(of_ranks: Floats, dim: int) -> Bools:
+            """(n, P) whether the items find so much on their ranks, from (n, R + 1)."""
+            if index is None:
+                return at(of_ranks) >= size[:, 0, dim, None]
+            enough: Bools = (at(of_ranks) >= size[:, None, :, dim]).all(axis=2)
+            return enough
+
+        free = np.ones((), dtype=np.bool_)
         if budget is not None:
-            left = at(budget[rows, None] - load)
-            score: Floats = left.sum(axis=2)
-            score = np.where((left >= size[:, None, :, 0]).all(axis=2), score if best_fit else -score, np.inf)
+            left = budget[rows, None] - load
+            free = fits(left, 0)
+            score = at(left) if index is None else at(left).sum(axis=2)
+            score = score if best_fit else -score
         elif family.anywhere and not sharpness.soft[rows].any():
             # The soft maximum grows least where the load is least.
-            score = load[:, : arrays.ranks].copy()
+            score = at(load)
         else:
             exponent = sharpness.exponent[rows, None]
             steep = exponent / sharpness.cost[rows, None]
             term = np.exp(np.minimum(steep * (load + self.base[rows, :1]) - exponent, _STEEPEST))
-            score = np.einsum("npw,nw->np", at(term), np.expm1(np.minimum(steep * size[:, :, 0], _STEEPEST)))
+            grown = np.expm1(np.minimum(steep * size[:, :, 0], _STEEPEST))
+            score = at(term) * grown if index is None else np.einsum("npw,nw->np", at(term), grown)
         for tier, limit in enumerate(arrays.limit.tolist(), 1):
-            free = limit - self.base[rows, tier, None] - self.load[rows, tier]
-            if limit == np.inf or (free.min(axis=1) >= arrays.kind_top[kind, tier]).all():
+            held = self.load[rows, tier]
+            most = limit - self.base[rows, tier]
+            if limit == np.inf or (held.max(axis=1) + arrays.kind_top[kind, tier] <= most).all():
                 continue
-            over = (size[:, None, :, tier] - at(free.clip(min=0.0))).clip(min=0.0).sum(axis=2)
-            soft = sharpness.soft[rows, None] & (budget is None)
-            weight = np.where(soft, sharpness.weight[rows, None] / max(limit, 1.0), np.inf)
-            score += np.multiply(over, weight, out=np.zeros_like(over), where=over > 0)
+            # What takes no bytes may go to a rank that has too many.
+            space = np.maximum(most[:, None] - held, 0.0)
+            soft = sharpness.soft[rows]
+            if budget is None and soft.any():
+                over = np.maximum(size[:, None, :, tier] - at(space).reshape(*score.shape, -1), 0.0).sum(axis=2)
+                score = score + over * (np.where(soft, sharpness.weight[rows], 0.0) / max(limit, 1.0))[:, None]
+                free = free & (soft[:, None] | (over <= 0))
+            else:
+                free = free & fits(space, tier)
         if family.missing is not None:
-            score[family.missing[sets]] = np.inf
-        noise = self.rng.random(score.shape[1])
-        score *= 1 + _JITTER[0] * noise
-        score += _JITTER[1] * noise
-        if budget is not None and best_fit and score.shape[1] > 1:
-            score[self.rng.random(score.shape, dtype=np.float32) < _BLINK] = np.inf
-        return score
+            free = free & ~family.missing[sets]
+        scores: Floats = np.where(free, score, np.inf)
+        return scores
 
     def _item(self, kind: Ints, width: int) -> Ints:
         """(n, width) items of kinds; J where there is none."""

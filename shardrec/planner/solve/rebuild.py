@@ -167,7 +167,7 @@ class Rebuilder:
         least = np.minimum.reduceat(arrays.base, [span.start for span in encoded.group_options], axis=0)
         load = np.zeros((count, arrays.base.shape[1], encoded.ranks + 1))
         base = np.tile(least[arrays.group].sum(axis=0), (count, 1))
-        batch, order = Batch(arrays, load, base, np.random.default_rng(0)), np.stack(orders)
+        batch, order = Batch(arrays, load, base), np.stack(orders)
         options, nothing = np.zeros(order.shape, dtype=np.int64), np.zeros(count)
         sharpness = Sharpness(cost=nothing, exponent=nothing, weight=nothing, soft=nothing > 0)
         for step in range(order.shape[1]):

@@ -62,7 +62,7 @@ class Round:
     def __init__(self, states: States, sharpness: Sharpness, proposals: int, rng: np.random.Generator) -> None:
         self.states, self.arrays, self.rng, self.proposals = states, states.arrays, rng, proposals
         self.search = np.repeat(np.arange(len(states.best)), proposals)
-        self.batch = states.batch(self.search, rng)
+        self.batch = states.batch(self.search)
         self.of_states, self.sharpness = sharpness, sharpness[self.search]
         self.budget = self.sharpness.cost * (1.0 - _AIM * self._random() ** 2) - self.batch.base[:, 0]
         self.steps: list[_Step] = []
@@ -77,7 +77,7 @@ class Round:
             self._vary()
         else:
             self._refill(self._ruined())
-        before = self.states.batch(np.arange(len(patience)), self.rng)
+        before = self.states.batch(np.arange(len(patience)))
         heights = np.where(self.batch.alive, self.batch.heights(self.sharpness), np.inf)
         moved = np.stack([step.table for step in self.steps], axis=1)
         for search, height in enumerate(before.heights(self.of_states).tolist()):
@@ -151,7 +151,7 @@ class Round:
             if tables & others:
                 continue
             both = load + (batch.load[proposal] - old_load), base + (batch.base[proposal] - old_base)
-            height = float(Batch(self.arrays, both[0][None], both[1][None], self.rng).heights(sharpness)[0])
+            height = float(Batch(self.arrays, both[0][None], both[1][None]).heights(sharpness)[0])
             if height < lowest * (1 - 1e-9):
                 (load, base), lowest, tables = both, height, tables | others
                 accepted.append(proposal)

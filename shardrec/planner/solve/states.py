@@ -58,9 +58,9 @@ class States:
                 self._place(search, table, self.gangs[search][table])
             self._index(search)
 
-    def batch(self, search: Ints, rng: np.random.Generator) -> Batch:
+    def batch(self, search: Ints) -> Batch:
         """A batch of copies of the states of some searches, (B,)."""
-        return Batch(self.arrays, self.load[search], self.base[search], rng)
+        return Batch(self.arrays, self.load[search], self.base[search])
 
     def on_rank(self, search: Ints, rank: Ints, rng: np.random.Generator) -> Ints:
         """(n,) a table on each of these ranks, at random; -1 if there is none."""
@@ -93,7 +93,7 @@ class States:
             self.gangs[search][table] = gangs
             self._place(search, table, gangs)
         self._index(search)
-        after = Batch(self.arrays, load[None], base[None], np.random.default_rng(0))
+        after = Batch(self.arrays, load[None], base[None])
         cost = float(after.costs()[0])
         if cost < self.best[search] * (1 - 1e-9) and after.excess()[0] <= 0:
             self.best[search] = cost
