@@ -63,7 +63,7 @@ class _Found(NamedTuple):
         return f"{self.name} {self.version or 'of unknown version'}"
 
 
-_PLANNER, _PLOTS = ("highspy", "numba", "scipy"), ("matplotlib",)
+_PLANNER, _PLOTS = ("highspy", "scipy"), ("matplotlib",)
 EXTRAS = {
     "planner": _PLANNER,
     "plots": _PLOTS,

@@ -47,8 +47,8 @@ def test_an_extra_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None
     for extra in _versions.EXTRAS:
         check_extra(extra)  # all of them are, where the tests run
     check_extra.cache_clear()
-    monkeypatch.setattr(_versions.util, "find_spec", lambda name: None if name in ("numba", "highspy") else name)
-    with pytest.raises(VersionError, match=r"without highspy, numba, .* pip install 'shardrec\[planner\]'"):
+    monkeypatch.setattr(_versions.util, "find_spec", lambda name: None if name in ("scipy", "highspy") else name)
+    with pytest.raises(VersionError, match=r"without highspy, scipy, .* pip install 'shardrec\[planner\]'"):
         check_extra("planner")
     check_extra("plots")
     check_extra.cache_clear()

@@ -28,7 +28,7 @@ from shardrec.layout import Topology
 from shardrec.layout.presets import preset
 from shardrec.planner import Profile, SolveLimits, TableLoad
 from shardrec.planner.infeasible import least_capacity
-from shardrec.planner.make import Planner
+from shardrec.planner.planner import Planner
 from shardrec.planner.solve import Gang, Item, Option, Problem, Solution, solve
 
 GIB = 2**30

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from math import ceil, inf
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from shardrec.errors import ConfigError, PlanError
 from shardrec.layout import Topology
 from shardrec.planner.constraint import constraints_by_table
+from shardrec.planner.planner import Planner
 from shardrec.planner.solve import SolveLimits, solve
-
-if TYPE_CHECKING:
-    from shardrec.planner.make import Planner
 
 __all__ = ["least_capacity", "refuse"]
 

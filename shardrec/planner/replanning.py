@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,12 +11,10 @@ from shardrec.layout import ShardingPlan, TableLayout
 from shardrec.planner.candidate import Candidate, add_option, lay_out
 from shardrec.planner.cost import CostModel, TableLoad
 from shardrec.planner.price import priced_layout
+from shardrec.planner.planner import Planner
 from shardrec.planner.solve import SolveLimits, solve
 from shardrec.planner.solve.encode import Floats, Ints
 from shardrec.planner.solve.problem import Place
-
-if TYPE_CHECKING:
-    from shardrec.planner.make import Planner
 
 __all__ = ["moved_bytes", "replan_tables"]
 

@@ -18,7 +18,7 @@ from shardrec.planner import Constraint, SolveLimits, TableLoad, make, plan_tabl
 from shardrec.planner.candidate import lay_out
 from shardrec.planner.constraint import CUTS
 from shardrec.planner.cost import CostModel, Histogram, Profile
-from shardrec.planner.make import Planner
+from shardrec.planner.planner import Planner
 from shardrec.planner.price import priced_plan
 from tests.plans import random_plan, random_topology, randoms
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from shardrec.errors import ConfigError
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.planner import SolveLimits, TableLoad
-from shardrec.planner.make import Planner
+from shardrec.planner.planner import Planner
 from shardrec.planner.price import priced_plan
 from shardrec.planner.replanning import moved_bytes, replan_tables
 from tests.plans import random_layout, randoms

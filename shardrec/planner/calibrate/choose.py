@@ -17,7 +17,8 @@ from shardrec.errors import ConfigError
 from shardrec.layout import ShardingPlan, Topology
 from shardrec.planner.calibrate.measure import measure_plans
 from shardrec.planner.cost import CostModel, Profile, TableLoad
-from shardrec.planner.make import Planner
+from shardrec.planner.make import best_plan
+from shardrec.planner.planner import Planner
 from shardrec.planner.price import predicted_ms
 from shardrec.planner.solve import SolveLimits
 
@@ -79,12 +80,12 @@ def different_plans(
         raise ConfigError(f"count is {count}; give a number of plans, at least 1")
     error = max(_LEAST_ERROR, profile.errors.get("worst_percent", 0.0) / 100)
     planner = Planner(tables, topology, batch_size=batch_size, profile=profile)
-    first = planner.plan(limits)
+    first = best_plan(planner, limits)
     found = [first]
     for part in _PARTS:
         for factor in (1 + error, 1 / (1 + error)):
             wrong = replace(profile, **{name: factor * getattr(profile, name) for name in part})
-            other = Planner(tables, topology, batch_size=batch_size, profile=wrong).plan(limits)
+            other = best_plan(Planner(tables, topology, batch_size=batch_size, profile=wrong), limits)
             if _held(other) not in map(_held, found):
                 assert first.report is not None and other.report is not None, "the planner reports on its plans"
                 labels = {each.name: each.cut for each in other.report.tables}

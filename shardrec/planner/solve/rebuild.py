@@ -5,7 +5,7 @@ What is lowered is not the highest load alone but a soft maximum of all ranks' l
     sum over ranks of exp(p (load / T - 1)) + w (bytes over the capacity / capacity),
 
 T the least cost so far, p its sharpness, which sees every rank that stands in the way. :mod:`rounds` says what a round
-does; the search goes through them in cycles, each longer than the one before, in which p grows and less and less of a
+does; the searches go through them in cycles, each longer than the one before, in which p grows and less and less of a
 loss is gone on from.
 
 With w very high no state is kept that does not fit memory. In a soft search w is low at the beginning of each cycle and
@@ -15,7 +15,7 @@ on the way.
 
 The random numbers have a fixed seed: the result is a function of the problem and of the number of rounds.
 
-Shapes: as in :mod:`rounds`.
+Shapes: C searches, B proposals, N tables, R ranks, M memory tiers, D = 1 + M, G groups, O options.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from math import log
 
 import numpy as np
 
-from shardrec.planner.solve.clock import Clock
+from shardrec.planner.solve.batch import Arrays, Batch, Sharpness, arrays_of, choices
 from shardrec.planner.solve.encode import Encoded, Floats, Ints
 from shardrec.planner.solve.packing import Packing
-from shardrec.planner.solve.rounds import Arrays, State, Undo, pack, rounds
+from shardrec.planner.solve.rounds import Round
+from shardrec.planner.solve.states import States
 
 __all__ = ["Rebuilder", "by_memory"]
 
@@ -38,19 +39,23 @@ _SHARPNESS = (60.0, 120.0)
 _NEAREST = 1e-3
 """Least gain, as a fraction of the cost, that p goes by."""
 _STEEPEST_BASE = 200.0
-"""Largest exponent of what is on every rank: below that at which :mod:`rounds` cuts exponents off."""
+"""Largest exponent of what is on every rank: below that at which :mod:`batch` cuts exponents off."""
 _PATIENCE = 5e-4
 """A state that is so much worse, at most, is gone on from; less towards the end of a cycle."""
-_CYCLE = 1024
+_CYCLE = 64
 """Rounds of the first cycle; each is twice as long as the one before."""
 _WEIGHTS = (3.0, 1e4)
 """w at the beginning of a cycle of a soft search and at its end."""
 _FORBIDDEN = 1e9
 """w of other searches."""
-_PACKINGS = 8
-"""Budgets for which tables are packed one by one, in each order."""
-_BATCH = 128
-"""Rounds between two questions whether to stop."""
+_LOADS = 16384
+"""Loads of ranks that a round works on, about."""
+_PROPOSALS = (64, 512)
+"""Least and most proposals of a round."""
+_BUDGETS = 7
+"""Budgets for which tables are packed at once, in each order."""
+_ASKED = 64
+"""Tables that are packed between two questions whether to stop."""
 
 
 class Rebuilder:
@@ -58,121 +63,137 @@ class Rebuilder:
 
     Args:
         encoded: the problem.
-        clock: does not count the seconds that it takes to compile the rounds, once on a machine; default: nothing does.
     """
 
-    def __init__(self, encoded: Encoded, clock: Clock | None = None) -> None:
+    def __init__(self, encoded: Encoded) -> None:
         self.encoded = encoded
-        self._arrays = _arrays(encoded)
+        self._arrays = arrays_of(encoded)
         self._least_cost, memory = _least_with(encoded)
         self._fits = (memory <= encoded.capacity * (1 + 1e-12)).all(axis=1)
-        if clock is not None:
-            clock.uncounted(self._compile)
 
     def run(
         self,
-        start: Packing,
+        starts: Sequence[Packing],
         most: int,
         stop: Callable[[], bool],
         *,
         floor: float = 0.0,
         seed: int = 0,
-        soft: bool = False,
-    ) -> Packing | None:
-        """A better packing than one that there is.
+        soft: Sequence[bool] = (),
+    ) -> list[Packing | None]:
+        """Better packings than some that there are, each sought for itself.
 
         Args:
-            start: where to begin.
-            most: rounds of taking off and putting back.
-            stop: asked now and then; ends the search.
-            floor: a cost with which to be content.
+            starts: where to begin.
+            most: proposals for all of them together.
+            stop: asked in each round; ends the search.
+            floor: a cost of any with which to be content.
             seed: of the random numbers.
-            soft: go through states in which ranks are over their memory, too.
+            soft: for each start, whether to go through states in which ranks are over their memory, too; default: no.
 
         Returns:
-            The best found; None if nothing is better than ``start``.
+            The best found from each start; None if nothing is better.
         """
-        rng = np.random.default_rng(seed)
-        arrays, state, undo = self._below(start.cost), *_unpacked(self._arrays, start)
+        rng, count = np.random.default_rng(seed), len(starts)
+        states = States(self._below(max(start.cost for start in starts)), starts)
+        softly = np.array([*soft, *[False] * (count - len(soft))])
+        each = max(1, min(max(_LOADS // self.encoded.ranks, _PROPOSALS[0]), _PROPOSALS[1]) // count)
         done, first, length = 0, 0, _CYCLE
-        while done < most and state.cost[1] > floor and not stop():
+        while done * each * count < most and states.best.min() > floor and not stop():
             if done == first + length:
                 first, length = done, 2 * length
-            batch = min(_BATCH, most - done, first + length - done)
             progress = (done - first) / length
             # The soft maximum is above the highest load by up to log(R) / p: no more than what can be gained.
-            gain = max(1 - floor / state.cost[1], _NEAREST)
-            sharper = max(1.0, log(self.encoded.ranks) / gain / _SHARPNESS[1])
-            sharpness = sharper * _SHARPNESS[0] * (_SHARPNESS[1] / _SHARPNESS[0]) ** progress
-            sharpness = min(sharpness, _STEEPEST_BASE * state.cost[1] / max(state.base[0], 1e-12))
-            weight = _WEIGHTS[0] * (_WEIGHTS[1] / _WEIGHTS[0]) ** progress if soft else _FORBIDDEN
-            state.steep[:] = sharpness / state.cost[1], sharpness, weight
-            rounds(arrays, state, undo, rng, sharpness * _PATIENCE * (1 - progress) * rng.random(batch) ** 2)
-            done += batch
-        return _packed(arrays, state, self.encoded) if state.cost[1] < start.cost * (1 - 1e-9) else None
+            gain = np.maximum(1 - floor / np.maximum(states.best, 1e-300), _NEAREST)
+            sharper = np.maximum(1.0, log(self.encoded.ranks) / gain / _SHARPNESS[1])
+            exponent = sharper * _SHARPNESS[0] * (_SHARPNESS[1] / _SHARPNESS[0]) ** progress
+            exponent = np.minimum(exponent, _STEEPEST_BASE * states.best / np.maximum(states.base[:, 0], 1e-12))
+            weight = np.where(softly, _WEIGHTS[0] * (_WEIGHTS[1] / _WEIGHTS[0]) ** progress, _FORBIDDEN)
+            sharpness = Sharpness(cost=states.best.copy(), exponent=exponent, weight=weight, soft=softly)
+            Round(states, sharpness, each, rng).run(exponent * _PATIENCE * (1 - progress) * rng.random(count) ** 2)
+            done += 1
+        return [states.packing(search, self.encoded) for search in range(count)]
 
     def multifit(self, budget: float, stop: Callable[[], bool]) -> Iterator[Packing]:
         """First packings, table by table, for smaller and smaller budgets with which each table finds a place.
 
         Tables that take much of all ranks' budget or memory come first: of the larger of these shares, of both, or of
-        memory alone.
+        memory alone. Each order is packed without a budget first, then for some budgets at once below what that came
+        to, and then for as many between the largest that was too small and the smallest that was not.
 
         Args:
             budget: no packing is looked for in which the items of the most loaded rank come to less.
-            stop: asked between two packings; ends the search.
+            stop: asked now and then; ends the search.
         """
         encoded = self.encoded
         starts = [span.start for span in encoded.group_options]
         work = np.minimum.reduceat(encoded.total_load, starts) / max(budget, 1e-300)
         share = (encoded.total_memory / np.maximum(encoded.capacity, 1.0)).max(axis=1)
         memory = np.minimum.reduceat(share, starts)
-        for size in (np.maximum(work, memory), work + memory, memory):
-            order = np.argsort(-np.repeat(size, encoded.sizes), kind="stable")
-            low, high, tried = budget, np.inf, np.inf
-            for _ in range(_PACKINGS):
-                packing = self.pack(order, tried)
+        sizes = (np.maximum(work, memory), work + memory, memory)
+        orders = [np.argsort(-np.repeat(size, encoded.sizes), kind="stable") for size in sizes]
+        # More than all options of all tables together: a number, so that what is left of it can be compared.
+        unlimited = 1.0 + float(encoded.total_load.sum()) * float(encoded.sizes.max())
+        tried = [(number, unlimited) for number in range(len(orders))]
+        low, high = [budget] * len(orders), [np.inf] * len(orders)
+        for _ in range(3):
+            if not tried or stop():
+                return
+            packings = self.pack([orders[number] for number, _ in tried], np.array([each for _, each in tried]), stop)
+            for (number, _), packing in zip(tried, packings, strict=False):
                 if packing is not None:
                     yield packing
-                    high = packing.cost - packing.base
-                elif tried == np.inf:
-                    break
-                else:
-                    low = tried
-                if stop():
-                    return
-                tried = (low + high) / 2
+                    high[number] = min(high[number], packing.cost - packing.base)
+            for (number, limit), packing in zip(tried, packings, strict=False):
+                if packing is None and limit < high[number]:
+                    low[number] = max(low[number], limit)
+            able = [number for number in range(len(orders)) if high[number] < np.inf]
+            tried = [(n, low[n] + (high[n] - low[n]) * part / _BUDGETS) for n in able for part in range(_BUDGETS)]
 
-    def pack(self, order: Ints, budget: float) -> Packing | None:
-        """Pack tables one after the other, with options of little work first; None if one fits nowhere.
+    def pack(self, orders: Sequence[Ints], budgets: Floats, stop: Callable[[], bool]) -> list[Packing | None]:
+        """Pack tables one after the other, with options of little work first, on the least loaded ranks.
+
+        What tables yet to come put on every rank at least is kept free.
 
         Args:
-            order: (N,) numbers of the tables, group by group.
-            budget: load of the items of a rank.
-        """
-        encoded, arrays = self.encoded, self._below(np.inf)
-        state, _ = _unpacked(arrays, Packing(encoded, np.zeros(len(encoded.options), dtype=np.int64)))
-        slots = int(np.diff(arrays.option_first).max())
-        option, spot = np.zeros(len(order), dtype=np.int64), np.zeros((len(order), max(1, slots)), dtype=np.int32)
-        on = np.zeros((encoded.ranks, len(order)), dtype=np.int32)
-        state = state._replace(option=option, spot=spot, on=on, best_option=option, best_spot=spot)
-        least = np.minimum.reduceat(arrays.base, [span.start for span in encoded.group_options], axis=0)
-        done = pack(arrays, state, np.random.default_rng(0), order, least, budget)
-        return _packed(arrays, state, encoded) if done == len(order) else None
+            orders: for each packing, (N,) numbers of the tables, group by group.
+            budgets: for each packing, load of the items of a rank.
+            stop: asked now and then; ends the search with no packing.
 
-    def _compile(self) -> None:
-        start = Packing(self.encoded, np.zeros(len(self.encoded.options), dtype=np.int64))
-        rounds(self._below(np.inf), *_unpacked(self._arrays, start), np.random.default_rng(0), np.zeros(0))
-        self.pack(np.zeros(0, dtype=np.int64), np.inf)
+        Returns:
+            The packings; None where a table fits nowhere.
+        """
+        encoded, arrays, count = self.encoded, self._below(np.inf), len(orders)
+        least = np.minimum.reduceat(arrays.base, [span.start for span in encoded.group_options], axis=0)
+        load = np.zeros((count, arrays.base.shape[1], encoded.ranks + 1))
+        base = np.tile(least[arrays.group].sum(axis=0), (count, 1))
+        batch, order = Batch(arrays, load, base), np.stack(orders)
+        options, nothing = np.zeros(order.shape, dtype=np.int64), np.zeros(count)
+        sharpness = Sharpness(cost=nothing, exponent=nothing, weight=nothing, soft=nothing > 0)
+        for step in range(order.shape[1]):
+            if not batch.alive.any() or (step % _ASKED == _ASKED - 1 and stop()):
+                return [None] * count
+            group = arrays.group[order[:, step]]
+            batch.base -= least[group]
+            most = int(arrays.choices[group].max())
+            options[:, step] = batch.fill(arrays.choice[group, :most], sharpness, budgets, tries=most, best_fit=False)
+            batch.alive &= options[:, step] >= 0
+        placed = batch.placed(np.flatnonzero(batch.alive))
+        packings: list[Packing | None] = [None] * count
+        for number in np.flatnonzero(batch.alive).tolist():
+            packing = Packing(encoded, np.bincount(options[number], minlength=len(encoded.options)))
+            mine = placed.proposal == number
+            for kind, place in zip(placed.kind[mine].tolist(), placed.place[mine].tolist(), strict=True):
+                packing.put(kind, place)
+            packings[number] = packing if packing.fits() else None
+        return packings
 
     def _below(self, cost: float) -> Arrays:
         """The arrays with those options that a plan of less than a cost can have."""
         # Rounding must not take the options of the plan with this cost, so that each table keeps one.
         able = self._fits & (self._least_cost <= cost * (1 + 1e-9))
-        choice = self._arrays.choice[able[self._arrays.choice]]
-        groups = np.arange(len(self.encoded.groups) + 1)
-        return self._arrays._replace(
-            choice=choice, choice_first=np.searchsorted(self.encoded.option_group[choice], groups)
-        )
+        choice, counts = choices(self.encoded, able)
+        return replace(self._arrays, choice=choice, choices=counts)
 
 
 def _least_with(encoded: Encoded) -> tuple[Floats, Floats]:
@@ -213,87 +234,3 @@ def by_memory(encoded: Encoded) -> Encoded:
         item_load=share(encoded.item_memory),
         blocks=tuple(replace(block, loads=share(block.memory)) for block in encoded.blocks),
     )
-
-
-def _arrays(encoded: Encoded) -> Arrays:
-    """The arrays of a problem, with all options."""
-    sets: dict[int, int] = {}
-    places: list[Ints] = []
-    for kind in encoded.blocks:
-        if sets.setdefault(id(kind.names), len(places)) == len(places):
-            places.append(kind.places)
-    largest = [-float(kind.loads.max()) for kind in encoded.blocks]
-    gangs = [
-        [block for block, count in sorted(blocks, key=lambda each: largest[each[0]]) for _ in range(count)]
-        for blocks in encoded.option_blocks
-    ]
-    sizes = [np.column_stack([kind.loads, kind.memory]) for kind in encoded.blocks]
-    return Arrays(
-        limit=np.append(np.inf, encoded.capacity * (1 + 1e-12)),
-        group=np.repeat(np.arange(len(encoded.groups)), encoded.sizes),
-        set_first=_firsts([each.size for each in places]),
-        set_width=np.array([each.shape[1] for each in places], dtype=np.int64),
-        set_ranks=_joined(places),
-        kind_set=np.array([sets[id(kind.names)] for kind in encoded.blocks], dtype=np.int64),
-        kind_first=_firsts([len(kind.loads) for kind in encoded.blocks]),
-        size=np.concatenate([np.zeros((0, 1 + len(encoded.capacity))), *sizes]),
-        option_first=_firsts([len(each) for each in gangs]),
-        gang_kind=np.array([block for each in gangs for block in each], dtype=np.int64),
-        base=np.column_stack([encoded.base_load, encoded.base_memory]),
-        work=encoded.total_load,
-        choice_first=np.zeros(0, dtype=np.int64),
-        choice=np.lexsort((encoded.total_load, encoded.option_group)),
-    )
-
-
-def _firsts(counts: Sequence[int]) -> Ints:
-    return np.concatenate([[0], np.cumsum(np.array(counts, dtype=np.int64))]).astype(np.int64)
-
-
-def _joined(arrays: Sequence[Ints]) -> Ints:
-    return np.concatenate([np.zeros(0, dtype=np.int64), *(array.ravel() for array in arrays)]).astype(np.int64)
-
-
-def _unpacked(arrays: Arrays, packing: Packing) -> tuple[State, Undo]:
-    """The state of a packing, which of equal gangs is whose does not matter, and room for what rounds undo."""
-    encoded, first = packing.encoded, arrays.option_first
-    left = {block: [p for p, n in enumerate(at) for _ in range(int(n))] for block, at in packing.at.items()}
-    option = np.repeat(np.arange(len(packing.counts)), packing.counts)
-    spot = np.zeros((len(option), max(1, int(np.diff(first).max()))), dtype=np.int32)
-    on = np.zeros((encoded.ranks, len(option)), dtype=np.int32)
-    for table, each in enumerate(option.tolist()):
-        for slot, block in enumerate(arrays.gang_kind[first[each] : first[each + 1]].tolist()):
-            place = spot[table, slot] = left[block].pop()
-            np.add.at(on, (encoded.blocks[block].places[place], table), 1)
-    base = packing.counts.astype(np.float64) @ arrays.base
-    state = State(
-        sums=np.ascontiguousarray(np.column_stack([packing.loads, packing.memory]).T - base[:, None]),
-        base=base,
-        option=option,
-        spot=spot,
-        on=on,
-        cost=np.full(2, packing.cost),
-        best_option=option.copy(),
-        best_spot=spot.copy(),
-        terms=np.zeros(encoded.ranks),
-        steep=np.ones(3),
-    )
-    undo = Undo(
-        tables=np.zeros_like(option),
-        chosen=np.zeros_like(option),
-        keys=np.zeros(len(option)),
-        sums=np.zeros_like(state.sums),
-        base=np.zeros_like(base),
-        option=np.zeros_like(option),
-        spot=np.zeros_like(spot),
-    )
-    return state, undo
-
-
-def _packed(arrays: Arrays, state: State, encoded: Encoded) -> Packing | None:
-    first = arrays.option_first
-    packing = Packing(encoded, np.bincount(state.best_option, minlength=len(encoded.options)))
-    for option, spots in zip(state.best_option.tolist(), state.best_spot.tolist(), strict=True):
-        for block, place in zip(arrays.gang_kind[first[option] : first[option + 1]].tolist(), spots, strict=False):
-            packing.put(block, place)
-    return packing if packing.fits() else None

@@ -15,24 +15,20 @@ longer, not worse.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
-from typing import Any
+from time import thread_time
 
 import numpy as np
 
-from shardrec.planner.solve.clock import AT_ONCE, Clock
 from shardrec.planner.solve.encode import Encoded, Ints, encode
 from shardrec.planner.solve.exact import solve_exactly
 from shardrec.planner.solve.packing import Packing, compact, demand, rounded
 from shardrec.planner.solve.problem import Problem, Solution, SolveLimits
+from shardrec.planner.solve.rebuild import Rebuilder, by_memory
 from shardrec.planner.solve.relax import Relaxation
 
 __all__ = ["solve"]
-
-_REBUILD = "shardrec.planner.solve.rebuild"
 
 _BOUNDING = 0.25
 """Share of the time, where it is limited, after which the bound is not raised further."""
@@ -75,13 +71,13 @@ def solve(problem: Problem, limits: SolveLimits | None = None) -> Solution | Non
 class _Search:
     def __init__(self, encoded: Encoded, limits: SolveLimits) -> None:
         self.encoded, self.limits = encoded, limits
-        self.clock = Clock()
+        self.start = thread_time()
         self.bound = 0.0
         self.pool: list[Packing] = []
         self.best: Packing | None = None
         self.timed_out = False
         self.budget = 0.0  # the deciding c
-        self.search: Any = None
+        self.search: Rebuilder | None = None
 
     def run(self) -> Solution | None:
         if len(self.encoded.groups) > _MANY_GROUPS:
@@ -90,7 +86,7 @@ class _Search:
             self._start()
         if not np.isfinite(self.bound):
             return None
-        if self.best is None and self.search is None:
+        if self.best is None:
             self._multifit()
         if self.best is None and not self._out_of_time():
             self._repair()
@@ -141,28 +137,24 @@ class _Search:
                 self._add(packing)
                 return
 
-    def _multifit(self) -> None:
+    def _multifit(self) -> Rebuilder:
         """First plans that take options as they fit time and memory."""
-        self.search = self._load_rebuild().Rebuilder(self.encoded, self.clock)
-        stop = partial(self._only, self._time_left() * (1 - _STARTING))
-        for packing in self.search.multifit(self.budget, lambda: self._closed() or stop()):
-            self._add(packing)
+        if self.search is None:
+            self.search = Rebuilder(self.encoded)
+            stop = partial(self._only, self._time_left() * (1 - _STARTING))
+            for packing in self.search.multifit(self.budget, lambda: self._closed() or stop()):
+                self._add(packing)
+        return self.search
 
     def _repair(self) -> None:
         """A first plan where tables could not be packed: the memory of the fullest rank is lowered."""
-        rebuild = self._load_rebuild()
-        search = rebuild.Rebuilder(rebuild.by_memory(self.encoded), self.clock)
+        search = Rebuilder(by_memory(self.encoded))
         stop = partial(self._only, self._time_left() / 2)
         start = min(search.multifit(1.0, stop), key=lambda packing: packing.cost, default=None)
         if start is not None:
-            found = search.run(start, _ROUNDS_PER_EFFORT * self.limits.effort, stop, floor=1.0)
+            (found,) = search.run([start], _ROUNDS_PER_EFFORT * self.limits.effort, stop, floor=1.0)
             if (packing := (found or start).of(self.encoded)).fits():
                 self._add(packing)
-
-    def _load_rebuild(self) -> Any:
-        """:mod:`rebuild`, whose import of numba takes nearly a second; what is solved by now does without."""
-        self.clock.uncounted(partial(import_module, _REBUILD))
-        return sys.modules[_REBUILD]
 
     def _exact(self) -> bool:
         """Solve the problem as a whole, if it is small; whether that leaves nothing to do."""
@@ -182,33 +174,26 @@ class _Search:
         """Take tables off and put them back, in the best plans: fewer in each phase, with more rounds for each."""
         if not self.pool or self._closed() or self._out_of_time():
             return
-        if self.search is None:
-            self._multifit()
-        seed = 0
+        search = self._multifit()
         for phase, size in enumerate(_POPULATIONS):
+            if self._closed() or self._out_of_time():
+                return
             self.pool.sort(key=lambda packing: packing.cost)
             best = [*{packing.cost: packing for packing in self.pool}.values()]
             starts = [best[number % len(best)] for number in range(size)]
-            most = _ROUNDS_PER_EFFORT * self.limits.effort // (len(_POPULATIONS) * size // AT_ONCE)
+            most = _ROUNDS_PER_EFFORT * self.limits.effort // len(_POPULATIONS)
             end = self._time_left() * (1 - 1 / (len(_POPULATIONS) - phase))
+            each = search.run(
+                starts,
+                most,
+                partial(self._only, end),
+                floor=self.bound * (1 + self.limits.gap),
+                seed=phase,
+                soft=[number % _SOFT == _SOFT - 1 for number in range(size)],
+            )
             self.pool = []
-            for number in range(0, size, AT_ONCE):
-                if self._closed() or self._out_of_time():
-                    return
-                until = end + (self._time_left() - end) * (1 - AT_ONCE / (size - number))
-                run = partial(
-                    self.search.run,
-                    most=most,
-                    stop=partial(self._only, until),
-                    floor=self.bound * (1 + self.limits.gap),
-                )
-                each = [
-                    partial(run, start, seed=n, soft=n % _SOFT == _SOFT - 1)
-                    for n, start in enumerate(starts[number : number + AT_ONCE], seed)
-                ]
-                for start, found in zip(starts[number:], self.clock.together(each), strict=False):
-                    self._add(found or start)
-                seed += AT_ONCE
+            for start, found in zip(starts, each, strict=True):
+                self._add(found or start)
 
     def _add(self, packing: Packing) -> None:
         """One more of those to improve; the best so far, if it is."""
@@ -220,7 +205,7 @@ class _Search:
         return self.best is not None and self.best.cost <= self.bound * (1 + self.limits.gap)
 
     def _time_left(self) -> float:
-        return self.limits.seconds - self.clock.passed()
+        return self.limits.seconds - (thread_time() - self.start)
 
     def _only(self, seconds: float) -> bool:
         """Whether no more than so many seconds are left; never without a time limit."""

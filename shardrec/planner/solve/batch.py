@@ -1,0 +1,523 @@
+"""Many changes of an assignment at once, as arrays: tables taken off their ranks and put back, and what it then costs.
+
+A :class:`Batch` holds, for each of B proposals, the load and the bytes of every rank. :meth:`Batch.put` puts one table
+on in each proposal, with an option of its own: the places of equal gangs are compared as a matrix (proposals, places),
+and the best so many are taken. :meth:`Batch.first_fit` says which of many options have enough places left.
+
+::
+
+    run_kind, run_count   (O, runs)    an option is at most a few runs of equal gangs, the largest first
+    kind_family           (K,)         kinds whose places have one width are compared together
+    families              places       (sets, P, width) ranks; R where there is none, a rank that is never full
+
+Shapes: B proposals, R ranks, D dimensions of a size (load, then bytes of each memory tier), K kinds of gangs, J items
+of all kinds, O options, G groups, C most options of a group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardrec.planner.solve.encode import Encoded, Floats, Ints
+
+__all__ = ["Arrays", "Batch", "Bools", "Family", "Placed", "Sharpness", "arrays_of", "choices"]
+
+Bools = NDArray[np.bool_]
+
+_STEEPEST = 230.0
+"""Largest exponent: by how much a load that is so far above the cost exceeds it makes no difference."""
+
+
+_ABOUT = 0.9
+"""Items of so much of the largest of their gang are taken for as large."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Family:
+    """Sets of places of one width.
+
+    Args:
+        places: (sets, P, width) ranks; R where a set has fewer places or a place fewer ranks.
+        missing: (sets, P) whether a set has no such place; None if all have.
+        anywhere: whether a place is a rank and each rank a place, in their order.
+        clusters: (sets, H, Q) numbers of the places that share ranks, directly or by others, P where there are fewer;
+            None if none do.
+    """
+
+    places: Ints
+    missing: Bools | None
+    anywhere: bool
+    clusters: Ints | None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Arrays:
+    """A problem in flat arrays.
+
+    Args:
+        ranks: R.
+        limit: (D - 1,) bytes of a rank.
+        size: (J + 1, D) of the items; the last is nothing.
+        kind_first: (K + 1,) where a kind's items begin.
+        kind_family: (K,).
+        kind_set: (K,) the set of places, in its family.
+        kind_top: (K, D) the largest of its items.
+        kind_heavy: (K,) how many of its items have about the largest load and as many bytes, at least 1.
+        families: by number.
+        run_kind: (O, runs), -1 where there is none.
+        run_count: (O, runs).
+        base: (O, D) what an option puts on every rank.
+        work: (O,) load on all ranks together.
+        group: (N,) of each table.
+        choice: (G, C) the options of each group that are considered, those with the least work first; then -1.
+        choices: (G,) how many.
+    """
+
+    ranks: int
+    limit: Floats
+    size: Floats
+    kind_first: Ints
+    kind_family: Ints
+    kind_set: Ints
+    kind_top: Floats
+    kind_heavy: Ints
+    families: tuple[Family, ...]
+    run_kind: Ints
+    run_count: Ints
+    base: Floats
+    work: Floats
+    group: Ints
+    choice: Ints
+    choices: Ints
+
+    def items(self, kind: int, place: int) -> tuple[Ints, Ints]:
+        """Ranks and items of a gang at a place."""
+        first, end = self.kind_first[kind], self.kind_first[kind + 1]
+        places = self.families[self.kind_family[kind]].places
+        return places[self.kind_set[kind], place, : end - first], np.arange(first, end)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Placed:
+    """Gangs that were put on.
+
+    Args:
+        step: (n,) :attr:`Batch.step` when it was.
+        proposal: (n,).
+        kind: (n,).
+        place: (n,).
+    """
+
+    step: Ints
+    proposal: Ints
+    kind: Ints
+    place: Ints
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Sharpness:
+    """How the soft maximum of a proposal's loads is taken.
+
+    Args:
+        cost: (B,) T.
+        exponent: (B,) p.
+        weight: (B,) of bytes over the capacity.
+        soft: (B,) whether ranks may be over it.
+    """
+
+    cost: Floats
+    exponent: Floats
+    weight: Floats
+    soft: Bools
+
+    def __getitem__(self, index: Ints) -> Sharpness:
+        """Of the proposals, or searches, with these numbers."""
+        return Sharpness(
+            cost=self.cost[index], exponent=self.exponent[index], weight=self.weight[index], soft=self.soft[index]
+        )
+
+
+class _Limits(NamedTuple):
+    """What :meth:`Batch.put` was told."""
+
+    sharpness: Sharpness
+    budget: Floats | None
+    best_fit: bool
+
+    @property
+    def apart(self) -> bool:
+        """Whether equal gangs go to places of their own, if there are as many."""
+        return self.budget is None or self.best_fit
+
+
+class Batch:
+    """Proposals.
+
+    Args:
+        arrays: the problem.
+        load: (B, D, R + 1) load and bytes of the items on each rank; changed.
+        base: (B, D) what the options put on every rank; changed.
+
+    Attributes:
+        alive: (B,) whether each table found a place so far.
+        step: number of the table that is put on; for :meth:`placed`.
+    """
+
+    def __init__(self, arrays: Arrays, load: Floats, base: Floats) -> None:
+        self.arrays, self.load, self.base = arrays, load, base
+        # (B, D, R) sorted, when tables were last taken off: what is put on later makes it too low, which put finds out.
+        self._sorted: Floats | None = None
+        self.alive = np.ones(len(load), dtype=np.bool_)
+        self._placed: list[tuple[int, Ints, Ints, Ints]] = []
+        self.step = 0
+
+    def take(self, proposal: Ints, option: Ints, ranks: Ints, items: Ints) -> None:
+        """Take tables off.
+
+        Args:
+            proposal: (n,) of each table.
+            option: (n,) that it has.
+            ranks: (n, I) of its items; R where there is none.
+            items: (n, I); J where there is none.
+        """
+        self._sorted, wide = None, self.load.shape[2]
+        index = (proposal[:, None] * wide + ranks).ravel()
+        for dim in range(self.load.shape[1]):
+            off = np.bincount(index, self.arrays.size[items.ravel(), dim], minlength=len(self.load) * wide)
+            self.load[:, dim] -= off.reshape(-1, wide)
+            self.base[:, dim] -= np.bincount(proposal, self.arrays.base[option, dim], minlength=len(self.load))
+
+    def fill(self, options: Ints, sharpness: Sharpness, budget: Floats, *, tries: int, best_fit: bool = True) -> Ints:
+        """Put a table on in each proposal, with the first of its options for which there are places below a budget.
+
+        Args:
+            options: (B, C), -1 where there is none.
+            sharpness: as for :meth:`put`.
+            budget: (B,) load of the items of a rank.
+            tries: options that are put on to see whether their gangs find places.
+            best_fit: as for :meth:`put`.
+
+        Returns:
+            (B,) the option that was put on; -1 if there is none.
+        """
+        if self._sorted is None or not best_fit:
+            self._sorted = np.sort(self.load[:, :, : self.arrays.ranks], axis=2)
+        fits = self._promising(self._sorted, options, budget, best_fit) & self.alive[:, None]
+        chosen = np.full(len(options), -1, dtype=np.int64)
+        every = np.arange(len(options))
+        for _ in range(tries):
+            first = fits.argmax(axis=1)
+            option = np.where(fits[every, first], options[every, first], -1)
+            if not (option >= 0).any():
+                break
+            done = self.put(option, sharpness, budget, best_fit=best_fit)
+            chosen[done] = option[done]
+            fits[done] = False
+            fits[every, first] = False
+        return chosen
+
+    def _promising(self, held: Floats, options: Ints, budget: Floats, best_fit: bool) -> Bools:
+        """(B, C) whether so many ranks have so much load, and so many such bytes, left as the items of an option take.
+
+        The runs of an option are checked one after the other, as if each took ranks of its own.
+        """
+        arrays, fits = self.arrays, options >= 0
+        every = np.arange(len(options))[:, None]
+        needed = np.zeros(options.shape, dtype=np.int64)
+        for run in range(arrays.run_kind.shape[1]):
+            kind = arrays.run_kind[options, run]
+            if not (used := fits & (kind >= 0)).any():
+                break
+            needed += np.where(used, arrays.run_count[options, run] * arrays.kind_heavy[kind], 0)
+            rank = np.minimum(needed, arrays.ranks) - 1
+            shared = np.zeros(options.shape, dtype=np.bool_) if best_fit else used
+            for dim, limit in enumerate([np.inf, *arrays.limit.tolist()]):
+                if dim == 0 or limit < np.inf:
+                    most = budget[:, None] if dim == 0 else limit - self.base[:, dim, None] - arrays.base[options, dim]
+                    top = arrays.kind_top[kind, dim]
+                    apart = held[every, dim, rank] + top <= most
+                    left = most * arrays.ranks - held[:, dim].sum(axis=1)[:, None]
+                    fits &= ~used | apart | (shared & (held[:, None, dim, 0] + top <= most) & (needed * top <= left))
+        return fits
+
+    def put(self, option: Ints, sharpness: Sharpness, budget: Floats | None = None, *, best_fit: bool = True) -> Bools:
+        """Put a table on in each proposal; nothing is done where a gang fits nowhere.
+
+        Args:
+            option: (B,) that the table takes; -1: none.
+            sharpness: gangs go where this soft maximum grows least.
+            budget: (B,) load of items that no rank may exceed; gangs go where they leave the least of it.
+            best_fit: or the most, if not.
+
+        Returns:
+            (B,) whether the table is on.
+        """
+        arrays, limits = self.arrays, _Limits(sharpness, budget, best_fit)
+        tried = self.alive & (option >= 0)
+        done, rows, before = tried.copy(), np.flatnonzero(tried), len(self._placed)
+        self.base[rows] += arrays.base[option[rows]]
+        if budget is not None:
+            held = self.load[rows, 1:, : arrays.ranks].max(axis=2) + self.base[rows, 1:]
+            done[rows] = (held <= arrays.limit).all(axis=1)
+        for run in range(arrays.run_kind.shape[1]):
+            rows = rows[done[rows]]
+            kind = arrays.run_kind[option[rows], run]
+            rows, kind = rows[kind >= 0], kind[kind >= 0]
+            if not len(rows):
+                break
+            count, family = arrays.run_count[option[rows], run], arrays.kind_family[kind]
+            for number in range(len(arrays.families)):
+                if len(mine := np.flatnonzero(family == number)):
+                    done[self._put_run(number, rows[mine], kind[mine], count[mine], limits)] = False
+        failed = tried & ~done
+        if failed.any():
+            self.base[failed] -= arrays.base[option[failed]]
+            for index, (step, at, kinds, place) in enumerate(self._placed[before:], before):
+                off = failed[at]
+                if off.any():
+                    family = arrays.families[arrays.kind_family[kinds[0]]]
+                    self._add(family, at[off], kinds[off], place[off], -1)
+                self._placed[index] = step, at[~off], kinds[~off], place[~off]
+        return done
+
+    def _put_run(self, number: int, rows: Ints, kind: Ints, count: Ints, limits: _Limits) -> Ints:
+        """Put equal gangs on in each of some proposals; those in which they do not fit, where some may be on."""
+        family, failed = self.arrays.families[number], []
+        while len(rows):
+            score = self._scores(family, rows, kind, limits)
+            # Equal gangs whose places share ranks go to different hosts at once; where there are fewer, some share one.
+            cluster = np.zeros((len(rows), 0), dtype=np.int64)
+            if family.clusters is not None:
+                score, cluster = _best_of(score, family.clusters[self.arrays.kind_set[kind]])
+            free = np.count_nonzero(score < np.inf, axis=1)
+            taken = np.minimum(count, score.shape[1] if limits.apart else free)
+            good = (taken > 0) & (free >= taken)
+            which = np.repeat(np.arange(len(rows)), np.where(good, taken, 0))
+            if (taken <= 1).all():
+                place = score.argmin(axis=1)[which]
+            else:
+                order = np.argsort(score, axis=1)
+                place = order[np.arange(score.shape[1]) < np.where(good, taken, 0)[:, None]]
+            if family.clusters is not None:
+                place = cluster[which, place]
+            failed.append(rows[~good])
+            self._add(family, rows[which], kind[which], place, 1)
+            self._placed.append((self.step, rows[which], kind[which], place))
+            more = np.flatnonzero(good & (count > taken))
+            rows, kind, count = rows[more], kind[more], (count - taken)[more]
+        return np.concatenate(failed)
+
+    def _scores(self, family: Family, rows: Ints, kind: Ints, limits: _Limits) -> Floats:
+        """(n, P) of each place, the less the better; infinite where a gang does not fit."""
+        arrays, (sharpness, budget, best_fit) = self.arrays, limits
+        load, sets = self.load[rows, 0], arrays.kind_set[kind]
+        places = None if family.anywhere else family.places[sets]
+        item = arrays.kind_first[kind][:, None] if places is None else self._item(kind, places.shape[2])
+        index = None if places is None else places + np.arange(len(rows))[:, None, None] * load.shape[1]
+        size = arrays.size[item]
+
+        def at(of_ranks: Floats) -> Floats:
+            """(n, P, width) of the ranks of each place, from (n, R + 1); of single ranks (n, P)."""
+            return of_ranks[:, : arrays.ranks] if index is None else of_ranks.take(index)
+
+        def fits(of_ranks: Floats, dim: int) -> Bools:
+            """(n, P) whether the items find so much on their ranks, from (n, R + 1)."""
+            if index is None:
+                return at(of_ranks) >= size[:, 0, dim, None]
+            enough: Bools = (at(of_ranks) >= size[:, None, :, dim]).all(axis=2)
+            return enough
+
+        free = np.ones((), dtype=np.bool_)
+        if budget is not None:
+            left = budget[rows, None] - load
+            free = fits(left, 0)
+            score = at(left) if index is None else at(left).sum(axis=2)
+            score = score if best_fit else -score
+        elif family.anywhere and not sharpness.soft[rows].any():
+            # The soft maximum grows least where the load is least.
+            score = at(load)
+        else:
+            exponent = sharpness.exponent[rows, None]
+            steep = exponent / sharpness.cost[rows, None]
+            term = np.exp(np.minimum(steep * (load + self.base[rows, :1]) - exponent, _STEEPEST))
+            grown = np.expm1(np.minimum(steep * size[:, :, 0], _STEEPEST))
+            score = at(term) * grown if index is None else np.einsum("npw,nw->np", at(term), grown)
+        for tier, limit in enumerate(arrays.limit.tolist(), 1):
+            held = self.load[rows, tier]
+            most = limit - self.base[rows, tier]
+            if limit == np.inf or (held.max(axis=1) + arrays.kind_top[kind, tier] <= most).all():
+                continue
+            # What takes no bytes may go to a rank that has too many.
+            space = np.maximum(most[:, None] - held, 0.0)
+            soft = sharpness.soft[rows]
+            if budget is None and soft.any():
+                over = np.maximum(size[:, None, :, tier] - at(space).reshape(*score.shape, -1), 0.0).sum(axis=2)
+                score = score + over * (np.where(soft, sharpness.weight[rows], 0.0) / max(limit, 1.0))[:, None]
+                free = free & (soft[:, None] | (over <= 0))
+            else:
+                free = free & fits(space, tier)
+        if family.missing is not None:
+            free = free & ~family.missing[sets]
+        scores: Floats = np.where(free, score, np.inf)
+        return scores
+
+    def _item(self, kind: Ints, width: int) -> Ints:
+        """(n, width) items of kinds; J where there is none."""
+        first = self.arrays.kind_first
+        item = first[kind][:, None] + np.arange(width)
+        return np.where(item < first[kind + 1][:, None], item, len(self.arrays.size) - 1)
+
+    def _add(self, family: Family, rows: Ints, kind: Ints, place: Ints, sign: int) -> None:
+        """Add gangs to the loads, or take them off."""
+        ranks = family.places[self.arrays.kind_set[kind], place]
+        size = sign * self.arrays.size[self._item(kind, ranks.shape[1])]
+        if family.anywhere:
+            self.load[rows, :, ranks[:, 0]] += size[:, 0]
+        else:
+            np.add.at(self.load, (rows[:, None], slice(None), ranks), size)
+
+    def placed(self, proposals: Ints) -> Placed:
+        """What was put on in some proposals."""
+        of = np.zeros(len(self.load), dtype=np.bool_)
+        of[proposals] = True
+        parts = [(np.full(len(rows), step), rows, kind, place) for step, rows, kind, place in self._placed]
+        step, rows, kind, place = (
+            np.concatenate([np.zeros(0, dtype=np.int64), *each]) for each in zip(*parts, strict=True)
+        )
+        kept = of[rows]
+        return Placed(step=step[kept], proposal=rows[kept], kind=kind[kept], place=place[kept])
+
+    def excess(self) -> Floats:
+        """(B,) bytes over the capacity, as fractions of it, of all ranks."""
+        limit = self.arrays.limit[:, None]
+        held = self.load[:, 1:, : self.arrays.ranks] + self.base[:, 1:, None]
+        over: Floats = np.where(np.isinf(limit), 0.0, held - limit).clip(min=0) / np.maximum(limit, 1.0)
+        return over.sum(axis=(1, 2))
+
+    def costs(self) -> Floats:
+        """(B,) of the most loaded rank."""
+        costs: Floats = self.base[:, 0] + self.load[:, 0, : self.arrays.ranks].max(axis=1)
+        return costs
+
+    def heights(self, sharpness: Sharpness) -> Floats:
+        """(B,) soft maximum of the loads, and the weighted bytes over the capacity."""
+        load = self.load[:, 0, : self.arrays.ranks] + self.base[:, 0, None]
+        exponent = sharpness.exponent[:, None] * (load / sharpness.cost[:, None] - 1)
+        heights: Floats = np.exp(np.minimum(exponent, _STEEPEST)).sum(axis=1) + sharpness.weight * self.excess()
+        return heights
+
+
+def choices(encoded: Encoded, able: Bools) -> tuple[Ints, Ints]:
+    """(G, C) those options of each group that are able, (O,), those with the least work first, then -1; (G,) how many."""
+    order = np.lexsort((encoded.total_load, encoded.option_group))
+    order = order[able[order]]
+    group = encoded.option_group[order]
+    counts = np.bincount(group, minlength=len(encoded.groups))
+    choice = np.full((len(encoded.groups), int(counts.max(initial=1))), -1, dtype=np.int64)
+    choice[group, np.arange(len(order)) - (np.cumsum(counts) - counts)[group]] = order
+    return choice, counts
+
+
+def arrays_of(encoded: Encoded) -> Arrays:
+    """The arrays of a problem."""
+    ranks, everyone = encoded.ranks, np.arange(encoded.ranks)
+    families: dict[tuple[bool, int], list[Ints]] = {}
+    sets: dict[int, tuple[tuple[bool, int], int]] = {}
+    for kind in encoded.blocks:
+        key = id(kind.names)
+        if key not in sets:
+            count, width = kind.places.shape
+            if width == 1 and count == ranks and (kind.places[:, 0] == everyone).all():
+                family = (True, 1)
+            else:
+                family = (False, width if count > 1 else 0)
+            same = families.setdefault(family, [])
+            sets[key] = family, len(same)
+            same.append(kind.places)
+    numbers = {family: number for number, family in enumerate(families)}
+    sizes = [np.column_stack([kind.loads, kind.memory]) for kind in encoded.blocks]
+    dims = 1 + len(encoded.capacity)
+    largest = [-float(kind.loads.max()) for kind in encoded.blocks]
+    runs = [
+        sorted([(block, count) for block, count in _merged(blocks) if count], key=lambda run: largest[run[0]])
+        for blocks in encoded.option_blocks
+    ]
+    most = max([len(each) for each in runs], default=0)
+    run_kind = np.full((len(runs), most), -1, dtype=np.int64)
+    run_count = np.zeros((len(runs), most), dtype=np.int64)
+    for option, each in enumerate(runs):
+        for run, (block, count) in enumerate(each):
+            run_kind[option, run], run_count[option, run] = block, count
+    top = np.array([each.max(axis=0) for each in sizes]).reshape(-1, dims)
+    choice, counts = choices(encoded, np.ones(len(encoded.options), dtype=np.bool_))
+    return Arrays(
+        ranks=ranks,
+        limit=encoded.capacity * (1 + 1e-12),
+        size=np.concatenate([np.zeros((0, dims)), *sizes, np.zeros((1, dims))]),
+        kind_first=np.cumsum([0, *(len(kind.loads) for kind in encoded.blocks)]),
+        kind_family=np.array([numbers[sets[id(kind.names)][0]] for kind in encoded.blocks], dtype=np.int64),
+        kind_set=np.array([sets[id(kind.names)][1] for kind in encoded.blocks], dtype=np.int64),
+        kind_top=top,
+        kind_heavy=np.array(
+            [(each >= _ABOUT * most).all(axis=1).sum().clip(1) for each, most in zip(sizes, top, strict=True)], np.int64
+        ),
+        families=tuple(_family(places, ranks, anywhere=family[0]) for family, places in families.items()),
+        run_kind=run_kind,
+        run_count=run_count,
+        base=np.column_stack([encoded.base_load, encoded.base_memory]),
+        work=encoded.total_load,
+        group=np.repeat(np.arange(len(encoded.groups)), encoded.sizes),
+        choice=choice,
+        choices=counts,
+    )
+
+
+def _merged(blocks: tuple[tuple[int, int], ...]) -> list[tuple[int, int]]:
+    counts: dict[int, int] = {}
+    for block, count in blocks:
+        counts[block] = counts.get(block, 0) + count
+    return [*counts.items()]
+
+
+def _family(sets: list[Ints], ranks: int, *, anywhere: bool) -> Family:
+    most, width = max(len(places) for places in sets), max(places.shape[1] for places in sets)
+    joined = np.full((len(sets), most, width), ranks, dtype=np.int64)
+    clusters = [_clusters(places) for places in sets]
+    by_cluster = np.full(
+        (len(sets), max(map(len, clusters)), max(len(cluster) for each in clusters for cluster in each)), most
+    )
+    for number, places in enumerate(sets):
+        joined[number, : len(places), : places.shape[1]] = places
+        for index, cluster in enumerate(clusters[number]):
+            by_cluster[number, index, : len(cluster)] = cluster
+    missing = np.arange(most) >= np.array([[len(places)] for places in sets])
+    return Family(
+        places=joined,
+        missing=missing if missing.any() else None,
+        anywhere=anywhere,
+        clusters=by_cluster if by_cluster.shape[2] > 1 else None,
+    )
+
+
+def _clusters(places: Ints) -> list[list[int]]:
+    """Numbers of the places that share ranks, directly or by others."""
+    clusters: list[tuple[set[int], list[int]]] = []
+    for number, place in enumerate(places.tolist()):
+        ranks, members = set(place), [number]
+        for cluster in [each for each in clusters if each[0] & ranks]:
+            clusters.remove(cluster)
+            ranks, members = ranks | cluster[0], cluster[1] + members
+        clusters.append((ranks, members))
+    return [members for _, members in clusters]
+
+
+def _best_of(score: Floats, clusters: Ints) -> tuple[Floats, Ints]:
+    """(n, H) the best score, (n, P), of the places of each cluster, (n, H, Q); and (n, H) which place that is."""
+    padded = np.concatenate([score, np.full((len(score), 1), np.inf)], axis=1)
+    of_places = padded[np.arange(len(score))[:, None, None], clusters]
+    best = of_places.argmin(axis=2)[:, :, None]
+    return np.take_along_axis(of_places, best, axis=2)[:, :, 0], np.take_along_axis(clusters, best, axis=2)[:, :, 0]
