@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import accumulate, groupby, pairwise
 from typing import Any
 
@@ -89,7 +90,9 @@ class Copies(abc.ABC):
             )
         if context.reducer is None and not self._queued and any(self._updates.values()):
             self._queued = True
-            Variable._execution_engine.queue_callback(self._run)
+            # One that a callback queues comes after those of a wrapper of the user's, which averages.
+            queue = Variable._execution_engine.queue_callback
+            queue(partial(queue, self._run))
 
     def _run(self) -> None:
         self._queued = False
