@@ -19,6 +19,7 @@ float16 one below 6e-8 is lost, and one below 6e-5 imprecise.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import accumulate, groupby, pairwise
 from typing import Any
 
@@ -150,7 +151,9 @@ class ReplicatedLookup:
             )
         if context.reducer is None and not self._queued and any(self._updates):
             self._queued = True
-            Variable._execution_engine.queue_callback(self._run)
+            # One that a callback queues comes after those of a wrapper of the user's, which averages.
+            queue = Variable._execution_engine.queue_callback
+            queue(partial(queue, self._run))
 
     def _run(self) -> None:
         self._queued = False

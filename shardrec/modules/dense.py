@@ -360,7 +360,7 @@ class DenseReducer:
         """The means that have arrived become the gradients."""
         present = self._flags()
         if not all(present):
-            present = [count > 0 for count in self._buckets[-1].memory()[-len(present) :].tolist()]
+            present = [count != 0 for count in self._buckets[-1].memory()[-len(present) :].tolist()]
         if self._fsdp is not None:
             self._fsdp.drop_unused(present[len(self._places) :])
         gradients, means = [], []
