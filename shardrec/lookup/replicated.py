@@ -2,7 +2,8 @@
 
 The parameters take dense gradients, which the dense part's reducer averages over the ranks together with its own. A
 table that was given an optimizer in backward keeps it: when backward is over and the gradient is complete, the rows
-with a gradient are updated, with the same rule on every rank, and the gradient is dropped.
+with a gradient are updated, with the same rule on every rank, and the gradient is dropped. The reducer calls for that,
+also on a rank that has not looked the table up; without a reducer, on one rank, a gradient does.
 
 [Note: rows that were looked up]
 A row that a batch looks up may have a gradient of zero, and Adam moves it nevertheless, by its moments; so does weight

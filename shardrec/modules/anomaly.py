@@ -20,8 +20,7 @@ def detect_anomaly(model: nn.Module) -> Iterator[None]:
     Rows are looked at before they travel to the rank that asked, gradients before any table is updated, so that the
     tables are as they were. Each check waits for the device and costs two small all-to-alls: for finding a fault, as
     ``torch.autograd.detect_anomaly``, which names the dense operator. Every rank enters it. Of eager calls, and of
-    ``torch.compile`` in boundary mode; a scripted program is not watched, a traced one is refused. On several ranks the
-    model cannot train on after an error in backward, for DistributedDataParallel does not.
+    ``torch.compile`` in boundary mode; a scripted program is not watched, a traced one is refused.
 
     Args:
         model: sharded.

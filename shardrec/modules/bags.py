@@ -64,7 +64,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
     Takes a KeyedJaggedTensor of the local batch and returns a lazily awaited KeyedTensor with the unsharded module's
     keys, in its order. One header, one payload and one output all-to-all forward and one all-to-all backward, whatever
     the cuts; on several hosts whose ranks sum row blocks, one more each way, inside them. Gradients are means over the
-    ranks, as DistributedDataParallel's are.
+    ranks.
 
     Args:
         module: the unsharded collection, on the CPU, on ``device``, or on meta (then its values are drawn as

@@ -17,8 +17,6 @@ _TRACED = {
     "capture_scalar_outputs": True,
     # So does the number of distinct ids.
     "capture_dynamic_output_shape_ops": True,
-    # It cuts a graph by its parameters' sizes, to reduce gradients early; ours has collectives, and sizes made in it.
-    "optimize_ddp": False,
 }
 
 _BOUNDARY = {

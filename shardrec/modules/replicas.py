@@ -8,7 +8,7 @@ stay inside a host where it has G ranks; only the averaging, every k steps, goes
     replica 0       0    1    2    3      a row shares one copy of the tables: header, payload, output, gradient
     replica 1       4    5    6    7      a column holds R copies of the same shards: averaged every k steps
 
-The dense part, data-parallel tables included, is in DistributedDataParallel over all W ranks in every step.
+The gradients of the dense part, data-parallel tables included, are averaged over all W ranks in every step.
 
 The idea is that of local SGD (Stich, 2019) on the sharded part alone; TorchRec's ``DMPCollection`` has it, too.
 """

@@ -43,9 +43,9 @@ def batch_loss(name: str, model: nn.Module, batch: ClickBatch) -> Tensor:
 def with_own_loss(model: nn.Module, name: str) -> nn.Module:
     """The same module, whose forward gives its ``loss(dense, sparse, labels)`` when it is called with labels.
 
-    A loss that calls other parts of a model than its forward has to run inside of the forward: there alone
-    DistributedDataParallel prepares the backward, and the lookups of several calls share an exchange. The module gets a
-    subclass of its own class, so that the names of its parameters stay.
+    A loss that calls other parts of a model than its forward has to run inside of the forward: there alone the lookups
+    of several calls share an exchange. The module gets a subclass of its own class, so that the names of its parameters
+    stay.
 
     Args:
         model: an unsharded model from (dense, sparse) to logits, with such a method.

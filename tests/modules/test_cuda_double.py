@@ -214,10 +214,12 @@ def test_two_ranks() -> None:
     configs = [
         EmbeddingBagConfig(name="t0", num_embeddings=9, embedding_dim=8, feature_names=["a", "b"]),
         EmbeddingBagConfig(name="t1", num_embeddings=7, embedding_dim=8, feature_names=["b"]),
+        EmbeddingBagConfig(name="t2", num_embeddings=5, embedding_dim=8, feature_names=["c"]),
     ]
     layouts = [
         cuts.row_wise("t0", 9, 8, ranks=[0, 1]),
         cuts.table_wise("t1", 7, 8, rank=1),
+        cuts.data_parallel("t2", 5, 8),
     ]
     plan = ShardingPlan(topology=Topology(ranks_per_host=2), tables=tuple(layouts))
 
