@@ -43,7 +43,7 @@ NAVIGATION = {
         "docs/rpc",
         "docs/compile",
     ],
-    "Serving": ["docs/scripting", "docs/serving", "docs/executors"],
+    "Serving": ["docs/scripting", "docs/serving", "docs/executors", "docs/security"],
     "Reference": ["docs/api", "docs/parity", "docs/communication", "docs/scaling"],
     "Inside": ["docs/design", "docs/benchmarks", "CHANGELOG", "CONTRIBUTING"],
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import pickle
 import sys
+from collections import namedtuple
 from enum import Enum
 from pathlib import PurePath
 from typing import Any
@@ -76,7 +77,10 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         # Of loaded modules only, for an import runs code.
         value = super().find_class(module, name) if module in sys.modules else None
-        if value is _leaf_spec or isinstance(value, torch.dtype) or (isinstance(value, type) and _is_data(value)):
+        # torch has the function namedtuple as the type of all named tuples; it makes classes of nothing but names.
+        if value in (_leaf_spec, namedtuple) or isinstance(value, torch.dtype):
+            return value
+        if isinstance(value, type) and _is_data(value):
             return value
         raise PeerError(
             f"a rank sent {module}.{name}, which is no plain data: give plain keys and containers to pipeline stages, "
