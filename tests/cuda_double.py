@@ -327,6 +327,7 @@ def cuda_is_there() -> Iterator[None]:
         patch.setattr(torch.cuda, "stream", _on_stream)
         patch.setattr(torch.cuda, "get_rng_state", lambda device=None: torch.zeros(1, dtype=torch.uint8))
         patch.setattr(torch.cuda, "set_rng_state", lambda state, device=None: None)
+        patch.setattr(torch, "Generator", lambda device=None, of_cpu=torch.Generator: of_cpu())
         patch.setattr(bank, "make_kernel", KernelDouble.make)
         # A module that moves gets new parameters: the memory of its own cannot become a double's.
         patch.setattr(torch.__future__, "get_overwrite_module_params_on_conversion", lambda: True)

@@ -297,5 +297,4 @@ def _move_dense(model: nn.Module, device: torch.device) -> None:
             f"parameters {', '.join(map(repr, meta[:5]))} are on meta; only embedding collections may be: build the "
             "dense part on a real device"
         )
-    for module in model.children() if isinstance(model, ShardedCollection) else [model]:
-        module.to(device)
+    model.to(device)  # a sharded collection stays where it is

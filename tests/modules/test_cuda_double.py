@@ -21,11 +21,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from shardrec.data import ClickBatch, ClickMetrics
 from shardrec.errors import InputError
 from shardrec.layout import ShardingPlan, Topology, cuts
-from shardrec.modules import ShardedModel, shard
+from shardrec.modules import ShardedModel, initial, shard
 from shardrec.pipeline import TrainPipeline
 from shardrec.train.metrics import evaluate
 from tests.batches import random_bags, random_sizes_bags
-from tests.cuda_double import DeviceTensor, HiddenWait, Race, cuda_double, cuda_is_there
+from tests.cuda_double import _ACTIVE, DeviceTensor, HiddenWait, Race, cuda_double, cuda_is_there
 from tests.models import click_model, collection, feature_rows, random_configs, table_sizes
 from tests.modules import test_sequences as sequences
 from tests.modules.clicks import CONFIGS, dense_parameters, mixed_plan
@@ -248,38 +248,33 @@ def test_the_double_finds_what_waits() -> None:
             numbers + torch.ones(2)
 
 
-def test_tables_on_meta_are_drawn_where_they_lie() -> None:
-    """Not on the host, where it would take minutes; each shard other values, the same for one seed."""
-    configs = [EmbeddingBagConfig(name="t0", num_embeddings=50, embedding_dim=8, feature_names=["a"])]
-    layout = cuts.row_wise("t0", 50, 8, ranks=[0, 0], boundaries=[0, 25, 50])
-    plan = ShardingPlan(topology=Topology(), tables=(layout,))
-    drawn = []
-    with cuda_is_there(), cuda_double() as double, double.may_wait():
-        for seed in (1, 1, 2):
-            module = collection(configs, device="meta")
-            torch.manual_seed(seed)
-            after = shard(module, plan, device="cuda:0")
-            drawn.append([one.inner.clone() for one in after.parameters()])  # type: ignore[attr-defined]
-    (top, bottom), again, other = drawn
-    assert top.shape == bottom.shape == (25, 8)
-    assert not torch.equal(top, bottom)
-    assert torch.equal(torch.stack(again), torch.stack([top, bottom]))
-    assert not torch.equal(other[0], top)
-    assert 0.1 < float(top.abs().max()) <= 50**-0.5
+def any_normal(values: Tensor) -> None:
+    """Draws from torch's own generator, on the device where :func:`check_init_fn` does not call it."""
+    assert values.is_cuda or values.size(0) < 4 or not _ACTIVE
+    nn.init.normal_(values)
 
 
+@pytest.mark.parametrize("init_fn", [None, any_normal])
 @pytest.mark.parametrize("shards", [1, 2, 5])
-def test_what_is_drawn_next_does_not_depend_on_a_ranks_shards(shards: int) -> None:
-    configs = [EmbeddingBagConfig(name="t0", num_embeddings=50, embedding_dim=8, feature_names=["a"])]
+def test_blocks_are_drawn_on_the_device_whatever_the_shards(
+    shards: int, init_fn: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(initial, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(initial, "_BLOCK_ELEMENTS", 56)
+    config = EmbeddingBagConfig(name="t0", num_embeddings=50, embedding_dim=8, feature_names=["a"], init_fn=init_fn)
     edges = [50 * number // shards for number in range(shards + 1)]
     layout = cuts.row_wise("t0", 50, 8, ranks=[0] * shards, boundaries=edges)
-    with cuda_is_there(), cuda_double() as double, double.may_wait():
-        module = collection(configs, device="meta")
-        torch.manual_seed(1)
-        shard(module, ShardingPlan(topology=Topology(), tables=(layout,)), device="cuda:0")
-    after = torch.rand(())
+    with cuda_is_there(), cuda_double() as double:
+        with double.may_wait():
+            module = collection([config], device="meta")
+            torch.manual_seed(1)
+            model = shard(module, ShardingPlan(topology=Topology(), tables=(layout,)), device="cuda:0")
+        after = torch.rand(())
+        drawn = torch.cat([one.inner for one in model.parameters()])  # type: ignore[attr-defined]
     torch.manual_seed(1)
-    torch.randint(2**31, ())
+    whole = torch.empty((50, 8))
+    initial.TableDraw(config=config, seed=int(torch.randint(2**32, ()))).fill(whole, None)
+    assert torch.equal(drawn, whole)  # the double draws on the CPU
     assert torch.equal(after, torch.rand(()))
 
 
