@@ -153,7 +153,9 @@ def test_one_rank_cannot_write(tmp_path: Path, wait: bool) -> None:
             assert len(list((tmp_path / "ckpt").iterdir())) == 2
             assert load_checkpoint(tmp_path / "ckpt", model) == {"step": 1}
 
-    raises_everywhere(2, CheckpointError, r"rank 1: .*rank-00001.*: No space left on device \(.* free in .*\); see that", main)
+    raises_everywhere(
+        2, CheckpointError, r"rank 1: .*rank-00001.*: No space left on device \(.* free in .*\); see", main
+    )
 
 
 def test_the_error_of_a_save_behind_the_training_reaches_the_next_save(tmp_path: Path) -> None:

@@ -38,8 +38,10 @@ def plan_of(world_size: int, path: str = "") -> ShardingPlan:
 def assert_peer_error(error: PeerError, lost: int = 1) -> None:
     """It names this rank, the one that is gone and what it waited for, with the flight record."""
     assert error.ranks == (lost,)
-    assert str(error).startswith(f"rank {dist.get_rank()} of {dist.get_world_size()}: the {error.waited_for} failed")
-    assert re.search(rf"(because|for) rank {lost}('s process \d+ (has ended|is stopped)| .*to take part)", str(error))
+    me, what = f"rank {dist.get_rank()} of {dist.get_world_size()}", error.waited_for
+    gone = rf"{me}: the {what} failed, because rank {lost}('s process \d+ (has ended|is stopped)| did not come)"
+    late = rf"{me} waited [^(]*for rank {lost} \(.*\) to take part in the {what} \("
+    assert re.match(rf"{gone}|{late}", str(error)), error
     assert "start all the ranks again" in str(error)
     assert re.search(rf"Last collectives:\n  rank {dist.get_rank()}: #\d+ .*under way for", str(error))
 
@@ -232,9 +234,7 @@ def test_a_rank_that_does_not_come_in_time(transport: str) -> None:
         with pytest.raises(PeerError, match="the header exchange") as caught:
             model(features)
         assert_peer_error(caught.value)
-        assert re.search(
-            r"waited [\d.e+-]+ s for rank 1 \(its process \d+ runs\) to take part in the ", str(caught.value)
-        )
+        assert re.search(r"waited for rank 1 \(its process \d+ runs\) to take part in the ", str(caught.value))
         return "told"
 
     assert ranks(2, rank_main, timeout=LIMIT_S) == ["told", "late"]
