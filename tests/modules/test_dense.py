@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from random import Random
 from typing import Any
 
@@ -306,29 +307,30 @@ class Normed(Parts):
         return super().forward(features, used)
 
 
-def disagree(how: str) -> None:
-    model, rank = shard(Normed(), plan_of(2)), dist.get_rank()
-    for step in range(3):  # fresh, and not
-        with torch.set_grad_enabled(how != "grad mode" or rank == 0):
-            if how == "frozen":
-                model.left.requires_grad_(rank == 0)
-            if how == "no_sync" and rank:
-                with model.no_sync():
-                    model(features_of(step, rank), EVERYTHING)
-            else:
-                model(features_of(step, rank), EVERYTHING)
+def disagree(how: str, fresh: bool, cls: type[Parts]) -> None:
+    model, rank = shard(cls(), plan_of(2)), dist.get_rank()
+    if not fresh:
+        model(features_of(0, rank), EVERYTHING - {"words"}).backward()
+    if how == "frozen":
+        model.left.requires_grad_(rank == 0)
+    accumulating = model.no_sync() if how == "no_sync" and rank else nullcontext()
+    with torch.set_grad_enabled(how != "grad mode" or rank == 0), accumulating:
+        model(features_of(1, rank), EVERYTHING)
 
 
+@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize("cls", [Parts, Normed])
 @pytest.mark.parametrize(
     ("how", "words"),
     [
         ("grad mode", "rank 1: .*gradients off"),
         ("no_sync", "rank 1: .*gradients on in no_sync"),
-        ("frozen", "rank 1: .*, 12 dense parameters trained"),
+        ("frozen", r"rank 1: .*, \d+ dense parameters trained"),
     ],
 )
-def test_ranks_that_disagree_raise(how: str, words: str) -> None:
-    raises_on_all(2, InputError, words, disagree, how)
+def test_ranks_that_disagree_raise(how: str, words: str, cls: type[Parts], fresh: bool) -> None:
+    """Also where buffers are broadcast, and after a backward."""
+    raises_on_all(2, InputError, words, disagree, how, fresh, cls, timeout=60.0)
 
 
 def buffers(broadcast: bool) -> None:
