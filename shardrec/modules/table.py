@@ -70,12 +70,13 @@ class ShardedTable(nn.Module):
                     "torch.func.functional_call, of an assignment, or of .data =), which its lookups do not read: copy "
                     "values into the parameter, with torch.no_grad(): parameter.copy_(values)"
                 )
-            if self._fused and torch.is_grad_enabled():
+            # One without a fused optimizer can be frozen, but is sent no gradients if it was frozen when it was sharded.
+            if torch.is_grad_enabled() and (self._fused or not learns):
                 was, remedy = ("frozen", ", or call it in torch.no_grad()") if learns else ("unfrozen", "")
                 return (
-                    f"{name} of table {self.layout.name!r} was {was} (requires_grad) after shardrec.shard, and the "
-                    "table's optimizer in backward goes on as before: save a checkpoint and load it into a model whose "
-                    f"table is {was} before it is sharded{remedy}"
+                    f"{name} of table {self.layout.name!r} was {was} (requires_grad) after shardrec.shard, and backward "
+                    "goes on as before: save a checkpoint and load it into a model whose table is "
+                    f"{was} before it is sharded{remedy}"
                 )
         return ""
 

@@ -32,7 +32,7 @@ class Exchange:
         self.input = InputExchange(case.route, expect, self.context)
 
     def __call__(self, features: object, agreement: str) -> ShardInput:
-        call = Asking(self.context.queue.used, self.input, self.input.prepare(features, agreement))
+        call = Asking(self.context.queue.used, self.input, self.input.prepare(features, agreement), learns=True)
         exchange_ids(self.context, [call])
         return call.received()
 

@@ -211,7 +211,7 @@ class Model(nn.Module):
 def pooled(output: Any, size: int) -> Tensor:
     """(B, DIM): the sum over a collection's features, and over the ids of a sample."""
     if hasattr(output, "values") and not isinstance(output, dict) and hasattr(output, "length_per_key"):
-        return output.values().view(size, -1, DIM).sum(1)
+        return output.values().unflatten(1, (len(output.keys()), DIM)).sum(1)
     parts = []
     for item in output.values():
         sample = torch.repeat_interleave(torch.arange(size), item.lengths().long())
@@ -250,7 +250,7 @@ def batch_of(structure: Structure, number: int, rank: int) -> tuple[Tensor, Keye
     lengths = torch.randint(4, (len(structure.tables) * size,), generator=generator)
     ids = [
         torch.randint(table.rows, (int(counts.sum()),), generator=generator)
-        for table, counts in zip(structure.tables.values(), lengths.view(-1, size), strict=True)
+        for table, counts in zip(structure.tables.values(), lengths.view(len(structure.tables), size), strict=True)
     ]
     features = KeyedJaggedTensor(keys=list(structure.tables), values=torch.cat(ids), lengths=lengths, stride=size)
     return torch.randn(size, DIM, generator=generator), features

@@ -451,8 +451,8 @@ def other_executors(executor: str) -> None:
     plan = ShardingPlan(topology=plan.topology, tables=plan.tables[:2])
     model, reference = shard(Scorer(), plan), Scorer()
     run: Any = model
-    if executor in ("live", "portable"):
-        run = shardrec.script(model, portable=executor == "portable")
+    if executor == "live":
+        run = shardrec.script(model)
     elif executor != "eager":
         torch._dynamo.reset()
         shardrec.annotate_for_dynamo(model, mode=executor)
@@ -471,7 +471,7 @@ def other_executors(executor: str) -> None:
             torch.testing.assert_close(one, other, msg=f"step {step}: {name}")
 
 
-@pytest.mark.parametrize("executor", ["eager", "live", "portable", "boundary", "traced"])
+@pytest.mark.parametrize("executor", ["eager", "live", "boundary", "traced"])
 def test_no_executor_needs_a_wrapper(executor: str) -> None:
     ranks(2, other_executors, executor, timeout=120)
 

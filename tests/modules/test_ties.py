@@ -214,9 +214,10 @@ def test_a_frozen_copy_looks_up_without_gradients() -> None:
     ranks(2, rank_main)
 
 
-def test_a_frozen_table_is_not_trained_by_its_optimizer_once_it_is_unfrozen() -> None:
+@pytest.mark.parametrize("optimizers", ["adagrad", "none"])
+def test_a_table_that_was_frozen_when_it_was_sharded_cannot_be_unfrozen(optimizers: str) -> None:
     def rank_main() -> None:
-        module = collection(CONFIGS, optimizers="adagrad").requires_grad_(False)
+        module = collection(CONFIGS, optimizers=optimizers).requires_grad_(False)
         tables = tuple(cuts.row_wise(one.name, 10, 8, ranks=[0, 1]) for one in CONFIGS)
         model = shard(module, ShardingPlan(topology=Topology(ranks_per_host=2), tables=tables))
         model(features())
