@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import os
 import socket
+import stat
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -56,8 +57,10 @@ def _sockets() -> Iterator[socket.socket]:
     """The sockets of this process, as copies."""
     for descriptor in os.listdir("/proc/self/fd"):
         try:
+            if not stat.S_ISSOCK(os.stat(f"/proc/self/fd/{descriptor}").st_mode):
+                continue
             copy = socket.socket(fileno=os.dup(int(descriptor)))
-        except OSError:  # it is no socket, or was closed meanwhile
+        except OSError:  # it was closed meanwhile
             continue
         with copy:
             yield copy

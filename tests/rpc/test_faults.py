@@ -22,7 +22,7 @@ import shardrec
 from shardrec.errors import ConfigError, PeerError
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.rpc import EmbeddingServer, RpcWorld
-from shardrec.rpc.world import _close_doors
+from shardrec.rpc.world import _close_doors, _listening
 from tests.ranks import POOL, RankDied, ranks
 from tests.rpc.jobs import batch, in_job, make_model, make_plan, train
 from tests.rpc.supervised import supervise
@@ -215,6 +215,9 @@ def test_what_another_user_has_connected_is_closed() -> None:
                 with mock.patch("os.getuid", lambda: os.geteuid() + 1):
                     _close_doors({address.encode()})
                 assert client.recv(1) == accepted.recv(1) == b""
+                descriptors = os.listdir("/proc/self/fd")
+                assert address.encode() in _listening(), "until its owner closes it, which TensorPipe does"
+                assert len(os.listdir("/proc/self/fd")) == len(descriptors), "looking at them leaves none open"
 
 
 def test_a_server_whose_trainers_are_gone_ends(tmp_path: Path) -> None:
