@@ -184,9 +184,17 @@ class Model(nn.Module):
             parameter.requires_grad_(not frozen)
 
     def forward(
-        self, dense: Tensor, features: KeyedJaggedTensor, called: frozenset[str], heads: frozenset[str]
+        self, dense: Tensor, features: KeyedJaggedTensor, called: frozenset[str], heads: frozenset[str], alone: bool
     ) -> Tensor:
-        """Numbers (B,)."""
+        """Numbers (B,).
+
+        Args:
+            dense: (B, DIM).
+            features: of the tables.
+            called: the collections that are looked up.
+            heads: what the numbers are made of.
+            alone: ranks have other heads; an exchange is in the loss of all of them, or of none.
+        """
         outputs: dict[str, Any] = {
             path: module(features) for path, module in self.collections.items() if path in called
         }
@@ -322,12 +330,12 @@ class Training:
             self.frozen ^= {step.toggled}
             for model in (self.reference, self.model.module):
                 model.freeze(self.structure, step.toggled, step.toggled in self.frozen)  # type: ignore[operator]
-        mode = step.modes[self.rank]
+        mode, alone = step.modes[self.rank], len(set(step.heads)) > 1
         with torch.inference_mode(mode == INFERENCE), torch.set_grad_enabled(mode == GRAD):
             arguments = batch_of(self.structure, number, self.rank)
             agree = len({mode == GRAD for mode in step.modes}) == 1
             try:
-                output = self.model(*arguments, step.called, step.heads[self.rank])
+                output = self.model(*arguments, step.called, step.heads[self.rank], alone)
             except InputError:
                 if agree:
                     raise
@@ -335,7 +343,7 @@ class Training:
                 return
             assert agree or not self.structure.steps[number].called, "ranks in different grad modes went on"
         expected = [
-            self.reference(*batch_of(self.structure, number, rank), step.called, step.heads[rank])
+            self.reference(*batch_of(self.structure, number, rank), step.called, step.heads[rank], alone)
             for rank in range(RANKS)
         ]
         assert torch.allclose(output, expected[self.rank], atol=1e-4), (
