@@ -412,7 +412,7 @@ class Batch:
 
 
 def choices(encoded: Encoded, able: Bools) -> tuple[Ints, Ints]:
-    """(G, C) those options of each group that are able, (O,), those with the least work first, then -1; (G,) how many."""
+    """(G, C) the options of each group that are able, (O,), those with the least work first, then -1; (G,) how many."""
     order = np.lexsort((encoded.total_load, encoded.option_group))
     order = order[able[order]]
     group = encoded.option_group[order]
@@ -439,11 +439,19 @@ def arrays_of(encoded: Encoded) -> Arrays:
             sets[key] = family, len(same)
             same.append(kind.places)
     numbers = {family: number for number, family in enumerate(families)}
-    sizes = [np.column_stack([kind.loads, kind.memory]) for kind in encoded.blocks]
-    dims = 1 + len(encoded.capacity)
-    largest = [-float(kind.loads.max()) for kind in encoded.blocks]
+    loads = np.concatenate([np.zeros(0), *(kind.loads for kind in encoded.blocks)])
+    size = np.column_stack(
+        [loads, np.concatenate([np.zeros((0, len(encoded.capacity))), *(kind.memory for kind in encoded.blocks)])]
+    )
+    first = np.cumsum([0, *(len(kind.loads) for kind in encoded.blocks)])
+    top, heavy = np.zeros((0, size.shape[1])), np.zeros(0, dtype=np.int64)
+    if encoded.blocks:
+        top = np.maximum.reduceat(size, first[:-1], axis=0)
+        about = (size >= _ABOUT * top.repeat(np.diff(first), axis=0)).all(axis=1)
+        heavy = np.add.reduceat(about.astype(np.int64), first[:-1]).clip(min=1)
+    largest = top[:, 0].tolist()
     runs = [
-        sorted([(block, count) for block, count in _merged(blocks) if count], key=lambda run: largest[run[0]])
+        sorted([(block, count) for block, count in _merged(blocks) if count], key=lambda run: -largest[run[0]])
         for blocks in encoded.option_blocks
     ]
     most = max([len(each) for each in runs], default=0)
@@ -452,19 +460,16 @@ def arrays_of(encoded: Encoded) -> Arrays:
     for option, each in enumerate(runs):
         for run, (block, count) in enumerate(each):
             run_kind[option, run], run_count[option, run] = block, count
-    top = np.array([each.max(axis=0) for each in sizes]).reshape(-1, dims)
     choice, counts = choices(encoded, np.ones(len(encoded.options), dtype=np.bool_))
     return Arrays(
         ranks=ranks,
         limit=encoded.capacity * (1 + 1e-12),
-        size=np.concatenate([np.zeros((0, dims)), *sizes, np.zeros((1, dims))]),
-        kind_first=np.cumsum([0, *(len(kind.loads) for kind in encoded.blocks)]),
+        size=np.concatenate([size, np.zeros((1, size.shape[1]))]),
+        kind_first=first,
         kind_family=np.array([numbers[sets[id(kind.names)][0]] for kind in encoded.blocks], dtype=np.int64),
         kind_set=np.array([sets[id(kind.names)][1] for kind in encoded.blocks], dtype=np.int64),
         kind_top=top,
-        kind_heavy=np.array(
-            [(each >= _ABOUT * most).all(axis=1).sum().clip(1) for each, most in zip(sizes, top, strict=True)], np.int64
-        ),
+        kind_heavy=heavy,
         families=tuple(_family(places, ranks, anywhere=family[0]) for family, places in families.items()),
         run_kind=run_kind,
         run_count=run_count,
@@ -486,20 +491,20 @@ def _merged(blocks: tuple[tuple[int, int], ...]) -> list[tuple[int, int]]:
 def _family(sets: list[Ints], ranks: int, *, anywhere: bool) -> Family:
     most, width = max(len(places) for places in sets), max(places.shape[1] for places in sets)
     joined = np.full((len(sets), most, width), ranks, dtype=np.int64)
-    clusters = [_clusters(places) for places in sets]
-    by_cluster = np.full(
-        (len(sets), max(map(len, clusters)), max(len(cluster) for each in clusters for cluster in each)), most
-    )
     for number, places in enumerate(sets):
         joined[number, : len(places), : places.shape[1]] = places
-        for index, cluster in enumerate(clusters[number]):
-            by_cluster[number, index, : len(cluster)] = cluster
     missing = np.arange(most) >= np.array([[len(places)] for places in sets])
+    clusters = [[[place] for place in range(ranks)] if anywhere else _clusters(places) for places in sets]
+    largest = max(len(cluster) for of_set in clusters for cluster in of_set)
+    by_cluster = np.full((len(sets), max(map(len, clusters)), largest), most)
+    for number, of_set in enumerate(clusters):
+        for index, cluster in enumerate(of_set):
+            by_cluster[number, index, : len(cluster)] = cluster
     return Family(
         places=joined,
         missing=missing if missing.any() else None,
         anywhere=anywhere,
-        clusters=by_cluster if by_cluster.shape[2] > 1 else None,
+        clusters=by_cluster if largest > 1 else None,
     )
 
 
