@@ -169,8 +169,6 @@ class Batch:
 
     def __init__(self, arrays: Arrays, load: Floats, base: Floats) -> None:
         self.arrays, self.load, self.base = arrays, load, base
-        # (B, D, R) sorted, when tables were last taken off: what is put on later makes it too low, which put finds out.
-        self._sorted: Floats | None = None
         self.alive = np.ones(len(load), dtype=np.bool_)
         self._placed: list[tuple[int, Ints, Ints, Ints]] = []
         self.step = 0
@@ -184,7 +182,7 @@ class Batch:
             ranks: (n, I) of its items; R where there is none.
             items: (n, I); J where there is none.
         """
-        self._sorted, wide = None, self.load.shape[2]
+        wide = self.load.shape[2]
         index = (proposal[:, None] * wide + ranks).ravel()
         for dim in range(self.load.shape[1]):
             off = np.bincount(index, self.arrays.size[items.ravel(), dim], minlength=len(self.load) * wide)
@@ -204,9 +202,7 @@ class Batch:
         Returns:
             (B,) the option that was put on; -1 if there is none.
         """
-        if self._sorted is None or not best_fit:
-            self._sorted = np.sort(self.load[:, :, : self.arrays.ranks], axis=2)
-        fits = self._promising(self._sorted, options, budget, best_fit) & self.alive[:, None]
+        fits = self._promising(np.where(self.alive[:, None], options, -1), budget, best_fit)
         chosen = np.full(len(options), -1, dtype=np.int64)
         every = np.arange(len(options))
         for _ in range(tries):
@@ -220,28 +216,33 @@ class Batch:
             fits[every, first] = False
         return chosen
 
-    def _promising(self, held: Floats, options: Ints, budget: Floats, best_fit: bool) -> Bools:
-        """(B, C) whether so many ranks have so much load, and so many such bytes, left as the items of an option take.
+    def _promising(self, options: Ints, budget: Floats, best_fit: bool) -> Bools:
+        """(B, C) whether ranks have so much load and memory left as the large items of an option take.
 
-        The runs of an option are checked one after the other, as if each took ranks of its own.
+        Its runs are checked one after the other, as if each had the ranks for itself; in a best fit, no two of the
+        items share one.
         """
         arrays, fits = self.arrays, options >= 0
-        every = np.arange(len(options))[:, None]
-        needed = np.zeros(options.shape, dtype=np.int64)
         for run in range(arrays.run_kind.shape[1]):
-            kind = arrays.run_kind[options, run]
-            if not (used := fits & (kind >= 0)).any():
+            proposal, column = np.nonzero(fits & (arrays.run_kind[options, run] >= 0))
+            if not len(proposal):
                 break
-            needed += np.where(used, arrays.run_count[options, run] * arrays.kind_heavy[kind], 0)
-            rank = np.minimum(needed, arrays.ranks) - 1
-            shared = np.zeros(options.shape, dtype=np.bool_) if best_fit else used
+            option = options[proposal, column]
+            kind = arrays.run_kind[option, run]
+            needed = arrays.run_count[option, run] * arrays.kind_heavy[kind]
+            slots = np.full((len(option), arrays.ranks), 1.0 if best_fit else np.inf)
             for dim, limit in enumerate([np.inf, *arrays.limit.tolist()]):
+                top = arrays.kind_top[kind, dim, None]
                 if dim == 0 or limit < np.inf:
-                    most = budget[:, None] if dim == 0 else limit - self.base[:, dim, None] - arrays.base[options, dim]
-                    top = arrays.kind_top[kind, dim]
-                    apart = held[every, dim, rank] + top <= most
-                    left = most * arrays.ranks - held[:, dim].sum(axis=1)[:, None]
-                    fits &= ~used | apart | (shared & (held[:, None, dim, 0] + top <= most) & (needed * top <= left))
+                    most = budget if dim == 0 else limit - self.base[:, dim]
+                    left = (most[:, None] - self.load[:, dim, : arrays.ranks])[proposal]
+                    if dim:
+                        left -= arrays.base[option, dim, None]
+                    if best_fit:
+                        slots[left < top] = 0.0
+                    else:
+                        np.minimum(slots, np.floor(left / np.maximum(top, 1e-300)), out=slots)
+            fits[proposal, column] = slots.clip(0.0, needed[:, None]).sum(axis=1) >= np.minimum(needed, arrays.ranks)
         return fits
 
     def put(self, option: Ints, sharpness: Sharpness, budget: Floats | None = None, *, best_fit: bool = True) -> Bools:
@@ -353,11 +354,9 @@ class Batch:
                 continue
             # What takes no bytes may go to a rank that has too many.
             space = np.maximum(most[:, None] - held, 0.0)
-            soft = sharpness.soft[rows]
-            if budget is None and soft.any():
+            if budget is None:
                 over = np.maximum(size[:, None, :, tier] - at(space).reshape(*score.shape, -1), 0.0).sum(axis=2)
-                score = score + over * (np.where(soft, sharpness.weight[rows], 0.0) / max(limit, 1.0))[:, None]
-                free = free & (soft[:, None] | (over <= 0))
+                score = score + over * (sharpness.weight[rows] / max(limit, 1.0))[:, None]
             else:
                 free = free & fits(space, tier)
         if family.missing is not None:
@@ -391,12 +390,16 @@ class Batch:
         kept = of[rows]
         return Placed(step=step[kept], proposal=rows[kept], kind=kind[kept], place=place[kept])
 
-    def excess(self) -> Floats:
-        """(B,) bytes over the capacity, as fractions of it, of all ranks."""
+    def rank_excess(self) -> Floats:
+        """(B, R) bytes over the capacity, as fractions of it."""
         limit = self.arrays.limit[:, None]
         held = self.load[:, 1:, : self.arrays.ranks] + self.base[:, 1:, None]
         over: Floats = np.where(np.isinf(limit), 0.0, held - limit).clip(min=0) / np.maximum(limit, 1.0)
-        return over.sum(axis=(1, 2))
+        return over.sum(axis=1)
+
+    def excess(self) -> Floats:
+        """(B,) of all ranks together."""
+        return self.rank_excess().sum(axis=1)
 
     def costs(self) -> Floats:
         """(B,) of the most loaded rank."""

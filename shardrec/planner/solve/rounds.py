@@ -105,8 +105,10 @@ class Round:
         for table, chosen in zip(tables.T, np.where(tables >= 0, option, -1).T, strict=True):
             self._step(table, chosen, self.batch.put(chosen, self.sharpness))
         if self.rng.random() < _RELIEVED:
-            hottest = self.batch.load[:, 0, : self.arrays.ranks].argmax(axis=1)
-            others = [states.on_rank(self.search, hottest, self.rng) for _ in range(1 + int(3 * self.rng.random()))]
+            excess = self.batch.rank_excess()
+            full = excess.any(axis=1)
+            worst = np.where(full[:, None], excess, self.batch.load[:, 0, : self.arrays.ranks]).argmax(axis=1)
+            others = [states.on_rank(self.search, worst, self.rng) for _ in range(1 + int(3 * self.rng.random()))]
             self._refill(_distinct(np.stack([*tables.T, *others], axis=1))[:, tables.shape[1] :])
 
     def _ruined(self) -> Ints:
