@@ -17,7 +17,7 @@ of all kinds, O options, G groups, C most options of a group.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -223,26 +223,27 @@ class Batch:
         items share one.
         """
         arrays, fits = self.arrays, options >= 0
+        base = arrays.base[options]
         for run in range(arrays.run_kind.shape[1]):
-            proposal, column = np.nonzero(fits & (arrays.run_kind[options, run] >= 0))
-            if not len(proposal):
+            kind = np.where(fits, arrays.run_kind[options, run], -1)
+            used = kind >= 0
+            if not used.any():
                 break
-            option = options[proposal, column]
-            kind = arrays.run_kind[option, run]
-            needed = arrays.run_count[option, run] * arrays.kind_heavy[kind]
-            slots = np.full((len(option), arrays.ranks), 1.0 if best_fit else np.inf)
+            needed = arrays.run_count[options, run] * arrays.kind_heavy[kind]
+            # (B, C, R): whether a rank has what one item takes, or how many of them fit.
+            slots: Any = np.True_ if best_fit else needed[:, :, None]
             for dim, limit in enumerate([np.inf, *arrays.limit.tolist()]):
-                top = arrays.kind_top[kind, dim, None]
                 if dim == 0 or limit < np.inf:
                     most = budget if dim == 0 else limit - self.base[:, dim]
-                    left = (most[:, None] - self.load[:, dim, : arrays.ranks])[proposal]
-                    if dim:
-                        left -= arrays.base[option, dim, None]
+                    left = (most[:, None] - self.load[:, dim, : arrays.ranks])[:, None]
+                    top = arrays.kind_top[kind, dim, None]
+                    extra = base[:, :, dim, None] if dim else 0.0
                     if best_fit:
-                        slots[left < top] = 0.0
+                        slots = slots & (left >= top + extra)
                     else:
-                        np.minimum(slots, np.floor(left / np.maximum(top, 1e-300)), out=slots)
-            fits[proposal, column] = slots.clip(0.0, needed[:, None]).sum(axis=1) >= np.minimum(needed, arrays.ranks)
+                        slots = np.minimum(slots, np.floor((left - extra) / np.maximum(top, 1e-300)))
+            free = np.count_nonzero(slots, axis=2) if best_fit else slots.clip(min=0.0).sum(axis=2)
+            fits &= ~used | (free >= np.minimum(needed, arrays.ranks))
         return fits
 
     def put(self, option: Ints, sharpness: Sharpness, budget: Floats | None = None, *, best_fit: bool = True) -> Bools:
