@@ -10,8 +10,8 @@ from shardrec.errors import ConfigError
 from shardrec.layout import ShardingPlan, TableLayout
 from shardrec.planner.candidate import Candidate, add_option, lay_out
 from shardrec.planner.cost import CostModel, TableLoad
-from shardrec.planner.price import priced_layout
 from shardrec.planner.planner import Planner
+from shardrec.planner.price import priced_layout
 from shardrec.planner.solve import SolveLimits, solve
 from shardrec.planner.solve.encode import Floats, Ints
 from shardrec.planner.solve.problem import Place

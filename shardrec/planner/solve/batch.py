@@ -17,7 +17,7 @@ of all kinds, O options, G groups, C most options of a group.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -169,8 +169,6 @@ class Batch:
 
     def __init__(self, arrays: Arrays, load: Floats, base: Floats) -> None:
         self.arrays, self.load, self.base = arrays, load, base
-        # (B, D, R) sorted, when tables were last taken off: what is put on later makes it too low, which put finds out.
-        self._sorted: Floats | None = None
         self.alive = np.ones(len(load), dtype=np.bool_)
         self._placed: list[tuple[int, Ints, Ints, Ints]] = []
         self.step = 0
@@ -184,7 +182,7 @@ class Batch:
             ranks: (n, I) of its items; R where there is none.
             items: (n, I); J where there is none.
         """
-        self._sorted, wide = None, self.load.shape[2]
+        wide = self.load.shape[2]
         index = (proposal[:, None] * wide + ranks).ravel()
         for dim in range(self.load.shape[1]):
             off = np.bincount(index, self.arrays.size[items.ravel(), dim], minlength=len(self.load) * wide)
@@ -204,9 +202,7 @@ class Batch:
         Returns:
             (B,) the option that was put on; -1 if there is none.
         """
-        if self._sorted is None or not best_fit:
-            self._sorted = np.sort(self.load[:, :, : self.arrays.ranks], axis=2)
-        fits = self._promising(self._sorted, options, budget, best_fit) & self.alive[:, None]
+        fits = self._promising(np.where(self.alive[:, None], options, -1), budget, best_fit)
         chosen = np.full(len(options), -1, dtype=np.int64)
         every = np.arange(len(options))
         for _ in range(tries):
@@ -220,28 +216,34 @@ class Batch:
             fits[every, first] = False
         return chosen
 
-    def _promising(self, held: Floats, options: Ints, budget: Floats, best_fit: bool) -> Bools:
-        """(B, C) whether so many ranks have so much load, and so many such bytes, left as the items of an option take.
+    def _promising(self, options: Ints, budget: Floats, best_fit: bool) -> Bools:
+        """(B, C) whether ranks have so much load and memory left as the large items of an option take.
 
-        The runs of an option are checked one after the other, as if each took ranks of its own.
+        Its runs are checked one after the other, as if each had the ranks for itself; in a best fit, no two of the
+        items share one.
         """
         arrays, fits = self.arrays, options >= 0
-        every = np.arange(len(options))[:, None]
-        needed = np.zeros(options.shape, dtype=np.int64)
+        base = arrays.base[options]
         for run in range(arrays.run_kind.shape[1]):
-            kind = arrays.run_kind[options, run]
-            if not (used := fits & (kind >= 0)).any():
+            kind = np.where(fits, arrays.run_kind[options, run], -1)
+            used = kind >= 0
+            if not used.any():
                 break
-            needed += np.where(used, arrays.run_count[options, run] * arrays.kind_heavy[kind], 0)
-            rank = np.minimum(needed, arrays.ranks) - 1
-            shared = np.zeros(options.shape, dtype=np.bool_) if best_fit else used
+            needed = arrays.run_count[options, run] * arrays.kind_heavy[kind]
+            # (B, C, R): whether a rank has what one item takes, or how many of them fit.
+            slots: Any = np.True_ if best_fit else needed[:, :, None]
             for dim, limit in enumerate([np.inf, *arrays.limit.tolist()]):
                 if dim == 0 or limit < np.inf:
-                    most = budget[:, None] if dim == 0 else limit - self.base[:, dim, None] - arrays.base[options, dim]
-                    top = arrays.kind_top[kind, dim]
-                    apart = held[every, dim, rank] + top <= most
-                    left = most * arrays.ranks - held[:, dim].sum(axis=1)[:, None]
-                    fits &= ~used | apart | (shared & (held[:, None, dim, 0] + top <= most) & (needed * top <= left))
+                    most = budget if dim == 0 else limit - self.base[:, dim]
+                    left = (most[:, None] - self.load[:, dim, : arrays.ranks])[:, None]
+                    top = arrays.kind_top[kind, dim, None]
+                    extra = base[:, :, dim, None] if dim else 0.0
+                    if best_fit:
+                        slots = slots & (left >= top + extra)
+                    else:
+                        slots = np.minimum(slots, np.floor((left - extra) / np.maximum(top, 1e-300)))
+            free = np.count_nonzero(slots, axis=2) if best_fit else slots.clip(min=0.0).sum(axis=2)
+            fits &= ~used | (free >= np.minimum(needed, arrays.ranks))
         return fits
 
     def put(self, option: Ints, sharpness: Sharpness, budget: Floats | None = None, *, best_fit: bool = True) -> Bools:
@@ -353,11 +355,9 @@ class Batch:
                 continue
             # What takes no bytes may go to a rank that has too many.
             space = np.maximum(most[:, None] - held, 0.0)
-            soft = sharpness.soft[rows]
-            if budget is None and soft.any():
+            if budget is None:
                 over = np.maximum(size[:, None, :, tier] - at(space).reshape(*score.shape, -1), 0.0).sum(axis=2)
-                score = score + over * (np.where(soft, sharpness.weight[rows], 0.0) / max(limit, 1.0))[:, None]
-                free = free & (soft[:, None] | (over <= 0))
+                score = score + over * (sharpness.weight[rows] / max(limit, 1.0))[:, None]
             else:
                 free = free & fits(space, tier)
         if family.missing is not None:
@@ -391,12 +391,16 @@ class Batch:
         kept = of[rows]
         return Placed(step=step[kept], proposal=rows[kept], kind=kind[kept], place=place[kept])
 
-    def excess(self) -> Floats:
-        """(B,) bytes over the capacity, as fractions of it, of all ranks."""
+    def rank_excess(self) -> Floats:
+        """(B, R) bytes over the capacity, as fractions of it."""
         limit = self.arrays.limit[:, None]
         held = self.load[:, 1:, : self.arrays.ranks] + self.base[:, 1:, None]
         over: Floats = np.where(np.isinf(limit), 0.0, held - limit).clip(min=0) / np.maximum(limit, 1.0)
-        return over.sum(axis=(1, 2))
+        return over.sum(axis=1)
+
+    def excess(self) -> Floats:
+        """(B,) of all ranks together."""
+        return self.rank_excess().sum(axis=1)
 
     def costs(self) -> Floats:
         """(B,) of the most loaded rank."""
@@ -412,7 +416,7 @@ class Batch:
 
 
 def choices(encoded: Encoded, able: Bools) -> tuple[Ints, Ints]:
-    """(G, C) those options of each group that are able, (O,), those with the least work first, then -1; (G,) how many."""
+    """(G, C) the options of each group that are able, (O,), those with the least work first, then -1; (G,) how many."""
     order = np.lexsort((encoded.total_load, encoded.option_group))
     order = order[able[order]]
     group = encoded.option_group[order]
@@ -439,11 +443,19 @@ def arrays_of(encoded: Encoded) -> Arrays:
             sets[key] = family, len(same)
             same.append(kind.places)
     numbers = {family: number for number, family in enumerate(families)}
-    sizes = [np.column_stack([kind.loads, kind.memory]) for kind in encoded.blocks]
-    dims = 1 + len(encoded.capacity)
-    largest = [-float(kind.loads.max()) for kind in encoded.blocks]
+    loads = np.concatenate([np.zeros(0), *(kind.loads for kind in encoded.blocks)])
+    size = np.column_stack(
+        [loads, np.concatenate([np.zeros((0, len(encoded.capacity))), *(kind.memory for kind in encoded.blocks)])]
+    )
+    first = np.cumsum([0, *(len(kind.loads) for kind in encoded.blocks)])
+    top, heavy = np.zeros((0, size.shape[1])), np.zeros(0, dtype=np.int64)
+    if encoded.blocks:
+        top = np.maximum.reduceat(size, first[:-1], axis=0)
+        about = (size >= _ABOUT * top.repeat(np.diff(first), axis=0)).all(axis=1)
+        heavy = np.add.reduceat(about.astype(np.int64), first[:-1]).clip(min=1)
+    largest = top[:, 0].tolist()
     runs = [
-        sorted([(block, count) for block, count in _merged(blocks) if count], key=lambda run: largest[run[0]])
+        sorted([(block, count) for block, count in _merged(blocks) if count], key=lambda run: -largest[run[0]])
         for blocks in encoded.option_blocks
     ]
     most = max([len(each) for each in runs], default=0)
@@ -452,19 +464,16 @@ def arrays_of(encoded: Encoded) -> Arrays:
     for option, each in enumerate(runs):
         for run, (block, count) in enumerate(each):
             run_kind[option, run], run_count[option, run] = block, count
-    top = np.array([each.max(axis=0) for each in sizes]).reshape(-1, dims)
     choice, counts = choices(encoded, np.ones(len(encoded.options), dtype=np.bool_))
     return Arrays(
         ranks=ranks,
         limit=encoded.capacity * (1 + 1e-12),
-        size=np.concatenate([np.zeros((0, dims)), *sizes, np.zeros((1, dims))]),
-        kind_first=np.cumsum([0, *(len(kind.loads) for kind in encoded.blocks)]),
+        size=np.concatenate([size, np.zeros((1, size.shape[1]))]),
+        kind_first=first,
         kind_family=np.array([numbers[sets[id(kind.names)][0]] for kind in encoded.blocks], dtype=np.int64),
         kind_set=np.array([sets[id(kind.names)][1] for kind in encoded.blocks], dtype=np.int64),
         kind_top=top,
-        kind_heavy=np.array(
-            [(each >= _ABOUT * most).all(axis=1).sum().clip(1) for each, most in zip(sizes, top, strict=True)], np.int64
-        ),
+        kind_heavy=heavy,
         families=tuple(_family(places, ranks, anywhere=family[0]) for family, places in families.items()),
         run_kind=run_kind,
         run_count=run_count,
@@ -486,20 +495,20 @@ def _merged(blocks: tuple[tuple[int, int], ...]) -> list[tuple[int, int]]:
 def _family(sets: list[Ints], ranks: int, *, anywhere: bool) -> Family:
     most, width = max(len(places) for places in sets), max(places.shape[1] for places in sets)
     joined = np.full((len(sets), most, width), ranks, dtype=np.int64)
-    clusters = [_clusters(places) for places in sets]
-    by_cluster = np.full(
-        (len(sets), max(map(len, clusters)), max(len(cluster) for each in clusters for cluster in each)), most
-    )
     for number, places in enumerate(sets):
         joined[number, : len(places), : places.shape[1]] = places
-        for index, cluster in enumerate(clusters[number]):
-            by_cluster[number, index, : len(cluster)] = cluster
     missing = np.arange(most) >= np.array([[len(places)] for places in sets])
+    clusters = [[[place] for place in range(ranks)] if anywhere else _clusters(places) for places in sets]
+    largest = max(len(cluster) for of_set in clusters for cluster in of_set)
+    by_cluster = np.full((len(sets), max(map(len, clusters)), largest), most)
+    for number, of_set in enumerate(clusters):
+        for index, cluster in enumerate(of_set):
+            by_cluster[number, index, : len(cluster)] = cluster
     return Family(
         places=joined,
         missing=missing if missing.any() else None,
         anywhere=anywhere,
-        clusters=by_cluster if by_cluster.shape[2] > 1 else None,
+        clusters=by_cluster if largest > 1 else None,
     )
 
 

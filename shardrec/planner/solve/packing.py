@@ -28,6 +28,7 @@ class Packing:
         counts: (O,) how many tables take each option.
 
     Attributes:
+        base: load of the chosen options on every rank.
         loads: (R,).
         memory: (R, M).
         at: per kind of gang, (P,) how many are at each place.
@@ -37,15 +38,12 @@ class Packing:
         self.encoded = encoded
         self.counts = counts.copy()
         base = counts.astype(np.float64)
-        self.loads: Floats = np.full(encoded.ranks, float(base @ encoded.base_load))
-        self.memory: Floats = np.tile(base @ encoded.base_memory, (encoded.ranks, 1))
+        # By einsum: BLAS takes threads for a product as short as this, and waits for them on a busy machine.
+        self.base = float(np.einsum("o,o->", base, encoded.base_load))
+        self.loads: Floats = np.full(encoded.ranks, self.base)
+        self.memory: Floats = np.tile(np.einsum("o,om->m", base, encoded.base_memory), (encoded.ranks, 1))
         self.at: dict[int, Ints] = {}
         self._limit = encoded.capacity * (1 + 1e-12)
-
-    @property
-    def base(self) -> float:
-        """Load of the chosen options on every rank."""
-        return float(self.counts.astype(np.float64) @ self.encoded.base_load)
 
     @property
     def cost(self) -> float:

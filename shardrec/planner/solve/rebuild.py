@@ -54,6 +54,8 @@ _PROPOSALS = (64, 512)
 """Least and most proposals of a round."""
 _BUDGETS = 7
 """Budgets for which tables are packed at once, in each order."""
+_AT_ONCE = 12
+"""Options of a table that are compared at once, where the first that fits is wanted."""
 _ASKED = 64
 """Tables that are packed between two questions whether to stop."""
 
@@ -175,8 +177,14 @@ class Rebuilder:
                 return [None] * count
             group = arrays.group[order[:, step]]
             batch.base -= least[group]
-            most = int(arrays.choices[group].max())
-            options[:, step] = batch.fill(arrays.choice[group, :most], sharpness, budgets, tries=most, best_fit=False)
+            choice, found = arrays.choice[group, : int(arrays.choices[group].max())], np.full(count, -1)
+            for first in range(0, choice.shape[1], _AT_ONCE):
+                part = np.where((found < 0)[:, None], choice[:, first : first + _AT_ONCE], -1)
+                option = batch.fill(part, sharpness, budgets, tries=_AT_ONCE, best_fit=False)
+                found = np.where(option >= 0, option, found)
+                if (found >= 0)[batch.alive].all():
+                    break
+            options[:, step] = found
             batch.alive &= options[:, step] >= 0
         placed = batch.placed(np.flatnonzero(batch.alive))
         packings: list[Packing | None] = [None] * count

@@ -103,7 +103,7 @@ class Relaxation:
         rows, limits = self._rows(budget)
         # Sums that no choice of the options allowed can make too large tell nothing.
         allowed = np.where(upper > 0, rows, 0.0)
-        highest = np.maximum.reduceat(allowed, self._starts, axis=1) @ encoded.sizes
+        highest = np.einsum("ng,g->n", np.maximum.reduceat(allowed, self._starts, axis=1), encoded.sizes)
         telling = set(np.flatnonzero(highest > limits).tolist())
         used = telling & self._active
         while True:
@@ -111,7 +111,7 @@ class Relaxation:
             found = self._programme.minimise(objective, upper, rows[picked], limits[picked], key=tuple(picked.tolist()))
             if found.values is None:
                 return found
-            over = np.flatnonzero(rows @ found.values > limits * (1 + 1e-7) + 1e-12)
+            over = np.flatnonzero(np.einsum("no,o->n", rows, found.values) > limits * (1 + 1e-7) + 1e-12)
             broken = (set(over.tolist()) & telling) - used
             if not broken:
                 return found

@@ -3,16 +3,16 @@
 A round makes many proposals for each state at once. Each takes some tables off their ranks and puts them back:
 
 - One to three tables take options at random, or keep theirs, and go where the soft maximum, with what is over the
-  memory, grows least. In half of these rounds, tables of the rank that has most load then are put back in the way of the
-  second kind (an ejection chain).
-- Tables of a highly loaded rank and of one or two others are packed below an aim: each takes the first option that fits,
-  of some with little work, and its gangs go where they leave the least budget over. Now and then a place is passed over
-  ("blinks"), so that proposals differ. What fits nowhere goes back with its old option.
+  memory, grows least. In half of these rounds, tables of the rank that then has most load are put back in the second
+  way (an ejection chain).
+- Tables of a highly loaded rank and of one or two others are packed below an aim: each takes the first option that
+  fits, of some with little work, and its gangs go where they leave the least budget over. What fits nowhere goes back
+  with the option that it had.
 
 Of the proposals that lower the height of a state, those are taken that do so together: loads add up, so proposals of
 different tables need only be added. Where none does, one that is not much higher may be gone on from.
 
-Ruin and recreate is from Schrimpf et al. (2000), blinks from Christiaens and Vanden Berghe (2020).
+Ruin and recreate is from Schrimpf et al. (2000).
 
 Shapes: B proposals, C searches, R ranks, D dimensions of a size, K tables of a proposal.
 """
@@ -105,8 +105,10 @@ class Round:
         for table, chosen in zip(tables.T, np.where(tables >= 0, option, -1).T, strict=True):
             self._step(table, chosen, self.batch.put(chosen, self.sharpness))
         if self.rng.random() < _RELIEVED:
-            hottest = self.batch.load[:, 0, : self.arrays.ranks].argmax(axis=1)
-            others = [states.on_rank(self.search, hottest, self.rng) for _ in range(1 + int(3 * self.rng.random()))]
+            excess = self.batch.rank_excess()
+            full = excess.any(axis=1)
+            worst = np.where(full[:, None], excess, self.batch.load[:, 0, : self.arrays.ranks]).argmax(axis=1)
+            others = [states.on_rank(self.search, worst, self.rng) for _ in range(1 + int(3 * self.rng.random()))]
             self._refill(_distinct(np.stack([*tables.T, *others], axis=1))[:, tables.shape[1] :])
 
     def _ruined(self) -> Ints:

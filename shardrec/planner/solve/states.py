@@ -38,7 +38,7 @@ class States:
         self.arrays, count, tables = arrays, len(starts), len(arrays.group)
         self.option = np.stack([np.repeat(np.arange(len(start.counts)), start.counts) for start in starts])
         self.gangs = [_gangs(arrays, start, option) for start, option in zip(starts, self.option, strict=True)]
-        self.base = np.stack([start.counts.astype(np.float64) @ arrays.base for start in starts])
+        self.base = np.stack([np.einsum("o,od->d", start.counts, arrays.base) for start in starts])
         self.load = np.zeros((count, arrays.base.shape[1], arrays.ranks + 1))
         self.best = np.array([start.cost for start in starts])
         self.hottest = np.zeros((count, arrays.ranks), dtype=np.int64)
