@@ -70,12 +70,12 @@ class ShardedTable(nn.Module):
                     "torch.func.functional_call, of an assignment, or of .data =), which its lookups do not read: copy "
                     "values into the parameter, with torch.no_grad(): parameter.copy_(values)"
                 )
-            # One without a fused optimizer can be frozen, but is sent no gradients if it was frozen when it was sharded.
+            # A table without a fused optimizer may be frozen later; one that was frozen before is sent no gradients.
             if torch.is_grad_enabled() and (self._fused or not learns):
                 was, remedy = ("frozen", ", or call it in torch.no_grad()") if learns else ("unfrozen", "")
                 return (
-                    f"{name} of table {self.layout.name!r} was {was} (requires_grad) after shardrec.shard, and backward "
-                    "goes on as before: save a checkpoint and load it into a model whose table is "
+                    f"{name} of table {self.layout.name!r} was {was} (requires_grad) after shardrec.shard, and "
+                    "backward goes on as before: save a checkpoint and load it into a model whose table is "
                     f"{was} before it is sharded{remedy}"
                 )
         return ""

@@ -490,7 +490,7 @@ def _one_bad(
     try:
         outputs = run(features)
     except Exception as error:
-        assert isinstance(error, InputError) or (executor == "scripted" and "bad input" in str(error)), (
+        assert isinstance(error, InputError) or (executor == "scripted" and "InputError" in str(error)), (
             f"{where}: {name}: {error!r}"
         )
     else:
