@@ -8,7 +8,7 @@ needs no collective which could hide, or cause, a hang.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -111,7 +111,9 @@ def structures(draw: Any, most_steps: int = 40) -> Structure:
     tables = {f"t{number}": one for number, one in enumerate(draw(st.lists(table, min_size=1, max_size=4)))}
     there = sorted({one.collection for one in tables.values()})
     heads = st.sampled_from(["bottom", *there])
-    parts = st.sampled_from(["", "", "", "bottom", *there, *tables])
+    # A table with an optimizer in backward may be refused once it is frozen or unfrozen, which ends the steps.
+    toggles = [name for name, one in tables.items() if one.optimizer == "none" or draw(st.integers(0, 19)) == 19]
+    toggled = st.sampled_from(["", "", "", "bottom", *there, *toggles])
     modes = st.one_of(st.just((GRAD,) * RANKS), st.tuples(*[st.sampled_from([GRAD, NO_GRAD, INFERENCE])] * RANKS))
     step = st.builds(
         Step,
@@ -123,13 +125,17 @@ def structures(draw: Any, most_steps: int = 40) -> Structure:
             st.tuples(*[st.frozensets(heads)] * RANKS),
         ),
         sizes=st.tuples(*[st.integers(0, 3)] * RANKS),
-        toggled=parts,
+        toggled=toggled,
     )
-    length = draw(st.integers(1, most_steps))
+    length = draw(st.sampled_from([1, 2, most_steps]))
+    tie = draw(st.sampled_from([*["none"] * 8, *TIES]))
+    if tie == "collections":
+        # Calls of one collection are an update each where they do not share an exchange: one of both, for SGD.
+        tables = {name: replace(table, optimizer="sgd") for name, table in tables.items()}
     return Structure(
         tables=tables,
-        tie=draw(st.sampled_from(["none", *TIES])),
-        frozen=draw(st.frozensets(parts)) - {""},
+        tie=tie,
+        frozen=draw(st.frozensets(st.sampled_from(["bottom", *there, *tables]))),
         transport=draw(st.sampled_from(["auto", "group"])),
         steps=draw(st.lists(step, min_size=length, max_size=length)),
         seed=draw(st.integers(0, 2**16)),
@@ -201,6 +207,9 @@ class Model(nn.Module):
         if hasattr(self, "again"):
             outputs["again"] = self.again(features)
         total = self.bias.expand(dense.size(0))
+        if alone:
+            for output in outputs.values():
+                total = total + 0 * pooled(output, dense.size(0)).sum(1)
         for head in sorted(heads):
             if head == "bottom":
                 part = dense
@@ -251,11 +260,16 @@ def plan_of(structure: Structure) -> ShardingPlan:
     return ShardingPlan(topology=Topology(ranks_per_host=RANKS), tables=tuple(layouts))
 
 
-def batch_of(structure: Structure, number: int, rank: int) -> tuple[Tensor, KeyedJaggedTensor]:
-    """A rank's batch of a step: numbers (B, DIM), and 0 to 3 ids per sample and feature."""
+def batch_of(structure: Structure, number: int, rank: int, *, least: int = 0) -> tuple[Tensor, KeyedJaggedTensor]:
+    """A rank's batch of a step: numbers (B, DIM), and 0 to 3 ids per sample and feature.
+
+    Fewer samples than ``least`` are so many without ids.
+    """
     generator = torch.Generator().manual_seed(structure.seed + 1000 * number + rank)
     size = structure.steps[number].sizes[rank]
     lengths = torch.randint(4, (len(structure.tables) * size,), generator=generator)
+    if size < least:
+        size, lengths = least, torch.zeros(len(structure.tables) * least, dtype=torch.int64)
     ids = [
         torch.randint(table.rows, (int(counts.sum()),), generator=generator)
         for table, counts in zip(structure.tables.values(), lengths.view(len(structure.tables), size), strict=True)
@@ -342,9 +356,10 @@ class Training:
                 self.compare(f"step {number}, which was refused")
                 return
             assert agree or not self.structure.steps[number].called, "ranks in different grad modes went on"
+        # The unsharded collections take no batch without a sample.
         expected = [
-            self.reference(*batch_of(self.structure, number, rank), step.called, step.heads[rank], alone)
-            for rank in range(RANKS)
+            self.reference(*batch_of(self.structure, number, rank, least=1), step.called, heads, alone)[:size]
+            for rank, (heads, size) in enumerate(zip(step.heads, step.sizes, strict=True))
         ]
         assert torch.allclose(output, expected[self.rank], atol=1e-4), (
             f"step {number}: output {output.tolist()} for {expected[self.rank].tolist()}"
@@ -397,12 +412,13 @@ def train(structure: Structure) -> int:
         if structure.tie in ("none", "linears", "collections"):
             raise
         return 0
-    for number, step in enumerate(structure.steps):
+    for number in range(len(structure.steps)):
         try:
             training.step(number)
         except ShardrecError as error:
-            # A table frozen after `shard` may be refused, by a message that says so.
-            if step.toggled in structure.tables and "requires_grad" in str(error):
+            # A table frozen or unfrozen since may be refused, by a message that says so.
+            changed = (training.frozen ^ structure.frozen) & structure.tables.keys()
+            if changed and "requires_grad" in str(error):
                 return number
             raise
     return len(structure.steps)

@@ -1,7 +1,7 @@
 """The small changes of a module's source that a test should notice, each by where it is in the text.
 
 A change replaces text inside of a line, or of a few: line numbers stay, and so does what reads a function's source.
-Left alone are docstrings, messages, assertions, annotations, ``__all__`` and decorators.
+Left alone are docstrings, messages, assertions (also ``strict=`` of zip), annotations, ``__all__`` and decorators.
 """
 
 from __future__ import annotations
@@ -88,6 +88,8 @@ def _nodes(node: ast.AST) -> Iterator[ast.expr | ast.stmt]:
     ):
         return
     if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+        return
+    if isinstance(node, ast.keyword) and node.arg == "strict":
         return
     if isinstance(node, (ast.expr, ast.stmt)):
         yield node

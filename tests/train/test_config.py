@@ -58,7 +58,7 @@ def test_yaml_spellings(tmp_path: Path) -> None:
             "seed: 1\nlr: 1\n  model: dcn\n",
             r"run\.yaml:3 cannot be read as YAML \(mapping values are not allowed",
         ),
-        ("seed: 1\nbatch-size: lots\n", r"^batch_size \(\S*run\.yaml:2\) is 'lots': give a whole number, at least 1$"),
+        ("seed: 1\nbatch-size: lots\n", r"^batch_size \(.*run\.yaml:2\) is 'lots': give a whole number, at least 1$"),
         ("batch_size: true\n", "batch_size .* is True: give a whole number"),
         ("batch_size: 1.5\n", "batch_size .* is 1.5: give a whole number"),
         ("lr: .nan\n", "is nan: give a number, above 0"),
