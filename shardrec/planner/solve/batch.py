@@ -384,10 +384,10 @@ class Batch:
         """What was put on in some proposals."""
         of = np.zeros(len(self.load), dtype=np.bool_)
         of[proposals] = True
+        empty = np.zeros(0, dtype=np.int64)
         parts = [(np.full(len(rows), step), rows, kind, place) for step, rows, kind, place in self._placed]
-        step, rows, kind, place = (
-            np.concatenate([np.zeros(0, dtype=np.int64), *each]) for each in zip(*parts, strict=True)
-        )
+        columns = zip((empty, empty, empty, empty), *parts, strict=True)
+        step, rows, kind, place = (np.concatenate(column) for column in columns)
         kept = of[rows]
         return Placed(step=step[kept], proposal=rows[kept], kind=kind[kept], place=place[kept])
 
