@@ -2,15 +2,14 @@
 
 With E the load on every rank and c the most that the items of one come to, the makespan is E + c; all of it goes by c.
 
-1. :mod:`relax` proves a bound, and finds which values of c are promising. What its linear programmes choose there is
+1. :mod:`relax` proves a bound, and finds which values of c are promising. What its linear programs choose there is
    rounded, packed (:mod:`packing`) and gives the first plans; MULTIFIT (:mod:`rebuild`) gives others.
 2. Where none fits memory, :mod:`rebuild` moves items until one does, with the bytes of a rank in the place of its load.
 3. What is small goes to HiGHS as a whole (:mod:`exact`).
 4. :mod:`rebuild` improves the best plans by taking a few tables off and putting them back.
 
 The search ends when the gap is closed or its rounds are used up, or, as the only thing that depends on the machine,
-when the clock runs out; the solution says so. The clock counts processor time, so that a busy machine makes a search
-longer, not worse.
+when its CPU-time budget is used up; the solution says so. A busy machine makes a search longer, not worse.
 """
 
 from __future__ import annotations
@@ -45,10 +44,10 @@ _FILLS = ((0.0, 0.0), (0.0, 0.5), (0.3, 0.5), (1.0, 0.9))
 _BUDGETS = (1.0, 1.005, 1.01, 1.02, 1.05, 1.1, 1.25, 1.5, 2.0)
 """Of the deciding c: budgets for which options are chosen. The bound is weak where few tables fill the ranks."""
 _POPULATIONS = (8, 4, 2, 2)
-"""Plans that are improved, in one phase after the other, each with as many rounds in all."""
+"""Plans that are improved at once, in one phase after the other, each with as many proposals in all."""
 _SOFT = 4
 """One search in so many may exceed the memory on its way: with next to none to spare, little else is found."""
-_ROUNDS_PER_EFFORT = 1500
+_PROPOSALS_PER_EFFORT = 1500
 _NODES_PER_EFFORT = 10
 
 
@@ -152,7 +151,7 @@ class _Search:
         stop = partial(self._only, self._time_left() / 2)
         start = min(search.multifit(1.0, stop), key=lambda packing: packing.cost, default=None)
         if start is not None:
-            (found,) = search.run([start], _ROUNDS_PER_EFFORT * self.limits.effort, stop, floor=1.0)
+            (found,) = search.run([start], _PROPOSALS_PER_EFFORT * self.limits.effort, stop, floor=1.0)
             if (packing := (found or start).of(self.encoded)).fits():
                 self._add(packing)
 
@@ -171,7 +170,7 @@ class _Search:
         return exact.finished
 
     def _rebuild(self) -> None:
-        """Take tables off and put them back, in the best plans: fewer in each phase, with more rounds for each."""
+        """Take tables off and put them back, in the best plans: fewer in each phase, with more proposals for each."""
         if not self.pool or self._closed() or self._out_of_time():
             return
         search = self._multifit()
@@ -181,7 +180,7 @@ class _Search:
             self.pool.sort(key=lambda packing: packing.cost)
             best = [*{packing.cost: packing for packing in self.pool}.values()]
             starts = [best[number % len(best)] for number in range(size)]
-            most = _ROUNDS_PER_EFFORT * self.limits.effort // len(_POPULATIONS)
+            most = _PROPOSALS_PER_EFFORT * self.limits.effort // len(_POPULATIONS)
             end = self._time_left() * (1 - 1 / (len(_POPULATIONS) - phase))
             each = search.run(
                 starts,
