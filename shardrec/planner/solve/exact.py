@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardrec.planner.solve.encode import Encoded, Ints
-from shardrec.planner.solve.packing import Packing
 from shardrec.planner.solve.linear_program import minimise_in_integers
+from shardrec.planner.solve.packing import Packing
 
 __all__ = ["Exact", "solve_exactly"]
 

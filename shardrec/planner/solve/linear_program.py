@@ -10,7 +10,7 @@ import numpy as np
 
 from shardrec.planner.solve.encode import Floats, Ints
 
-__all__ = ["Outcome", "LinearProgram", "minimise_in_integers"]
+__all__ = ["LinearProgram", "Outcome", "minimise_in_integers"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardrec.planner.solve.encode import Encoded, Floats
-from shardrec.planner.solve.linear_program import Outcome, LinearProgram
+from shardrec.planner.solve.linear_program import LinearProgram, Outcome
 
 __all__ = ["Interval", "Relaxation"]
 

@@ -3,8 +3,8 @@
 A round makes many proposals for each state at once. Each takes some tables off their ranks and puts them back:
 
 - One to three tables take options at random, or keep theirs, and go where the soft maximum, with what is over the
-  memory, grows least. In half of these rounds, tables of the rank that then is fullest, or has most load, are put back in the
-  second way (an ejection chain).
+  memory, grows least. In half of these rounds, tables of the rank that then is fullest, or has most load, are put back
+  in the second way (an ejection chain).
 - Tables of a highly loaded rank and of one or two others are packed below an aim: each takes the first option that
   fits, of some with little work, and its gangs go where they leave the least budget over. What fits nowhere goes back
   with the option that it had.
