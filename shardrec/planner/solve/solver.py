@@ -45,6 +45,8 @@ _BUDGETS = (1.0, 1.005, 1.01, 1.02, 1.05, 1.1, 1.25, 1.5, 2.0)
 """Of the deciding c: budgets for which options are chosen. The bound is weak where few tables fill the ranks."""
 _POPULATIONS = (8, 4, 2, 2)
 """Plans that are improved at once, in one phase after the other, each with as many proposals in all."""
+_REPAIRED = 4
+"""Packings that are repaired at once."""
 _SOFT = 4
 """One search in so many may exceed the memory on its way: with next to none to spare, little else is found."""
 _PROPOSALS_PER_EFFORT = 1500
@@ -149,10 +151,14 @@ class _Search:
         """A first plan where tables could not be packed: the memory of the fullest rank is lowered."""
         search = Rebuilder(by_memory(self.encoded))
         stop = partial(self._only, self._time_left() / 2)
-        start = min(search.multifit(1.0, stop), key=lambda packing: packing.cost, default=None)
-        if start is not None:
-            (found,) = search.run([start], _PROPOSALS_PER_EFFORT * self.limits.effort, stop, floor=1.0)
-            if (packing := (found or start).of(self.encoded)).fits():
+        starts = _best_of(list(search.multifit(1.0, stop)), _REPAIRED)
+        if starts:
+            most = _PROPOSALS_PER_EFFORT * self.limits.effort
+            repaired = search.run(starts, most, stop, floor=1.0)
+            best = min(
+                (found or start for found, start in zip(repaired, starts, strict=True)), key=lambda each: each.cost
+            )
+            if (packing := best.of(self.encoded)).fits():
                 self._add(packing)
 
     def _exact(self) -> bool:
@@ -177,9 +183,7 @@ class _Search:
         for phase, size in enumerate(_POPULATIONS):
             if self._closed() or self._out_of_time():
                 return
-            self.pool.sort(key=lambda packing: packing.cost)
-            best = [*{packing.cost: packing for packing in self.pool}.values()]
-            starts = [best[number % len(best)] for number in range(size)]
+            starts = _best_of(self.pool, size)
             most = _PROPOSALS_PER_EFFORT * self.limits.effort // len(_POPULATIONS)
             end = self._time_left() * (1 - 1 / (len(_POPULATIONS) - phase))
             each = search.run(
@@ -214,3 +218,10 @@ class _Search:
         if self._time_left() <= 0:
             self.timed_out = True
         return self.timed_out
+
+
+def _best_of(packings: list[Packing], count: int) -> list[Packing]:
+    """So many of the packings with the least cost, of different costs; the same ones again where there are fewer."""
+    different = {packing.cost: packing for packing in packings}
+    best = [different[cost] for cost in sorted(different)]
+    return [best[number % len(best)] for number in range(count)] if best else []
