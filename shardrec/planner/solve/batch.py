@@ -329,11 +329,12 @@ class Batch:
         def fits(of_ranks: Floats, dim: int) -> Bools:
             """(n, P) whether the items find so much on their ranks, from (n, R + 1)."""
             if index is None:
-                return at(of_ranks) >= size[:, 0, dim, None]
-            enough: Bools = (at(of_ranks) >= size[:, None, :, dim]).all(axis=2)
+                single: Bools = at(of_ranks) >= size[:, 0, dim, None]
+                return single
+            enough: Bools = np.logical_and.reduce(at(of_ranks) >= size[:, None, :, dim], axis=2)
             return enough
 
-        free = np.ones((), dtype=np.bool_)
+        free: Any = np.True_
         if budget is not None:
             left = budget[rows, None] - load
             free = fits(left, 0)
@@ -378,16 +379,16 @@ class Batch:
         if family.anywhere:
             self.load[rows, :, ranks[:, 0]] += size[:, 0]
         else:
-            np.add.at(self.load, (rows[:, None], slice(None), ranks), size)
+            np.add.at(self.load.transpose(0, 2, 1), (rows[:, None], ranks), size)
 
     def placed(self, proposals: Ints) -> Placed:
         """What was put on in some proposals."""
         of = np.zeros(len(self.load), dtype=np.bool_)
         of[proposals] = True
+        empty = np.zeros(0, dtype=np.int64)
         parts = [(np.full(len(rows), step), rows, kind, place) for step, rows, kind, place in self._placed]
-        step, rows, kind, place = (
-            np.concatenate([np.zeros(0, dtype=np.int64), *each]) for each in zip(*parts, strict=True)
-        )
+        columns = zip((empty, empty, empty, empty), *parts, strict=True)
+        step, rows, kind, place = (np.concatenate(column) for column in columns)
         kept = of[rows]
         return Placed(step=step[kept], proposal=rows[kept], kind=kind[kept], place=place[kept])
 
@@ -396,11 +397,13 @@ class Batch:
         limit = self.arrays.limit[:, None]
         held = self.load[:, 1:, : self.arrays.ranks] + self.base[:, 1:, None]
         over: Floats = np.where(np.isinf(limit), 0.0, held - limit).clip(min=0) / np.maximum(limit, 1.0)
-        return over.sum(axis=1)
+        of_ranks: Floats = over.sum(axis=1)
+        return of_ranks
 
     def excess(self) -> Floats:
         """(B,) of all ranks together."""
-        return self.rank_excess().sum(axis=1)
+        excess: Floats = self.rank_excess().sum(axis=1)
+        return excess
 
     def costs(self) -> Floats:
         """(B,) of the most loaded rank."""

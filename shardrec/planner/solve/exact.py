@@ -1,4 +1,4 @@
-"""The whole problem as one integer programme, for problems small enough."""
+"""The whole problem as one integer program, for problems small enough."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardrec.planner.solve.encode import Encoded, Ints
+from shardrec.planner.solve.linear_program import minimise_in_integers
 from shardrec.planner.solve.packing import Packing
-from shardrec.planner.solve.programme import minimise_in_integers
 
 __all__ = ["Exact", "solve_exactly"]
 

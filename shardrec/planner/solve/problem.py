@@ -91,10 +91,10 @@ class SolveLimits:
 
     Args:
         gap: stop when the plan is proven to be within this fraction of the best.
-        effort: rounds of the search, and branches of HiGHS, in proportion. 40 takes less than a second where the gap
+        effort: proposals of the search, and branches of HiGHS, in proportion. 40 takes less than a second where the gap
             closes, and some seconds on hundreds of tables where it does not.
-        seconds: of processor time; of what is done at once, that of the longest. On an idle machine with two cores that
-            is the clock's. Stop then with the best so far. A run that ends earlier is a function of the problem alone.
+        seconds: CPU-time budget of the thread. Stop then with the best so far. A run that ends earlier is a function of
+            the problem alone.
     """
 
     gap: float = 5e-3

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardrec.planner.solve.encode import Encoded, Floats
-from shardrec.planner.solve.programme import Outcome, Programme
+from shardrec.planner.solve.linear_program import LinearProgram, Outcome
 
 __all__ = ["Interval", "Relaxation"]
 
@@ -60,14 +60,14 @@ class Interval:
 class Relaxation:
     """The rows of one problem, for any c.
 
-    Most of the rows never matter. So a programme starts with those that did before, and takes in what its solution
+    Most of the rows never matter. So a program starts with those that did before, and takes in what its solution
     breaks.
     """
 
     def __init__(self, encoded: Encoded) -> None:
         self.encoded = encoded
         options = len(encoded.options)
-        self._programme = Programme(encoded.option_group, encoded.sizes)
+        self._program = LinearProgram(encoded.option_group, encoded.sizes)
         self._upper = encoded.sizes[encoded.option_group].astype(np.float64)
         self._starts = np.array([span.start for span in encoded.group_options], dtype=np.int64)
         self._least_memory = self._least(encoded.base_memory)
@@ -108,7 +108,7 @@ class Relaxation:
         used = telling & self._active
         while True:
             picked = np.array(sorted(used), dtype=np.int64)
-            found = self._programme.minimise(objective, upper, rows[picked], limits[picked], key=tuple(picked.tolist()))
+            found = self._program.minimise(objective, upper, rows[picked], limits[picked], key=tuple(picked.tolist()))
             if found.values is None:
                 return found
             over = np.flatnonzero(np.einsum("no,o->n", rows, found.values) > limits * (1 + 1e-7) + 1e-12)
@@ -123,8 +123,8 @@ class Relaxation:
 
         Args:
             accuracy: width of the deciding interval, against its bound.
-            stop: asked between two programmes; ends the halving.
-            most: programmes to solve.
+            stop: asked between two programs; ends the halving.
+            most: programs to solve.
         """
         unlimited = self._base_at(np.inf)
         if not np.isfinite(unlimited):

@@ -3,8 +3,8 @@
 A round makes many proposals for each state at once. Each takes some tables off their ranks and puts them back:
 
 - One to three tables take options at random, or keep theirs, and go where the soft maximum, with what is over the
-  memory, grows least. In half of these rounds, tables of the rank that then has most load are put back in the second
-  way (an ejection chain).
+  memory, grows least. In half of these rounds, tables of the rank that then is fullest, or has most load, are put back
+  in the second way (an ejection chain).
 - Tables of a highly loaded rank and of one or two others are packed below an aim: each takes the first option that
   fits, of some with little work, and its gangs go where they leave the least budget over. What fits nowhere goes back
   with the option that it had.
@@ -38,7 +38,7 @@ _TRIES = 2
 _TOGETHER = 12
 """Proposals of a state that are taken together, at most."""
 _RELIEVED = 0.5
-"""Share of the rounds of the first kind after which the rank with most load is relieved."""
+"""Share of the rounds of the first kind after which the rank that is fullest, or has most load, is relieved."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +106,8 @@ class Round:
             self._step(table, chosen, self.batch.put(chosen, self.sharpness))
         if self.rng.random() < _RELIEVED:
             excess = self.batch.rank_excess()
-            full = excess.any(axis=1)
-            worst = np.where(full[:, None], excess, self.batch.load[:, 0, : self.arrays.ranks]).argmax(axis=1)
+            full = excess.max(axis=1, keepdims=True) > 0
+            worst = np.where(full, excess, self.batch.load[:, 0, : self.arrays.ranks]).argmax(axis=1)
             others = [states.on_rank(self.search, worst, self.rng) for _ in range(1 + int(3 * self.rng.random()))]
             self._refill(_distinct(np.stack([*tables.T, *others], axis=1))[:, tables.shape[1] :])
 

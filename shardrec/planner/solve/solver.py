@@ -2,15 +2,14 @@
 
 With E the load on every rank and c the most that the items of one come to, the makespan is E + c; all of it goes by c.
 
-1. :mod:`relax` proves a bound, and finds which values of c are promising. What its linear programmes choose there is
+1. :mod:`relax` proves a bound, and finds which values of c are promising. What its linear programs choose there is
    rounded, packed (:mod:`packing`) and gives the first plans; MULTIFIT (:mod:`rebuild`) gives others.
 2. Where none fits memory, :mod:`rebuild` moves items until one does, with the bytes of a rank in the place of its load.
 3. What is small goes to HiGHS as a whole (:mod:`exact`).
 4. :mod:`rebuild` improves the best plans by taking a few tables off and putting them back.
 
 The search ends when the gap is closed or its rounds are used up, or, as the only thing that depends on the machine,
-when the clock runs out; the solution says so. The clock counts processor time, so that a busy machine makes a search
-longer, not worse.
+when its CPU-time budget is used up; the solution says so. A busy machine makes a search longer, not worse.
 """
 
 from __future__ import annotations
@@ -45,10 +44,12 @@ _FILLS = ((0.0, 0.0), (0.0, 0.5), (0.3, 0.5), (1.0, 0.9))
 _BUDGETS = (1.0, 1.005, 1.01, 1.02, 1.05, 1.1, 1.25, 1.5, 2.0)
 """Of the deciding c: budgets for which options are chosen. The bound is weak where few tables fill the ranks."""
 _POPULATIONS = (8, 4, 2, 2)
-"""Plans that are improved, in one phase after the other, each with as many rounds in all."""
+"""Plans that are improved at once, in one phase after the other, each with as many proposals in all."""
+_REPAIRED = 4
+"""Packings that are repaired at once."""
 _SOFT = 4
 """One search in so many may exceed the memory on its way: with next to none to spare, little else is found."""
-_ROUNDS_PER_EFFORT = 1500
+_PROPOSALS_PER_EFFORT = 1500
 _NODES_PER_EFFORT = 10
 
 
@@ -150,10 +151,14 @@ class _Search:
         """A first plan where tables could not be packed: the memory of the fullest rank is lowered."""
         search = Rebuilder(by_memory(self.encoded))
         stop = partial(self._only, self._time_left() / 2)
-        start = min(search.multifit(1.0, stop), key=lambda packing: packing.cost, default=None)
-        if start is not None:
-            (found,) = search.run([start], _ROUNDS_PER_EFFORT * self.limits.effort, stop, floor=1.0)
-            if (packing := (found or start).of(self.encoded)).fits():
+        starts = _best_of(list(search.multifit(1.0, stop)), _REPAIRED)
+        if starts:
+            most = _PROPOSALS_PER_EFFORT * self.limits.effort
+            repaired = search.run(starts, most, stop, floor=1.0)
+            best = min(
+                (found or start for found, start in zip(repaired, starts, strict=True)), key=lambda each: each.cost
+            )
+            if (packing := best.of(self.encoded)).fits():
                 self._add(packing)
 
     def _exact(self) -> bool:
@@ -171,17 +176,15 @@ class _Search:
         return exact.finished
 
     def _rebuild(self) -> None:
-        """Take tables off and put them back, in the best plans: fewer in each phase, with more rounds for each."""
+        """Take tables off and put them back, in the best plans: fewer in each phase, with more proposals for each."""
         if not self.pool or self._closed() or self._out_of_time():
             return
         search = self._multifit()
         for phase, size in enumerate(_POPULATIONS):
             if self._closed() or self._out_of_time():
                 return
-            self.pool.sort(key=lambda packing: packing.cost)
-            best = [*{packing.cost: packing for packing in self.pool}.values()]
-            starts = [best[number % len(best)] for number in range(size)]
-            most = _ROUNDS_PER_EFFORT * self.limits.effort // len(_POPULATIONS)
+            starts = _best_of(self.pool, size)
+            most = _PROPOSALS_PER_EFFORT * self.limits.effort // len(_POPULATIONS)
             end = self._time_left() * (1 - 1 / (len(_POPULATIONS) - phase))
             each = search.run(
                 starts,
@@ -215,3 +218,10 @@ class _Search:
         if self._time_left() <= 0:
             self.timed_out = True
         return self.timed_out
+
+
+def _best_of(packings: list[Packing], count: int) -> list[Packing]:
+    """So many of the packings with the least cost, of different costs; the same ones again where there are fewer."""
+    different = {packing.cost: packing for packing in packings}
+    best = [different[cost] for cost in sorted(different)]
+    return [best[number % len(best)] for number in range(count)] if best else []

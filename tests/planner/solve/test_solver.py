@@ -32,7 +32,7 @@ def test_small_problems_are_solved_as_by_trying_everything(rng: Random) -> None:
 @pytest.mark.parametrize("most_groups", [1000, 0], ids=["linear programs", "mean load"])
 @settings(max_examples=20, deadline=None)
 @given(rng=randoms())
-def test_small_problems_without_the_exact_programme(most_groups: int, rng: Random) -> None:
+def test_small_problems_without_the_exact_program(most_groups: int, rng: Random) -> None:
     problem = random_problem(rng, most_tables=3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exact, "_MOST_VARIABLES", 0)

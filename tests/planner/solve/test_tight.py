@@ -83,7 +83,7 @@ def test_repair_brings_every_rank_within_its_memory(rng: Random) -> None:
     for block, count in demand(encoded, counts).items():
         for _ in range(count):
             start.put(block, rng.randrange(encoded.ranks))
-    found = start if start.cost <= 1 else Rebuilder(memory).run(start, 4000, lambda: False, floor=1.0)
+    found = start if start.cost <= 1 else Rebuilder(memory).run([start], 80000, lambda: False, floor=1.0)[0]
     assert found is not None
     packing = found.of(encoded)
     assert packing.fits()
@@ -126,7 +126,7 @@ def test_what_greedy_packing_misses() -> None:
     for block, rank in zip((by_size[0], by_size[1], by_size[1], by_size[2]), (0, 0, 1, 1), strict=True):
         start.put(block, rank)
     assert start.cost > 1
-    found = Rebuilder(memory).run(start, 1000, lambda: False, floor=1.0)
+    (found,) = Rebuilder(memory).run([start], 20000, lambda: False, floor=1.0)
     assert found is not None and found.of(encoded).fits()
 
 

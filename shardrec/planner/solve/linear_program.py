@@ -10,7 +10,7 @@ import numpy as np
 
 from shardrec.planner.solve.encode import Floats, Ints
 
-__all__ = ["Outcome", "Programme", "minimise_in_integers"]
+__all__ = ["LinearProgram", "Outcome", "minimise_in_integers"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -30,7 +30,7 @@ class Outcome:
     timed_out: bool
 
 
-class Programme:
+class LinearProgram:
     """Minimise, where each group of columns adds up to its size and rows are at most their limits.
 
     The basis of one solution is where the next begins, if it has the same rows.
