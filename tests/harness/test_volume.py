@@ -238,7 +238,7 @@ def test_ids_that_need_64_bits(rng: Random) -> None:
         context = ModelContext(counting, CPU)
         lookups = tuple((one.feature, one.layout.name, one.layout.num_embeddings) for one in case.lookups)
         exchange = InputExchange(case.route, Expectation(tables=lookups, weighted=weighted, device=CPU), context)
-        call = Asking(context.queue.used, exchange, exchange.prepare(batches[threads.rank], ""))
+        call = Asking(context.queue.used, exchange, exchange.prepare(batches[threads.rank], ""), learns=True)
         exchange_ids(context, [call])
         call.received()
         return counting.take()

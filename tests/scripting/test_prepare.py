@@ -16,6 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import shardrec
 from shardrec.errors import ConfigError
+from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.modules import ShardedModel
 from shardrec.modules.optim import NoFusedOptimizer
 from tests.collective_counts import CountCollectives
@@ -106,13 +107,12 @@ def test_a_portable_program_only_infers(script: Any) -> None:
 
 
 def test_two_collections_share_their_exchanges_in_torch_jit_script() -> None:
-    """One header, payload, output and gradient all-to-all of three collections."""
+    """One header, payload, output and gradient all-to-all for both."""
 
     def rank_main() -> None:
-        torch.manual_seed(0)
-        eager = shardrec.shard(Two())
-        model = shardrec.shard(Two())
-        model.load_state_dict(eager.state_dict())
+        tables = tuple(cuts.row_wise(f"{path}.t", 10, 4, ranks=[0, 1]) for path in ("left", "right"))
+        plan = ShardingPlan(topology=Topology(ranks_per_host=2), tables=tables)
+        eager, model = (shardrec.shard(Two(), plan) for _ in range(2))
         scripted = torch.jit.script(model)
         for run in (eager, scripted):
             with CountCollectives() as counts:
