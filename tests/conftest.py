@@ -59,7 +59,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # which pytest keeps for a look at what failed.
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     multiprocessing.util.get_temp_dir()  # multiprocessing's, which it removes itself, later than this one
-    scratch = tempfile.TemporaryDirectory(prefix="shardrec-tests-", ignore_cleanup_errors=True)
+    # A worker's is in that of pytest's first process: a short name, for the path of a socket has few letters.
+    prefix = "" if "PYTEST_XDIST_WORKER" in os.environ else "shardrec-tests-"
+    scratch = tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)
     config.add_cleanup(scratch.cleanup)
     os.environ["TMPDIR"] = tempfile.tempdir = scratch.name
 

@@ -130,21 +130,25 @@ def test_a_table_out_of_the_loss_stays_as_it_is() -> None:
     assert not torch.equal(lookup.parameters[1], second)
 
 
-def test_a_backward_that_raises_does_not_stop_the_next() -> None:
-    def failed(gradient: Tensor) -> None:
+@pytest.mark.parametrize("pooled", [False, True])
+def test_a_backward_that_raises_does_not_stop_the_next(pooled: bool) -> None:
+    def look_up() -> Tensor:
+        ids = torch.tensor([1])
+        return lookup(ids, torch.tensor([[0], [1]]), None, [0, 1]) if pooled else lookup.rows(1, ids)
+
+    def fail(gradient: Tensor) -> None:
         raise RuntimeError("in backward")
 
     lookup = replicated([SGD, SGD])
-    rows = lookup.rows(0, torch.tensor([1]))
-    other = lookup.rows(1, torch.tensor([1]))
-    other.register_hook(failed)
+    failing = lookup.rows(0, torch.tensor([1]))  # autograd comes to what was made first last
+    failing.register_hook(fail)
     with pytest.raises(RuntimeError, match="in backward"):
-        (other.sum() + rows.sum()).backward()
-    for parameter in lookup.parameters:
-        parameter.grad = None
-    before = values(lookup)
-    lookup.rows(0, torch.tensor([1])).sum().backward()
-    assert torch.equal(lookup.parameters[0][1], before[0][1] - 0.5)
+        (failing.sum() + look_up().sum()).backward()
+    assert lookup.parameters[1].grad is not None, "its gradient came before the failure"
+    lookup.parameters[1].grad = None
+    before = values(lookup)[1]
+    look_up().sum().backward()
+    assert torch.equal(lookup.parameters[1][1], before[1] - 0.5)
 
 
 def test_gradients_are_kept_while_they_are_accumulated() -> None:
