@@ -31,6 +31,8 @@ __all__ = ["Round"]
 
 _AIM = 0.02
 """How far below the cost, at most, the aim is."""
+_WHOLE = (0.05, 16)
+"""How often tables of many ranks are taken off, and how many at most."""
 _OPTIONS = 8
 """Options of a table that are looked at below an aim."""
 _TRIES = 2
@@ -112,7 +114,13 @@ class Round:
             self._refill(_distinct(np.stack([*tables.T, *others], axis=1))[:, tables.shape[1] :])
 
     def _ruined(self) -> Ints:
-        """(B, K) tables of a highly loaded rank and of one or two others."""
+        """(B, K) tables of a highly loaded rank and of one or two others, or now and then of many ranks."""
+        if self._coin(_WHOLE[0]):
+            first, picked = self._hot(), np.exp(self._random() * np.log(self.arrays.ranks + 1.0)).astype(np.int64)
+            columns = min(_WHOLE[1], self.states.option.shape[1])
+            ranks = [(first + (self._random() * picked).astype(np.int64)) % self.arrays.ranks for _ in range(columns)]
+            tables = [self.states.on_rank(self.search, rank, self.rng) for rank in ranks]
+            return self._largest_first(_distinct(np.stack(tables, axis=1)))
         ranks = [self._hot(), *(self._some((len(self.search),), self.arrays.ranks) for _ in range(1 + self._coin(0.5)))]
         tables = [
             self.states.on_rank(self.search, rank, self.rng)
