@@ -6,12 +6,12 @@
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module, util
 from typing import TYPE_CHECKING, Any
 
 from shardrec.errors import (
     AnomalyError,
-    BusyError,
     CheckpointError,
     ConfigError,
     DataError,
@@ -19,52 +19,32 @@ from shardrec.errors import (
     PeerError,
     PlanError,
     ShardrecError,
-    VersionError,
 )
 
 if TYPE_CHECKING:
     from shardrec.checkpoint import Checkpoints, load_checkpoint, save_checkpoint
     from shardrec.exchange.wire import QuantizedComms
     from shardrec.ids import DynamicIds
-    from shardrec.layout import Shard, ShardingPlan, TableLayout, Topology
+    from shardrec.layout import ShardingPlan, Topology
     from shardrec.modules import (
         DistributedModelParallel,
+        Replicas,
         ReplicatedModel,
-        ShardedEmbeddingBagCollection,
-        ShardedEmbeddingCollection,
+        Servers,
         ShardedModel,
+        annotate_for_dynamo,
         detect_anomaly,
         shard,
     )
-    from shardrec.modules.annotate import annotate_for_dynamo, unannotate
-    from shardrec.pending import (
-        Await,
-        Awaitable,
-        LazyAwaitable,
-        LazyGetItemMixin,
-        LazyNoWait,
-        as_await,
-        as_lazy,
-        awaitable,
-        awaitable_nowait,
-        awaitable_wait,
-        fork,
-        gather,
-        join,
-        wait,
-    )
+    from shardrec.pending import LazyAwaitable, wait
     from shardrec.planner import Constraint, plan
-    from shardrec.scripting import ScriptError, script
-    from shardrec.serve import ExportError
+    from shardrec.scripting import script
     from shardrec.serve.export import export
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AnomalyError",
-    "Await",
-    "Awaitable",
-    "BusyError",
     "CheckpointError",
     "Checkpoints",
     "ConfigError",
@@ -72,42 +52,26 @@ __all__ = [
     "DataError",
     "DistributedModelParallel",
     "DynamicIds",
-    "ExportError",
     "InputError",
     "LazyAwaitable",
-    "LazyGetItemMixin",
-    "LazyNoWait",
     "PeerError",
     "PlanError",
     "QuantizedComms",
+    "Replicas",
     "ReplicatedModel",
-    "ScriptError",
-    "Shard",
-    "ShardedEmbeddingBagCollection",
-    "ShardedEmbeddingCollection",
+    "Servers",
     "ShardedModel",
     "ShardingPlan",
     "ShardrecError",
-    "TableLayout",
     "Topology",
-    "VersionError",
     "annotate_for_dynamo",
-    "as_await",
-    "as_lazy",
-    "awaitable",
-    "awaitable_nowait",
-    "awaitable_wait",
     "detect_anomaly",
     "export",
-    "fork",
-    "gather",
-    "join",
     "load_checkpoint",
     "plan",
     "save_checkpoint",
     "script",
     "shard",
-    "unannotate",
     "wait",
 ]
 
@@ -115,32 +79,44 @@ _NAMES = {
     "checkpoint": "Checkpoints load_checkpoint save_checkpoint",
     "exchange.wire": "QuantizedComms",
     "ids": "DynamicIds",
-    "layout": "Shard ShardingPlan TableLayout Topology",
-    "modules": "DistributedModelParallel ReplicatedModel ShardedEmbeddingBagCollection ShardedEmbeddingCollection "
-    "ShardedModel detect_anomaly shard",
-    "modules.annotate": "annotate_for_dynamo unannotate",
-    "pending": "Await Awaitable LazyAwaitable LazyGetItemMixin LazyNoWait as_await as_lazy awaitable awaitable_nowait "
-    "awaitable_wait fork gather join wait",
+    "layout": "ShardingPlan Topology",
+    "modules": "DistributedModelParallel Replicas ReplicatedModel Servers ShardedModel annotate_for_dynamo "
+    "detect_anomaly shard",
+    "pending": "LazyAwaitable wait",
     "planner": "Constraint plan",
-    "scripting": "ScriptError script",
-    "serve": "ExportError",
+    "scripting": "script",
     "serve.export": "export",
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 
+# Former public names of this package. They go in the release after 0.1.
+_MOVED_NAMES = {
+    "errors": "BusyError VersionError",
+    "layout": "Shard TableLayout",
+    "modules": "ShardedEmbeddingBagCollection ShardedEmbeddingCollection unannotate",
+    "pending": "Await Awaitable LazyGetItemMixin LazyNoWait as_await as_lazy awaitable awaitable_nowait awaitable_wait "
+    "fork gather join",
+    "scripting": "ScriptError",
+    "serve": "ExportError",
+}
+_MOVED = {name: home for home, names in _MOVED_NAMES.items() for name in names.split()}
+
 # The others import fbgemm-gpu or torchrec: a mismatch is to be told before the linker tells it worse.
-_WITHOUT_FBGEMM = {"ids", "layout", "pending", "scripting"}
+_WITHOUT_FBGEMM = {"errors", "ids", "layout", "pending", "scripting"}
 
 
 def __getattr__(name: str) -> Any:
     """Imports the home of a public name, or a subpackage such as ``shardrec.layout``, when it is first asked for."""
-    home = _HOMES.get(name)
+    home = _HOMES.get(name) or _MOVED.get(name)
     if home is not None:
         if home not in _WITHOUT_FBGEMM:
             from shardrec._versions import check_versions
 
             check_versions()
         value = getattr(import_module(f"{__name__}.{home}"), name)
+        if name in _MOVED:
+            warnings.warn(f"shardrec.{name} is now shardrec.{home}.{name}", DeprecationWarning, stacklevel=2)
+            return value  # not kept, so that each place that uses the old name is told
     elif not name.startswith("_") and util.find_spec(f"{__name__}.{name}") is not None:
         value = import_module(f"{__name__}.{name}")
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,17 @@ def test_all_is_sorted_and_listed_by_dir() -> None:
 
 def test_every_lazy_name_is_public() -> None:
     assert set(shardrec._HOMES) <= set(shardrec.__all__)
+    assert not set(shardrec._MOVED) & set(shardrec.__all__)
+    assert len(shardrec.__all__) <= 30
+
+
+@pytest.mark.parametrize(("name", "home"), shardrec._MOVED.items())
+def test_a_moved_name_works_and_says_where_it_is(name: str, home: str) -> None:
+    with pytest.warns(DeprecationWarning, match=rf"^shardrec\.{name} is now shardrec\.{home}\.{name}$") as warned:
+        value = getattr(shardrec, name)
+    assert warned[0].filename == __file__
+    assert value is getattr(import_module(f"shardrec.{home}"), name)
+    assert name not in vars(shardrec), "the next use warns, too"
 
 
 def test_no_submodule_hides_a_function() -> None:
@@ -66,10 +78,10 @@ def test_submodules_are_attributes_and_layout_is_pure() -> None:
 def test_versions_are_checked_before_a_computing_name() -> None:
     code = (
         "import shardrec; from shardrec import _versions\n"
-        "def refuse(): raise shardrec.VersionError('refused')\n"
+        "def refuse(): raise shardrec.errors.VersionError('refused')\n"
         "_versions.check_versions = refuse\n"
         "try: shardrec.shard\n"
-        "except shardrec.VersionError as error: print(error)"
+        "except shardrec.errors.VersionError as error: print(error)"
     )
     assert run(code) == "refused"
 

@@ -46,8 +46,8 @@ def test_compiles_to_is_needed() -> None:
 
 
 def test_compiled_nowait_is_needed() -> None:
-    def run(pending: shardrec.Await[Tensor]) -> Tensor:
-        return shardrec.awaitable_wait(pending) + 1
+    def run(pending: shardrec.pending.Await[Tensor]) -> Tensor:
+        return shardrec.pending.awaitable_wait(pending) + 1
 
     scripted = torch.jit.script(run)
     with pytest.raises(RuntimeError, match="got PyObject"):
@@ -75,15 +75,15 @@ def test_deferred_waits_mean_what_they_say_if_nobody_looks() -> None:
 
 def test_other_waits_are_not_deferred() -> None:
     def run(x: Tensor) -> Tensor:
-        first = shardrec.awaitable_wait(shardrec.awaitable_nowait(x))
-        return first + shardrec.awaitable_wait(torch.jit._awaitable(double, x))
+        first = shardrec.pending.awaitable_wait(shardrec.pending.awaitable_nowait(x))
+        return first + shardrec.pending.awaitable_wait(torch.jit._awaitable(double, x))
 
     assert _torchscript.deferred_waits(torch.jit.script(run).graph) == []
 
 
 def waiting_for_all(x: Tensor) -> Tensor:
-    total = shardrec.wait(shardrec.awaitable(double, x))
-    return total + shardrec.wait(shardrec.fork(double, x)) + shardrec.wait(x)
+    total = shardrec.wait(shardrec.pending.awaitable(double, x))
+    return total + shardrec.wait(shardrec.pending.fork(double, x)) + shardrec.wait(x)
 
 
 def test_one_wait_for_three_kinds_of_values() -> None:
@@ -99,11 +99,11 @@ def test_one_wait_for_three_kinds_of_values() -> None:
 
 
 def only_await(x: Tensor) -> Tensor:
-    return shardrec.wait(shardrec.awaitable(double, x))
+    return shardrec.wait(shardrec.pending.awaitable(double, x))
 
 
 def only_future(x: Tensor) -> Tensor:
-    return shardrec.wait(shardrec.fork(double, x))
+    return shardrec.wait(shardrec.pending.fork(double, x))
 
 
 def test_generic_wait_ends_with_its_block_and_after_errors() -> None:

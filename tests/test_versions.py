@@ -11,8 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from shardrec import VersionError, _versions
+from shardrec import _versions
 from shardrec._versions import MATCHING_SETS, check_extra, check_versions
+from shardrec.errors import VersionError
 
 Install = Callable[..., None]
 

@@ -3,8 +3,8 @@
 The planner prices what plans differ in, the embeddings. To compare numbers of ranks the rest of a step is needed, too:
 the dense part, which does not change with the ranks, the all-reduce of its gradient, and what the collectives cost
 without bytes, which grows with them. Every rank keeps its batch (weak scaling). The ranks may hold several copies of
-the tables (``shardrec.shard(replicas=)``): each copy's ranks exchange among themselves, and the copies are averaged now
-and then.
+the tables (``shardrec.shard(replicas=Replicas(...))``): each copy's ranks exchange among themselves, and the copies are
+averaged now and then.
 """
 
 from __future__ import annotations

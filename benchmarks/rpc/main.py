@@ -28,7 +28,7 @@ import shardrec
 from shardrec.launch.run import run_on_ranks
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.rpc import EmbeddingServer, RpcWorld
-from shardrec.rpc.client import Servers
+from shardrec.rpc.client import Connections
 from shardrec.rpc.messages import Answer, Part, check_parts
 from shardrec.rpc.server import look_up
 
@@ -119,7 +119,7 @@ def client(options: argparse.Namespace, world: RpcWorld, number: int) -> list[di
     with world.joined():
         alone = dist.new_group([number], use_local_synchronization=True)
         layout = plan(options.rows, 1, options.collections)
-        model: Any = shardrec.shard(_bags(options), layout, servers=world.servers, group=alone)
+        model: Any = shardrec.shard(_bags(options), layout, servers=shardrec.Servers(world.servers), group=alone)
         requests = [_request(model, batch(options.rows, options.batch, seed)) for seed in range(16)]
         for turn in range(options.rounds):
             for way, function in WAYS.items():
@@ -149,7 +149,7 @@ def client(options: argparse.Namespace, world: RpcWorld, number: int) -> list[di
 def _request(model: Any, features: KeyedJaggedTensor) -> list[Part]:
     """What a forward asks the server for."""
     found: list[list[Part]] = []
-    servers: Servers = model._collectives.servers
+    servers: Connections = model._collectives.servers
     ask = servers.ask
 
     def note(server: int, function: Any, *args: Any, what: str) -> Any:
@@ -182,7 +182,9 @@ def trainer(options: argparse.Namespace, world: RpcWorld, number: int) -> dict[s
     """Milliseconds of the steps with servers and by collectives, in turn."""
     with world.joined():
         models = {
-            "servers, staleness 0": shardrec.shard(Bags(options.rows), plan(options.rows, 2), servers=world.servers),
+            "servers, staleness 0": shardrec.shard(
+                Bags(options.rows), plan(options.rows, 2), servers=shardrec.Servers(world.servers)
+            ),
             "collectives": shardrec.shard(Bags(options.rows), plan(options.rows, 2)),
         }
         found: dict[str, list[float]] = {way: [] for way in models}

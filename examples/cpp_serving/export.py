@@ -108,8 +108,7 @@ def _save(name: str, model: shardrec.ShardedModel, folder: Path, asked: list[Req
 
 def _train(model: shardrec.ShardedModel) -> None:
     """A few steps towards a click that a user's and an item's number decide."""
-    dense = [one for one in model.parameters() if not hasattr(one, "_in_backward_optimizers")]
-    optimizer = torch.optim.Adam(dense, lr=0.01)
+    optimizer = torch.optim.Adam(model.dense_parameters(), lr=0.01)
     for batch in requests([64] * STEPS, seed=1):
         clicks = (batch.dense.sum(dim=1) > 0).to(torch.float32)
         loss = torch.nn.functional.binary_cross_entropy_with_logits(model(batch.dense, batch.features), clicks)

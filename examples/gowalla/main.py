@@ -143,7 +143,8 @@ class Trainer:
         self._world_size = world_size
         model = make_model(dataset, settings)
         plan = make_plan(model, settings)
-        self.model = shardrec.shard(model, plan, device="cpu", servers=servers, staleness=settings.staleness)
+        remote = None if servers is None else shardrec.Servers(servers, staleness=settings.staleness)
+        self.model = shardrec.shard(model, plan, device="cpu", servers=remote)
         self._graph = Graph(dataset.train, neighbor_weight=settings.neighbor_weight)
         self.sampler = BatchSampler(
             self._graph,

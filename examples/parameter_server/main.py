@@ -45,8 +45,7 @@ def make_plan() -> ShardingPlan:
 
 def train(model: shardrec.ShardedModel, trainer: int, steps: int) -> list[float]:
     """Losses of this trainer's batches."""
-    dense_part = [one for one in model.parameters() if not hasattr(one, "_in_backward_optimizers")]
-    optimizer = torch.optim.Adagrad(dense_part, lr=0.01)
+    optimizer = torch.optim.Adagrad(model.dense_parameters(), lr=0.01)
     losses = []
     for step in range(steps):
         dense, features, labels = batch(step, trainer)
@@ -62,7 +61,7 @@ def compare(place: Place, store: str, steps: int) -> tuple[list[float], list[flo
     """On one of two trainers: its losses with servers, and by collectives."""
     world = RpcWorld(open_store(store), trainers=2, servers=SERVERS, name=f"trainer{place.rank}")
     with world.joined():
-        remote = train(shardrec.shard(build(), make_plan(), servers=world.servers), place.rank, steps)
+        remote = train(shardrec.shard(build(), make_plan(), servers=shardrec.Servers(world.servers)), place.rank, steps)
         dist.barrier()
         world.end()
     local = train(shardrec.shard(build(), make_plan()), place.rank, steps)

@@ -1,19 +1,26 @@
 """Sharded modules, and ``shard`` which makes them out of a model."""
 
+from shardrec.modules.annotate import annotate_for_dynamo, unannotate
 from shardrec.modules.anomaly import detect_anomaly
 from shardrec.modules.bags import ShardedEmbeddingBagCollection
 from shardrec.modules.convert import shard
 from shardrec.modules.drop_in import DistributedModelParallel
 from shardrec.modules.model import ShardedModel
+from shardrec.modules.replicas import Replicas
 from shardrec.modules.replicated_model import ReplicatedModel
 from shardrec.modules.sequences import ShardedEmbeddingCollection
+from shardrec.modules.servers import Servers
 
 __all__ = [
     "DistributedModelParallel",
+    "Replicas",
     "ReplicatedModel",
+    "Servers",
     "ShardedEmbeddingBagCollection",
     "ShardedEmbeddingCollection",
     "ShardedModel",
+    "annotate_for_dynamo",
     "detect_anomaly",
     "shard",
+    "unannotate",
 ]

@@ -36,10 +36,12 @@ from shardrec.modules.dynamic import (
     refuse_remappers,
     without_managed_collision,
 )
+from shardrec.modules.former import records_of
 from shardrec.modules.model import ShardedModel
-from shardrec.modules.replicas import ReplicaOptions, make_groups
+from shardrec.modules.replicas import Replicas, make_groups
 from shardrec.modules.replicated_model import ReplicatedModel
 from shardrec.modules.sequences import ShardedEmbeddingCollection
+from shardrec.modules.servers import Servers
 from shardrec.modules.ties import refuse_ties
 from shardrec.pending import Awaitable, LazyAwaitable
 
@@ -60,23 +62,20 @@ def shard(
     comms: QuantizedComms | None = None,
     output_dtype: torch.dtype = torch.float32,
     transport: Transport | None = None,
-    replicas: int | None = None,
-    sync_every: int = 1,
-    sync_optimizer: bool = True,
+    replicas: Replicas | None = None,
     dense: DenseWrap | DenseOptions = "ddp",
     on_bad_id: OnBadId | Mapping[str, OnBadId] = "error",
     dynamic_ids: Mapping[str, DynamicIds] | None = None,
-    servers: Sequence[str | Sequence[str]] | None = None,
-    staleness: int = 0,
-    timeout_s: float = 60.0,
+    servers: Servers | None = None,
+    **former: Any,
 ) -> ShardedModel:
     """Shard the embedding collections of a model, and have the gradients of the rest averaged over the ranks.
 
     Inside a process group every rank calls this with the same model and plan. Without one, the model runs sharded on
     one rank.
 
-    With ``replicas=R`` the W ranks hold R copies of the tables (2-D parallelism): each run of W / R neighbouring ranks
-    shards one among itself, and every ``sync_every`` training steps the copies are averaged; see
+    With ``replicas=Replicas(R)`` the W ranks hold R copies of the tables (2-D parallelism): each run of W / R
+    neighbouring ranks shards one among itself, and every ``sync_every`` training steps the copies are averaged; see
     :class:`shardrec.ReplicatedModel`.
 
     Args:
@@ -94,15 +93,14 @@ def shard(
         transport: ``"auto"``: ranks with tables on the CPU that share a host exchange through shared memory;
             ``"group"``: through the process group, as between hosts. Default: the environment variable
             ``SHARDREC_TRANSPORT``, or else ``auto``.
-        replicas: number of copies of the tables, a divisor of the number of ranks; the result is then a
-            :class:`shardrec.ReplicatedModel`, for ``replicas=1`` too. Default: one copy.
-        sync_every: training steps between two averagings of the copies.
-        sync_optimizer: average the states of the fused optimizers with the tables.
+        replicas: copies of the tables, as a :class:`shardrec.Replicas`; the result is then a
+            :class:`shardrec.ReplicatedModel`, for ``Replicas(1)`` too. Default: one copy.
         dense: ``"ddp"``: every rank has the dense part, whose gradients are averaged at the end of each backward as
             DistributedDataParallel does it, whatever takes part in the loss; ``"fsdp"``: it is in FSDP2
             (``fully_shard``), which shards its parameters, too, while replicated tables stay whole; ``"none"``: its
             gradients are not averaged. A dict is ``"ddp"`` with options of DistributedDataParallel's: ``bucket_cap_mb``
             (25), the MiB of an all-reduce, and ``broadcast_buffers`` (True), rank 0's buffers before each forward.
+            ``{"use_orig_params": True}``, FSDP's option, is ``"fsdp"``: FSDP2 always keeps the model's own parameters.
         on_bad_id: what is done with an id outside ``[0, num_embeddings)``, for all features or by feature.
             ``"error"``: every rank raises InputError. ``"zero"``: it is looked up as a row of zeros, which takes no
             gradient; a pooled bag is as if the id were not in it, also where the mean divides by the number of ids (as
@@ -111,10 +109,9 @@ def shard(
         dynamic_ids: tables whose rows are given to raw 64-bit ids as they come, by name, and how. Their
             ``num_embeddings`` is the number of rows (docs/dynamic_ids.md). They take the place of TorchRec's managed
             collision, where the tables have that.
-        servers: names of the embedding servers that hold the tables, one for each rank of the plan; for serving, each
-            may be the names of its replicas (docs/rpc.md). Default: the ranks of the group hold the tables.
-        staleness: updates that ``backward()`` may leave under way at the servers.
-        timeout_s: seconds that a server may take to answer.
+        servers: embedding servers that hold the tables, as a :class:`shardrec.Servers`. Default: the ranks of the group
+            hold them.
+        former: ``sync_every``, ``sync_optimizer``, ``staleness`` and ``timeout_s``, which are now the records'.
 
     Returns:
         The sharded model, which has the attributes and the state_dict keys of ``model``.
@@ -125,6 +122,7 @@ def shard(
             another parameter, or parametrized; if several ranks would each map ids to rows in their own way (managed
             collision, pruning); if the replicas do not divide the ranks, or the ranks ask for different ones.
     """
+    replicas, servers = records_of(replicas, servers, former)
     target = default_device(model, group) if device is None else torch.device(device)
     collectives = collectives_of(group)
     collections = collections_of(model)
@@ -141,13 +139,14 @@ def shard(
     if isinstance(plan, TorchRecPlan):
         from shardrec.planner import from_torchrec
 
-        holders = collectives.world_size // (replicas or 1) if servers is None else len(servers)
+        copies = 1 if replicas is None else max(1, replicas.count)
+        holders = collectives.world_size // copies if servers is None else len(servers.names)
         plan = from_torchrec(plan, Topology.of_world(holders), table_shapes(model))
     if servers is not None:
         without = (comms, replicas, transport, dynamic_ids or None)
         if any(value is not None for value in without) or output_dtype is not torch.float32:
             raise ConfigError(
-                f"servers={servers!r} go with none of comms, replicas, transport, dynamic_ids and output_dtype; leave "
+                f"servers={servers} go with none of comms, replicas, transport, dynamic_ids and output_dtype; leave "
                 "these out"
             )
         # The package is built on this one; it is loaded for those alone who have servers.
@@ -160,24 +159,23 @@ def shard(
             dedup=dedup,
             dense=dense,
             on_bad_id=on_bad_id,
-            staleness=staleness,
-            timeout_s=timeout_s,
         )
         return remote
     policies = policies_of(on_bad_id, (feature for one in collections.values() for feature in features_of(one)))
     raw = without_managed_collision(model, dynamic_ids or {})
     refuse_remappers(model, raw, collectives.world_size)
     world = StepContext(collectives, target)
-    options = _agreed_options(replicas, sync_every, sync_optimizer, world)
-    size = collectives.world_size // options.replicas
+    _agree_on_replicas(replicas, world)
+    copies = 1 if replicas is None else replicas.count
+    size = collectives.world_size // copies
     if plan is None:
         from shardrec.planner import plan as make_plan
 
         limits = constraints_of(dynamic_ids or {})
         plan = make_plan(model, Topology.of_world(size), device=target, constraints=limits, dedup=dedup)
-    tables, faults = dynamic_tables(model, plan, dynamic_ids or {}, options.replicas)
-    agree_on_plan(plan, _plan_faults(plan, model, options, collectives.world_size) or faults, world)
-    groups = make_groups(group, options.replicas, target)
+    tables, faults = dynamic_tables(model, plan, dynamic_ids or {}, copies)
+    agree_on_plan(plan, _plan_faults(plan, model, copies, collectives.world_size) or faults, world)
+    groups = make_groups(group, copies, target)
     if target.type == "cpu":
         keep_large_blocks()
     alone = groups.inside is None
@@ -198,7 +196,7 @@ def shard(
     everyone = (group or dist.group.WORLD) if collectives.world_size > 1 else None
     if replicas is None:
         return ShardedModel(model, plan, context, everyone, dense=dense)
-    return ReplicatedModel(model, plan, context, everyone, groups=groups, options=options, dense=dense)
+    return ReplicatedModel(model, plan, context, everyone, groups=groups, options=replicas, dense=dense)
 
 
 def features_of(collection: Collection) -> list[str]:
@@ -206,17 +204,10 @@ def features_of(collection: Collection) -> list[str]:
     return [feature for config in configs_of(collection) for feature in config.feature_names]
 
 
-def _agreed_options(
-    replicas: int | None, sync_every: int, sync_optimizer: bool, context: StepContext
-) -> ReplicaOptions:
-    """The options, if they are sound and the same on every rank; else raises on every rank: none may go on to wait."""
-    options = ReplicaOptions(
-        replicas=1 if replicas is None else replicas, sync_every=sync_every, sync_optimizer=sync_optimizer
-    )
-    faults = options.faults(context.collectives.world_size)
-    if replicas is None and sync_every != 1:
-        faults.append(f"sync_every={sync_every} without replicas; say how many copies of the tables there are")
-    words = f"replicas={replicas}, sync_every={sync_every}, sync_optimizer={sync_optimizer}"
+def _agree_on_replicas(replicas: Replicas | None, context: StepContext) -> None:
+    """Raise on every rank if the replicas of any are unsound, or differ from another's: none may go on to wait."""
+    faults = [] if replicas is None else replicas.faults(context.collectives.world_size)
+    words = f"replicas={replicas}"
     theirs, numbers = exchange_faults(faults, checksum(words), context)
     if any(theirs):
         own = "; ".join(faults)
@@ -224,7 +215,6 @@ def _agreed_options(
     if any(number != numbers[0] for number in numbers):
         lines = [f"rank {rank}: {text}" for rank, text in enumerate(context.all_gather_text(words))]
         raise ConfigError("the ranks ask for different replicas; give all of them the same:\n  " + "\n  ".join(lines))
-    return options
 
 
 def exchange_faults(faults: Sequence[str], number: int, context: StepContext) -> tuple[list[str], list[int]]:
@@ -238,11 +228,11 @@ def exchange_faults(faults: Sequence[str], number: int, context: StepContext) ->
     return texts, received[:, 0].tolist()
 
 
-def _plan_faults(plan: ShardingPlan, model: nn.Module, options: ReplicaOptions, world_size: int) -> tuple[str, ...]:
-    size = world_size // options.replicas
-    if plan.world_size != size and options.replicas > 1:
+def _plan_faults(plan: ShardingPlan, model: nn.Module, copies: int, world_size: int) -> tuple[str, ...]:
+    size = world_size // copies
+    if plan.world_size != size and copies > 1:
         return (
-            f"the plan is for {plan.world_size} ranks and each of the {options.replicas} replicas has {size} of the "
+            f"the plan is for {plan.world_size} ranks and each of the {copies} replicas has {size} of the "
             f"process group's {world_size}; plan for {size}, with "
             f"shardrec.plan(model, shardrec.Topology(ranks_per_host={size}))",
         )

@@ -67,12 +67,15 @@ DenseWrap = Literal["ddp", "fsdp", "none"]
 
 
 class DenseOptions(TypedDict, total=False):
-    """Those of DistributedDataParallel's options that mean something here."""
+    """Options of DistributedDataParallel, or FSDP's option ``use_orig_params`` by itself, which chooses FSDP2."""
 
     bucket_cap_mb: float
     """Size of an all-reduce in MiB; a parameter of at least this size has one of its own. Default: 25."""
     broadcast_buffers: bool
     """Whether each forward begins with rank 0's buffers on every rank. Default: True."""
+    use_orig_params: bool
+    """Must be True, and the only option. FSDP1 needs it to keep a model's own parameters in place of flat ones. FSDP2
+    has no flat parameters, so ``{"use_orig_params": True}`` is the same as ``"fsdp"``."""
 
 
 _NOT_NEEDED = {
@@ -100,6 +103,18 @@ def dense_options(dense: DenseWrap | DenseOptions) -> tuple[DenseWrap, DenseOpti
     for name in dense:
         if name not in DenseOptions.__annotations__:
             raise ConfigError(f"dense has {name!r}, but takes {known}: {_NOT_NEEDED.get(name, 'leave it out')}")
+    if "use_orig_params" in dense:
+        if dense["use_orig_params"] is not True:
+            raise ConfigError(
+                f"use_orig_params of dense is {dense['use_orig_params']!r}, but FSDP2 has no flat parameters; give "
+                "True, or dense='fsdp'"
+            )
+        if len(dense) > 1:
+            ddp = ", ".join(repr(name) for name in dense if name != "use_orig_params")
+            raise ConfigError(
+                f"dense has 'use_orig_params', of FSDP, beside {ddp}, of DistributedDataParallel: give one"
+            )
+        return "fsdp", {}
     size = dense.get("bucket_cap_mb", _CAP_MB)
     if isinstance(size, bool) or not isinstance(size, (int, float)) or not size > 0:
         raise ConfigError(f"bucket_cap_mb of dense is {size!r}; give a number of MiB above 0")

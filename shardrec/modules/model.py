@@ -32,7 +32,7 @@ from shardrec.layout import ShardingPlan
 from shardrec.modules.annotate import annotate_for_dynamo
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.compiled import compiled_step, leaves
-from shardrec.modules.dense import DenseOptions, DenseReducer, DenseWrap, average_dense
+from shardrec.modules.dense import DenseOptions, DenseReducer, DenseWrap, average_dense, dense_options
 from shardrec.modules.optim import FusedOptimizers
 from shardrec.modules.recorded import recorded_call
 
@@ -107,6 +107,21 @@ class ShardedModel(nn.Module):
             self.made_fused_optimizer = FusedOptimizers(self._sharded, names)
         return self.made_fused_optimizer
 
+    def dense_parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters that an ordinary optimizer trains: all but those which an optimizer in backward updates.
+
+        For ``torch.optim.Adam(model.dense_parameters())``: the dense part, and tables without an optimizer in backward.
+        """
+        fused = {
+            id(parameter)
+            for collection in self._sharded
+            for name in collection.fused_optimizers()
+            for parameter in collection.tables()[name].parameters()
+        }
+        for parameter in self.parameters():
+            if id(parameter) not in fused and not hasattr(parameter, "_in_backward_optimizers"):
+                yield parameter
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate the dense part's gradients without averaging them, as DistributedDataParallel.no_sync does.
@@ -128,7 +143,11 @@ class ShardedModel(nn.Module):
         Raises:
             ConfigError: for a model with servers, replicas or FSDP2, whose parts are not this process's to copy.
         """
-        if type(self) is not ShardedModel or self.servers or (self._dense == "fsdp" and self.group is not None):
+        if (
+            type(self) is not ShardedModel
+            or self.servers
+            or (dense_options(self._dense)[0] == "fsdp" and self.group is not None)
+        ):
             raise ConfigError(
                 f"this {type(self).__name__} cannot be copied: tables on servers, replicas, FSDP2 and served tables "
                 "have parts that are not its own; shard another model and load this one's state_dict into it"

@@ -16,7 +16,7 @@ The idea is that of local SGD (Stich, 2019) on the sharded part alone; TorchRec'
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 
 import torch
@@ -31,7 +31,7 @@ from shardrec.exchange.transport import timeout_s
 __all__ = [
     "Averager",
     "ReplicaGroups",
-    "ReplicaOptions",
+    "Replicas",
     "make_groups",
     "replica_ranks",
     "stream_buckets",
@@ -42,34 +42,35 @@ BUCKET_BYTES = 64 * 2**20
 """Size of one all-reduce: large enough for the network's full rate, small beside the tables."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReplicaOptions:
-    """How many copies of the tables there are, and how often they are averaged.
+@dataclass(frozen=True)
+class Replicas:
+    """The argument ``replicas`` of :func:`shardrec.shard`: how many copies of the tables, and when they are averaged.
 
     Args:
-        replicas: number of copies R.
-        sync_every: training steps k between two averagings.
-        sync_optimizer: average the states of the fused optimizers, too.
+        count: number of copies R, a divisor of the number of ranks.
+        sync_every: training steps between two averagings of the copies.
+        sync_optimizer: average the states of the fused optimizers with the tables.
     """
 
-    replicas: int = 1
+    count: int
+    _: KW_ONLY
     sync_every: int = 1
     sync_optimizer: bool = True
 
     def faults(self, world_size: int) -> list[str]:
         """What is wrong with the options for so many ranks, one sentence each; not raised here, but by all ranks."""
-        found = []
-        if self.replicas < 1:
-            found.append(f"replicas={self.replicas}; there is at least one copy of the tables: give 1 or more")
-        elif world_size % self.replicas:
+        faults = []
+        if self.count < 1:
+            faults.append(f"Replicas({self.count}); there is at least one copy of the tables: give 1 or more")
+        elif world_size % self.count:
             fitting = [count for count in range(1, world_size + 1) if world_size % count == 0]
-            found.append(
-                f"replicas={self.replicas} cannot share {world_size} rank(s) evenly; give a divisor of {world_size} "
+            faults.append(
+                f"Replicas({self.count}) cannot share {world_size} rank(s) evenly; give a divisor of {world_size} "
                 f"({', '.join(map(str, fitting))}), or start another number of ranks"
             )
         if self.sync_every < 1:
-            found.append(f"sync_every={self.sync_every}; replicas are averaged after 1 step or more: give 1 or more")
-        return found
+            faults.append(f"sync_every={self.sync_every}; replicas are averaged after 1 step or more: give 1 or more")
+        return faults
 
 
 def replica_ranks(world_size: int, replicas: int) -> tuple[tuple[int, ...], ...]:

@@ -33,7 +33,7 @@ from shardrec.exchange.queue import ModelContext
 from shardrec.layout import ShardingPlan
 from shardrec.modules.dense import DenseOptions, DenseWrap
 from shardrec.modules.model import ShardedModel
-from shardrec.modules.replicas import Averager, ReplicaGroups, ReplicaOptions
+from shardrec.modules.replicas import Averager, ReplicaGroups, Replicas
 
 __all__ = ["ReplicatedModel"]
 
@@ -73,7 +73,7 @@ class ReplicatedModel(ShardedModel):
         group: dist.ProcessGroup | None,
         *,
         groups: ReplicaGroups,
-        options: ReplicaOptions,
+        options: Replicas,
         dense: DenseWrap | DenseOptions = "ddp",
     ) -> None:
         super().__init__(module, plan, context, group, dense=dense)

@@ -215,7 +215,7 @@ class LazyAwaitable(Awaitable[W], Operators, metaclass=_LazyAwaitableMeta):
         """A future's value, lazily awaited.
 
         Args:
-            future: of an RPC (``rpc_async``), of ``shardrec.fork``, or made by hand.
+            future: of an RPC (``rpc_async``), of ``shardrec.pending.fork``, or made by hand.
 
         Returns:
             Acts as the future's value. Its first use waits, and raises what the future was completed with.

@@ -46,8 +46,8 @@ fork.__code__ = _forking.__code__
 def join(future: Future[W]) -> W:
     """The value of a future: of ``fork``, of an RPC, or made by hand. Also inside TorchScript.
 
-    Blocks until it is there. ``shardrec.wait`` does the same for any pending value, and ``shardrec.as_lazy(future)``
-    is a ``LazyAwaitable`` that joins at its first use.
+    Blocks until it is there. ``shardrec.wait`` does the same for any pending value, and
+    ``shardrec.pending.as_lazy(future)`` is a ``LazyAwaitable`` that joins at its first use.
 
     Raises:
         Exception: what the forked function raised.

@@ -25,11 +25,11 @@ def wait(pending: Any) -> Any:
     """The value behind a pending one; anything else is returned as it is.
 
     In code that ``shardrec.script`` compiles it takes all of these, too, and says where to wait. In code that
-    ``torch.jit.script`` compiles it takes an ``Await``; use ``shardrec.join`` for a ``Future`` there.
+    ``torch.jit.script`` compiles it takes an ``Await``; use ``shardrec.pending.join`` for a ``Future`` there.
 
     Args:
-        pending: an ``Awaitable`` or ``LazyAwaitable``, a ``Future`` (an RPC, ``shardrec.fork``), the ``Await`` that a
-            scripted module returns, or a plain value. Containers are not searched.
+        pending: an ``Awaitable`` or ``LazyAwaitable``, a ``Future`` (an RPC, ``shardrec.pending.fork``), the ``Await``
+            that a scripted module returns, or a plain value. Containers are not searched.
 
     Returns:
         The value; not searched for further pending ones.

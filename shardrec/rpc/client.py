@@ -9,35 +9,23 @@ from typing import Any
 
 from torch.distributed import rpc
 
-from shardrec.errors import BusyError, ConfigError, PeerError
+from shardrec.errors import BusyError, PeerError
+from shardrec.modules.servers import Servers
 from shardrec.pending import Awaitable
 from shardrec.rpc.messages import unwrapped
 from shardrec.rpc.server import call
 
-__all__ = ["Answers", "Servers"]
+__all__ = ["Answers", "Connections"]
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 
 
-class Servers:
-    """The servers of a plan, each with the replicas that stand for it.
+class Connections:
+    """The servers of a plan, each with the replicas that stand for it, as this process calls them."""
 
-    Args:
-        names: per rank of the plan, the RPC name of its server, or the names of read-only replicas of it.
-        timeout_s: of a call, in seconds.
-
-    Raises:
-        ConfigError: for no servers, or a name that comes twice.
-    """
-
-    def __init__(self, names: Sequence[str | Sequence[str]], timeout_s: float) -> None:
-        self.names = tuple((one,) if isinstance(one, str) else tuple(one) for one in names)
-        every = [name for replicas in self.names for name in replicas]
-        if not every or len(set(every)) != len(every) or not all(self.names):
-            raise ConfigError(f"servers={names!r}; give the RPC name of a server for each rank of the plan, each once")
-        if timeout_s <= 0:
-            raise ConfigError(f"timeout_s={timeout_s}; give a number of seconds above 0")
-        self.timeout_s = timeout_s
+    def __init__(self, servers: Servers) -> None:
+        self.names = servers.of_ranks()
+        self.timeout_s = servers.timeout_s
         self._turn = count()
 
     def __len__(self) -> int:

@@ -173,8 +173,8 @@ class RemoteCollection(ShardedCollection):
 class RemoteEmbeddingBagCollection(RemoteCollection, ShardedEmbeddingBagCollection):
     """An EmbeddingBagCollection whose tables are on embedding servers.
 
-    Takes and returns what :class:`shardrec.ShardedEmbeddingBagCollection` does: one lookup per server forward, for all
-    the model's collections whose inputs are ready together, and one update per server in backward.
+    Takes and returns what :class:`shardrec.modules.ShardedEmbeddingBagCollection` does: one lookup per server forward,
+    for all the model's collections whose inputs are ready together, and one update per server in backward.
     :func:`shardrec.shard` with ``servers`` makes it.
     """
 
@@ -186,7 +186,7 @@ class RemoteEmbeddingBagCollection(RemoteCollection, ShardedEmbeddingBagCollecti
 class RemoteEmbeddingCollection(RemoteCollection, ShardedEmbeddingCollection):
     """An EmbeddingCollection whose tables are on embedding servers.
 
-    Takes and returns what :class:`shardrec.ShardedEmbeddingCollection` does; see
+    Takes and returns what :class:`shardrec.modules.ShardedEmbeddingCollection` does; see
     :class:`RemoteEmbeddingBagCollection`.
     """
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from shardrec.exchange.collectives import Collectives, Later, Pending, Streams, joined
 from shardrec.lookup.optimizers import FusedOptimizer
-from shardrec.rpc.client import Answers, Servers
+from shardrec.rpc.client import Answers, Connections
 from shardrec.rpc.messages import Part
 from shardrec.rpc.server import look_up, push
 
@@ -50,7 +50,7 @@ class RemoteCollectives(Collectives):
         rates: the learning rate of each fused optimizer, in the order in which the servers know them.
     """
 
-    def __init__(self, trainers: Collectives, servers: Servers, *, staleness: int) -> None:
+    def __init__(self, trainers: Collectives, servers: Connections, *, staleness: int) -> None:
         self.rank = trainers.rank
         self.world_size = trainers.world_size + len(servers)
         self.trainers = trainers

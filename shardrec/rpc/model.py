@@ -26,7 +26,8 @@ from shardrec.layout.discover import collections_of, remappers_of, table_shapes
 from shardrec.modules.convert import agree_on_plan, exchange_faults, features_of, with_sharded
 from shardrec.modules.dense import DenseOptions, DenseWrap
 from shardrec.modules.model import ShardedModel
-from shardrec.rpc.client import Servers
+from shardrec.modules.servers import Servers
+from shardrec.rpc.client import Connections
 from shardrec.rpc.collections import RemoteCollection, RemoteEmbeddingBagCollection, RemoteEmbeddingCollection
 from shardrec.rpc.collectives import RemoteCollectives
 from shardrec.rpc.server import fused_optimizers_of
@@ -85,32 +86,28 @@ class RemoteModel(ShardedModel):
 def shard_over_servers(
     model: nn.Module,
     plan: ShardingPlan | None,
-    names: Sequence[str | Sequence[str]],
+    servers: Servers,
     *,
     device: torch.device,
     group: dist.ProcessGroup | None,
     dedup: bool,
     dense: DenseWrap | DenseOptions,
     on_bad_id: OnBadId | Mapping[str, OnBadId],
-    staleness: int,
-    timeout_s: float,
 ) -> RemoteModel:
     """:func:`shardrec.shard` with servers, on a trainer whose RPC agent is up."""
-    if staleness < 0:
-        raise ConfigError(f"staleness={staleness}; give the number of steps that tables may be behind, 0 or more")
     trainers = collectives_of(group)
-    servers = Servers(names, timeout_s)
+    connections = Connections(servers)
     if plan is None:
         from shardrec.planner import plan as make_plan
 
         # Servers have their tables on the CPU.
-        plan = make_plan(model, Topology.of_world(len(servers)), device="cpu", dedup=dedup)
+        plan = make_plan(model, Topology.of_world(len(connections)), device="cpu", dedup=dedup)
     collections = collections_of(model)
-    collectives = RemoteCollectives(trainers, servers, staleness=staleness)
+    collectives = RemoteCollectives(trainers, connections, staleness=servers.staleness)
     context = ModelContext(collectives, device)
     context.gradients_are_reduced = trainers.world_size == 1  # nothing to reduce
     context.on_bad_id = policies_of(on_bad_id, (name for one in collections.values() for name in features_of(one)))
-    agree_on_plan(plan, _faults(plan, model, servers), context)
+    agree_on_plan(plan, _faults(plan, model, len(connections)), context)
     _, sessions = exchange_faults([], secrets.randbits(32), context)
     collectives.session = sessions[0]
     shifted = _after(plan, trainers.world_size)
@@ -130,7 +127,7 @@ def shard_over_servers(
     model = with_sharded(model, dict(replaced), device)
     everyone = (group or dist.group.WORLD) if trainers.world_size > 1 else None
     remote = RemoteModel(model, plan, context, everyone, dense=dense)
-    remote._collectives, remote.servers = collectives, len(servers)
+    remote._collectives, remote.servers = collectives, len(connections)
     return remote
 
 
@@ -143,11 +140,11 @@ def _after(plan: ShardingPlan, trainers: int) -> ShardingPlan:
     return ShardingPlan(topology=Topology(ranks_per_host=plan.world_size + trainers), tables=tables)
 
 
-def _faults(plan: ShardingPlan, model: nn.Module, servers: Servers) -> Sequence[str]:
+def _faults(plan: ShardingPlan, model: nn.Module, servers: int) -> Sequence[str]:
     faults: list[str] = []
-    if plan.world_size != len(servers):
+    if plan.world_size != servers:
         faults.append(
-            f"the plan is for {plan.world_size} ranks and there are {len(servers)} servers; plan for as many as there "
+            f"the plan is for {plan.world_size} ranks and there are {servers} servers; plan for as many as there "
             "are, with shardrec.plan(model, shardrec.Topology(ranks_per_host=...))"
         )
     if remappers_of(model):

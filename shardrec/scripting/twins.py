@@ -43,8 +43,8 @@ class HasScriptedTwin(Protocol):
     Its ``scripted_twin()`` gives the module to script in its place:
 
     - one whose ``forward`` is annotated ``-> Await[T]``, where the module itself returns a ``LazyAwaitable[T]``: it
-      issues its communication and returns ``shardrec.awaitable(finish, ...)``. Other code sees ``T``, and waits for it
-      at its first use;
+      issues its communication and returns ``shardrec.pending.awaitable(finish, ...)``. Other code sees ``T``, and
+      waits for it at its first use;
     - one with any other ``forward``, which takes the module's place as it is.
 
     It takes and returns what the module does, holds the very parameters and buffers of the module, and is made anew at

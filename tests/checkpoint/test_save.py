@@ -85,7 +85,7 @@ def train(model: ShardedModel, optimizer: torch.optim.Optimizer, steps: range) -
 
 
 def dense_optimizer(model: ShardedModel) -> torch.optim.Optimizer:
-    return torch.optim.Adam([p for p in model.parameters() if not hasattr(p, "_in_backward_optimizers")], lr=0.01)
+    return torch.optim.Adam(model.dense_parameters(), lr=0.01)
 
 
 def save_run(path: Path, kind: str, name: str) -> list[float]:

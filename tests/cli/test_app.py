@@ -95,7 +95,7 @@ def test_doctor_fails_with_the_remedy_when_versions_do_not_match(monkeypatch: py
     from shardrec import _versions
 
     def refuse() -> None:
-        raise shardrec.VersionError("found torch 1.0; install torch==2.13.0")
+        raise shardrec.errors.VersionError("found torch 1.0; install torch==2.13.0")
 
     monkeypatch.setattr(_versions, "check_versions", refuse)
     shown = CliRunner().invoke(app, ["doctor"])
@@ -115,7 +115,7 @@ def test_doctor_without_the_device_that_is_asked_for() -> None:
 def test_doctor_refuses_the_cpu_build_of_fbgemm_on_a_gpu() -> None:
     if torch._C._dispatch_has_kernel_for_dispatch_key("fbgemm::permute_2D_sparse_data", "CUDA"):
         pytest.skip("fbgemm-gpu is the build for CUDA here")
-    with pytest.raises(shardrec.VersionError, match="the build for the CPU, which has no CUDA kernel: uninstall"):
+    with pytest.raises(shardrec.errors.VersionError, match="build for the CPU, which has no CUDA kernel: uninstall"):
         selftest.fbgemm_build(torch.device("cuda"))
 
 

@@ -52,12 +52,12 @@ def test_annotating_twice_is_annotating_once_and_the_mode_can_change() -> None:
 
 def test_unannotate_undoes_it_all_and_nothing_else() -> None:
     model = make("towers", None)
-    shardrec.unannotate(model)
+    shardrec.modules.unannotate(model)
     assert marks(model) == {}
     before = {name: dict(vars(module)) for name, module in model.named_modules()}
     model.before._is_fsdp_managed_module = True  # type: ignore[assignment]  # as FSDP does
     shardrec.annotate_for_dynamo(model, mode="traced")
-    shardrec.unannotate(model)
+    shardrec.modules.unannotate(model)
     after = {name: dict(vars(module)) for name, module in model.named_modules()}
     assert after["module.before"].pop("_is_fsdp_managed_module") is True
     assert before.keys() == after.keys()
@@ -66,7 +66,7 @@ def test_unannotate_undoes_it_all_and_nothing_else() -> None:
 
 def test_ignored_modules_stay_as_they_are() -> None:
     model = make("towers", None)
-    shardrec.unannotate(model)
+    shardrec.modules.unannotate(model)
     shardrec.annotate_for_dynamo(model, ignored_modules=[model.one], mode="traced")
     assert {name.split(".")[1] for name in marks(model)} == {"two"}
 

@@ -190,7 +190,7 @@ def fsdp_differing() -> list[dict[str, int]]:
             self.words = nn.EmbeddingBag(9, DIM, mode="sum")  # FSDP2 takes no sparse gradient
 
     torch.manual_seed(0)
-    reference, model = Dense(), shard(Dense(), plan_of(dist.get_world_size()), dense="fsdp")
+    reference, model = Dense(), shard(Dense(), plan_of(dist.get_world_size()), dense={"use_orig_params": True})
     assert isinstance(model.bottom.weight, DTensor)
     return train_beside(model, reference, model)
 
@@ -480,7 +480,9 @@ def test_no_executor_needs_a_wrapper(executor: str) -> None:
     ("dense", "words"),
     [
         ({"find_unused_parameters": True}, "'find_unused_parameters', but takes 'bucket_cap_mb', .* need no option"),
-        ({"bucket_mb": 3}, "'bucket_mb', but takes 'bucket_cap_mb', 'broadcast_buffers': leave it out"),
+        ({"bucket_mb": 3}, "'bucket_mb', but takes 'bucket_cap_mb', .*'use_orig_params': leave it out"),
+        ({"use_orig_params": False}, "use_orig_params of dense is False, but FSDP2 has no flat .*give True"),
+        ({"use_orig_params": True, "bucket_cap_mb": 3}, "'use_orig_params', of FSDP, beside 'bucket_cap_mb'"),
         ({"bucket_cap_mb": 0}, "bucket_cap_mb of dense is 0; give a number of MiB above 0"),
         ("both", "dense is 'both'; give one of 'ddp', 'fsdp', 'none', or a dict of options"),
     ],

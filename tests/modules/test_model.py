@@ -19,7 +19,7 @@ from shardrec import export, serve
 from shardrec.checkpoint import Checkpoints, load_checkpoint, save_checkpoint
 from shardrec.errors import ConfigError
 from shardrec.layout import Topology
-from shardrec.modules import ShardedModel, shard
+from shardrec.modules import Replicas, ShardedModel, shard
 from tests.batches import joined, random_bags
 from tests.models import (
     ClickModel,
@@ -325,7 +325,7 @@ def test_what_cannot_be_copied() -> None:
     model = shard(click_model(CONFIGS), mixed_plan(1))
     with pytest.raises(ConfigError, match=r"cannot be copied by itself.*copy the model that shardrec\.shard returned"):
         copy.deepcopy(model.module.sparse)
-    replicated = shard(click_model(CONFIGS), mixed_plan(1), replicas=1)
+    replicated = shard(click_model(CONFIGS), mixed_plan(1), replicas=Replicas(1))
     with pytest.raises(ConfigError, match=r"ReplicatedModel cannot be copied.*load this one's state_dict into it"):
         copy.deepcopy(replicated)
 

@@ -19,7 +19,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from shardrec.errors import PeerError
 from shardrec.exchange import peers as peers_module
 from shardrec.layout import ShardingPlan, Topology, cuts
-from shardrec.modules import ReplicatedModel, ShardedModel, shard
+from shardrec.modules import Replicas, ReplicatedModel, ShardedModel, shard
 from tests.batches import random_bags
 from tests.models import ClickModel, click_model, collection, feature_rows, random_configs, table_sizes
 from tests.plans import random_plan
@@ -166,7 +166,7 @@ def lose_one(where: str, how: str, transport: str) -> str:
             plan = ShardingPlan(topology=Topology(ranks_per_host=world_size), tables=tables)
             return shard(model, plan, dense="fsdp" if where == "fsdp" else "ddp")
         if where == "sync":
-            return shard(model, plan_of(1, "sparse"), replicas=world_size, sync_every=100)
+            return shard(model, plan_of(1, "sparse"), replicas=Replicas(world_size, sync_every=100))
         return shard(model, plan_of(world_size, "sparse"))
 
     if where == "start":

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardrec import load_checkpoint, save_checkpoint
 from shardrec.layout import Topology
-from shardrec.modules import ReplicatedModel, ShardedModel, shard
+from shardrec.modules import Replicas, ReplicatedModel, ShardedModel, shard
 from tests.batches import random_bags
 from tests.models import (
     click_model,
@@ -51,8 +51,8 @@ def train_on(model: ShardedModel, optimizer: torch.optim.Optimizer, steps: int, 
     return torch.stack(losses)
 
 
-def dense_adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adam([p for p in model.parameters() if not hasattr(p, "_in_backward_optimizers")], lr=0.02)
+def dense_adam(model: ShardedModel) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.dense_parameters(), lr=0.02)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def dense_adam(model: nn.Module) -> torch.optim.Optimizer:
 )
 def test_a_checkpoint_of_drifted_replicas_loads_anywhere(tmp_path: Path, optimizer: str, sync_optimizer: bool) -> None:
     def save_main() -> tuple[Tensor, dict[str, Tensor]]:
-        model = checkpoint_model(optimizer, 2, replicas=2, sync_every=9, sync_optimizer=sync_optimizer)
+        model = checkpoint_model(optimizer, 2, replicas=Replicas(2, sync_every=9, sync_optimizer=sync_optimizer))
         assert isinstance(model, ReplicatedModel)
         adam = dense_adam(model)
         train_on(model, adam, 2, seed=1)
@@ -100,7 +100,12 @@ def test_a_checkpoint_of_drifted_replicas_loads_anywhere(tmp_path: Path, optimiz
         return model
 
     expected, tables = ranks(4, save_main)[0]
-    for world, size, kwargs in ((1, 1, {}), (2, 2, {}), (4, 1, {"replicas": 4}), (4, 2, {"replicas": 2})):
+    for world, size, kwargs in (
+        (1, 1, {}),
+        (2, 2, {}),
+        (4, 1, {"replicas": Replicas(4)}),
+        (4, 2, {"replicas": Replicas(2)}),
+    ):
         for losses, alike in ranks(world, load_main, size, **kwargs):
             assert alike
             torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
@@ -110,7 +115,7 @@ def test_a_state_dict_is_saved_once_per_shard(tmp_path: Path) -> None:
     """torch.distributed.checkpoint over all the ranks, as users call it themselves."""
 
     def rank_main() -> None:
-        model = checkpoint_model("adagrad", 2, replicas=2, sync_every=9)
+        model = checkpoint_model("adagrad", 2, replicas=Replicas(2, sync_every=9))
         assert isinstance(model, ReplicatedModel)
         train_on(model, dense_adam(model), 2, seed=dist.get_rank() // 2)
         model.sync_replicas()

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from shardrec.errors import ConfigError, InputError, PeerError, PlanError
 from shardrec.layout import Topology
-from shardrec.modules import shard
-from shardrec.modules.replicas import ReplicaOptions
+from shardrec.modules import Replicas, shard
 from tests.batches import Bags, joined
 from tests.models import (
     ClickModel,
@@ -40,13 +39,16 @@ def build(plan_ranks: int | None = 2, **kwargs: Any) -> None:
 
 
 MISFITS: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"replicas": 3}, ConfigError, r"replicas=3 cannot share 4 rank\(s\) evenly; give a divisor of 4 \(1, 2, 4\)"),
-    ({"replicas": 3, "plan_ranks": None}, ConfigError, "replicas=3 cannot share"),
-    ({"replicas": 0}, ConfigError, "replicas=0; there is at least one copy"),
-    ({"replicas": 2, "sync_every": 0}, ConfigError, "sync_every=0; replicas are averaged after 1 step or more"),
-    ({"sync_every": 2, "plan_ranks": 4}, ConfigError, "sync_every=2 without replicas"),
     (
-        {"replicas": 2, "plan_ranks": 4},
+        {"replicas": Replicas(3)},
+        ConfigError,
+        r"Replicas\(3\) cannot share 4 rank\(s\) evenly; give a divisor of 4 \(1, 2, 4\)",
+    ),
+    ({"replicas": Replicas(3), "plan_ranks": None}, ConfigError, r"Replicas\(3\) cannot share"),
+    ({"replicas": Replicas(0)}, ConfigError, r"Replicas\(0\); there is at least one copy"),
+    ({"replicas": Replicas(2, sync_every=0)}, ConfigError, "sync_every=0; replicas are averaged after 1 step or more"),
+    (
+        {"replicas": Replicas(2), "plan_ranks": 4},
         PlanError,
         r"plan is for 4 ranks and each of the 2 replicas has 2 .* plan for 2, with .*Topology\(ranks_per_host=2\)",
     ),
@@ -61,8 +63,8 @@ def test_options_that_do_not_fit() -> None:
             with pytest.raises(error, match=words):
                 build(**kwargs)
             with pytest.raises(error, match=f"rank 3: .*{words}" if dist.get_rank() != 3 else words):
-                build(**(kwargs if dist.get_rank() == 3 else {"replicas": 2}))
-        build(replicas=2)
+                build(**(kwargs if dist.get_rank() == 3 else {"replicas": Replicas(2)}))
+        build(replicas=Replicas(2))
 
     ranks(4, rank_main)
 
@@ -70,16 +72,17 @@ def test_options_that_do_not_fit() -> None:
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_ranks_that_ask_for_different_replicas(replicas: int) -> None:
     odd: list[tuple[dict[str, Any], str]] = [
-        ({"replicas": 4, "plan_ranks": 1}, "rank 2: replicas=4, sync_every=1"),
-        ({"replicas": replicas, "sync_every": 5}, "rank 2: .* sync_every=5"),
-        ({"replicas": replicas, "sync_optimizer": False}, "rank 2: .* sync_optimizer=False"),
+        ({"replicas": Replicas(4), "plan_ranks": 1}, r"rank 2: replicas=Replicas\(count=4, sync_every=1"),
+        ({"replicas": Replicas(replicas, sync_every=5)}, "rank 2: .* sync_every=5"),
+        ({"replicas": Replicas(replicas, sync_optimizer=False)}, "rank 2: .* sync_optimizer=False"),
         ({"plan_ranks": 4}, "rank 2: replicas=None"),
     ]
+    asked = {"replicas": Replicas(replicas), "plan_ranks": 4 // replicas}
 
     def rank_main() -> None:
         for kwargs, words in odd:
             with pytest.raises(ConfigError, match="the ranks ask for different replicas.*\n.*\n.*\n  " + words):
-                build(**(kwargs if dist.get_rank() == 2 else {"replicas": replicas, "plan_ranks": 4 // replicas}))
+                build(**(kwargs if dist.get_rank() == 2 else asked))
 
     ranks(4, rank_main)
 
@@ -88,14 +91,14 @@ def test_plans_that_differ_between_replicas() -> None:
     def rank_main() -> None:
         inside = random_plan(Random(dist.get_rank() // 3), SIZES, Topology(ranks_per_host=2))
         with pytest.raises(PlanError, match=r"the plan of rank\(s\) 3 differs"):
-            shard(click_model(CONFIGS), inside, replicas=2)
+            shard(click_model(CONFIGS), inside, replicas=Replicas(2))
 
     ranks(4, rank_main)
 
 
 def test_the_default_plan_is_for_a_replica() -> None:
     def rank_main() -> tuple[int, int]:
-        topology = shard(click_model(CONFIGS), replicas=2).plan.topology
+        topology = shard(click_model(CONFIGS), replicas=Replicas(2)).plan.topology
         return topology.hosts, topology.ranks_per_host
 
     assert ranks(4, rank_main, hosts=2) == [(1, 2)] * 4
@@ -103,8 +106,8 @@ def test_the_default_plan_is_for_a_replica() -> None:
 
 
 def test_options_name_every_fault() -> None:
-    assert len(ReplicaOptions(replicas=3, sync_every=-1).faults(4)) == 2
-    assert ReplicaOptions(replicas=2, sync_every=7).faults(4) == []
+    assert len(Replicas(3, sync_every=-1).faults(4)) == 2
+    assert Replicas(2, sync_every=7).faults(4) == []
 
 
 def spoiled(bags: Bags) -> Bags:
@@ -118,7 +121,7 @@ def test_a_bad_batch_fails_in_every_replica(accumulating: bool) -> None:
 
     def rank_main() -> list[tuple[tuple[int, ...], str]]:
         rank, found = dist.get_rank(), []
-        model = replicated(click_model(CONFIGS), mixed_plan(2), replicas=2)
+        model = replicated(click_model(CONFIGS), mixed_plan(2), replicas=Replicas(2))
         reference = click_model(CONFIGS)
         steps = Steps(ROWS)
 
@@ -167,7 +170,9 @@ class FailsLate(ClickModel):
 
 def test_an_error_after_the_last_header() -> None:
     def rank_main() -> str:
-        model = replicated(FailsLate(collection(CONFIGS, optimizers="sgd"), pooled=32), mixed_plan(2), replicas=2)
+        model = replicated(
+            FailsLate(collection(CONFIGS, optimizers="sgd"), pooled=32), mixed_plan(2), replicas=Replicas(2)
+        )
         bags, dense, _ = Steps(ROWS).draw()
         batch = dense[:3], bags[0].kjt()
         model(*batch).sum().backward()
@@ -186,7 +191,7 @@ def test_ranks_in_different_steps() -> None:
     """A replica that left out a batch, or is inside no_sync while others are not, is told before any waits."""
 
     def rank_main() -> str:
-        model = replicated(click_model(CONFIGS), mixed_plan(2), replicas=2, sync_every=9)
+        model = replicated(click_model(CONFIGS), mixed_plan(2), replicas=Replicas(2, sync_every=9))
         bags, dense, _ = Steps(ROWS).draw()
         accumulate = dist.get_rank() >= 2
         with (
@@ -205,7 +210,7 @@ def test_a_rank_that_is_gone() -> None:
     """Its replica and its peers notice; as they end, those notice who waited for them. No one needs the timeout."""
 
     def rank_main() -> None:
-        model = replicated(click_model(CONFIGS), mixed_plan(2), replicas=2)
+        model = replicated(click_model(CONFIGS), mixed_plan(2), replicas=Replicas(2))
         bags, dense, _ = Steps(ROWS).draw()
         for step in range(4):
             if step == 2 and dist.get_rank() == 1:

@@ -16,7 +16,7 @@ from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from shardrec.layout import ShardingPlan, Topology, cuts
-from shardrec.modules import ReplicatedModel, ShardedModel, shard
+from shardrec.modules import Replicas, ReplicatedModel, ShardedModel, shard
 from shardrec.modules.replicas import Averager, make_groups, replica_ranks, stream_buckets
 from tests.batches import Bags, joined, random_bags
 from tests.collective_counts import CountCollectives
@@ -54,7 +54,7 @@ def test_sgd_is_the_unsharded_model_on_the_global_batch(replicas: int) -> None:
             inside = mixed_plan(size) if not seed else None
             if inside is None:
                 inside = random_plan(rng, table_sizes(configs, "sparse"), Topology(ranks_per_host=size))
-            model = replicated(click_model(configs), inside, replicas=replicas)
+            model = replicated(click_model(configs), inside, replicas=Replicas(replicas))
             reference = click_model(configs)
             optimizers = [torch.optim.Adam(dense_parameters(one), lr=0.05) for one in (model, reference)]
             steps = Steps(feature_rows(configs), seed)
@@ -81,7 +81,7 @@ def test_tables_with_an_ordinary_optimizer() -> None:
     """They are updated after backward, which the sync at the next forward waits for."""
 
     def rank_main() -> None:
-        model = replicated(click_model(CONFIGS, optimizer="none"), mixed_plan(2), replicas=2)
+        model = replicated(click_model(CONFIGS, optimizer="none"), mixed_plan(2), replicas=Replicas(2))
         reference = click_model(CONFIGS, optimizer="none")
         optimizers = [torch.optim.SGD(one.parameters(), lr=0.5) for one in (model, reference)]
         steps = Steps(ROWS)
@@ -143,9 +143,7 @@ def test_copies_drift_and_meet_every_third_step(optimizer: str, sync_optimizer: 
         model = replicated(
             collection(CONFIGS, optimizers=optimizer),
             random_plan(Random(5), table_sizes(CONFIGS), Topology(ranks_per_host=2)),
-            replicas=2,
-            sync_every=3,
-            sync_optimizer=sync_optimizer,
+            replicas=Replicas(2, sync_every=3, sync_optimizer=sync_optimizer),
         )
         twins, steps = Twins(optimizer, 2), Steps(ROWS)
         equal = []
@@ -191,7 +189,7 @@ def test_sequence_collections() -> None:
         module = EmbeddingCollection(tables=configs)
         apply_optimizer_in_backward(torch.optim.Adagrad, module.parameters(), {"lr": 0.1})
         cut = ShardingPlan(topology=Topology(ranks_per_host=2), tables=(cuts.row_wise("s", 9, 8, ranks=[1, 0]),))
-        model = replicated(module, cut, replicas=2, sync_every=2)
+        model = replicated(module, cut, replicas=Replicas(2, sync_every=2))
         equal = []
         for bags in (Steps({"a": 9}, seed).bags() for seed in range(3)):
             rows = model(bags[dist.get_rank()].kjt())["a"].values()
@@ -204,7 +202,7 @@ def test_sequence_collections() -> None:
 
 def test_accumulated_forwards_are_one_step_and_evaluations_none() -> None:
     def rank_main() -> None:
-        model = replicated(click_model(CONFIGS), mixed_plan(2), replicas=2, sync_every=2)
+        model = replicated(click_model(CONFIGS), mixed_plan(2), replicas=Replicas(2, sync_every=2))
         steps = Steps(ROWS)
 
         def micro() -> None:
@@ -243,7 +241,7 @@ def test_accumulated_forwards_are_one_step_and_evaluations_none() -> None:
 def test_first_values_are_those_of_replica_0() -> None:
     def rank_main() -> None:
         seed = dist.get_rank() // 2
-        model = replicated(click_model(CONFIGS, seed=seed), mixed_plan(2), replicas=2)
+        model = replicated(click_model(CONFIGS, seed=seed), mixed_plan(2), replicas=Replicas(2))
         assert copies_are_equal(model)
         assert_tables_equal(model.module, click_model(CONFIGS, seed=0), "first values")
 
@@ -298,9 +296,7 @@ def test_collectives_of_a_step(optimizer: str, sync_optimizer: bool) -> None:
         model = replicated(
             collection([*CONFIGS], optimizers=optimizer),
             random_plan(Random(5), table_sizes(CONFIGS), Topology(ranks_per_host=2)),
-            replicas=2,
-            sync_every=2,
-            sync_optimizer=sync_optimizer,
+            replicas=Replicas(2, sync_every=2, sync_optimizer=sync_optimizer),
         )
         assert any(True for _ in model._weights(frozen=False))
         steps = Steps(ROWS)
@@ -329,7 +325,7 @@ def test_replicas_are_neighbouring_ranks(world: int, replicas: int) -> None:
 
 
 def test_one_rank_alone_is_one_replica() -> None:
-    model = replicated(click_model(CONFIGS), mixed_plan(1), replicas=1, sync_every=2)
+    model = replicated(click_model(CONFIGS), mixed_plan(1), replicas=Replicas(1, sync_every=2))
     for _ in range(3):
         model(torch.randn(2, 3), random_bags(Random(0), ROWS, 2).kjt()).sum().backward()
     model.sync_replicas()
@@ -348,7 +344,7 @@ def test_in_a_part_of_the_world() -> None:
         assert groups.replica == dist.get_rank() - 1
         assert dist.get_process_group_ranks(groups.peers) == [1, 2]
         assert groups.peers._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=37)
-        model = replicated(click_model(CONFIGS), mixed_plan(1), group=part, replicas=2)
+        model = replicated(click_model(CONFIGS), mixed_plan(1), group=part, replicas=Replicas(2))
         reference = click_model(CONFIGS)
         rng = Random(0)
         for _ in range(2):

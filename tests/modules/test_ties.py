@@ -88,7 +88,7 @@ def test_a_collection_in_two_places_stays_one() -> None:
     model.again = model.bags
     sharded = shard(model).module
     assert sharded.again is sharded.bags
-    assert isinstance(sharded.bags, shardrec.ShardedEmbeddingBagCollection)
+    assert isinstance(sharded.bags, shardrec.modules.ShardedEmbeddingBagCollection)
 
 
 def test_a_parametrized_table_is_refused_by_name() -> None:

@@ -183,7 +183,7 @@ def check(case: Case) -> None:
         source,
         case.plan(source),
         comms=shardrec.QuantizedComms(output="fp16", gradient="bf16") if case.comms else None,
-        replicas=case.replicas,
+        replicas=case.replicas and shardrec.Replicas(case.replicas),
         dedup=case.dedup,
     )
     # Of tables with an optimizer in backward no gradient is there for this one.

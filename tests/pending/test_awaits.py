@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 import shardrec
-from shardrec import Await, awaitable_nowait, awaitable_wait
-from shardrec.pending import LazyAwaitable, LazyNoWait, NoWait
+from shardrec.pending import Await, LazyAwaitable, LazyNoWait, NoWait, awaitable_nowait, awaitable_wait
 from tests.pending.counted import Counted, CountedPlain
 
 pytestmark = pytest.mark.filterwarnings(r"ignore:`torch.jit:DeprecationWarning")
@@ -51,7 +50,7 @@ def double(x: Tensor) -> Tensor:
 
 
 def delayed(x: Tensor) -> Await[Tensor]:
-    return shardrec.awaitable(double, x)
+    return shardrec.pending.awaitable(double, x)
 
 
 X = torch.tensor([1.0, -2.0])
@@ -60,9 +59,9 @@ X = torch.tensor([1.0, -2.0])
 @modes
 def test_waited_for_inside(mode: Any) -> None:
     def run(x: Tensor) -> Tensor:
-        pending = shardrec.awaitable(double, x)
+        pending = shardrec.pending.awaitable(double, x)
         again = delayed(x)
-        return shardrec.awaitable_wait(pending) + shardrec.wait(again) + shardrec.wait(pending)
+        return shardrec.pending.awaitable_wait(pending) + shardrec.wait(again) + shardrec.wait(pending)
 
     assert torch.equal(mode(run)(X), 6 * X)
 
@@ -86,14 +85,14 @@ def test_eager_mode_takes_what_torchscript_has_no_type_for() -> None:
         def __init__(self) -> None:
             self.inside = {1, 2}
 
-    pending = shardrec.awaitable(lambda odd, more: odd.inside | more, Odd(), {3})
+    pending = shardrec.pending.awaitable(lambda odd, more: odd.inside | more, Odd(), {3})
     assert awaitable_wait(pending) == {1, 2, 3}
     assert pending.__len__() == 3
 
 
 def test_runs_once_and_only_when_waited_for() -> None:
     calls = []
-    pending = shardrec.awaitable(calls.append, 1)
+    pending = shardrec.pending.awaitable(calls.append, 1)
     assert calls == []
     awaitable_wait(pending)
     awaitable_wait(pending)
@@ -105,7 +104,7 @@ def test_nowait(mode: Any) -> None:
     def run(x: Tensor, whether: bool) -> Await[Tensor]:
         if whether:
             return delayed(x)
-        return shardrec.awaitable_nowait(x)
+        return shardrec.pending.awaitable_nowait(x)
 
     assert torch.equal(awaitable_wait(mode(run)(X, True)), 2 * X)
     assert torch.equal(awaitable_wait(mode(run)(X, False)), X)
@@ -138,7 +137,7 @@ def test_class_as_argument_and_as_value() -> None:
         return Pair(pair.right, pair.left - pair.right)
 
     def run(x: Tensor) -> Tensor:
-        pending = shardrec.awaitable(swap, Pair(x, 3 * x))
+        pending = shardrec.pending.awaitable(swap, Pair(x, 3 * x))
         # Attributes and methods wait by themselves.
         return pending.left + pending.total() + shardrec.wait(pending).right
 
@@ -149,7 +148,7 @@ def test_class_as_argument_and_as_value() -> None:
 @modes
 def test_nested(mode: Any) -> None:
     def later(x: Tensor) -> Await[Await[Tensor]]:
-        return shardrec.awaitable(delayed, x)
+        return shardrec.pending.awaitable(delayed, x)
 
     def run(x: Tensor) -> Tensor:
         return shardrec.wait(shardrec.wait(later(x)))
@@ -164,12 +163,12 @@ def test_tuples_lists_and_dicts(mode: Any) -> None:
         return x * by, [x, x], {"x": x}
 
     def run(x: Tensor) -> Tensor:
-        pending = shardrec.awaitable(parts, x, 5)
+        pending = shardrec.pending.awaitable(parts, x, 5)
         first, many, named = shardrec.wait(pending)
         return first + many[1] + named["x"]
 
     def several(x: Tensor) -> tuple[Await[Tensor], list[Await[Tensor]], dict[str, Await[Tensor]]]:
-        return delayed(x), [delayed(x), shardrec.awaitable_nowait(x)], {"x": delayed(x)}
+        return delayed(x), [delayed(x), shardrec.pending.awaitable_nowait(x)], {"x": delayed(x)}
 
     assert torch.equal(mode(run)(X), 7 * X)
     first, many, named = mode(several)(X)
@@ -182,8 +181,8 @@ def test_several_arguments_defaults_and_names(mode: Any) -> None:
         return x * by + plus
 
     def run(x: Tensor) -> Tensor:
-        one = shardrec.awaitable(weigh, x, 2.0)
-        two = shardrec.awaitable(weigh, x, 2.0, 3)
+        one = shardrec.pending.awaitable(weigh, x, 2.0)
+        two = shardrec.pending.awaitable(weigh, x, 2.0, 3)
         return shardrec.wait(one) + shardrec.wait(two)
 
     assert torch.equal(mode(run)(X), 4 * X + 4)
@@ -199,7 +198,7 @@ def test_methods_of_modules() -> None:
             return x * self.weight
 
         def forward(self, x: Tensor) -> Tensor:
-            return shardrec.wait(shardrec.awaitable(self.later, x))
+            return shardrec.wait(shardrec.pending.awaitable(self.later, x))
 
     model = Model()
     for run in (model, compiled(model), reloaded(model)):
@@ -225,7 +224,7 @@ def test_errors_come_out_of_the_wait() -> None:
         return x
 
     def run(x: Tensor) -> Tensor:
-        pending = shardrec.awaitable(refuse, x)
+        pending = shardrec.pending.awaitable(refuse, x)
         return shardrec.wait(pending)
 
     for mode in (as_is, compiled):
@@ -234,29 +233,29 @@ def test_errors_come_out_of_the_wait() -> None:
 
 
 def test_to_lazy() -> None:
-    lazy = shardrec.as_lazy(compiled(delayed)(X))
+    lazy = shardrec.pending.as_lazy(compiled(delayed)(X))
     assert isinstance(lazy, LazyAwaitable)
     assert not lazy.done()
     assert torch.equal(lazy + 1, 2 * X + 1)
     assert torch.equal(lazy, lazy.wait())
-    assert shardrec.as_lazy(lazy) is lazy
+    assert shardrec.pending.as_lazy(lazy) is lazy
     assert lazy.done()
 
 
 @pytest.mark.parametrize("pending", [3, NoWait(3), LazyNoWait(3), CountedPlain(3), Counted(3), awaitable_nowait(3)])
 def test_to_lazy_and_to_await_from_everything(pending: Any) -> None:
-    assert shardrec.as_lazy(pending) + 1 == 4
-    assert awaitable_wait(shardrec.as_await(pending)) == 3
+    assert shardrec.pending.as_lazy(pending) + 1 == 4
+    assert awaitable_wait(shardrec.pending.as_await(pending)) == 3
 
 
 def test_to_await_waits_once_and_late() -> None:
     lazy = Counted(X)
-    pending = shardrec.as_await(lazy)
+    pending = shardrec.pending.as_await(lazy)
     assert lazy.waits == 0
     assert torch.equal(awaitable_wait(pending), X)
     assert torch.equal(awaitable_wait(pending), X)
     assert lazy.waits == 1
-    assert shardrec.as_await(pending) is pending
+    assert shardrec.pending.as_await(pending) is pending
 
 
 def test_to_await_keeps_the_error() -> None:
@@ -265,7 +264,7 @@ def test_to_await_keeps_the_error() -> None:
 
     lazy: LazyAwaitable[int] = LazyNoWait(1).then(lambda _: fail())
     with pytest.raises(ValueError, match="broken"):
-        awaitable_wait(shardrec.as_await(lazy))
+        awaitable_wait(shardrec.pending.as_await(lazy))
 
 
 def test_compiled_code_takes_an_await_of_what_is_there() -> None:
@@ -275,18 +274,18 @@ def test_compiled_code_takes_an_await_of_what_is_there() -> None:
     scripted = compiled(use)
     lazy = Counted(X)
     lazy.wait()
-    assert torch.equal(scripted(shardrec.as_await(lazy), shardrec.as_await({"x": X})), 2 * X)
+    assert torch.equal(scripted(shardrec.pending.as_await(lazy), shardrec.pending.as_await({"x": X})), 2 * X)
     with pytest.raises(RuntimeError, match="PyObject"):
-        scripted(shardrec.as_await(Counted(X)), shardrec.as_await({"x": X}))
+        scripted(shardrec.pending.as_await(Counted(X)), shardrec.pending.as_await({"x": X}))
 
 
 @modes
 def test_fork_and_join(mode: Any) -> None:
     def run(x: Tensor) -> Tensor:
-        futures = [shardrec.fork(double, x), shardrec.fork(double, 10 * x)]
+        futures = [shardrec.pending.fork(double, x), shardrec.pending.fork(double, 10 * x)]
         total = x
         for future in futures:
-            total = total + shardrec.join(future)
+            total = total + shardrec.pending.join(future)
         return total
 
     assert torch.equal(mode(run)(X), 23 * X)
@@ -295,17 +294,17 @@ def test_fork_and_join(mode: Any) -> None:
 def test_futures_are_awaitables() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        forked = shardrec.fork(double, X)
+        forked = shardrec.pending.fork(double, X)
     assert torch.equal(shardrec.wait(forked), 2 * X)
-    assert torch.equal(shardrec.as_lazy(forked) + 1, 2 * X + 1)
-    assert torch.equal(awaitable_wait(shardrec.as_await(forked)), 2 * X)
+    assert torch.equal(shardrec.pending.as_lazy(forked) + 1, 2 * X + 1)
+    assert torch.equal(awaitable_wait(shardrec.pending.as_await(forked)), 2 * X)
     future: Future[int] = Future()
-    lazy = shardrec.as_lazy(future)
+    lazy = shardrec.pending.as_lazy(future)
     assert not lazy.done()
     future.set_result(5)
     assert lazy.done()
     assert lazy == 5
-    assert shardrec.join(future) == 5
+    assert shardrec.pending.join(future) == 5
 
 
 def scaled(x: Tensor, by: float = 1.0) -> Tensor:
@@ -314,7 +313,7 @@ def scaled(x: Tensor, by: float = 1.0) -> Tensor:
 
 def test_keywords_are_bound_in_eager_mode_too() -> None:
     def program(x: Tensor) -> Tensor:
-        return shardrec.awaitable_wait(shardrec.awaitable(scaled, x, by=3.0))
+        return shardrec.pending.awaitable_wait(shardrec.pending.awaitable(scaled, x, by=3.0))
 
     given = torch.ones(2)
     assert torch.equal(program(given), 3 * given)
@@ -323,9 +322,9 @@ def test_keywords_are_bound_in_eager_mode_too() -> None:
 
 
 def test_an_eager_await_is_one_and_acts_as_its_value() -> None:
-    pending: Any = shardrec.awaitable(scaled, torch.arange(3.0), 2.0)
-    assert isinstance(pending, shardrec.Await)
-    assert not isinstance(3, shardrec.Await)
+    pending: Any = shardrec.pending.awaitable(scaled, torch.arange(3.0), 2.0)
+    assert isinstance(pending, shardrec.pending.Await)
+    assert not isinstance(3, shardrec.pending.Await)
     assert (pending + 1).tolist() == (1 + pending).tolist() == [1, 3, 5]
     assert pending[1] == 2
     assert len(pending) == 3
@@ -341,9 +340,9 @@ def test_an_eager_await_that_failed_keeps_its_error() -> None:
         calls.append(x)
         raise ValueError("no value")
 
-    pending: Any = shardrec.awaitable(failing, 3)
+    pending: Any = shardrec.pending.awaitable(failing, 3)
     errors = []
-    for use in (shardrec.wait, shardrec.awaitable_wait, lambda one: one + 1, lambda one: one.real):
+    for use in (shardrec.wait, shardrec.pending.awaitable_wait, lambda one: one + 1, lambda one: one.real):
         with pytest.raises(ValueError, match="no value") as caught:
             use(pending)
         errors.append(caught.value)
@@ -354,9 +353,9 @@ def test_an_eager_await_that_failed_keeps_its_error() -> None:
 def test_an_eager_fork_of_what_is_lazy() -> None:
     """torch keeps values that TorchScript has types for; one that is lazy is kept as it is."""
     counted = Counted(torch.ones(2))
-    future = shardrec.fork(lambda: counted)
+    future = shardrec.pending.fork(lambda: counted)
     assert counted.waits == 0, "it is on its way already"
-    assert (shardrec.join(future) + 1).tolist() == [2, 2]
-    assert shardrec.join(shardrec.fork(scaled, torch.ones(2), by=2.0)).tolist() == [2, 2]
+    assert (shardrec.pending.join(future) + 1).tolist() == [2, 2]
+    assert shardrec.pending.join(shardrec.pending.fork(scaled, torch.ones(2), by=2.0)).tolist() == [2, 2]
     with pytest.raises(ZeroDivisionError):
-        shardrec.fork(lambda: 1 // 0)
+        shardrec.pending.fork(lambda: 1 // 0)

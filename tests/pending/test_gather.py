@@ -40,7 +40,9 @@ def test_then_of_an_awaitable_that_is_not_lazy() -> None:
 def test_gather_waits_for_none_before_its_first_use_and_for_each_once() -> None:
     pending = Counted(1)
     future: Future[int] = Future()
-    gathered = shardrec.gather(pending, future, shardrec.fork(torch.neg, torch.ones(1)), shardrec.as_await(4), 5)
+    gathered = shardrec.pending.gather(
+        pending, future, shardrec.pending.fork(torch.neg, torch.ones(1)), shardrec.pending.as_await(4), 5
+    )
     assert not gathered.done()
     assert pending.waits == 0
     future.set_result(2)
@@ -48,7 +50,7 @@ def test_gather_waits_for_none_before_its_first_use_and_for_each_once() -> None:
     assert (first, second, float(third), fourth, fifth) == (1, 2, -1.0, 4, 5)
     assert gathered.wait() is gathered.wait()
     assert pending.waits == 1
-    assert shardrec.gather().wait() == []
+    assert shardrec.pending.gather().wait() == []
 
 
 def test_gather_raises_the_first_error() -> None:
@@ -56,4 +58,4 @@ def test_gather_raises_the_first_error() -> None:
     for number, future in enumerate(futures):
         future.set_exception(ValueError(f"error {number}"))
     with pytest.raises(ValueError, match="error 0"):
-        shardrec.gather(*futures).wait()
+        shardrec.pending.gather(*futures).wait()

@@ -13,18 +13,18 @@ import shardrec
 from shardrec.layout import ShardingPlan
 from shardrec.pending import NoWait
 from shardrec.rpc import EmbeddingServer, RemoteModel
-from shardrec.rpc.client import Servers
+from shardrec.rpc.client import Connections
 from shardrec.rpc.messages import unwrapped
 from shardrec.rpc.server import look_up, push, take_rows
 
 __all__ = ["DirectServers", "served"]
 
 
-class DirectServers(Servers):
-    """As :class:`Servers`, of servers in this process."""
+class DirectServers(Connections):
+    """As :class:`Connections`, of servers in this process."""
 
     def __init__(self, servers: Sequence[EmbeddingServer]) -> None:
-        super().__init__([f"server{one.rank}" for one in servers], timeout_s=5.0)
+        super().__init__(shardrec.Servers([f"server{one.rank}" for one in servers], timeout_s=5.0))
         self.local = list(servers)
         for one in servers:
             one.between.call = self._tell_another
@@ -65,8 +65,8 @@ def served(
     servers = [EmbeddingServer(make(), plan, rank, **(options or {})) for rank in range(plan.world_size)]
     direct = DirectServers(servers)
     try:
-        with mock.patch("shardrec.rpc.model.Servers", lambda names, timeout_s: direct):
-            model = shardrec.shard(make(), plan, servers=list(direct.names), **settings)
+        with mock.patch("shardrec.rpc.model.Connections", lambda servers: direct):
+            model = shardrec.shard(make(), plan, servers=shardrec.Servers(direct.names), **settings)
         assert isinstance(model, RemoteModel)
         yield model, direct
     finally:

@@ -115,4 +115,4 @@ def scripted(to: str, x: Tensor) -> Future[Tensor]:
 def scripted_caller(to: str, other: str, x: Tensor) -> Tensor:
     one = rpc.rpc_async(to, _add_two, (x,))
     two = rpc.rpc_async(other, _add_two, (x,))
-    return shardrec.join(one) + shardrec.join(two)
+    return shardrec.pending.join(one) + shardrec.pending.join(two)

@@ -88,8 +88,7 @@ def batch(rank: int, step: int) -> KeyedJaggedTensor:
 
 def train(model: Any, rank: int, steps: range) -> list[float]:
     """Losses of some steps; the learning rates of the tables change on the way."""
-    own = [one for one in model.parameters() if not hasattr(one, "_in_backward_optimizers")]
-    optimizer = torch.optim.SGD(own, 0.1)
+    optimizer = torch.optim.SGD(model.dense_parameters(), 0.1)
     losses = []
     for step in steps:
         for group in model.fused_optimizer.param_groups:

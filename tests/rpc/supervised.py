@@ -60,7 +60,7 @@ def _trainer(folder: Path, steps: int) -> None:
     world = RpcWorld(_store(folder), trainers=1, servers=SERVERS, name="trainer0", timeout_s=60.0)
     world.join()
     checkpoints = shardrec.Checkpoints(folder / "checkpoints", keep_last=2)
-    model = shardrec.shard(make_model("adagrad"), make_plan(), servers=SERVERS, timeout_s=30.0)
+    model = shardrec.shard(make_model("adagrad"), make_plan(), servers=shardrec.Servers(SERVERS, timeout_s=30.0))
     checkpoints.save(0, model)  # a state_dict has no optimizer states, so that it would not take servers back
     (folder / "begun").touch()
     step, lost, saved, back, found = 0, 0, 0, False, None

@@ -101,12 +101,12 @@ def test_a_server_behind_a_reference_and_pending_values(tmp_path: Any) -> None:
         future = rpc.rpc_async("server1", forms.by_hand, args=(x,))
         lazy = shardrec.LazyAwaitable.from_future(future)
         local: Future[Tensor] = Future()
-        total = shardrec.gather(lazy, shardrec.fork(torch.neg, x), lazy.then(torch.sum), local, 5)
+        total = shardrec.pending.gather(lazy, shardrec.pending.fork(torch.neg, x), lazy.then(torch.sum), local, 5)
         early = total.done()
         local.set_result(x)
-        failing = shardrec.as_lazy(rpc.rpc_async("server1", forms.fails, args=(x,)))
+        failing = shardrec.pending.as_lazy(rpc.rpc_async("server1", forms.fails, args=(x,)))
         with pytest.raises(ValueError, match="the row is not here"):
-            shardrec.gather(x, failing).wait()
+            shardrec.pending.gather(x, failing).wait()
         return [answers, refused, early, [shardrec.wait(one) for one in total], torch.add(lazy, 1)]
 
     answers, refused, early, gathered, added = ranks(3, lambda: _world(str(tmp_path / "store"), work))[0]

@@ -32,8 +32,9 @@ def _server(rank: int) -> EmbeddingServer:
     return EmbeddingServer(make_model("adagrad"), make_plan(), rank)
 
 
-def _shard(world: RpcWorld, group: Any, **options: Any) -> Any:
-    return shardrec.shard(make_model("adagrad"), make_plan(), servers=world.servers, group=group, **options)
+def _shard(world: RpcWorld, group: Any, *, timeout_s: float = 60.0, **options: Any) -> Any:
+    servers = shardrec.Servers(world.servers, timeout_s=timeout_s)
+    return shardrec.shard(make_model("adagrad"), make_plan(), servers=servers, group=group, **options)
 
 
 def test_a_server_that_dies_is_named_at_once(tmp_path: Path) -> None:
@@ -115,7 +116,7 @@ def test_replicas_answer_in_turn_and_one_may_die(tmp_path: Path) -> None:
 
     def trainer(world: RpcWorld, rank: int, group: Any) -> Any:
         plan = _whole_tables()
-        model = shardrec.shard(make_model("sgd", "meta"), plan, servers=[world.servers], group=group)
+        model = shardrec.shard(make_model("sgd", "meta"), plan, servers=shardrec.Servers([world.servers]), group=group)
         local = shardrec.shard(make_model("sgd"), plan, group=group)
         local.top.load_state_dict(model.top.state_dict())
         local.bags.embedding_bags.small.weight.data.copy_(model.bags.embedding_bags.small.weight)

@@ -309,20 +309,20 @@ def test_model_and_servers_must_fit() -> None:
     with served(lambda: make_model("sgd"), plan) as (_, servers):
         from unittest import mock
 
-        with mock.patch("shardrec.rpc.model.Servers", lambda names, timeout_s: servers):
+        with mock.patch("shardrec.rpc.model.Connections", lambda _: servers):
             with pytest.raises(ConfigError, match="server 'server0' has optimizers"):
-                shardrec.shard(make_model("adam"), plan, servers=["server0", "server1"])
+                shardrec.shard(make_model("adam"), plan, servers=shardrec.Servers(["server0", "server1"]))
             other = ShardingPlan(topology=Topology(ranks_per_host=3), tables=plan.tables)
             with pytest.raises(PlanError, match="for 3 ranks and there are 2 servers"):
-                shardrec.shard(make_model("sgd"), other, servers=["server0", "server1"])
+                shardrec.shard(make_model("sgd"), other, servers=shardrec.Servers(["server0", "server1"]))
             with pytest.raises(ConfigError, match="staleness=-1"):
-                shardrec.shard(make_model("sgd"), plan, servers=["server0", "server1"], staleness=-1)
+                shardrec.shard(make_model("sgd"), plan, servers=shardrec.Servers(["server0", "server1"], staleness=-1))
     with pytest.raises(PlanError, match="server 2 is asked for"):
         EmbeddingServer(make_model("sgd"), plan, 2)
     with pytest.raises(ConfigError, match="capacity=0"):
         EmbeddingServer(make_model("sgd"), plan, 0, capacity=0)
     with pytest.raises(ConfigError, match="go with none of"):
-        shardrec.shard(make_model("sgd"), plan, servers=["server0", "server1"], transport="group")
+        shardrec.shard(make_model("sgd"), plan, servers=shardrec.Servers(["server0", "server1"]), transport="group")
 
 
 def test_state_dicts_go_both_ways() -> None:

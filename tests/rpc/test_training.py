@@ -47,7 +47,7 @@ def test_staleness_0_equals_collectives(optimizer: str, steps: int, tmp_path: Pa
         return losses
 
     def trainer(world: RpcWorld, rank: int, group: Any) -> list[float]:
-        model = shardrec.shard(make_model(optimizer), plan, servers=world.servers, group=group)
+        model = shardrec.shard(make_model(optimizer), plan, servers=shardrec.Servers(world.servers), group=group)
         losses = train(model, rank, range(steps // 2))
         shardrec.save_checkpoint(tmp_path / "half", model)
         shardrec.load_checkpoint(tmp_path / "half", model)
@@ -73,7 +73,7 @@ def test_scripted_and_compiled_trainers_equal_the_eager_one(tmp_path: Path) -> N
     def trainer(world: RpcWorld, rank: int, group: Any) -> list[list[float]]:
         found = []
         for way in ("eager", "scripted", "compiled"):
-            model = shardrec.shard(make_model("sgd"), plan, servers=world.servers, group=group)
+            model = shardrec.shard(make_model("sgd"), plan, servers=shardrec.Servers(world.servers), group=group)
             called: Any = model
             if way == "scripted":
                 called = shardrec.script(model)
@@ -100,7 +100,9 @@ def test_staleness_1_sees_all_updates_but_the_last(tmp_path: Path) -> None:
     plan = make_plan()
 
     def trainer(world: RpcWorld, rank: int, group: Any) -> list[tuple[int, int]]:
-        model = shardrec.shard(make_model("sgd"), plan, servers=world.servers, group=group, staleness=1)
+        model = shardrec.shard(
+            make_model("sgd"), plan, servers=shardrec.Servers(world.servers, staleness=1), group=group
+        )
         found = []
         for step in range(6):
             model(batch(0, step)).sum().backward()

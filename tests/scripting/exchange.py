@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 import shardrec
-from shardrec import Await
-from shardrec.pending import LazyAwaitable
+from shardrec.pending import Await, LazyAwaitable
 
 __all__ = ["ColumnEmbedding"]
 
@@ -94,4 +93,4 @@ class ColumnEmbeddingTwin(nn.Module):
         sizes = [ids.numel()] * self.ranks
         arriving = issue(all_rows(self.weight, ids, self.ranks, self.group), sizes, sizes, self.group)
         width = self.ranks * self.weight.size(1)
-        return shardrec.awaitable(finish, arriving, self.ranks, [self.name], [width])
+        return shardrec.pending.awaitable(finish, arriving, self.ranks, [self.name], [width])

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
 import shardrec
-from shardrec import Await
-from shardrec.pending import LazyAwaitable, LazyGetItemMixin
+from shardrec.pending import Await, LazyAwaitable, LazyGetItemMixin, awaitable
 
 __all__ = [
     "BATCH",
@@ -138,17 +137,17 @@ class _Twin(nn.Module):
 
 class BagsTwin(_Twin):
     def forward(self, x: Tensor) -> Await[KeyedTensor]:
-        return shardrec.awaitable(finish_bags, record(x @ self.weight, "issue " + self.name), self.name, self.keys)
+        return awaitable(finish_bags, record(x @ self.weight, "issue " + self.name), self.name, self.keys)
 
 
 class RowsTwin(_Twin):
     def forward(self, x: Tensor) -> Await[dict[str, JaggedTensor]]:
-        return shardrec.awaitable(finish_rows, record(x @ self.weight, "issue " + self.name), self.name, self.keys)
+        return awaitable(finish_rows, record(x @ self.weight, "issue " + self.name), self.name, self.keys)
 
 
 class NumbersTwin(_Twin):
     def forward(self, x: Tensor) -> Await[Tensor]:
-        return shardrec.awaitable(finish_numbers, record(x @ self.weight, "issue " + self.name), self.name, self.keys)
+        return awaitable(finish_numbers, record(x @ self.weight, "issue " + self.name), self.name, self.keys)
 
 
 def batch() -> Tensor:

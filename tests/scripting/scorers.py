@@ -180,7 +180,7 @@ class WithAwaitable(nn.Module):
         return scores * self.times
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
-        pending = shardrec.awaitable(self.head, features)
+        pending = shardrec.pending.awaitable(self.head, features)
         count = features.values().sum()
         scores: Tensor = shardrec.wait(pending) + count
         return scores
@@ -194,7 +194,7 @@ class WithFork(nn.Module):
         self.sparse = sparse
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
-        future = shardrec.fork(self.sparse, features)
+        future = shardrec.pending.fork(self.sparse, features)
         pooled = shardrec.wait(future)
         values: Tensor = pooled.values() * 2
         return values

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import shardrec
-from shardrec import Await, ScriptError
-from shardrec.pending import LazyAwaitable
+from shardrec.pending import Await, LazyAwaitable
+from shardrec.scripting import ScriptError
 from tests.scripting.lookups import Bags, batch
 
 
@@ -114,7 +114,7 @@ def double(x: Tensor) -> Tensor:
 
 
 def waits(x: Tensor) -> Tensor:
-    return shardrec.wait(shardrec.fork(double, x))
+    return shardrec.wait(shardrec.pending.fork(double, x))
 
 
 def test_no_module() -> None:
@@ -137,7 +137,7 @@ class Twinned(nn.Module):
 
 class Unannotated(nn.Module):
     def forward(self, x: Tensor):  # type: ignore[no-untyped-def]
-        return shardrec.awaitable(double, x)
+        return shardrec.pending.awaitable(double, x)
 
 
 class Taken(nn.Module):
@@ -145,12 +145,12 @@ class Taken(nn.Module):
         return x
 
     def forward(self, x: Tensor) -> Await[Tensor]:
-        return shardrec.awaitable(double, x)
+        return shardrec.pending.awaitable(double, x)
 
 
 class Breaking(nn.Module):
     def forward(self, x: Tensor) -> Await[Tensor]:
-        return shardrec.awaitable(break_down, x)
+        return shardrec.pending.awaitable(break_down, x)
 
 
 def break_down(x: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ def break_down(x: Tensor) -> Tensor:
 
 class Unknown(nn.Module):
     def forward(self, x: Tensor) -> Await[NoSuchType]:  # type: ignore[name-defined]  # noqa: F821
-        return shardrec.awaitable(double, x)
+        return shardrec.pending.awaitable(double, x)
 
 
 @pytest.mark.parametrize(

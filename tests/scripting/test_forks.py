@@ -10,6 +10,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 import shardrec
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.modules import shard
+from shardrec.scripting import ScriptError
 from tests.models import collection
 from tests.modules.faults import CONFIGS
 from tests.ranks import ranks
@@ -34,7 +35,7 @@ def batch() -> KeyedJaggedTensor:
 def test_exchanges_in_forks_are_refused(transport: str, portable: bool) -> None:
     def rank_main() -> None:
         model = shard(TwoForks(collection(CONFIGS), collection(CONFIGS)), plan(2, "one", "two"), transport=transport)
-        with pytest.raises(shardrec.ScriptError, match=r"called inside of a fork:\n(.|\n)*scorers.py(.|\n)*without"):
+        with pytest.raises(ScriptError, match=r"called inside of a fork:\n(.|\n)*scorers.py(.|\n)*without"):
             shardrec.script(model, portable=portable)
         dist.barrier()
         assert torch.equal(model(batch()), model(batch())), "eager forks run where they are made"

@@ -14,8 +14,7 @@ from torchrec.modules.mlp import MLP
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 import shardrec
-from shardrec import Await
-from shardrec.pending import LazyAwaitable, LazyNoWait
+from shardrec.pending import Await, LazyAwaitable, LazyNoWait
 from tests.scripting.lookups import reload, script
 
 DIM = 8
@@ -52,7 +51,7 @@ class PendingBagsTwin(nn.Module):
         self.bags = bags
 
     def forward(self, features: KeyedJaggedTensor) -> Await[KeyedTensor]:
-        return shardrec.awaitable(keep, self.bags(features))
+        return shardrec.pending.awaitable(keep, self.bags(features))
 
 
 class TwoTowers(nn.Module):

@@ -19,6 +19,7 @@ from shardrec.errors import ConfigError
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.modules import ShardedModel
 from shardrec.modules.optim import NoFusedOptimizer
+from shardrec.scripting import ScriptError
 from tests.collective_counts import CountCollectives
 from tests.models import collection
 from tests.ranks import ranks
@@ -137,16 +138,14 @@ def test_the_generated_sources_go_with_the_copy() -> None:
 def test_inside_of_another_module_it_is_refused_and_the_model_stays_as_it_is() -> None:
     model = sharded()
     outer = OfTensors(model)
-    with pytest.raises(
-        shardrec.ScriptError, match=r"a ShardedModel inside of another module.*shardrec.script\(model\)"
-    ):
+    with pytest.raises(ScriptError, match=r"a ShardedModel inside of another module.*shardrec.script\(model\)"):
         torch.jit.script(outer)
     assert outer.scorer is model
     assert shardrec.script(outer)(VALUES, LENGTHS).shape == (2, 1)
 
 
 def test_a_collection_by_itself_is_refused() -> None:
-    with pytest.raises(shardrec.ScriptError, match="a ShardedEmbeddingBagCollection inside of another module, or by"):
+    with pytest.raises(ScriptError, match="a ShardedEmbeddingBagCollection inside of another module, or by"):
         torch.jit.script(sharded().ebc)
 
 

@@ -46,10 +46,7 @@ def compare(seed: int) -> None:
 
     eager, live = model(), model()
     scripted = wrapped(shardrec.script(live))
-    dense = [
-        torch.optim.SGD([one for one in module.parameters() if not hasattr(one, "_in_backward_optimizers")], lr=0.1)
-        for module in (eager, live)
-    ]
+    dense = [torch.optim.SGD(module.dense_parameters(), lr=0.1) for module in (eager, live)]
     for step in range(STEPS):
         sizes = [rng.randrange(4) for _ in range(world_size)]
         bags = [random_bags(rng, feature_rows(configs), size, weighted=weighted, extra=("x",)) for size in sizes]

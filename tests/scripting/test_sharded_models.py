@@ -73,10 +73,7 @@ def test_ten_steps(name: str, world_size: int) -> None:
         scripted: Any = shardrec.script(live)
         if world_size > 1:
             scripted = DistributedDataParallel(scripted)
-        dense = [
-            torch.optim.SGD([one for one in model.parameters() if not hasattr(one, "_in_backward_optimizers")], lr=0.1)
-            for model in (eager, live)
-        ]
+        dense = [torch.optim.SGD(model.dense_parameters(), lr=0.1) for model in (eager, live)]
         rng = Random(rank)
         torch.manual_seed(rank)
         for step in range(STEPS):

@@ -120,10 +120,7 @@ def test_ten_steps_of_a_model_with_three_collections(world_size: int) -> None:
         assert_all_are_issued_before_the_first_wait(scripted)
         if world_size > 1:
             scripted = DistributedDataParallel(scripted)
-        dense = [
-            torch.optim.SGD([one for one in module.parameters() if not hasattr(one, "_in_backward_optimizers")], lr=0.1)
-            for module in (eager, live)
-        ]
+        dense = [torch.optim.SGD(module.dense_parameters(), lr=0.1) for module in (eager, live)]
         rng = Random(rank)
         for step in range(10):
             features, inputs = random_bags(rng, {**ROWS, "c": 7}, 3).kjt(), torch.randn(3, 3)

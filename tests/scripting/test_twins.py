@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 import shardrec
-from shardrec import Await
+from shardrec.pending import Await
 from tests.scripting.lookups import WIDTH, Bags, batch, check, events_of, script
 
 ROOT = Path(__file__).parents[2]
@@ -164,7 +164,7 @@ class Signature(nn.Module):
     """Its own twin; parameters of all kinds."""
 
     def forward(self, x: Tensor, scale: float = 2.0, *, shift: int, bias: Tensor | None) -> Await[Tensor]:
-        return shardrec.awaitable(finish, x, scale, shift, bias)
+        return shardrec.pending.awaitable(finish, x, scale, shift, bias)
 
     def scripted_twin(self) -> nn.Module:
         return self
@@ -191,7 +191,7 @@ class Nested(nn.Module):
         self.inner = Signature()
 
     def forward(self, x: Tensor) -> Await[Tensor]:
-        return shardrec.awaitable(finish, self.inner(x, shift=1, bias=None), 10.0, 0, None)
+        return shardrec.pending.awaitable(finish, self.inner(x, shift=1, bias=None), 10.0, 0, None)
 
     def scripted_twin(self) -> nn.Module:
         return self
@@ -203,7 +203,7 @@ def maybe(x: Tensor) -> Tensor | None:
 
 class Maybe(nn.Module):
     def forward(self, x: Tensor) -> Await[Tensor | None]:
-        return shardrec.awaitable(maybe, x)
+        return shardrec.pending.awaitable(maybe, x)
 
     def scripted_twin(self) -> nn.Module:
         return self
@@ -254,7 +254,7 @@ def test_modules_that_are_scripted_already() -> None:
 
 class Delayed(nn.Module):
     def forward(self, x: Tensor) -> Await[KeyedTensor]:
-        return shardrec.awaitable(to_keyed, x)
+        return shardrec.pending.awaitable(to_keyed, x)
 
     def scripted_twin(self) -> nn.Module:
         return self

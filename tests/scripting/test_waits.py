@@ -73,10 +73,10 @@ def test_explicit_wait() -> None:
             shardrec.wait(b)
             c = self.c(x)
             number = shardrec.wait(3)
-            future = shardrec.fork(double, x)
-            delayed = shardrec.awaitable(double, x)
+            future = shardrec.pending.fork(double, x)
+            delayed = shardrec.pending.awaitable(double, x)
             y = a.values() + b.values() + c.values() + number
-            return y + shardrec.wait(future) + shardrec.join(future) + shardrec.wait(delayed)
+            return y + shardrec.wait(future) + shardrec.pending.join(future) + shardrec.wait(delayed)
 
     model = Model()
     graph = check(model, batch()).forward.graph

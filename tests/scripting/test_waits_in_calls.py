@@ -73,8 +73,8 @@ def test_a_submodule_that_looks_up_itself() -> None:
 def test_forks_get_the_value() -> None:
     class Model(Three):
         def forward(self, x: Tensor) -> Tensor:
-            future = shardrec.fork(use, self.a(x))
-            return shardrec.join(future)
+            future = shardrec.pending.fork(use, self.a(x))
+            return shardrec.pending.join(future)
 
     check(Model(), batch())
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
 import shardrec
-from shardrec import Await
+from shardrec.pending import Await
 from tests.scripting.lookups import Bags, Three, batch, check, events_of, record, script
 
 
@@ -216,7 +216,7 @@ class Halves(nn.Module):
     """Its own twin; what is pending is a list."""
 
     def forward(self, x: Tensor) -> Await[list[Tensor]]:
-        return shardrec.awaitable(two_halves, x)
+        return shardrec.pending.awaitable(two_halves, x)
 
     def scripted_twin(self) -> nn.Module:
         return self

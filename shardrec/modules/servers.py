@@ -1,0 +1,48 @@
+"""Which embedding servers hold a model's tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+
+from shardrec.errors import ConfigError
+
+__all__ = ["Servers"]
+
+
+@dataclass(frozen=True)
+class Servers:
+    """The argument ``servers`` of :func:`shardrec.shard`: the embedding servers that hold the tables (docs/rpc.md).
+
+    Args:
+        names: RPC names of the servers, one for each rank of the plan; for serving, each may be the names of its
+            replicas.
+        staleness: updates that ``backward()`` may leave under way at the servers.
+        timeout_s: seconds that a server may take to answer.
+
+    Raises:
+        ConfigError: for no servers, a name that comes twice, a negative staleness or a time limit of 0 or less.
+    """
+
+    names: Sequence[str | Sequence[str]]
+    _: KW_ONLY
+    staleness: int = 0
+    timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        every = [name for replicas in self.of_ranks() for name in replicas]
+        if not every or len(set(every)) != len(every) or not all(self.of_ranks()):
+            raise ConfigError(
+                f"names of Servers is {self.names!r}; give the RPC name of a server for each rank of the plan, each "
+                "once"
+            )
+        if self.staleness < 0:
+            raise ConfigError(
+                f"staleness={self.staleness}; give the number of steps that tables may be behind, 0 or more"
+            )
+        if self.timeout_s <= 0:
+            raise ConfigError(f"timeout_s={self.timeout_s}; give a number of seconds above 0")
+
+    def of_ranks(self) -> tuple[tuple[str, ...], ...]:
+        """The names of each server's replicas, of a server without replicas its own, by rank of the plan."""
+        return tuple((names,) if isinstance(names, str) else tuple(names) for names in self.names)
