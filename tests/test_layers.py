@@ -30,9 +30,6 @@ LAYERS = [
 ]
 """A folder, or a file of the package itself, imports from its own layer's folders only itself, and from those above."""
 
-CIRCLES_OF_TYPES = {"modules", "pipeline", "planner", "train"}
-"""Folders with files that still import each other for type checkers alone."""
-
 HOOKS = {"__prepare_scriptable__"}
 """What TorchScript calls on a module, which answers with the help of a layer above."""
 
@@ -62,17 +59,14 @@ def imported(nodes: list[ast.stmt], *, for_types: bool) -> Iterator[str]:
                 yield from imported(getattr(node, field, []), for_types=for_types)
 
 
-@cache
-def graph() -> dict[str, set[str]]:
+def graph(*, for_types: bool) -> dict[str, set[str]]:
     trees = {name: ast.parse(path.read_text()) for name, path in files().items()}
-    return {name: set(imported(tree.body, for_types=False)) - {name} for name, tree in trees.items()}
+    return {name: set(imported(tree.body, for_types=for_types)) - {name} for name, tree in trees.items()}
 
 
 def test_no_file_imports_itself_by_way_of_others() -> None:
-    left = {name: set(targets) for name, targets in graph().items()}
-    for name in left:
-        if folder_of(name).removeprefix("shardrec.") not in CIRCLES_OF_TYPES:
-            left[name] = set(imported(ast.parse(files()[name].read_text()).body, for_types=True)) - {name}
+    """Not for type checkers either."""
+    left = graph(for_types=True)
     while free := {name for name, targets in left.items() if not targets & left.keys()}:
         left = {name: targets for name, targets in left.items() if name not in free}
     assert not left, f"these import each other in a circle, or import who does: {sorted(left)}"
@@ -81,7 +75,7 @@ def test_no_file_imports_itself_by_way_of_others() -> None:
 def test_layers_point_one_way() -> None:
     level = {name: number for number, layer in enumerate(LAYERS) for name in layer}
     wrong = []
-    for name, targets in graph().items():
+    for name, targets in graph(for_types=False).items():
         for target in targets:
             one, other = (part.split(".")[1] if "." in part else "" for part in (name, target))
             if one and other and one != other and level[other] >= level[one]:

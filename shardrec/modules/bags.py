@@ -128,7 +128,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
 
     def scripted_twin(self) -> nn.Module:
         """What TorchScript of this process sees in this module's place; :mod:`shardrec.portable` has another."""
-        return LiveBags(self)
+        return LiveBags(self, self.embedding_bags, list(self.embedding_names), list(self.dims))
 
     def late_columns(self) -> tuple[list[str], list[int]]:
         """Keys and columns of the output."""

@@ -13,6 +13,7 @@ from torch.fx import Proxy
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from shardrec._dynamo import left_alone
 from shardrec.errors import ConfigError
 from shardrec.exchange.batch import NO_LIMIT, Expectation
 from shardrec.exchange.blocks import Stream
@@ -30,7 +31,7 @@ from shardrec.lookup.optimizers import FusedOptimizer, fused_optimizer_of
 from shardrec.lookup.replicated import ReplicatedLookup
 from shardrec.lookup.shards import ShardLookup
 from shardrec.modules.initial import TableDraw, check_init_fn, draw_rows, first_values
-from shardrec.modules.late import look_up_outside
+from shardrec.modules.late import Late, LateKeyedTensor
 from shardrec.modules.recorded import recorded_call
 from shardrec.modules.table import ShardedTable, load_table
 from shardrec.pending import LazyAwaitable
@@ -164,8 +165,15 @@ class ShardedCollection(nn.Module, abc.ABC):
     def _compiled(self, features: Any) -> Any:
         """forward, as a tracer sees it."""
         if self._traced is None:
-            return look_up_outside(self, features)
+            return self._look_up_outside(features)
         return self._traced.traced(features)
+
+    @left_alone
+    def _look_up_outside(self, features: Any) -> Any:
+        """An eager lookup whose value goes on into compiled code: a KeyedTensor, or a dict of JaggedTensors."""
+        pending = self(features)
+        columns = self.late_columns()
+        return pending.wait() if columns is None else LateKeyedTensor(Late(_waited, pending), *columns)
 
     def __prepare_scriptable__(self) -> nn.Module:
         from shardrec.scripting.prepare import refuse  # which knows the sharded modules
@@ -397,3 +405,8 @@ def _lookup_table(config: BaseEmbeddingConfig, weight: nn.Parameter, plan: Shard
     # A fused optimizer would move a frozen table; the kernels do not know that it is one.
     optimizer = fused_optimizer_of(weight, name) if weight.requires_grad else None
     return LookupTable(layout=plan.by_name[name], optimizer=optimizer, dtype=TABLE_DTYPES[config.data_type])
+
+
+@left_alone
+def _waited(pending: LazyAwaitable[Any]) -> Any:
+    return pending.wait()

@@ -20,31 +20,12 @@ whole function that has a graph break in a loop. (So, too, where the *first* use
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
-from shardrec._dynamo import left_alone
-from shardrec.pending import LazyAwaitable
-
-if TYPE_CHECKING:
-    from shardrec.modules.collection import ShardedCollection
-
-__all__ = ["Late", "LateJaggedTensor", "LateKeyedTensor", "look_up_outside"]
-
-
-@left_alone
-def look_up_outside(collection: ShardedCollection, features: Any) -> Any:
-    """An eager lookup whose value goes on into compiled code: a KeyedTensor, or a dict of JaggedTensors."""
-    pending = collection(features)
-    columns = collection.late_columns()
-    return pending.wait() if columns is None else LateKeyedTensor(Late(_waited, pending), *columns)
-
-
-@left_alone
-def _waited(pending: LazyAwaitable[Any]) -> Any:
-    return pending.wait()
+__all__ = ["Late", "LateJaggedTensor", "LateKeyedTensor"]
 
 
 class Late:

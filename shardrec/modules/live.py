@@ -7,9 +7,8 @@ before it share an exchange. What runs without shardrec is made of the twins in 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +16,10 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from shardrec._torchscript import counts_of, list_of
 from shardrec.exchange.operators import Program
+from shardrec.exchange.route import Lookup
+from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.late import Late, LateJaggedTensor, LateKeyedTensor
 from shardrec.pending import Await, awaitable
-
-if TYPE_CHECKING:
-    from shardrec.modules.bags import ShardedEmbeddingBagCollection
-    from shardrec.modules.collection import ShardedCollection
-    from shardrec.modules.sequences import SequenceKey, ShardedEmbeddingCollection
 
 __all__ = ["LiveBags", "LiveSequences", "parameters_of"]
 
@@ -117,14 +113,17 @@ class LiveBags(_Live):
 
     Args:
         collection: the eager module.
+        tables: its tables.
+        keys: of the output.
+        dims: columns of each key.
     """
 
-    def __init__(self, collection: ShardedEmbeddingBagCollection) -> None:
+    def __init__(self, collection: ShardedCollection, tables: nn.Module, keys: list[str], dims: list[int]) -> None:
         super().__init__(collection, lambda values: (values, values.new_empty(0), torch.empty(0, dtype=torch.int64)))
-        self.embedding_bags = parameters_of(collection.embedding_bags)
-        self.keys = list(collection.embedding_names)
-        self.dims = list(collection.dims)
-        self.width = sum(self.dims)
+        self.embedding_bags = parameters_of(tables)
+        self.keys = keys
+        self.dims = dims
+        self.width = sum(dims)
         self.output_dtype = collection.output_dtype
 
     def forward(self, features: KeyedJaggedTensor) -> Await[KeyedTensor]:
@@ -150,15 +149,29 @@ class LiveSequences(_Live):
 
     Args:
         collection: the eager module.
+        tables: its tables.
+        results: see :class:`Program`.
+        lookups: names and features of the output's entries.
+        width: columns of every table.
+        need_indices: give each JaggedTensor its ids as weights.
     """
 
-    def __init__(self, collection: ShardedEmbeddingCollection) -> None:
-        super().__init__(collection, partial(_rows_of, need_ids=collection.need_indices()))
-        self.embeddings = parameters_of(collection.embeddings)
-        self.names = [lookup.output for lookup in collection.lookups]
-        self.features = [lookup.feature for lookup in collection.lookups]
-        self.width = collection.embedding_dim()
-        self.need_indices = collection.need_indices()
+    def __init__(
+        self,
+        collection: ShardedCollection,
+        tables: nn.Module,
+        results: Callable[[Any], tuple[Tensor, Tensor, Tensor]],
+        lookups: Sequence[Lookup],
+        *,
+        width: int,
+        need_indices: bool,
+    ) -> None:
+        super().__init__(collection, results)
+        self.embeddings = parameters_of(tables)
+        self.names = [lookup.output for lookup in lookups]
+        self.features = [lookup.feature for lookup in lookups]
+        self.width = width
+        self.need_indices = need_indices
         self.output_dtype = collection.output_dtype
 
     def forward(self, features: KeyedJaggedTensor) -> Await[dict[str, JaggedTensor]]:
@@ -254,14 +267,3 @@ def finish_sequences(
             weights = ids_of[place]
         found[name] = JaggedTensor(rows_of[place], weights, lengths[features.keys().index(lookups[place])])
     return found
-
-
-def _rows_of(output: tuple[Tensor, list[SequenceKey]], *, need_ids: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows (N, D) and ids, (N,) or none, of all the lookups one after the other, and their numbers (L,)."""
-    rows, entries = output
-    counts = [entry.ids.numel() for entry in entries]
-    if any(entry.replica is not None for entry in entries):
-        parts = iter(rows.split([entry.ids.numel() for entry in entries if entry.replica is None]))
-        rows = torch.cat([next(parts) if entry.replica is None else entry.replica for entry in entries])
-    ids = torch.cat([entry.ids for entry in entries]) if need_ids else entries[0].ids[:0]
-    return rows, ids, torch.tensor(counts)

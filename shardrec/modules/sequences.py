@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -179,7 +180,14 @@ class ShardedEmbeddingCollection(ShardedCollection):
 
     def scripted_twin(self) -> nn.Module:
         """What TorchScript of this process sees in this module's place; :mod:`shardrec.portable` has another."""
-        return LiveSequences(self)
+        return LiveSequences(
+            self,
+            self.embeddings,
+            partial(_flat_rows, need_ids=self._need_indices),
+            self.lookups,
+            width=self._embedding_dim,
+            need_indices=self._need_indices,
+        )
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """The configs of the unsharded collection."""
@@ -359,3 +367,14 @@ def _full_places(prepared: Prepared, sent: SentIds) -> tuple[Tensor, Tensor] | N
         order.flatten(), lengths, places, None, sum(sent.full_ids)
     )
     return places, full_lengths.view_as(order)
+
+
+def _flat_rows(output: tuple[Tensor, list[SequenceKey]], *, need_ids: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows (N, D) and ids, (N,) or none, of all the lookups one after the other, and their numbers (L,)."""
+    rows, entries = output
+    counts = [entry.ids.numel() for entry in entries]
+    if any(entry.replica is not None for entry in entries):
+        parts = iter(rows.split([entry.ids.numel() for entry in entries if entry.replica is None]))
+        rows = torch.cat([next(parts) if entry.replica is None else entry.replica for entry in entries])
+    ids = torch.cat([entry.ids for entry in entries]) if need_ids else entries[0].ids[:0]
+    return rows, ids, torch.tensor(counts)

@@ -173,7 +173,7 @@ class Pipeline(nn.Module):
                 "Pipeline.forward over a process group computes no gradients, for backward has to run on all of its "
                 "ranks: train with Pipeline.step, and evaluate inside torch.no_grad()"
             )
-        run = Run(self, input, with_gradients=with_gradients)
+        run = self._run(input, with_gradients=with_gradients)
         run.execute(forwards(self.schedule_of(run.batches)))
         return run.output() if with_gradients else run.values()
 
@@ -204,11 +204,23 @@ class Pipeline(nn.Module):
         if reduction not in ("mean", "sum"):
             raise ConfigError(f"reduction is {reduction!r}: give 'mean' or 'sum', as loss_fn reduces over samples")
         with torch.enable_grad():
-            run = Run(self, input, with_gradients=True)
+            run = self._run(input, with_gradients=True)
             run.set_loss(target, loss_fn, mean=reduction == "mean")
             run.execute(self.schedule_of(run.batches))
             run.input_backward()
             return run.total_loss()
+
+    def _run(self, input: Any, *, with_gradients: bool) -> Run:
+        return Run(
+            self.local_stages,
+            self.peers,
+            self.threads(),
+            input,
+            chunks=self.chunks,
+            checkpoint=self.checkpoint,
+            recorder=self.recorder,
+            with_gradients=with_gradients,
+        )
 
     def schedule_of(self, batches: int) -> Schedule:
         """The schedule for a number of micro-batches."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,10 +19,8 @@ from shardrec.pipeline.microbatch import batch_size, gather, scatter, sizes_of
 from shardrec.pipeline.peers import PeerPort, Peers
 from shardrec.pipeline.recompute import Modes, RandomStream
 from shardrec.pipeline.schedule import Schedule, backwards, gpipe, place
-from shardrec.pipeline.stage import StageStep, Step
-
-if TYPE_CHECKING:
-    from shardrec.pipeline.pipeline import Pipeline
+from shardrec.pipeline.stage import Checkpoint, Stage, StageStep, Step
+from shardrec.pipeline.timeline import Recorder
 
 __all__ = ["Run"]
 
@@ -33,27 +31,45 @@ class Run:
     """A mini-batch.
 
     Args:
-        pipeline: whose.
+        stages: of this process.
+        peers: the other ranks, over a group.
+        threads: one for each stage, or None if the stages run in turn.
         input: of the first stage; over a group, only the rank of that stage needs it.
+        chunks: largest number of micro-batches.
+        checkpoint: which of them compute the forward once more.
+        recorder: notes when stages compute and wait.
         with_gradients: a backward follows.
 
     Attributes:
         batches: number of micro-batches.
     """
 
-    def __init__(self, pipeline: Pipeline, input: Any, *, with_gradients: bool) -> None:
-        self._pipeline = pipeline
-        self._first = pipeline.local_stages[0].index == 0
-        self._last = pipeline.local_stages[-1].index == pipeline.stages - 1
-        self._sizes = sizes_of(self._agreed_size(input), pipeline.chunks)
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        peers: Peers | None,
+        threads: ThreadPoolExecutor | None,
+        input: Any,
+        *,
+        chunks: int,
+        checkpoint: Checkpoint,
+        recorder: Recorder | None,
+        with_gradients: bool,
+    ) -> None:
+        self._stages = stages
+        self._peers = peers
+        self._threads = threads
+        self._first = stages[0].index == 0
+        self._last = stages[-1].index == stages[-1].stages - 1
+        self._sizes = sizes_of(self._agreed_size(input), chunks)
         self.batches = len(self._sizes)
         self._parts = [tree_flatten(part) for part in scatter(input, self._sizes)] if self._first else []
         stops = {"always": self.batches, "except_last": self.batches - 1, "never": 0}
         self._step = Step(
             with_gradients=with_gradients,
-            checkpointed=stops[pipeline.checkpoint],
-            modes=Modes({device.type for device in pipeline.devices}),
-            recorder=pipeline.recorder,
+            checkpointed=stops[checkpoint],
+            modes=Modes({stage.device.type for stage in stages}),
+            recorder=recorder,
         )
         self._port = Mailbox()
         self._steps: dict[int, StageStep] = {}
@@ -68,7 +84,7 @@ class Run:
                 size = batch_size(target, "the target")
                 if size != total:
                     raise ConfigError(f"the target has {size} samples and the input has {total}: give one for each")
-                device = self._pipeline.devices[-1]
+                device = self._stages[-1].device
                 here = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, target)
                 targets = scatter(here, self._sizes)
         except (TypeError, ConfigError) as error:
@@ -93,12 +109,11 @@ class Run:
             PipelineError: if one of another process failed.
             PeerError: if another rank is gone.
         """
-        pipeline, peers = self._pipeline, self._pipeline.peers
-        threads = pipeline.threads()
+        peers, threads = self._peers, self._threads
         if peers is not None:
-            stage = pipeline.local_stages[0]
+            stage = self._stages[0]
             expected = [key for action in schedule[stage.index] for key in stage.taken(action)]
-            self._port = PeerPort(peers, expected, pipeline.recorder)
+            self._port = PeerPort(peers, expected, self._step.recorder)
         if not self._steps:
             self._begin(on_threads=threads is not None)
         if threads is not None:
@@ -115,7 +130,7 @@ class Run:
         """Hand the first stage its micro-batches."""
         # See [Note: random numbers of stages on the CPU].
         seed = int(torch.randint(2**62, ())) if on_threads else 0
-        for stage in self._pipeline.local_stages:
+        for stage in self._stages:
             stream = RandomStream(seed + stage.index) if on_threads else None
             self._steps[stage.index] = StageStep(stage, self._step, self._port, stream)
         for batch, (leaves, spec) in enumerate(self._parts):
@@ -162,7 +177,7 @@ class Run:
 
     def _agreed_size(self, input: Any) -> int:
         """Samples of the mini-batch, which the first stage knows."""
-        peers = self._pipeline.peers
+        peers = self._peers
         if peers is None:
             return batch_size(input)
         size, fault = 0, None
@@ -179,7 +194,7 @@ class Run:
 
     def _results(self) -> list[Message]:
         """What the last stage returned, per micro-batch."""
-        stages = self._pipeline.stages
+        stages = self._stages[0].stages
         return [self._port.take(Key(stages - 1, stages, batch)) for batch in range(self.batches)]
 
     def values(self) -> Any:
@@ -200,7 +215,7 @@ class Run:
         if self._went_back:
             raise PipelineError("a pipeline's output goes back once: call forward again, or add the losses up")
         self._went_back = True
-        stages = self._pipeline.stages
+        stages = self._stages[0].stages
         for batch, leaves in enumerate(scatter(gradients, self._sizes)):
             self._port.send(Key(stages, stages - 1, batch), Message(leaves=leaves))
         self.execute(backwards(gpipe(stages, self.batches)))
@@ -225,13 +240,13 @@ class Run:
 
     def total_loss(self) -> Tensor:
         """The sum over micro-batches, on every rank."""
-        peers, device = self._pipeline.peers, self._pipeline.devices[-1]
+        peers, device = self._peers, self._stages[-1].device
         total = torch.zeros((), device=device)
         if self._last:
             parts = [one.leaves[0] for one in self._results()]
             total = torch.stack([part for part in parts if part is not None]).sum()
         if peers is not None:
-            last = self._pipeline.stages - 1
+            last = self._stages[-1].stages - 1
             dtype = _LOSS_DTYPES[peers.agree(_LOSS_DTYPES.index(total.dtype))[last]]
             total = total.to(dtype)
             peers.broadcast(total, last)

@@ -13,7 +13,7 @@ from shardrec.launch.ranks import Place
 from shardrec.modules import ShardedModel
 from shardrec.train.config import TrainConfig
 from shardrec.train.display import Announcer
-from shardrec.train.loop import Progress
+from shardrec.train.progress import Progress
 from shardrec.train.source import Source
 
 __all__ = ["Run"]

@@ -29,11 +29,12 @@ from shardrec.train.board import Board
 from shardrec.train.config import FILE, METRICS, PLAN, SPEC, TrainConfig, load_config_text
 from shardrec.train.display import Announcer
 from shardrec.train.locking import locked
-from shardrec.train.loop import Progress, RecentLoss, Schedule, failing_together, train_epoch
+from shardrec.train.loop import Schedule, failing_together, train_epoch
 from shardrec.train.losses import with_own_loss
 from shardrec.train.metrics import evaluate
 from shardrec.train.model import build_model, dense_optimizer, dynamic_tables, fuse_optimizer, planner_constraints
 from shardrec.train.prefetch import Prefetcher
+from shardrec.train.progress import Progress, RecentLoss
 from shardrec.train.report import RunReport, environment, write_curve, write_metrics
 from shardrec.train.run import Run
 from shardrec.train.saving import Saver

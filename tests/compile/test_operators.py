@@ -21,7 +21,6 @@ from shardrec.lookup.bank import TableBank
 from shardrec.lookup.fakes import FAKES, has_fake, register_fakes
 from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
 from shardrec.modules.bags import ShardedEmbeddingBagCollection
-from shardrec.modules.live import LiveBags
 from tests.models import apply_optimizer_in_backward
 
 CPU = torch.device("cpu")
@@ -108,7 +107,7 @@ class Pooled(torch.nn.Module):
         apply_optimizer_in_backward(torch.optim.SGD, whole.parameters(), {"lr": 0.1})
         plan = ShardingPlan(topology=Topology(), tables=(cuts.table_wise("t", 20, 4, rank=0),))
         self.sharded = ShardedEmbeddingBagCollection(whole, plan)
-        self.twin: Any = plain(LiveBags(self.sharded))
+        self.twin: Any = plain(self.sharded.scripted_twin())
 
 
 def features() -> KeyedJaggedTensor:

@@ -1,0 +1,142 @@
+"""What the loop of a run has done so far: steps, losses, points of the held-out curve, and the time they took."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardrec.train.report import CurvePoint
+
+__all__ = ["Progress", "RecentLoss"]
+
+_KEPT = ("steps", "epoch", "epoch_steps", "seconds", "evaluated_at")
+
+
+class RecentLoss:
+    """Mean losses over the last steps, kept on the device: reading one makes the host wait.
+
+    Args:
+        device: where the losses are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._sum = torch.zeros((), device=device)
+        self._steps = 0
+        self._smooth: float | None = None
+        self._point_sum = 0.0
+        self._point_steps = 0
+
+    def add(self, loss: Tensor) -> None:
+        """Take in a step's loss."""
+        self._sum += loss.detach()
+        self._steps += 1
+
+    def mean(self) -> float:
+        """Exponentially smoothed over the last few reads; every call reads what was added since."""
+        if self._steps:
+            total = float(self._sum)
+            mean = total / self._steps
+            self._smooth = mean if self._smooth is None else 0.7 * self._smooth + 0.3 * mean
+            self._point_sum += total
+            self._point_steps += self._steps
+            self._sum.zero_()
+            self._steps = 0
+        return math.nan if self._smooth is None else self._smooth
+
+    def since_point(self) -> float | None:
+        """The plain mean since the last call."""
+        self.mean()
+        mean = self._point_sum / self._point_steps if self._point_steps else None
+        self._point_sum, self._point_steps = 0.0, 0
+        return mean
+
+    def state(self) -> list[Any]:
+        """All of it, JSON-compatible; nothing is read that would round a later sum otherwise."""
+        return [float(self._sum), self._steps, self._smooth, self._point_sum, self._point_steps]
+
+    def load(self, state: Sequence[Any]) -> None:
+        """Go on from what :meth:`state` gave."""
+        total, self._steps, self._smooth, self._point_sum, self._point_steps = state
+        self._sum.fill_(total)
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """What the loop has done so far; it goes on over epochs, and over restarts.
+
+    Attributes:
+        world_size: number of ranks.
+        loss: of this rank.
+        steps: optimizer steps.
+        epoch: epochs that are over.
+        epoch_steps: steps in the present one, which are the batches read of it.
+        rows: rows of this rank.
+        seconds: time of the steps, without evaluations and checkpoints.
+        curve: the points evaluated.
+        evaluated_at: the step of the last of them.
+        watched: metric that decides which of two points is better: ``logloss`` or ``gauc``.
+    """
+
+    world_size: int
+    loss: RecentLoss
+    steps: int = 0
+    epoch: int = 0
+    epoch_steps: int = 0
+    rows: int = 0
+    seconds: float = 0.0
+    curve: list[CurvePoint] = field(default_factory=list)
+    evaluated_at: int = 0
+    watched: str = "logloss"
+
+    def stalled(self, patience: int | None) -> bool:
+        """Whether the last ``patience`` points of the curve were no better than one before."""
+        losses = [point.logloss if self.watched == "logloss" else -(point.gauc or 0.0) for point in self.curve]
+        return patience is not None and len(losses) > patience and min(losses[-patience:]) >= min(losses[:-patience])
+
+    @property
+    def samples(self) -> int:
+        """Rows over all ranks, as if each had as many as this one: in the last step of an epoch they may not."""
+        return self.rows * self.world_size
+
+    @contextmanager
+    def on_the_clock(self) -> Iterator[None]:
+        """Adds the time that passes inside to ``seconds``."""
+        self._begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - self._begin
+
+    @contextmanager
+    def off_the_clock(self) -> Iterator[None]:
+        """Inside of :meth:`on_the_clock`: leaves the time that passes inside out."""
+        self.seconds = self.seconds_now()
+        try:
+            yield
+        finally:
+            self._begin = time.perf_counter()
+
+    def seconds_now(self) -> float:
+        """``seconds``, with those that are running."""
+        return self.seconds + time.perf_counter() - self._begin
+
+    def state(self) -> dict[str, Any]:
+        """All but the rows, JSON-compatible."""
+        kept = {name: getattr(self, name) for name in _KEPT}
+        return kept | {"loss": self.loss.state(), "curve": [dataclasses.asdict(point) for point in self.curve]}
+
+    def load(self, state: Mapping[str, Any], rows: int) -> None:
+        """Go on from what :meth:`state` gave."""
+        for name in _KEPT:
+            setattr(self, name, state[name])
+        self.loss.load(state["loss"])
+        self.curve = [CurvePoint(**point) for point in state["curve"]]
+        self.rows = rows
