@@ -12,7 +12,7 @@ import os
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,7 @@ def batches(options: argparse.Namespace, rank: int) -> list[tuple[Tensor, KeyedJ
     return made
 
 
-def training_step(model: nn.Module, dense_parameters: list[nn.Parameter]) -> Step:
+def training_step(model: nn.Module, dense_parameters: Iterable[nn.Parameter]) -> Step:
     """Forward, loss, backward and the dense optimizer."""
     optimizer = torch.optim.SGD(dense_parameters, lr=0.01)
 
@@ -102,8 +102,7 @@ def ours(name: str, options: argparse.Namespace, mode: str | None, transport: st
     elif mode is not None:
         shardrec.annotate_for_dynamo(sharded, mode=mode)  # type: ignore[arg-type]
         run = torch.compile(sharded, fullgraph=mode == "traced")
-    dense = [parameter for key, parameter in sharded.named_parameters() if "embedding_bags" not in key]
-    return training_step(run, dense)
+    return training_step(run, sharded.dense_parameters())
 
 
 def switch_tracing(on: bool) -> None:

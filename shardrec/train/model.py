@@ -22,7 +22,6 @@ from shardrec.ids import DynamicIds
 from shardrec.layout.discover import table_configs
 from shardrec.modules import ShardedModel
 from shardrec.modules.dynamic import constraints_of
-from shardrec.modules.table import ShardedTable
 from shardrec.train.config import TrainConfig, parse_constraint
 
 if TYPE_CHECKING:
@@ -127,15 +126,8 @@ def fuse_optimizer(model: nn.Module, config: TrainConfig) -> None:
 
 def dense_optimizer(model: ShardedModel, config: TrainConfig) -> torch.optim.Optimizer:
     """The optimizer of everything that is not a table."""
-    in_tables = {
-        id(parameter)
-        for module in model.modules()
-        if isinstance(module, ShardedTable)
-        for parameter in module.parameters()
-    }
-    parameters = [parameter for _, parameter in model.named_parameters() if id(parameter) not in in_tables]
     cls: Any = _DENSE_OPTIMIZERS[config.optimizer]
-    optimizer: torch.optim.Optimizer = cls(parameters, lr=config.lr)
+    optimizer: torch.optim.Optimizer = cls(model.dense_parameters(), lr=config.lr)
     return optimizer
 
 

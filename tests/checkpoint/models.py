@@ -58,12 +58,7 @@ def make(cut: str, optimizer: str, **kwargs: object) -> ShardedModel:
 
 def adam(model: ShardedModel) -> torch.optim.Optimizer:
     """For the parameters without an optimizer of their own."""
-    fused = {
-        id(parameter)
-        for name in model.module.bags.fused_optimizers()
-        for parameter in model.module.bags.tables()[name].parameters()
-    }
-    return torch.optim.Adam([one for one in model.parameters() if id(one) not in fused], lr=0.01)
+    return torch.optim.Adam(model.dense_parameters(), lr=0.01)
 
 
 def train(model: ShardedModel, optimizer: torch.optim.Optimizer, steps: int, seed: int) -> None:
