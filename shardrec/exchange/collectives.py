@@ -106,7 +106,7 @@ class Collectives(abc.ABC):
         Args:
             parts: per rank, the (n,) tensors that go to it, one after the other; all of one dtype.
             receive: elements from each rank.
-            what: a word for error messages and counts, such as "output".
+            what: the exchange's name in errors and counts, such as "output".
             streams: sizes of the float32 streams sent, if their gradients will come back.
 
         Raises:

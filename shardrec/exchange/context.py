@@ -80,7 +80,7 @@ class StepContext:
         detect_anomaly: look for NaN and Inf; see :mod:`shardrec.exchange.anomaly`.
         anomalies: those that this rank found and no rank has raised yet.
         refusal: what is wrong with the batch whose tracing was ended, or "".
-        gradients_are_reduced: somebody averages the gradients of ordinary parameters over the ranks.
+        gradients_are_reduced: the reducer or the user averages the gradients of ordinary parameters over the ranks.
         reducer: does so, unless that is left to the user, or there is one rank.
         updates: called at the end of each backward in which the reducer has averaged gradients.
         accumulates: forwards are in ``no_sync``.

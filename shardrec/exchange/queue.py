@@ -71,7 +71,7 @@ class ExchangeQueue:
         self._seen: list[int] = []  # the same of this forward
         self._run = 0  # calls since the last first use
         self._first = 0  # the id of the module that made the first of them
-        self._runs: dict[int, int] = {}  # by that, calls in the last run it began: what TorchScript has for a habit
+        self._runs: dict[int, int] = {}  # calls of the last run that began with this module
         self._one_thread = RLock()
         self._last_habit: list[int] = []  # the habit when the last forward began
 
