@@ -27,7 +27,7 @@ _MOST_NESTED = 100
 _MOST_VALUES = 1_000_000
 """Of a YAML document with aliases, each counted as what it stands for."""
 _LONGEST_NUMBER = 1000
-"""Characters of a YAML value other than text; some numbers take time by the square of theirs."""
+"""Characters of a YAML value other than text; parsing some numbers takes O(length²) time."""
 
 
 def open_regular(path: str | Path) -> int:

@@ -82,7 +82,7 @@ class BenchConfig:
     nproc: int | None = option(
         None, _RANKS, "Ranks to start on this machine (default: 2; under torchrun, its ranks are joined)", minimum=1
     )
-    hosts: int = option(1, _RANKS, "Take the ranks as those of so many hosts, wherever they are.", minimum=1)
+    hosts: int = option(1, _RANKS, "Treat the ranks as if spread over so many hosts, wherever they are.", minimum=1)
     threads: int | None = option(None, _RANKS, "Threads of each rank (default: cores / ranks)", minimum=1)
     device: str = option("cpu", _RANKS, "Where the tables live.", choices=("cpu", "cuda"))
 

@@ -47,7 +47,7 @@ def prepare(
 
     Raises:
         ConfigError: fewer than one part, or a folder with Parquet files.
-        DataError: a file that cannot be read, or a row that is none of Criteo's.
+        DataError: a file that cannot be read, or a row that does not have Criteo's columns.
     """
     if parts < 1:
         raise ConfigError(f"parts is {parts}: give at least 1")

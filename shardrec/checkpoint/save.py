@@ -427,7 +427,7 @@ def _new_data_folder(folder: Path) -> str:
     try:
         stale = leftovers(folder, read_manifest(folder).data)
     except CheckpointError:
-        # A damaged checkpoint may still be worth something to somebody, until there is a new one.
+        # A damaged checkpoint may still be of use until there is a new one.
         stale = [] if (folder / MANIFEST).exists() else leftovers(folder, "")
     for path in stale:
         remove(path)

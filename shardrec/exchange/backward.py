@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -20,7 +21,23 @@ from torch.utils._pytree import tree_leaves
 
 from shardrec.errors import ShardrecError
 
-__all__ = ["BackwardWatch"]
+__all__ = ["BackwardWatch", "weak_hook"]
+
+
+def weak_hook(method: Callable[[Any], None]) -> Callable[[Any], None]:
+    """A hook of a parameter that calls a method while its object lives.
+
+    torch keeps each parameter alive that ``apply_optimizer_in_backward`` was given, with its hooks: a bound method as a
+    hook would keep the model alive.
+    """
+    weak = WeakMethod(method)
+
+    def hook(tensor: Tensor) -> None:
+        bound = weak()
+        if bound is not None:
+            bound(tensor)
+
+    return hook
 
 
 class BackwardWatch:

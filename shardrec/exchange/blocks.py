@@ -56,7 +56,7 @@ class BlockExchange:
     Args:
         collectives: of the group.
         comms: formats on the wire.
-        what: a word for error messages.
+        what: the exchange's name in errors.
         device: of the rows; default: the CPU.
         before_gradients: called in each backward before gradients are sent, on every rank.
     """

@@ -106,12 +106,25 @@ class Collectives(abc.ABC):
         Args:
             parts: per rank, the (n,) tensors that go to it, one after the other; all of one dtype.
             receive: elements from each rank.
-            what: a word for error messages, such as "header".
+            what: the exchange's name in errors and counts, such as "output".
             streams: sizes of the float32 streams sent, if their gradients will come back.
 
         Raises:
             PeerError: if another rank is gone.
         """
+
+    def header(self, rows: Tensor) -> Tensor:
+        """Exchange row q of ``rows`` (W, C) with rank q, and wait: (W, C), the row of each rank."""
+        received = self.send([[row] for row in rows], [rows.size(1)] * self.world_size, "header").wait()
+        return torch.stack(received)
+
+    def ids(self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int]) -> Pending:
+        """As :meth:`send`, for the payload: ids, and what else a lookup needs, for the ranks that make it."""
+        return self.send(parts, receive, "payload")
+
+    def gather(self, values: Tensor, sizes: Sequence[int], what: str) -> list[Tensor]:
+        """Send ``values`` (n,) to every rank, and wait for those of each, of ``sizes``."""
+        return self.send([[values]] * self.world_size, sizes, what).wait()
 
     def tell(self, fault: str) -> None:  # noqa: B027 - a process group has no way to tell
         """Tell the other ranks that this one makes no more of the collectives that it has begun.

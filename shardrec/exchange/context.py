@@ -80,7 +80,7 @@ class StepContext:
         detect_anomaly: look for NaN and Inf; see :mod:`shardrec.exchange.anomaly`.
         anomalies: those that this rank found and no rank has raised yet.
         refusal: what is wrong with the batch whose tracing was ended, or "".
-        gradients_are_reduced: somebody averages the gradients of ordinary parameters over the ranks.
+        gradients_are_reduced: the reducer or the user averages the gradients of ordinary parameters over the ranks.
         reducer: does so, unless that is left to the user, or there is one rank.
         updates: called at the end of each backward in which the reducer has averaged gradients.
         accumulates: forwards are in ``no_sync``.
@@ -130,8 +130,7 @@ class StepContext:
     def exchange_header(self, header: Tensor) -> Tensor:
         """Send row q of ``header`` (W, C) int64 to rank q; returns the rows received, one from each rank."""
         self.exchanges += 1
-        width = [header.size(1)] * header.size(0)
-        return torch.stack(self.collectives.send([[row] for row in header], width, "header").wait())
+        return self.collectives.header(header)
 
     def fail_all(self, message: str, flag: int = 1) -> NoReturn:
         """Take part in the other ranks' next header exchange with a fault, and raise it here as there."""
@@ -201,9 +200,9 @@ class StepContext:
 
     def all_gather_text(self, text: str) -> list[str]:
         """The text of each rank, on every rank."""
-        world_size, send = self.collectives.world_size, self.collectives.send
+        collectives, what = self.collectives, "error message"
         data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=self.device)
         size = torch.tensor([data.numel()], device=self.device)
-        sizes = torch.cat(send([[size]] * world_size, [1] * world_size, "error message").wait()).tolist()
-        parts = send([[data]] * world_size, sizes, "error message").wait()
-        return [bytes(part.tolist()).decode(errors="replace") for part in parts]
+        sizes = torch.cat(collectives.gather(size, [1] * collectives.world_size, what)).tolist()
+        texts = collectives.gather(data, sizes, what)
+        return [bytes(text.tolist()).decode(errors="replace") for text in texts]

@@ -19,7 +19,7 @@ Outside a model's forward (a sharded module by itself, a recomputation in backwa
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from itertools import accumulate
 from threading import RLock
@@ -71,7 +71,7 @@ class ExchangeQueue:
         self._seen: list[int] = []  # the same of this forward
         self._run = 0  # calls since the last first use
         self._first = 0  # the id of the module that made the first of them
-        self._runs: dict[int, int] = {}  # by that, calls in the last run it began: what TorchScript has for a habit
+        self._runs: dict[int, int] = {}  # calls of the last run that began with this module
         self._one_thread = RLock()
         self._last_habit: list[int] = []  # the habit when the last forward began
 
@@ -97,7 +97,7 @@ class ExchangeQueue:
                 "torch.jit.trace records the sizes of one batch, and no collective: script the model with "
                 "shardrec.script(model), or export it with shardrec.export"
             )
-        with self._alone():
+        with self._alone(waits=scripted):
             if self.observed is not None:
                 self.observed.append((module, features))
             ahead = self.context.made_ahead
@@ -120,14 +120,20 @@ class ExchangeQueue:
 
     def used(self, queued: Call) -> None:
         """A call's value is used: its exchange must begin."""
-        if queued.is_queued:
-            self.flush()
-        self._end_run()
+        single = self.context.collectives.world_size == 1
+        with self._alone(waits=True) if single and queued.by_operator else nullcontext():
+            if queued.is_queued:
+                self.flush()
+            self._end_run()
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """No other thread: the ranks' exchanges match by their order, and threads take turns differently on each."""
-        if not self._one_thread.acquire(blocking=False):
+    def _alone(self, *, waits: bool = False) -> Iterator[None]:
+        """No other thread: the ranks' exchanges match by their order, and threads take turns differently on each.
+
+        Args:
+            waits: for the other thread, where there is one rank, as the forks of a TorchScript program do.
+        """
+        if not self._one_thread.acquire(blocking=waits and self.context.collectives.world_size == 1):
             raise ConfigError(
                 f"rank {self.context.collectives.rank}: two threads call sharded modules of one model at once, and "
                 "the ranks' exchanges would not match; call them from one thread: an exchange is under way when the "

@@ -259,7 +259,7 @@ class _Payloads:
         self._words_in = list(map(list, zip(*words, strict=True)))
         parts = [[part for one in sent for part in one.parts[rank]] for rank in range(context.collectives.world_size)]
         sizes = list(map(sum, self._words_in))
-        self._pending: Pending | None = context.collectives.send(parts, sizes, "payload")
+        self._pending: Pending | None = context.collectives.ids(parts, sizes)
         self._arrived: list[ShardInput] = []
 
     def receive(self, number: int) -> ShardInput:

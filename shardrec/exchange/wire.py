@@ -92,7 +92,7 @@ class Wire:
             flat: float32, the parts for each rank one after the other, each (rows, columns) in row order.
             receive: per rank, the parts that come from it.
             send: per rank, the parts that go to it.
-            what: a word for error messages.
+            what: the exchange's name in errors.
 
         Returns:
             Per rank, float32, the parts that came from it one after the other.

@@ -264,7 +264,7 @@ def collective_stats(
             if not shards[0].col_start:
                 counts = block.counts()
                 own[number] += torch.tensor([counts[name] for name in names])
-    world_size, flat = collectives.world_size, own.view(-1).to(device)
-    every = torch.stack(collectives.send([[flat]] * world_size, [flat.numel()] * world_size, "id counts").wait())
-    total = every.cpu().sum(dim=0).view(len(tables), len(names)).tolist()
-    return {table: dict(zip(names, counts, strict=True)) for (table, _), counts in zip(tables, total, strict=True)}
+    sizes = [own.numel()] * collectives.world_size
+    total = torch.stack(collectives.gather(own.view(-1).to(device), sizes, "id counts")).cpu().sum(dim=0)
+    sums = total.view(len(tables), len(names)).tolist()
+    return {table: dict(zip(names, counts, strict=True)) for (table, _), counts in zip(tables, sums, strict=True)}

@@ -36,7 +36,7 @@ class DynamicIds:
             0, a row of zeros, which takes no gradient (and counts in a mean).
 
     Raises:
-        ConfigError: for values that are none.
+        ConfigError: if a value is not one that is documented here.
 
     The idea of tables that hold a changing set of ids is that of TorchRec's managed collisions and of Monolith's
     collisionless embedding table (Liu et al., 2022).

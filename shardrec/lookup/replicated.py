@@ -29,6 +29,7 @@ from torch.autograd import Variable
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from shardrec.errors import ConfigError
+from shardrec.exchange.backward import weak_hook
 from shardrec.exchange.context import StepContext
 from shardrec.lookup.bank import RowGradient, TableBank, WidthClass
 from shardrec.lookup.groups import LookupTable
@@ -82,7 +83,7 @@ class ReplicatedLookup:
         self._queued = False
         context.updates.append(self._run)
         for parameter in self.parameters:
-            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+            parameter.register_post_accumulate_grad_hook(weak_hook(self._on_gradient))
 
     def states(self, table: int) -> dict[str, Tensor]:
         """The fused optimizer's states of one table, by name, as views; empty without one."""

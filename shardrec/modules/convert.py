@@ -81,8 +81,8 @@ def shard(
     Args:
         model: holds ``torchrec.EmbeddingBagCollection`` or ``EmbeddingCollection`` modules, on the CPU or on meta;
             is changed in place. Optimizers that ``apply_optimizer_in_backward`` gave to tables are fused.
-        plan: where each table goes among the ranks of the group (of a replica, where there are several); one of
-            TorchRec's planner is taken, too. Default: :func:`shardrec.plan` for so many.
+        plan: where each table goes among the ranks of the group (of a replica, where there are several);
+            also accepts a plan from TorchRec's planner. Default: :func:`shardrec.plan` for these ranks.
         device: of the tables and of the model; default: the model's own CUDA device if it is on one, this process's
             current one where the group has the backend NCCL alone, or else the CPU.
         group: the process group; default: the default group.

@@ -37,7 +37,7 @@ from datetime import timedelta
 from functools import partial
 from importlib import import_module
 from typing import Any, Literal, TypedDict, get_args
-from weakref import WeakKeyDictionary, WeakMethod
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from shardrec.errors import ConfigError
+from shardrec.exchange.backward import weak_hook
 from shardrec.exchange.collectives import Collectives, FunctionalCollectives
 from shardrec.exchange.context import StepContext
 from shardrec.exchange.flight import flight_record
@@ -243,11 +244,11 @@ class DenseReducer:
         self._begun, self._is_active, self._issued = 0, False, 0
         self._missing: set[nn.Parameter] = set()
         self._flying: list[_Flying] = []
-        take = WeakMethod(self._take)
+        take = weak_hook(self._take)
         for parameter in self._parameters:
             trains = parameter.requires_grad
             # Also of a frozen parameter, which may be trained later; torch wants one that requires a gradient.
-            parameter.requires_grad_().register_post_accumulate_grad_hook(partial(_call, take))
+            parameter.requires_grad_().register_post_accumulate_grad_hook(take)
             parameter.requires_grad_(trains)
         self.arm()
 
@@ -550,10 +551,3 @@ def _without_steps(parameter: nn.Parameter) -> bool:
     for handle in handles:
         handle.remove()
     return bool(handles)
-
-
-def _call(method: WeakMethod[Any], parameter: nn.Parameter) -> None:
-    """A hook that does not keep its reducer alive."""
-    bound = method()
-    if bound is not None:
-        bound(parameter)

@@ -119,7 +119,7 @@ def dynamic_tables(
         replicas: number of copies of the tables.
 
     Raises:
-        ConfigError: for a name that is none, or that several tables have.
+        ConfigError: if no table has the name, or several have it.
     """
     weights: dict[str, nn.Parameter] = {}
     own: dict[str, list[str]] = {}

@@ -129,7 +129,7 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
         self.push()
 
     def _take_steps(self) -> None:
-        """Hand the counts that somebody else has written into :attr:`state` to the kernels."""
+        """Give the kernels the step counts that were written into :attr:`state`, such as by a checkpoint."""
         for parameter, shown in self._shown.items():
             count = int(self.state[parameter]["step"])
             if count == shown:

@@ -38,7 +38,7 @@ class Connections:
             server: its rank in the plan.
             function: of :mod:`shardrec.rpc.server`.
             args: tensors on the CPU, and plain data.
-            what: a word for error messages.
+            what: the call's name in errors.
         """
         names = self.names[server]
         first = next(self._turn) % len(names)
@@ -61,7 +61,7 @@ class Answers(Awaitable[Any]):
         names: RPC names of the replicas; the first is asked first.
         function: to call.
         args: of it.
-        what: a word for error messages.
+        what: the call's name in errors.
         timeout_s: in seconds, for all attempts.
     """
 

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from shardrec.exchange.collectives import Collectives, Later, Pending, Streams, joined
+from shardrec.exchange.context import FIXED_COLUMNS
 from shardrec.lookup.optimizers import FusedOptimizer
 from shardrec.rpc.client import Answers, Connections
 from shardrec.rpc.messages import Part
@@ -33,7 +34,6 @@ from shardrec.rpc.server import look_up, push
 
 __all__ = ["RemoteCollectives"]
 
-_WORDS = ("error message", "id counts")  # of the trainers alone, as the header
 _SHARE_OF_TIMEOUT = 0.8  # of a trainer's time limit, which a server waits for the other trainers
 
 
@@ -70,21 +70,27 @@ class RemoteCollectives(Collectives):
         """Add a module's ids to the lookup that is to come: its part for each server."""
         self._asked.append(parts)
 
+    def header(self, rows: Tensor) -> Tensor:
+        of_trainers = self.trainers.header(rows[: self.trainers.world_size])
+        silent = rows.new_zeros((len(self.servers), rows.size(1)))
+        silent[:, :FIXED_COLUMNS] = rows[self.rank, :FIXED_COLUMNS]  # as this trainer's flag and checksum
+        return torch.cat([of_trainers, silent])
+
+    def ids(self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int]) -> Pending:
+        like = parts[0][0]
+        return Later(lambda: [like.new_zeros(size) for size in receive])
+
+    def gather(self, values: Tensor, sizes: Sequence[int], what: str) -> list[Tensor]:
+        count = self.trainers.world_size
+        return self.trainers.gather(values, sizes[:count], what) + [values.new_zeros(size) for size in sizes[count:]]
+
     def send(
         self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str, streams: Streams | None = None
     ) -> Pending:
-        count = self.trainers.world_size
+        assert not sum(receive[: self.trainers.world_size]), f"trainers have no shards, and {what} is to come from one"
         like = parts[0][0]
-        if what in ("header", *_WORDS):
-            found = self.trainers.send(parts[:count], receive[:count], what).wait()
-            silent = [like.new_zeros(size) for size in receive[count:]]
-            if what == "header":
-                for one in silent:
-                    one[:2] = parts[self.rank][0][:2]  # as this trainer's flag and checksum
-            return Later(lambda: found + silent)
-        assert not sum(receive[:count]), f"trainers have no shards, and {what} is to come from one"
         asked, self._asked = self._asked, []
-        if not asked:  # the payload, which goes with the lookup
+        if not asked:  # nothing of the servers: sums of squares of rows that no trainer holds
             return Later(lambda: [like.new_zeros(size) for size in receive])
         requests = [[parts[server] for parts in asked] for server in range(len(self.servers))]
         answers = [self.servers.ask(server, look_up, one, what="lookup") for server, one in enumerate(requests)]

@@ -113,7 +113,7 @@ class RpcWorld:
         threads: of the RPC agent.
 
     Raises:
-        ConfigError: for a name that is none of the job's.
+        ConfigError: if the job has no process of this name.
     """
 
     def __init__(

@@ -143,7 +143,7 @@ class TrainConfig:
     decay: float = option(
         0.5,
         _LEARNING,
-        "Share of the steps, at the end, in which both learning rates fall to 0; not in a file's first epoch.",
+        "Last fraction of the steps, over which both learning rates decay to 0; not in a file's first epoch.",
         minimum=0,
         below=1,
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.models.dlrm import DLRM
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec import export, serve
 from shardrec.checkpoint import Checkpoints, load_checkpoint, save_checkpoint
@@ -247,6 +250,34 @@ def test_replicated_tables_go_on_after_a_backward_that_raised() -> None:
     for module in (model, reference):
         module(features).values().sum().backward()
     assert_tables_equal(model.module, reference, "after a failed backward")
+
+
+class _Pooled(nn.Module):
+    def __init__(self, sparse: nn.Module) -> None:
+        super().__init__()
+        self.sparse = sparse
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        pooled: Tensor = self.sparse(features).values()
+        return pooled.sum()
+
+
+def test_models_that_are_let_go_of_are_freed() -> None:
+    """torch keeps parameters alive that ``apply_optimizer_in_backward`` was given, but not by them the model."""
+
+    def rank_main() -> None:
+        rng = Random(0)
+        configs = random_configs(rng)
+        for cut in CUTS:
+            plan = cut_plan(cut, rng, table_sizes(configs, "sparse"), Topology(ranks_per_host=2))
+            sharded = shard(_Pooled(collection(configs, optimizers="adagrad")), plan, transport="group")
+            sharded(random_bags(rng, feature_rows(configs), 3).kjt()).backward()
+            context = weakref.ref(sharded.context)
+            del sharded
+            gc.collect()
+            assert context() is None, cut
+
+    ranks(2, rank_main)
 
 
 def test_attributes_are_the_models_own() -> None:

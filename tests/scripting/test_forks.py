@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from threading import Event, Thread, Timer
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +11,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import shardrec
 from shardrec.layout import ShardingPlan, Topology, cuts
-from shardrec.modules import shard
+from shardrec.modules import ShardedModel, shard
 from shardrec.scripting import ScriptError
 from tests.models import collection
 from tests.modules.faults import CONFIGS
@@ -48,7 +50,22 @@ def test_exchanges_in_forks_are_refused(transport: str, portable: bool) -> None:
 def test_forks_of_a_single_rank() -> None:
     def rank_main() -> None:
         model = shard(TwoForks(collection(CONFIGS), collection(CONFIGS)), plan(1, "one", "two"))
-        assert torch.equal(shardrec.script(model)(batch()), model(batch()))
+        program = shardrec.script(model)
+        assert torch.equal(program(batch()), model(batch()))
+        assert isinstance(model, ShardedModel)
+        in_call, release = Event(), Event()
+
+        def fork() -> None:
+            with model.context.queue._alone():
+                in_call.set()
+                release.wait()
+
+        other = Thread(target=fork)
+        other.start()
+        in_call.wait()
+        Timer(0.2, release.set).start()
+        assert torch.equal(program(batch()), model(batch())), "waits for a fork that is in a call"
+        other.join()
 
     ranks(1, rank_main)
 

@@ -170,8 +170,8 @@ class Channel:
             self.close()
             raise PeerError(
                 f"rank {self._group.rank()} of {self._group.size()}: waits for the {what} exchange and rank {peer} "
-                f"made the {sent} exchange; the ranks have come apart: every rank must call the same modules in the "
-                "same order",
+                f"made the {sent} exchange; the ranks issued different collectives: every rank must call the same "
+                "modules in the same order",
                 waited_for=f"{what} exchange",
             )
         return tuple(body)

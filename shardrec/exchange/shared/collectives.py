@@ -162,7 +162,7 @@ class SharedCollectives(Collectives):
         Args:
             parts: what goes to each of them.
             receive: elements from each rank; those of this host are left out.
-            what: a word for error messages.
+            what: the exchange's name in errors.
         """
         if not self.far:
             return None
@@ -217,7 +217,7 @@ class _SharedPending:
         if came != size:
             raise PeerError(
                 f"rank {self.collectives.rank}: {came} bytes came from rank {peer} in the {self.what} exchange and "
-                f"{size} were expected; the ranks have come apart"
+                f"{size} were expected; the ranks issued different collectives"
             )
         if isinstance(outgoing, bytes):
             return torch.frombuffer(bytearray(outgoing), dtype=dtype) if outgoing else self.own.new_empty(0)
@@ -274,7 +274,7 @@ class _SharedWayBack:
             if (offer[3] if offer else 0) != size:
                 raise PeerError(
                     f"rank {self._collectives.rank}: rank {peer} lends {offer[3] if offer else 0} bytes for a gradient "
-                    f"of {size}; the ranks have come apart"
+                    f"of {size}; the ranks issued different collectives"
                 )
             memory = self._collectives.borrowed(peer, *offer) if offer else None
             theirs.append(torch.empty(0) if memory is None else as_tensor(memory, torch.float32))
