@@ -100,7 +100,7 @@ def plan_command(
         from shardrec.planner.report.text import reasons_text
 
         shown.print("why other cuts lost:")
-        shown.print(reasons_text(report), markup=False, highlight=False, overflow="fold")
+        shown.print(reasons_text(found), markup=False, highlight=False, overflow="fold")
 
 
 def check_outputs(paths: Mapping[str, Path | None]) -> None:
