@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -41,8 +40,8 @@ class RunFolder:
         config = load_config(path / FILE)
         if (path / SPEC).is_file():
             # The run's own copy: the file that it was started with may have changed.
-            config = dataclasses.replace(config, features=str(path / SPEC))
-        self.config = dataclasses.replace(config, nproc=1, device="cpu", compile="off")
+            config = config.changed(features=str(path / SPEC))
+        self.config = config.changed(nproc=1, device="cpu", compile="off")
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -107,11 +106,11 @@ class RunFolder:
         config = self.config
         if data is not None:
             # The file's rows alone: what the run was trained on need not be there any more.
-            config = dataclasses.replace(config, data=data, valid=data, test=None, samples=None, holdout_samples=None)
+            config = config.changed(data=data, valid=data, test=None, samples=None, holdout_samples=None)
         if on_bad_row is not None:
-            config = dataclasses.replace(config, on_bad_row=on_bad_row)
+            config = config.changed(on_bad_row=on_bad_row)
         place = Place(rank=0, world_size=1, device=cpu, threads=torch.get_num_threads())
-        source = Source(dataclasses.replace(config, global_batch_size=config.batch_size), place)
+        source = Source(config.changed(global_batch_size=config.batch_size), place)
         batches = source.test_batches() if data is None else source.holdout_batches()
 
         def counted() -> Iterator[ClickBatch]:
