@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import typer
 from pydantic.fields import FieldInfo
 
 from shardrec.train.options import Options, flag, shown_as
 
-__all__ = ["Debug", "flag_parameters", "parameter"]
+__all__ = ["Debug", "Device", "flag_parameters", "parameter"]
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 """Read by the entry point, and not by the commands that declare it for their help."""
+
+
+Device = Literal["cpu", "cuda"]
 
 
 def parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from pydantic import Field
+from pydantic import PositiveInt
 
 from shardrec.errors import ConfigError
 from shardrec.files import parse_yaml, read_text, yaml_lines
@@ -59,7 +59,6 @@ _OF_THE_RUN = (_DATA, _MODEL, _LEARNING)
 _MODELS = ("dlrm", "dcn")
 _OVER_GROUPS = ("softmax", "pairwise")
 _OWN_MODEL = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-_Positive = Annotated[int, Field(ge=1)]
 _EVERY = re.compile(r"0*[1-9][0-9]*|(?=.*[1-9])[0-9]+(\.[0-9]+)?m")
 
 
@@ -108,10 +107,10 @@ class TrainConfig(Options):
         metavar="dlrm|dcn|MODULE:NAME",
     )
     embedding_dim: int = option(16, _MODEL, "Columns of every embedding table.", ge=1)
-    dense_layers: tuple[_Positive, ...] = option(
+    dense_layers: tuple[PositiveInt, ...] = option(
         (64, 32), _MODEL, "Widths of the dense features' layers, without the last one.", metavar="N,N,..."
     )
-    over_layers: tuple[_Positive, ...] = option(
+    over_layers: tuple[PositiveInt, ...] = option(
         (128, 64), _MODEL, "Widths of the layers over the interaction, without the last one.", metavar="N,N,..."
     )
 

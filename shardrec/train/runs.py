@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from shardrec.errors import ConfigError
 from shardrec.files import read_json
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from shardrec.modules import ShardedModel
     from shardrec.train.endpoint import Endpoint
 
-__all__ = ["TARGETS", "RunFolder", "cuts_of", "differing"]
+__all__ = ["RunFolder", "Target", "cuts_of", "differing"]
 
-TARGETS = ("script", "aoti")
+Target = Literal["script", "aoti"]
 """What a run can be exported to: a TorchScript file, or AOTInductor's package."""
 
 
@@ -128,24 +128,19 @@ class RunFolder:
         output = "probabilities" if self.config.loss == "bce" else "scores"
         return Endpoint(self.model(), self.spec, {"run": str(self.path), **self.summary()}, output=output)
 
-    def export(self, target: str, out: Path, weights: str = "fp32") -> Path:
+    def export(self, target: Target, out: Path, weights: str = "fp32") -> Path:
         """Write the model for serving, with its tables in inference kernels; see :mod:`shardrec.serve`.
 
         Args:
-            target: one of :data:`TARGETS`.
+            target: what to write.
             out: the file.
             weights: format of the tables: fp32, fp16, int8 or int4.
-
-        Raises:
-            ConfigError: for another target.
         """
         import torch
         from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
         from shardrec import serve
 
-        if target not in TARGETS:
-            raise ConfigError(f"--to is {target!r}: give one of {', '.join(TARGETS)}")
         schema = self.schema
         served = serve.quantize(self.model(), weights)
         keys = list(schema.sparse_names)

@@ -85,7 +85,7 @@ def test_missing_and_unreadable_files(tmp_path: Path) -> None:
         ({"model": "resnet"}, "model .* is 'resnet': give one of dlrm, dcn"),
         ({"on_bad_row": "ignore"}, "give one of error, skip"),
         ({"dense_layers": "8,x"}, r"dense_layers .* is '8,x': each should be a valid integer"),
-        ({"over_layers": (0,)}, "each should be greater than or equal to 1"),
+        ({"over_layers": (0,)}, "each should be greater than 0"),
         ({"checkpoint": True}, r"checkpoint .* is True: .* YAML reads on, off"),
         ({"data": ""}, "data .* is '': give some text"),
         ({"constraint": "t_a=diagonal"}, "there is no cut 'diagonal'; the cuts are table_wise"),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field, field_validator
+from pydantic import PositiveInt, field_validator
 
 from benchmarks.harness.timing.case import KERNELS, MODES, SIDES, TRANSPORTS
 from benchmarks.harness.timing.environment import MALLOC
@@ -46,9 +46,7 @@ class TimingConfig(Options):
     layout: tuple[str, ...] = option(
         (), _CASES, "How the tables are cut (default: table_wise,row_wise)", choices=(*LAYOUTS,)
     )
-    batch: tuple[Annotated[int, Field(ge=1)], ...] = option(
-        (), _CASES, "Samples of each rank (default: 4096)", metavar="NUMBERS"
-    )
+    batch: tuple[PositiveInt, ...] = option((), _CASES, "Samples of each rank (default: 4096)", metavar="NUMBERS")
     mode: tuple[str, ...] = option(
         (), _CASES, "Embeddings forward, or trained, or a whole DLRM (default: forward,train)", choices=MODES
     )
