@@ -67,7 +67,7 @@ _PLANNER, _PLOTS = ("highspy", "scipy"), ("matplotlib",)
 EXTRAS = {
     "planner": _PLANNER,
     "plots": _PLOTS,
-    "train": (*_PLANNER, *_PLOTS, "fsspec", "pyarrow", "pydantic", "tensorboard", "waitress", "werkzeug"),
+    "train": (*_PLANNER, *_PLOTS, "fsspec", "pyarrow", "tensorboard", "waitress", "werkzeug"),
 }
 """The modules that each extra of the package brings; of extras that bring the same one, the smallest comes first."""
 

@@ -23,7 +23,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardrec.launch.template import RankTemplate
+from benchmarks.harness.template import RankTemplate
 from tests.worker import GO, HOST, JOINED, RELEASE, Call, Reply, quiet_environment, serve
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
-from shardrec.launch.template import end_with_launcher
+from shardrec.launch.processes import end_with_launcher
 
 __all__ = [
     "GO",

@@ -3,7 +3,6 @@ of :class:`~benchmarks.harness.BenchConfig`. :mod:`shardrec.cli.bench` finds it 
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import json
 from collections.abc import Callable, Mapping
@@ -17,7 +16,7 @@ from shardrec.cli.ending import ended_by_user
 from shardrec.cli.flags import flag_parameters, parameter
 from shardrec.console import console
 from shardrec.errors import ConfigError
-from shardrec.train.options import flag, together
+from shardrec.train.options import Options, flag, together
 
 if TYPE_CHECKING:
     from benchmarks.harness.report import ByteReport
@@ -58,7 +57,7 @@ def _command() -> Callable[..., None]:
 
     parameters = {one.name: one for one in flag_parameters(BenchConfig)}
     parameters = {one.name: one for one in flag_parameters(TimingConfig)} | {
-        name: one for name, one in parameters.items() if name not in _names(TimingConfig)
+        name: one for name, one in parameters.items() if name not in TimingConfig.model_fields
     }
     switches = [
         parameter("bytes", Annotated[bool, _BYTES], False),
@@ -74,14 +73,9 @@ def _command() -> Callable[..., None]:
     return command
 
 
-def _names(config: type[Any]) -> dict[str, str]:
-    """Type of each field by name."""
-    return {field.name: str(field.type) for field in dataclasses.fields(config)}
-
-
-def _refuse_others(flags: Mapping[str, Any], config: type[Any], remedy: str) -> None:
+def _refuse_others(flags: Mapping[str, Any], config: type[Options], remedy: str) -> None:
     """Raise for flags that only the other half of the command has."""
-    others = [flag(name) for name in flags if name not in _names(config)]
+    others = [flag(name) for name in flags if name not in config.model_fields]
     if others:
         raise ConfigError(together([f"{name} is given and {remedy}" for name in others]))
 
@@ -89,10 +83,9 @@ def _refuse_others(flags: Mapping[str, Any], config: type[Any], remedy: str) -> 
 def _count(flags: Mapping[str, Any], switches: Mapping[str, bool]) -> bool:
     """Count bytes; whether any differ."""
     _refuse_others(flags, BenchConfig, "--bytes does not time anything: leave it out, or --bytes")
-    names = _names(BenchConfig)
     # Of a list of the timings' only one value makes sense here; the config says which there are.
     values: dict[str, Any] = {
-        name: ",".join(value) if isinstance(value, list) and "tuple" not in names[name] else value
+        name: ",".join(value) if isinstance(value, list) and BenchConfig.model_fields[name].annotation is str else value
         for name, value in flags.items()
     }
     report = bench(BenchConfig(**values), debug=switches["debug"])

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
-from typing import Any
-
 from benchmarks.harness.workload import PRESETS, WorkloadTable, parse_tables
 from shardrec.errors import ConfigError
-from shardrec.train.options import check_fields, option, together
+from shardrec.train.options import Options, option
 
 __all__ = ["CUTS", "PLANNER", "BenchConfig"]
 
@@ -32,8 +28,7 @@ _RANKS = "Ranks"
 _WIRES = ("fp32", "fp16", "bf16", "int8")
 
 
-@dataclass(frozen=True, kw_only=True)
-class BenchConfig:
+class BenchConfig(Options):
     """One measurement. Each field is, with dashes, a flag; its text is that flag's help.
 
     Raises:
@@ -46,10 +41,10 @@ class BenchConfig:
         f"Tables of a kind, each with a feature of its own, or a preset: {', '.join(PRESETS)}; can be repeated.",
         metavar="NUMBERxROWSxDIM[xIDS]",
     )
-    max_rows: int = option(100_000, _WORKLOAD, "Most rows of a preset's table.", minimum=1)
-    batch_size: int = option(4096, _WORKLOAD, "Samples of each rank.", minimum=1)
+    max_rows: int = option(100_000, _WORKLOAD, "Most rows of a preset's table.", ge=1)
+    batch_size: int = option(4096, _WORKLOAD, "Samples of each rank.", ge=1)
     pooling: int | None = option(
-        None, _WORKLOAD, "Ids of every bag (default: 1, or as the tables say)", minimum=1, metavar="IDS"
+        None, _WORKLOAD, "Ids of every bag (default: 1, or as the tables say)", ge=1, metavar="IDS"
     )
     ids: str = option(
         "uniform", _WORKLOAD, "Each row as likely, or as rank to the power of -1.05.", choices=("uniform", "zipf")
@@ -63,7 +58,7 @@ class BenchConfig:
     weights: str = option(
         "none", _WORKLOAD, "Weights of ids: none, data, or learned.", choices=("none", "given", "learned")
     )
-    seed: int = option(0, _WORKLOAD, "Seed of ids and weights.", minimum=0)
+    seed: int = option(0, _WORKLOAD, "Seed of ids and weights.", ge=0)
 
     cut: str = option("table_wise", _SHARDING, "How every table is cut; 'mixed' is by turns.", choices=CUTS)
     plan: str | None = option(None, _SHARDING, "Use this plan.json; its tables are t0, t1, ...", metavar="PATH")
@@ -77,19 +72,14 @@ class BenchConfig:
         "Optimizer of the tables, fused into their backward.",
         choices=("sgd", "adagrad", "rowwise_adagrad", "adam"),
     )
-    steps: int = option(3, _STEP, "Steps to measure, each with ids of its own.", minimum=1)
+    steps: int = option(3, _STEP, "Steps to measure, each with ids of its own.", ge=1)
 
     nproc: int | None = option(
-        None, _RANKS, "Ranks to start on this machine (default: 2; under torchrun, its ranks are joined)", minimum=1
+        None, _RANKS, "Ranks to start on this machine (default: 2; under torchrun, its ranks are joined)", ge=1
     )
-    hosts: int = option(1, _RANKS, "Treat the ranks as if spread over so many hosts, wherever they are.", minimum=1)
-    threads: int | None = option(None, _RANKS, "Threads of each rank (default: cores / ranks)", minimum=1)
+    hosts: int = option(1, _RANKS, "Treat the ranks as if spread over so many hosts, wherever they are.", ge=1)
+    threads: int | None = option(None, _RANKS, "Threads of each rank (default: cores / ranks)", ge=1)
     device: str = option("cpu", _RANKS, "Where the tables live.", choices=("cpu", "cuda"))
-
-    def __post_init__(self) -> None:
-        faults = check_fields(self) or self._structural_faults()
-        if faults:
-            raise ConfigError(together(faults))
 
     def workload_tables(self) -> tuple[WorkloadTable, ...]:
         """The tables that ``tables`` asks for."""
@@ -105,12 +95,8 @@ class BenchConfig:
         """Whether a step has a backward."""
         return self.step == "train"
 
-    def to_mapping(self) -> dict[str, Any]:
-        """The options as JSON-compatible data; ``BenchConfig(**mapping)`` gives an equal config."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-
-    def _structural_faults(self) -> list[str]:
+    def structural_faults(self) -> list[str]:
+        """See :class:`Options`."""
         try:
             tables = self.workload_tables()
         except ConfigError as error:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardrec.cli.flags import Debug
+from shardrec.cli.flags import Debug, Device
 from shardrec.console import console, working
 from shardrec.errors import ConfigError
 
@@ -23,7 +23,7 @@ __all__ = ["calibrate_command"]
 def calibrate_command(
     out: Annotated[Path, typer.Argument(help="JSON file to write the profile to.")] = Path("profile.json"),
     ranks: Annotated[int, typer.Option(help="Ranks to start here.", min=1)] = 2,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[Device, typer.Option(help="Of the ranks.")] = "cpu",
     workloads: Annotated[int, typer.Option(help="Different steps to time, on one rank and on all.", min=1)] = 60,
     repeats: Annotated[int, typer.Option(help="Times that each is repeated at least, in four passes.", min=1)] = 7,
     checks: Annotated[int, typer.Option(help="Workloads left out of the fit, to compare with.", min=0)] = 8,
@@ -49,8 +49,6 @@ def calibrate_command(
     from shardrec.cli.plan import check_outputs, read_tables
     from shardrec.planner import Profile, calibrate
 
-    if device not in ("cpu", "cuda"):
-        raise ConfigError(f"--device is {device!r}: give cpu or cuda")
     fewest = calibrate.fewest_workloads(len({1, ranks}))
     if workloads < fewest:
         raise ConfigError(f"--workloads is {workloads}: give at least {fewest}, which determine the coefficients")

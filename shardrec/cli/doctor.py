@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import shardrec
+from shardrec.cli.flags import Device
 from shardrec.errors import ConfigError, ShardrecError
 
 if TYPE_CHECKING:
@@ -26,12 +27,10 @@ _PACKAGES = ("torch", "fbgemm-gpu-cpu", "fbgemm-gpu", "torchrec", "torchmetrics"
 
 
 def doctor(
-    device: Annotated[str, typer.Option(help="cpu or cuda; default: cuda where torch sees it.")] = "",
+    device: Annotated[Device | None, typer.Option(help="Default: cuda where torch sees it.")] = None,
 ) -> None:
     """Show versions, devices and threads, and check that the packages match, that ranks can talk to each other, and
     that a small sharded model trains and scripts on the device."""
-    if device not in ("", "cpu", "cuda"):
-        raise ConfigError(f"--device is {device!r}: give cpu or cuda")
     typer.echo(f"shardrec {shardrec.__version__}, Python {platform.python_version()}, {platform.platform(terse=True)}")
     for package in _PACKAGES:
         try:
@@ -79,7 +78,7 @@ def _threads() -> str:
     return f"{len(os.sched_getaffinity(0))} cores for this process, {torch.get_num_threads()} threads in torch{set_by}"
 
 
-def _device(wanted: str) -> str:
+def _device(wanted: Device | None) -> str:
     import torch
 
     if not torch.cuda.is_available():
@@ -103,7 +102,7 @@ def _driver() -> str:
         return "unknown"
 
 
-def _chosen(wanted: str) -> torch.device:
+def _chosen(wanted: Device | None) -> torch.device:
     import torch
 
     name = wanted or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,19 +1,22 @@
-"""Command-line flags made from the fields of a dataclass of options (:func:`shardrec.train.options.option`)."""
+"""Command-line flags made from the fields of a model of options (:class:`shardrec.train.options.Options`)."""
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args
 
 import typer
+from pydantic.fields import FieldInfo
 
-from shardrec.train.options import flag, rule_of
+from shardrec.train.options import Options, flag, shown_as
 
-__all__ = ["Debug", "flag_parameters", "parameter"]
+__all__ = ["Debug", "Device", "flag_parameters", "parameter"]
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 """Read by the entry point, and not by the commands that declare it for their help."""
+
+
+Device = Literal["cpu", "cuda"]
 
 
 def parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
@@ -21,20 +24,20 @@ def parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def flag_parameters(config: type[Any]) -> list[inspect.Parameter]:
+def flag_parameters(config: type[Options]) -> list[inspect.Parameter]:
     """A flag for each field, which is None (or empty, for a list) when it is not given."""
-    return [_flag_parameter(field) for field in dataclasses.fields(config)]
+    return [_flag_parameter(name, field) for name, field in config.model_fields.items()]
 
 
-def _flag_parameter(field: dataclasses.Field[Any]) -> inspect.Parameter:
-    rule, kind = rule_of(field), str(field.type)
-    shown = ",".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
-    known = f" (default: {shown})" if shown not in (None, "") else ""
-    metavar = rule.metavar or ("|".join(rule.choices) if rule.choices else None)
-    option = typer.Option(flag(field.name), help=rule.help + known, metavar=metavar, rich_help_panel=rule.panel)
-    value: Any = str
-    if kind.startswith(("int", "float")):
-        value = int if kind.startswith("int") else float
-    elif kind == "tuple[str, ...]":
-        return parameter(field.name, Annotated[list[str] | None, option], None)
-    return parameter(field.name, Annotated[value | None, option], None)
+def _flag_parameter(name: str, field: FieldInfo) -> inspect.Parameter:
+    shown, default = shown_as(field), field.default
+    text = ",".join(map(str, default)) if isinstance(default, tuple) else default
+    known = f" (default: {text})" if text not in (None, "") else ""
+    option = typer.Option(
+        flag(name), help=f"{field.description}{known}", metavar=shown["metavar"], rich_help_panel=shown["panel"]
+    )
+    if field.annotation == tuple[str, ...]:
+        return parameter(name, Annotated[list[str] | None, option], None)
+    kinds = {field.annotation, *get_args(field.annotation)}
+    value: Any = next((kind for kind in (int, float) if kind in kinds), str)
+    return parameter(name, Annotated[value | None, option], None)

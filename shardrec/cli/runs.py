@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from shardrec.cli.flags import Debug
 from shardrec.console import console, working
-from shardrec.train.runs import TARGETS, RunFolder, differing
+from shardrec.train.runs import RunFolder, Target, differing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -28,10 +28,9 @@ def eval_command(
         str | None, typer.Option(help="Files of rows (default: those that the run's own metrics are of)")
     ] = None,
     on_bad_row: Annotated[
-        str | None,
+        Literal["error", "skip"] | None,
         typer.Option(
-            help="What a row that cannot be read does: end the command, or be left out (default: the run's option)",
-            metavar="error|skip",
+            help="What a row that cannot be read does: end the command, or be left out (default: the run's option)"
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the metrics as JSON.")] = False,
@@ -52,7 +51,7 @@ def eval_command(
 def export_command(
     run: _Run,
     out: Annotated[Path, typer.Argument(help="File to write: .pt for script, .pt2 for aoti.", metavar="FILE")],
-    to: Annotated[str, typer.Option(help="TorchScript, or machine code by AOTInductor.", metavar="|".join(TARGETS))],
+    to: Annotated[Target, typer.Option(help="TorchScript, or machine code by AOTInductor.")],
     weights: Annotated[str, typer.Option(help="Format of the tables: fp32, fp16, int8, int4.")] = "fp32",
     debug: Debug = False,
 ) -> None:

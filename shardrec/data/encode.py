@@ -3,7 +3,7 @@
 What is wrong with a row is found by vectorised checks, which say *that* it is; a message is made of its value then.
 
 pyarrow is imported by the functions that need it: generated data do without, and it starts threads, after which ranks
-could not be forked (``launch/template.py``).
+could not be forked (``benchmarks/harness/template.py``).
 
 Legend: N rows, D dense features, F sparse features, V ids of one feature.
 """

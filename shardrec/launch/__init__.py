@@ -4,8 +4,6 @@
 
     run.py          a function on each rank, of a launcher's or of our own
     processes.py    ranks as processes: started, watched, ended
-    template.py     a process to fork ranks from; how a rank ends with its launcher
-    preloaded.py    what that process imports last: it can be forked
     ranks.py        this process as a rank: device, threads, process group
     stop.py         signals as a request to end
     quiet.py        libraries that would talk into a run

@@ -13,6 +13,7 @@ a kill at any time leaves no process, no file and no open port. The launcher imp
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -31,17 +32,20 @@ from shardrec import errors
 from shardrec.errors import ConfigError, InputError, PeerError, ShardrecError
 from shardrec.launch.quiet import environment_for_torch
 from shardrec.launch.stop import SAME_SIGNAL_S, RunStopped, handling
-from shardrec.launch.template import RankTemplate, end_with_launcher
 
-__all__ = ["LISTENER", "Note", "RankProcesses", "Run", "first_cause"]
+__all__ = ["LISTENER", "Note", "RankProcesses", "Run", "Start", "end_with_launcher", "first_cause", "spawn"]
 
 Run = Callable[[dict[str, Any]], Any]
 """What a rank does, given the options; it can be pickled, as a function of a module can."""
+
+Start = Callable[..., BaseProcess]
+"""Starts a process as :func:`spawn` does."""
 
 LISTENER = "SHARDREC_STORE_FD"
 """Environment variable of rank 0: the file descriptor of a listening socket, for the store's server."""
 
 _HOST = "127.0.0.1"
+_PR_SET_PDEATHSIG = 1
 _GRACE_S = 5.0
 """How long the other ranks have, after the first failure, to say what they know of it."""
 
@@ -72,6 +76,13 @@ class Note:
     trace: str = ""
 
 
+def spawn(target: Callable[..., None], *args: Any, name: str) -> BaseProcess:
+    """Start a process that calls ``target(*args)``, a function of a module, and imports for itself."""
+    process = multiprocessing.get_context("spawn").Process(target=target, args=args, name=name)
+    process.start()
+    return process
+
+
 class RankProcesses:
     """The ranks of one attempt at a run.
 
@@ -82,7 +93,7 @@ class RankProcesses:
         timeout: seconds for which a rank may be stopped (SIGSTOP) before it is taken for dead and ended.
         debug: keep the ranks' tracebacks, and torch's warnings.
         limit: seconds that the ranks may run.
-        template: to fork them from; default: each is spawned, and imports for itself.
+        start: starts the process of a rank.
     """
 
     def __init__(
@@ -94,13 +105,13 @@ class RankProcesses:
         timeout: float,
         debug: bool,
         limit: float = float("inf"),
-        template: RankTemplate | None = None,
+        start: Start = spawn,
     ) -> None:
         self._work = (run, options)
         self._timeout = timeout
         self._debug = debug
         self._limit = limit
-        self._template = template
+        self._start_process = start
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
         self._stopped_s = [0.0] * nproc
@@ -139,7 +150,6 @@ class RankProcesses:
         return self._said.get("returned")
 
     def _start(self) -> None:
-        start = _spawn if self._template is None else self._template.start
         nproc = len(self._stopped_s)
         # A signal that is ignored stays so in new processes: Ctrl-C is for the launcher, which passes it on.
         with (
@@ -151,7 +161,8 @@ class RankProcesses:
                 receiver, sender = multiprocessing.Pipe(duplex=False)
                 birth = (rank, nproc, listener.getsockname()[1], listener if rank == 0 else None)
                 with sender:
-                    self._processes.append(start(_rank_main, *birth, sender, *self._work, name=f"rank {rank}"))
+                    process = self._start_process(_rank_main, *birth, sender, *self._work, name=f"rank {rank}")
+                    self._processes.append(process)
                 self._pipes.append(receiver)
         if self._signalled_at is not None:  # meanwhile, when some had not been started
             self._ask_to_end()
@@ -225,12 +236,6 @@ class RankProcesses:
             pipe.close()
 
 
-def _spawn(target: Callable[..., None], *args: Any, name: str) -> BaseProcess:
-    process = multiprocessing.get_context("spawn").Process(target=target, args=args, name=name)
-    process.start()
-    return process
-
-
 def _is_stopped(pid: int | None) -> bool:
     """Whether a process was stopped by a signal."""
     try:
@@ -241,6 +246,15 @@ def _is_stopped(pid: int | None) -> bool:
 
 
 # ------------------------------------------------------------------------------------------------------ on the ranks
+
+
+def end_with_launcher() -> None:
+    """In a new rank: have the system kill it when its launcher has ended, also if the rank is stopped then."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    launcher = multiprocessing.parent_process()
+    if launcher is None or wait([launcher.sentinel], 0):  # it had ended already
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _rank_main(

@@ -8,9 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shardrec.errors import ConfigError
-from shardrec.launch.processes import RankProcesses, Run
+from shardrec.launch.processes import RankProcesses, Run, Start, spawn
 from shardrec.launch.quiet import environment_for_torch, quiet_libraries
-from shardrec.launch.template import RankTemplate
 
 __all__ = ["launched_rank", "on_new_ranks", "run_on_ranks"]
 
@@ -55,7 +54,7 @@ def on_new_ranks(
     timeout: float = 300.0,
     debug: bool = False,
     limit: float = float("inf"),
-    template: RankTemplate | None = None,
+    start: Start = spawn,
 ) -> Any:
     """Call ``work(place, *arguments)`` on ``nproc`` new ranks of this host, in a process group, also if it is one.
 
@@ -68,7 +67,7 @@ def on_new_ranks(
         timeout: seconds that a rank waits for the others.
         debug: keep the ranks' tracebacks.
         limit: seconds that the ranks may run.
-        template: to fork them from, on the CPU; default: each is spawned, and imports for itself.
+        start: starts the process of a rank; one that forks is for the CPU alone.
 
     Returns:
         What ``work`` returned on rank 0; it must be possible to pickle.
@@ -78,7 +77,7 @@ def on_new_ranks(
     """
     options = {"work": work, "arguments": arguments, "device": device, "threads": threads, "timeout": timeout}
     quiet = functools.partial(_run_quietly, _joined_rank, debug)
-    ranks = RankProcesses(quiet, options, nproc=nproc, timeout=timeout, debug=debug, limit=limit, template=template)
+    ranks = RankProcesses(quiet, options, nproc=nproc, timeout=timeout, debug=debug, limit=limit, start=start)
     return ranks.result()
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import PositiveInt
+
 from shardrec.errors import ConfigError
 from shardrec.files import parse_yaml, read_text, yaml_lines
-from shardrec.train.options import check_fields, flag, option, rule_of, together
+from shardrec.train.options import Options, flag, option, shown_as, together
 
 if TYPE_CHECKING:
     from shardrec.planner import Constraint
@@ -63,8 +62,7 @@ _OWN_MODEL = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _EVERY = re.compile(r"0*[1-9][0-9]*|(?=.*[1-9])[0-9]+(\.[0-9]+)?m")
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(Options):
     """One training run. Each field is a key of the YAML file and, with dashes, a flag; its text is that flag's help.
 
     Raises:
@@ -85,21 +83,21 @@ class TrainConfig:
         None, _DATA, "Files of rows for the final metrics (default: the held-out rows)", metavar="FILES"
     )
     shuffle: int | None = option(
-        None, _DATA, "Rows of a file to put in a random order at a time (default: the file's order)", minimum=2
+        None, _DATA, "Rows of a file to put in a random order at a time (default: the file's order)", ge=2
     )
     samples: int | None = option(
-        None, _DATA, "Rows to train on in an epoch, over all ranks (default: 2.4 million; of a file, all)", minimum=1
+        None, _DATA, "Rows to train on in an epoch, over all ranks (default: 2.4 million; of a file, all)", ge=1
     )
-    epochs: int = option(1, _DATA, "Passes over the training rows.", minimum=1)
-    holdout: float = option(0.1, _DATA, "Share of a file's rows that is held out for the metrics.", above=0, below=1)
+    epochs: int = option(1, _DATA, "Passes over the training rows.", ge=1)
+    holdout: float = option(0.1, _DATA, "Share of a file's rows that is held out for the metrics.", gt=0, lt=1)
     holdout_samples: int | None = option(
-        None, _DATA, "Rows to compute the metrics on (default: 100,000; of a file, all held out)", minimum=2
+        None, _DATA, "Rows to compute the metrics on (default: 100,000; of a file, all held out)", ge=2
     )
     on_bad_row: str = option(
         "error", _DATA, "What a row that cannot be read does: end the run, or be left out.", choices=("error", "skip")
     )
     max_embeddings: int = option(
-        20_000, _DATA, "Most rows of an embedding table; categories are hashed into them.", minimum=2
+        20_000, _DATA, "Most rows of an embedding table; categories are hashed into them.", ge=2
     )
 
     model: str = option(
@@ -108,21 +106,20 @@ class TrainConfig:
         "Dot products between features (dlrm), a low-rank cross network (dcn), or package.module:Model of your own.",
         metavar="dlrm|dcn|MODULE:NAME",
     )
-    embedding_dim: int = option(16, _MODEL, "Columns of every embedding table.", minimum=1)
-    dense_layers: tuple[int, ...] = option(
-        (64, 32), _MODEL, "Widths of the dense features' layers, without the last one.", minimum=1, metavar="N,N,..."
+    embedding_dim: int = option(16, _MODEL, "Columns of every embedding table.", ge=1)
+    dense_layers: tuple[PositiveInt, ...] = option(
+        (64, 32), _MODEL, "Widths of the dense features' layers, without the last one.", metavar="N,N,..."
     )
-    over_layers: tuple[int, ...] = option(
-        (128, 64), _MODEL, "Widths of the layers over the interaction, without the last one.", minimum=1,
-        metavar="N,N,...",
-    )  # fmt: skip
+    over_layers: tuple[PositiveInt, ...] = option(
+        (128, 64), _MODEL, "Widths of the layers over the interaction, without the last one.", metavar="N,N,..."
+    )
 
-    batch_size: int = option(2048, _LEARNING, "Rows of a step on each rank.", minimum=1)
+    batch_size: int = option(2048, _LEARNING, "Rows of a step on each rank.", ge=1)
     global_batch_size: int | None = option(
         None,
         _LEARNING,
         "Rows of a step over all ranks, spread evenly, in place of --batch-size; a run that goes on keeps its own.",
-        minimum=1,
+        ge=1,
     )
     loss: str = option(
         "bce",
@@ -132,31 +129,31 @@ class TrainConfig:
         choices=("bce", *_OVER_GROUPS, "model"),
     )
     optimizer: str = option("adam", _LEARNING, "Optimizer of the dense layers.", choices=("sgd", "adagrad", "adam"))
-    lr: float = option(5e-3, _LEARNING, "Learning rate of the dense layers.", above=0)
+    lr: float = option(5e-3, _LEARNING, "Learning rate of the dense layers.", gt=0)
     embedding_optimizer: str = option(
         "rowwise_adagrad",
         _LEARNING,
         "Optimizer of the tables, fused into their backward.",
         choices=("sgd", "adagrad", "rowwise_adagrad", "adam"),
     )
-    embedding_lr: float = option(0.1, _LEARNING, "Learning rate of the tables.", above=0)
+    embedding_lr: float = option(0.1, _LEARNING, "Learning rate of the tables.", gt=0)
     decay: float = option(
         0.5,
         _LEARNING,
         "Last fraction of the steps, over which both learning rates decay to 0; not in a file's first epoch.",
-        minimum=0,
-        below=1,
+        ge=0,
+        lt=1,
     )
     patience: int | None = option(
         None,
         _LEARNING,
         "End after so many points of the held-out curve without a better logloss (with a loss over groups: GAUC).",
-        minimum=1,
+        ge=1,
     )
-    seed: int = option(0, _LEARNING, "Seed of the first weights and of generated rows.", minimum=0)
+    seed: int = option(0, _LEARNING, "Seed of the first weights and of generated rows.", ge=0)
 
-    nproc: int = option(1, _RANKS, "Ranks to start on this machine; under torchrun, its ranks are joined.", minimum=1)
-    threads: int | None = option(None, _RANKS, "Threads of each rank (default: cores / ranks)", minimum=1)
+    nproc: int = option(1, _RANKS, "Ranks to start on this machine; under torchrun, its ranks are joined.", ge=1)
+    threads: int | None = option(None, _RANKS, "Threads of each rank (default: cores / ranks)", ge=1)
     device: str = option("cpu", _RANKS, "Where the model lives.", choices=("cpu", "cuda"))
     compile: str = option(
         "off",
@@ -168,8 +165,8 @@ class TrainConfig:
         0,
         _RANKS,
         "Batches to work ahead: 0; 1, whose ids are exchanged while a step computes; 2, copied to the device, too.",
-        minimum=0,
-        below=3,
+        ge=0,
+        lt=3,
     )
     detect_anomaly: str = option(
         "off",
@@ -186,39 +183,35 @@ class TrainConfig:
     )
     plan: str | None = option(None, _RANKS, "Use this plan.json instead of planning.", metavar="PATH")
     timeout: float = option(
-        300.0, _RANKS, "Seconds that a rank waits for the others before it takes them for dead.", above=0
+        300.0, _RANKS, "Seconds that a rank waits for the others before it takes them for dead.", gt=0
     )
     max_restarts: int | None = option(
         None,
         _RANKS,
         "Times in a row, without a new checkpoint, that ranks of this machine are started again after a death "
         f"(default: {_RESTARTS} with --checkpoint-every, else 0)",
-        minimum=0,
+        ge=0,
     )
 
     out: str | None = option(None, _OUTPUT, "Folder for the results (default: runs/<date-time>)", metavar="DIR")
-    evaluations: int = option(10, _OUTPUT, "Points of the held-out curve.", minimum=1)
+    evaluations: int = option(10, _OUTPUT, "Points of the held-out curve.", ge=1)
     top_k: int = option(
         10,
         _OUTPUT,
         "Places at the top of each group that NDCG, recall and hit rate count, of data with groups.",
-        minimum=1,
+        ge=1,
     )
     checkpoint: str = option("last", _OUTPUT, "Save the model at the end, or not.", choices=("last", "none"))
     checkpoint_every: str | None = option(
         None, _OUTPUT, "Save each so many steps, or minutes ('10m'), and when told to end.", metavar="STEPS|MINUTESm"
     )
     checkpoint_incremental: int = option(
-        0, _OUTPUT, "Most saves in a row that write only rows that have changed; 0: all rows, always.", minimum=0
+        0, _OUTPUT, "Most saves in a row that write only rows that have changed; 0: all rows, always.", ge=0
     )
-    keep_checkpoints: int = option(2, _OUTPUT, "Newest checkpoints to keep.", minimum=1)
+    keep_checkpoints: int = option(2, _OUTPUT, "Newest checkpoints to keep.", ge=1)
 
-    def __post_init__(self) -> None:
-        faults = check_fields(self) or self._structural_faults()
-        if faults:
-            raise ConfigError(together(faults))
-
-    def _structural_faults(self) -> list[str]:
+    def structural_faults(self) -> list[str]:
+        """See :class:`Options`."""
         faults = []
         for text in self.constraint:
             try:
@@ -299,10 +292,10 @@ class TrainConfig:
         """
         given = self.to_mapping()
         faults = [
-            f"{field.name} ({flag(field.name)}) is {given[field.name]!r} and the run in {self.out} was started with "
-            f"{started.get(field.name)!r}: leave it out, or start a new run in another folder (--out)"
-            for field in dataclasses.fields(self)
-            if rule_of(field).panel in _OF_THE_RUN and given[field.name] != started.get(field.name)
+            f"{name} ({flag(name)}) is {given[name]!r} and the run in {self.out} was started with "
+            f"{started.get(name)!r}: leave it out, or start a new run in another folder (--out)"
+            for name, field in TrainConfig.model_fields.items()
+            if shown_as(field)["panel"] in _OF_THE_RUN and given[name] != started.get(name)
         ]
         if faults:
             raise ConfigError(together(faults))
@@ -316,11 +309,6 @@ class TrainConfig:
     def is_synthetic(self) -> bool:
         """Whether the rows are generated."""
         return self.data == SYNTHETIC
-
-    def to_mapping(self) -> dict[str, Any]:
-        """The options as YAML- and JSON-compatible data; ``TrainConfig(**mapping)`` gives an equal config."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     def to_yaml(self) -> str:
         """The effective options as a file for :func:`load_config`."""
@@ -346,7 +334,6 @@ def load_config(
     read = _read(Path(path)) if path is not None else {}
     values = {name: value for name, (value, _) in read.items()}
     given = {name: value for name, value in (flags or {}).items() if value is not None}
-    _check_names(dict.fromkeys(given, "the flags"))
     values |= given
     started = Path(str(values.get("out")), FILE)
     if resume and "out" in values and started.is_file():
@@ -419,18 +406,4 @@ def _parse(text: str, path: Path) -> dict[str, tuple[Any, int]]:
                 f"config file {path}:{line}: {str(key)!r} is there twice, first in line {values[name][1]}: keep one"
             )
         values[name] = value, line
-    _check_names({name: f"config file {path}:{line}" for name, (_, line) in values.items()})
     return values
-
-
-def _check_names(given: Mapping[str, str]) -> None:
-    """Refuse names that are no options; where each was given comes with it."""
-    known = [field.name for field in dataclasses.fields(TrainConfig)]
-    faults = []
-    for name, where in given.items():
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f", did you mean {close[0]!r}?" if close else ""
-            faults.append(f"{where}: there is no option {name!r}{hint}")
-    if faults:
-        raise ConfigError(f"{together(faults)}\nThe options are {', '.join(known)}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 from datetime import datetime
@@ -42,7 +41,7 @@ def train(config: TrainConfig, *, resume: bool = False, debug: bool = False) -> 
     check_extra("train")
     resume = resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
     _check_out(config, resume)
-    config = dataclasses.replace(config, out=config.out or _new_folder())  # of several ranks' the first one's holds
+    config = config.changed(out=config.out or _new_folder())  # of several ranks' the first one's holds
     restarts = 0
     while True:
         options, saved = {**config.to_mapping(), "resume": resume}, _saved(config)

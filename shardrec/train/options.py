@@ -1,110 +1,117 @@
-"""How one option of a run is declared: its default, its help text and what it may be.
-
-An option is written once, as a field of :class:`~shardrec.train.config.TrainConfig`; the command line, the YAML reader
-and the validation are made from it.
-"""
+"""Options of a run as one pydantic model: the command line and the YAML reader are made from its fields."""
 
 from __future__ import annotations
 
-import dataclasses
-import sys
+import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self, cast, get_args, get_origin
 
-__all__ = ["Rule", "check_fields", "coerce", "flag", "option", "rule_of", "together"]
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic.fields import FieldInfo
 
-_KEY = "shardrec.rule"
-_NOUNS = {"int": "a whole number", "float": "a number", "tuple[int, ...]": "whole numbers with commas between"}
+from shardrec.errors import ConfigError
+
+__all__ = ["Options", "flag", "option", "shown_as", "together"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rule:
-    """What an option may be.
+def option(
+    default: Any, panel: str, help: str, *, metavar: str | None = None, choices: tuple[str, ...] = (), **limits: Any
+) -> Any:
+    """A field of :class:`Options`.
 
     Args:
+        default: its value if it is not given.
+        panel: heading that the help puts it under.
         help: one line for people.
-        panel: the heading that the help puts it under.
-        minimum: the smallest value; of a list, of each item.
-        above: the value must be larger.
-        below: the value must be smaller.
-        choices: the values that there are, if these can be listed.
-        metavar: stands for the value in the help.
+        metavar: stands for the value in the help; default: the choices.
+        choices: values that there are, of texts and lists of texts.
+        limits: of a number, as pydantic's ``Field`` takes them.
+    """
+    shown: dict[str, Any] = {"panel": panel, "metavar": metavar or "|".join(choices) or None, "choices": list(choices)}
+    return Field(default, description=help, json_schema_extra=shown, **limits)
+
+
+def shown_as(field: FieldInfo) -> dict[str, Any]:
+    """The panel, the metavar and the choices that :func:`option` gave to a field."""
+    return cast(dict[str, Any], field.json_schema_extra)
+
+
+class Options(BaseModel):
+    """Frozen options. Text that spells a value, as YAML files and shells have it, is that value.
+
+    Raises:
+        ConfigError: naming each option that cannot be honoured, its value and what it may be.
     """
 
-    help: str
-    panel: str
-    minimum: float | None = None
-    above: float | None = None
-    below: float | None = None
-    choices: tuple[str, ...] = ()
-    metavar: str | None = None
+    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True, allow_inf_nan=False)
 
-    def fault(self, value: Any, kind: str) -> str | None:
-        """What the value should have been, if it is not that.
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(_explained(error, values, [*type(self).model_fields])) from None
+        faults = self.structural_faults()
+        if faults:
+            raise ConfigError(together(faults))
 
-        Args:
-            value: of a field that was declared as ``kind``.
-            kind: ``int``, ``float``, ``str``, ``tuple[int, ...]`` or ``tuple[str, ...]``, maybe with ``| None``.
-        """
-        if value is None and kind.endswith("| None"):
-            return None
-        base = kind.removesuffix("| None").strip()
-        items = value if base.startswith("tuple") else (value,)
-        fits = isinstance(items, tuple) and all(self._fits(item, base) for item in items)
-        return None if fits else self._wanted(base)
+    def structural_faults(self) -> list[str]:
+        """Why options that are well-formed do not go together, a sentence each."""
+        return []
 
-    def _fits(self, item: Any, base: str) -> bool:
-        if "str" in base:
-            return isinstance(item, str) and item != "" and (not self.choices or item in self.choices)
-        if isinstance(item, bool) or not isinstance(item, (int,) if "int" in base else (int, float)):
-            return False
-        return (
-            abs(item) <= sys.float_info.max
-            and (self.minimum is None or item >= self.minimum)
-            and (self.above is None or item > self.above)
-            and (self.below is None or item < self.below)
+    @field_validator("*", mode="before")
+    @classmethod
+    def _as_meant(cls, value: Any, info: ValidationInfo) -> Any:
+        """A text or a mapping ``{"t_*": row_wise}`` for a list; a truth value is meant by none."""
+        kind = cls.model_fields[str(info.field_name)].annotation
+        if isinstance(value, bool):
+            raise ValueError("give a number, or a text in quotes, for YAML reads on, off, yes and no as truth values")
+        if get_origin(kind) is not tuple:
+            return value
+        if isinstance(value, Mapping):
+            return [f"{key}={_joined(item)}" for key, item in value.items()]
+        if isinstance(value, str) and get_args(kind)[0] is not str:
+            return value.split(",")
+        return [value] if isinstance(value, (str, int)) else value
+
+    @field_validator("*")
+    @classmethod
+    def _among_choices(cls, value: Any, info: ValidationInfo) -> Any:
+        choices = shown_as(cls.model_fields[str(info.field_name)])["choices"]
+        items = value if isinstance(value, tuple) else (value,)
+        if "" in items or (choices and value is not None and not set(items) <= set(choices)):
+            raise ValueError(f"give one of {', '.join(choices)}" if choices else "give some text")
+        return value
+
+    def changed(self, **changes: Any) -> Self:
+        """These options with other values for some."""
+        return type(self)(**{**self.to_mapping(), **changes})
+
+    def to_mapping(self) -> dict[str, Any]:
+        """The options as YAML- and JSON-compatible data, which make equal options as keywords."""
+        return self.model_dump(mode="json")
+
+
+def _joined(item: Any) -> str:
+    return ",".join(map(str, item)) if isinstance(item, (list, tuple)) else str(item)
+
+
+def _explained(error: ValidationError, values: Mapping[str, Any], known: list[str]) -> str:
+    """Each option that is wrong, its value and what it may be."""
+    faults: dict[str, str] = {}
+    for fault in error.errors():
+        name = str(fault["loc"][0])
+        wanted = (
+            fault["msg"]
+            .removeprefix("Value error, ")
+            .replace("Input should", "each should" if fault["loc"][1:] else "it should")
         )
-
-    def _wanted(self, base: str) -> str:
-        if self.choices:
-            return f"one of {', '.join(self.choices)}"
-        if base == "str":
-            return "some text"
-        if base == "tuple[str, ...]":
-            return "texts"
-        noun = _NOUNS[base]
-        limits = [
-            f"{word} {limit:g}"
-            for word, limit in (("at least", self.minimum), ("above", self.above), ("below", self.below))
-            if limit is not None
-        ]
-        each = ", each" if base.startswith("tuple") else ""
-        return f"{noun}{each or ','} {' and '.join(limits)}".rstrip(" ,")
-
-
-def option(default: Any, panel: str, help: str, **rule: Any) -> Any:
-    """A dataclass field with a :class:`Rule`; the keywords are the rule's."""
-    return dataclasses.field(default=default, metadata={_KEY: Rule(help=help, panel=panel, **rule)})
-
-
-def rule_of(field: dataclasses.Field[Any]) -> Rule:
-    """The rule that :func:`option` gave to a field."""
-    rule: Rule = field.metadata[_KEY]
-    return rule
-
-
-def check_fields(config: Any) -> list[str]:
-    """Give each field of a frozen dataclass of options its declared type; returns what is wrong with any, in words."""
-    faults = []
-    for field in dataclasses.fields(config):
-        kind = str(field.type)
-        value = coerce(getattr(config, field.name), kind)
-        object.__setattr__(config, field.name, value)
-        wanted = rule_of(field).fault(value, kind)
-        if wanted is not None:
-            faults.append(f"{field.name} ({flag(field.name)}) is {value!r}: give {wanted}")
-    return faults
+        text = f"{name} ({flag(name)}) is {values[name]!r}: {wanted}"
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            text = f"{name} ({flag(name)}) is no option" + (f": did you mean {close[0]!r}?" if close else "")
+        faults.setdefault(name, text)
+    names = "" if faults.keys() <= set(known) else f"\nThe options are {', '.join(known)}"
+    return together([*faults.values()]) + names
 
 
 def together(faults: list[str]) -> str:
@@ -118,38 +125,3 @@ def together(faults: list[str]) -> str:
 def flag(name: str) -> str:
     """The command line's spelling of an option."""
     return "--" + name.replace("_", "-")
-
-
-def coerce(value: Any, kind: str) -> Any:
-    """What a YAML file or a shell wrote, as the declared type where that is meant beyond doubt; else as it is.
-
-    YAML 1.1 reads ``1e-3`` as text, a list comes for a tuple, and a mapping ``{"t_*": row_wise}`` for ``t_*=row_wise``.
-    """
-    if "tuple" in kind:
-        if isinstance(value, Mapping):
-            return tuple(f"{key}={_joined(item)}" for key, item in value.items())
-        if isinstance(value, str):
-            value = [part.strip() for part in value.split(",")] if "int" in kind else [value]
-        elif isinstance(value, int):
-            value = [value]
-        if not isinstance(value, (list, tuple)):
-            return value
-        return tuple(_number(item, int) if "int" in kind else item for item in value)
-    if "float" in kind:
-        return _number(value, float)
-    # A file says 500 where '500' is meant.
-    return str(value) if "str" in kind and isinstance(value, int) and not isinstance(value, bool) else value
-
-
-def _joined(item: Any) -> str:
-    return ",".join(map(str, item)) if isinstance(item, (list, tuple)) else str(item)
-
-
-def _number(value: Any, kind: type[int] | type[float]) -> Any:
-    """Text that spells a number as that number, and a whole number as a float where one is asked for."""
-    if isinstance(value, bool) or not isinstance(value, (str, int)):
-        return value
-    try:
-        return kind(value)
-    except (OverflowError, ValueError):
-        return value

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from shardrec.errors import ConfigError
 from shardrec.files import read_json
@@ -18,9 +17,9 @@ if TYPE_CHECKING:
     from shardrec.modules import ShardedModel
     from shardrec.train.endpoint import Endpoint
 
-__all__ = ["TARGETS", "RunFolder", "cuts_of", "differing"]
+__all__ = ["RunFolder", "Target", "cuts_of", "differing"]
 
-TARGETS = ("script", "aoti")
+Target = Literal["script", "aoti"]
 """What a run can be exported to: a TorchScript file, or AOTInductor's package."""
 
 
@@ -41,8 +40,8 @@ class RunFolder:
         config = load_config(path / FILE)
         if (path / SPEC).is_file():
             # The run's own copy: the file that it was started with may have changed.
-            config = dataclasses.replace(config, features=str(path / SPEC))
-        self.config = dataclasses.replace(config, nproc=1, device="cpu", compile="off")
+            config = config.changed(features=str(path / SPEC))
+        self.config = config.changed(nproc=1, device="cpu", compile="off")
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -107,11 +106,11 @@ class RunFolder:
         config = self.config
         if data is not None:
             # The file's rows alone: what the run was trained on need not be there any more.
-            config = dataclasses.replace(config, data=data, valid=data, test=None, samples=None, holdout_samples=None)
+            config = config.changed(data=data, valid=data, test=None, samples=None, holdout_samples=None)
         if on_bad_row is not None:
-            config = dataclasses.replace(config, on_bad_row=on_bad_row)
+            config = config.changed(on_bad_row=on_bad_row)
         place = Place(rank=0, world_size=1, device=cpu, threads=torch.get_num_threads())
-        source = Source(dataclasses.replace(config, global_batch_size=config.batch_size), place)
+        source = Source(config.changed(global_batch_size=config.batch_size), place)
         batches = source.test_batches() if data is None else source.holdout_batches()
 
         def counted() -> Iterator[ClickBatch]:
@@ -129,24 +128,19 @@ class RunFolder:
         output = "probabilities" if self.config.loss == "bce" else "scores"
         return Endpoint(self.model(), self.spec, {"run": str(self.path), **self.summary()}, output=output)
 
-    def export(self, target: str, out: Path, weights: str = "fp32") -> Path:
+    def export(self, target: Target, out: Path, weights: str = "fp32") -> Path:
         """Write the model for serving, with its tables in inference kernels; see :mod:`shardrec.serve`.
 
         Args:
-            target: one of :data:`TARGETS`.
+            target: what to write.
             out: the file.
             weights: format of the tables: fp32, fp16, int8 or int4.
-
-        Raises:
-            ConfigError: for another target.
         """
         import torch
         from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
         from shardrec import serve
 
-        if target not in TARGETS:
-            raise ConfigError(f"--to is {target!r}: give one of {', '.join(TARGETS)}")
         schema = self.schema
         served = serve.quantize(self.model(), weights)
         keys = list(schema.sparse_names)

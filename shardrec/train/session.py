@@ -10,7 +10,6 @@ Every rank goes through all of it; the first one alone shows and writes.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -69,7 +68,7 @@ def run_rank(config: TrainConfig, *, resume: bool = False) -> RunReport | None:
     with ExitStack() as lock:
         with joined(config.device, config.threads, seed=config.seed, timeout=config.timeout) as place:
             rows = config.global_batch_size or config.batch_size * place.world_size
-            config = dataclasses.replace(config, out=same_everywhere(str(config.out), place), global_batch_size=rows)
+            config = config.changed(out=same_everywhere(str(config.out), place), global_batch_size=rows)
             folder = _own_folder(config, place, lock)
             finish = _run(config, place, folder, resume)
         return finish()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import subprocess
 import sys
@@ -30,8 +29,8 @@ ROOT = Path(__file__).parents[2]
 def test_help_names_every_option() -> None:
     shown = CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "200"})
     assert shown.exit_code == 0
-    for field in dataclasses.fields(TrainConfig):
-        assert f"{flag(field.name)} " in shown.output, field.name
+    for name in TrainConfig.model_fields:
+        assert f"{flag(name)} " in shown.output, name
     assert "(default: rowwise_adagrad)" in shown.output
     assert "(default: 128,64)" in shown.output
 
@@ -130,7 +129,7 @@ def test_a_wrong_option_is_one_line_and_exit_code_1() -> None:
     done = shell("train", "--batch-size", "0")
     assert done.returncode == 1
     assert done.stdout == ""
-    assert done.stderr == "shardrec: error: batch_size (--batch-size) is 0: give a whole number, at least 1\n"
+    assert done.stderr == "shardrec: error: batch_size (--batch-size) is 0: it should be greater than or equal to 1\n"
 
 
 def test_an_unknown_key_in_the_file(tmp_path: Path) -> None:
@@ -138,7 +137,7 @@ def test_an_unknown_key_in_the_file(tmp_path: Path) -> None:
     path.write_text("embeding_lr: 0.1\n", encoding="utf-8")
     done = shell("train", str(path))
     assert done.returncode == 1
-    assert f"{path}:1: there is no option 'embeding_lr', did you mean 'embedding_lr'?" in done.stderr
+    assert f"embeding_lr ({path}:1) is no option: did you mean 'embedding_lr'?" in done.stderr
     assert "The options are data, features" in done.stderr
     assert "Traceback" not in done.stderr
 

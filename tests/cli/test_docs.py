@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from benchmarks.harness import BenchConfig
 from benchmarks.harness.timing import TimingConfig
 from shardrec.data import load_spec
 from shardrec.train import TrainConfig, load_config
-from shardrec.train.options import flag
+from shardrec.train.options import Options, flag
 
 PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
 CONFIGS = {"train": TrainConfig, "bench: Timings": TimingConfig, "bench: Bytes": BenchConfig}
@@ -32,8 +31,8 @@ def rows(command: str = "") -> dict[str, str]:
     return dict(re.findall(r"^\| `(--[a-z-]+)` \| (.*?) \|", text, re.MULTILINE))
 
 
-def names(config: type) -> list[str]:
-    return [flag(field.name) for field in dataclasses.fields(config)]
+def names(config: type[Options]) -> list[str]:
+    return [flag(name) for name in config.model_fields]
 
 
 def test_options_are_those_that_there_are() -> None:
@@ -45,11 +44,11 @@ def test_options_are_those_that_there_are() -> None:
 @pytest.mark.parametrize("command", CONFIGS)
 def test_defaults(command: str) -> None:
     described = rows(command)
-    for field in dataclasses.fields(CONFIGS[command]):
+    for name, field in CONFIGS[command].model_fields.items():
         if field.default in (None, ()):
             continue
         shown = ",".join(map(str, field.default)) if isinstance(field.default, tuple) else str(field.default)
-        assert described[flag(field.name)].strip("`").replace(",", "") == shown.replace(",", ""), field.name
+        assert described[flag(name)].strip("`").replace(",", "") == shown.replace(",", ""), name
 
 
 def test_yaml_example(tmp_path: Path) -> None:

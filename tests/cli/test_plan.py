@@ -144,7 +144,6 @@ def test_instances(tmp_path: Path) -> None:
     [
         (["--ranks", "3", "--hosts", "2"], "3 ranks cannot be spread evenly over 2 hosts"),
         (["--machine", "abacus"], "there is no preset 'abacus'"),
-        (["--optimizer", "lion"], "--optimizer is 'lion'"),
         (["--constraint", "user"], "constraint (--constraint) is 'user': give TABLE=CUT"),
         (["--constraint", "user=diagonal"], "there is no cut 'diagonal'"),
         (["--memory", "0.01", "--ranks", "2"], "the tables do not fit"),
@@ -154,3 +153,9 @@ def test_wrong_flags(tmp_path: Path, flags: list[str], message: str) -> None:
     shown = CliRunner().invoke(app, ["plan", str(write(tmp_path, "t.csv", CSV)), *flags])
     assert shown.exit_code == 1
     assert message in str(shown.exception)
+
+
+def test_an_optimizer_that_there_is_not(tmp_path: Path) -> None:
+    shown = CliRunner().invoke(app, ["plan", str(write(tmp_path, "t.csv", CSV)), "--optimizer", "lion"])
+    assert shown.exit_code == 2
+    assert "'lion' is not one of" in shown.output

@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.harness.template import RankTemplate
 from shardrec.errors import ConfigError, DataError, InputError, PeerError
-from shardrec.launch.processes import LISTENER, Note, RankProcesses, first_cause
+from shardrec.launch.processes import LISTENER, Note, RankProcesses, Start, first_cause, spawn
 from shardrec.launch.stop import RunStopped, StopRequest
-from shardrec.launch.template import RankTemplate
 
 LONG_S = 120.0
 """What no test waits for: it is ended before."""
@@ -33,12 +33,12 @@ def start(
 
 
 @pytest.fixture(params=["spawned", "forked"])
-def template(request: pytest.FixtureRequest) -> Iterator[RankTemplate | None]:
+def starting(request: pytest.FixtureRequest) -> Iterator[Start]:
     if request.param == "spawned":
-        yield None
+        yield spawn
         return
-    with RankTemplate(["tests.launch.test_processes"]) as made:
-        yield made
+    with RankTemplate(["tests.launch.test_processes"]) as template:
+        yield template.start
 
 
 @pytest.fixture(autouse=True)
@@ -102,8 +102,8 @@ def large(options: dict[str, Any]) -> bytes:
 # ----------------------------------------------------------------------------------------------------- in the launcher
 
 
-def test_ranks_know_who_they_are_and_meet_on_the_loopback_address(template: RankTemplate | None) -> None:
-    found = start(describe, {"given": 3}, template=template)
+def test_ranks_know_who_they_are_and_meet_on_the_loopback_address(starting: Start) -> None:
+    found = start(describe, {"given": 3}, start=starting)
     assert found == {
         "RANK": "0",
         "WORLD_SIZE": "2",
@@ -125,9 +125,9 @@ def test_an_error_is_raised_as_it_was_on_its_rank() -> None:
         start(fail)
 
 
-def test_a_killed_rank_ends_the_others_at_once(template: RankTemplate | None) -> None:
+def test_a_killed_rank_ends_the_others_at_once(starting: Start) -> None:
     with pytest.raises(PeerError, match="rank 1 was ended by SIGKILL; the system"):
-        start(meet_signal, {"signal": signal.SIGKILL}, template=template)
+        start(meet_signal, {"signal": signal.SIGKILL}, start=starting)
 
 
 def test_a_stopped_rank_ends_as_a_dead_one_after_the_time_limit() -> None:
@@ -148,7 +148,7 @@ def test_a_template_that_cannot_import_says_so(tmp_path: Path, monkeypatch: pyte
         RankTemplate(["starts_a_thread"]) as threaded,
         pytest.raises(PeerError, match="ranks are forked from ended in its imports: its stderr says why"),
     ):
-        start(describe, template=threaded)
+        start(describe, start=threaded.start)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -162,13 +162,13 @@ def test_a_launcher_that_is_told_to_end_lets_its_ranks_save(number: signal.Signa
 
 LAUNCHER = """
 import sys
-from shardrec.launch.processes import RankProcesses
-from shardrec.launch.template import RankTemplate
+from benchmarks.harness.template import RankTemplate
+from shardrec.launch.processes import RankProcesses, spawn
 from tests.launch.test_processes import hold
 
 if __name__ == "__main__":
-    template = RankTemplate([]) if sys.argv[2:] else None
-    RankProcesses(hold, {"folder": sys.argv[1]}, nproc=2, timeout=1000.0, debug=False, template=template).result()
+    start = RankTemplate([]).start if sys.argv[2:] else spawn
+    RankProcesses(hold, {"folder": sys.argv[1]}, nproc=2, timeout=1000.0, debug=False, start=start).result()
 """
 
 

@@ -21,7 +21,7 @@ def summed(place: Place, scale: int) -> tuple[int, int, int, int]:
 
 
 def test_on_new_ranks() -> None:
-    assert on_new_ranks(summed, 10, nproc=2, template=POOL.prepare()) == (30, 0, 2, 1)
+    assert on_new_ranks(summed, 10, nproc=2, start=POOL.prepare().start) == (30, 0, 2, 1)
 
 
 def fails_and_leaves_slowly(place: Place) -> None:
@@ -34,7 +34,7 @@ def fails_and_leaves_slowly(place: Place) -> None:
 
 def test_who_raised_first_is_told_and_not_whose_peer_went() -> None:
     with pytest.raises(PeerError, match="rank 1 failed with ValueError: rank 1 has had enough"):
-        on_new_ranks(fails_and_leaves_slowly, nproc=2, template=POOL.prepare())
+        on_new_ranks(fails_and_leaves_slowly, nproc=2, start=POOL.prepare().start)
 
 
 def test_one_rank_has_a_group_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,8 @@ from rich.console import Console
 from shardrec.errors import PlanError
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.planner import TableLoad, explain, plan_tables, to_html, to_png
+from shardrec.planner.report.content import headline
 from shardrec.planner.report.html import page
-from shardrec.planner.report.text import headline
 
 LOADS = {
     "ads <&> news": TableLoad(num_embeddings=10**6, embedding_dim=64, poolings=(10.0,)),

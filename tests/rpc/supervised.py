@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import shardrec
 from shardrec.errors import PeerError
-from shardrec.launch.template import end_with_launcher
+from shardrec.launch.processes import end_with_launcher
 from shardrec.rpc import RpcWorld
 from shardrec.rpc.serve import load_server, serve
 from tests.rpc.jobs import make_model, make_plan, train

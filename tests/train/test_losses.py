@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -251,11 +250,11 @@ def own_run(config: TrainConfig, folder: str) -> Any:
 
 def test_a_models_own_loss_runs_inside_of_its_forward(own_models: Path, tmp_path: Path) -> None:
     """On two ranks, the last of an epoch's batches uneven: gradients are averaged as those of another loss are."""
-    of_rows = dataclasses.replace(OWN_RUN, model="own_losses:Clicks", out=str(tmp_path / "rows"))
+    of_rows = OWN_RUN.changed(model="own_losses:Clicks", out=str(tmp_path / "rows"))
     expected, _ = ranks(2, own_run, of_rows, str(own_models))
     for pipeline in (0, 2):
         out = str(tmp_path / str(pipeline))
-        own = dataclasses.replace(OWN_RUN, model="own_losses:Own", loss="model", pipeline=pipeline, out=out)
+        own = OWN_RUN.changed(model="own_losses:Own", loss="model", pipeline=pipeline, out=out)
         assert ranks(2, own_run, own, str(own_models))[0] == expected
     assert expected.auc > 0.55
 
@@ -264,7 +263,7 @@ def test_a_run_with_an_own_loss_is_evaluated_by_its_logits(
     own_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(own_models)
-    config = dataclasses.replace(OWN_RUN, loss="model", model="own_losses:Own", epochs=1, out=str(tmp_path / "run"))
+    config = OWN_RUN.changed(loss="model", model="own_losses:Own", epochs=1, out=str(tmp_path / "run"))
     final = own_run(config, str(own_models))
     run = RunFolder(tmp_path / "run")
     assert run.evaluate()[0].to_mapping() == pytest.approx(final.to_mapping(), abs=1e-6)
@@ -283,7 +282,7 @@ def test_a_run_with_an_own_loss_is_evaluated_by_its_logits(
     ],
 )
 def test_own_losses_that_are_none(own_models: Path, tmp_path: Path, model: str, message: str) -> None:
-    config = dataclasses.replace(OWN_RUN, loss="model", model=f"own_losses:{model}", out=str(tmp_path))
+    config = OWN_RUN.changed(loss="model", model=f"own_losses:{model}", out=str(tmp_path))
     with pytest.raises(ConfigError, match=message):
         own_run(config, str(own_models))
 

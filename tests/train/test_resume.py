@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import shutil
@@ -85,7 +84,7 @@ def run(
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed")
-    assert run(dataclasses.replace(SMALL, out=str(folder))) == list(range(1, 49))
+    assert run(SMALL.changed(out=str(folder))) == list(range(1, 49))
     return folder
 
 
@@ -94,7 +93,7 @@ def test_a_run_that_is_broken_off_goes_on_as_if_nothing_had_happened(
     cut: int, undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Before the first checkpoint, at one, at the ends of both epochs, and in the second."""
-    config = dataclasses.replace(SMALL, out=str(tmp_path))
+    config = SMALL.changed(out=str(tmp_path))
     assert run(config, cut_after=cut) == list(range(1, cut + 1))
     assert run(config, resume=True) == list(range(cut // 6 * 6 + 1, 49))
     assert (f"there is no checkpoint in {tmp_path} to go on from" in capsys.readouterr().out) == (cut < 6)
@@ -102,9 +101,9 @@ def test_a_run_that_is_broken_off_goes_on_as_if_nothing_had_happened(
 
 
 def test_a_run_goes_on_from_an_incremental_checkpoint(tmp_path: Path) -> None:
-    config = dataclasses.replace(SMALL, max_embeddings=3_000, checkpoint_incremental=3)
-    run(dataclasses.replace(config, checkpoint_incremental=0, out=str(tmp_path / "whole")))
-    config = dataclasses.replace(config, out=str(tmp_path / "parts"))
+    config = SMALL.changed(max_embeddings=3_000, checkpoint_incremental=3)
+    run(config.changed(checkpoint_incremental=0, out=str(tmp_path / "whole")))
+    config = config.changed(out=str(tmp_path / "parts"))
     assert run(config, cut_after=19) == list(range(1, 20))
     for path in Checkpoints(tmp_path / "parts" / "checkpoints").paths().values():
         assert any(part.changes for one in read_manifest(path).tensors.values() for part in one.parts)
@@ -114,7 +113,7 @@ def test_a_run_goes_on_from_an_incremental_checkpoint(tmp_path: Path) -> None:
 
 
 def test_sigterm_saves_first(undisturbed: Path, tmp_path: Path) -> None:
-    config = dataclasses.replace(SMALL, out=str(tmp_path))
+    config = SMALL.changed(out=str(tmp_path))
     handler = signal.getsignal(signal.SIGTERM)
     with pytest.raises(RunStopped) as stopped:
         run(config, told_in=9)
@@ -128,14 +127,12 @@ def test_checkpoints_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     from shardrec.train import saving
 
     monkeypatch.setattr(saving, "_AGREE_S", 0.0)  # the ranks look at it after each step
-    config = dataclasses.replace(
-        SMALL, samples=640, epochs=1, checkpoint_every="0.000001m", keep_checkpoints=9, out=str(tmp_path)
-    )
+    config = SMALL.changed(samples=640, epochs=1, checkpoint_every="0.000001m", keep_checkpoints=9, out=str(tmp_path))
     assert run(config) == [1, 2, 3, 4, 5]
     assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == [
         f"step-{n:012}" for n in range(1, 6)
     ]
-    later = dataclasses.replace(config, checkpoint_every="1000m", out=str(tmp_path / "later"))
+    later = config.changed(checkpoint_every="1000m", out=str(tmp_path / "later"))
     run(later)
     assert [path.name for path in (tmp_path / "later" / "checkpoints").iterdir()] == ["step-000000000005"]
 
@@ -143,7 +140,7 @@ def test_checkpoints_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_finished_run_that_is_resumed_tells_its_results_again(undisturbed: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(undisturbed, tmp_path / "copy")
     (copy / "metrics.json").unlink()
-    assert run(dataclasses.replace(SMALL, out=str(copy)), resume=True) == []
+    assert run(SMALL.changed(out=str(copy)), resume=True) == []
     assert differences(copy, undisturbed) == []
 
 
@@ -156,15 +153,13 @@ def test_a_file_of_rows_goes_on_where_it_was(tmp_path: Path) -> None:
     lines = file.read_text(encoding="utf-8").splitlines()
     lines[10], lines[900] = "broken", "broken"
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    config = dataclasses.replace(
-        SMALL, data=str(file), samples=None, holdout_samples=None, on_bad_row="skip", batch_size=64
-    )
-    whole, broken = (dataclasses.replace(config, out=str(tmp_path / name)) for name in ("whole", "broken"))
+    config = SMALL.changed(data=str(file), samples=None, holdout_samples=None, on_bad_row="skip", batch_size=64)
+    whole, broken = (config.changed(out=str(tmp_path / name)) for name in ("whole", "broken"))
     steps = run(whole)
     run(broken, cut_after=8)
     assert run(broken, resume=True) == steps[6:]
-    run(dataclasses.replace(broken, out=str(tmp_path / "later")), cut_after=20)
-    assert run(dataclasses.replace(broken, out=str(tmp_path / "later")), resume=True) == steps[18:]
+    run(broken.changed(out=str(tmp_path / "later")), cut_after=20)
+    assert run(broken.changed(out=str(tmp_path / "later")), resume=True) == steps[18:]
     assert differences(tmp_path / "broken", tmp_path / "whole") == []
     assert differences(tmp_path / "later", tmp_path / "whole") == []
     assert json.loads((tmp_path / "later" / "metrics.json").read_text())["skipped_rows"] != {}
@@ -183,7 +178,7 @@ def as_plain(folder: Path) -> Path:
 @pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_run_that_works_ahead_is_the_plain_run_to_the_bit(depth: int, undisturbed: Path, tmp_path: Path) -> None:
     """Broken off with batches under way, and going on."""
-    config = dataclasses.replace(SMALL, pipeline=depth, out=str(tmp_path))
+    config = SMALL.changed(pipeline=depth, out=str(tmp_path))
     run(config, cut_after=20)
     assert run(config, resume=True) == list(range(19, 49))
     assert differences(as_plain(tmp_path), undisturbed) == []
@@ -194,13 +189,13 @@ def test_a_run_that_works_ahead_is_the_plain_run_to_the_bit(depth: int, undistur
 
 def test_the_options_of_the_run_are_the_defaults_when_it_goes_on(undisturbed: Path) -> None:
     found = load_config(flags={"out": str(undisturbed), "checkpoint_every": "2m"}, resume=True)
-    expected = dataclasses.replace(SMALL, out=str(undisturbed), global_batch_size=128, checkpoint_every="2m")
+    expected = SMALL.changed(out=str(undisturbed), global_batch_size=128, checkpoint_every="2m")
     assert found == expected
     assert load_config(flags={"out": str(undisturbed)}) == TrainConfig(out=str(undisturbed))
 
 
 def test_an_option_that_makes_another_run_is_named_with_both_values(undisturbed: Path) -> None:
-    changed = dataclasses.replace(SMALL, out=str(undisturbed), lr=0.1, embedding_dim=8, evaluations=2)
+    changed = SMALL.changed(out=str(undisturbed), lr=0.1, embedding_dim=8, evaluations=2)
     with pytest.raises(ConfigError) as caught:
         run(changed, resume=True)
     said = str(caught.value)
@@ -218,8 +213,8 @@ def test_two_runs_do_not_write_to_one_folder(tmp_path: Path, monkeypatch: pytest
     with locked(tmp_path, 0.0) as mine, locked(tmp_path, 0.0) as other:
         assert (mine, other) == (True, False)
         with pytest.raises(ConfigError, match=r"out \(--out\).*another run writes to it"):
-            run(dataclasses.replace(SMALL, out=str(tmp_path)))
-    assert run(dataclasses.replace(SMALL, out=str(tmp_path), samples=200, epochs=1)) == [1, 2]
+            run(SMALL.changed(out=str(tmp_path)))
+    assert run(SMALL.changed(out=str(tmp_path), samples=200, epochs=1)) == [1, 2]
 
 
 # ------------------------------------------------------------------------------------------------------- several ranks
@@ -228,8 +223,8 @@ def test_two_runs_do_not_write_to_one_folder(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.slow
 def test_three_ranks_go_on_to_the_bit(tmp_path: Path) -> None:
     """Of three numbers the order of a sum matters, and with it where a gradient lies in a bucket."""
-    config = dataclasses.replace(SMALL, batch_size=40, epochs=1)
-    whole, broken = (dataclasses.replace(config, out=str(tmp_path / name)) for name in ("whole", "broken"))
+    config = SMALL.changed(batch_size=40, epochs=1)
+    whole, broken = (config.changed(out=str(tmp_path / name)) for name in ("whole", "broken"))
     assert ranks(3, run, whole, resume=True)[0] == list(range(1, 26))  # from nothing
     ranks(3, run, broken, cut_after=13)
     assert ranks(3, run, broken, resume=True)[0] == list(range(13, 26))
@@ -246,11 +241,11 @@ def test_ranks_that_work_ahead_make_the_plain_run_to_the_bit(tmp_path: Path) -> 
             return stopped.step
         raise AssertionError("the run was not stopped")
 
-    config = dataclasses.replace(SMALL, batch_size=64, epochs=1, constraint=("t_*=row_wise",))
-    whole, ahead = (dataclasses.replace(config, out=str(tmp_path / name)) for name in ("whole", "ahead"))
+    config = SMALL.changed(batch_size=64, epochs=1, constraint=("t_*=row_wise",))
+    whole, ahead = (config.changed(out=str(tmp_path / name)) for name in ("whole", "ahead"))
     steps = ranks(2, run, whole)[0]
-    assert ranks(2, told_to_end, dataclasses.replace(ahead, pipeline=2)) == [9, 9]
-    assert ranks(2, run, dataclasses.replace(ahead, pipeline=1), resume=True)[0] == steps[9:]
+    assert ranks(2, told_to_end, ahead.changed(pipeline=2)) == [9, 9]
+    assert ranks(2, run, ahead.changed(pipeline=1), resume=True)[0] == steps[9:]
     assert differences(as_plain(tmp_path / "ahead"), tmp_path / "whole") == []
 
 
@@ -259,7 +254,7 @@ def test_another_number_of_ranks_makes_the_same_steps(
     before: int, after: int, undisturbed: Path, tmp_path: Path
 ) -> None:
     """Each row once, in the same global batches; the plan is made anew."""
-    config = dataclasses.replace(SMALL, global_batch_size=128, batch_size=7, out=str(tmp_path))
+    config = SMALL.changed(global_batch_size=128, batch_size=7, out=str(tmp_path))
     ranks(before, run, config, cut_after=20)
     assert ShardingPlan.load(tmp_path / "plan.json").world_size == before
     assert ranks(after, run, config, resume=True)[0] == list(range(19, 49))
@@ -282,6 +277,6 @@ def test_a_signal_for_one_rank_stops_all_at_one_step(tmp_path: Path) -> None:
             return stopped.step, stopped.folder
         raise AssertionError("the run was not stopped")
 
-    config = dataclasses.replace(SMALL, batch_size=16, out=str(tmp_path), checkpoint_every="1000")
+    config = SMALL.changed(batch_size=16, out=str(tmp_path), checkpoint_every="1000")
     assert ranks(2, stop_one, config) == [(4, str(tmp_path))] * 2
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000000000004"]

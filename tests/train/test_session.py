@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ def run(config: TrainConfig, **changes: Any) -> RunReport:
     """Train on this process's rank; the report is rank 0's."""
     from shardrec.train.session import run_rank
 
-    report = run_rank(dataclasses.replace(config, **changes))
+    report = run_rank(config.changed(**changes))
     assert report is not None
     return report
 
@@ -74,7 +73,7 @@ def test_writes_its_results(trained: tuple[Path, RunReport]) -> None:
     assert metrics["final"]["auc"] == report.final.auc
     assert metrics["optimum"]["auc"] > 0.75
     assert len(metrics["curve"]) == 3
-    assert load_config(folder / "config.yaml") == dataclasses.replace(TINY, out=str(folder), global_batch_size=512)
+    assert load_config(folder / "config.yaml") == TINY.changed(out=str(folder), global_batch_size=512)
     assert len(ShardingPlan.load(folder / "plan.json").tables) == 26
 
 
@@ -127,10 +126,10 @@ def test_two_ranks_learn_what_one_does(trained: tuple[Path, RunReport], tmp_path
             mock.patch.object(session, "write_curve", lambda report, path: path.touch()),
             mock.patch.object(synthetic, "_EXPECTATION_ROWS", 1_000),
         ):
-            report = session.run_rank(dataclasses.replace(config, out=out))
+            report = session.run_rank(config.changed(out=out))
         return None if report is None else report.final.auc
 
-    halves = dataclasses.replace(TINY, batch_size=TINY.batch_size // 2, constraint=("t_*=row_wise",))
+    halves = TINY.changed(batch_size=TINY.batch_size // 2, constraint=("t_*=row_wise",))
     one, other = ranks(2, train, halves, str(tmp_path))
     assert other is None
     assert one == pytest.approx(trained[1].final.auc, abs=2e-3)
@@ -195,4 +194,4 @@ def test_an_anomaly_ends_the_run_with_the_tables_name(tmp_path: Path) -> None:
     with pytest.raises(AnomalyError, match=r"table '\S*t_cat_\d+'"):
         run(TINY, detect_anomaly="on", **diverging)
     with pytest.raises(ConfigError, match=r"detect_anomaly .* is 'on', which cannot look into one graph of compile"):
-        dataclasses.replace(TINY, detect_anomaly="on", compile="full")
+        TINY.changed(detect_anomaly="on", compile="full")

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
 from typing import Any
+
+from pydantic import PositiveInt, field_validator
 
 from benchmarks.harness.timing.case import KERNELS, MODES, SIDES, TRANSPORTS
 from benchmarks.harness.timing.environment import MALLOC
 from benchmarks.harness.timing.plans import LAYOUTS
 from benchmarks.harness.workload import PRESETS, parse_tables
 from shardrec.errors import ConfigError
-from shardrec.train.options import check_fields, option, together
+from shardrec.train.options import Options, option
 
 __all__ = ["CASE_PRESETS", "TimingConfig"]
 
@@ -24,8 +24,7 @@ _CASES, _RUN, _RANKS = "What to time", "How to time it", "Ranks"
 _LISTS = ("workload", "layout", "mode", "ids", "optimizer", "malloc", "transport", "kernels", "side")
 
 
-@dataclass(frozen=True, kw_only=True)
-class TimingConfig:
+class TimingConfig(Options):
     """One run of the harness. Each field is, with dashes, a flag; its text is that flag's help.
 
     The cases are every combination of the lists; with a preset, those of its cases that the lists that were given
@@ -47,7 +46,7 @@ class TimingConfig:
     layout: tuple[str, ...] = option(
         (), _CASES, "How the tables are cut (default: table_wise,row_wise)", choices=(*LAYOUTS,)
     )
-    batch: tuple[int, ...] = option((), _CASES, "Samples of each rank (default: 4096)", minimum=1, metavar="NUMBERS")
+    batch: tuple[PositiveInt, ...] = option((), _CASES, "Samples of each rank (default: 4096)", metavar="NUMBERS")
     mode: tuple[str, ...] = option(
         (), _CASES, "Embeddings forward, or trained, or a whole DLRM (default: forward,train)", choices=MODES
     )
@@ -84,34 +83,32 @@ class TimingConfig:
     side: tuple[str, ...] = option(
         (), _CASES, "Who takes turns, shardrec among them (default: shardrec,torchrec)", choices=SIDES
     )
-    max_rows: int = option(100_000, _CASES, "Most rows of a preset's table.", minimum=1)
+    max_rows: int = option(100_000, _CASES, "Most rows of a preset's table.", ge=1)
 
-    rounds: int = option(3, _RUN, "Times that each side has its turn.", minimum=1)
-    steps: int = option(8, _RUN, "Steps of a turn, after three to warm up; fewer where they are long.", minimum=3)
-    seconds: float = option(2.0, _RUN, "Where a turn's steps take longer, there are fewer of them.", above=0)
-    minutes: float | None = option(None, _RUN, "Begin no more turns after so long; what is measured counts.", above=0)
+    rounds: int = option(3, _RUN, "Times that each side has its turn.", ge=1)
+    steps: int = option(8, _RUN, "Steps of a turn, after three to warm up; fewer where they are long.", ge=3)
+    seconds: float = option(2.0, _RUN, "Where a turn's steps take longer, there are fewer of them.", gt=0)
+    minutes: float | None = option(None, _RUN, "Begin no more turns after so long; what is measured counts.", gt=0)
     out: str = option("runs/bench", _RUN, "Folder for timings.json and timings.png.", metavar="PATH")
-    seed: int = option(0, _RUN, "Seed of ids and weights.", minimum=0)
+    seed: int = option(0, _RUN, "Seed of ids and weights.", ge=0)
 
     nproc: int | None = option(
-        None, _RANKS, "Ranks to start on this machine (default: 2; under torchrun, its ranks are joined)", minimum=1
+        None, _RANKS, "Ranks to start on this machine (default: 2; under torchrun, its ranks are joined)", ge=1
     )
-    threads: int | None = option(None, _RANKS, "Threads of each rank (default: 1)", minimum=1)
+    threads: int | None = option(None, _RANKS, "Threads of each rank (default: 1)", ge=1)
     device: str = option("cpu", _RANKS, "Where the tables live.", choices=("cpu", "cuda"))
 
-    def __post_init__(self) -> None:
-        for name in _LISTS:
-            object.__setattr__(self, name, _flat(getattr(self, name)))
-        faults = check_fields(self) or self._structural_faults()
-        if faults:
-            raise ConfigError(together(faults))
+    @field_validator(*_LISTS, mode="before")
+    @classmethod
+    def _flat(cls, value: Any) -> Any:
+        """``("a,b", "c")`` as ``("a", "b", "c")``."""
+        items = [value] if isinstance(value, str) else value
+        if not isinstance(items, (list, tuple)) or not all(isinstance(item, str) for item in items):
+            return items
+        return [part.strip() for item in items for part in item.split(",")]
 
-    def to_mapping(self) -> dict[str, Any]:
-        """The options as JSON-compatible data; ``TimingConfig(**mapping)`` gives an equal config."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-
-    def _structural_faults(self) -> list[str]:
+    def structural_faults(self) -> list[str]:
+        """See :class:`Options`."""
         faults = []
         for text in self.workload:
             try:
@@ -123,12 +120,3 @@ class TimingConfig:
                 f"side (--side) is {', '.join(self.side)}: give shardrec, too, which the others are compared with"
             )
         return faults
-
-
-def _flat(value: Any) -> Any:
-    """``("a,b", "c")`` as ``("a", "b", "c")``."""
-    if isinstance(value, str):
-        value = (value,)
-    if not isinstance(value, (list, tuple)) or not all(isinstance(item, str) for item in value):
-        return value
-    return tuple(part.strip() for item in value for part in item.split(","))

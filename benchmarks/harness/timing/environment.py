@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardrec.launch.template import ONE_THREAD
+from benchmarks.harness.template import ONE_THREAD
 
 __all__ = ["MALLOC", "load_average", "machine_record", "template_environment"]
 

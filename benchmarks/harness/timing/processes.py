@@ -7,10 +7,10 @@ import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
+from benchmarks.harness.template import RankTemplate
 from benchmarks.harness.timing.environment import MALLOC, template_environment
 from shardrec.errors import ShardrecError
 from shardrec.launch.run import on_new_ranks
-from shardrec.launch.template import RankTemplate
 
 if TYPE_CHECKING:
     from shardrec.launch.ranks import Place
@@ -99,7 +99,7 @@ class FreshProcesses:
             timeout=_COLLECTIVE_S,
             debug=self._debug,
             limit=self._timeout,
-            template=self._templates[malloc],
+            start=self._templates[malloc].start,
         )
 
 

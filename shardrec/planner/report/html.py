@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardrec.planner.report.bare import ranks_text
-from shardrec.planner.report.series import COLOURS, Chart, charts
-from shardrec.planner.report.text import headline
+from shardrec.planner.report.content import COLOURS, Chart, Column, content
 
 if TYPE_CHECKING:
     from shardrec.layout.plan import ShardingPlan
@@ -18,12 +17,12 @@ __all__ = ["page", "to_html"]
 _HEIGHT, _LEFT, _TOP = 220, 64, 12
 
 _STYLE = """
-:root { color-scheme: light dark; --ink: #1b1f24; --soft: #667; --line: #8884; --paper: #fff; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6e8eb; --soft: #9aa; --paper: #14171a; } }
+:root { color-scheme: light dark; --ink: #1b1f24; --line: #8884; --paper: #fff; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6e8eb; --paper: #14171a; } }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); margin: 2rem auto;
   max-width: 72rem; padding: 0 1rem; }
 h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
-p { margin: .3rem 0; } .soft { color: var(--soft); }
+p { margin: .3rem 0; }
 .scroll { overflow-x: auto; }
 svg text { fill: var(--ink); font-size: 11px; } svg .grid { stroke: var(--line); } svg .mark { stroke: var(--ink);
   stroke-dasharray: 5 4; }
@@ -43,8 +42,8 @@ _SCRIPT = """
 document.querySelectorAll("th button").forEach((button) => button.addEventListener("click", () => {
   const head = button.closest("th"), body = head.closest("table").tBodies[0];
   const column = head.cellIndex, up = head.getAttribute("aria-sort") !== "ascending";
-  const key = (row) => row.cells[column].dataset.key ?? row.cells[column].textContent;
   const number = head.classList.contains("number");
+  const key = (row) => number ? row.cells[column].textContent.replaceAll(",", "") : row.cells[column].textContent;
   const rows = [...body.rows].sort((a, b) => number ? key(a) - key(b) : key(a).localeCompare(key(b)));
   head.parentNode.querySelectorAll("th").forEach((other) => other.removeAttribute("aria-sort"));
   head.setAttribute("aria-sort", up ? "ascending" : "descending");
@@ -65,24 +64,15 @@ def to_html(plan: ShardingPlan, path: str | Path) -> None:
 
 def page(plan: ShardingPlan) -> str:
     """The page of a plan."""
-    report = plan.report
-    title = f"Sharding plan: {len(plan.tables)} tables on {plan.world_size} ranks"
-    parts = [f"<h1>{escape(title)}</h1>"]
-    if report is not None:
-        parts.append(f"<p>{escape(headline(report))}.</p>")
-        parts.append(
-            f'<p class="soft">{report.batch_size:,} samples a rank; figures: {escape(report.profile)} '
-            f"({escape(report.source)}).</p>"
-        )
-        if report.timed_out:
-            parts.append('<p class="soft">The time limit ended the search.</p>')
-    for chart in charts(plan):
+    found = content(plan)
+    parts = [f"<h1>{escape(found.title)}</h1>", *(f"<p>{escape(fact)}</p>" for fact in found.facts)]
+    for chart in found.charts:
         parts.append(f"<h2>{escape(chart.title)}</h2>{_legend(chart)}<div class='scroll'>{_svg(chart)}</div>")
-    parts.append(f"<h2>Tables</h2><div class='scroll'>{_tables(plan)}</div>")
+    parts.append(f"<h2>Tables</h2><div class='scroll'>{_tables(found.columns)}</div>")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{_STYLE}</style></head>\n<body>\n"
+        f"<title>{escape(found.title)}</title><style>{_STYLE}</style></head>\n<body>\n"
         + "\n".join(parts)
         + f"\n<script>{_SCRIPT}</script>\n</body></html>\n"
     )
@@ -137,36 +127,15 @@ def _ticks(chart: Chart) -> list[float]:
     return [float(value) for value in MaxNLocator(5).tick_values(0, chart.top) if value <= chart.top * 1.05]
 
 
-def _tables(plan: ShardingPlan) -> str:
-    about = {} if plan.report is None else {each.name: each for each in plan.report.tables}
-    headings = [("table", False), ("rows", True), ("dim", True), ("MiB", True), ("cut", False), ("ranks", False)]
-    if about:
-        headings += [("ms", True), ("next-best cut", False), ("why it lost", False)]
+def _tables(columns: Sequence[Column]) -> str:
+    kinds = [" class=number" * column.is_number for column in columns]
     head = "".join(
-        f'<th{" class=number" * number}><button type="button">{name}</button></th>' for name, number in headings
+        f'<th{kind}><button type="button">{column.name}</button></th>'
+        for kind, column in zip(kinds, columns, strict=True)
     )
-    rows = []
-    for layout in plan.tables:
-        known = about.get(layout.name)
-        size = layout.num_embeddings * layout.embedding_dim * 4 if known is None else known.bytes
-        cells = [
-            _text(layout.name),
-            _number(layout.num_embeddings, f"{layout.num_embeddings:,}"),
-            _number(layout.embedding_dim, str(layout.embedding_dim)),
-            _number(size, f"{size / 2**20:,.2f}"),
-            _text((layout.cut if known is None else known.cut).replace("_", "-")),
-            _text(ranks_text(layout)),
-        ]
-        if known is not None:
-            cells += [_number(known.ms, f"{known.ms:,.3f}"), _text(known.next_cut.replace("_", "-"))]
-            cells.append(_text(known.reason))
-        rows.append(f"<tr>{''.join(cells)}</tr>")
-    return f"<table><thead><tr>{head}</tr></thead><tbody>\n" + "\n".join(rows) + "\n</tbody></table>"
-
-
-def _text(value: str) -> str:
-    return f"<td>{escape(value)}</td>"
-
-
-def _number(key: float, shown: str) -> str:
-    return f'<td class="number" data-key="{key!r}">{shown}</td>'
+    rows = (
+        "".join(f"<td{kind}>{escape(cell)}</td>" for kind, cell in zip(kinds, cells, strict=True))
+        for cells in zip(*(column.cells for column in columns), strict=True)
+    )
+    body = "\n".join(f"<tr>{row}</tr>" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table>"

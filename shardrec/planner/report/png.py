@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
-from shardrec.planner.report.series import COLOURS, Chart, charts
+from shardrec.planner.report.content import COLOURS, Chart, content
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,21 +27,14 @@ def to_png(plan: ShardingPlan, path: str | Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    found = charts(plan)
+    found = content(plan)
     width = min(16.0, max(7.0, 3.5 + 0.16 * plan.world_size))
-    figure = Figure(figsize=(width, 3.4 * len(found) + 0.6), layout="constrained")
+    figure = Figure(figsize=(width, 3.4 * len(found.charts) + 0.9), layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(_title(plan), fontsize=11)
-    for number, chart in enumerate(found):
-        _bars(figure.add_subplot(len(found), 1, number + 1), chart)
+    figure.suptitle("\n".join([found.title, *wrap(found.facts[0], 80)]), fontsize=10)
+    for number, chart in enumerate(found.charts):
+        _bars(figure.add_subplot(len(found.charts), 1, number + 1), chart)
     figure.savefig(path, format="png", dpi=120)
-
-
-def _title(plan: ShardingPlan) -> str:
-    text = f"{len(plan.tables)} tables on {plan.world_size} ranks"
-    if plan.report is None:
-        return text
-    return f"{text}: {plan.report.cost_ms:,.3f} ms a step, at most {plan.report.gap:.2%} above the best plan"
 
 
 def _bars(axes: Axes, chart: Chart) -> None:

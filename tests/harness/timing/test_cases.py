@@ -76,7 +76,7 @@ class TestOptions:
         with pytest.raises(ConfigError) as told:
             TimingConfig(layout=("diagonal",), steps=2, rounds=0)
         assert "layout (--layout) is ('diagonal',): give one of table_wise, row_wise" in str(told.value)
-        assert "steps (--steps) is 2: give a whole number, at least 3" in str(told.value)
+        assert "steps (--steps) is 2: it should be greater than or equal to 3" in str(told.value)
         assert "rounds (--rounds) is 0" in str(told.value)
         with pytest.raises(ConfigError, match=r"workload \(--workload\) is '5x0x3': give NUMBERxROWSxDIM"):
             TimingConfig(workload=("5x0x3",))

@@ -1,4 +1,4 @@
-"""A process that ranks are forked from, and how a rank that was forked or spawned ends with its launcher.
+"""A process that ranks are forked from, for the harness and the tests, which start ranks often.
 
 ::
 
@@ -13,23 +13,18 @@ multiprocessing's temporary folder, which a launcher that is killed leaves behin
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
-import signal
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import forkserver
-from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Self
 
 from shardrec.errors import ConfigError, PeerError
 
-__all__ = ["ONE_THREAD", "RankTemplate", "end_with_launcher"]
-
-_PR_SET_PDEATHSIG = 1
+__all__ = ["ONE_THREAD", "RankTemplate"]
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """While the template imports: threads that a library starts would not survive the fork."""
@@ -47,7 +42,7 @@ class RankTemplate:
 
     def __init__(self, modules: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
         self._server = _Server()
-        self._server.set_forkserver_preload([*modules, "shardrec.launch.preloaded"])
+        self._server.set_forkserver_preload([*modules, "benchmarks.harness.preloaded"])
         self._environment = environment
 
     def __enter__(self) -> Self:
@@ -86,7 +81,7 @@ class RankTemplate:
             PeerError: the template could not import what it was to.
         """
         self.prepare()
-        process = multiprocessing.get_context("forkserver").Process(target=target, args=args, name=name)
+        process = multiprocessing.get_context("forkserver").Process(target=_forked, args=(target, *args), name=name)
         # The context would use the one server that multiprocessing has, but each template has other imports.
         connect = forkserver.connect_to_new_process
         forkserver.connect_to_new_process = self._server.connect_to_new_process
@@ -110,14 +105,8 @@ class _Server(forkserver.ForkServer):
         self._stop()  # type: ignore[attr-defined]
 
 
-def end_with_launcher() -> None:
-    """In a new rank: have the system kill it when its launcher has ended, also if the rank is stopped then."""
-    if multiprocessing.get_start_method() == "forkserver":
-        # A template ends when nobody holds the other end of this pipe any more, and its ranks with it.
-        os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
-        multiprocessing.set_start_method(None, force=True)  # the usual one, as in a process that was not forked
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    launcher = multiprocessing.parent_process()
-    if launcher is None or wait([launcher.sentinel], 0):  # it had ended already
-        os.kill(os.getpid(), signal.SIGKILL)
+def _forked(target: Callable[..., None], *args: Any) -> None:
+    """In a new rank: let the template end, and its ranks with it, when nobody else holds the other end of its pipe."""
+    os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
+    multiprocessing.set_start_method(None, force=True)  # the usual one, as in a process that was not forked
+    target(*args)
