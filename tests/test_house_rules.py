@@ -29,8 +29,7 @@ PRONOUNS_PENDING = (
     "exchange/context.py",
     "exchange/payload.py",  # own(), which step.py calls
     "exchange/step.py",
-    "lookup/",
-    "ids/",
+    "ids/maps.py",
     "rpc/",
     "layout/",
     "pipeline/",
