@@ -32,8 +32,8 @@ class Servers:
 
     def __init__(self, names: Sequence[str | Sequence[str]], timeout_s: float) -> None:
         self.names = tuple((one,) if isinstance(one, str) else tuple(one) for one in names)
-        every = [name for replicas in self.names for name in replicas]
-        if not every or len(set(every)) != len(every) or not all(self.names):
+        all_names = [name for replicas in self.names for name in replicas]
+        if not all_names or len(set(all_names)) != len(all_names) or not all(self.names):
             raise ConfigError(f"servers={names!r}; give the RPC name of a server for each rank of the plan, each once")
         if timeout_s <= 0:
             raise ConfigError(f"timeout_s={timeout_s}; give a number of seconds above 0")
@@ -62,8 +62,8 @@ class Servers:
 
     def tell(self, server: int, method: str, *args: Any) -> None:
         """Call a method of a server and all its replicas, and wait."""
-        for one in [Answers([name], call, (method, *args), method, self.timeout_s) for name in self.names[server]]:
-            one.wait()
+        for answers in [Answers([name], call, (method, *args), method, self.timeout_s) for name in self.names[server]]:
+            answers.wait()
 
 
 class Answers(Awaitable[Any]):
