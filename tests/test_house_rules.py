@@ -35,7 +35,6 @@ PRONOUNS_PENDING = (
     "cli/",
     "launch/",
     "modules/",
-    "native/",
     "pending/",
     "planner/",
     "train/",
