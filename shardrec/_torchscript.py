@@ -148,15 +148,15 @@ def deferred_waits(graph: Graph) -> list[tuple[Node, Node]]:
 
     The first one's output is the Await, and the second one's is its value.
     """
-    found = []
+    pairs = []
     for nowait in graph.findAllNodes(_NOWAIT):
         if nowait.inputsAt(0).type().kind() != "AwaitType":
             continue
         inner = _only_user(nowait)
         outer = inner and inner.kind() == _WAIT and _only_user(inner)
         if outer and outer.kind() == _WAIT:
-            found.append((inner, outer))
-    return found
+            pairs.append((inner, outer))
+    return pairs
 
 
 def _only_user(node: Node) -> Node | None:
@@ -302,8 +302,8 @@ def constant_int(value: Value) -> int | None:
     """The int that a value is known to be, or None."""
     if value.node().kind() != "prim::Constant":
         return None
-    found = value.toIValue()
-    return found if isinstance(found, int) else None
+    constant = value.toIValue()
+    return constant if isinstance(constant, int) else None
 
 
 def writes_or_aliases(node: Node, index: int) -> bool:

@@ -102,7 +102,7 @@ def check_versions() -> None:
         VersionError: in one sentence, what was found and what would match.
     """
     torch, torchrec = _find("torch", "torch"), _find("torchrec", "torchrec")
-    builds = [found for name in _FBGEMM_BUILDS if (found := _find(name, None)).version is not None]
+    builds = [package for name in _FBGEMM_BUILDS if (package := _find(name, None)).version is not None]
     fbgemm = builds or [_find("fbgemm-gpu", "fbgemm_gpu")]
     trio = (torch, *fbgemm, torchrec)
     wanted = _wanted(torch)
@@ -134,11 +134,11 @@ def _wanted(torch: _Found) -> MatchingSet:
     return next((each for each in MATCHING_SETS if each.torch == _minor(torch.version)), MATCHING_SETS[0])
 
 
-def _fits(found: _Found, minor: str | None) -> bool:
-    return found.version == "" or (found.version is not None and _minor(found.version) == minor)
+def _fits(package: _Found, minor: str | None) -> bool:
+    return package.version == "" or (package.version is not None and _minor(package.version) == minor)
 
 
-def _load(found: Sequence[_Found], wanted: MatchingSet) -> None:
+def _load(packages: Sequence[_Found], wanted: MatchingSet) -> None:
     """Imports fbgemm-gpu and touches one operator: some of its libraries are allowed to fail silently."""
     try:
         with _without_its_warning():
@@ -147,7 +147,7 @@ def _load(found: Sequence[_Found], wanted: MatchingSet) -> None:
         torch.ops.fbgemm.permute_2D_sparse_data  # noqa: B018 - the look-up itself is the test
     except Exception as error:  # a linker's OSError, an ImportError or an AttributeError, all with one meaning
         reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
-        text = f"found {_listed(found)}, but fbgemm-gpu does not load ({reason}): {_remedy(wanted, found[1:-1])}"
+        text = f"found {_listed(packages)}, but fbgemm-gpu does not load ({reason}): {_remedy(wanted, packages[1:-1])}"
         raise VersionError(text) from error
 
 
@@ -168,8 +168,8 @@ def _without_its_warning() -> Iterator[None]:
         root.removeHandler(silent)
 
 
-def _listed(found: Sequence[_Found]) -> str:
-    texts = [str(each) for each in found]
+def _listed(packages: Sequence[_Found]) -> str:
+    texts = [str(each) for each in packages]
     return f"{', '.join(texts[:-1])} and {texts[-1]}"
 
 
@@ -179,9 +179,9 @@ def _remedy(wanted: MatchingSet, fbgemm: Sequence[_Found]) -> str:
     )
     installed = [each.name for each in fbgemm if each.version]
     build = installed[0] if len(installed) == 1 else "fbgemm-gpu-cpu"
-    both = "uninstall both builds of fbgemm-gpu, which overwrite each other, then " if len(installed) > 1 else ""
+    remove = "uninstall both builds of fbgemm-gpu, which overwrite each other, then " if len(installed) > 1 else ""
     return (
         f"torch {wanted.torch} goes with fbgemm-gpu {wanted.fbgemm} and torchrec {wanted.torchrec} ({others}), so"
-        f" {both}install torch=={wanted.torch}.0 and {build}=={wanted.fbgemm}.0, and torchrec=={wanted.torchrec} with"
+        f" {remove}install torch=={wanted.torch}.0 and {build}=={wanted.fbgemm}.0, and torchrec=={wanted.torchrec} with"
         " pip's --no-deps"
     )

@@ -32,8 +32,8 @@ def console(width: int = LOG_WIDTH, *, stderr: bool = False, lossy: bool = False
 
     tolerate_characters(sys.stdout)
     file = cast("IO[str]", CheckedOutput(sys.stdout, lossy=True)) if lossy and sys.stdout is not None else None
-    found = Console(stderr=stderr, file=file)
-    return found if found.is_terminal or os.environ.get("COLUMNS") else Console(width=width, stderr=stderr, file=file)
+    plain = Console(stderr=stderr, file=file)
+    return plain if plain.is_terminal or os.environ.get("COLUMNS") else Console(width=width, stderr=stderr, file=file)
 
 
 def tolerate_characters(stream: TextIO | None) -> None:

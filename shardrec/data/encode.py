@@ -86,9 +86,9 @@ def encode(table: Any, spec: FeatureSpec, *, labelled: bool = True) -> Encoded:
     dense = np.ones((count, len(spec.dense) or 1), dtype=np.float32)
     for index, feature in enumerate(spec.dense):
         values, missing, bad = _numbers(table[feature.source])
-        found = _transformed(feature, np.where(bad, 0.0, values), missing)
-        large = np.abs(found) > _MOST
-        dense[:, index] = np.where(large, 0.0, found)
+        transformed = _transformed(feature, np.where(bad, 0.0, values), missing)
+        large = np.abs(transformed) > _MOST
+        dense[:, index] = np.where(large, 0.0, transformed)
         bads += [(feature.source, Reason.NUMBER, _NO_NUMBER, bad), (feature.source, Reason.NUMBER, _TOO_LARGE, large)]
     bags = [_bags(table, feature) for feature in spec.sparse]
     for feature, bag in zip(spec.sparse, bags, strict=True):
@@ -101,13 +101,13 @@ def encode(table: Any, spec: FeatureSpec, *, labelled: bool = True) -> Encoded:
 
 def _faults(table: Any, bads: Sequence[tuple[str, Reason, str, NDArray[np.bool_]]]) -> dict[int, RowFault]:
     """The first fault of each bad row, in the order of the rows."""
-    found: dict[int, RowFault] = {}
+    faults: dict[int, RowFault] = {}
     for column, reason, words, bad in bads:
         for row in np.flatnonzero(bad).tolist():
-            if row not in found:
+            if row not in faults:
                 where = f"field {column!r}: value {shown(table[column][row].as_py())} {words}"
-                found[row] = RowFault(reason=reason, where=where, remedy="correct it")
-    return dict(sorted(found.items()))
+                faults[row] = RowFault(reason=reason, where=where, remedy="correct it")
+    return dict(sorted(faults.items()))
 
 
 def column_fault(kind: Any, name: str, spec: FeatureSpec) -> str:
@@ -189,17 +189,17 @@ def _numbers(array: Any) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArra
 def _days(text: bytes) -> float:
     """Days from 1970-01-01 UTC to a date or time in the format of ISO 8601; NaN for another text."""
     try:
-        found = datetime.fromisoformat(text.decode())
+        moment = datetime.fromisoformat(text.decode())
     except ValueError:
         return math.nan
-    return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp() / 86_400
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() / 86_400
 
 
 def _transformed(feature: Feature, values: NDArray[np.float64], missing: NDArray[np.bool_]) -> NDArray[np.float64]:
     # In float64: of a time, float32 would lose the seconds before the mean is subtracted.
     with np.errstate(over="ignore"):
-        found = transform_dense(values, missing) if feature.transform == "log" else values
-        return np.where(missing, 0.0, (found - feature.mean) / feature.std)
+        transformed = transform_dense(values, missing) if feature.transform == "log" else values
+        return np.where(missing, 0.0, (transformed - feature.mean) / feature.std)
 
 
 def _bags(table: Any, feature: Feature) -> _Bags:
@@ -383,8 +383,8 @@ def _interleave(
     """Row-major ids, lengths (N, F) and weights of features that come one after the other."""
     if all(bag.lengths is None for bag in bags):
         return np.column_stack([bag.ids for bag in bags]).reshape(-1), None, None
-    one = np.ones(count, dtype=np.int64)
-    lengths_T = np.concatenate([one if bag.lengths is None else bag.lengths for bag in bags])
+    ones = np.ones(count, dtype=np.int64)
+    lengths_T = np.concatenate([ones if bag.lengths is None else bag.lengths for bag in bags])
     given = [np.ones(len(bag.ids), np.float32) if bag.weights is None else bag.weights for bag in bags]
     by_row = np.arange(len(lengths_T)).reshape(len(bags), count).T.reshape(-1)
     lengths, ids, weights = bags_at(

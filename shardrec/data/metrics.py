@@ -39,13 +39,13 @@ class ClickMetrics:
 
     def to_mapping(self) -> dict[str, float | int | None]:
         """The metrics by their names, those of a ranking too (``ndcg@10``); JSON-compatible."""
-        found = dataclasses.asdict(self)
-        ranking = found.pop("ranking")
+        mapping = dataclasses.asdict(self)
+        ranking = mapping.pop("ranking")
         if ranking is not None:
             k = ranking.pop("k")
             at_k = ("ndcg", "recall", "hit_rate")
-            found |= {f"{name}@{k}" if name in at_k else name: value for name, value in ranking.items()}
-        return found
+            mapping |= {f"{name}@{k}" if name in at_k else name: value for name, value in ranking.items()}
+        return mapping
 
 
 def click_metrics(

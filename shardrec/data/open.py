@@ -42,5 +42,5 @@ def open_click_data(
             raise ConfigError(f"{', '.join(given)} given with a SyntheticConfig: set its own fields instead")
         return SyntheticClickData(source)
     paths = [source] if isinstance(source, (str, os.PathLike)) else source
-    found = [name for path in paths for name in files_of(os.fspath(path))]
-    return FileClickData(found, criteo_spec() if spec is None else spec, **options)
+    files = [name for path in paths for name in files_of(os.fspath(path))]
+    return FileClickData(files, criteo_spec() if spec is None else spec, **options)

@@ -109,8 +109,8 @@ def _gauc(
     # Others with a lower score: those of the group that come after.
     below = np.cumsum(unclicked)[of_group] - np.cumsum(others)
     pairs = np.bincount(of_group, weights=clicks * (below + others / 2), minlength=len(first))
-    both = (clicked > 0) & (unclicked > 0)
-    if not both.any():
+    mixed = (clicked > 0) & (unclicked > 0)
+    if not mixed.any():
         return None
-    areas = pairs[both] / (clicked[both] * unclicked[both])
-    return float(np.average(areas, weights=sizes[both]))
+    areas = pairs[mixed] / (clicked[mixed] * unclicked[mixed])
+    return float(np.average(areas, weights=sizes[mixed]))

@@ -118,8 +118,8 @@ def bags_at(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The bags at these places (M,) of those with lengths (L,), in this order: lengths (M,), ids (V,), weights (V,)."""
     given = [None if one is None else torch.from_numpy(one) for one in (places.astype(np.int32), lengths, ids, weights)]
-    found: tuple[Tensor, Tensor, Tensor | None] = torch.ops.fbgemm.permute_1D_sparse_data(*given)
-    return found
+    permuted: tuple[Tensor, Tensor, Tensor | None] = torch.ops.fbgemm.permute_1D_sparse_data(*given)
+    return permuted
 
 
 def join_rows(parts: Sequence[ClickRows]) -> ClickRows:

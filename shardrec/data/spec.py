@@ -203,8 +203,8 @@ class FeatureSpec(_Strict):
     def sources(self) -> tuple[str, ...]:
         """The columns of the files that are read, each once: the label's first."""
         names = [self.label.column, *([self.group] if self.group else [])]
-        for one in (*self.dense, *self.sparse):
-            names += [one.source, *([one.weights] if one.weights else [])]
+        for feature in (*self.dense, *self.sparse):
+            names += [feature.source, *([feature.weights] if feature.weights else [])]
         return tuple(dict.fromkeys(names))
 
     @cached_property

@@ -59,14 +59,14 @@ def check_file(path: str, spec: FeatureSpec) -> None:
     Raises:
         DataError: naming all that is wrong.
     """
-    found = None
+    schema = None
     match _kind(path):
         case "parquet":
-            found = _parquet(path).schema_arrow
-            names = found.names
+            schema = _parquet(path).schema_arrow
+            names = schema.names
         case "archive":
-            found = _table_of(_arrays(path, spec), 0, 0).schema
-            names = found.names
+            schema = _table_of(_arrays(path, spec), 0, 0).schema
+            names = schema.names
         case "svmlight":
             with _opened(path):
                 names = list(svmlight.COLUMNS)
@@ -78,11 +78,11 @@ def check_file(path: str, spec: FeatureSpec) -> None:
         for name in spec.sources
         if name not in names
     ]
-    if found is not None:
+    if schema is not None:
         for name in spec.sources:
-            remedy = column_fault(found.field(name).type, name, spec) if name in names else ""
+            remedy = column_fault(schema.field(name).type, name, spec) if name in names else ""
             if remedy:
-                faults.append(f"column {name!r} has type {found.field(name).type}: {remedy}")
+                faults.append(f"column {name!r} has type {schema.field(name).type}: {remedy}")
     if faults:
         shown = f" (columns {', '.join(names[:50])}{', ...' * (len(names) > 50)})" * (
             not set(spec.sources) <= set(names)
@@ -212,7 +212,7 @@ def _arrays(path: str, spec: FeatureSpec) -> dict[str, NDArray[Any]]:
                     f"data file {path} would take {size / 2**30:,.1f} GiB unpacked, and a host has "
                     f"{host_memory() / 2**30:,.1f} GiB of memory: write Parquet, which is read in parts"
                 )
-            found = {name: archive[name] for name in names}
+            arrays = {name: archive[name] for name in names}
     except DataError:
         raise
     except (
@@ -223,17 +223,17 @@ def _arrays(path: str, spec: FeatureSpec) -> dict[str, NDArray[Any]]:
             f"data file {path} is not an .npz archive of plain arrays ({error}): write it with numpy.savez, without "
             "objects in it"
         ) from error
-    sizes = {name: array.shape[0] if array.ndim else 1 for name, array in found.items()}
+    sizes = {name: array.shape[0] if array.ndim else 1 for name, array in arrays.items()}
     faults = [
         f"array {name!r} has shape {array.shape}: give (rows,), or (rows, k) for k ids a row"
-        for name, array in found.items()
+        for name, array in arrays.items()
         if array.ndim not in (1, 2)
     ]
     if len(set(sizes.values())) > 1:
         faults.append(f"its arrays have different numbers of rows ({sizes}): give one value per row")
     if faults:
         raise DataError(f"data file {path}: " + "; ".join(faults))
-    return found
+    return arrays
 
 
 def _parsed(path: str, data: bytes, names: list[str], spec: FeatureSpec) -> tuple[Any, dict[int, RowFault]]:

@@ -57,10 +57,10 @@ def open_input(path: str) -> Any:
         if "://" not in path:
             return pa.OSFile(path)
         system, name = _file_system(path)
-        own = getattr(system, "fs", None)
-        if not isinstance(own, fs.FileSystem):
-            own = fs.PyFileSystem(fs.FSSpecHandler(system))
-        return own.open_input_file(name)
+        arrow_system = getattr(system, "fs", None)
+        if not isinstance(arrow_system, fs.FileSystem):
+            arrow_system = fs.PyFileSystem(fs.FSSpecHandler(system))
+        return arrow_system.open_input_file(name)
     except FileNotFoundError:
         raise DataError(f"data file {path} does not exist: check the path") from None
     except (OSError, pa.ArrowException) as error:
@@ -74,10 +74,10 @@ def _found(
     if is_file(path) or not (folder or set("*?[") & set(path)):
         return [path]  # if it is not there, its reader says so
     inside = os.path.join(escape(path), "[!._]*") if folder else path
-    found = sorted(name for name in matching(inside) if is_file(name))
-    if not found:
+    matches = sorted(name for name in matching(inside) if is_file(name))
+    if not matches:
         raise DataError(f"no data file is named {inside}: check the path")
-    return found
+    return matches
 
 
 def _file_system(url: str) -> tuple[Any, str]:
@@ -97,8 +97,8 @@ def _file_system(url: str) -> tuple[Any, str]:
             return system, path
         rest, mark, options = rest.partition("?")
         authority, _, path = rest.partition("/")
-        own, base = fs.FileSystem.from_uri(f"{scheme}://{authority}/{mark}{options}")  # a pattern is no URI
-        return ArrowFSWrapper(own), f"{base.rstrip('/')}/{path}"
+        arrow_system, base = fs.FileSystem.from_uri(f"{scheme}://{authority}/{mark}{options}")  # a pattern is no URI
+        return ArrowFSWrapper(arrow_system), f"{base.rstrip('/')}/{path}"
     except ImportError as error:  # which names the package
         raise DataError(f"data file {url} cannot be read here: {error}") from error
     except (ValueError, OSError, pa.ArrowException) as error:

@@ -65,9 +65,9 @@ class Ahead:
 
     def close(self) -> None:
         """Let go of what the forward did not call."""
-        for _, _, one in self._left:
-            if one.is_launched:
+        for _, _, call in self._left:
+            if call.is_launched:
                 with suppress(ShardrecError):  # whose cause the next exchange meets, too
-                    one.value()
-            elif one.sent is not None:
-                one.received()
+                    call.value()
+            elif call.sent is not None:
+                call.received()

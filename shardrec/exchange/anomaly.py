@@ -43,9 +43,9 @@ def note_rows(values: Tensor, sizes: Sequence[int], dim: int, context: StepConte
         context: of the model.
         tables: of the segments.
     """
-    found = segment_with_anomaly(values, sizes, dim)
-    if found is not None:
-        number, value = found
+    anomaly = segment_with_anomaly(values, sizes, dim)
+    if anomaly is not None:
+        number, value = anomaly
         context.anomalies.append(
             f"what was looked up in table {tables[number]!r} has {value}: its rows, or the weights of the ids; load a "
             "checkpoint from before, and lower the learning rate or clip the gradients"
@@ -69,9 +69,9 @@ def watch_gradient(
 
     @torch.no_grad()
     def look(gradient: Tensor) -> None:
-        found = segment_with_anomaly(gradient, sizes, dim)
-        if found is not None:
-            number, value = found
+        anomaly = segment_with_anomaly(gradient, sizes, dim)
+        if anomaly is not None:
+            number, value = anomaly
             context.anomalies.append(
                 f"the gradient of feature {lookups[number].feature!r} of table {lookups[number].layout.name!r} has "
                 f"{value}; no table was updated: look at the loss and the dense layers"

@@ -82,15 +82,15 @@ class Columns:
 
     def _new_places(self, device: torch.device) -> list[tuple[Tensor, Tensor]]:
         """Per block, its columns that pieces are made of, and the output column of each: one kernel for all pieces."""
-        found: dict[int, dict[int, int]] = {}
+        by_block: dict[int, dict[int, int]] = {}
         start = 0
         for piece in self.pieces:
             columns = range(start, start + piece.width)
             for source in piece.sources:
                 places = range(source.start, source.start + piece.width)
-                found.setdefault(source.block, {}).update(zip(places, columns, strict=True))
+                by_block.setdefault(source.block, {}).update(zip(places, columns, strict=True))
             start += piece.width
-        pairs = [sorted(found.get(block, {}).items()) for block in range(max(found, default=-1) + 1)]
+        pairs = [sorted(by_block.get(block, {}).items()) for block in range(max(by_block, default=-1) + 1)]
         made = [torch.tensor(one, dtype=torch.int64, device=device).view(-1, 2).unbind(1) for one in pairs]
         return [(places.contiguous(), columns.contiguous()) for places, columns in made]
 

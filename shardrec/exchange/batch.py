@@ -81,10 +81,10 @@ class Expectation:
 
     @cached_property
     def _rows(self) -> dict[str, int]:
-        found: dict[str, int] = {}
+        fewest_rows: dict[str, int] = {}
         for key, _, rows in self.tables:
-            found[key] = min(rows, found.get(key, rows))
-        return found
+            fewest_rows[key] = min(rows, fewest_rows.get(key, rows))
+        return fewest_rows
 
     def of_table(self, feature: str) -> str:
         """The smallest table that ``feature`` is looked up in, for messages: ``" of table 't'"``, or nothing."""

@@ -149,8 +149,8 @@ class _Travelling(BlocksInFlight):
 
     def blocks(self, stream: int) -> tuple[Tensor, ...]:
         if self._blocks is None:
-            every: tuple[Tensor, ...] = _Receive.apply(self._token, self._shared)  # type: ignore[no-untyped-call]
-            self._blocks = {index: every[index :: self._streams] for index in range(self._streams)}
+            received: tuple[Tensor, ...] = _Receive.apply(self._token, self._shared)  # type: ignore[no-untyped-call]
+            self._blocks = {index: received[index :: self._streams] for index in range(self._streams)}
         return self._blocks.pop(stream)
 
     def gradient_blocks(self, stream: int) -> list[Tensor]:

@@ -170,13 +170,13 @@ class Cutter:
         return torch.tensor(list(values), dtype=dtype, device=self._device)
 
     def _new_order(self, keys: tuple[str, ...]) -> _KeyOrder:
-        every, position = list(range(len(keys))), {key: index for index, key in enumerate(keys)}
+        identity, position = list(range(len(keys))), {key: index for index, key in enumerate(keys)}
         units = [position[key] for key in self._route.unit_keys]
         slots = [units[slot.unit] for rank_slots in self._route.slots for slot in rank_slots]
         return _KeyOrder(
-            units=None if units == every else self._tensor(units, torch.int32),
+            units=None if units == identity else self._tensor(units, torch.int32),
             most_units=max(map(units.count, units), default=0),
-            slots=None if slots == every else self._tensor(slots),
+            slots=None if slots == identity else self._tensor(slots),
             described=_described(self._route, units),
         )
 
@@ -282,19 +282,19 @@ def bucketized(
 def _described(route: Route, keys: Sequence[int]) -> list[int]:
     """The units for ``shardrec::cut_ids``; ``keys`` are the positions of their keys."""
     slots: dict[tuple[int, int], list[int]] = {}
-    every = [slot for rank_slots in route.slots for slot in rank_slots]
-    for number, slot in enumerate(every):
+    all_slots = [slot for rank_slots in route.slots for slot in rank_slots]
+    for number, slot in enumerate(all_slots):
         slots.setdefault((slot.unit, slot.block), []).append(number)
-    found: list[int] = []
+    described: list[int] = []
     for unit, (key, edges) in enumerate(zip(keys, route.unit_boundaries, strict=True)):
-        found += (key, route.dynamic_units[unit], len(edges) - 1, *edges)
+        described += (key, route.dynamic_units[unit], len(edges) - 1, *edges)
         for block in range(len(edges) - 1):
             here = slots.get((unit, block), [])
-            found += (len(here), *here)
-    return found
+            described += (len(here), *here)
+    return described
 
 
-def _share(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is None or other is None:
+def _share(left: Tensor | None, right: Tensor | None) -> bool:
+    if left is None or right is None:
         return False
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    return left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()

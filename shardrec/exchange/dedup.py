@@ -93,9 +93,9 @@ def distinct(
     """
     lengths, ids, _ = torch.ops.fbgemm.permute_2D_sparse_data(order, lengths, values, None, total)
     linear = ids + firsts.repeat_interleave(lengths.sum(dim=1, dtype=torch.int64), output_size=ids.numel())
-    found, inverse, _ = torch._unique2(linear, sorted=True, return_inverse=True)
-    counts = torch.searchsorted(found, edges).diff()
-    local = found - edges[:-1].repeat_interleave(counts, output_size=found.numel())
+    distinct_ids, inverse, _ = torch._unique2(linear, sorted=True, return_inverse=True)
+    counts = torch.searchsorted(distinct_ids, edges).diff()
+    local = distinct_ids - edges[:-1].repeat_interleave(counts, output_size=distinct_ids.numel())
     return counts.to(torch.int32).unsqueeze(1), local.to(values.dtype), inverse
 
 
@@ -112,11 +112,11 @@ def distinct_by_table(
     """
     lengths, ids, _ = torch.ops.fbgemm.permute_2D_sparse_data(order, lengths, values, None, None)
     counts = [int(part.sum()) for part in lengths.sum(dim=1, dtype=torch.int64).split(list(lookups))]
-    found = [torch.unique(part, return_inverse=True) for part in ids[: sum(counts)].split(counts)]
-    firsts = [0, *accumulate(part.numel() for part, _ in found)]
-    inverse = torch.cat([inverse + first for (_, inverse), first in zip(found, firsts, strict=False)])
-    sizes = torch.tensor([[part.numel()] for part, _ in found], dtype=torch.int32, device=values.device)
-    return sizes, torch.cat([part for part, _ in found]), inverse
+    per_table = [torch.unique(part, return_inverse=True) for part in ids[: sum(counts)].split(counts)]
+    firsts = [0, *accumulate(part.numel() for part, _ in per_table)]
+    inverse = torch.cat([inverse + first for (_, inverse), first in zip(per_table, firsts, strict=False)])
+    sizes = torch.tensor([[part.numel()] for part, _ in per_table], dtype=torch.int32, device=values.device)
+    return sizes, torch.cat([part for part, _ in per_table]), inverse
 
 
 def distinct_padded(

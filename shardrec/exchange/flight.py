@@ -109,9 +109,9 @@ if hasattr(os, "register_at_fork"):
 
 
 def _entries(memory: bytes) -> list[Entry]:
-    found = []
+    entries = []
     for number, began, ended, size, name in _ENTRY.iter_unpack(memory[: len(memory) // _ENTRY.size * _ENTRY.size]):
         if number:
             what = name.rstrip(b"\0").decode(errors="replace")
-            found.append(Entry(number=number - 1, what=what, size=size, began=began, ended=ended))
-    return sorted(found, key=lambda entry: entry.number)
+            entries.append(Entry(number=number - 1, what=what, size=size, began=began, ended=ended))
+    return sorted(entries, key=lambda entry: entry.number)

@@ -20,9 +20,9 @@ def mixed(ids: Tensor) -> Tensor:
         int64 of the same shape.
     """
     # Shifts of a negative int64 bring its sign in from the left; torch's products wrap.
-    one = (ids ^ ((ids >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
-    two = (one ^ ((one >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
-    return two ^ ((two >> 31) & 0x1FFFFFFFF)
+    first = (ids ^ ((ids >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
+    second = (first ^ ((first >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
+    return second ^ ((second >> 31) & 0x1FFFFFFFF)
 
 
 def home_rows(ids: Tensor, rows: Tensor) -> Tensor:

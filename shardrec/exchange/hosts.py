@@ -98,10 +98,10 @@ def host_sums(route: Route, ranks_per_host: int) -> HostSums | None:
         summed_columns.append(tuple(summed))
     pieces = []
     for host in hosts:
-        found: list[Piece] = []
+        host_pieces: list[Piece] = []
         for key, width in columns[host].items():
-            add_columns(found, Piece(width=width, sources=tuple(sources[host][key])))
-        pieces.append(tuple(found))
+            add_columns(host_pieces, Piece(width=width, sources=tuple(sources[host][key])))
+        pieces.append(tuple(host_pieces))
     return HostSums(
         ranks_per_host=ranks_per_host,
         columns=tuple(tuple(one.items()) for one in columns),

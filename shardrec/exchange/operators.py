@@ -88,12 +88,12 @@ def _with_autograd(gradients: bool) -> Iterator[None]:
 @contextmanager
 def _in_mode(module: Caller, training: bool | None) -> Iterator[None]:
     """Calls made inside are of a module in training mode or not; None: in the mode that it is in."""
-    own = module.training
-    module.training = own if training is None else training
+    was_training = module.training
+    module.training = was_training if training is None else training
     try:
         yield
     finally:
-        module.training = own
+        module.training = was_training
 
 
 class _Issued:
@@ -158,10 +158,10 @@ class _Backward:
         values = [issued.value for issued in given if issued.value is not None]
         # Not backward(): the replicas' gradients are reduced where the program's own graph accumulates them.
         with _with_autograd(True):
-            found = torch.autograd.grad(values, inputs, list(given.values()), retain_graph=True, allow_unused=True)
-        for one, gradient in zip(inputs, found, strict=True):
+            gradients = torch.autograd.grad(values, inputs, list(given.values()), retain_graph=True, allow_unused=True)
+        for tensor, gradient in zip(inputs, gradients, strict=True):
             if gradient is not None:
-                self._gradients[id(one)] = gradient
+                self._gradients[id(tensor)] = gradient
         for sent, leaf in zip(self._sent, self._leaves, strict=True):
             returned = self.take(leaf)
             if returned is not None:
@@ -260,10 +260,10 @@ class Program:
         if issued.weights is None:
             return None, replicas
         gradient, issued.weights.grad = issued.weights.grad, None
-        own = issued.backward.take(issued.weights)
-        if gradient is None or own is None:
-            return own if gradient is None else gradient, replicas
-        return gradient + own, replicas
+        from_backward = issued.backward.take(issued.weights)
+        if gradient is None or from_backward is None:
+            return from_backward if gradient is None else gradient, replicas
+        return gradient + from_backward, replicas
 
     def refuse(self, features: KeyedJaggedTensor) -> None:
         """End the tracing of a batch of another form.
@@ -287,13 +287,13 @@ _NUMBERS = count()
 
 
 def _program(number: int) -> Program:
-    found = _PROGRAMS.get(number)
-    if found is None:
+    program = _PROGRAMS.get(number)
+    if program is None:
         raise ConfigError(
             f"a compiled program uses sharded module number {number} of a sharded model that is gone, or that lived in "
             "another process; compile the model again, and keep it for as long as the program runs"
         )
-    return found
+    return program
 
 
 def _features(
@@ -316,8 +316,8 @@ def _features(
 @torch.library.impl(_LIBRARY, "issue_lookup", "CompositeExplicitAutograd")
 def _issue(anchor: Tensor, replicas: Sequence[Tensor], *given: Any) -> tuple[Tensor, Tensor]:
     number, learned, gradients, scripted = given[9:]
-    own = [one if one is None else one.detach().clone() if scripted is None else one.detach() for one in given[:6]]
-    ticket = _program(number).issue(_features(own, *given[6:9]), learned, gradients, scripted)
+    detached = [one if one is None else one.detach().clone() if scripted is None else one.detach() for one in given[:6]]
+    ticket = _program(number).issue(_features(detached, *given[6:9]), learned, gradients, scripted)
     return anchor.new_zeros(0), ticket
 
 

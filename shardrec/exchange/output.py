@@ -118,8 +118,8 @@ class OutputExchange:
             sizes = asked.slot_sizes[other]
             shapes: list[Shape] = [(rows, mine)]
             if sizes is not None:
-                own = tuple(sizes[number] for number in self._slots[self._rank])
-                ragged = Ragged(rows=rows, sizes=own, columns=self._columns[self._rank])
+                direct_sizes = tuple(sizes[number] for number in self._slots[self._rank])
+                ragged = Ragged(rows=rows, sizes=direct_sizes, columns=self._columns[self._rank])
                 blocks[other], shapes = ragged.strip(blocks[other]), ragged.shapes
             if not plain:
                 parts.append(blocks[other].reshape(-1))
@@ -161,11 +161,11 @@ class OutputExchange:
         """(B, D_s) of each host: the end of what came from its rank at this rank's place on a host."""
         if self._sums is None:
             return []
-        found = []
+        sums = []
         for other in filter(self._is_peer, range(self.world_size)):
             width = self._sums.width(other // self._ranks_per_host)
-            found.append(flats[other][flats[other].numel() - size * width :].view(size, width))
-        return found
+            sums.append(flats[other][flats[other].numel() - size * width :].view(size, width))
+        return sums
 
     def _is_peer(self, other: int) -> bool:
         """Whether sums over hosts travel between this rank and ``other``."""
@@ -178,12 +178,12 @@ class OutputExchange:
         return shapes
 
     def _ragged(self, size: int, slot_sizes: Sequence[int]) -> list[Ragged]:
-        found, start = [], 0
+        layouts, start = [], 0
         for count, direct, columns in zip(self._slot_counts, self._slots, self._columns, strict=True):
             sizes = tuple(slot_sizes[start + number] for number in direct)
-            found.append(Ragged(rows=size, sizes=sizes, columns=columns))
+            layouts.append(Ragged(rows=size, sizes=sizes, columns=columns))
             start += count
-        return found
+        return layouts
 
 
 @dataclass(frozen=True, kw_only=True)

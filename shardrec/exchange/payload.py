@@ -232,8 +232,8 @@ class Payload:
     ) -> tuple[tuple[int, ...] | None, ...]:
         """Read the sizes that some ranks sent; on the host only if any did."""
         heads = [part[: self._mine] for part, header in zip(parts, headers, strict=True) if header[1]]
-        found = iter(torch.stack(heads).tolist() if heads else [])
-        return tuple(tuple(next(found)) if header[1] else None for header in headers)
+        sizes = iter(torch.stack(heads).tolist() if heads else [])
+        return tuple(tuple(next(sizes)) if header[1] else None for header in headers)
 
     def _lengths(self, words: Tensor, batch_size: int, sizes: tuple[int, ...] | None) -> Tensor:
         """(S_mine, B_w) lengths, slots with fewer samples filled up with empty bags."""

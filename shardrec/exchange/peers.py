@@ -180,8 +180,8 @@ def _ask(store: dist.Store, ranks: Sequence[int]) -> None:
     if unknown and not store.check([_key(rank) for rank in unknown]):
         unknown = [rank for rank in unknown if store.check([_key(rank)])]
     if unknown:
-        found = store.multi_get([_key(rank) for rank in unknown])
-        _PLACES.update({rank: _Place(**json.loads(text)) for rank, text in zip(unknown, found, strict=True)})
+        texts = store.multi_get([_key(rank) for rank in unknown])
+        _PLACES.update({rank: _Place(**json.loads(text)) for rank, text in zip(unknown, texts, strict=True)})
 
 
 def _default_store() -> dist.Store | None:

@@ -90,13 +90,13 @@ class _Unpickler(pickle.Unpickler):
 
 def _is_data(kind: type) -> bool:
     """Whether to make objects of this class does nothing else."""
-    own = kind.__module__.startswith("shardrec.")
+    in_package = kind.__module__.startswith("shardrec.")
     return (
         kind in _BUILTINS
         or kind in SUPPORTED_NODES
         or issubclass(kind, (TreeSpec, Enum, PurePath, ShardrecError))
         or (issubclass(kind, tuple) and hasattr(kind, "_fields"))
-        or (own and hasattr(kind, "__dataclass_fields__"))
+        or (in_package and hasattr(kind, "__dataclass_fields__"))
     )
 
 

@@ -166,8 +166,8 @@ class ExchangeQueue:
                 # Ranks that failed at different places must not go on with different habits.
                 self._habit = []
                 calls, self._calls = self._calls, []
-                for one in calls:
-                    one.error = ShardrecError(f"the model's forward failed before this lookup was exchanged: {error}")
+                for call in calls:
+                    call.error = ShardrecError(f"the model's forward failed before this lookup was exchanged: {error}")
                 raise
             finally:
                 self._in_forward = False
@@ -194,8 +194,8 @@ class ExchangeQueue:
             with calls[0].mode():
                 run_step(self.context, self._inside, self._output, calls)
         except BaseException as error:
-            for one in calls:
-                one.error = error
+            for call in calls:
+                call.error = error
             raise
 
     def forget_habit(self) -> None:
@@ -210,8 +210,8 @@ class ExchangeQueue:
         for end in accumulate(habit):
             if end > begin:
                 self._calls = ahead.calls[begin:end]
-                for one in self._calls:
-                    one.error = None
+                for call in self._calls:
+                    call.error = None
                 self.flush()
                 begin = end
 

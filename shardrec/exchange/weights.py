@@ -42,8 +42,8 @@ def received_weights(weights: Tensor, sent: SentIds, asked: ShardInput, collecti
 
 def tied(rows: Tensor, weights: Tensor) -> Tensor:
     """``rows``, whose backward reaches ``weights`` even if they are no part of it (a rank may have no shard)."""
-    both: Tensor = _Tied.apply(rows, weights)  # type: ignore[no-untyped-call]
-    return both
+    tied_rows: Tensor = _Tied.apply(rows, weights)  # type: ignore[no-untyped-call]
+    return tied_rows
 
 
 class _Received(torch.autograd.Function):

@@ -140,9 +140,9 @@ class Wire:
 
 def _to_bytes(rows: Tensor) -> Tensor:
     """(rows, cols) float32 as (rows, cols + 8) bytes; cols is a multiple of 4."""
-    found: Tensor = torch.ops.fbgemm.FloatToFused8BitRowwiseQuantized(rows * _LIFT)
-    found.view(torch.float32)[:, -2:].mul_(1 / _LIFT)
-    return found
+    packed: Tensor = torch.ops.fbgemm.FloatToFused8BitRowwiseQuantized(rows * _LIFT)
+    packed.view(torch.float32)[:, -2:].mul_(1 / _LIFT)
+    return packed
 
 
 def _padded(cols: int) -> int:

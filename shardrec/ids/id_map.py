@@ -90,7 +90,7 @@ class IdMap:
             protect: ids used in this step or a later one keep their rows; default: ``step``.
         """
         options = self.options
-        found = torch.ops.shardrec.map_ids(
+        mapped = torch.ops.shardrec.map_ids(
             ids,
             rows,
             self.records,
@@ -106,7 +106,7 @@ class IdMap:
             step if protect is None else protect,
             learn,
         )
-        return Looked(*found)
+        return Looked(*mapped)
 
     def open_reserve(self, capacity: int) -> None:
         """Let ids have ``capacity`` rows from now on, at least as many as before."""

@@ -96,8 +96,9 @@ def _shares(
     """Of each saved block, its first row and its share of the ids of a row block."""
     new_rows = layout.num_embeddings
     common = [
-        min((start + len(one)) * new_rows, shard.row_end * old_rows) - max(start * new_rows, shard.row_start * old_rows)
-        for start, one in saved
+        min((start + len(block)) * new_rows, shard.row_end * old_rows)
+        - max(start * new_rows, shard.row_start * old_rows)
+        for start, block in saved
     ]
     return tuple((start, part / sum(common)) for (start, _), part in zip(saved, common, strict=True))
 

@@ -76,11 +76,11 @@ def is_a(module: nn.Module, *classes: tuple[str, str]) -> bool:
 
 def table_configs(model: nn.Module) -> dict[str, BaseEmbeddingConfig]:
     """The config of each table of a model's unsharded collections, by the table's name in a plan."""
-    found: dict[str, BaseEmbeddingConfig] = {}
+    configs: dict[str, BaseEmbeddingConfig] = {}
     for path, collection in collections_of(model).items():
         for config in configs_of(collection):
-            found[qualified_name(path, config.name)] = config
-    return found
+            configs[qualified_name(path, config.name)] = config
+    return configs
 
 
 def table_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:

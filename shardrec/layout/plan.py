@@ -138,25 +138,25 @@ class ShardingPlan:
             faults.append(
                 f"the plans are for {self.world_size} and {other.world_size} ranks; compare plans for the same ranks"
             )
-        found = []
+        changes = []
         for name in sorted({*self.by_name, *other.by_name}):
             old, new = self.by_name.get(name), other.by_name.get(name)
             if old is None or new is None:
-                found.append(TableChange(name=name, old=old, new=new, moved_numel=0))
+                changes.append(TableChange(name=name, old=old, new=new, moved_numel=0))
                 continue
             shapes = [(each.num_embeddings, each.embedding_dim) for each in (old, new)]
             if shapes[0] != shapes[1]:
                 faults.append(f"table {name!r} is {shapes[0]} in one plan and {shapes[1]} in the other; rename one")
             elif _held(old) != _held(new):
                 moved = old.moved_numel(new, self.world_size)
-                found.append(TableChange(name=name, old=old, new=new, moved_numel=moved))
+                changes.append(TableChange(name=name, old=old, new=new, moved_numel=moved))
         if faults:
             raise PlanError(faults)
-        return tuple(found)
+        return tuple(changes)
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON-compatible data; a shard is ``[row_start, row_end, col_start, col_end, rank]``."""
-        found: dict[str, Any] = {
+        data: dict[str, Any] = {
             "format": _FORMAT,
             "topology": self.topology.to_json(),
             "tables": [
@@ -172,8 +172,8 @@ class ShardingPlan:
             ],
         }
         if self.report is not None:
-            found["report"] = self.report.to_json()
-        return found
+            data["report"] = self.report.to_json()
+        return data
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ShardingPlan:

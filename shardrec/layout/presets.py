@@ -128,12 +128,12 @@ def detect_machine(ranks_per_host: int = 1, *, device: str | None = None) -> Mac
         return replace(PRESETS["cpu"], host_memory=host)
     properties = torch.cuda.get_device_properties(0)
     name = next((machine for mark, machine in _DEVICE_NAMES if mark in properties.name), "v100")
-    found = PRESETS[name]
+    known = PRESETS[name]
     source = (
-        found.source if found.name != "v100" or "V100" in properties.name else f"bandwidths of a V100: {found.source}"
+        known.source if known.name != "v100" or "V100" in properties.name else f"bandwidths of a V100: {known.source}"
     )
     return replace(
-        found,
+        known,
         name=properties.name,
         device_memory=float(properties.total_memory),
         host_memory=host,
@@ -143,11 +143,11 @@ def detect_machine(ranks_per_host: int = 1, *, device: str | None = None) -> Mac
 
 def host_memory() -> float:
     """Bytes of this host, or of the control group that the process is in if that is less."""
-    found = float(os.sysconf("SC_PHYS_PAGES")) * os.sysconf("SC_PAGE_SIZE")
+    memory = float(os.sysconf("SC_PHYS_PAGES")) * os.sysconf("SC_PAGE_SIZE")
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with suppress(OSError, ValueError):
-            found = min(found, float(Path(path).read_text(encoding="ascii")))
-    return found
+            memory = min(memory, float(Path(path).read_text(encoding="ascii")))
+    return memory
 
 
 def default_machine(device: str | None = None) -> Machine:

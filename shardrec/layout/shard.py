@@ -147,11 +147,11 @@ class TableLayout:
             return list(self._replica_faults())
         if not self.shards:
             return [f"table {self.name!r} has no shard; give it to a rank with a cut, or replicate it"]
-        found = [fault for shard in self.shards for fault in self._shard_faults(shard, world_size)]
+        faults = [fault for shard in self.shards for fault in self._shard_faults(shard, world_size)]
         # A rectangle that is not one inside the table would show as gaps and overlaps that are not there.
         if all(self._has_rows_of(shard) and self._has_columns_of(shard) for shard in self.shards):
-            found += self._cover_faults()
-        return found
+            faults += self._cover_faults()
+        return faults
 
     def _replica_faults(self) -> Iterable[str]:
         if self.shards:
@@ -188,14 +188,14 @@ class TableLayout:
             )
 
     def _cover_faults(self) -> list[str]:
-        found = []
+        faults = []
         for region in _miscovered(self.num_embeddings, self.embedding_dim, self.shards):
             if region.owners:
                 owners = "; ".join(map(str, region.owners))
-                found.append(f"table {self.name!r}: {region} are in two shards ({owners}); keep one")
+                faults.append(f"table {self.name!r}: {region} are in two shards ({owners}); keep one")
             else:
-                found.append(f"table {self.name!r}: {region} are on no rank; add a shard for them")
-        return found or self._stripe_faults()
+                faults.append(f"table {self.name!r}: {region} are on no rank; add a shard for them")
+        return faults or self._stripe_faults()
 
     def _stripe_faults(self) -> list[str]:
         ranges = [(stripe.col_start, stripe.col_end) for stripe in self.stripes()]
@@ -250,12 +250,12 @@ def _miscovered(rows: int, cols: int, shards: Iterable[Shard]) -> list[_Region]:
 
 def _joined(regions: Iterable[_Region]) -> list[_Region]:
     """Regions that differ in their columns only, and follow each other, as one."""
-    found: dict[tuple[_Range, tuple[Shard, ...]], list[_Region]] = defaultdict(list)
+    by_rows: dict[tuple[_Range, tuple[Shard, ...]], list[_Region]] = defaultdict(list)
     for region in regions:
-        alike = found[region.rows, region.owners]
+        alike = by_rows[region.rows, region.owners]
         if alike and alike[-1].columns[1] == region.columns[0]:
             columns = (alike[-1].columns[0], region.columns[1])
             alike[-1] = _Region(rows=region.rows, columns=columns, owners=region.owners)
         else:
             alike.append(region)
-    return [region for alike in found.values() for region in alike]
+    return [region for alike in by_rows.values() for region in alike]

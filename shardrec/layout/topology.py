@@ -92,12 +92,12 @@ class Topology:
 
     def to_json(self) -> dict[str, Any]:
         """JSON-compatible data; ``machine`` and ``rank_memory`` only where they are given."""
-        found: dict[str, Any] = {"hosts": self.hosts, "ranks_per_host": self.ranks_per_host}
+        data: dict[str, Any] = {"hosts": self.hosts, "ranks_per_host": self.ranks_per_host}
         if self.machine is not None:
-            found["machine"] = self.machine.to_json()
+            data["machine"] = self.machine.to_json()
         if self.rank_memory is not None:
-            found["rank_memory"] = list(self.rank_memory)
-        return found
+            data["rank_memory"] = list(self.rank_memory)
+        return data
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Topology:

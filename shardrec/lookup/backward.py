@@ -40,10 +40,10 @@ def looked_up(
     """
     # In a list, for a result that were an argument, too, would count as a view of it.
     place = [] if out is None else [out]
-    found: Tensor = _Lookup.apply(  # type: ignore[no-untyped-call]
+    rows: Tensor = _Lookup.apply(  # type: ignore[no-untyped-call]
         look_up, weight_gradient, learn, ids, lengths, weights, place, *inputs
     )
-    return found
+    return rows
 
 
 class _Lookup(torch.autograd.Function):

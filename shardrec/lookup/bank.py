@@ -206,32 +206,32 @@ class TableBank:
             weights: (N,) or None.
             gradient: (B_all, D) of the pooled output, or (N, w).
         """
-        found = []
+        row_gradients = []
         if gradient.device.type == "cpu" and native.is_loaded():
             given = ids.contiguous(), lengths.to(torch.int32).contiguous(), weights, with_neighbouring_columns(gradient)
             for cls in self.classes:
                 rows, values, squares = torch.ops.shardrec.sum_gradient(
                     *given, cls.slot_bases, self._columns, cls.width, self.pooled, cls.bases[-1]
                 )
-                found.append(RowGradient(rows=rows, values=values, squares=squares))
-            return found
+                row_gradients.append(RowGradient(rows=rows, values=values, squares=squares))
+            return row_gradients
         for cls, rows_n, values_n in self._gradients_of_ids(ids, lengths, weights, gradient):
             rows, place_n = torch.unique(rows_n, sorted=True, return_inverse=True)
             values = values_n.new_zeros((rows.numel(), cls.width)).index_add_(0, place_n, values_n)
-            found.append(RowGradient(rows=rows, values=values))
-        return found
+            row_gradients.append(RowGradient(rows=rows, values=values))
+        return row_gradients
 
     def dense_gradients(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, gradient: Tensor) -> list[Tensor]:
         """Per width class, the gradient (rows, w) of its matrix; arguments as :meth:`row_gradients` takes them."""
-        found: Iterator[tuple[WidthClass, Tensor, Tensor]]
+        by_class: Iterator[tuple[WidthClass, Tensor, Tensor]]
         if gradient.device.type == "cpu":
             summed = self.row_gradients(ids, lengths, weights, gradient)
-            found = ((cls, one.rows, one.values) for cls, one in zip(self.classes, summed, strict=True))
+            by_class = ((cls, one.rows, one.values) for cls, one in zip(self.classes, summed, strict=True))
             put = Tensor.index_copy_
         else:
             # Without looking for the distinct rows, whose number the host would wait for.
-            found, put = self._gradients_of_ids(ids, lengths, weights, gradient), Tensor.index_add_
-        return [put(gradient.new_zeros(cls.weight.shape), 0, rows, values) for cls, rows, values in found]
+            by_class, put = self._gradients_of_ids(ids, lengths, weights, gradient), Tensor.index_add_
+        return [put(gradient.new_zeros(cls.weight.shape), 0, rows, values) for cls, rows, values in by_class]
 
     def _gradients_of_ids(
         self, ids: Tensor, lengths: Tensor, weights: Tensor | None, gradient: Tensor
@@ -245,14 +245,14 @@ class TableBank:
         """(N,) gradient of the ids' weights; arguments as :meth:`row_gradients` takes them."""
         if self._own is not None and self.pooled:
             return self._own.weight_gradient(ids.contiguous(), lengths.to(torch.int32).contiguous(), gradient)
-        found = gradient.new_zeros(ids.numel())
+        gradients = gradient.new_zeros(ids.numel())
         for cls, part in zip(self.classes, self._ids_by_class(ids, lengths, None), strict=True):
             values = self._bag_gradient(cls, part, gradient)
             products = (values * cls.weight.index_select(0, part.rows)).sum(dim=1)
             if part.places is None:
                 return products
-            found.index_copy_(0, part.places, products)
-        return found
+            gradients.index_copy_(0, part.places, products)
+        return gradients
 
     def _bag_gradient(self, cls: WidthClass, part: _ClassIds, gradient: Tensor) -> Tensor:
         """(n, w) gradient of the bag (or row) of each id."""

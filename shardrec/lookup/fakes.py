@@ -41,8 +41,8 @@ def _rows(given: Mapping[str, Any]) -> Tensor:
 
 def _like(rows: int, columns: int, given: Mapping[str, Any]) -> Tensor:
     dtype: torch.dtype = SparseType.from_int(given["output_dtype"]).as_dtype()
-    found: Tensor = given["indices"].new_empty((rows, columns), dtype=dtype)
-    return found
+    fake: Tensor = given["indices"].new_empty((rows, columns), dtype=dtype)
+    return fake
 
 
 FAKES: dict[str, Callable[[Mapping[str, Any]], Tensor]] = {

@@ -73,10 +73,10 @@ class OwnKernel:
         if out is not None:
             torch.ops.shardrec.look_up_out(out, self.weights, self.slots, ids, lengths, weights)
             return out
-        found: Tensor = torch.ops.shardrec.look_up(
+        rows: Tensor = torch.ops.shardrec.look_up(
             self.weights, self.slots, ids, lengths, weights, self.columns, self.pooled
         )
-        return found
+        return rows
 
     def update(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, gradient: Tensor, lr: float) -> None:
         """One step of the optimizer, with the gradient of what :meth:`look_up` gave."""
@@ -97,10 +97,10 @@ class OwnKernel:
 
     def weight_gradient(self, ids: Tensor, lengths: Tensor, gradient: Tensor) -> Tensor:
         """(N,) gradient of the ids' weights, of pooled sums."""
-        found: Tensor = torch.ops.shardrec.weight_gradient(
+        gradients: Tensor = torch.ops.shardrec.weight_gradient(
             self.weights, self.slots, ids, lengths, with_neighbouring_columns(gradient)
         )
-        return found
+        return gradients
 
 
 def own_kernel(

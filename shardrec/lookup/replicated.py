@@ -126,7 +126,7 @@ class ReplicatedLookup:
         weights_by_run = [None] * len(slots) if weights is None else weights.split(counts_by_run)
         given = zip(ids.split(counts_by_run), lengths.split(slots), weights_by_run, strict=True)
         parts = [
-            dense_lookup(bank, *one, parameters) for (bank, parameters), one in zip(self._runs, given, strict=True)
+            dense_lookup(bank, *args, parameters) for (bank, parameters), args in zip(self._runs, given, strict=True)
         ]
         return torch.cat(parts, dim=1)
 

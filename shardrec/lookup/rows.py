@@ -58,10 +58,10 @@ class RowOptimizer:
             return gradients
         return [
             RowGradient(
-                rows=one.rows,
-                values=one.values.add(cls.weight.index_select(0, one.rows).to(torch.float32), alpha=factor),
+                rows=gradient.rows,
+                values=gradient.values.add(cls.weight.index_select(0, gradient.rows).to(torch.float32), alpha=factor),
             )
-            for (cls, _), one in zip(self._classes, gradients, strict=True)
+            for (cls, _), gradient in zip(self._classes, gradients, strict=True)
         ]
 
     @torch.no_grad()

@@ -215,11 +215,11 @@ class ShardLookup:
         """:meth:`rows`, with the place of each group's pooled columns, if all the banks write in place."""
         slots = accumulate((len(member.slots) for member in self._members), initial=0)
         edges = zip(pairwise(accumulate(ids.group_ids, initial=0)), pairwise(slots), strict=True)
-        found = []
+        group_rows = []
         for member, place, ((start, end), (first, last)) in zip(self._members, places, edges, strict=True):
             weights = None if ids.weights is None else ids.weights[start:end]
-            found.append(member.look_up(ids.ids[start:end], ids.lengths[first:last], weights, place))
-        return found
+            group_rows.append(member.look_up(ids.ids[start:end], ids.lengths[first:last], weights, place))
+        return group_rows
 
     def scripted(self) -> tuple[nn.ModuleList, list[int]]:
         """The lookups for TorchScript, one module per group, and the number of this rank's slots in each."""

@@ -42,14 +42,14 @@ class Transfer:
 
 def transfers(layouts: Sequence[TableLayout]) -> list[Transfer]:
     """Every transfer, in an order that all ranks agree on."""
-    found = []
+    moves = []
     for layout in layouts:
         for source in layout.shards:
             for target in layout.shards:
                 start, end = max(source.row_start, target.row_start), min(source.row_end, target.row_end)
                 if source.col_start != target.col_start and start < end:
-                    found.append(Transfer(source=source, target=target, row_start=start, row_end=end))
-    return sorted(found, key=lambda t: (t.source.rank, t.target.rank, t.source, t.target))
+                    moves.append(Transfer(source=source, target=target, row_start=start, row_end=end))
+    return sorted(moves, key=lambda t: (t.source.rank, t.target.rank, t.source, t.target))
 
 
 class _Range(NamedTuple):
@@ -102,24 +102,24 @@ class WholeRows:
             cls, base = place_of[shard]
             return (cls, base + row_start - shard.row_start), (cls, base + row_end - shard.row_start)
 
-        every = transfers(layouts)
+        moves = transfers(layouts)
         outgoing = [
-            (one.target.rank, one.source.col_start, *edges_of(one.source, one.row_start, one.row_end))
-            for one in every
-            if one.source.rank == rank
+            (move.target.rank, move.source.col_start, *edges_of(move.source, move.row_start, move.row_end))
+            for move in moves
+            if move.source.rank == rank
         ]
         incoming = [
-            (one.source.rank, one.source.col_start, *edges_of(one.target, one.row_start, one.row_end))
-            for one in every
-            if one.target.rank == rank
+            (move.source.rank, move.source.col_start, *edges_of(move.target, move.row_start, move.row_end))
+            for move in moves
+            if move.target.rank == rank
         ]
         shards = [local[table] for cls in classes for table in cls.tables]
-        own = [(rank, one.col_start, *edges_of(one, one.row_start, one.row_end)) for one in shards]
-        edges = sorted({edge for *_, start, end in (*outgoing, *incoming, *own) for edge in (start, end)})
+        held = [(rank, one.col_start, *edges_of(one, one.row_start, one.row_end)) for one in shards]
+        edges = sorted({edge for *_, start, end in (*outgoing, *incoming, *held) for edge in (start, end)})
         number_of = {edge: number for number, edge in enumerate(edges)}
         self._outgoing, self._incoming, self._own = (
             [_Range(other, column, number_of[start], number_of[end]) for other, column, start, end in ranges]
-            for ranges in (outgoing, incoming, own)
+            for ranges in (outgoing, incoming, held)
         )
         self._edges = [
             torch.tensor([row for number, row in edges if number == cls], device=device) for cls in range(len(classes))
@@ -139,30 +139,30 @@ class WholeRows:
         places = self._places(gradients)
         squares = torch.cat([self._nothing, *(gradient.square_sums() for gradient in gradients)])
         parts = [[squares[:0]] for _ in range(world_size)]
-        for one in _in_step(self._outgoing, places):
-            parts[one.rank].append(squares[one.start : one.end])
+        for span in _in_step(self._outgoing, places):
+            parts[span.rank].append(squares[span.start : span.end])
         incoming = _in_step(self._incoming, places)
         sizes: list[list[int]] = [[] for _ in range(world_size)]
-        for one in incoming:
-            sizes[one.rank].append(one.end - one.start)
+        for span in incoming:
+            sizes[span.rank].append(span.end - span.start)
         received = self._collectives.send(parts, list(map(sum, sizes)), "row norm").wait()
         came = [iter(values.split(of_rank)) for values, of_rank in zip(received, sizes, strict=True)]
-        own = _in_step(self._own, places)
-        added = [(one, squares[one.start : one.end]) for one in own] + [(one, next(came[one.rank])) for one in incoming]
+        held = _in_step(self._own, places)
+        sums = [(one, squares[one.start : one.end]) for one in held] + [(one, next(came[one.rank])) for one in incoming]
         total = torch.zeros_like(squares)
-        for one, values in sorted(added, key=lambda entry: entry[0].column):
-            total[one.start : one.end] += values
+        for span, values in sorted(sums, key=lambda entry: entry[0].column):
+            total[span.start : span.end] += values
         total /= self._dims_of_rows(places) if self._dim is None else self._dim
         return list(total.split([gradient.rows.numel() for gradient in gradients]))
 
     def _places(self, gradients: Sequence[RowGradient]) -> list[int]:
         """Where the edges are in the vector of all rows."""
         starts = accumulate((gradient.rows.numel() for gradient in gradients), initial=0)
-        found = [
+        by_class = [
             start + torch.searchsorted(gradient.rows, edges)
             for start, gradient, edges in zip(starts, gradients, self._edges, strict=False)
         ]
-        places: list[int] = torch.cat(found).tolist() if found else []  # the device is waited for once
+        places: list[int] = torch.cat(by_class).tolist() if by_class else []  # the device is waited for once
         return places
 
     def _dims_of_rows(self, places: Sequence[int]) -> Tensor:
@@ -174,12 +174,12 @@ class WholeRows:
 
 def _in_step(ranges: Iterable[_Range], places: Sequence[int]) -> list[_Range]:
     """The places of the ranges in a step, neighbours of one rank and stripe as one; none is empty."""
-    found: list[_Range] = []
-    for one in ranges:
-        start, end = places[one.start], places[one.end]
+    joined: list[_Range] = []
+    for span in ranges:
+        start, end = places[span.start], places[span.end]
         if start == end:
             continue
-        if found and (found[-1].rank, found[-1].column, found[-1].end) == (one.rank, one.column, start):
-            start = found.pop().start
-        found.append(_Range(one.rank, one.column, start, end))
-    return found
+        if joined and (joined[-1].rank, joined[-1].column, joined[-1].end) == (span.rank, span.column, start):
+            start = joined.pop().start
+        joined.append(_Range(span.rank, span.column, start, end))
+    return joined

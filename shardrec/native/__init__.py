@@ -65,13 +65,13 @@ def library_path() -> Path | None:
     folder = os.environ.get("SHARDREC_NATIVE") or "0"
     place = Path(__file__).parent if folder == "0" else Path(folder, "shardrec", "native")
     pattern = f"ops_for_torch_{version}.*so"
-    found = min(place.glob(pattern), default=None)
-    if found is None and folder != "0":
+    library = min(place.glob(pattern), default=None)
+    if library is None and folder != "0":
         raise ConfigError(
             f"SHARDREC_NATIVE={folder}: there is no {place / pattern}; build it with `python setup.py build_ext "
             f"--build-lib {folder}`, or set SHARDREC_NATIVE=0 to do without compiled libraries"
         )
-    return found
+    return library
 
 
 @cache

@@ -99,8 +99,8 @@ def layer_seconds(module: nn.Sequential, sample: Any, *, repeats: int = 5) -> li
                             torch.autograd.backward(roots, [torch.ones_like(one) for one in roots], retain_graph=True)
                         seconds[number] = min(seconds[number], _now(devices) - begin)
     finally:
-        for one, training in modes.items():
-            one.training = training
+        for submodule, training in modes.items():
+            submodule.training = training
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         module.load_state_dict(state, strict=False)

@@ -247,15 +247,15 @@ class Lookahead:
             return
         if slot.ahead is not None and slot.ahead.is_used_up and len(observed) == len(slot.ahead.calls):
             return
-        found = [(module, _path(slot.batch, features)) for module, features in observed]
-        lost = [type(module).__name__ for module, path in found if path is None]
-        self._learnt = [] if lost else [(module, path) for module, path in found if path is not None]
+        paths = [(module, _path(slot.batch, features)) for module, features in observed]
+        lost = [type(module).__name__ for module, path in paths if path is None]
+        self._learnt = [] if lost else [(module, path) for module, path in paths if path is not None]
         if lost:
             reason = (
                 f"{lost[0]} is called with features that are made in the model's forward: call it with a "
                 "KeyedJaggedTensor that the batch holds"
             )
-        elif not found:
+        elif not paths:
             reason = "no sharded module was called outside of a compiled forward"
         elif slot.ahead is not None:
             reason = "the model calls its sharded modules otherwise than in the step before"
@@ -311,8 +311,8 @@ def _keep(value: Any, stream: Any) -> None:
         if value.is_cuda:
             value.record_stream(stream)
     elif isinstance(value, (tuple, list)):
-        for one in value:
-            _keep(one, stream)
+        for element in value:
+            _keep(element, stream)
     elif isinstance(value, Mapping):
         _keep(list(value.values()), stream)
     elif dataclasses.is_dataclass(value):
@@ -335,8 +335,8 @@ def _path(batch: Any, wanted: object, deepest: int = _DEEPEST) -> Path | None:
     else:
         names = [*getattr(batch, "__dict__", {}), *getattr(type(batch), "__slots__", ())]
         inside = [("attribute", name, getattr(batch, name, None)) for name in names]
-    for kind, key, one in inside:
-        rest = _path(one, wanted, deepest - 1)
+    for kind, key, part in inside:
+        rest = _path(part, wanted, deepest - 1)
         if rest is not None:
             return ((kind, key), *rest)
     return None

@@ -101,11 +101,11 @@ class Pipeline(nn.Module):
                 "a rank of its own"
             )
         routes = skip_routes(module, self.balance)
-        own = range(stages) if group is None else [dist.get_rank(group)]
+        local_numbers = range(stages) if group is None else [dist.get_rank(group)]
         ends = [0, *accumulate(self.balance)]
         named = list(zip(module._modules, module, strict=True))
         self.local_stages: list[Stage] = []
-        for number, device in zip(own, self.devices, strict=True):
+        for number, device in zip(local_numbers, self.devices, strict=True):
             layers = []
             for name, layer in named[ends[number] : ends[number + 1]]:
                 if hasattr(self, name):

@@ -156,23 +156,24 @@ class Run:
         with ExitStack() as stack:
             for step in self._steps.values():
                 stack.enter_context(step.at_work())
-            for one in place(schedule):
-                if one.stage in self._steps:
-                    self._steps[one.stage].do(one.action)
+            for entry in place(schedule):
+                if entry.stage in self._steps:
+                    self._steps[entry.stage].do(entry.action)
 
     def _end_together(self, peers: Peers) -> None:
         """Learn of failures on other ranks, and tell them of this one's."""
-        own = self._steps[peers.rank].failure
-        raised = None if own is None or own.stage != peers.rank else own.error
+        failure = self._steps[peers.rank].failure
+        raised = None if failure is None or failure.stage != peers.rank else failure.error
         if isinstance(raised, PeerError):
             raise raised
         self._port.finish()
-        if not any(peers.agree(int(own is not None))):
+        if not any(peers.agree(int(failure is not None))):
             return
-        found = {one.stage: one.text for one in peers.gather(None if own is None else own.told()) if one is not None}
+        failures = peers.gather(None if failure is None else failure.told())
+        text_of = {one.stage: one.text for one in failures if one is not None}
         if raised is not None:
             raise raised
-        texts = [f"stage {stage} failed, on its rank:\n{text}" for stage, text in found.items()]
+        texts = [f"stage {stage} failed, on its rank:\n{text}" for stage, text in text_of.items()]
         raise PipelineError("\n".join(texts))
 
     def _agreed_size(self, input: Any) -> int:
@@ -226,17 +227,17 @@ class Run:
         if not self._first:
             return
         pairs = zip(self._input(), self._input_gradients(), strict=True)
-        found = [(leaf, gradient) for leaf, gradient in pairs if gradient is not None]
-        if found:
-            torch.autograd.backward([leaf for leaf, _ in found], [gradient for _, gradient in found])
+        reached = [(leaf, gradient) for leaf, gradient in pairs if gradient is not None]
+        if reached:
+            torch.autograd.backward([leaf for leaf, _ in reached], [gradient for _, gradient in reached])
 
     def _input(self) -> list[Any]:
         """The leaves of the micro-batches, one after the other; autograd knows how they were cut out of the input."""
         return [leaf for leaves, _ in self._parts for leaf in leaves]
 
     def _input_gradients(self) -> list[Tensor | None]:
-        found = [one for batch in range(self.batches) for one in self._port.take(Key(0, -1, batch)).leaves]
-        return [None if one is None else one.to(leaf.device) for one, leaf in zip(found, self._input(), strict=True)]
+        grads = [one for batch in range(self.batches) for one in self._port.take(Key(0, -1, batch)).leaves]
+        return [None if one is None else one.to(leaf.device) for one, leaf in zip(grads, self._input(), strict=True)]
 
     def total_loss(self) -> Tensor:
         """The sum over micro-batches, on every rank."""
@@ -273,7 +274,7 @@ class _Attach(torch.autograd.Function):
 
 def _gathered(results: list[Message]) -> Any:
     nests = []
-    for one in results:
-        assert one.spec is not None, "what goes forward tells how it is nested"
-        nests.append(tree_unflatten(list(one.leaves), one.spec))
+    for message in results:
+        assert message.spec is not None, "what goes forward tells how it is nested"
+        nests.append(tree_unflatten(list(message.leaves), message.spec))
     return gather(nests)

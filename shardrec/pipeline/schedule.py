@@ -132,8 +132,8 @@ def place(schedule: Schedule) -> list[Placed]:
 
     def needs(stage: int, action: Action) -> list[tuple[int, Action]]:
         forward_of = (stage, Action("F", action.batch))
-        found = [(stage - 1, action)] if action.kind == "F" else [(stage + 1, action), forward_of]
-        return [(at, one) for at, one in found if 0 <= at < len(schedule) and one in members[at]]
+        needed = [(stage - 1, action)] if action.kind == "F" else [(stage + 1, action), forward_of]
+        return [(at, one) for at, one in needed if 0 <= at < len(schedule) and one in members[at]]
 
     progress = True
     while progress:
@@ -148,7 +148,7 @@ def place(schedule: Schedule) -> list[Placed]:
     stuck = [f"stage {stage} at {actions[-1]}" for stage, actions in enumerate(left) if actions]
     if stuck:
         raise ConfigError(f"the schedule cannot go on, {', '.join(stuck)}: put actions after those that they need")
-    return sorted(placed, key=lambda one: (one.start, one.end, one.stage))
+    return sorted(placed, key=lambda entry: (entry.start, entry.end, entry.stage))
 
 
 def draw(schedule: Schedule) -> str:
@@ -157,8 +157,8 @@ def draw(schedule: Schedule) -> str:
     width = 1 + max((len(str(one.action)) for one in placed), default=0)
     columns = int(max((one.end for one in placed), default=0))
     lines = [["."] * columns for _ in schedule]
-    for one in placed:
-        lines[one.stage][int(one.start)] = str(one.action)
+    for entry in placed:
+        lines[entry.stage][int(entry.start)] = str(entry.action)
     return "\n".join(
         f"stage {stage} " + "".join(cell.rjust(width) for cell in cells) for stage, cells in enumerate(lines)
     )

@@ -261,10 +261,10 @@ class StageStep:
                     exits = self._compute(record, batch, with_graph=True)[1]
             roots: list[GradientEdge] = []
             seeds: list[Tensor | None] = []
-            for edges, found in zip(exits, gradients, strict=True):
+            for edges, edge_gradients in zip(exits, gradients, strict=True):
                 for place, edge in enumerate(edges):
-                    seed = None if found is None else found[place]
-                    if edge is not None and (found is None or seed is not None):
+                    seed = None if edge_gradients is None else edge_gradients[place]
+                    if edge is not None and (edge_gradients is None or seed is not None):
                         roots.append(edge)
                         seeds.append(seed)
             record.exits = exits = None

@@ -109,15 +109,15 @@ class Timeline:
         lanes = {"compute": 0, "wait": 1, "send": 2}
         events = [
             {
-                "name": f"{one.kind} {one.name}" if one.kind != "compute" else one.name,
-                "cat": one.kind,
+                "name": f"{span.kind} {span.name}" if span.kind != "compute" else span.name,
+                "cat": span.kind,
                 "ph": "X",
-                "pid": one.stage,
-                "tid": lanes[one.kind],
-                "ts": 1e6 * (one.start - begin),
-                "dur": 1e6 * (one.end - one.start),
+                "pid": span.stage,
+                "tid": lanes[span.kind],
+                "ts": 1e6 * (span.start - begin),
+                "dur": 1e6 * (span.end - span.start),
             }
-            for one in self.spans
+            for span in self.spans
         ]
         stages = sorted({one.stage for one in self.spans})
         events += [
@@ -134,15 +134,15 @@ class Timeline:
         figure = Figure(figsize=(10, 1 + 0.6 * len(stages)), layout="constrained")
         axes = figure.add_subplot()
         colours = {"F": "#4c78a8", "B": "#f58518"}
-        for one in self.spans:
-            left, width = 1e3 * (one.start - begin), 1e3 * (one.end - one.start)
-            if one.kind == "compute":
-                axes.barh(one.stage, width, left=left, height=0.6, color=colours[one.name[0]], edgecolor="white")
-                axes.text(left + width / 2, one.stage, one.name, ha="center", va="center", fontsize=7, clip_on=True)
-            elif one.kind == "wait":
-                axes.barh(one.stage, width, left=left, height=0.15, color="#d9d9d9")
+        for span in self.spans:
+            left, width = 1e3 * (span.start - begin), 1e3 * (span.end - span.start)
+            if span.kind == "compute":
+                axes.barh(span.stage, width, left=left, height=0.6, color=colours[span.name[0]], edgecolor="white")
+                axes.text(left + width / 2, span.stage, span.name, ha="center", va="center", fontsize=7, clip_on=True)
+            elif span.kind == "wait":
+                axes.barh(span.stage, width, left=left, height=0.15, color="#d9d9d9")
             else:
-                axes.barh(one.stage + 0.4, width, left=left, height=0.1, color="#54a24b")
+                axes.barh(span.stage + 0.4, width, left=left, height=0.1, color="#54a24b")
         axes.set_yticks(stages, [f"stage {stage}" for stage in stages])
         axes.invert_yaxis()
         axes.set_xlabel("ms (blue forward, orange backward, grey wait, green sending)")

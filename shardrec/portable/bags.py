@@ -34,11 +34,11 @@ class PortableBags(PortableTwin):
         super().__init__(collection, parallel_lookups)
         route, outputs = collection.input.route, collection.lookups
         self.embedding_bags = parameters_of(collection.embedding_bags)
-        own = collection.own_lookups
-        numbers = [collection.replica_number[one.layout.name] for one in own]
+        replicated = collection.own_lookups
+        numbers = [collection.replica_number[one.layout.name] for one in replicated]
         replicas = collection.replicas
         self.replicas = nn.ModuleList([] if replicas is None else [replicas.scripted(numbers, pooled=True)])
-        self.replica_features = list_of(str, [one.feature for one in own])
+        self.replica_features = list_of(str, [one.feature for one in replicated])
         self.widths = [route.width(rank) for rank in range(self.world_size)]
         self.keys = list(collection.embedding_names)
         self.dims = list(collection.dims)
@@ -49,7 +49,7 @@ class PortableBags(PortableTwin):
         self.column_lookup = torch.tensor(columns, device=collection.device)
         pieces = output_pieces(outputs, route)
         starts = [_starts(pieces, block) for block in range(self.world_size + 1)]
-        totals = [*self.widths, sum(one.layout.embedding_dim for one in own)]
+        totals = [*self.widths, sum(one.layout.embedding_dim for one in replicated)]
         splits = [_widths(one, total) for one, total in zip(starts, totals, strict=True)]
         sources = [[(one.block, starts[one.block].index(one.start)) for one in piece.sources] for piece in pieces]
         self.splits = list_of(list[int], splits)
@@ -86,10 +86,10 @@ class PortableBags(PortableTwin):
             ids, kept = maps(got.lengths, ids)
             # Of an id without a row, any row times 0: a graph has no ids to leave out.
             weights = kept if weights is None else weights * kept
-        found = self.by_group(got.lengths, ids, weights, got.came)
-        if len(found) == 1:
-            return found[0], sizes
-        pooled = torch.cat(found, dim=1) if len(found) > 0 else self.nothing.new_zeros([sum(sizes), 0])
+        parts = self.by_group(got.lengths, ids, weights, got.came)
+        if len(parts) == 1:
+            return parts[0], sizes
+        pooled = torch.cat(parts, dim=1) if len(parts) > 0 else self.nothing.new_zeros([sum(sizes), 0])
         return pooled, sizes
 
     def own_columns(self, checked: Checked, batch: int) -> tuple[Tensor, Tensor]:
@@ -116,8 +116,8 @@ class PortableBags(PortableTwin):
 
     def positions(self, keys: list[str], features: list[str]) -> Tensor:
         """Where features are among the keys."""
-        found = [keys.index(feature) for feature in features]
-        return torch.tensor(found, dtype=torch.int64, device=self.nothing.device)
+        positions = [keys.index(feature) for feature in features]
+        return torch.tensor(positions, dtype=torch.int64, device=self.nothing.device)
 
 
 def _starts(pieces: Sequence[Piece], block: int) -> list[int]:

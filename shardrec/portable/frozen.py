@@ -72,12 +72,12 @@ class FrozenMaps(nn.Module):
         hash_N = mixed(ids)
         key_N = hash_N ^ self.salts.index_select(0, map_N)
         place_N = torch.searchsorted(self.keys, key_N).clamp(max=self.keys.size(0) - 1)
-        found = (self.keys.index_select(0, place_N) == key_N) & (self.owners.index_select(0, place_N) == map_N)
+        is_mapped = (self.keys.index_select(0, place_N) == key_N) & (self.owners.index_select(0, place_N) == map_N)
         fallback_N = self.fallback_rows.index_select(0, map_N)
         of_fallback = (hash_N & 0xFFFFFFFF).remainder(fallback_N.clamp(min=1))
-        rows = torch.where(found, self.rows.index_select(0, place_N), of_fallback)
+        rows = torch.where(is_mapped, self.rows.index_select(0, place_N), of_fallback)
         is_plain = map_N == self.plain
-        kept = found | is_plain | (fallback_N > 0)
+        kept = is_mapped | is_plain | (fallback_N > 0)
         return torch.where(is_plain, ids, rows), kept.to(torch.float32)
 
 

@@ -341,16 +341,16 @@ class PortableInput(nn.Module):
         numbers: list[int] = torch.cat([counts.flatten(), received.flatten()]).tolist()
         first = self.world_size * self.groups
         wrong = ""
-        found = numbers[:first]
+        all_counts = numbers[:first]
         for rank in range(self.world_size):
             start = first + rank * (2 + self.groups)
             number = numbers[start]
-            found.extend(numbers[start + 1 : start + 2 + self.groups])
+            all_counts.extend(numbers[start + 1 : start + 2 + self.groups])
             if number != 0:
                 wrong += f"rank {rank}: {self.faults[number]}; "
         if wrong != "":
             raise RuntimeError("bad input: " + wrong)
-        return found
+        return all_counts
 
     def asserted(self, counts: Tensor, received: Tensor) -> list[int]:
         """:meth:`exchange_header` of an exported program, whose faults are assertions in its graph."""
@@ -387,10 +387,10 @@ class PortableInput(nn.Module):
             parts.append(lengths_of[rank].reshape(-1))
             parts.append(ids_of[rank])
         pending = torch.ops._c10d_functional.all_to_all_single(torch.cat(parts), words_in, words_out, self.group_name)
-        found_weights: Tensor | None = None
+        arrived_weights: Tensor | None = None
         if weights is not None:
             pending_weights = torch.ops._c10d_functional.all_to_all_single(weights, arrived, departed, self.group_name)
-            found_weights = counted(torch.ops._c10d_functional.wait_tensor(pending_weights), sum(arrived))
+            arrived_weights = counted(torch.ops._c10d_functional.wait_tensor(pending_weights), sum(arrived))
         pieces: list[int] = []
         for rank in range(self.world_size):
             pieces.extend([self.mine * sizes[rank], arrived[rank]])
@@ -403,12 +403,12 @@ class PortableInput(nn.Module):
             all_lengths.append(part)
             block_lengths.append(part.sum(dim=1, dtype=torch.int32))
             all_ids.append(received[2 * rank + 1])
-        found = torch.cat(all_ids)
+        arrived_ids = torch.cat(all_ids)
         if self.mine > 1:
-            _, found, found_weights = torch.ops.fbgemm.permute_1D_sparse_data(
-                self.slot_major, torch.cat(block_lengths), found, found_weights, sum(arrived)
+            _, arrived_ids, arrived_weights = torch.ops.fbgemm.permute_1D_sparse_data(
+                self.slot_major, torch.cat(block_lengths), arrived_ids, arrived_weights, sum(arrived)
             )
-        return torch.cat(all_lengths, dim=1), found, found_weights
+        return torch.cat(all_lengths, dim=1), arrived_ids, arrived_weights
 
 
 def counted(received: Tensor, count: int) -> Tensor:

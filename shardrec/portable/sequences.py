@@ -79,7 +79,7 @@ class PortableSequences(PortableTwin):
         self.names = list_of(str, [one.output for one in outputs])
         self.features = list_of(str, [one.feature for one in outputs])
         # Numbers of the outputs that are rows of replicated tables, and of the others.
-        self.own = list_of(int, [number for number, one in enumerate(outputs) if one.layout.replicated])
+        self.replicated = list_of(int, [number for number, one in enumerate(outputs) if one.layout.replicated])
         self.cut = list_of(int, [number for number, one in enumerate(outputs) if not one.layout.replicated])
         numbers = [collection.replica_number[one.layout.name] for one in outputs if one.layout.replicated]
         replicas = collection.replicas
@@ -97,7 +97,7 @@ class PortableSequences(PortableTwin):
             self.dim,
             self.unit,
             self.names,
-            self.own,
+            self.replicated,
             self.need_indices,
             self.output_dtype,
         )
@@ -117,10 +117,10 @@ class PortableSequences(PortableTwin):
         into = [sum([count * self.widths[group] for group, count in enumerate(counts)]) for counts in went]
         out = [sum([count * self.widths[group] for group, count in enumerate(counts)]) for counts in came]
         ids = got.ids
-        found: Tensor | None = None
+        mask: Tensor | None = None
         for maps in self.id_maps:
-            ids, found = maps(got.lengths, ids)
-        flat = self.look_up(got.lengths, ids, found, came)
+            ids, mask = maps(got.lengths, ids)
+        flat = self.look_up(got.lengths, ids, mask, came)
         pending = self.exchange_rows(flat, into, out)
         sent_ids = key_ids
         if self.dedup:
@@ -143,7 +143,7 @@ class PortableSequences(PortableTwin):
         looked_up = checked.looked_up.split(key_ids)
         replicas: list[Tensor] = []
         for number, replica in enumerate(self.replicas):
-            key = key_of[self.own[number]]
+            key = key_of[self.replicated[number]]
             rows = replica(looked_up[key], lengths_of[key : key + 1], None)
             if checked.dropped:
                 rows = rows.masked_fill(kept[key].logical_not().unsqueeze(1), 0)
@@ -160,18 +160,18 @@ class PortableSequences(PortableTwin):
             [lengths_of[key] for key in key_of],
         )
 
-    def look_up(self, lengths: Tensor, ids: Tensor, found: Tensor | None, came: list[list[int]]) -> Tensor:
+    def look_up(self, lengths: Tensor, ids: Tensor, mask: Tensor | None, came: list[list[int]]) -> Tensor:
         """The rows for all ranks as one flat tensor, rank after rank and in a rank group after group.
 
-        ``found`` (n,) is 0 for ids whose rows are zeros, and else 1.
+        ``mask`` (n,) is 0 for ids whose rows are zeros, and else 1.
         """
         lengths_of = lengths.split(self.group_slots)
         rows_of = self.by_group(lengths, ids, None, came)
         parts: list[list[Tensor]] = []
         totals = [sum([per_group[group] for per_group in came]) for group in range(len(rows_of))]
         for group, rows in enumerate(rows_of):
-            if found is not None:
-                rows = rows * found.split(totals)[group].unsqueeze(1)
+            if mask is not None:
+                rows = rows * mask.split(totals)[group].unsqueeze(1)
             if self.group_slots[group] > 0:
                 places = torch.arange(totals[group], device=self.nothing.device)
                 places = torch.ops.fbgemm.permute_1D_sparse_data(
@@ -219,7 +219,7 @@ def finish_sequences(
     dim: int,
     unit: int,
     names: list[str],
-    own: list[int],
+    replicated: list[int],
     need_indices: bool,
     dtype: torch.dtype,
 ) -> dict[str, JaggedTensor]:
@@ -233,9 +233,9 @@ def finish_sequences(
     if places is not None:
         rows = rows.index_select(0, places)
     cut, replicas = list(rows.split(issued.sizes)), list(issued.replicas)
-    found: dict[str, JaggedTensor] = {}
+    by_name: dict[str, JaggedTensor] = {}
     for number, name in enumerate(names):
-        values = replicas.pop(0) if number in own else cut.pop(0)
+        values = replicas.pop(0) if number in replicated else cut.pop(0)
         weights = issued.ids[number] if need_indices else None
-        found[name] = JaggedTensor(values.to(dtype=dtype), lengths=issued.lengths[number], weights=weights)
-    return found
+        by_name[name] = JaggedTensor(values.to(dtype=dtype), lengths=issued.lengths[number], weights=weights)
+    return by_name

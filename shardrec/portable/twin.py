@@ -75,7 +75,7 @@ class PortableTwin(nn.Module):
         counts = [sum([per_group[group] for per_group in came]) for group in range(len(self.group_slots))]
         ids_of = ids.split(counts)
         lengths_of = lengths.split(self.group_slots)
-        found: list[Tensor] = []
+        looked_up: list[Tensor] = []
         forks: list[Future[Tensor]] = []
         for group, lookup in enumerate(self.lookups):
             part: Tensor | None = None
@@ -84,10 +84,10 @@ class PortableTwin(nn.Module):
             if self.parallel:
                 forks.append(torch.jit.fork(lookup, ids_of[group], lengths_of[group], part))
             else:
-                found.append(lookup(ids_of[group], lengths_of[group], part))
+                looked_up.append(lookup(ids_of[group], lengths_of[group], part))
         for fork in forks:
-            found.append(torch.jit.wait(fork))
-        return found
+            looked_up.append(torch.jit.wait(fork))
+        return looked_up
 
 
 def arrived_rows(pending: Tensor, world_size: int) -> Tensor:

@@ -118,17 +118,17 @@ class RequestQueue:
                 work, self._work = self._work, deque()
                 lookups = [self._waiting.popleft() for _ in range(min(self._max, len(self._waiting)))]
             # Work in the order in which it came. Lookups see what was updated before them, and possibly more.
-            for one in work:
-                assert one.work is not None, "what waits as work is work"
+            for request in work:
+                assert request.work is not None, "what waits as work is work"
                 try:
-                    answer: Answer = (True, one.work())
+                    answer: Answer = (True, request.work())
                 except Exception as error:
                     answer = failure(error)
-                complete(one.answer, answer)
+                complete(request.answer, answer)
             if lookups:
                 self._look_up(lookups)
-        for one in [*self._work, *self._waiting]:  # there will be no more
-            complete(one.answer, failure(BusyError("the server is ending; ask again when it is back")))
+        for request in [*self._work, *self._waiting]:  # there will be no more
+            complete(request.answer, failure(BusyError("the server is ending; ask again when it is back")))
 
     def _is_enough(self) -> bool:
         """Whether the window need not be waited out."""

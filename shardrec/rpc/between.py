@@ -79,20 +79,20 @@ class ServerCollectives(Collectives):
         return Later(partial(self._squares, exchange, joined(parts[self.rank]), receive, sent))
 
     def _squares(
-        self, exchange: tuple[int, int, int], own: Tensor, receive: Sequence[int], sent: Sequence[Any]
+        self, exchange: tuple[int, int, int], own_part: Tensor, receive: Sequence[int], sent: Sequence[Any]
     ) -> list[Tensor]:
-        """Wait for an exchange: ``own`` is what this server would send to itself, ``sent`` are its calls."""
-        found = []
+        """Wait for an exchange: ``own_part`` is what this server would send to itself, ``sent`` are its calls."""
+        parts = []
         for rank, count in enumerate(receive):
             if rank == self.rank:
-                found.append(own)
+                parts.append(own_part)
             elif count:
-                found.append(self.receive((*exchange, rank), own, count))
+                parts.append(self.receive((*exchange, rank), own_part, count))
             else:
-                found.append(own[:0])
-        for one in sent:
-            one.wait()
-        return found
+                parts.append(own_part[:0])
+        for call in sent:
+            call.wait()
+        return parts
 
     def receive(self, key: _Key, like: Tensor, count: int) -> Tensor:
         """Wait for what another server tells; ``key`` ends with its rank."""

@@ -50,8 +50,8 @@ class Connections:
 
     def tell(self, server: int, method: str, *args: Any) -> None:
         """Call a method of a server and all its replicas, and wait."""
-        for one in [Answers([name], call, (method, *args), method, self.timeout_s) for name in self.names[server]]:
-            one.wait()
+        for answers in [Answers([name], call, (method, *args), method, self.timeout_s) for name in self.names[server]]:
+            answers.wait()
 
 
 class Answers(Awaitable[Any]):

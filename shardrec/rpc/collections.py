@@ -76,8 +76,8 @@ class _Asking:
     def outgoing(self: Any, inside: BlocksInFlight | None, stream: int) -> Stream:
         collection: RemoteCollection = self._collection
         collection.ask(self.prepared, self.sent)
-        found: Stream = super().outgoing(inside, stream)  # type: ignore[misc]
-        return found
+        outgoing: Stream = super().outgoing(inside, stream)  # type: ignore[misc]
+        return outgoing
 
 
 class _RemoteBagCall(_Asking, BagCall):

@@ -58,11 +58,11 @@ class RemoteModel(ShardedModel):
         return [servers.call(number, "describe") for number in range(len(servers))]
 
     def save_servers(self, data: Path, first: int) -> list[Written]:
-        found: list[Any] = []
+        saved: list[Any] = []
 
         def save() -> None:
             for number in range(self.servers) if self._collectives.rank == 0 else ():
-                found.append(self._collectives.servers.call(number, "save", str(data.absolute()), first + number))
+                saved.append(self._collectives.servers.call(number, "save", str(data.absolute()), first + number))
 
         _on_all(self.context, self.flush)  # of all trainers, before any server saves
         _on_all(self.context, save)
@@ -71,7 +71,7 @@ class RemoteModel(ShardedModel):
                 SavedFile(**{**file, "checksums": tuple(file["checksums"])}),
                 {name: SavedTensor.from_json(one) for name, one in tensors.items()},
             )
-            for file, tensors in found
+            for file, tensors in saved
         ]
 
     def load_servers(self, folder: Path) -> None:
@@ -122,8 +122,8 @@ def shard_over_servers(
     remote_collections = list(replaced.values())
     collectives.rates = {one: one.lr for one in fused_optimizers_of(remote_collections)}
     _on_all(context, lambda: _check_servers(plan, list(collections), collectives))
-    for one in remote_collections:
-        _on_all(context, one.send_first_values)
+    for collection in remote_collections:
+        _on_all(context, collection.send_first_values)
     model = with_sharded(model, dict(replaced), device)
     everyone = (group or dist.group.WORLD) if trainers.world_size > 1 else None
     remote = RemoteModel(model, plan, context, everyone, dense=dense)
@@ -134,8 +134,8 @@ def shard_over_servers(
 def _after(plan: ShardingPlan, trainers: int) -> ShardingPlan:
     """The plan of trainers and servers: trainers come first, and have no shards."""
     tables = tuple(
-        replace(one, shards=tuple(replace(shard, rank=shard.rank + trainers) for shard in one.shards))
-        for one in plan.tables
+        replace(table, shards=tuple(replace(shard, rank=shard.rank + trainers) for shard in table.shards))
+        for table in plan.tables
     )
     return ShardingPlan(topology=Topology(ranks_per_host=plan.world_size + trainers), tables=tables)
 
@@ -166,11 +166,11 @@ def _check_servers(plan: ShardingPlan, paths: Sequence[str], collectives: Remote
         "optimizers": [repr(one) for one in collectives.rates],
     }
     for number in range(len(servers)):
-        found = servers.call(number, "describe")
+        answer = servers.call(number, "describe")
         for key, value in {"rank": number, **wanted}.items():
-            if found[key] != value:
+            if answer[key] != value:
                 raise ConfigError(
-                    f"server {servers.names[number][0]!r} has {key} {found[key]!r} and this trainer {value!r}; give "
+                    f"server {servers.names[number][0]!r} has {key} {answer[key]!r} and this trainer {value!r}; give "
                     "both the same model and plan"
                 )
 
@@ -183,8 +183,8 @@ def _on_all(context: ModelContext, work: Callable[[], None]) -> None:
     error: ShardrecError | None = None
     try:
         work()
-    except ShardrecError as found:
-        error = found
+    except ShardrecError as raised:
+        error = raised
     number = max(n for n, cls in enumerate(_CLASSES) if n == 0 or isinstance(error, cls))
     theirs, numbers = exchange_faults([] if error is None else [str(error)], number, context)
     if any(theirs):

@@ -213,7 +213,7 @@ class EmbeddingServer:
             if self._no_updates:
                 raise ConfigError(self._no_updates)
             checked = check_parts(parts, self._collections)
-            one = _Push(parts=checked, gradient=check_gradient(gradient), deadline=monotonic() + wait_s)
+            pushed = _Push(parts=checked, gradient=check_gradient(gradient), deadline=monotonic() + wait_s)
             number, trainers = trainer
             with self._lock:
                 if update not in self._pushes and len(self._pushes) >= self._capacity:
@@ -221,12 +221,12 @@ class EmbeddingServer:
                 pushes = self._pushes.setdefault(update, _Pushes(trainers=trainers, rates=list(rates)))
                 if number in pushes.of or not 0 <= number < pushes.trainers == trainers:
                     raise InputError(f"trainer {number} of {trainers} has pushed update {update[1]} already")
-                pushes.of[number] = one
+                pushes.of[number] = pushed
                 self._queue_updates(update[0])
             self._queue.wake()
         except Exception as error:
             return _failed(error)
-        return one.answer
+        return pushed.answer
 
     def _queue_updates(self, run: int) -> None:
         """Queue the updates of a run that are complete, in their order, with the lock held."""
@@ -329,14 +329,14 @@ class EmbeddingServer:
 
     def _owner(self, table: str) -> tuple[ShardedCollection, str]:
         for collection in self._collections:
-            for name, one in collection.tables().items():
-                if one.layout.name == table and any(shard is not None for shard in one.locals):
+            for name, entry in collection.tables().items():
+                if entry.layout.name == table and any(shard is not None for shard in entry.locals):
                     return collection, name
         raise ConfigError(f"table {table!r} has no shard on server {self.rank}; ask the servers that the plan names")
 
     def _look_up(self, requests: Sequence[Request]) -> None:
         """Answer several lookups, with one fused lookup per collection."""
-        found: list[list[Tensor]] = [[torch.empty(0)] * len(request.parts) for request in requests]
+        rows_of: list[list[Tensor]] = [[torch.empty(0)] * len(request.parts) for request in requests]
         try:
             with torch.no_grad():
                 for number, collection in enumerate(self._collections):
@@ -350,9 +350,9 @@ class EmbeddingServer:
                         stream = self._serve(collection, [requests[owner].parts[place] for owner, place in places])
                         flat = stream.flat.reshape(-1).cpu()
                         for (owner, place), piece in zip(places, flat.split(_sizes(stream)), strict=True):
-                            found[owner][place] = piece
+                            rows_of[owner][place] = piece
                         self._counts["lookups"] += 1
-            answers: list[Answer] = [(True, torch.cat(pieces) if pieces else torch.empty(0)) for pieces in found]
+            answers: list[Answer] = [(True, torch.cat(pieces) if pieces else torch.empty(0)) for pieces in rows_of]
         except Exception as error:
             answers = [failure(error)] * len(requests)
         self._counts["requests"] += len(requests)

@@ -73,14 +73,14 @@ def _listening() -> set[Any]:
 
 def _close_doors(doors: set[Any]) -> None:
     """Stop listening at these addresses, and end what another user has connected to them; [Note: no open door]."""
-    for one in _sockets():
-        if one.getsockname() in doors and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            one.shutdown(socket.SHUT_RDWR)
-    for one in _sockets():
-        if one.family == socket.AF_UNIX and one.getsockname() in doors:
-            _, user, _ = struct.unpack("3i", one.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    for sock in _sockets():
+        if sock.getsockname() in doors and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            sock.shutdown(socket.SHUT_RDWR)
+    for sock in _sockets():
+        if sock.family == socket.AF_UNIX and sock.getsockname() in doors:
+            _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
             if user != os.getuid():
-                one.shutdown(socket.SHUT_RDWR)
+                sock.shutdown(socket.SHUT_RDWR)
 
 
 def _forget_agents() -> None:

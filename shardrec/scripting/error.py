@@ -48,8 +48,8 @@ def _users_place(text: str) -> str | None:
     installed = {Path(torch.__file__).parents[1], Path(__file__).parents[1]}
     installed |= {Path(folder) for name, folder in sysconfig.get_paths().items() if name.endswith("lib")}
     places = [(Path(match["file"]), f"{match['file']}:{match['line']}") for match in _FRAME.finditer(text)]
-    own = [place for path, place in places if not installed & set(path.parents) and not path.name.startswith("<")]
-    return next(iter([*own, *(place for _, place in places)]), None)
+    users = [place for path, place in places if not installed & set(path.parents) and not path.name.startswith("<")]
+    return next(iter([*users, *(place for _, place in places)]), None)
 
 
 def _remedy(text: str) -> str:

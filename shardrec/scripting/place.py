@@ -66,12 +66,12 @@ class _Placing:
         self._block(self._flow.plan, {})
 
     def _values(self, plan: Plan) -> list[Value]:
-        found = list(plan.block.inputs())
+        values = list(plan.block.inputs())
         for node_plan in plan.nodes:
-            found += node_plan.node.outputs()
+            values += node_plan.node.outputs()
             for inner in node_plan.blocks:
-                found += self._values(inner)
-        return found
+                values += self._values(inner)
+        return values
 
     def _block(self, plan: Plan, waited: _Waited) -> None:
         for node_plan in plan.nodes:

@@ -86,9 +86,9 @@ def from_tensors(model: nn.Module, features: Features) -> Entry:
     inputs: list[str] = []
     lines: list[str] = []
     made: dict[str, str] = {}
-    for number, (name, own) in enumerate(keys.items()):
+    for number, (name, feature_names) in enumerate(keys.items()):
         prefix = "" if len(keys) == 1 else f"{name}_"
-        tensors = ["values", "lengths", *([] if looked_up_weighted.isdisjoint(own) else ["weights"])]
+        tensors = ["values", "lengths", *([] if looked_up_weighted.isdisjoint(feature_names) else ["weights"])]
         inputs += [f"{prefix}{tensor}" for tensor in tensors]
         made[name] = f"_jagged{number}"
         given = ", ".join(f"{tensor}={prefix}{tensor}" for tensor in tensors)
@@ -156,7 +156,7 @@ def _arguments(module: nn.Module) -> dict[str, bool]:
             f"the annotations of {type(module).__name__}.forward cannot be read ({error}): import their names in its "
             "module, and not under TYPE_CHECKING"
         ) from error
-    found: dict[str, bool] = {}
+    is_jagged: dict[str, bool] = {}
     for parameter in list(inspect.signature(forward).parameters.values())[1:]:
         kind = hints.get(parameter.name, Tensor)
         if kind is not KeyedJaggedTensor:
@@ -164,10 +164,10 @@ def _arguments(module: nn.Module) -> dict[str, bool]:
                 continue
             if kind is not Tensor or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 raise _unfit(module, f"its {parameter.name!r} is neither a KeyedJaggedTensor nor a Tensor")
-        found[parameter.name] = kind is KeyedJaggedTensor
-    if not any(found.values()):
+        is_jagged[parameter.name] = kind is KeyedJaggedTensor
+    if not any(is_jagged.values()):
         raise _unfit(module, "it takes no parameter annotated KeyedJaggedTensor")
-    return found
+    return is_jagged
 
 
 def _unfit(module: nn.Module, reason: str) -> ConfigError:

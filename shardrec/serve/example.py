@@ -93,12 +93,12 @@ class Example:
     def tensors(self, samples: int = _SAMPLES, ids: int = _IDS) -> tuple[Tensor, ...]:
         """Zeros, and random floats, of the right dtypes; by default with sizes that occur nowhere else."""
         sizes = {"B": samples, "N": ids}
-        found = []
+        tensors = []
         for spec in self.specs:
             shape = [one if isinstance(one, int) else _factor(one) * sizes[one[-1]] for one in spec.shape]
             tensor = torch.zeros(shape, dtype=spec.dtype, device=self.device)
-            found.append(tensor.uniform_() if tensor.is_floating_point() else tensor)
-        return tuple(found)
+            tensors.append(tensor.uniform_() if tensor.is_floating_point() else tensor)
+        return tuple(tensors)
 
     def dynamic_shapes(self) -> tuple[dict[int, Any], ...]:
         """Which sizes change, as ``torch.export`` is told."""

@@ -51,16 +51,16 @@ class ServedShards(ShardLookup):
         self.group_slots: list[int] = []
         self.memory: dict[Shard, Tensor] = {}
         for group, width in enumerate(widths):
-            own = [slot for slot in slots if slot.group == group]
-            self.group_slots.append(len(own))
-            number = {shard: index for index, shard in enumerate(dict.fromkeys(slot.shard for slot in own))}
+            members = [slot for slot in slots if slot.group == group]
+            self.group_slots.append(len(members))
+            number = {shard: index for index, shard in enumerate(dict.fromkeys(slot.shard for slot in members))}
             if not number:
                 self.modules.append(NoTables(width, device))
                 continue
             tables = ServedTables(
                 [(shard.rows, shard.cols) for shard in number],
                 [formats[shard.table] for shard in number],
-                [number[slot.shard] for slot in own],
+                [number[slot.shard] for slot in members],
                 device,
                 pooled=pooled,
             )
@@ -72,13 +72,13 @@ class ServedShards(ShardLookup):
         """Per group, (B_all, D_group) pooled columns, or (n, w) rows without pooling."""
         starts = [0, *accumulate(ids.group_ids)]
         slots = [0, *accumulate(self.group_slots)]
-        found = []
+        looked_up = []
         for group, module in enumerate(self.modules):
             span = slice(starts[group], starts[group + 1])
             lengths = ids.lengths[slots[group] : slots[group + 1]]
             weights = None if ids.weights is None else ids.weights[span]
-            found.append(module(ids.ids[span], lengths, weights))
-        return found
+            looked_up.append(module(ids.ids[span], lengths, weights))
+        return looked_up
 
     def scripted(self) -> tuple[nn.ModuleList, list[int]]:
         """The same modules for TorchScript, and the number of this rank's slots in each."""
@@ -129,8 +129,8 @@ class ServedReplicas(ReplicatedLookup):
     def rows(self, table: int, ids: Tensor) -> Tensor:
         """(N, dim) float32 rows of one table, one per id."""
         lengths = torch.full((1, 1), ids.numel(), dtype=torch.int32, device=ids.device)
-        found: Tensor = self.modules[table](ids, lengths, None)
-        return found
+        rows: Tensor = self.modules[table](ids, lengths, None)
+        return rows
 
     def scripted(self, slot_tables: Sequence[int], *, pooled: bool) -> nn.Module:
         """The lookup for TorchScript: of all the tables, or without pooling of the one in ``slot_tables``."""

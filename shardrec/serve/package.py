@@ -194,12 +194,12 @@ class Package:
         try:
             with self._free, torch.inference_mode():
                 # Compiled code reads them with the strides of a contiguous one.
-                found = self._loader.boxed_run([tensor.contiguous() for tensor in tensors])
+                leaves = self._loader.boxed_run([tensor.contiguous() for tensor in tensors])
         except RuntimeError as error:
             if "bad input" in str(error):
                 raise InputError(str(error)) from error
             raise
-        return pytree.tree_unflatten(found, self._output)
+        return pytree.tree_unflatten(leaves, self._output)
 
     def _ordered(self, tensors: Sequence[Tensor], named: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         given = {**dict(zip(self._names, tensors, strict=False)), **named}

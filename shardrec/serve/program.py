@@ -97,8 +97,8 @@ def _compare_empty(example: Example, program: ExportedProgram) -> None:
         if not all(isinstance(one, torch.Tensor) for one in expected):
             return  # a KeyedTensor, say, which may be pending
         try:
-            found = pytree.tree_leaves(program.module()(*tensors))
-            torch.testing.assert_close(found, expected, equal_nan=True, rtol=1e-3, atol=1e-5)
+            answers = pytree.tree_leaves(program.module()(*tensors))
+            torch.testing.assert_close(answers, expected, equal_nan=True, rtol=1e-3, atol=1e-5)
         except Exception as error:  # another answer, or none
             name = type(getattr(example.entry.model, "module", example.entry.model)).__name__
             raise ExportError(

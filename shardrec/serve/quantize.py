@@ -130,8 +130,8 @@ def _whole_row_ranges(parts: Mapping[Shard | None, Tensor], first: int, last: in
         assert shard is not None, "a table cut by columns is not replicated"
         start, end = max(first, shard.row_start), min(last, shard.row_end)
         if start < end:
-            found = row_ranges(weight[start - shard.row_start : end - shard.row_start])
-            ranges[start - first : end - first] = torch.maximum(ranges[start - first : end - first], found)
+            part_ranges = row_ranges(weight[start - shard.row_start : end - shard.row_start])
+            ranges[start - first : end - first] = torch.maximum(ranges[start - first : end - first], part_ranges)
     if source.group is not None:
         dist.all_reduce(ranges, dist.ReduceOp.MAX, source.group)
     return ranges

@@ -97,7 +97,7 @@ class ServedTables(nn.Module):
             (B, D) float32, or (N, w) without pooling.
         """
         offsets = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths.reshape(-1))
-        found: Tensor = torch.ops.fbgemm.int_nbit_split_embedding_codegen_lookup_function(
+        rows: Tensor = torch.ops.fbgemm.int_nbit_split_embedding_codegen_lookup_function(
             dev_weights=self.weights,
             uvm_weights=self.no_weights,
             weights_placements=self.weights_placements,
@@ -117,4 +117,4 @@ class ServedTables(nn.Module):
             output_dtype=self.output_dtype,
             row_alignment=self.row_alignment,
         )
-        return found
+        return rows

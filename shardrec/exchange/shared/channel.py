@@ -89,15 +89,15 @@ class Channel:
 
     def returned(self, peer: int) -> list[int]:
         """What ``peer`` has released since the last call."""
-        found, self._returned[peer] = self._returned[peer], []
-        return found
+        numbers, self._returned[peer] = self._returned[peer], []
+        return numbers
 
     def announce(self, number: int, size: int, descriptor: int) -> None:
         """Give all peers a new window."""
         data = marshal.dumps((_WINDOW, 0, (), number, size))
-        for peer, one in self._sockets.items():
+        for peer, connection in self._sockets.items():
             try:
-                socket.send_fds(one, [data], [descriptor])
+                socket.send_fds(connection, [data], [descriptor])
             except OSError as error:
                 self._fail(peer, "window", error)
 
@@ -124,9 +124,9 @@ class Channel:
             rank: whose fault it is, in the default group; default: this one's.
         """
         data = marshal.dumps((_FAULT, 0, (), begun, dist.get_rank() if rank is None else rank, fault[:_MOST_TOLD]))
-        for one in self._sockets.values():
+        for connection in self._sockets.values():
             with contextlib.suppress(OSError):
-                one.send(data)
+                connection.send(data)
 
     def raise_told(self, begun: int, what: str) -> None:
         """Raise what a peer has told that had begun at least ``begun`` exchanges, without waiting.
@@ -134,11 +134,11 @@ class Channel:
         Raises:
             PeerError: naming the rank and its fault.
         """
-        for peer, one in self._sockets.items():
+        for peer, connection in self._sockets.items():
             ready = select.poll()
-            ready.register(one, select.POLLIN)
+            ready.register(connection, select.POLLIN)
             # A peer that has ended may have made its part of what this rank waits for.
-            while ready.poll(0) and one.recv(1, socket.MSG_PEEK):
+            while ready.poll(0) and connection.recv(1, socket.MSG_PEEK):
                 self._take(peer, what)
             self._raise_told(peer, begun, what)
 
@@ -215,9 +215,9 @@ class Channel:
 
     def close(self) -> None:
         """End the connections; the other ranks of the host notice at once."""
-        for one in self._sockets.values():
+        for connection in self._sockets.values():
             with contextlib.suppress(OSError):
-                one.close()
+                connection.close()
         self._sockets = {}
 
     def _fail(self, peer: int, what: str, error: Exception | None) -> NoReturn:

@@ -86,7 +86,7 @@ class SharedCollectives(Collectives):
         return _SharedPending(
             collectives=self,
             number=number,
-            own=joined(parts[self.rank]),
+            own_part=joined(parts[self.rank]),
             receive=list(receive),
             what=what,
             far=far,
@@ -181,7 +181,7 @@ class _SharedPending:
 
     collectives: SharedCollectives
     number: int
-    own: Tensor
+    own_part: Tensor
     receive: list[int]
     what: str
     far: Pending | None
@@ -194,24 +194,24 @@ class _SharedPending:
             self.collectives.dropped.append(self.number)
 
     def wait(self) -> list[Tensor]:
-        collectives, own = self.collectives, self.own
-        found = {collectives.rank: own}
+        collectives, own_part = self.collectives, self.own_part
+        parts = {collectives.rank: own_part}
         with collectives.channel.lock:
             for peer in collectives.peers:
                 outgoing, offers = collectives.channel.receive(peer, (self.number, 0), self.what)
-                found[peer] = self._arrived(peer, outgoing)
+                parts[peer] = self._arrived(peer, outgoing)
                 if self.way_back is not None:
                     self.way_back.offered(peer, offers)
         if self.far is not None:
             done = self.far.wait()
-            found.update({rank: done[rank] for rank in collectives.far})
-        self.own = own[:0]
+            parts.update({rank: done[rank] for rank in collectives.far})
+        self.own_part = own_part[:0]
         self.waited = True
         flight_record().end(self.recorded)
-        return [found[rank] for rank in range(collectives.world_size)]
+        return [parts[rank] for rank in range(collectives.world_size)]
 
     def _arrived(self, peer: int, outgoing: Any) -> Tensor:
-        dtype = self.own.dtype
+        dtype = self.own_part.dtype
         size = self.receive[peer] * dtype.itemsize
         came = len(outgoing) if isinstance(outgoing, bytes) else outgoing[3]
         if came != size:
@@ -220,7 +220,7 @@ class _SharedPending:
                 f"{size} were expected; the ranks issued different collectives"
             )
         if isinstance(outgoing, bytes):
-            return torch.frombuffer(bytearray(outgoing), dtype=dtype) if outgoing else self.own.new_empty(0)
+            return torch.frombuffer(bytearray(outgoing), dtype=dtype) if outgoing else self.own_part.new_empty(0)
         return as_tensor(self.collectives.borrowed(peer, *outgoing), dtype)
 
 
@@ -255,16 +255,16 @@ class _SharedWayBack:
 
     def offer(self, peer: int) -> Message:
         """Per stream, (token, window, offset, bytes) of the peer's part of the memory lent; () for none."""
-        found: list[Message] = []
+        messages: list[Message] = []
         for stream, lent in enumerate(self._blocks):
             if lent is None:
-                found.append(())
+                messages.append(())
                 continue
             token, block = lent
             start = 4 * sum(rank[stream] for rank in self._streams.out[:peer])
             size = 4 * self._streams.out[peer][stream]
-            found.append((token, block.window, block.offset + start, size))
-        return tuple(found)
+            messages.append((token, block.window, block.offset + start, size))
+        return tuple(messages)
 
     def offered(self, peer: int, offers: Message) -> None:
         """What a peer lends."""
@@ -317,11 +317,11 @@ class _SharedWayBack:
 
     def _parts(self, landing: Sequence[Tensor], rank: int) -> list[Tensor]:
         """Per stream, the gradient of what went to a rank."""
-        found = []
+        parts = []
         for stream, memory in enumerate(landing):
             start = sum(sizes[stream] for sizes in self._streams.out[:rank])
-            found.append(memory[start : start + self._streams.out[rank][stream]])
-        return found
+            parts.append(memory[start : start + self._streams.out[rank][stream]])
+        return parts
 
     def _again(self) -> None:
         """A further backward through the same forward: lend new memory."""

@@ -61,20 +61,20 @@ def connect(
     secret = secrets.token_bytes(16)
     listener, address = _listen()
     try:
-        found: list[tuple[str, str, bytes]] = _gather((identity() if listener else "", address, secret), group)
-        hosts = [host for host, _, _ in found]
+        addresses: list[tuple[str, str, bytes]] = _gather((identity() if listener else "", address, secret), group)
+        hosts = [host for host, _, _ in addresses]
         if not all(hosts) or len(set(hosts)) == world_size:
             return None
         peers = [other for other in range(world_size) if hosts[other] == hosts[rank] and other != rank]
         assert listener is not None, "a rank without a socket has no identity"
-        sockets, fault = _meet(rank, peers, found, listener)
+        sockets, fault = _meet(rank, peers, addresses, listener)
         faults: list[str] = _gather(fault, group)
     finally:
         if listener is not None:
             listener.close()
     if any(faults):
-        for one in sockets.values():
-            one.close()
+        for connection in sockets.values():
+            connection.close()
         warnings.warn(
             "the ranks of this host could not connect to share memory, and exchange through the process group, which "
             f"is slower: {'; '.join(filter(None, faults))}. Start the ranks again, or shard with transport='group'",
@@ -99,22 +99,22 @@ def _listen() -> tuple[socket.socket | None, str]:
 
 
 def _meet(
-    rank: int, peers: Sequence[int], found: Sequence[tuple[str, str, bytes]], listener: socket.socket
+    rank: int, peers: Sequence[int], addresses: Sequence[tuple[str, str, bytes]], listener: socket.socket
 ) -> tuple[dict[int, socket.socket], str]:
     """A socket per peer, and what went wrong."""
     sockets: dict[int, socket.socket] = {}
     try:
         for peer in peers:
             if peer < rank:
-                one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                sockets[peer] = one
-                one.settimeout(_CONNECT_S)
-                one.connect(found[peer][1])
-                one.send(_HELLO.pack(rank, found[peer][2]))
-        _accept(sockets, {peer for peer in peers if peer > rank}, listener, found[rank][2])
-        for one in sockets.values():
+                connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                sockets[peer] = connection
+                connection.settimeout(_CONNECT_S)
+                connection.connect(addresses[peer][1])
+                connection.send(_HELLO.pack(rank, addresses[peer][2]))
+        _accept(sockets, {peer for peer in peers if peer > rank}, listener, addresses[rank][2])
+        for connection in sockets.values():
             with contextlib.suppress(OSError):
-                one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
     except OSError as error:
         return sockets, f"rank {rank}: {error}"
     return sockets, ""
@@ -131,10 +131,10 @@ def _accept(sockets: dict[int, socket.socket], peers: set[int], listener: socket
                 raise TimeoutError(f"rank(s) {sorted(missing)} did not connect within {_CONNECT_S:g} s")
             for key, _ in ready:
                 if key.fileobj is listener:
-                    one, _ = listener.accept()
-                    one.setblocking(False)
-                    strangers.callback(one.close)
-                    selector.register(one, selectors.EVENT_READ)
+                    connection, _ = listener.accept()
+                    connection.setblocking(False)
+                    strangers.callback(connection.close)
+                    selector.register(connection, selectors.EVENT_READ)
                     continue
                 assert isinstance(key.fileobj, socket.socket), "only sockets are registered"
                 selector.unregister(key.fileobj)

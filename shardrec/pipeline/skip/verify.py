@@ -43,14 +43,14 @@ def verify_skippables(module: nn.Sequential) -> None:
     popped: dict[SkipKey, str] = {}
     isolate = "isolate one of the pairs: .isolate(Namespace())"
     for _, path, layer in skippables(module):
-        both = layer.stashable_names & layer.poppable_names
+        overlap = layer.stashable_names & layer.poppable_names
         faults += [
             f"layer {path!r} declares {name!r} both as stash and as pop: give the two skips different names"
-            for name in sorted(both)
+            for name in sorted(overlap)
         ]
         for key in layer.poppable():
             name = key[1]
-            if name in both:
+            if name in overlap:
                 continue
             if key in popped:
                 faults.append(f"layer {path!r} pops {name!r}, which layer {popped[key]!r} has popped: {isolate}")
@@ -63,7 +63,7 @@ def verify_skippables(module: nn.Sequential) -> None:
             popped.setdefault(key, path)
         for key in layer.stashable():
             name = key[1]
-            if name in both:
+            if name in overlap:
                 continue
             if key in stashed:
                 faults.append(f"layer {path!r} stashes {name!r}, which layer {stashed[key]!r} has stashed: {isolate}")
