@@ -83,6 +83,7 @@ class StepContext:
         gradients_are_reduced: the reducer or the user averages the gradients of ordinary parameters over the ranks.
         reducer: does so, unless that is left to the user, or there is one rank.
         updates: called at the end of each backward in which the reducer has averaged gradients.
+        forwards: called when a forward with gradients begins.
         accumulates: forwards are in ``no_sync``.
         reduce_this_backward: the last forward with gradients was not, so that its backward averages.
         backward: tells the reducer of backwards, and the other ranks of one that raises here.
@@ -105,6 +106,7 @@ class StepContext:
         self.gradients_are_reduced = False
         self.reducer: Reducer | None = None
         self.updates: list[Callable[[], None]] = []
+        self.forwards: list[Callable[[], None]] = []
         self.accumulates = False
         self.reduce_this_backward = True
         self.backward = BackwardWatch(collectives.tell, self._backward_begins)
@@ -113,6 +115,8 @@ class StepContext:
         """A forward begins: if it has gradients, it decides whether its backward averages them."""
         if torch.is_grad_enabled():
             self.reduce_this_backward = not self.accumulates
+            for begin in self.forwards:
+                begin()
             if self.reducer is not None:
                 self.reducer.arm()
 

@@ -79,9 +79,9 @@ class ReplicatedLookup:
         self.parameters = [nn.Parameter(weights[number]) for number in range(len(tables))]
         self._runs = [(bank, [self.parameters[number] for number in numbers]) for bank, numbers in banks]
         self._names, self._context = [table.layout.name for table in tables], context
-        # Without a reducer. Each forward clears it, for a backward that raises never comes to its callbacks.
-        self._queued = False
+        self._unfinished = False  # fused tables have gradients, and no update has been made with them
         context.updates.append(self._run)
+        context.forwards.append(self._drop_unfinished)
         for parameter in self.parameters:
             parameter.register_post_accumulate_grad_hook(weak_hook(self._on_gradient))
 
@@ -116,7 +116,7 @@ class ReplicatedLookup:
             weights: (N,) or None.
             counts: S numbers of ids.
         """
-        self._queued = False
+        self._drop_unfinished()
         if len(self._runs) == 1:
             bank, parameters = self._runs[0]
             return dense_lookup(bank, ids, lengths, weights, parameters)
@@ -132,7 +132,7 @@ class ReplicatedLookup:
 
     def rows(self, table: int, ids: Tensor) -> Tensor:
         """(N, dim) float32 rows of one table, one per id; their gradient reaches the table's parameter."""
-        self._queued = False
+        self._drop_unfinished()
         parameter = self.parameters[table]
         if parameter.dtype is torch.float32:
             return nn.functional.embedding(ids, parameter)
@@ -150,16 +150,24 @@ class ReplicatedLookup:
                 f"replicated tables {', '.join(map(repr, self._names))} need their gradients averaged over the "
                 "ranks; shard the whole model with shardrec.shard, or cut these tables"
             )
-        if context.reducer is None and not self._queued and any(self._updates):
-            self._queued = True
+        if self._unfinished or not context.reduce_this_backward or not any(self._updates):
+            return
+        self._unfinished = True
+        if context.reducer is None:
             # One that a callback queues comes after those of a wrapper of the user's, which averages.
             queue = Variable._execution_engine.queue_callback
             queue(partial(queue, self._run))
 
+    def _drop_unfinished(self) -> None:
+        """Drop the gradients of fused tables that a backward that raised has left, which no optimizer would clear."""
+        if self._unfinished and torch._C._current_graph_task_id() == -1:  # not recomputed in a backward
+            self._unfinished = False
+            for update, parameter in zip(self._updates, self.parameters, strict=True):
+                if update is not None:
+                    parameter.grad = None
+
     def _run(self) -> None:
-        self._queued = False
-        if not self._context.reduce_this_backward:
-            return
+        self._unfinished = False
         for update, parameter in zip(self._updates, self.parameters, strict=True):
             if update is not None and parameter.grad is not None:
                 update.step(parameter.grad)
