@@ -31,7 +31,6 @@ PRONOUNS_PENDING = (
     "exchange/step.py",
     "ids/maps.py",
     "rpc/collectives.py",
-    "checkpoint/",
     "cli/",
     "launch/",
     "modules/",
