@@ -29,7 +29,6 @@ PRONOUNS_PENDING = (
     "exchange/context.py",
     "exchange/payload.py",  # own(), which step.py calls
     "exchange/step.py",
-    "rpc/collectives.py",
     "cli/",
     "launch/",
     "modules/",
