@@ -33,7 +33,6 @@ PRONOUNS_PENDING = (
     "launch/",
     "modules/",
     "pending/",
-    "planner/",
     "train/",
 )
 """Files and folders of shardrec/ that still have variables named by pronouns; none may be added."""
