@@ -29,14 +29,10 @@ PRONOUNS_PENDING = (
     "exchange/context.py",
     "exchange/payload.py",  # own(), which step.py calls
     "exchange/step.py",
-    "ids/maps.py",
-    "rpc/collectives.py",
-    "checkpoint/",
     "cli/",
     "launch/",
     "modules/",
     "pending/",
-    "planner/",
     "train/",
 )
 """Files and folders of shardrec/ that still have variables named by pronouns; none may be added."""

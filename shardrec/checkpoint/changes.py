@@ -60,12 +60,12 @@ ShardParts = dict[PartKey, Part]
 
 def _shards(tensors: Mapping[str, HeldTensor]) -> dict[tuple[Any, ...], ShardParts]:
     """What this rank writes of tables: by table, rows and first column."""
-    found: dict[tuple[Any, ...], ShardParts] = {}
-    for name, one in tensors.items():
-        for part in one.parts if one.rows_of else ():
+    shards: dict[tuple[Any, ...], ShardParts] = {}
+    for name, tensor in tensors.items():
+        for part in tensor.parts if tensor.rows_of else ():
             if part.saved:
-                found.setdefault((one.rows_of, *part.rect[:3]), {})[name, part.rect] = part
-    return found
+                shards.setdefault((tensor.rows_of, *part.rect[:3]), {})[name, part.rect] = part
+    return shards
 
 
 def _row_bytes(shard: ShardParts) -> int:
@@ -105,7 +105,7 @@ class SavedBefore:
         """
         known = self.complete and self.saves < most
         self.complete = False
-        found: Kept = {}
+        kept: Kept = {}
         shards = _shards(tensors)
         self._hashes = {key: self._hashes[key] for key in shards if key in self._hashes}
         for key, shard in shards.items():
@@ -114,16 +114,16 @@ class SavedBefore:
                 before = sum(one.length for one in self.parts[next(iter(shard))].changes)
                 row_bytes, (_, begin, end, _) = _row_bytes(shard), key
                 if (len(rows) + before) * (row_bytes + 8) <= _MOST_CHANGED * (end - begin) * row_bytes:
-                    found |= {one: (self.parts[one], rows) for one in shard}
-        used = sorted({file for part, _ in found.values() for file in part.files})
+                    kept |= {one: (self.parts[one], rows) for one in shard}
+        used = sorted({file for part, _ in kept.values() for file in part.files})
         if not self._link([self.files[file] for file in used], data, number):
-            found, used = {}, []
+            kept, used = {}, []
         places = {file: place for place, file in enumerate(used)}
         self.files = [
             (replace(self.files[file][0], name=_linked(number, place)), data) for file, place in places.items()
         ]
-        self.saves = self.saves + 1 if found else 0
-        return {key: (part.moved(places), rows) for key, (part, rows) in found.items()}
+        self.saves = self.saves + 1 if kept else 0
+        return {key: (part.moved(places), rows) for key, (part, rows) in kept.items()}
 
     def _link(self, files: list[tuple[SavedFile, Path]], data: Path, number: int) -> bool:
         try:
@@ -152,20 +152,20 @@ class SavedBefore:
         if before != kinds:
             before, hashes = None, torch.empty((count, 2), dtype=torch.int64)
             self._hashes[key] = kinds, hashes
-        found = []
+        changed = []
         length = max(1, _BLOCK_BYTES // _row_bytes(shard))
         for start in range(0, count, length):
             old, new = hashes[start : start + length], self._hash([one[start : start + length] for one in matrices])
             if before is not None:
-                found.append((old != new).any(1).nonzero().squeeze(1) + start)
+                changed.append((old != new).any(1).nonzero().squeeze(1) + start)
             old.copy_(new)
-        return torch.cat(found) if before is not None else None
+        return torch.cat(changed) if before is not None else None
 
     def _hash(self, parts: list[Tensor]) -> Tensor:
         """(N, 2) of N rows that lie in several matrices."""
         sums_2N, end = torch.zeros((2, len(parts[0])), dtype=torch.int64), 0
-        for one in parts:
-            words_NW = _words(one)
+        for matrix in parts:
+            words_NW = _words(matrix)
             begin, end = end, end + words_NW.size(1)
             factors_2W = self._factors_to(end)[:, begin:].to(words_NW.device)
             if words_NW.is_cuda:  # has no product of int64 matrices

@@ -140,8 +140,8 @@ class Checkpoints:
     def _folders(self) -> list[tuple[int, Path]]:
         if not self.folder.exists():
             return []
-        found = [(_NAME.fullmatch(path.name), path) for path in self.folder.iterdir()]
-        return sorted((int(name[1]), path) for name, path in found if name)
+        matches = [(_NAME.fullmatch(path.name), path) for path in self.folder.iterdir()]
+        return sorted((int(name[1]), path) for name, path in matches if name)
 
     def _prune(self, step: int) -> None:
         """Remove what was never complete, and what is older than the last ones up to ``step``."""

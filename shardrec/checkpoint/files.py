@@ -299,9 +299,9 @@ class OpenFile:
             into[numbers.to(into.device)] = values.to(into.device, into.dtype)
 
     def _numbers(self, rows: SavedRows, first: int, count: int) -> Tensor:
-        found = torch.empty(count, dtype=torch.int64)
-        self._read(as_bytes(found).data, rows.numbers + 8 * first)
-        return found
+        numbers = torch.empty(count, dtype=torch.int64)
+        self._read(as_bytes(numbers).data, rows.numbers + 8 * first)
+        return numbers
 
 
 def sync_folder(folder: Path) -> None:

@@ -43,11 +43,11 @@ def export_ids(model: ShardedModel, folder: str | Path) -> None:
         schema = pa.schema([("table", pa.string()), *((name, pa.int64()) for name in ("id", "row", "uses", "last"))])
         parts = [schema.empty_table()]
         for table in dynamic_tables(model):
-            for (shard, *_), one in table.blocks():
+            for (shard, *_), id_map in table.blocks():
                 if shard.col_start:
                     continue
-                rows = (one.records[:, 1] > 0).nonzero().squeeze(1)
-                ids, uses, last = one.records[rows].t().numpy()
+                rows = (id_map.records[:, 1] > 0).nonzero().squeeze(1)
+                ids, uses, last = id_map.records[rows].t().numpy()
                 columns = {"id": ids, "row": (rows + shard.row_start).numpy(), "uses": uses, "last": last}
                 parts.append(pa.table({"table": [table.layout.name] * len(rows), **columns}, schema=schema))
         pq.write_table(pa.concat_tables(parts), Path(folder) / f"ids-{ranks.rank:05}.parquet")
@@ -71,7 +71,7 @@ def import_ids(model: ShardedModel, folder: str | Path) -> None:
             hash says. Ids of another plan's row blocks go through a checkpoint.
     """
     ranks = Ranks(model.group, model.context.device)
-    found: list[tuple[Any, Tensor]] = []
+    updates: list[tuple[Any, Tensor]] = []
 
     def read() -> None:
         import pyarrow as pa
@@ -83,28 +83,30 @@ def import_ids(model: ShardedModel, folder: str | Path) -> None:
             raise CheckpointError(f"{folder} has no *.parquet files; give a folder that export_ids wrote")
         whole = pa.concat_tables([pq.read_table(file) for file in files])
         for table in dynamic_tables(model):
-            own = whole.filter(pc.equal(whole["table"], table.layout.name))
-            if not own.num_rows:
+            entries = whole.filter(pc.equal(whole["table"], table.layout.name))
+            if not entries.num_rows:
                 continue
-            ids, rows = (torch.tensor(own[name].to_numpy()) for name in ("id", "row"))
+            ids, rows = (torch.tensor(entries[name].to_numpy()) for name in ("id", "row"))
             uses, last = (
-                torch.tensor(own[name].to_numpy()) if name in own.column_names else torch.full((own.num_rows,), default)
+                torch.tensor(entries[name].to_numpy())
+                if name in entries.column_names
+                else torch.full((entries.num_rows,), default)
                 for name, default in (("uses", 1), ("last", 0))
             )
             _check(table.layout, ids, rows)
-            for (shard, *_), one in table.blocks():
+            for (shard, *_), id_map in table.blocks():
                 here = ((rows >= shard.row_start) & (rows < shard.row_end)).nonzero().squeeze(1)
-                records, places = one.records.clone(), rows[here] - shard.row_start
+                records, places = id_map.records.clone(), rows[here] - shard.row_start
                 records[records[:, 1] > 0] = 0
                 _check_block(table.layout, shard, records, ids[here], places)
                 records[places] = torch.stack([ids[here], uses[here].clamp(min=1), last[here]], dim=1)
-                found.append((one, records))
+                updates.append((id_map, records))
 
     ranks.agree("load", read, remedy=_REMEDY)
-    for one, records in found:
-        one.records.copy_(records)
-        one.candidates.zero_()
-        one.rebuild()
+    for id_map, records in updates:
+        id_map.records.copy_(records)
+        id_map.candidates.zero_()
+        id_map.rebuild()
 
 
 def _check(layout: TableLayout, ids: Tensor, rows: Tensor) -> None:

@@ -57,21 +57,23 @@ class DynamicTable:
     def held(self) -> dict[str, HeldTensor]:
         """The maps' tensors, by name."""
         waits = self.maps.options[self.layout.name].admit_after > 1
-        found = {}
+        tensors = {}
         for name in _PARTS if waits else _PARTS[:1]:
             parts = tuple(
                 Part(
                     rect=Rect(shard.row_start, shard.row_end, 0, 3),
-                    values=getattr(one, name),
+                    values=getattr(id_map, name),
                     saved=shard.col_start == 0,
                 )
-                for (shard, *_), one in self.blocks()
+                for (shard, *_), id_map in self.blocks()
             )
             shape = (self.layout.num_embeddings, 3)
             # Ids wait in places of their own, which are not those of rows.
             rows_of = self.layout.name if name == "records" else f"{self.layout.name}.{name}"
-            found[f"ids.{self.path}.{name}"] = HeldTensor(shape=shape, dtype=torch.int64, parts=parts, rows_of=rows_of)
-        return found
+            tensors[f"ids.{self.path}.{name}"] = HeldTensor(
+                shape=shape, dtype=torch.int64, parts=parts, rows_of=rows_of
+            )
+        return tensors
 
 
 def dynamic_tables(model: ShardedModel) -> list[DynamicTable]:
@@ -124,17 +126,17 @@ class Moves:
             step = self._manifest.step_counts.get(f"ids of {table.layout.name}", 0)
             if saved.shape[0] != table.layout.num_embeddings:
                 self._refuse_ordinary(table)
-            for (shard, *_), one in table.blocks():
+            for (shard, *_), id_map in table.blocks():
                 key = table.path, shard.row_start
-                fresh = IdMap(shard.rows, options, one.counts()["rows"])
-                found = self._placed_in(shard, table.layout, saved, fresh.records, options.evict, step)
-                self._placed[key] = found
-                if waiting is not None and one.candidates.size(0):
+                fresh = IdMap(shard.rows, options, id_map.counts()["rows"])
+                placed_ids = self._placed_in(shard, table.layout, saved, fresh.records, options.evict, step)
+                self._placed[key] = placed_ids
+                if waiting is not None and id_map.candidates.size(0):
                     self._waiting[key] = self._placed_in(shard, table.layout, waiting, fresh.candidates, "lru", step)
-                if found.lost:
+                if placed_ids.lost:
                     warnings.warn(
                         f"table {table.layout.name!r}: rows {shard.row_start} to {shard.row_end} have no room for "
-                        f"{found.lost} of the saved ids, which are left out, those first that "
+                        f"{placed_ids.lost} of the saved ids, which are left out, those first that "
                         f"evict={options.evict!r} evicts first; raise num_embeddings to keep them all",
                         stacklevel=2,
                     )
@@ -142,19 +144,19 @@ class Moves:
     def place(self) -> None:
         """Write the maps, and draw the rows anew that no id will have."""
         for table in self._tables:
-            for (shard, *others), one in table.blocks():
+            for (shard, *others), id_map in table.blocks():
                 key = table.path, shard.row_start
-                found = self._placed[key]
-                if not found.in_place and table.maps.step:
-                    free = torch.ones(shard.rows, dtype=torch.bool).index_fill_(0, found.targets, False)
-                    free[: found.fallback] = False
+                placed_ids = self._placed[key]
+                if not placed_ids.in_place and table.maps.step:
+                    free = torch.ones(shard.rows, dtype=torch.bool).index_fill_(0, placed_ids.targets, False)
+                    free[: placed_ids.fallback] = False
                     for stripe in (shard, *others):
                         table.collection.renew_rows(stripe, free.nonzero().squeeze(1), table.maps.step)
-                one.records.copy_(found.records)
-                one.candidates.zero_()
+                id_map.records.copy_(placed_ids.records)
+                id_map.candidates.zero_()
                 if key in self._waiting:
-                    one.candidates.copy_(self._waiting[key].records)
-                one.rebuild()
+                    id_map.candidates.copy_(self._waiting[key].records)
+                id_map.rebuild()
 
     def read(self, name: str, part: Part, into: Tensor) -> bool:
         """Read a part whose rows have moved.
@@ -170,33 +172,36 @@ class Moves:
         path = self._path(name)
         if path is None or self._placed[path, part.rect.row_start].in_place:
             return False
-        found = self._placed[path, part.rect.row_start]
+        placed_ids = self._placed[path, part.rect.row_start]
         saved = self._manifest.tensors[name]
         dtype = DTYPES[saved.dtype]
-        mean = torch.zeros((found.fallback, into.size(1)), dtype=torch.float64)
-        for one in saved.parts:
-            left, right = max(one.rect.col_start, part.rect.col_start), min(one.rect.col_end, part.rect.col_end)
+        mean = torch.zeros((placed_ids.fallback, into.size(1)), dtype=torch.float64)
+        for saved_part in saved.parts:
+            left, right = (
+                max(saved_part.rect.col_start, part.rect.col_start),
+                min(saved_part.rect.col_end, part.rect.col_end),
+            )
             if left >= right:
                 continue
             columns = into[:, left - part.rect.col_start : right - part.rect.col_start]
-            for first, share in found.shares:
+            for first, share in placed_ids.shares:
                 # Of a mean of equal rows, float64 leaves what they were.
-                rows = torch.empty((found.fallback, right - left), dtype=dtype)
-                place = Rect(first, first + found.fallback, left, right)
-                if one.rect.common(place) == place:
-                    self._read(one, dtype, rows, place)
+                rows = torch.empty((placed_ids.fallback, right - left), dtype=dtype)
+                place = Rect(first, first + placed_ids.fallback, left, right)
+                if saved_part.rect.common(place) == place:
+                    self._read(saved_part, dtype, rows, place)
                     mean[:, left - part.rect.col_start : right - part.rect.col_start] += rows.double() * share
             length = max(1, BLOCK_BYTES // ((right - left) * dtype.itemsize))
-            for start in range(one.rect.row_start, one.rect.row_end, length):
-                end = min(start + length, one.rect.row_end)
-                chosen = (found.sources >= start) & (found.sources < end)
+            for start in range(saved_part.rect.row_start, saved_part.rect.row_end, length):
+                end = min(start + length, saved_part.rect.row_end)
+                chosen = (placed_ids.sources >= start) & (placed_ids.sources < end)
                 if not bool(chosen.any()):
                     continue
                 rows = torch.empty((end - start, right - left), dtype=dtype)
-                self._read(one, dtype, rows, Rect(start, end, left, right))
-                moved = rows.index_select(0, found.sources[chosen] - start).to(into.device, into.dtype)
-                columns.index_copy_(0, found.targets[chosen].to(into.device), moved)
-        into[: found.fallback] = mean.to(into.device, into.dtype)
+                self._read(saved_part, dtype, rows, Rect(start, end, left, right))
+                moved = rows.index_select(0, placed_ids.sources[chosen] - start).to(into.device, into.dtype)
+                columns.index_copy_(0, placed_ids.targets[chosen].to(into.device), moved)
+        into[: placed_ids.fallback] = mean.to(into.device, into.dtype)
         return True
 
     def _path(self, name: str) -> str | None:
@@ -221,10 +226,10 @@ class Moves:
     ) -> Placed:
         """Read the saved blocks that a row block overlaps, and give their ids its rows."""
         old, new = saved.shape[0], layout.num_embeddings
-        found = []
-        for one in sorted(saved.parts, key=lambda one: one.rect.row_start):
-            if one.rect.row_start * new < shard.row_end * old and one.rect.row_end * new > shard.row_start * old:
-                records = torch.empty((one.rect.row_end - one.rect.row_start, 3), dtype=torch.int64)
-                self._read(one, torch.int64, records, one.rect)
-                found.append((one.rect.row_start, records))
-        return placed(found, old, fresh, shard, layout, evict, step)
+        blocks = []
+        for block in sorted(saved.parts, key=lambda part: part.rect.row_start):
+            if block.rect.row_start * new < shard.row_end * old and block.rect.row_end * new > shard.row_start * old:
+                records = torch.empty((block.rect.row_end - block.rect.row_start, 3), dtype=torch.int64)
+                self._read(block, torch.int64, records, block.rect)
+                blocks.append((block.rect.row_start, records))
+        return placed(blocks, old, fresh, shard, layout, evict, step)

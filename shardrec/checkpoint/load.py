@@ -208,13 +208,13 @@ class _Source:
         if model.context.device.type == "cuda":
             self._buffer = self._buffer.pin_memory()
         start = rank_name(self._ranks.rank, "")
-        own = {
-            name: torch.empty(one.shape, dtype=DTYPES[one.dtype])
-            for name, one in manifest.tensors.items()
+        rank_tensors = {
+            name: torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype])
+            for name, tensor in manifest.tensors.items()
             if name.startswith(start) and len(manifest.files) == self._ranks.size + model.servers
         }
         targets = self._held | state_targets(model, optimizer, manifest)
-        targets |= {name: held(value, saved=False) for name, value in own.items()}
+        targets |= {name: held(value, saved=False) for name, value in rank_tensors.items()}
         assert moves is not None, "what is read was verified"
         moves.place()
         for name, target in targets.items():
@@ -225,8 +225,8 @@ class _Source:
                 into = as_matrix(part.values)
                 if moves.read(name, part, into):
                     continue
-                for one in saved.parts:
-                    self._read(one, DTYPES[saved.dtype], into, part.rect)
+                for saved_part in saved.parts:
+                    self._read(saved_part, DTYPES[saved.dtype], into, part.rect)
                 if into.data_ptr() != part.values.data_ptr():
                     part.values.copy_(into.view(part.values.shape))
         for collection in sharded_collections(model):
@@ -234,7 +234,7 @@ class _Source:
         load_settings(model, optimizer, manifest)
         if isinstance(model, ReplicatedModel):
             model.steps_since_sync = 0
-        self.rank_state = {name.removeprefix(start): value for name, value in own.items()}
+        self.rank_state = {name.removeprefix(start): value for name, value in rank_tensors.items()}
 
 
 def _faults(manifest: Manifest, wanted: Mapping[str, HeldTensor], moves: Moves) -> list[str]:
@@ -246,19 +246,19 @@ def _faults(manifest: Manifest, wanted: Mapping[str, HeldTensor], moves: Moves) 
         for name in saved
         if name.startswith(("model.", "fused.", "ids.")) and name not in wanted and not moves.may_lack(name)
     )
-    found = [f"it lacks {', '.join(lacking[:5])}"] if lacking else []
-    found += [f"it has {', '.join(surplus[:5])}, which the model lacks"] if surplus else []
+    faults = [f"it lacks {', '.join(lacking[:5])}"] if lacking else []
+    faults += [f"it has {', '.join(surplus[:5])}, which the model lacks"] if surplus else []
     for name in set(wanted) & set(saved):
-        found += _differences(name, saved[name], wanted[name], any_rows=moves.has(name))
-    return found
+        faults += _differences(name, saved[name], wanted[name], any_rows=moves.has(name))
+    return faults
 
 
 def _differences(name: str, saved: SavedTensor, tensor: HeldTensor, *, any_rows: bool) -> list[str]:
-    found, dtype = [], DTYPES[saved.dtype]
+    differences, dtype = [], DTYPES[saved.dtype]
     if saved.shape[any_rows:] != tensor.shape[any_rows:]:
-        found.append(
+        differences.append(
             f"{name} has shape {saved.shape} and the model's {tensor.shape}; build the model with the saved sizes"
         )
     if dtype != tensor.dtype and not (dtype.is_floating_point and tensor.dtype.is_floating_point):
-        found.append(f"{name} is {dtype} and the model's {tensor.dtype}; build the model with the saved type")
-    return found
+        differences.append(f"{name} is {dtype} and the model's {tensor.dtype}; build the model with the saved type")
+    return differences

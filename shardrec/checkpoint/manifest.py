@@ -185,14 +185,14 @@ class Manifest:
 
     def contents(self) -> dict[int, dict[int, tuple[str, int]]]:
         """By file, what starts at which byte: the dtype by its name, and the byte after the last."""
-        found: dict[int, dict[int, tuple[str, int]]] = {}
+        contents: dict[int, dict[int, tuple[str, int]]] = {}
         for tensor in self.tensors.values():
             for part in tensor.parts:
                 of_values, of_numbers = part.extents(DTYPES[tensor.dtype].itemsize)
                 for dtype, extents in ((tensor.dtype, of_values), ("I64", of_numbers)):
                     for file, start, end in extents:
-                        found.setdefault(file, {})[start] = dtype, end
-        return found
+                        contents.setdefault(file, {})[start] = dtype, end
+        return contents
 
     @property
     def all_files(self) -> tuple[SavedFile, ...]:
@@ -235,8 +235,8 @@ class Manifest:
         Raises:
             ValueError: saying what is wrong with it.
         """
-        body, found, digest = data.rpartition(_DIGEST)
-        if not found:
+        body, separator, digest = data.rpartition(_DIGEST)
+        if not separator:
             raise ValueError("it is no manifest of a checkpoint")
         if digest != b'"%s"}\n' % hashlib.sha256(body).hexdigest().encode():
             raise ValueError("its checksum is not that of its text")

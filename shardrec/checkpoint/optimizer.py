@@ -107,12 +107,12 @@ def fused_settings(model: ShardedModel) -> dict[str, dict[str, Any]]:
     made = model.made_fused_optimizer
     if made is None:
         return {
-            one.tables()[name].layout.name: {"lr": optimizer.lr, "initial_lr": optimizer.lr}
-            for one in sharded_collections(model)
-            for name, optimizer in one.fused_optimizers().items()
+            collection.tables()[name].layout.name: {"lr": optimizer.lr, "initial_lr": optimizer.lr}
+            for collection in sharded_collections(model)
+            for name, optimizer in collection.fused_optimizers().items()
         }
-    own = ("params", "tables", "optimizer", "eps", "betas", "weight_decay")
-    return {table: _settings(group, own) for group in made.param_groups for table in group["tables"]}
+    excluded = ("params", "tables", "optimizer", "eps", "betas", "weight_decay")
+    return {table: _settings(group, excluded) for group in made.param_groups for table in group["tables"]}
 
 
 def _settings(group: Mapping[str, Any], without: tuple[str, ...]) -> dict[str, Any]:
@@ -126,34 +126,34 @@ def _settings(group: Mapping[str, Any], without: tuple[str, ...]) -> dict[str, A
 def optimizer_faults(model: ShardedModel, optimizer: Optimizer | None, manifest: Manifest) -> list[str]:
     """Why the checkpoint is not one of these optimizers, one sentence each."""
     as_saved = "build the optimizers as they were when the checkpoint was saved"
-    found = [
+    faults = [
         f"tables {', '.join(group['tables'])} share an optimizer here only; {as_saved}"
         for group in _fused_groups(model, manifest)
         if any(one != _saved_fused(group, manifest)[0] for one in _saved_fused(group, manifest))
     ]
     for group in _fused_groups(model, manifest):
         for settings in _saved_fused(group, manifest):
-            found += _setting_faults(f"the fused optimizer of {', '.join(group['tables'])}", group, settings)
+            faults += _setting_faults(f"the fused optimizer of {', '.join(group['tables'])}", group, settings)
     groups = optimizer_groups(model, optimizer)
     if groups is None or optimizer is None:
-        return found
+        return faults
     saved = manifest.param_groups
     if saved is None:
-        return [*found, "it was saved without an optimizer; load it without one"]
+        return [*faults, "it was saved without an optimizer; load it without one"]
     if len(saved) != len(groups):
-        return [*found, f"its optimizer has {len(saved)} parameter groups and this one {len(groups)}; {as_saved}"]
+        return [*faults, f"its optimizer has {len(saved)} parameter groups and this one {len(groups)}; {as_saved}"]
     places = {place.name: place for place in parameter_places(model).values()}
     known = set(places)
     for name, tensor in manifest.tensors.items():
         place = places.get(name.removeprefix("optimizer.").rpartition(".")[0])
         if name.startswith("optimizer.") and place and place.is_table and tensor.shape not in ((), place.tensor.shape):
-            found.append(f"{name} has shape {tensor.shape} for a table of shape {place.tensor.shape}; {as_saved}")
+            faults.append(f"{name} has shape {tensor.shape} for a table of shape {place.tensor.shape}; {as_saved}")
     for number, (theirs, ours) in enumerate(zip(saved, groups, strict=True)):
-        found += _setting_faults(f"parameter group {number}", optimizer.param_groups[number], theirs["settings"])
+        faults += _setting_faults(f"parameter group {number}", optimizer.param_groups[number], theirs["settings"])
         differing = sorted(known & set(theirs["parameters"]) ^ set(ours["parameters"]))
         if differing:
-            found.append(f"its parameter group {number} and this optimizer's differ in {differing[0]}; {as_saved}")
-    return found
+            faults.append(f"its parameter group {number} and this optimizer's differ in {differing[0]}; {as_saved}")
+    return faults
 
 
 def _setting_faults(owner: str, group: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
@@ -165,14 +165,14 @@ def _setting_faults(owner: str, group: Mapping[str, Any], settings: Mapping[str,
     ]
 
 
-def _fits(own: Any, saved: Any) -> bool:
+def _fits(setting: Any, saved: Any) -> bool:
     """Whether a saved value can take the place of a setting; None stands for torch's choice, in either."""
-    if own is None or (saved is None and isinstance(own, bool)):
+    if setting is None or (saved is None and isinstance(setting, bool)):
         return not isinstance(saved, dict)
-    if isinstance(own, (tuple, list)):
-        return isinstance(saved, list) and len(saved) == len(own) and all(map(_fits, own, saved))
-    if isinstance(own, (bool, str)):
-        return isinstance(saved, type(own))
+    if isinstance(setting, (tuple, list)):
+        return isinstance(saved, list) and len(saved) == len(setting) and all(map(_fits, setting, saved))
+    if isinstance(setting, (bool, str)):
+        return isinstance(saved, type(setting))
     return isinstance(saved, (int, float)) and not isinstance(saved, bool) and abs(saved) <= sys.float_info.max
 
 
@@ -213,20 +213,20 @@ def state_targets(model: ShardedModel, optimizer: Optimizer | None, manifest: Ma
     """
     targets: dict[str, HeldTensor] = {}
     saved: dict[str, dict[str, Any]] = {}
-    for name, one in (*manifest.tensors.items(), *manifest.numbers.items()):
+    for name, saved_value in (*manifest.tensors.items(), *manifest.numbers.items()):
         parameter_name, _, key = name.rpartition(".")
-        saved.setdefault(parameter_name, {})[key] = one
+        saved.setdefault(parameter_name, {})[key] = saved_value
     places = parameter_places(model)
     for group in optimizer.param_groups if optimizer is not None else ():
         for parameter in group["params"]:
             place = places[id(parameter)]
             old = optimizer.state.pop(parameter, {})  # type: ignore[union-attr]
-            for key, one in saved.get(f"optimizer.{place.name}", {}).items():
-                value = one
-                if isinstance(one, SavedTensor):
+            for key, saved_value in saved.get(f"optimizer.{place.name}", {}).items():
+                value = saved_value
+                if isinstance(saved_value, SavedTensor):
                     # As torch's own load_state_dict places them.
                     on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
-                    value = _room(parameter, place, one, old.get(key), "cpu" if on_host else parameter.device)
+                    value = _room(parameter, place, saved_value, old.get(key), "cpu" if on_host else parameter.device)
                     name = f"optimizer.{place.name}.{key}"
                     _add(targets, name, _state(place, parameter, value, name))
                 optimizer.state[parameter][key] = value  # type: ignore[union-attr]

@@ -230,9 +230,9 @@ def _prepared(
         states, numbers = optimizer_state(model, optimizer)
         tensors.update(model_tensors(model) | states)
         tensors.update({rank_name(ranks.rank, key): held(one, saved=True) for key, one in (rank_state or {}).items()})
-        for name, one in tensors.items():
-            if one.dtype not in DTYPES.values():
-                raise ConfigError(f"{name} is {one.dtype}, which a checkpoint cannot hold; convert it before saving")
+        for name, tensor in tensors.items():
+            if tensor.dtype not in DTYPES.values():
+                raise ConfigError(f"{name} is {tensor.dtype}, which a checkpoint cannot hold; convert it before saving")
         return Manifest(
             extra=_as_json(extra or {}),
             step_counts={key: n for one in sharded_collections(model) for key, n in one.step_counts().items()},
@@ -267,22 +267,23 @@ def check_incremental(incremental: int) -> None:
 
 def _as_json(extra: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(json.dumps(dict(extra)))
+        values: dict[str, Any] = json.loads(json.dumps(dict(extra)))
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"extra cannot be written as JSON ({error}); give numbers, texts, lists and dicts, and tensors as "
             "rank_state"
         ) from error
-    return found
+    return values
 
 
 def _merged_groups(prepared: list[Manifest]) -> list[dict[str, Any]] | None:
     """Of a table, only its holders have the parameters."""
     if prepared[0].param_groups is None:
         return None
-    every = zip(*(one.param_groups or () for one in prepared), strict=True)
+    groups_of_ranks = zip(*(one.param_groups or () for one in prepared), strict=True)
     return [
-        {**groups[0], "parameters": sorted({name for one in groups for name in one["parameters"]})} for groups in every
+        {**groups[0], "parameters": sorted({name for one in groups for name in one["parameters"]})}
+        for groups in groups_of_ranks
     ]
 
 
@@ -304,8 +305,8 @@ def _copied(
         return replace(part, values=room)
 
     copied = {
-        name: replace(one, parts=tuple(copy(name, part) for part in one.parts if part.saved))
-        for name, one in tensors.items()
+        name: replace(tensor, parts=tuple(copy(name, part) for part in tensor.parts if part.saved))
+        for name, tensor in tensors.items()
     }
     if not any(part.values.is_cuda for one in tensors.values() for part in one.parts):
         return copied, lambda: None
@@ -337,8 +338,8 @@ def _complete(folder: Path, manifest: Manifest, written: list[tuple[Written, lis
             raise CheckpointError(f"{path} has {path.stat().st_size:,} bytes, and {file.size:,} were written")
         numbers = {place: len(written) + len(linked) + place for place in range(len(links))} | {len(links): number}
         linked += links
-        for name, one in index.items():
-            moved = replace(one, parts=tuple(part.moved(numbers) for part in one.parts))
+        for name, tensor in index.items():
+            moved = replace(tensor, parts=tuple(part.moved(numbers) for part in tensor.parts))
             tensors[name] = _merged(tensors.get(name, moved), moved, name)
     files = tuple(file for (file, _), _ in written)
     manifest = replace(manifest, files=files, linked=tuple(linked), tensors=tensors)
@@ -374,8 +375,8 @@ def write_part(
     rows_of = [kept[name, part.rect][1] if (name, part.rect) in kept else None for name, _, part in parts]
     numbers = {id(rows): rows for rows in rows_of if rows is not None and len(rows)}
     values = [
-        (_part_name(name, one, part), part.values, rows)
-        for (name, one, part), rows in zip(parts, rows_of, strict=True)
+        (_part_name(name, tensor, part), part.values, rows)
+        for (name, tensor, part), rows in zip(parts, rows_of, strict=True)
         if rows is None or len(rows)
     ]
     of_numbers = [(f"changed rows {place}", rows, None) for place, rows in enumerate(numbers.values())]
@@ -385,29 +386,29 @@ def write_part(
     start = iter(starts)
     for (name, _, part), rows in zip(parts, rows_of, strict=True):
         if rows is None:
-            one = SavedPart(rect=part.rect, file=linked, start=next(start))
+            saved_part = SavedPart(rect=part.rect, file=linked, start=next(start))
         else:
-            one = kept[name, part.rect][0]
+            saved_part = kept[name, part.rect][0]
             if len(rows):
                 fresh = SavedRows(file=linked, start=next(start), numbers=numbers_at[id(rows)], length=len(rows))
-                one = replace(one, changes=(*one.changes, fresh))
-        saved[name].append(one)
+                saved_part = replace(saved_part, changes=(*saved_part.changes, fresh))
+        saved[name].append(saved_part)
     names = {dtype: name for name, dtype in DTYPES.items()}
     return file, {
-        name: SavedTensor(dtype=names[one.dtype], shape=one.shape, parts=tuple(saved[name]))
-        for name, one in tensors.items()
+        name: SavedTensor(dtype=names[tensor.dtype], shape=tensor.shape, parts=tuple(saved[name]))
+        for name, tensor in tensors.items()
     }
 
 
-def _merged(one: SavedTensor, other: SavedTensor, name: str) -> SavedTensor:
+def _merged(tensor: SavedTensor, other: SavedTensor, name: str) -> SavedTensor:
     """Both ranks' parts; of a part that several ranks have written, the first rank's."""
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
+    if (tensor.dtype, tensor.shape) != (other.dtype, other.shape):
         raise CheckpointError(
-            f"{name} is {one.dtype} of shape {one.shape} on one rank and {other.dtype} of shape {other.shape} on "
+            f"{name} is {tensor.dtype} of shape {tensor.shape} on one rank and {other.dtype} of shape {other.shape} on "
             "another; build the same model and optimizer on every rank"
         )
-    known = {part.rect for part in one.parts}
-    return replace(one, parts=one.parts + tuple(part for part in other.parts if part.rect not in known))
+    known = {part.rect for part in tensor.parts}
+    return replace(tensor, parts=tensor.parts + tuple(part for part in other.parts if part.rect not in known))
 
 
 def _part_name(name: str, tensor: HeldTensor, part: Part) -> str:

@@ -73,29 +73,29 @@ def model_tensors(model: ShardedModel) -> dict[str, HeldTensor]:
     Raises:
         ConfigError: if the model's state_dict has an entry that is no tensor.
     """
-    found = table_tensors(model)
+    tensors = table_tensors(model)
     for table in dynamic_tables(model):
-        found |= table.held()
-    found |= {f"model.{name}": held(value, saved=_is_lead(model)) for name, value in _dense_values(model)}
-    return found
+        tensors |= table.held()
+    tensors |= {f"model.{name}": held(value, saved=_is_lead(model)) for name, value in _dense_values(model)}
+    return tensors
 
 
 def table_tensors(model: ShardedModel) -> dict[str, HeldTensor]:
     """Of these, the tables and the states of their fused optimizers."""
-    found: dict[str, HeldTensor] = {}
+    tensors: dict[str, HeldTensor] = {}
     paths: dict[int, str] = {}
     for path, table in _tables(model):
         paths[id(table)] = path
         weights = {shard: parameter.detach() for shard, parameter in table.locals.items()}
-        found[f"model.{path}.weight"] = _of_table(model, table, weights, table.dtype)
+        tensors[f"model.{path}.weight"] = _of_table(model, table, weights, table.dtype)
     for collection in sharded_collections(model):
         for name, optimizer in collection.fused_optimizers().items():
             table = collection.tables()[name]
             for state in optimizer.states:
-                found[f"fused.{paths[id(table)]}.{state}"] = _of_table(
+                tensors[f"fused.{paths[id(table)]}.{state}"] = _of_table(
                     model, table, collection.fused_state(name, state), torch.float32, rowwise=optimizer.rowwise
                 )
-    return found
+    return tensors
 
 
 def _dense_values(model: ShardedModel) -> Iterator[tuple[str, Tensor]]:

@@ -57,11 +57,11 @@ class Mapped:
         """Per lookup group, (n, w) rows of all the ids, from those that were looked up."""
         if self.kept is None:
             return list(rows)
-        found = []
+        all_rows = []
         for part, kept in zip(rows, self.kept, strict=True):
             places = torch.where(kept, kept.cumsum(0), 0).to(part.device)
-            found.append(nn.functional.pad(part, [0, 0, 1, 0]).index_select(0, places))
-        return found
+            all_rows.append(nn.functional.pad(part, [0, 0, 1, 0]).index_select(0, places))
+        return all_rows
 
 
 @dataclass(eq=False)
@@ -106,9 +106,9 @@ class IdMaps:
                 continue
             self._shards.setdefault(key, []).append(shard)
             if key not in self.maps:
-                own = options[shard.table]
-                capacity = block_capacity(layouts[shard.table], shard, own)
-                self.maps[key] = IdMap(shard.rows, own, capacity)
+                id_options = options[shard.table]
+                capacity = block_capacity(layouts[shard.table], shard, id_options)
+                self.maps[key] = IdMap(shard.rows, id_options, capacity)
         for shards in self._shards.values():  # stripes of several widths are in several lookup groups
             shards.sort()
 
@@ -188,31 +188,31 @@ class IdMaps:
     def set_options(self, layout: TableLayout, options: DynamicIds) -> None:
         """Let the ids of a table have as many rows as ``options`` say, at least as many as before."""
         self.options[layout.name] = options
-        for shards, one in self.blocks(layout.name):
-            one.open_reserve(block_capacity(layout, shards[0], options))
+        for shards, id_map in self.blocks(layout.name):
+            id_map.open_reserve(block_capacity(layout, shards[0], options))
 
     def hold(self, looked_up: Sequence[Tensor], mapped: Mapped) -> None:
         """Keep the rows of a step for its backward, which begins with gradients of ``looked_up``."""
         if not mapped.step:
             return
-        one = _OpenStep(mapped.step)
+        open_step = _OpenStep(mapped.step)
         for rows in looked_up:
             if rows.requires_grad:
-                self._open.add(one)
-                rows.register_hook(lambda _: self.close(one))
+                self._open.add(open_step)
+                rows.register_hook(lambda _: self.close(open_step))
 
-    def close(self, one: _OpenStep) -> None:
+    def close(self, open_step: _OpenStep) -> None:
         """The backward of a step begins.
 
         Raises:
             ConfigError: if it is not its first one, and rows may have gone since.
         """
-        if one not in self._open and any(each.last_of_evicted >= one.step for each in self.maps.values()):
+        if open_step not in self._open and any(each.last_of_evicted >= open_step.step for each in self.maps.values()):
             raise ConfigError(
-                f"this backward is a further one of step {one.step} of a table with dynamic ids, some of whose ids "
-                "have lost their rows since the first; add the losses up and call backward once"
+                f"this backward is a further one of step {open_step.step} of a table with dynamic ids, some of whose "
+                "ids have lost their rows since the first; add the losses up and call backward once"
             )
-        self._open.discard(one)
+        self._open.discard(open_step)
 
 
 def block_capacity(layout: TableLayout, shard: Shard, options: DynamicIds) -> int:
@@ -258,13 +258,13 @@ def collective_stats(
     if not tables:
         return {}
     names = (*COUNTED, "rows", "used")
-    own = torch.zeros((len(tables), len(names)), dtype=torch.int64)
-    for number, (table, one) in enumerate(tables):
-        for shards, block in one.blocks(table):
+    local_counts = torch.zeros((len(tables), len(names)), dtype=torch.int64)
+    for number, (table, id_maps) in enumerate(tables):
+        for shards, block in id_maps.blocks(table):
             if not shards[0].col_start:
                 counts = block.counts()
-                own[number] += torch.tensor([counts[name] for name in names])
-    sizes = [own.numel()] * collectives.world_size
-    total = torch.stack(collectives.gather(own.view(-1).to(device), sizes, "id counts")).cpu().sum(dim=0)
+                local_counts[number] += torch.tensor([counts[name] for name in names])
+    sizes = [local_counts.numel()] * collectives.world_size
+    total = torch.stack(collectives.gather(local_counts.view(-1).to(device), sizes, "id counts")).cpu().sum(dim=0)
     sums = total.view(len(tables), len(names)).tolist()
     return {table: dict(zip(names, counts, strict=True)) for (table, _), counts in zip(tables, sums, strict=True)}

@@ -71,7 +71,7 @@ def add_option(option: Option, loads: Floats, memory: Floats, limits: Floats, kn
     """
     loads += option.everywhere.load
     memory += option.everywhere.memory[0]
-    found = []
+    chosen = []
     for gang in option.gangs:
         if id(gang.places) not in known:
             known[id(gang.places)] = np.array(gang.places).T.copy()
@@ -86,5 +86,5 @@ def add_option(option: Option, loads: Floats, memory: Floats, limits: Floats, kn
             place = int(score.argmin())
             np.add.at(loads, ranks[:, place], time[:, 0])
             np.add.at(memory, ranks[:, place], size[:, 0])
-            found.append(gang.places[place])
-    return found
+            chosen.append(gang.places[place])
+    return chosen

@@ -70,12 +70,12 @@ class CandidateMaker:
         key = table, limit
         if key not in self._made:
             if limit.pinned is not None:
-                found: tuple[Candidate, ...] = (self._pinned(name, table, limit.pinned),)
+                candidates: tuple[Candidate, ...] = (self._pinned(name, table, limit.pinned),)
             else:
-                found = tuple(self._all(table, limit))
-            if not found:
+                candidates = tuple(self._all(table, limit))
+            if not candidates:
                 raise ConfigError(_nothing_left(name, table, limit, self._topology))
-            self._made[key] = found
+            self._made[key] = candidates
         return self._made[key]
 
     def _all(self, table: TableLoad, limit: Constraint) -> Iterator[Candidate]:
@@ -101,10 +101,10 @@ class CandidateMaker:
                     yield self._free(table, "column_wise", widths, (0, table.num_embeddings), ranks)
         even = {len(widths): widths for widths in stripes if len(set(widths)) == 1}
         if self._model.sums_in_hosts(table):
-            found = self._host_blocks(table, allowed, even, ranks, hosts, most)
+            blocks = self._host_blocks(table, allowed, even, ranks, hosts, most)
         else:
-            found = self._free_blocks(table, allowed, even, ranks, hosts, most)
-        yield from found
+            blocks = self._free_blocks(table, allowed, even, ranks, hosts, most)
+        yield from blocks
         if not limit.cuts:
             yield from self._mixed(table, even, ranks, most)
         if hosts and "table_column_wise" in allowed and "column_wise" not in allowed and even:
@@ -268,15 +268,15 @@ class CandidateMaker:
     def _runs_of(self, holders: int, ranks: Ints) -> tuple[Place, ...]:
         """All of a host's ranks, once for each run of neighbouring ones that may hold shards, those first."""
         if (holders, id(ranks)) not in self._runs:
-            found, allowed = [], set(ranks)
+            runs, allowed = [], set(ranks)
             for host in range(self._topology.hosts):
                 there = self._topology.host_ranks(host)
                 able = [rank for rank in there if rank in allowed]
                 last = len(able) - holders
                 for start in sorted({*range(0, last + 1, holders), last} if last >= 0 else ()):
                     run = able[start : start + holders]
-                    found.append((*run, *(rank for rank in there if rank not in run)))
-            self._runs[(holders, id(ranks))] = tuple(found)
+                    runs.append((*run, *(rank for rank in there if rank not in run)))
+            self._runs[(holders, id(ranks))] = tuple(runs)
         return self._runs[(holders, id(ranks))]
 
     def _replicas(self, table: TableLoad) -> Candidate:
@@ -368,11 +368,11 @@ def _stripes(table: TableLoad, least: int) -> Iterator[Ints]:
     # Stripes of one width only: the rows of a sequence table are looked up width by width.
     even_only = table.whole_row_state and not table.pooled
     most = max(1, units // least_units)
-    found: dict[Ints, None] = {}
+    splits: dict[Ints, None] = {}
     for count in range(1, most + 1):
         base, more = divmod(units, count)
         if not more or (count <= _UNEVEN and not even_only):
-            found[(base + 1,) * more + (base,) * (count - more)] = None
+            splits[(base + 1,) * more + (base,) * (count - more)] = None
     step = max(1, units // _SPLITS)
     if not even_only:
         for wide in range(step, units, step):
@@ -381,8 +381,8 @@ def _stripes(table: TableLoad, least: int) -> Iterator[Ints]:
                 for narrow in range(0, left // 2 + 1 if count == 1 else 1, 2 * step):
                     widths = (*(wide,) * count, *filter(None, (left - narrow, narrow)))
                     if left - narrow <= wide and widths[-1] >= least_units and len(widths) <= _UNEVEN:
-                        found[widths] = None
-    for widths in found:
+                        splits[widths] = None
+    for widths in splits:
         yield tuple(COLUMN_UNIT * width for width in widths)
 
 

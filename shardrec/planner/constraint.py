@@ -61,7 +61,7 @@ def constraints_by_table(
         ConfigError: for a name or pattern that matches no table, a table's own name that several collections have, or
             a rank that does not exist.
     """
-    found: dict[str, Constraint] = {}
+    by_table: dict[str, Constraint] = {}
     for pattern, constraint in (constraints or {}).items():
         matching = [pattern] if pattern in tables else _matching(tables, pattern) or _matching(tables, f"*.{pattern}")
         if not matching:
@@ -78,9 +78,9 @@ def constraints_by_table(
                 f"the constraint of table {pattern!r} names rank {wrong[0]}; there are ranks 0 to {world_size - 1}"
             )
         for name in matching:
-            if name not in found or pattern in tables:
-                found[name] = constraint
-    return found
+            if name not in by_table or pattern in tables:
+                by_table[name] = constraint
+    return by_table
 
 
 def _matching(tables: Mapping[str, object], pattern: str) -> list[str]:

@@ -78,11 +78,11 @@ def least_capacity(planner: Planner, accuracy: float = 0.005) -> float | None:
     low, high = 0.0, max(memory[0] for memory in unlimited.memory)
     while high - low > accuracy * high:
         middle = (low + high) / 2
-        found = solve(planner.problem(middle), _QUICK)
-        if found is None:
+        solution = solve(planner.problem(middle), _QUICK)
+        if solution is None:
             low = middle
         else:
-            high = max(memory[0] for memory in found.memory)
+            high = max(memory[0] for memory in solution.memory)
     return ceil(high)
 
 

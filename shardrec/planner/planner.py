@@ -100,14 +100,14 @@ class Planner:
         """
         # Tables with the same candidates have the same options: one object.
         options = {id(each): tuple(one.option for one in each) for each in self.candidates.values()}
-        found = Problem(
+        problem = Problem(
             ranks=self.topology.world_size,
             capacity=(self.capacity if capacity is None else capacity,),
             tables={name: options[id(candidates)] for name, candidates in self.candidates.items()},
         )
         if capacity is not None or self.topology.rank_memory is None:
-            return found
-        return _with_lacking(found, self.capacity - self.capacities)
+            return problem
+        return _with_lacking(problem, self.capacity - self.capacities)
 
     def finished(self, solution: Solution) -> ShardingPlan:
         """The plan of a solution, with its report."""

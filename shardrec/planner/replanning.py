@@ -76,7 +76,7 @@ class _Moves:
         """Make the move that lowers the ranks' loads most per byte, among the tables of the most loaded ranks."""
         over = np.maximum(self.memory - self.limits, 0).sum()
         now = self._norm(self.loads)
-        found: tuple[float, str, TableLayout, str] | None = None
+        best_move: tuple[float, str, TableLayout, str] | None = None
         worst = int((self.memory - self.limits if over else self.loads).argmax())
         for name in self.layouts:
             if not self.shares[name][0][worst] > 0:
@@ -94,11 +94,11 @@ class _Moves:
                 if still_over > over or (still_over == over and gain <= 1e-9 * now):
                     continue
                 score = (1e6 * (over - still_over) + gain) / max(cost - self.moved[name], 1.0)
-                if found is None or score > found[0]:
-                    found = score, name, layout, candidate.option.label
-        if found is None:
+                if best_move is None or score > best_move[0]:
+                    best_move = score, name, layout, candidate.option.label
+        if best_move is None:
             return False
-        _, name, layout, label = found
+        _, name, layout, label = best_move
         loads, memory = self._price(name, layout)
         self.loads += loads - self.shares[name][0]
         self.memory += memory - self.shares[name][1]

@@ -115,7 +115,7 @@ def sampled_features(batches: Iterable[KeyedJaggedTensor]) -> dict[str, Sampled]
             ids.setdefault(key, []).append(batch[key].values())
     if not samples:
         raise ConfigError("sample_batches holds no sample; give batches as they are trained on, or leave it out")
-    found = {}
+    sampled = {}
     for key, parts in ids.items():
         everything = torch.cat(parts)
         growth = None
@@ -129,5 +129,5 @@ def sampled_features(batches: Iterable[KeyedJaggedTensor]) -> dict[str, Sampled]
                 power = log(max(distinct, 2)) / log(max(total, 3))
             growth = Growth(scale=distinct / total**power, power=power)
         numbers = everything.to(device="cpu", dtype=torch.int64).numpy()
-        found[key] = Sampled(pooling=len(everything) / samples, growth=growth, ids=numbers)
-    return found
+        sampled[key] = Sampled(pooling=len(everything) / samples, growth=growth, ids=numbers)
+    return sampled

@@ -124,20 +124,20 @@ def constraints_from_torchrec(
     Returns:
         For :func:`shardrec.plan`: ``constraints`` by table, and ``poolings`` by feature where the features are named.
     """
-    found: dict[str, Constraint] = {}
+    by_table: dict[str, Constraint] = {}
     poolings: dict[str, float] = {}
     for name, each in constraints.items():
         cuts = tuple(_FROM_TORCHREC.get(kind, kind) for kind in each.sharding_types or ())
         known = tuple(cut for cut in cuts if cut in CUTS)
         if cuts and not known:
             raise PlanError(f"table {name!r}: shardrec has none of the sharding types {', '.join(cuts)}")
-        found[f"{prefix}{name}"] = Constraint(cuts=known, min_columns=each.min_partition or 0)
+        by_table[f"{prefix}{name}"] = Constraint(cuts=known, min_columns=each.min_partition or 0)
         if each.feature_names:
             factors = [float(factor) for factor in each.pooling_factors]
             if len(factors) == 1:
                 factors *= len(each.feature_names)
             poolings.update(zip(each.feature_names, factors, strict=False))
-    return found, poolings
+    return by_table, poolings
 
 
 def _metadata(shard: Shard, device: str, ranks_per_host: int) -> Any:
@@ -152,13 +152,13 @@ def _metadata(shard: Shard, device: str, ranks_per_host: int) -> Any:
 
 
 def _shards(name: str, spec: Any) -> list[Shard]:
-    found = []
+    shards = []
     for each in spec.shards:
         (top, left), (rows, cols) = each.shard_offsets, each.shard_sizes
         if rows and cols:  # TorchRec gives a rank without rows a shard of none
             rectangle = {"row_start": top, "row_end": top + rows, "col_start": left, "col_end": left + cols}
-            found.append(Shard(table=name, rank=each.placement.rank(), **rectangle))
-    return found
+            shards.append(Shard(table=name, rank=each.placement.rank(), **rectangle))
+    return shards
 
 
 def _in_torchrec_order(layout: TableLayout) -> list[Shard]:
@@ -185,14 +185,14 @@ def _unknown_to_torchrec(layout: TableLayout, topology: Topology) -> list[str]:
     if cut in ("data_parallel", "table_wise", "column_wise", "table_column_wise"):
         return []
     remedy = "constrain the table's cuts to TorchRec's and plan again"
-    found = []
+    faults = []
     for stripe in layout.stripes():
         ranks = [shard.rank for shard in stripe.shards]
         host = ranks[0] // topology.ranks_per_host
         wanted = range(topology.world_size) if cut == "row_wise" else topology.host_ranks(host)
         if ranks != list(wanted[: len(ranks)]) or (len(ranks) < len(wanted) and layout.num_embeddings >= len(wanted)):
             place = "all ranks" if cut == "row_wise" else "the ranks of one host"
-            found.append(
+            faults.append(
                 f"table {layout.name!r}: TorchRec cuts rows over {place} in order, the plan over {ranks}; {remedy}"
             )
-    return found[:1]
+    return faults[:1]

@@ -99,11 +99,11 @@ class RemoteCollectives(Collectives):
 
     def _rows(self, answers: Sequence[Answers], device: torch.device) -> list[Tensor]:
         """Wait for the rows of each server: per rank, on ``device``."""
-        found = [torch.empty(0, device=device)] * self.trainers.world_size
+        rows_by_rank = [torch.empty(0, device=device)] * self.trainers.world_size
         for answer in answers:
             rows: Tensor = answer.wait()
-            found.append(rows if device.type == "cpu" else rows.pin_memory().to(device, non_blocking=True))
-        return found
+            rows_by_rank.append(rows if device.type == "cpu" else rows.pin_memory().to(device, non_blocking=True))
+        return rows_by_rank
 
     def push(self, requests: Sequence[list[Part]], gradients: Sequence[Tensor]) -> None:
         """Have the servers update the rows of a lookup; all trainers push in the same order.
@@ -130,8 +130,8 @@ class RemoteCollectives(Collectives):
             PeerError: if a server is gone or did not answer in time.
         """
         while len(self._pushed) > behind:
-            for one in self._pushed.popleft():
-                one.wait()
+            for answer in self._pushed.popleft():
+                answer.wait()
 
 
 @dataclass

@@ -81,18 +81,18 @@ def different_plans(
     error = max(_LEAST_ERROR, profile.errors.get("worst_percent", 0.0) / 100)
     planner = Planner(tables, topology, batch_size=batch_size, profile=profile)
     first = best_plan(planner, limits)
-    found = [first]
+    best_plans = [first]
     for part in _PARTS:
         for factor in (1 + error, 1 / (1 + error)):
             wrong = replace(profile, **{name: factor * getattr(profile, name) for name in part})
             other = best_plan(Planner(tables, topology, batch_size=batch_size, profile=wrong), limits)
-            if _held(other) not in map(_held, found):
+            if _held(other) not in map(_held, best_plans):
                 assert first.report is not None and other.report is not None, "the planner reports on its plans"
                 labels = {each.name: each.cut for each in other.report.tables}
                 why = dict.fromkeys(labels, ("", f"best if {part[0]} and the like are {factor:.2f} times as much"))
-                found.append(planner.reported(other, bound=first.report.bound_ms, labels=labels, others=why))
+                best_plans.append(planner.reported(other, bound=first.report.bound_ms, labels=labels, others=why))
     model = CostModel(profile=profile, topology=topology, batch_size=batch_size)
-    return [first, *sorted(found[1:], key=lambda plan: predicted_ms(model, tables, plan))][:count]
+    return [first, *sorted(best_plans[1:], key=lambda plan: predicted_ms(model, tables, plan))][:count]
 
 
 def time_plans(
@@ -119,7 +119,7 @@ def time_plans(
     """
     times = measure_plans(tables, plans, batch_size=batch_size, device=device, rounds=rounds)
     model = CostModel(profile=profile, topology=plans[0].topology, batch_size=batch_size)
-    found = [
+    timed_plans = [
         TimedPlan(
             plan=plan,
             predicted_ms=predicted_ms(model, tables, plan),
@@ -128,7 +128,7 @@ def time_plans(
         )
         for plan, each in zip(plans, times, strict=True)
     ]
-    return sorted(found, key=lambda timed: timed.ratio)
+    return sorted(timed_plans, key=lambda timed: timed.ratio)
 
 
 def _held(plan: ShardingPlan) -> Hashable:

@@ -116,11 +116,11 @@ def fit(base: Profile, runs: Sequence[tuple[Sequence[Workload], Measured]], *, n
     known: dict[str, Floats] = {}
     for cache in _CACHES:
         start = replace(linked, cache_bytes=cache, name=name, source=source)
-        found = _solved(start, runs, times, known)
-        errors = [abs(e) for workloads, measured in runs for e in relative_errors(found, workloads, measured)]
+        fitted = _solved(start, runs, times, known)
+        errors = [abs(e) for workloads, measured in runs for e in relative_errors(fitted, workloads, measured)]
         score = float(np.mean(np.square(np.minimum(errors, 1.0))))
         if best is None or score < best[0]:
-            best = score, replace(found, errors=_summary(errors))
+            best = score, replace(fitted, errors=_summary(errors))
     assert best is not None, "there are candidates"
     return best[1]
 
@@ -139,12 +139,12 @@ def _solved(
     """The best coefficients for a ``cache_bytes``; ``known`` keeps the columns that do not depend on it."""
 
     def all_predicted(profile: Profile) -> Floats:
-        found: list[float] = []
+        predicted: list[float] = []
         for workloads, run in runs:
             for each in workloads:
                 forward, backward = _phases(profile, each, run.world)
-                found += _times(each, forward + backward, forward)
-        return np.array(found)
+                predicted += _times(each, forward + backward, forward)
+        return np.array(predicted)
 
     nothing: dict[str, Any] = dict.fromkeys(_FITTED, 0.0)
     fixed = all_predicted(replace(start, **nothing)) / times
@@ -168,10 +168,10 @@ def _solved(
 
     # Off the bounds: from there the solver can go anywhere.
     begin = np.maximum(first, 1e-6)
-    found = least_squares(
+    fitted = least_squares(
         logarithms, begin, jac=slopes, bounds=(0.0, np.inf), loss="soft_l1", f_scale=_USUAL_ERROR, max_nfev=200
     )
-    return replace(start, **dict(zip(used, (found.x / scale).tolist(), strict=True)))
+    return replace(start, **dict(zip(used, (fitted.x / scale).tolist(), strict=True)))
 
 
 def _with_links(base: Profile, runs: Sequence[Measured]) -> Profile:

@@ -105,8 +105,8 @@ def measure_plans(
     _check_batches(tables, batches, batch_size, world)
     given = tuple(batches)
     work = (dict(tables), tuple(plans), batch_size, given, rounds, steps)
-    found = on_new_ranks(_time_plans, *work, nproc=world, device=device)
-    return [tuple(times) for times in found["plans"]]
+    results = on_new_ranks(_time_plans, *work, nproc=world, device=device)
+    return [tuple(times) for times in results["plans"]]
 
 
 def _check_batches(
@@ -132,7 +132,7 @@ def _time_workloads(place: Place, workloads: Sequence[Workload], repeats: int) -
     import torch
 
     world, where = place.world_size, place.device
-    found: dict[str, list[object]] = {"steps": [], "forward": [], "all_to_all": [], "all_reduce": []}
+    measured: dict[str, list[object]] = {"steps": [], "forward": [], "all_to_all": [], "all_reduce": []}
     times: list[list[tuple[float, float]]] = [[] for _ in workloads]
     for _ in range(_PASSES):
         for workload, seen in zip(workloads, times, strict=True):
@@ -141,17 +141,17 @@ def _time_workloads(place: Place, workloads: Sequence[Workload], repeats: int) -
     # On every rank alike: the times are those of the slowest.
     for seen in times:
         first, step = min(seen, key=lambda each: each[1])
-        found["steps"].append(step)
-        found["forward"].append(first)
+        measured["steps"].append(step)
+        measured["forward"].append(first)
     if world > 1:
         for size in _SIZES:
             each = size // world
             send = torch.zeros(each * world, device=where)
             receive = torch.empty_like(send)
             sent = 4 * each * (world - 1)
-            found["all_to_all"].append((sent, _time(_all_to_all(send, receive), 3 * repeats, where)))
-            found["all_reduce"].append((4 * send.numel(), _time(_all_reduce(send), 3 * repeats, where)))
-    return found  # type: ignore[return-value]
+            measured["all_to_all"].append((sent, _time(_all_to_all(send, receive), 3 * repeats, where)))
+            measured["all_reduce"].append((4 * send.numel(), _time(_all_reduce(send), 3 * repeats, where)))
+    return measured  # type: ignore[return-value]
 
 
 def _time_plans(
@@ -165,12 +165,12 @@ def _time_plans(
 ) -> dict[str, list[float]]:
     here = [batch.to(place.device) for batch in batches[place.rank :: place.world_size]]
     running = [_forward(tables, plan, batch_size, place.device, here) for plan in plans]
-    found: list[list[float]] = [[] for _ in plans]
+    times: list[list[float]] = [[] for _ in plans]
     for number in range(rounds):
         for turn in range(len(plans)):
             plan = (number + turn) % len(plans)
-            found[plan].append(_time_step(running[plan], steps, place.device)[1])
-    return {"plans": found}  # type: ignore[dict-item]
+            times[plan].append(_time_step(running[plan], steps, place.device)[1])
+    return {"plans": times}  # type: ignore[dict-item]
 
 
 def _forward(
@@ -224,15 +224,15 @@ def _drawn(tables: Mapping[str, TableLoad], batch_size: int, device: torch.devic
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     keys = [key for each in _features(tables).values() for key in each]
-    found = []
+    batches = []
     for _ in range(_BATCHES):
         ids, sizes = [], []
         for load in tables.values():
             for pooling in load.poolings:
                 ids.append(torch.randint(load.num_embeddings, (batch_size * round(pooling),), device=device))
                 sizes.append(torch.full((batch_size,), round(pooling), dtype=torch.int32, device=device))
-        found.append(KeyedJaggedTensor(keys=keys, values=torch.cat(ids), lengths=torch.cat(sizes)))
-    return found
+        batches.append(KeyedJaggedTensor(keys=keys, values=torch.cat(ids), lengths=torch.cat(sizes)))
+    return batches
 
 
 def _all_to_all(send: torch.Tensor, receive: torch.Tensor) -> Callable[[], None]:
@@ -282,9 +282,9 @@ def _time_step(
         return first(), step()
 
     def slowest(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
-        found = torch.quantile(torch.tensor(times, device=device), _QUIET, dim=0)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        forward_ms, step_ms = found.tolist()
+        quantiles = torch.quantile(torch.tensor(times, device=device), _QUIET, dim=0)
+        dist.all_reduce(quantiles, op=dist.ReduceOp.MAX)
+        forward_ms, step_ms = quantiles.tolist()
         return forward_ms, step_ms
 
     once()

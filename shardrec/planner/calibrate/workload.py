@@ -47,9 +47,9 @@ def workloads(count: int, world: int, seed: int) -> list[Workload]:
         seed: other seeds draw others.
     """
     rng = Random(seed)
-    found: list[Workload] = []
-    while len(found) < count:
-        cut = CUTS[len(found) % len(CUTS)] if world > 1 else "table_wise"
+    drawn: list[Workload] = []
+    while len(drawn) < count:
+        cut = CUTS[len(drawn) % len(CUTS)] if world > 1 else "table_wise"
         # Copies are for small tables: the gradient of a large one is dense.
         rows = rng.choice([1000, 5000, 20_000] if cut == "data_parallel" else [1000, 20_000, 200_000, 1_000_000])
         each = Workload(
@@ -62,9 +62,9 @@ def workloads(count: int, world: int, seed: int) -> list[Workload]:
             half=cut == "table_wise" and rng.random() < 0.15,
         )
         size = each.tables * each.rows * each.dim * 4
-        if size <= _MOST_BYTES and each.tables * each.batch * each.pooling <= _MOST_ROWS_READ and each not in found:
-            found.append(each)
-    return found
+        if size <= _MOST_BYTES and each.tables * each.batch * each.pooling <= _MOST_ROWS_READ and each not in drawn:
+            drawn.append(each)
+    return drawn
 
 
 def table_loads(workload: Workload) -> dict[str, TableLoad]:

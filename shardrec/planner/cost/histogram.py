@@ -69,7 +69,7 @@ class Histogram:
     def cut(self, blocks: int) -> tuple[int, ...]:
         """Edges of so many blocks of rows with as equal parts of the ids as whole rows allow; each has a row."""
         total = self.rows[-1]
-        found = [0]
+        edges = [0]
         for number, row in enumerate(np.interp(np.arange(1, blocks) / blocks, self.below, self.rows), 1):
-            found.append(min(max(round(float(row)), found[-1] + 1), total - (blocks - number)))
-        return (*found, total)
+            edges.append(min(max(round(float(row)), edges[-1] + 1), total - (blocks - number)))
+        return (*edges, total)

@@ -32,14 +32,14 @@ def next_best(
     limits = np.full(len(loads), capacity)
     known: dict[tuple[int, int], tuple[str, str]] = {}
     arrays: dict[int, Ints] = {}
-    found = {}
+    compared = {}
     for name, options in candidates.items():
         chosen = solution.choice[name]
         key = (id(options), chosen)
         if key not in known:
             known[key] = _compare(options, chosen, solution.places[name], loads, memory, limits, arrays)
-        found[name] = known[key]
-    return found
+        compared[name] = known[key]
+    return compared
 
 
 def _compare(

@@ -64,15 +64,15 @@ def to_html(plan: ShardingPlan, path: str | Path) -> None:
 
 def page(plan: ShardingPlan) -> str:
     """The page of a plan."""
-    found = content(plan)
-    parts = [f"<h1>{escape(found.title)}</h1>", *(f"<p>{escape(fact)}</p>" for fact in found.facts)]
-    for chart in found.charts:
+    shown = content(plan)
+    parts = [f"<h1>{escape(shown.title)}</h1>", *(f"<p>{escape(fact)}</p>" for fact in shown.facts)]
+    for chart in shown.charts:
         parts.append(f"<h2>{escape(chart.title)}</h2>{_legend(chart)}<div class='scroll'>{_svg(chart)}</div>")
-    parts.append(f"<h2>Tables</h2><div class='scroll'>{_tables(found.columns)}</div>")
+    parts.append(f"<h2>Tables</h2><div class='scroll'>{_tables(shown.columns)}</div>")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(found.title)}</title><style>{_STYLE}</style></head>\n<body>\n"
+        f"<title>{escape(shown.title)}</title><style>{_STYLE}</style></head>\n<body>\n"
         + "\n".join(parts)
         + f"\n<script>{_SCRIPT}</script>\n</body></html>\n"
     )
@@ -98,7 +98,7 @@ def _svg(chart: Chart) -> str:
         y = base - value * scale
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{width:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:,.6g} {chart.unit}</text>')
-    every = max(1, -(-len(chart.bars) // 32))
+    label_spacing = max(1, -(-len(chart.bars) // 32))
     for rank, bar in enumerate(chart.bars):
         x, y = _LEFT + rank * step + step * 0.1, base
         for part, value in enumerate(bar):
@@ -110,7 +110,7 @@ def _svg(chart: Chart) -> str:
                     f'fill="{COLOURS[part % len(COLOURS)]}"><title>rank {rank}, {escape(chart.names[part])}: '
                     f"{value:,.4g} {chart.unit} of {sum(bar):,.4g}</title></rect>"
                 )
-        if rank % every == 0:
+        if rank % label_spacing == 0:
             parts.append(f'<text x="{x + step * 0.4:.1f}" y="{base + 15}" text-anchor="middle">{rank}</text>')
     for _, value in chart.lines:
         y = base - value * scale

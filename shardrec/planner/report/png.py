@@ -27,13 +27,13 @@ def to_png(plan: ShardingPlan, path: str | Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    found = content(plan)
+    shown = content(plan)
     width = min(16.0, max(7.0, 3.5 + 0.16 * plan.world_size))
-    figure = Figure(figsize=(width, 3.4 * len(found.charts) + 0.9), layout="constrained")
+    figure = Figure(figsize=(width, 3.4 * len(shown.charts) + 0.9), layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle("\n".join([found.title, *wrap(found.facts[0], 80)]), fontsize=10)
-    for number, chart in enumerate(found.charts):
-        _bars(figure.add_subplot(len(found.charts), 1, number + 1), chart)
+    figure.suptitle("\n".join([shown.title, *wrap(shown.facts[0], 80)]), fontsize=10)
+    for number, chart in enumerate(shown.charts):
+        _bars(figure.add_subplot(len(shown.charts), 1, number + 1), chart)
     figure.savefig(path, format="png", dpi=120)
 
 

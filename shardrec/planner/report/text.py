@@ -28,16 +28,16 @@ def explain(plan: ShardingPlan, *, reasons: bool = True) -> Table:
     Returns:
         The table; ``rich.print`` shows it.
     """
-    found = content(plan)
+    shown = content(plan)
     table = Table(
-        title=found.title,
-        caption="\n".join(found.facts),
+        title=shown.title,
+        caption="\n".join(shown.facts),
         caption_justify="left",
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         min_width=60,  # as far as the terminal has them: the caption is as wide as the table
     )
-    columns = [column for column in found.columns if reasons or not column.is_detail]
+    columns = [column for column in shown.columns if reasons or not column.is_detail]
     for column in columns:
         # Long cuts, such as "column-wise 16|16|16|16", are broken; a cut's name should not be.
         whole = column.is_number or (column.name == "cut" and all(len(cell) <= 16 for cell in column.cells))

@@ -204,16 +204,16 @@ class Batch:
         """
         fits = self._promising(np.where(self.alive[:, None], options, -1), budget, best_fit)
         chosen = np.full(len(options), -1, dtype=np.int64)
-        every = np.arange(len(options))
+        row_numbers = np.arange(len(options))
         for _ in range(tries):
             first = fits.argmax(axis=1)
-            option = np.where(fits[every, first], options[every, first], -1)
+            option = np.where(fits[row_numbers, first], options[row_numbers, first], -1)
             if not (option >= 0).any():
                 break
             done = self.put(option, sharpness, budget, best_fit=best_fit)
             chosen[done] = option[done]
             fits[done] = False
-            fits[every, first] = False
+            fits[row_numbers, first] = False
         return chosen
 
     def _promising(self, options: Ints, budget: Floats, best_fit: bool) -> Bools:

@@ -85,14 +85,16 @@ def solve_exactly(
     most[count] = np.inf if best is None else best.cost * load_scale
     least = np.zeros(count + 1)
     least[count] = bound * load_scale
-    found = minimise_in_integers(matrix, (lower, upper), (least, most), nodes=nodes, seconds=seconds, gap=gap / 2)
-    packing = None if found.values is None else _packing(encoded, np.rint(found.values).astype(np.int64), used, starts)
+    outcome = minimise_in_integers(matrix, (lower, upper), (least, most), nodes=nodes, seconds=seconds, gap=gap / 2)
+    packing = (
+        None if outcome.values is None else _packing(encoded, np.rint(outcome.values).astype(np.int64), used, starts)
+    )
     return Exact(
         packing=packing,
-        bound=max(bound, found.bound / load_scale * (1 - 1e-7)) if np.isfinite(found.bound) else bound,
-        timed_out=found.timed_out,
+        bound=max(bound, outcome.bound / load_scale * (1 - 1e-7)) if np.isfinite(outcome.bound) else bound,
+        timed_out=outcome.timed_out,
         # Without values, there is nothing below the best that was known.
-        finished=found.finished and (found.values is None or packing is not None),
+        finished=outcome.finished and (outcome.values is None or packing is not None),
     )
 
 

@@ -121,9 +121,9 @@ def minimise_in_integers(
     _pass(solver, objective=last, columns=columns, rows=rows, matrix=entries, integers=1 - last)
     solver.run()
     status, info = solver.getModelStatus(), solver.getInfo()
-    found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+    feasible = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
     return Outcome(
-        values=np.array(solver.getSolution().col_value) if found else None,
+        values=np.array(solver.getSolution().col_value) if feasible else None,
         bound=float(info.mip_dual_bound),
         finished=status in (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kInfeasible),
         timed_out=status == highspy.HighsModelStatus.kTimeLimit,

@@ -138,11 +138,11 @@ class Packing:
 
 def demand(encoded: Encoded, counts: Ints) -> dict[int, int]:
     """How many gangs of each kind a choice of options, (O,), asks for."""
-    found: dict[int, int] = {}
+    demanded: dict[int, int] = {}
     for option in np.flatnonzero(counts).tolist():
         for block, count in encoded.option_blocks[option]:
-            found[block] = found.get(block, 0) + count * int(counts[option])
-    return found
+            demanded[block] = demanded.get(block, 0) + count * int(counts[option])
+    return demanded
 
 
 def rounded(encoded: Encoded, values: Floats) -> Ints:

@@ -177,14 +177,14 @@ class Rebuilder:
                 return [None] * count
             group = arrays.group[order[:, step]]
             batch.base -= least[group]
-            choice, found = arrays.choice[group, : int(arrays.choices[group].max())], np.full(count, -1)
+            choice, filled = arrays.choice[group, : int(arrays.choices[group].max())], np.full(count, -1)
             for first in range(0, choice.shape[1], _AT_ONCE):
-                part = np.where((found < 0)[:, None], choice[:, first : first + _AT_ONCE], -1)
+                part = np.where((filled < 0)[:, None], choice[:, first : first + _AT_ONCE], -1)
                 option = batch.fill(part, sharpness, budgets, tries=_AT_ONCE, best_fit=False)
-                found = np.where(option >= 0, option, found)
-                if (found >= 0)[batch.alive].all():
+                filled = np.where(option >= 0, option, filled)
+                if (filled >= 0)[batch.alive].all():
                     break
-            options[:, step] = found
+            options[:, step] = filled
             batch.alive &= options[:, step] >= 0
         placed = batch.placed(np.flatnonzero(batch.alive))
         packings: list[Packing | None] = [None] * count
@@ -214,8 +214,8 @@ def _least_with(encoded: Encoded) -> tuple[Floats, Floats]:
 
     def with_each(values: Floats) -> Floats:
         least = np.minimum.reduceat(values, starts)
-        found: Floats = values - least[option_group] + encoded.sizes.astype(np.float64) @ least
-        return found
+        totals: Floats = values - least[option_group] + encoded.sizes.astype(np.float64) @ least
+        return totals
 
     load, memory = np.zeros(len(option_group)), np.zeros_like(encoded.base_memory)
     np.maximum.at(load, encoded.item_option, encoded.item_load)
@@ -231,8 +231,8 @@ def by_memory(encoded: Encoded) -> Encoded:
     """
 
     def share(memory: Floats) -> Floats:
-        found: Floats = (memory / np.maximum(encoded.capacity, 1.0)).max(axis=-1)
-        return found
+        shares: Floats = (memory / np.maximum(encoded.capacity, 1.0)).max(axis=-1)
+        return shares
 
     return replace(
         encoded,

@@ -108,13 +108,13 @@ class Relaxation:
         used = telling & self._active
         while True:
             picked = np.array(sorted(used), dtype=np.int64)
-            found = self._program.minimise(objective, upper, rows[picked], limits[picked], key=tuple(picked.tolist()))
-            if found.values is None:
-                return found
-            over = np.flatnonzero(np.einsum("no,o->n", rows, found.values) > limits * (1 + 1e-7) + 1e-12)
+            outcome = self._program.minimise(objective, upper, rows[picked], limits[picked], key=tuple(picked.tolist()))
+            if outcome.values is None:
+                return outcome
+            over = np.flatnonzero(np.einsum("no,o->n", rows, outcome.values) > limits * (1 + 1e-7) + 1e-12)
             broken = (set(over.tolist()) & telling) - used
             if not broken:
-                return found
+                return outcome
             used = used | broken
             self._active |= broken
 

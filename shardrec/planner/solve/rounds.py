@@ -160,10 +160,10 @@ class Round:
             others = {*moved[proposal].tolist()} - {-1}
             if tables & others:
                 continue
-            both = load + (batch.load[proposal] - old_load), base + (batch.base[proposal] - old_base)
-            height = float(Batch(self.arrays, both[0][None], both[1][None]).heights(sharpness)[0])
+            sums = load + (batch.load[proposal] - old_load), base + (batch.base[proposal] - old_base)
+            height = float(Batch(self.arrays, sums[0][None], sums[1][None]).heights(sharpness)[0])
             if height < lowest * (1 - 1e-9):
-                (load, base), lowest, tables = both, height, tables | others
+                (load, base), lowest, tables = sums, height, tables | others
                 accepted.append(proposal)
         placed = batch.placed(np.array(accepted))
         gangs: dict[int, tuple[int, Gangs]] = {}

@@ -126,9 +126,9 @@ class _Search:
         for item_share, weight in _ROUNDED:
             if self._closed() or stop():
                 return
-            found = relaxation.least_base(budget, weight=weight, item_share=item_share)
-            if found.values is not None:
-                self._try(rounded(self.encoded, found.values))
+            outcome = relaxation.least_base(budget, weight=weight, item_share=item_share)
+            if outcome.values is not None:
+                self._try(rounded(self.encoded, outcome.values))
 
     def _try(self, counts: Ints) -> None:
         """Pack a choice of options, if it fits memory."""
@@ -195,8 +195,8 @@ class _Search:
                 soft=[number % _SOFT == _SOFT - 1 for number in range(size)],
             )
             self.pool = []
-            for start, found in zip(starts, each, strict=True):
-                self._add(found or start)
+            for start, improved in zip(starts, each, strict=True):
+                self._add(improved or start)
 
     def _add(self, packing: Packing) -> None:
         """One more of those to improve; the best so far, if it is."""
