@@ -34,7 +34,6 @@ PRONOUNS_PENDING = (
     "checkpoint/",
     "cli/",
     "launch/",
-    "modules/",
     "pending/",
     "planner/",
     "train/",
