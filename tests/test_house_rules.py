@@ -25,10 +25,6 @@ def name(path: Path) -> str:
 
 PRONOUNS = frozenset(["one", "found", "own", "it", "this", "that", "thing", "things", "stuff", "both", "every"])
 PRONOUNS_PENDING = (
-    "exchange/collectives.py",
-    "exchange/context.py",
-    "exchange/payload.py",  # own(), which step.py calls
-    "exchange/step.py",
     "ids/maps.py",
     "rpc/collectives.py",
     "checkpoint/",
