@@ -30,7 +30,6 @@ PRONOUNS_PENDING = (
     "checkpoint/",
     "cli/",
     "launch/",
-    "pending/",
     "planner/",
     "train/",
 )
