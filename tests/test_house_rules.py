@@ -29,7 +29,6 @@ PRONOUNS_PENDING = (
     "rpc/collectives.py",
     "checkpoint/",
     "cli/",
-    "launch/",
     "planner/",
     "train/",
 )
