@@ -30,7 +30,6 @@ PRONOUNS_PENDING = (
     "checkpoint/",
     "cli/",
     "planner/",
-    "train/",
 )
 """Files and folders of shardrec/ that still have variables named by pronouns; none may be added."""
 
