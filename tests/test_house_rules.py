@@ -28,7 +28,6 @@ PRONOUNS_PENDING = (
     "ids/maps.py",
     "rpc/collectives.py",
     "checkpoint/",
-    "cli/",
     "planner/",
 )
 """Files and folders of shardrec/ that still have variables named by pronouns; none may be added."""
