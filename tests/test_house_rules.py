@@ -24,18 +24,6 @@ def name(path: Path) -> str:
 
 
 PRONOUNS = frozenset(["one", "found", "own", "it", "this", "that", "thing", "things", "stuff", "both", "every"])
-PRONOUNS_PENDING = (
-    "exchange/collectives.py",
-    "exchange/context.py",
-    "exchange/payload.py",  # own(), which step.py calls
-    "exchange/step.py",
-    "cli/",
-    "launch/",
-    "modules/",
-    "pending/",
-    "train/",
-)
-"""Files and folders of shardrec/ that still have variables named by pronouns; none may be added."""
 
 PACKAGE = python_files("shardrec", "benchmarks/harness")
 EVERYTHING = [*python_files("shardrec", "tests", "examples", "benchmarks"), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -106,9 +94,8 @@ except E as this:
 def test_variables_are_named_for_what_they_hold() -> None:
     uses = []
     for path in python_files("shardrec"):
-        if not name(path).removeprefix("shardrec/").startswith(PRONOUNS_PENDING):
-            tree = ast.parse(path.read_text(encoding="utf-8"))
-            uses += [f"{name(path)}:{line}: {identifier}" for line, identifier in pronouns(tree)]
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        uses += [f"{name(path)}:{line}: {identifier}" for line, identifier in pronouns(tree)]
     assert uses == [], "name the table, shard, lookup, ... that each of these holds"
 
 

@@ -78,23 +78,23 @@ def _calibrated(out: Path, ranks: int, device: str, workloads: int, repeats: int
         with working("timing"):
             runs.append((drawn, calibrate.measure(drawn, world, device=device, repeats=repeats)))
     source = f"measured on {ranks} {device} rank{'s' * (ranks > 1)}, {sum(len(w) for w, _ in runs)} workloads"
-    found = calibrate.fit(base, runs, name=f"calibrated {device}", source=source)
-    found.save(out)
-    for name, value in found.to_json().items():
+    fitted = calibrate.fit(base, runs, name=f"calibrated {device}", source=source)
+    fitted.save(out)
+    for name, value in fitted.to_json().items():
         if isinstance(value, float):
             typer.echo(f"  {name:>22} {value:.4g}")
-    typer.echo(f"fit: median error {found.errors['median_percent']}%, worst {found.errors['worst_percent']}%")
+    typer.echo(f"fit: median error {fitted.errors['median_percent']}%, worst {fitted.errors['worst_percent']}%")
     if checks:
         others = [each for each in calibrate.workloads(3 * checks, ranks, seed + 1) if each not in runs[-1][0]]
         with working(f"timing {checks} workloads that were left out"):
             measured = calibrate.measure(others[:checks], ranks, device=device, repeats=repeats)
-        errors = [abs(error) for error in calibrate.relative_errors(found, others[:checks], measured)]
+        errors = [abs(error) for error in calibrate.relative_errors(fitted, others[:checks], measured)]
         typer.echo(
             f"check: {len(errors)} workloads that were left out: median error {median(errors):.1%}, worst "
             f"{max(errors):.1%}"
         )
     typer.echo(f"wrote {out}")
-    return found
+    return fitted
 
 
 def _keep_fastest(

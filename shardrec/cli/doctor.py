@@ -88,8 +88,8 @@ def _device(wanted: Device | None) -> str:
             raise ConfigError(f"--device is 'cuda' and torch sees no CUDA device ({what})")
         return "cpu (torch sees no CUDA device)"
     names = ", ".join(
-        f"{one.name} ({one.total_memory / 2**30:.0f} GiB, compute capability {one.major}.{one.minor})"
-        for one in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+        f"{gpu.name} ({gpu.total_memory / 2**30:.0f} GiB, compute capability {gpu.major}.{gpu.minor})"
+        for gpu in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     )
     return f"cpu, cuda: {names}; CUDA {torch.version.cuda}, driver {_driver()}"
 

@@ -69,7 +69,7 @@ def plan_command(
     check_outputs({"--save": save, "--html": html, "--png": png})
     loads = read_tables(tables, instance=instance, optimizer=optimizer)
     with working(f"planning {len(loads)} tables on {ranks} ranks"):
-        found = plan_tables(
+        plan = plan_tables(
             loads,
             _topology(ranks, hosts, machine, memory),
             batch_size=batch_size,
@@ -78,27 +78,27 @@ def plan_command(
             limits=SolveLimits(gap=gap, seconds=inf if seconds is None else seconds),
         )
     if save is not None:
-        found.save(save)
+        plan.save(save)
     if html is not None:
-        to_html(found, html)
+        to_html(plan, html)
     if png is not None:
-        to_png(found, png)
-    report = found.report
+        to_png(plan, png)
+    report = plan.report
     assert report is not None, "the planner reports on its plans"
     if as_json:
-        shards = {each["name"]: each["shards"] for each in found.to_json()["tables"]}
+        shards = {each["name"]: each["shards"] for each in plan.to_json()["tables"]}
         numbers = {"cost_ms": report.cost_ms, "bound_ms": report.bound_ms, "gap": report.gap}
         cuts = {each.name: each.cut for each in report.tables}
         typer.echo(json.dumps({**numbers, "timed_out": report.timed_out, "cuts": cuts, "shards": shards}, indent=1))
         return
     shown = console(_TABLE_WIDTH)
     wide = shown.width >= _REASONS_WIDTH
-    shown.print(explain(found, reasons=wide))
+    shown.print(explain(plan, reasons=wide))
     if not wide:
         from shardrec.planner.report.text import reasons_text
 
         shown.print("why other cuts lost:")
-        shown.print(reasons_text(found), markup=False, highlight=False, overflow="fold")
+        shown.print(reasons_text(plan), markup=False, highlight=False, overflow="fold")
 
 
 def check_outputs(paths: Mapping[str, Path | None]) -> None:
@@ -146,19 +146,19 @@ def read_tables(path: Path, *, instance: str | None = None, optimizer: str = "ro
         rows = [(where, row) for where, row in rows if row.get("instance") == instance]
         if not rows:
             raise ConfigError(f"{path} has no instance {instance!r}; it has {', '.join(named) or 'none'}")
-    found: dict[str, TableLoad] = {}
+    loads: dict[str, TableLoad] = {}
     for where, row in rows:
         load = _load(f"{path}:{where}", row, optimizer)
         count = _whole(f"{path}:{where}", "count", row.get("count") or 1)
         for number in range(count):
-            base = str(row.get("name") or f"t{len(found)}")
+            base = str(row.get("name") or f"t{len(loads)}")
             name = base if count == 1 or not row.get("name") else f"{base}_{number}"
-            if name in found:
+            if name in loads:
                 raise ConfigError(f"{path}:{where}: there are two tables {name!r}; give each a name of its own")
-            found[name] = load
-    if not found:
+            loads[name] = load
+    if not loads:
         raise ConfigError(f"{path} holds no table")
-    return found
+    return loads
 
 
 def _csv_rows(path: Path) -> list[tuple[int, Mapping[str, Any]]]:
@@ -227,8 +227,8 @@ def _topology(ranks: int, hosts: int, machine: str, memory: float | None) -> Top
     if ranks % hosts:
         raise ConfigError(f"{ranks} ranks cannot be spread evenly over {hosts} hosts; give a multiple of {hosts}")
     local = ranks // hosts
-    found = detect_machine(local) if machine == "detect" else preset(machine)
+    hardware = detect_machine(local) if machine == "detect" else preset(machine)
     if memory is not None:
-        tier = "device_memory" if found.kind == "cuda" else "host_memory"
-        found = replace(found, **{tier: memory * 2**30})  # type: ignore[arg-type]
-    return Topology(hosts=hosts, ranks_per_host=local, machine=found)
+        tier = "device_memory" if hardware.kind == "cuda" else "host_memory"
+        hardware = replace(hardware, **{tier: memory * 2**30})  # type: ignore[arg-type]
+    return Topology(hosts=hosts, ranks_per_host=local, machine=hardware)

@@ -39,13 +39,13 @@ def eval_command(
     """Compute the metrics of a run's last checkpoint on other rows, of files with the run's columns."""
     with working(f"evaluating {run}") as add_rows:
         metrics, skipped = RunFolder(run).evaluate(data, on_bad_row, add_rows)
-        found = metrics.to_mapping()
+        values = metrics.to_mapping()
     for reason, count in skipped.items():
         typer.echo(f"left out {count:,} row{'s' * (count > 1)}: {reason}", err=True)
     if as_json:
-        typer.echo(json.dumps(found, indent=1))
+        typer.echo(json.dumps(values, indent=1))
         return
-    console().print(_table(found.items(), "metric", "value"))
+    console().print(_table(values.items(), "metric", "value"))
 
 
 def export_command(
@@ -92,8 +92,8 @@ def inspect_command(
     from shardrec.cli.inspecting import describe
 
     with working(f"reading {path}"):
-        found = describe(path)
-    console().print(_table(found.items(), "", str(path)))
+        description = describe(path)
+    console().print(_table(description.items(), "", str(path)))
 
 
 def compare_command(

@@ -134,11 +134,11 @@ def _features(step: int, device: torch.device | str = "cpu") -> KeyedJaggedTenso
     return KeyedJaggedTensor(keys=["a", "b"], values=values, lengths=lengths).to(torch.device(device))
 
 
-def _compare(what: str, found: Tensor, expected: Tensor) -> None:
-    if found.shape != expected.shape:
-        raise ConfigError(f"{what} on the device have shape {tuple(found.shape)}, on the CPU {tuple(expected.shape)}")
-    if not torch.allclose(found, expected, atol=1e-4):
-        most = float((found - expected).abs().max())
+def _compare(what: str, actual: Tensor, expected: Tensor) -> None:
+    if actual.shape != expected.shape:
+        raise ConfigError(f"{what} on the device have shape {tuple(actual.shape)}, on the CPU {tuple(expected.shape)}")
+    if not torch.allclose(actual, expected, atol=1e-4):
+        most = float((actual - expected).abs().max())
         raise ConfigError(f"{what} on the device are not those on the CPU; the largest difference is {most:.3g}")
 
 

@@ -180,8 +180,8 @@ class LocalCollectives(Collectives):
     def send(
         self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str, streams: Streams | None = None
     ) -> Pending:
-        own = [joined(parts[0])]
-        return Later(lambda: own)
+        received = [joined(parts[0])]
+        return Later(lambda: received)
 
 
 class FunctionalCollectives(Collectives):

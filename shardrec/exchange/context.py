@@ -197,8 +197,8 @@ class StepContext:
         """
         if not self.detect_anomaly:
             return
-        found, self.anomalies = self.anomalies, []
-        messages = self.all_gather_text("; ".join(found))
+        anomalies, self.anomalies = self.anomalies, []
+        messages = self.all_gather_text("; ".join(anomalies))
         if any(messages):
             raise AnomalyError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(messages) if text))
 

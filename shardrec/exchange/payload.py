@@ -201,7 +201,7 @@ class Payload:
             order=order,
         )
 
-    def own(self, tensors: Sequence[Tensor], header: Sequence[int]) -> ShardInput:
+    def unpack_local(self, tensors: Sequence[Tensor], header: Sequence[int]) -> ShardInput:
         """What one rank by itself has packed, which does not travel."""
         lengths, ids, *weights = tensors
         counts = _counts([header])

@@ -235,8 +235,8 @@ def exchange_ids(context: StepContext, calls: Sequence[Call]) -> None:
         column += call.input.columns
         sent.append(call.input.pack(call.prepared, counts, notes))
     if context.collectives.world_size == 1:
-        for call, one, rows in zip(calls, sent, own_headers, strict=True):
-            call.ask(one, partial(call.input.payload.own, one.parts[0], rows[0]))
+        for call, sent_ids, rows in zip(calls, sent, own_headers, strict=True):
+            call.ask(sent_ids, partial(call.input.payload.unpack_local, sent_ids.parts[0], rows[0]))
         return
     payloads = _Payloads(context, calls, sent, own_headers)
     for number, call in enumerate(calls):

@@ -302,9 +302,9 @@ def first_cause(notes: Sequence[Note], debug: bool = False) -> ShardrecError:
         debug: add the rank's traceback.
     """
     # A rank that was ended from outside says nothing, and then all that the others say is about it.
-    own = [note for note in notes if note.kind not in (_SIGNAL, _STOPPED, _EXIT, PeerError.__name__)]
+    causes = [note for note in notes if note.kind not in (_SIGNAL, _STOPPED, _EXIT, PeerError.__name__)]
     silent = [note for kind in (_SIGNAL, _STOPPED) for note in notes if note.kind == kind]
-    told = own or silent[:1] or [note for note in notes if note.kind == PeerError.__name__] or notes
+    told = causes or silent[:1] or [note for note in notes if note.kind == PeerError.__name__] or notes
     # A rank whose own data was bad says more than the others, who know it from that rank.
     note = min(told, key=lambda note: (note.kind == InputError.__name__, note.time, note.rank))
     trace = f"\n\n{note.trace}" if debug else ""

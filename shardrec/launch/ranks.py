@@ -196,13 +196,13 @@ def _meeting(store: dist.Store, place: Place, seconds: float) -> str:
     the agent's count of restarts does not change when hosts come or go. So rank 0 chooses a name, and tells each rank
     that asks under a name of its own; what an earlier rank asked is answered in vain.
     """
-    own = uuid.uuid4().hex
+    token = uuid.uuid4().hex
     if not place.is_lead:
-        store.set(f"shardrec/rank/{place.rank}", own)
-        name = store.get(f"shardrec/told/{own}").decode()
+        store.set(f"shardrec/rank/{place.rank}", token)
+        name = store.get(f"shardrec/told/{token}").decode()
         store.set(f"{name}/came/{place.rank}", "")
         return name
-    name = f"shardrec/{own}"
+    name = f"shardrec/{token}"
     missing = set(range(1, place.world_size))
     give_up = time.monotonic() + seconds
     while missing:

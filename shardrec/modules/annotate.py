@@ -76,18 +76,18 @@ def annotate_for_dynamo(
             "that shardrec.shard returned"
         )
     ignored = {id(inner) for one in ignored_modules for inner in one.modules()}
-    found = [one for one in collections if id(one) not in ignored]
+    annotated = [one for one in collections if id(one) not in ignored]
     # All the twins before the first mark: one that cannot be made must not leave half of a model annotated.
     # A second twin of a module would be compiled anew.
-    twins = [(one._traced or plain(one.scripted_twin())) if mode == "traced" else None for one in found]
+    twins = [(one._traced or plain(one.scripted_twin())) if mode == "traced" else None for one in annotated]
     if mode == "traced":
         register_fakes()  # for what a user traces beside it: fbgemm's modules, and twins made for other executors
-    for one, twin in zip(found, twins, strict=True):
-        _forget(one)
+    for collection, twin in zip(annotated, twins, strict=True):
+        _forget(collection)
         if twin is not None:
-            object.__setattr__(one, "_traced", twin)
+            object.__setattr__(collection, "_traced", twin)
             continue
-        for inner in one.modules():
+        for inner in collection.modules():
             if id(inner) not in ignored:
                 for mark in _MARKS:
                     object.__setattr__(inner, mark, True)
@@ -99,8 +99,8 @@ def unannotate(module: nn.Module) -> None:
     Args:
         module: a model, or a sharded module by itself. Marks that FSDP itself has set on other modules stay.
     """
-    for one in _collections(module):
-        _forget(one)
+    for collection in _collections(module):
+        _forget(collection)
 
 
 def _forget(sharded: nn.Module) -> None:

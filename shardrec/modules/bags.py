@@ -182,7 +182,8 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         row = {feature: number for number, feature in enumerate(self.input.expect.features)}
         columns = values.split(self.dims, dim=1)
         chosen = [
-            part.index_select(0, inverse[row[one.feature]]) for part, one in zip(columns, self.lookups, strict=True)
+            part.index_select(0, inverse[row[lookup.feature]])
+            for part, lookup in zip(columns, self.lookups, strict=True)
         ]
         return torch.cat(chosen, dim=1)
 

@@ -261,8 +261,8 @@ class ShardedCollection(nn.Module, abc.ABC):
         plain = {one.feature for one in lookups if not one.dynamic}
         expect = Expectation(
             tables=tuple(
-                (one.feature, one.layout.name, NO_LIMIT if one.dynamic else one.layout.num_embeddings)
-                for one in lookups
+                (lookup.feature, lookup.layout.name, NO_LIMIT if lookup.dynamic else lookup.layout.num_embeddings)
+                for lookup in lookups
             ),
             weighted=weighted,
             device=self.device,
@@ -275,8 +275,8 @@ class ShardedCollection(nn.Module, abc.ABC):
         self.id_maps = IdMaps(slots, options, dynamic, self.renew_rows) if dynamic else None
         self.shards = ShardLookup(groups, slots, collectives, self.device, pooled=pooled)
         numbers = [self.replica_number[one.layout.name] for one in lookups if one.layout.replicated]
-        own = self._replicated_tables()
-        self.replicas = ReplicatedLookup(own, numbers, context, self.device) if own else None
+        replicated = self._replicated_tables()
+        self.replicas = ReplicatedLookup(replicated, numbers, context, self.device) if replicated else None
         return route
 
     def _build_parameters(self, first_values: Iterable[tuple[str, Values]]) -> nn.ModuleDict:
@@ -365,8 +365,8 @@ class ShardedCollection(nn.Module, abc.ABC):
         other = type(self).__new__(type(self))
         nn.Module.__init__(other)
         # Options and layouts, which do not change; what is built on them is made anew.
-        own = {name: value for name, value in self.__dict__.items() if name not in other.__dict__}
-        other.__dict__.update(own, context=context, training=self.training, _traced=None)
+        settings = {name: value for name, value in self.__dict__.items() if name not in other.__dict__}
+        other.__dict__.update(settings, context=context, training=self.training, _traced=None)
         other._build_lookups()
         parts = ((name, table.locals) for name, table in self.tables().items())
         setattr(other, self._holder, other._build_parameters(parts))
@@ -376,8 +376,8 @@ class ShardedCollection(nn.Module, abc.ABC):
                 for shard, values in self.fused_state(name, state).items():
                     theirs[shard].copy_(values)
         if self.id_maps is not None and other.id_maps is not None:
-            for key, one in self.id_maps.maps.items():
-                other.id_maps.maps[key].copy_(one)
+            for key, id_map in self.id_maps.maps.items():
+                other.id_maps.maps[key].copy_(id_map)
         other.load_step_counts(self.step_counts())
         for name, table in self.tables().items():
             for shard, parameter in table.locals.items():

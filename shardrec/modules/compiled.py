@@ -43,9 +43,9 @@ def compiled_step(inputs: Any, *, traced: bool) -> Iterator[None]:
 
 
 def _mark(inputs: Any) -> None:
-    for one in leaves(inputs):
-        if isinstance(one, KeyedJaggedTensor | JaggedTensor):
-            for tensor in (one.values(), one.weights_or_none()):
+    for leaf in leaves(inputs):
+        if isinstance(leaf, KeyedJaggedTensor | JaggedTensor):
+            for tensor in (leaf.values(), leaf.weights_or_none()):
                 if tensor is not None and tensor.dim() > 0 and tensor.size(0) > 1:
                     torch._dynamo.maybe_mark_dynamic(tensor, 0)
 

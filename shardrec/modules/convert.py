@@ -210,8 +210,8 @@ def _agree_on_replicas(replicas: Replicas | None, context: StepContext) -> None:
     words = f"replicas={replicas}"
     theirs, numbers = exchange_faults(faults, checksum(words), context)
     if any(theirs):
-        own = "; ".join(faults)
-        raise ConfigError(own or "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(theirs) if text))
+        message = "; ".join(faults)
+        raise ConfigError(message or "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(theirs) if text))
     if any(number != numbers[0] for number in numbers):
         lines = [f"rank {rank}: {text}" for rank, text in enumerate(context.all_gather_text(words))]
         raise ConfigError("the ranks ask for different replicas; give all of them the same:\n  " + "\n  ".join(lines))

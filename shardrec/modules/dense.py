@@ -274,7 +274,9 @@ class DenseReducer:
         if self._fsdp is not None and not self._buckets:
             self._buckets = [_Bucket(parameters=[], dtype=torch.float32, device=self._context.device)]
         self._places = {
-            one: (bucket, number) for bucket in self._buckets for number, one in enumerate(bucket.parameters)
+            parameter: (bucket, number)
+            for bucket in self._buckets
+            for number, parameter in enumerate(bucket.parameters)
         }
         if self._buckets:
             self._buckets[-1].flags = len(self._places) + (0 if self._fsdp is None else len(self._fsdp.parameters))
@@ -344,8 +346,8 @@ class DenseReducer:
 
     def _flags(self) -> list[bool]:
         """Per parameter, whether this rank has a gradient of it: first those in buckets, then FSDP2's."""
-        own = [parameter not in self._missing for parameter in self._places]
-        return own if self._fsdp is None else [*own, *self._fsdp.flags()]
+        in_buckets = [parameter not in self._missing for parameter in self._places]
+        return in_buckets if self._fsdp is None else [*in_buckets, *self._fsdp.flags()]
 
     @torch.no_grad()
     def _end(self, begun: int) -> None:
@@ -404,8 +406,8 @@ class DenseReducer:
         gradients = [None if one.grad is None else one.grad for one in self._sparse]
         gradients = [one.coalesce() if one is not None and one.is_sparse else one for one in gradients]
         counts = [(-1 if one is None else one._nnz() if one.is_sparse else -2) for one in gradients]
-        own = torch.tensor(counts, device=self._context.device)
-        of_ranks = self._gathered(own).tolist()
+        local_counts = torch.tensor(counts, device=self._context.device)
+        of_ranks = self._gathered(local_counts).tolist()
         for number, (parameter, gradient) in enumerate(zip(self._sparse, gradients, strict=True)):
             sizes = [counts[number] for counts in of_ranks]
             if set(sizes) == {-1}:

@@ -48,15 +48,15 @@ def without_managed_collision(model: nn.Module, given: Mapping[str, DynamicIds])
     Raises:
         ConfigError: for a collection that has learned ids, returns remapped ones, or has other tables, too.
     """
-    found: dict[int, nn.Module] = {}
+    replacements: dict[int, nn.Module] = {}
     for path, module in model.named_modules():
         if not is_a(module, _WRAPPER):
             continue
         inner = f"{path}._embedding_module" if path else "_embedding_module"
         tables = list(table_configs(module))
-        own = [name.rpartition(".")[2] for name in tables]
-        left = [name for name in own if name not in given and qualified_name(inner, name) not in given]
-        if len(left) == len(own):
+        table_names = [name.rpartition(".")[2] for name in tables]
+        left = [name for name in table_names if name not in given and qualified_name(inner, name) not in given]
+        if len(left) == len(table_names):
             continue
         words = (
             f"module {path!r} ({type(module).__name__}) is to have dynamic_ids in place of its own map from ids to rows"
@@ -68,8 +68,8 @@ def without_managed_collision(model: nn.Module, given: Mapping[str, DynamicIds])
         ids = [buffer for name, buffer in module.named_buffers() if name.endswith("_mch_sorted_raw_ids")]
         if any(bool((one != torch.iinfo(one.dtype).max).any()) for one in ids):
             raise ConfigError(f"{words}, and has learned ids, which would be lost; shard the model before it trains")
-        found[id(module)] = _RawIds(module)
-    return found
+        replacements[id(module)] = _RawIds(module)
+    return replacements
 
 
 def refuse_remappers(model: nn.Module, replaced: Mapping[int, nn.Module], world_size: int) -> None:
@@ -122,28 +122,28 @@ def dynamic_tables(
         ConfigError: if no table has the name, or several have it.
     """
     weights: dict[str, nn.Parameter] = {}
-    own: dict[str, list[str]] = {}
+    full_names: dict[str, list[str]] = {}
     for path, collection in collections_of(model).items():
         pooled = isinstance(collection, EmbeddingBagCollection)
         for name, module in (collection.embedding_bags if pooled else collection.embeddings).items():
             weights[qualified_name(path, name)] = module.weight
-            own.setdefault(name, []).append(qualified_name(path, name))
-    found: dict[str, DynamicIds] = {}
+            full_names.setdefault(name, []).append(qualified_name(path, name))
+    by_name: dict[str, DynamicIds] = {}
     for name, options in given.items():
-        matching = [name] if name in weights else own.get(name, [])
+        matching = [name] if name in weights else full_names.get(name, [])
         if len(matching) != 1:
             known = f"several of that name: {matching}" if matching else f"the tables {', '.join(map(repr, weights))}"
             raise ConfigError(f"dynamic_ids names table {name!r}, and there are {known}; name one of them")
         if not isinstance(options, DynamicIds):
             raise ConfigError(f"dynamic_ids of table {name!r} is a {type(options).__name__}; give a DynamicIds")
-        found[matching[0]] = options
+        by_name[matching[0]] = options
     faults = []
-    if found and replicas > 1:
+    if by_name and replicas > 1:
         faults.append(
             f"replicas={replicas} with dynamic_ids: each copy of a table would give its rows to other ids; leave one "
             "of the two out"
         )
-    for name, options in found.items():
+    for name, options in by_name.items():
         layout, weight = plan.by_name.get(name), weights[name]
         faults += [fault for fault in ([] if layout is None else [cut_faults(layout, options)]) if fault]
         if options.evict != "never" and weight.requires_grad and fused_optimizer_of(weight, name) is None:
@@ -152,4 +152,4 @@ def dynamic_tables(
                 "optimizer's state of an evicted row would go on for the next id; give the table an optimizer with "
                 "apply_optimizer_in_backward, or evict='never'"
             )
-    return found, faults
+    return by_name, faults

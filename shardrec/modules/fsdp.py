@@ -94,17 +94,17 @@ class ShardedByFsdp:
         Args:
             flags: per parameter, how many ranks have a gradient of it.
         """
-        for one, flag in zip(self.parameters, flags, strict=True):
-            if not flag and one in self.filled:
-                one.sharded_param.grad = None
+        for parameter, flag in zip(self.parameters, flags, strict=True):
+            if not flag and parameter in self.filled:
+                parameter.sharded_param.grad = None
 
     def _fill_unused(self, parameters: Any, post_backward: Callable[..., None], *unused: Any) -> None:
-        for one in parameters.fsdp_params if parameters.reduce_grads else ():
-            whole = getattr(one, "_unsharded_param", None)
-            if whole is None or not whole.requires_grad or one.unsharded_accumulated_grad is not None:
+        for parameter in parameters.fsdp_params if parameters.reduce_grads else ():
+            whole = getattr(parameter, "_unsharded_param", None)
+            if whole is None or not whole.requires_grad or parameter.unsharded_accumulated_grad is not None:
                 continue
             if whole.grad is None:
                 whole.grad = torch.zeros_like(whole)
-                if one.sharded_param.grad is None:
-                    self.filled.add(one)
+                if parameter.sharded_param.grad is None:
+                    self.filled.add(parameter)
         post_backward(*unused)

@@ -260,10 +260,10 @@ def finish_sequences(
     counts = counts_of(numbers, rows.size(0))
     rows_of, lengths = rows.split(counts), lengths_by_key(features)
     ids_of = ids.split(counts) if need_indices else rows_of
-    found: dict[str, JaggedTensor] = {}
+    outputs: dict[str, JaggedTensor] = {}
     for place, name in enumerate(names):
         weights: Tensor | None = None
         if need_indices:
             weights = ids_of[place]
-        found[name] = JaggedTensor(rows_of[place], weights, lengths[features.keys().index(lookups[place])])
-    return found
+        outputs[name] = JaggedTensor(rows_of[place], weights, lengths[features.keys().index(lookups[place])])
+    return outputs

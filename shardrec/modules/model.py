@@ -180,10 +180,10 @@ class ShardedModel(nn.Module):
         Of the features whose policy is ``"zero"`` or ``"wrap"`` (``on_bad_id`` of :func:`shardrec.shard`). Counted on
         the device; reading them here waits for it. A batch that was refused does not count.
         """
-        found: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         for collection in self._sharded:
-            found.update(collection.bad_ids())
-        return dict(found)
+            counts.update(collection.bad_ids())
+        return dict(counts)
 
     def id_stats(self) -> dict[str, dict[str, int]]:
         """What became of the ids of each table with dynamic ids, by its name in the plan. Every rank calls it.
@@ -218,9 +218,9 @@ class ShardedModel(nn.Module):
         if fault or capacity < (old.capacity or layout.num_embeddings):
             raise ConfigError(fault or f"table {table!r} has capacity {old.capacity or 'for all rows'}; give more")
         self.context.dynamic_ids[table] = options
-        for one in self._sharded:
-            if one.id_maps is not None and table in one.id_maps.options:
-                one.id_maps.set_options(layout, options)
+        for collection in self._sharded:
+            if collection.id_maps is not None and table in collection.id_maps.options:
+                collection.id_maps.set_options(layout, options)
 
     def _fail(self, error: Exception, made: int) -> None:
         """Tell the other ranks, if they still come to a header exchange in this step, and name the likely cause."""
@@ -255,9 +255,11 @@ class ShardedModel(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            found = inspect.getattr_static(type(self), name, None)
-            if isinstance(found, property):
-                return found.__get__(self)  # it has raised an AttributeError, which says more than the model's would
+            attribute = inspect.getattr_static(type(self), name, None)
+            if isinstance(attribute, property):
+                return attribute.__get__(
+                    self
+                )  # it has raised an AttributeError, which says more than the model's would
             return getattr(super().__getattr__("module"), name)
 
     def scripted_twin(self) -> nn.Module:

@@ -112,10 +112,10 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
                 f"the state_dict has groups of {theirs} shards and this rank's optimizer groups of {mine}; load it "
                 "under the plan it was saved under, or use shardrec.load_checkpoint"
             )
-        own = {parameter for group in self.param_groups for parameter in group["params"]}
+        grouped = {parameter for group in self.param_groups for parameter in group["params"]}
         for name, parameter in self.params.items():
             saved = state_dict["state"].get(name, {})
-            if parameter in own:
+            if parameter in grouped:
                 self._load_one(parameter, saved)
             else:
                 self.state[parameter] = saved  # of a wrapper, such as WarmupOptimizer

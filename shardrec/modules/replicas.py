@@ -201,7 +201,7 @@ class Averager:
         Raises:
             PeerError: if another rank is gone or did not come in time; the tensors are then partly averaged.
         """
-        self._run(tensors, lambda one: dist.all_reduce(one.div_(self._ranks), group=self._group, async_op=True))
+        self._run(tensors, lambda tensor: dist.all_reduce(tensor.div_(self._ranks), group=self._group, async_op=True))
 
     def copy_first(self, tensors: Iterable[Tensor]) -> None:
         """Replace contiguous tensors by those of the group's first rank.
@@ -209,7 +209,7 @@ class Averager:
         Raises:
             PeerError: if another rank is gone or did not come in time.
         """
-        self._run(tensors, lambda one: dist.broadcast(one, self._first, group=self._group, async_op=True))
+        self._run(tensors, lambda tensor: dist.broadcast(tensor, self._first, group=self._group, async_op=True))
 
     @torch.no_grad()
     def _run(self, tensors: Iterable[Tensor], start: Callable[[Tensor], dist.Work | None]) -> None:

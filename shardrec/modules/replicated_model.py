@@ -189,5 +189,5 @@ class ReplicatedModel(ShardedModel):
 def _world_ranks(text: str, first: int) -> str:
     """The message of a replica, which counts its own ranks, with the ranks of the whole group."""
     return re.sub(
-        r"^(\s*)rank (\d+):", lambda found: f"{found[1]}rank {first + int(found[2])}:", text, flags=re.MULTILINE
+        r"^(\s*)rank (\d+):", lambda match: f"{match[1]}rank {first + int(match[2])}:", text, flags=re.MULTILINE
     )

@@ -296,9 +296,9 @@ class SequenceCall(Call):
 
     def outgoing(self, inside: BlocksInFlight | None, stream: int) -> Stream:
         """The rows for the ranks that asked. There is nothing to sum inside hosts, as each row is whole."""
-        found, self._rows = self._rows, None
-        assert found is not None, "rows are looked up before they are sent"
-        return found
+        rows, self._rows = self._rows, None
+        assert rows is not None, "rows are looked up before they are sent"
+        return rows
 
     def issued(self) -> None:
         """Find the places of the rows, and look up the replicated tables, while the rows are under way."""

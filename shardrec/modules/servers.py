@@ -30,8 +30,8 @@ class Servers:
     timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
-        every = [name for replicas in self.of_ranks() for name in replicas]
-        if not every or len(set(every)) != len(every) or not all(self.of_ranks()):
+        servers = [name for replicas in self.of_ranks() for name in replicas]
+        if not servers or len(set(servers)) != len(servers) or not all(self.of_ranks()):
             raise ConfigError(
                 f"names of Servers is {self.names!r}; give the RPC name of a server for each rank of the plan, each "
                 "once"

@@ -170,7 +170,9 @@ class _LazyAwaitableMeta(abc.ABCMeta, torch.fx.ProxyableClassMeta):
         # Not ProxyableClassMeta's own: that asks a global flag for every object made, which warns on stderr. A proxy
         # among the arguments tells the same.
         proxies: list[torch.fx.Proxy] = []
-        map_aggregate((args, kwargs), lambda one: proxies.append(one) if isinstance(one, torch.fx.Proxy) else None)
+        map_aggregate(
+            (args, kwargs), lambda value: proxies.append(value) if isinstance(value, torch.fx.Proxy) else None
+        )
         if proxies:
             return proxies[0].tracer.create_proxy("call_function", cls, args, kwargs)
         made = type.__call__(cls, *args, **kwargs)

@@ -69,7 +69,7 @@ def _binding(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 # See [Note: what torch's Await lacks in eager mode].
 awaitable.__code__ = _binding.__code__
-type(Await).__instancecheck__ = lambda cls, one: isinstance(one, torch._C._Await)  # type: ignore[assignment, misc]
+type(Await).__instancecheck__ = lambda cls, instance: isinstance(instance, torch._C._Await)  # type: ignore[assignment, misc]
 _fn = torch._C._Await.fn
 torch._C._Await.fn = lambda self: getattr(_fn(self), "function", None) or _fn(self)  # type: ignore[method-assign]
 for _name in _OPERATORS:

@@ -267,14 +267,14 @@ class TrainConfig(Options):
     @property
     def checkpoint_steps(self) -> int | None:
         """Steps from one checkpoint to the next, if they are counted so."""
-        every = self.checkpoint_every
-        return None if every is None or every.endswith("m") else int(every)
+        interval = self.checkpoint_every
+        return None if interval is None or interval.endswith("m") else int(interval)
 
     @property
     def checkpoint_seconds(self) -> float | None:
         """Seconds from one checkpoint to the next, if they are counted so."""
-        every = self.checkpoint_every
-        return 60 * float(every[:-1]) if every is not None and every.endswith("m") else None
+        interval = self.checkpoint_every
+        return 60 * float(interval[:-1]) if interval is not None and interval.endswith("m") else None
 
     @property
     def allowed_restarts(self) -> int:

@@ -64,12 +64,12 @@ class Endpoint:
         request = Request(environ)
         request.max_content_length = _MOST_BYTES
         try:
-            found, status = self._answer(request), 200
+            answer, status = self._answer(request), 200
         except DataError as error:
-            found, status = {"error": str(error)}, 400
+            answer, status = {"error": str(error)}, 400
         except HTTPException as error:
-            found, status = {"error": error.description}, error.code or 500
-        response = Response(json.dumps(found) + "\n", status=status, mimetype="application/json")
+            answer, status = {"error": error.description}, error.code or 500
+        response = Response(json.dumps(answer) + "\n", status=status, mimetype="application/json")
         return response(environ, start_response)
 
     def _answer(self, request: Request) -> dict[str, Any]:

@@ -54,14 +54,14 @@ def with_own_loss(model: nn.Module, name: str) -> nn.Module:
     Raises:
         ConfigError: for a model without this method.
     """
-    own = getattr(model, "loss", None)
+    model_loss = getattr(model, "loss", None)
     wanted = (
         f"loss (--loss) is 'model' and model (--model) {name!r} has {{}}: give it a method loss(dense, sparse, labels) "
         "that returns a scalar tensor, or train on the logits with loss bce, softmax or pairwise"
     )
-    if not callable(own):
+    if not callable(model_loss):
         raise ConfigError(wanted.format("no method loss"))
-    signature = inspect.signature(own.forward if isinstance(own, nn.Module) else own)
+    signature = inspect.signature(model_loss.forward if isinstance(model_loss, nn.Module) else model_loss)
     try:
         signature.bind(None, None, None)
     except TypeError:
@@ -84,10 +84,10 @@ def _scalar(loss: object) -> Tensor:
     if isinstance(loss, Tensor) and loss.dim() == 0 and loss.requires_grad:
         return loss
     kind = type(loss).__name__
-    found = kind if not isinstance(loss, Tensor) else f"{kind} of shape {tuple(loss.shape)}, dtype {loss.dtype}"
+    result = kind if not isinstance(loss, Tensor) else f"{kind} of shape {tuple(loss.shape)}, dtype {loss.dtype}"
     detached = " that needs no gradient" if isinstance(loss, Tensor) and not loss.requires_grad else ""
     raise ConfigError(
-        f"loss (--loss) is 'model' and the model's loss(dense, sparse, labels) returns a {found}{detached}: return a "
+        f"loss (--loss) is 'model' and the model's loss(dense, sparse, labels) returns a {result}{detached}: return a "
         "scalar computed from its parameters, such as the mean over the rows"
     )
 

@@ -120,8 +120,8 @@ def fuse_optimizer(model: nn.Module, config: TrainConfig) -> None:
     for module in model.modules():
         if isinstance(module, (EmbeddingBagCollection, EmbeddingCollection)):
             # A model of one's own may have given some tables an optimizer already.
-            own = [one for one in module.parameters() if not getattr(one, "_optimizer_classes", [])]
-            apply_optimizer_in_backward(cls, own, {"lr": config.embedding_lr, **settings})
+            parameters = [one for one in module.parameters() if not getattr(one, "_optimizer_classes", [])]
+            apply_optimizer_in_backward(cls, parameters, {"lr": config.embedding_lr, **settings})
 
 
 def dense_optimizer(model: ShardedModel, config: TrainConfig) -> torch.optim.Optimizer:
@@ -141,14 +141,14 @@ def planner_constraints(
     """
     tables = _tables_by_feature(model)
     own_names = {name for names in tables.values() for name in names}
-    found = {}
+    constraints = {}
     for text in config.constraint:
         pattern, limit = parse_constraint(text)
         if pattern not in own_names and len(tables.get(pattern, [])) == 1:
             (pattern,) = tables[pattern]
-        found[pattern] = limit
+        constraints[pattern] = limit
     # The first that matches a table counts.
-    return found | {name: one for name, one in constraints_of(dynamic).items() if name not in found}
+    return constraints | {name: one for name, one in constraints_of(dynamic).items() if name not in constraints}
 
 
 def dynamic_tables(spec: FeatureSpec, model: nn.Module) -> dict[str, DynamicIds]:
@@ -158,16 +158,16 @@ def dynamic_tables(spec: FeatureSpec, model: nn.Module) -> dict[str, DynamicIds]
         ConfigError: if the features of a table differ in it.
     """
     asked = {feature.name: feature.dynamic_ids for feature in spec.sparse}
-    found: dict[str, DynamicIds | None] = {}
+    by_table: dict[str, DynamicIds | None] = {}
     for feature, tables in _tables_by_feature(model).items():
         for table in tables:
             options = asked.get(feature)
-            if found.setdefault(table, options) != options:
+            if by_table.setdefault(table, options) != options:
                 raise ConfigError(
                     f"feature {feature!r} has dynamic_ids {options} and another feature of its table {table!r} has "
-                    f"{found[table]}: give all features of a table the same in the features file (--features)"
+                    f"{by_table[table]}: give all features of a table the same in the features file (--features)"
                 )
-    return {table: options for table, options in found.items() if options is not None}
+    return {table: options for table, options in by_table.items() if options is not None}
 
 
 def _tables_by_feature(model: nn.Module) -> dict[str, list[str]]:

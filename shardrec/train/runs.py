@@ -47,8 +47,8 @@ class RunFolder:
     def metrics(self) -> dict[str, Any]:
         """``metrics.json``; empty while the run has no results."""
         file = self.path / METRICS
-        found: dict[str, Any] = read_json(file) if file.is_file() else {}
-        return found
+        metrics: dict[str, Any] = read_json(file) if file.is_file() else {}
+        return metrics
 
     @property
     def spec(self) -> FeatureSpec:
@@ -165,7 +165,7 @@ class RunFolder:
                 f"with shardrec train --resume --out {self.path}"
             ) from error
         checkpoints = sorted(path.name for path in (self.path / CHECKPOINTS).glob("step-*"))
-        found: dict[str, Any] = {
+        summary: dict[str, Any] = {
             "data": self.config.data,
             "model": self.config.model,
             "checkpoints": ", ".join(checkpoints) or "none",
@@ -173,9 +173,9 @@ class RunFolder:
         if (self.path / PLAN).is_file():
             from shardrec.layout import ShardingPlan
 
-            found["plan"] = cuts_of(ShardingPlan.load(self.path / PLAN))
+            summary["plan"] = cuts_of(ShardingPlan.load(self.path / PLAN))
         pending = {"results": f"none yet; go on with shardrec train --resume --out {self.path}"}
-        return {**found, **(results or pending)}
+        return {**summary, **(results or pending)}
 
 
 def _results(metrics: Mapping[str, Any]) -> dict[str, str]:

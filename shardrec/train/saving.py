@@ -70,15 +70,15 @@ class Saver:
         loaded = self._checkpoints.load_last(self._run.model, self._run.optimizer)
         assert loaded is not None, "there was a checkpoint when this was called, and this run has locked the folder"
         self._config.check_resumes(loaded.extra["config"])
-        own, samples, place = loaded.rank_state, int(loaded.extra["samples"]), self._place
+        rank_state, samples, place = loaded.rank_state, int(loaded.extra["samples"]), self._place
         rows = samples * (place.rank + 1) // place.world_size - samples * place.rank // place.world_size
-        self._progress.load(loaded.extra["progress"], rows=int(own["rows"]) if own else rows)
+        self._progress.load(loaded.extra["progress"], rows=int(rank_state["rows"]) if rank_state else rows)
         self._run.source.left_out = loaded.extra["left_out"]
         self._run.load_id_counts(loaded.extra.get("ids", {}))
-        if own:
-            torch.set_rng_state(own["random"])
-        if "cuda_random" in own:
-            torch.cuda.set_rng_state(own["cuda_random"], place.device)
+        if rank_state:
+            torch.set_rng_state(rank_state["random"])
+        if "cuda_random" in rank_state:
+            torch.cuda.set_rng_state(rank_state["cuda_random"], place.device)
         self._saved_step = self._agreed_step = self._agree_at = loaded.step
         self._run.announcer.say(f"going on from the checkpoint of step {loaded.step:,}")
 
@@ -94,8 +94,8 @@ class Saver:
         """
         if self._config.checkpoint_every is None:
             return
-        steps, every = self._progress.steps, self._config.checkpoint_steps
-        due = every is not None and steps % every == 0
+        steps, interval = self._progress.steps, self._config.checkpoint_steps
+        due = interval is not None and steps % interval == 0
         ends = False
         if steps > self._agree_at:
             ends, timely = self._agree()

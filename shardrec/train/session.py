@@ -153,11 +153,11 @@ def _as_started(config: TrainConfig, place: Place, folder: Path) -> ShardingPlan
             "run was started: give that one, or start a new run in another folder (--out)"
         )
     try:
-        found = ShardingPlan.from_json(parse_json(plan))
+        saved_plan = ShardingPlan.from_json(parse_json(plan))
     except ValueError as error:
         raise ConfigError(f"{files[1]} is not the run's plan ({error}); start a new run in another folder") from error
     same = (config.plan, config.constraint) == (started.plan, started.constraint)
-    return found if same and found.world_size == place.world_size else None
+    return saved_plan if same and saved_plan.world_size == place.world_size else None
 
 
 def _sharded_model(config: TrainConfig, source: Source, place: Place, plan: ShardingPlan | None) -> ShardedModel:

@@ -130,7 +130,7 @@ class Source:
         yield from batches
         if isinstance(data, FileClickData):
             counts = (self.left_out.get(files, {}), data.skipped)
-            self.left_out[files] = max(counts, key=lambda one: sum(one.values()))
+            self.left_out[files] = max(counts, key=lambda skipped: sum(skipped.values()))
 
 
 def spec_of(config: TrainConfig) -> FeatureSpec:
