@@ -33,6 +33,8 @@ if TYPE_CHECKING:
         Servers,
         ShardedModel,
         annotate_for_dynamo,
+        clip_grad_norm_,
+        clip_grad_value_,
         detect_anomaly,
         shard,
     )
@@ -65,6 +67,8 @@ __all__ = [
     "ShardrecError",
     "Topology",
     "annotate_for_dynamo",
+    "clip_grad_norm_",
+    "clip_grad_value_",
     "detect_anomaly",
     "export",
     "load_checkpoint",
@@ -81,7 +85,7 @@ _NAMES = {
     "ids": "DynamicIds",
     "layout": "ShardingPlan Topology",
     "modules": "DistributedModelParallel Replicas ReplicatedModel Servers ShardedModel annotate_for_dynamo "
-    "detect_anomaly shard",
+    "clip_grad_norm_ clip_grad_value_ detect_anomaly shard",
     "pending": "LazyAwaitable wait",
     "planner": "Constraint plan",
     "scripting": "script",

@@ -77,6 +77,7 @@ class StepContext:
         on_bad_id: per feature, what is done with ids outside of its table, where that is no error.
         dynamic_ids: per table, by its name in the plan, what is done with its ids, where they are dynamic.
         output_dtype: of the modules' outputs; rows are added up, and travel, as float32 or as ``comms`` says.
+        updates_at_step: tables with an optimizer are updated by its step, not in backward.
         detect_anomaly: look for NaN and Inf; see :mod:`shardrec.exchange.anomaly`.
         anomalies: those that this rank found and no rank has raised yet.
         refusal: what is wrong with the batch whose tracing was ended, or "".
@@ -100,6 +101,7 @@ class StepContext:
         self.on_bad_id: dict[str, OnBadId] = {}
         self.dynamic_ids: dict[str, DynamicIds] = {}
         self.output_dtype = torch.float32
+        self.updates_at_step = False
         self.detect_anomaly = False
         self.anomalies: list[str] = []
         self.refusal = ""

@@ -4,7 +4,8 @@
 mode             how the weights are updated
 ===============  =======================================================================================
 ``FUSED``        the lookup's kernel, in backward
-``ROWS``         :class:`~shardrec.lookup.rows.RowOptimizer`, in backward: optimizers without an exact kernel
+``ROWS``         :class:`~shardrec.lookup.rows.RowOptimizer`, in backward or at the step: optimizers without an exact
+                 kernel, and all where updates wait for the step
 ``WHOLE_ROWS``   the same, with the mean square of whole rows: rowwise Adagrad on tables cut by columns
 ``DENSE``        by whoever owns the parameters' gradients: tables without an optimizer in backward
 ===============  =======================================================================================
@@ -78,7 +79,7 @@ class LookupGroup:
 
 
 def group_tables(
-    tables: Iterable[LookupTable], device: torch.device, *, by_width: bool = False
+    tables: Iterable[LookupTable], device: torch.device, *, by_width: bool = False, at_step: bool = False
 ) -> tuple[LookupGroup, ...]:
     """Group the sharded tables; replicated ones are left out.
 
@@ -86,6 +87,7 @@ def group_tables(
         tables: in module order.
         device: decides which optimizers have a kernel.
         by_width: shards of different widths go into different groups.
+        at_step: tables are updated by the optimizer's step, not in backward.
 
     Raises:
         PlanError: for rowwise Adagrad on a table whose stripes would be in different groups.
@@ -94,7 +96,7 @@ def group_tables(
     for table in tables:
         if table.layout.replicated:
             continue
-        mode = _mode(table, device)
+        mode = _mode(table, device, at_step)
         widths: dict[int | None, None] = {None: None}
         if by_width:
             widths = dict.fromkeys(stripe.col_end - stripe.col_start for stripe in table.layout.stripes())
@@ -111,12 +113,12 @@ def group_tables(
     )
 
 
-def _mode(table: LookupTable, device: torch.device) -> GroupMode:
+def _mode(table: LookupTable, device: torch.device, at_step: bool) -> GroupMode:
     if table.optimizer is None:
         return GroupMode.DENSE
     if table.optimizer.kind is OptimizerKind.ROWWISE_ADAGRAD and len(table.layout.stripes()) > 1:
         return GroupMode.WHOLE_ROWS
     widths = [stripe.col_end - stripe.col_start for stripe in table.layout.stripes()]
-    if not has_fused_kernel(table.optimizer, device, table.dtype, widths):
+    if at_step or not has_fused_kernel(table.optimizer, device, table.dtype, widths):
         return GroupMode.ROWS
     return GroupMode.FUSED

@@ -50,6 +50,7 @@ class ReplicatedLookup:
             of a table are neighbours.
         context: says whether a reducer averages the gradients, and whether it does so in this backward.
         device: where the tables live.
+        at_step: tables with an optimizer are updated by :meth:`step`, not at the end of backward.
 
     Attributes:
         parameters: one (rows, dim) parameter per table.
@@ -61,6 +62,8 @@ class ReplicatedLookup:
         slot_tables: Sequence[int],
         context: StepContext,
         device: torch.device,
+        *,
+        at_step: bool = False,
     ) -> None:
         banks: list[tuple[TableBank, list[int]]] = []  # of neighbouring slots whose tables have one dtype, with these
         for dtype, run in groupby(slot_tables, lambda table: tables[table].dtype):
@@ -80,8 +83,10 @@ class ReplicatedLookup:
         self._runs = [(bank, [self.parameters[number] for number in numbers]) for bank, numbers in banks]
         self._names, self._context = [table.layout.name for table in tables], context
         self._unfinished = False  # fused tables have gradients, and no update has been made with them
-        context.updates.append(self._run)
-        context.forwards.append(self._drop_unfinished)
+        self._at_step = at_step
+        if not at_step:
+            context.updates.append(self.step)
+            context.forwards.append(self._drop_unfinished)
         for parameter in self.parameters:
             parameter.register_post_accumulate_grad_hook(weak_hook(self._on_gradient))
 
@@ -150,13 +155,13 @@ class ReplicatedLookup:
                 f"replicated tables {', '.join(map(repr, self._names))} need their gradients averaged over the "
                 "ranks; shard the whole model with shardrec.shard, or cut these tables"
             )
-        if self._unfinished or not context.reduce_this_backward or not any(self._updates):
+        if self._at_step or self._unfinished or not context.reduce_this_backward or not any(self._updates):
             return
         self._unfinished = True
         if context.reducer is None:
             # One that a callback queues comes after those of a wrapper of the user's, which averages.
             queue = Variable._execution_engine.queue_callback
-            queue(partial(queue, self._run))
+            queue(partial(queue, self.step))
 
     def _drop_unfinished(self) -> None:
         """Drop the gradients of fused tables that a backward that raised has left, which no optimizer would clear."""
@@ -166,7 +171,8 @@ class ReplicatedLookup:
                 if update is not None:
                     parameter.grad = None
 
-    def _run(self) -> None:
+    def step(self) -> None:
+        """Update the tables with an optimizer that have a gradient, and drop it."""
         self._unfinished = False
         for update, parameter in zip(self._updates, self.parameters, strict=True):
             if update is not None and parameter.grad is not None:

@@ -19,6 +19,7 @@ from shardrec.exchange.route import Slot
 from shardrec.layout import Shard
 from shardrec.lookup.backward import looked_up
 from shardrec.lookup.bank import RowGradient, TableBank
+from shardrec.lookup.deferred import DeferredGradients
 from shardrec.lookup.groups import GroupMode, LookupGroup
 from shardrec.lookup.optimizers import FusedOptimizer
 from shardrec.lookup.rows import RowOptimizer
@@ -37,16 +38,24 @@ class _Member:
         collectives: of the group that the embeddings are sharded over.
         device: where the shards live.
         pooled: sum each bag; else give a row per id.
+        at_step: tables with an optimizer are updated by :meth:`step`, not in backward.
 
     Attributes:
         bank: None where the rank holds none of the group's shards.
         updater: has the optimizer's states and counts its steps; None without a bank.
         width: pooled columns of the group on this rank.
         parameters: of the shards, where they take dense gradients.
+        deferred: what :meth:`step` will apply, if the group is updated by it.
     """
 
     def __init__(
-        self, group: LookupGroup, slots: tuple[Slot, ...], collectives: Collectives, device: torch.device, pooled: bool
+        self,
+        group: LookupGroup,
+        slots: tuple[Slot, ...],
+        collectives: Collectives,
+        device: torch.device,
+        pooled: bool,
+        at_step: bool,
     ) -> None:
         self.group = group
         self.slots = slots
@@ -68,6 +77,9 @@ class _Member:
         self.whole_rows: WholeRows | None = None
         if group.mode is GroupMode.WHOLE_ROWS:
             self.whole_rows = WholeRows(group.layouts, self.shards, self.bank, collectives, device)
+        self.deferred: DeferredGradients | None = None
+        if at_step and group.optimizer is not None:
+            self.deferred = DeferredGradients(() if self.bank is None else self.bank.classes)
         self._nothing = NoTables(group.width or 0, device)
         self._placeholder = torch.zeros(0, device=device, requires_grad=True)
 
@@ -75,7 +87,7 @@ class _Member:
         """As :meth:`TableBank.look_up`; the backward updates the tables or gives their parameters gradients."""
         bank, given = self.bank, (ids, lengths, weights)
         if bank is None:
-            if self.whole_rows is not None:
+            if self.whole_rows is not None:  # whose exchange takes every rank
                 return looked_up(self._nothing, lambda *_: None, self._learn, *given, [self._placeholder])
             nothing: Tensor = self._nothing(*given)
             return nothing.requires_grad_() if torch.is_grad_enabled() else nothing
@@ -86,16 +98,28 @@ class _Member:
         return looked_up(bank.look_up, bank.weight_gradient, self._learn, *given, [self._placeholder], out)
 
     def _learn(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, gradient: Tensor) -> list[None]:
-        """Update the rows that were looked up; of whole rows, without a bank, tell the others that there are none."""
-        gradients: Sequence[RowGradient] = []
-        if self.bank is not None and self.rows is not None:
-            gradients = self.rows.decayed(self.bank.row_gradients(ids, lengths, weights, gradient))
+        """Update the rows that were looked up, or have :meth:`step` do it."""
+        gradients = [] if self.bank is None else self.bank.row_gradients(ids, lengths, weights, gradient)
+        if self.deferred is None:
+            self._update(gradients)
+        else:
+            self.deferred.add(gradients)
+        return [None]
+
+    def step(self) -> None:
+        """Apply what backward has left; does nothing if there was none. Every rank calls it."""
+        if self.deferred is not None and self.deferred.backwards:
+            self._update(self.deferred.take())
+
+    def _update(self, gradients: Sequence[RowGradient]) -> None:
+        """Update rows; of whole rows, without a bank, tell the others that there are none."""
         squares = None
+        if self.rows is not None:
+            gradients = self.rows.decayed(gradients)
         if self.whole_rows is not None:
             squares = self.whole_rows.mean_squares(gradients)
         if self.rows is not None:
             self.rows.step(gradients, squares)
-        return [None]
 
     def scripted(self) -> nn.Module:
         """The lookup for TorchScript; see :meth:`ShardLookup.scripted`."""
@@ -113,6 +137,7 @@ class ShardLookup:
         collectives: of the group that the embeddings are sharded over.
         device: where the shards live.
         pooled: sum each bag; else give a row per id, for groups of one width each.
+        at_step: tables with an optimizer are updated by :meth:`step`, not in backward.
 
     Attributes:
         shards: this rank's shards, group after group.
@@ -126,9 +151,10 @@ class ShardLookup:
         device: torch.device,
         *,
         pooled: bool = True,
+        at_step: bool = False,
     ) -> None:
         self._members = [
-            _Member(group, tuple(slot for slot in slots if slot.group == index), collectives, device, pooled)
+            _Member(group, tuple(slot for slot in slots if slot.group == index), collectives, device, pooled, at_step)
             for index, group in enumerate(groups)
         ]
         self._tables = {
@@ -176,6 +202,21 @@ class ShardLookup:
                 member.rows.lr = lr
             elif member.bank is not None:
                 member.bank.set_learning_rate(lr)
+
+    def step(self) -> None:
+        """Update the tables with the gradients that backward has left. Every rank calls it."""
+        for member in self._members:
+            member.step()
+
+    def deferred(self) -> list[DeferredGradients]:
+        """What :meth:`step` will apply, by group."""
+        return [member.deferred for member in self._members if member.deferred is not None]
+
+    def drop_rows(self, shard: Shard, rows: Tensor) -> None:
+        """Let go of what :meth:`step` would apply to some rows (E,) of one of this rank's shards."""
+        for member in self._members:
+            if member.deferred is not None and shard in member.shards:
+                member.deferred.drop_rows(member.shards.index(shard), rows)
 
     def own_parameters(self, parameters: dict[Shard, nn.Parameter]) -> None:
         """Tell the lookup which parameters take the gradients of the shards without a fused optimizer."""

@@ -3,6 +3,7 @@
 from shardrec.modules.annotate import annotate_for_dynamo, unannotate
 from shardrec.modules.anomaly import detect_anomaly
 from shardrec.modules.bags import ShardedEmbeddingBagCollection
+from shardrec.modules.clipping import clip_grad_norm_, clip_grad_value_
 from shardrec.modules.convert import shard
 from shardrec.modules.drop_in import DistributedModelParallel
 from shardrec.modules.model import ShardedModel
@@ -20,6 +21,8 @@ __all__ = [
     "ShardedEmbeddingCollection",
     "ShardedModel",
     "annotate_for_dynamo",
+    "clip_grad_norm_",
+    "clip_grad_value_",
     "detect_anomaly",
     "shard",
     "unannotate",

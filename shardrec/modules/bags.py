@@ -81,7 +81,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
 
     def _build_lookups(self) -> None:
         collectives = self.context.collectives
-        groups = group_tables(self._lookup_tables.values(), self.device)
+        groups = group_tables(self._lookup_tables.values(), self.device, at_step=self.context.updates_at_step)
         group_of = {layout.name: index for index, group in enumerate(groups) for layout in group.layouts}
         lookups: list[Lookup] = []
         for config in self._configs:

@@ -229,6 +229,7 @@ class ShardedCollection(nn.Module, abc.ABC):
         drawn = draw_rows(self._config_of[name], shard, rows.numel(), step)
         weight.index_copy_(0, rows.to(weight.device), drawn.to(weight))
         if optimizer is not None:
+            self.shards.drop_rows(shard, rows)
             for state in self.shards.states(shard).values():
                 state.index_fill_(0, rows.to(state.device), optimizer.initial_accumulator_value)
 
@@ -273,10 +274,13 @@ class ShardedCollection(nn.Module, abc.ABC):
         dynamic = {table.layout.name: table.layout for table in tables if self._is_dynamic(table.layout)}
         options = {name: context.dynamic_ids[name] for name in dynamic}
         self.id_maps = IdMaps(slots, options, dynamic, self.renew_rows) if dynamic else None
-        self.shards = ShardLookup(groups, slots, collectives, self.device, pooled=pooled)
+        at_step = context.updates_at_step
+        self.shards = ShardLookup(groups, slots, collectives, self.device, pooled=pooled, at_step=at_step)
         numbers = [self.replica_number[one.layout.name] for one in lookups if one.layout.replicated]
         replicated = self._replicated_tables()
-        self.replicas = ReplicatedLookup(replicated, numbers, context, self.device) if replicated else None
+        self.replicas = (
+            ReplicatedLookup(replicated, numbers, context, self.device, at_step=at_step) if replicated else None
+        )
         return route
 
     def _build_parameters(self, first_values: Iterable[tuple[str, Values]]) -> nn.ModuleDict:
@@ -333,6 +337,21 @@ class ShardedCollection(nn.Module, abc.ABC):
                 assert self.replicas is not None, "a replica has a replicated lookup"
                 parts[shard] = self.replicas.states(self.replica_number[module.layout.name])[state]
         return parts
+
+    def step(self) -> None:
+        """Update the tables with the gradients that backward has left (``update="step"``). Every rank calls it."""
+        self.shards.step()
+        if self.replicas is not None:
+            self.replicas.step()
+
+    def drop_gradients(self) -> None:
+        """Let go of the gradients of tables with an optimizer that no step has applied."""
+        for deferred in self.shards.deferred():
+            deferred.drop()
+        tables = self.tables()
+        for name in self._optimizers:
+            for parameter in tables[name].parameters():
+                parameter.grad = None
 
     def step_counts(self) -> dict[str, int]:
         """Per table, by its name in the plan, how many updates its fused optimizer has made (for Adam's bias)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -51,6 +51,9 @@ TorchRecLazyAwaitable.register(LazyAwaitable)
 
 __all__ = ["agree_on_plan", "exchange_faults", "features_of", "put_in_place", "shard", "with_sharded"]
 
+UpdateTime = Literal["backward", "step"]
+"""When tables with an optimizer of their own are updated."""
+
 
 def shard(
     model: nn.Module,
@@ -67,6 +70,7 @@ def shard(
     on_bad_id: OnBadId | Mapping[str, OnBadId] = "error",
     dynamic_ids: Mapping[str, DynamicIds] | None = None,
     servers: Servers | None = None,
+    update: UpdateTime = "backward",
     **former: Any,
 ) -> ShardedModel:
     """Shard the embedding collections of a model, and have the gradients of the rest averaged over the ranks.
@@ -111,6 +115,9 @@ def shard(
             collision, where the tables have that.
         servers: embedding servers that hold the tables, as a :class:`shardrec.Servers`. Default: the ranks of the group
             hold them.
+        update: when tables with an optimizer of ``apply_optimizer_in_backward`` are updated (docs/updates.md).
+            ``"backward"``: inside each ``backward()``, as in TorchRec. ``"step"``: by ``model.fused_optimizer.step()``,
+            once, with the sum of the gradients of all backward calls since the last step, which are kept until then.
         former: ``sync_every``, ``sync_optimizer``, ``staleness`` and ``timeout_s``, which are now the records'.
 
     Returns:
@@ -142,7 +149,13 @@ def shard(
         copies = 1 if replicas is None else max(1, replicas.count)
         holders = collectives.world_size // copies if servers is None else len(servers.names)
         plan = from_torchrec(plan, Topology.of_world(holders), table_shapes(model))
+    if update not in get_args(UpdateTime):
+        raise ConfigError(f"update is {update!r}; give one of {', '.join(map(repr, get_args(UpdateTime)))}")
     if servers is not None:
+        if update == "step":
+            raise ConfigError(
+                "update='step' does not go with servers, which update their tables as gradients come; leave one out"
+            )
         without = (comms, replicas, transport, dynamic_ids or None)
         if any(value is not None for value in without) or output_dtype is not torch.float32:
             raise ConfigError(
@@ -184,6 +197,7 @@ def shard(
     context.output_dtype = output_dtype
     context.on_bad_id = policies
     context.dynamic_ids = tables
+    context.updates_at_step = update == "step"
     replaced: dict[int, ShardedCollection] = {}
     for path, module in collections.items():
         given: dict[str, Any] = {"path": path, "device": target, "group": groups.inside, "context": context}

@@ -12,8 +12,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -35,6 +36,7 @@ from shardrec.modules.compiled import compiled_step, leaves
 from shardrec.modules.dense import DenseOptions, DenseReducer, DenseWrap, average_dense, dense_options
 from shardrec.modules.optim import FusedOptimizers
 from shardrec.modules.recorded import recorded_call
+from shardrec.modules.scaling import refuse_scalers
 
 __all__ = ["ShardedModel", "dense_signature", "require_sharded"]
 
@@ -68,8 +70,11 @@ class ShardedModel(nn.Module):
         self._sharded = [child for child in module.modules() if isinstance(child, ShardedCollection)]
         self._headers = min(1, len(self._sharded))
         self.made_fused_optimizer: FusedOptimizers | None = None
+        self._has_warned = False
         self._dense = dense
         self._reducer: DenseReducer | None = None
+        if self.has_fused_tables and not context.updates_at_step:
+            refuse_scalers(self.dense_parameters())
         if group is not None:
             cut: list[nn.Parameter] = []
             replicated: list[nn.Parameter] = []
@@ -104,8 +109,35 @@ class ShardedModel(nn.Module):
         """
         if self.made_fused_optimizer is None:
             names = {id(parameter): name for name, parameter in self.named_parameters()}
-            self.made_fused_optimizer = FusedOptimizers(self._sharded, names)
+            self.made_fused_optimizer = FusedOptimizers(self._sharded, names, self.context, self.group)
         return self.made_fused_optimizer
+
+    @property
+    def sharded_collections(self) -> Sequence[ShardedCollection]:
+        """The model's collections, in its order."""
+        return self._sharded
+
+    @property
+    def has_fused_tables(self) -> bool:
+        """Whether a table has an optimizer of its own; alike on every rank."""
+        return any(collection.fused_optimizers() for collection in self._sharded)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, those of rows too (``update="step"``)."""
+        super().zero_grad(set_to_none)
+        for collection in self._sharded:
+            collection.drop_gradients()
+
+    def warn_without_step(self) -> None:
+        """Warn, once, that a backward has left gradients for a step that nobody can have made."""
+        deferred = [part for collection in self._sharded for part in collection.shards.deferred()]
+        if not self._has_warned and any(part.backwards for part in deferred):
+            self._has_warned = True
+            warnings.warn(
+                "this model's tables are updated by model.fused_optimizer.step(), which nobody has called since a "
+                "backward: call it beside the other optimizers' step()",
+                stacklevel=2,
+            )
 
     def dense_parameters(self) -> Iterator[nn.Parameter]:
         """The parameters that an ordinary optimizer trains: all but those which an optimizer in backward updates.
@@ -126,8 +158,8 @@ class ShardedModel(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Accumulate the dense part's gradients without averaging them, as DistributedDataParallel.no_sync does.
 
-        Counts for the backward of each forward made inside. Sharded tables with a fused optimizer are still updated in
-        each backward; replicated ones accumulate with the dense part.
+        Counts for the backward of each forward made inside. With ``update="backward"``, sharded tables with a fused
+        optimizer are still updated in each backward; replicated ones accumulate with the dense part.
         """
         self.context.accumulates = True
         try:
@@ -155,6 +187,7 @@ class ShardedModel(nn.Module):
         context = ModelContext(self.context.collectives, self.context.device, self.context.comms)
         context.output_dtype, context.on_bad_id = self.context.output_dtype, self.context.on_bad_id
         context.dynamic_ids = dict(self.context.dynamic_ids)
+        context.updates_at_step = self.context.updates_at_step
         memo[id(self.context)] = context
         module = copy.deepcopy(self.module, memo)
         annotate_for_dynamo(module)
@@ -325,6 +358,8 @@ class _Step(ExitStack):
         context.dense_signature = dense_signature(self._inputs)
         if model.made_fused_optimizer is not None:
             model.made_fused_optimizer.push()
+        elif context.updates_at_step and torch.is_grad_enabled():
+            model.warn_without_step()
         context.begin_forward()
         if self._compiled:
             traced = any(one._traced is not None for one in model._sharded)

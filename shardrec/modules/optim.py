@@ -1,7 +1,8 @@
 """The fused optimizers of a sharded model as one torch optimizer: learning rates to schedule, states to save.
 
-The weights are updated inside backward, so ``step()`` has nothing to do. What a scheduler writes into
-``param_groups[i]["lr"]`` reaches the kernels at the next forward.
+With ``update="backward"`` the weights are updated inside backward, so ``step()`` has nothing to do, and what a
+scheduler writes into ``param_groups[i]["lr"]`` reaches the kernels at the next forward. With ``update="step"``,
+``step()`` updates them, by the learning rates of that time.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torchrec.optim.keyed import KeyedOptimizer
 
 from shardrec.errors import ConfigError
+from shardrec.exchange.context import StepContext
 from shardrec.lookup.optimizers import FusedOptimizer
 from shardrec.modules.collection import ShardedCollection
+from shardrec.modules.scaling import SCALER_REMEDY, TableGradients
 
 __all__ = ["FusedOptimizers", "NoFusedOptimizer"]
 
@@ -34,15 +38,25 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
     holds views of the states: ``sum`` for Adagrad (one value per row if rowwise), ``exp_avg``, ``exp_avg_sq`` and
     ``step`` for Adam. ``params`` has this rank's shards by name.
 
+    With ``update="step"`` the first group has a placeholder behind its shards, for ``torch.amp.GradScaler``.
+
     Args:
         collections: the sharded collections of a model.
         names: of their parameters in the model, by id.
+        context: of the model.
+        group: the model's process group; None on one rank.
 
     Raises:
         NoFusedOptimizer: if no table has a fused optimizer; a ConfigError and an AttributeError.
     """
 
-    def __init__(self, collections: Iterable[ShardedCollection], names: Mapping[int, str]) -> None:
+    def __init__(
+        self,
+        collections: Iterable[ShardedCollection],
+        names: Mapping[int, str],
+        context: StepContext,
+        group: dist.ProcessGroup | None,
+    ) -> None:
         self._collections = list(collections)
         tables: dict[FusedOptimizer, list[str]] = {}
         params: dict[FusedOptimizer, list[nn.Parameter]] = {}
@@ -62,6 +76,13 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
         torch.optim.Optimizer.__init__(self, groups, {})
         self.defaults["_save_param_groups"] = False
         self.params = {names[id(one)]: one for group in self.param_groups for one in group["params"]}
+        self._at_step = context.updates_at_step
+        # A GradScaler then steps whatever it finds, and is refused by step().
+        self._step_supports_amp_scaling = not self._at_step
+        if self._at_step:
+            placeholder = nn.Parameter(torch.zeros(1, device=context.device))
+            placeholder.grad = self._gradients = TableGradients.of(self._row_gradients, context.device, group)
+            self.param_groups[0]["params"].append(placeholder)
         self._table_of: dict[nn.Parameter, str] = {}
         self._shown: dict[nn.Parameter, int] = {}  # counts of updates, as they were written into the states
         self._refresh()
@@ -69,9 +90,23 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
     add_param_group = torch.optim.Optimizer.add_param_group
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Nothing to update; hands the learning rates to the kernels."""
-        loss = None if closure is None else closure()
+        """Update the tables with the gradients of all backward calls since the last step; every rank calls it.
+
+        With ``update="backward"``, hands the learning rates to the kernels.
+
+        Raises:
+            ConfigError: if a GradScaler calls it and the tables have been updated in backward.
+        """
+        if hasattr(self, "found_inf"):
+            raise ConfigError(f"a GradScaler steps the tables' optimizer, but {SCALER_REMEDY}")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         self.push()
+        if self._at_step:
+            for collection in self._collections:
+                collection.step()
         self._show_counts()
         return loss
 
@@ -83,7 +118,13 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
         self._take_steps()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing to do: fused tables have no gradients."""
+        """Drop the gradients that no step has applied."""
+        for collection in self._collections:
+            collection.drop_gradients()
+
+    def _row_gradients(self) -> list[Tensor]:
+        deferred = [part for collection in self._collections for part in collection.shards.deferred()]
+        return [gradient.values for part in deferred for gradient in part.sums()]
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's states by parameter name, and the groups' settings with the names."""
@@ -94,7 +135,8 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
                 name: self.state[parameter] for name, parameter in self.params.items() if parameter in self.state
             },
             "param_groups": [
-                {**group, "params": [names[parameter] for parameter in group["params"]]} for group in self.param_groups
+                {**group, "params": [names[parameter] for parameter in group["params"] if parameter in names]}
+                for group in self.param_groups
             ],
         }
 
@@ -105,7 +147,7 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
             ConfigError: if the groups or the shapes are not those of this rank's shards.
         """
         groups = state_dict["param_groups"]
-        mine = [len(group["params"]) for group in self.param_groups]
+        mine = [sum(one in self._table_of for one in group["params"]) for group in self.param_groups]
         theirs = [len(group["params"]) for group in groups]
         if mine != theirs:
             raise ConfigError(

@@ -130,7 +130,8 @@ class ShardedEmbeddingCollection(ShardedCollection):
 
     def _build_lookups(self) -> None:
         collectives = self.context.collectives
-        self.groups = groups = group_tables(self._lookup_tables.values(), self.device, by_width=True)
+        at_step = self.context.updates_at_step
+        self.groups = groups = group_tables(self._lookup_tables.values(), self.device, by_width=True, at_step=at_step)
         lookups: list[Lookup] = []
         for config, names in zip(self._configs, self._names_by_table, strict=True):
             layout = self.table_layouts[config.name]

@@ -58,10 +58,12 @@ class TrainPipeline:
             ``to(device, non_blocking)``.
         loss_fn: from model and batch to the loss, or a tuple that begins with it; default: calls ``model(batch)``.
         depth: 0, 1 or 2; see above.
+        accumulate: batches of an update: it takes the mean of their gradients, as of one batch with the rows of all. If
+            the batches end before, it is made with those that there are, each with the same share.
         device: where batches are copied to; default: the sharded model's, or that of the first parameter.
 
     Raises:
-        ConfigError: for another depth.
+        ConfigError: for another depth; for several batches an update, if the model's tables are updated in backward.
 
     The idea is that of TorchRec's ``TrainPipelineSparseDist``.
     """
@@ -74,11 +76,25 @@ class TrainPipeline:
         *,
         loss_fn: Callable[[nn.Module, Any], Any] | None = None,
         depth: int = 2,
+        accumulate: int = 1,
         device: torch.device | str | None = None,
     ) -> None:
         if depth not in (0, 1, 2):
             raise ConfigError(f"depth is {depth!r}: give 0 (the plain loop), 1 or 2")
+        if accumulate < 1:
+            raise ConfigError(f"accumulate is {accumulate!r}: give a number of batches, 1 or more")
+        if (
+            accumulate > 1
+            and isinstance(model, ShardedModel)
+            and model.has_fused_tables
+            and not model.context.updates_at_step
+        ):
+            raise ConfigError(
+                f"accumulate is {accumulate}, but this model's tables are updated in each backward; shard it with "
+                "shardrec.shard(..., update='step')"
+            )
         self._model = model
+        self._accumulate, self._accumulated = accumulate, 0
         self._optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         self._loss_fn = loss_fn or operator.call
         context = model.context if isinstance(model, ShardedModel) else None
@@ -100,12 +116,25 @@ class TrainPipeline:
             StopIteration: after the last batch.
             InputError: on every rank, if the batch, or the model's forward on it, fails on any.
         """
-        result = self._steps.step(self._loss)
+        try:
+            result = self._steps.step(self._loss)
+        except StopIteration:
+            if self._accumulated:
+                self._update()
+            raise
         loss: Tensor = result[0] if isinstance(result, (tuple, list)) else result
+        if self._accumulate > 1:
+            loss = loss / self._accumulate
         loss.backward()  # type: ignore[no-untyped-call,unused-ignore]  # untyped in some releases of torch
+        self._accumulated += 1
+        if self._accumulated == self._accumulate:
+            self._update()
+        return result
+
+    def _update(self) -> None:
+        self._accumulated = 0
         for optimizer in self._optimizers:
             optimizer.step()
-        return result
 
     def close(self) -> None:
         """Let go of the batches that are under way, where a loop ends before its dataloader does.
@@ -142,6 +171,7 @@ class TrainPipeline:
             yield output
 
     def _loss(self, batch: Any) -> Any:
-        for optimizer in self._optimizers:
-            optimizer.zero_grad(set_to_none=True)
+        if not self._accumulated:
+            for optimizer in self._optimizers:
+                optimizer.zero_grad(set_to_none=True)
         return self._loss_fn(self._model, batch)
