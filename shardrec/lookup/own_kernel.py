@@ -19,10 +19,11 @@ from torch import Tensor
 from shardrec.lookup.backward import looked_up
 from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
 
-__all__ = ["OwnKernel", "own_kernel", "with_neighbouring_columns"]
+__all__ = ["RULES", "OwnKernel", "own_kernel", "with_neighbouring_columns"]
 
-# As native/update.cpp numbers them. None: the weights do not change.
-_RULES = {OptimizerKind.SGD: 0, OptimizerKind.ADAGRAD: 1, OptimizerKind.ROWWISE_ADAGRAD: 2}
+
+RULES = {OptimizerKind.SGD: 0, OptimizerKind.ADAGRAD: 1, OptimizerKind.ROWWISE_ADAGRAD: 2}
+"""The optimizers of native/update.cpp, by its numbers."""
 _MOST_ROWS = 2**31 - 1
 
 
@@ -90,7 +91,7 @@ class OwnKernel:
             weights,
             with_neighbouring_columns(gradient),
             self.pooled,
-            _RULES[self.optimizer.kind],
+            RULES[self.optimizer.kind],
             lr,
             self.optimizer.eps,
         )
@@ -122,7 +123,7 @@ def own_kernel(
         optimizer: fused into backward.
         pooled: sums of bags; else rows.
     """
-    if optimizer is not None and optimizer.kind not in _RULES:
+    if optimizer is not None and optimizer.kind not in RULES:
         return None
     if any(one.dtype is not torch.float32 or one.device.type != "cpu" for one in weights):
         return None

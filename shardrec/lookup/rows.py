@@ -18,6 +18,7 @@ from torch import Tensor
 from shardrec import native
 from shardrec.lookup.bank import RowGradient, WidthClass
 from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
+from shardrec.lookup.own_kernel import RULES
 
 __all__ = ["RowOptimizer"]
 
@@ -89,6 +90,13 @@ class RowOptimizer:
     ) -> None:
         rows, values = gradient.rows, gradient.values
         options = self.optimizer
+        if options.rowwise and mean_square is None:
+            mean_square = gradient.square_sums() / values.size(1)
+        if options.kind in RULES and weight.dtype is torch.float32 and weight.is_cpu and native.is_loaded():
+            torch.ops.shardrec.update_rows(
+                weight, states.get("sum"), rows, values, mean_square, RULES[options.kind], self.lr, options.eps
+            )
+            return
         match options.kind:
             case OptimizerKind.SGD:
                 change = values
@@ -97,13 +105,8 @@ class RowOptimizer:
                 states["sum"].index_copy_(0, rows, total)
                 change = values / total.sqrt_().add_(options.eps)
             case OptimizerKind.ROWWISE_ADAGRAD:
-                squares = gradient.square_sums() / values.size(1) if mean_square is None else mean_square
-                if weight.dtype is torch.float32 and weight.device.type == "cpu" and native.is_loaded():
-                    torch.ops.shardrec.rowwise_adagrad(
-                        weight, states["sum"], rows, values, squares.contiguous(), self.lr, options.eps
-                    )
-                    return
-                total = states["sum"].index_select(0, rows).add_(squares)
+                assert mean_square is not None, "computed above"
+                total = states["sum"].index_select(0, rows).add_(mean_square)
                 states["sum"].index_copy_(0, rows, total)
                 change = values / total.sqrt_().add_(options.eps).unsqueeze(1)
             case OptimizerKind.ADAM:
@@ -115,8 +118,5 @@ class RowOptimizer:
                 states["exp_avg_sq"].index_copy_(0, rows, second)
                 root = second.div_(1 - beta2**self.step_count).sqrt_().add_(options.eps)
                 change = first.div_(1 - beta1**self.step_count) / root
-        if weight.dtype is torch.float32:
-            weight.index_add_(0, rows, change, alpha=-self.lr)
-        else:
-            updated = weight.index_select(0, rows).to(torch.float32).add_(change, alpha=-self.lr)
-            weight.index_copy_(0, rows, updated.to(weight.dtype))
+        updated = weight.index_select(0, rows).to(torch.float32).add_(change, alpha=-self.lr)
+        weight.index_copy_(0, rows, updated.to(weight.dtype))

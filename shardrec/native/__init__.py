@@ -20,7 +20,7 @@
     the gradient of the ids' weights, for the same
 ``sum_gradient(ids, lengths, weights, gradient, bases, columns, width, pooled, rows)``
     distinct rows, their gradients and the sums of their squares, for :mod:`shardrec.lookup.bank`
-``rowwise_adagrad(weight, state, rows, values, mean_squares, lr, eps)``
+``update_rows(weight, state, rows, values, mean_squares, rule, lr, eps)``
     the update of some rows, for :mod:`shardrec.lookup.rows`
 
 Without them the same is done by torch's operators and fbgemm's kernels, with equal results and more passes over memory.
@@ -52,7 +52,7 @@ from shardrec.errors import ConfigError
 
 __all__ = ["has_kernels", "is_loaded", "library_path"]
 
-_NEWEST = "look_up_out"  # an operator that libraries built from older sources do not have
+_NEWEST = "update_rows"  # an operator that libraries built from older sources do not have
 
 
 def library_path() -> Path | None:

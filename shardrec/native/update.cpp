@@ -1,5 +1,5 @@
 // update: the gradient of each distinct row and the optimizer's step on it, table by table.
-// sum_gradient: the same gradients, given out. rowwise_adagrad: the step alone, on rows that are given.
+// sum_gradient: the same gradients, given out. update_rows: the step alone, on rows that are given.
 
 #include <ATen/ATen.h>
 #include <torch/library.h>
@@ -7,6 +7,7 @@
 #include <cmath>
 #include <optional>
 #include <tuple>
+#include <type_traits>
 #include <vector>
 
 #include "gradient.h"
@@ -62,8 +63,8 @@ struct Update {
 
   template <int Lanes, int Width>
   SHARDREC_INLINE void row(int64_t row, const Row<Lanes, Width>& gradient, int64_t width) const {
-    float* const to = table + row * width;
     if constexpr (Kind == kAdagrad) {
+      float* const to = table + row * width;
       for_vectors<Lanes, Width>(width, [&](int64_t i, auto tag) SHARDREC_BODY {
         float* const sums = state + row * width + i;
         const Vector<tag.lanes> change = gradient.at(i, tag);
@@ -79,10 +80,16 @@ struct Update {
         const float sum = state[row] += sum_of_squares<Lanes, Width>(gradient, width) / float(width);
         rate /= std::sqrt(sum) + setting.eps;
       }
-      for_vectors<Lanes, Width>(width, [&](int64_t i, auto tag) SHARDREC_BODY {
-        store<tag.lanes>(to + i, load<tag.lanes>(to + i) + gradient.at(i, tag) * rate);
-      });
+      add<Lanes, Width>(row, gradient, width, rate);
     }
+  }
+
+  template <int Lanes, int Width>
+  SHARDREC_INLINE void add(int64_t row, const Row<Lanes, Width>& gradient, int64_t width, float factor) const {
+    float* const to = table + row * width;
+    for_vectors<Lanes, Width>(width, [&](int64_t i, auto tag) SHARDREC_BODY {
+      store<tag.lanes>(to + i, load<tag.lanes>(to + i) + gradient.at(i, tag) * factor);
+    });
   }
 };
 
@@ -226,52 +233,67 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> sum_gradient(
   return {distinct, values, squares};
 }
 
+template <int64_t Kind>
 struct Step {
-  float* table;
+  Update<Kind> use;
   int64_t rows;
   int64_t width;
   int64_t count;
-  float* states;
   const int64_t* row;
-  const float* values;
-  const float* mean_squares;
-  float rate;
-  float eps;
+  float* values;
+  const float* mean_squares;  // of rowwise Adagrad
 
   template <int Lanes>
   SHARDREC_INLINE bool run() const {
     for (int64_t u = 0; u < count; ++u) {
       if (u + kOccurrencesAhead < count) {
-        prefetch_row<1>(unchecked_row(table, row[u + kOccurrencesAhead], width), width);
-        prefetch_row<1>(unchecked_row(states, row[u + kOccurrencesAhead], 1), 1);
+        const int64_t next = row[u + kOccurrencesAhead];
+        if (uint64_t(next) < uint64_t(rows)) use.ahead(next, width);
       }
       if (uint64_t(row[u]) >= uint64_t(rows)) return false;
-      const float sum = states[row[u]] += mean_squares[u];
-      const float step = rate / (std::sqrt(sum) + eps);
-      float* const to = table + row[u] * width;
-      const float* const from = values + u * width;
-      for_vectors<Lanes, 0>(width, [&](int64_t i, auto tag) SHARDREC_BODY {
-        store<tag.lanes>(to + i, load<tag.lanes>(to + i) + load<tag.lanes>(from + i) * step);
-      });
+      const Row<Lanes, 0> gradient(values + u * width);
+      if constexpr (Kind == kRowwiseAdagrad) {
+        const float sum = use.state[row[u]] += mean_squares[u];
+        use.template add<Lanes, 0>(row[u], gradient, width, use.setting.rate / (std::sqrt(sum) + use.setting.eps));
+      } else {
+        use.template row<Lanes, 0>(row[u], gradient, width);
+      }
     }
     return true;
   }
 };
 
-void rowwise_adagrad(
-    const at::Tensor& weight, const at::Tensor& state, const at::Tensor& rows, const at::Tensor& values,
-    const at::Tensor& mean_squares, double lr, double eps) {
-  for (const at::Tensor& one : {weight, state, rows, values, mean_squares}) check_dense(one, "every tensor");
-  TORCH_CHECK(weight.dim() == 2, "shardrec: the weight is (rows, columns)");
+void update_rows(
+    const at::Tensor& weight, const std::optional<at::Tensor>& state, const at::Tensor& rows, const at::Tensor& values,
+    const std::optional<at::Tensor>& mean_squares, int64_t rule, double lr, double eps) {
+  for (const at::Tensor& one : {weight, rows, values}) check_dense(one, "every tensor");
+  TORCH_CHECK(weight.dim() == 2 && weight.scalar_type() == at::kFloat, "shardrec: the weight is (rows, columns) float32");
   const int64_t width = weight.size(1), count = rows.numel();
   TORCH_CHECK(
-      state.numel() == weight.size(0) && values.dim() == 2 && values.size(0) == count && values.size(1) == width &&
-          mean_squares.numel() == count,
+      values.dim() == 2 && values.size(0) == count && values.size(1) == width,
       "shardrec: the update does not fit the table");
-  const Step job{
-      weight.data_ptr<float>(), weight.size(0), width, count, state.data_ptr<float>(), rows.const_data_ptr<int64_t>(),
-      values.const_data_ptr<float>(), mean_squares.const_data_ptr<float>(), float(-lr), float(eps)};
-  TORCH_CHECK(run(job), "shardrec: a row outside of its table");
+  const auto floats = [](const std::optional<at::Tensor>& one, int64_t size) {
+    TORCH_CHECK(one && one->numel() == size, "shardrec: the update does not fit the table");
+    check_dense(*one, "every tensor");
+    return one->data_ptr<float>();
+  };
+  const Setting setting{weight.data_ptr<float>(), nullptr, float(-lr), float(eps)};
+  const auto step = [&](auto kind) {
+    constexpr int64_t Kind = decltype(kind)::value;
+    Update<Kind> use{setting, setting.weights};
+    const float* squares = nullptr;
+    if (Kind != kSgd) use.state = floats(state, Kind == kAdagrad ? weight.numel() : weight.size(0));
+    if (Kind == kRowwiseAdagrad) squares = floats(mean_squares, count);
+    const Step<Kind> job{
+        use, weight.size(0), width, count, rows.const_data_ptr<int64_t>(), values.data_ptr<float>(), squares};
+    TORCH_CHECK(run(job), "shardrec: a row outside of its table");
+  };
+  switch (rule) {
+    case kSgd: return step(std::integral_constant<int64_t, kSgd>{});
+    case kAdagrad: return step(std::integral_constant<int64_t, kAdagrad>{});
+    case kRowwiseAdagrad: return step(std::integral_constant<int64_t, kRowwiseAdagrad>{});
+    default: TORCH_CHECK(false, "shardrec: there is no rule ", rule);
+  }
 }
 
 }  // namespace
@@ -285,12 +307,12 @@ TORCH_LIBRARY_FRAGMENT(shardrec, library) {
       "sum_gradient(Tensor ids, Tensor lengths, Tensor? weights, Tensor gradient, Tensor bases, Tensor columns, "
       "int width, bool pooled, int rows) -> (Tensor, Tensor, Tensor)");
   library.def(
-      "rowwise_adagrad(Tensor(a!) weight, Tensor(b!) state, Tensor rows, Tensor values, Tensor mean_squares, "
+      "update_rows(Tensor(a!) weight, Tensor(b!)? state, Tensor rows, Tensor values, Tensor? mean_squares, int rule, "
       "float lr, float eps) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(shardrec, CPU, library) {
   library.impl("update", shardrec::update);
   library.impl("sum_gradient", shardrec::sum_gradient);
-  library.impl("rowwise_adagrad", shardrec::rowwise_adagrad);
+  library.impl("update_rows", shardrec::update_rows);
 }

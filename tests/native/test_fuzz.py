@@ -164,10 +164,12 @@ def sum_gradient(rng: Random, guarded: Guarded) -> list[object]:
     return [made.ids, made.lengths, made.id_weights, made.gradient, bases, columns, width, pooled, rows]
 
 
-def rowwise_adagrad(rng: Random, guarded: Guarded) -> list[object]:
-    rows, width, count = rng.choice([1, 50]), rng.choice([1, 4, 6, 64]), rng.choice([0, 1, 40])
-    weight, state = guarded(torch.rand(rows, width)), guarded(torch.rand(rows))
-    return [weight, state, torch.randint(rows, (count,)), torch.rand(count, width), torch.rand(count), 0.1, 1e-8]
+def update_rows(rng: Random, guarded: Guarded) -> list[object]:
+    rows, width, count, rule = rng.choice([1, 50]), rng.choice([1, 4, 6, 64]), rng.choice([0, 1, 40]), rng.randrange(3)
+    weight = guarded(torch.rand(rows, width))
+    state = [None, guarded(torch.rand(rows, width)), guarded(torch.rand(rows))][rule]
+    squares = torch.rand(count) if rule == 2 else None
+    return [weight, state, torch.randint(rows, (count,)), torch.rand(count, width), squares, rule, 0.1, 1e-8]
 
 
 def map_ids(rng: Random, guarded: Guarded) -> list[object]:
@@ -190,7 +192,7 @@ def index_ids(rng: Random, guarded: Guarded) -> list[object]:
 
 OPERATORS: list[Callable[[Random, Guarded], list[object]]] = [
     assemble, distribute, are_sound, cut_ids, look_up, look_up_out, update, weight_gradient, sum_gradient,
-    rowwise_adagrad, map_ids, index_ids,
+    update_rows, map_ids, index_ids,
 ]  # fmt: skip
 
 
