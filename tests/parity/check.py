@@ -37,12 +37,13 @@ LEAST_MOVED = 2e-5
 """FP16 moves numbers of about 1 by up to 5e-4; adding up in another order does so by less than 1e-6."""
 
 
-def check_all(cases: Sequence[Case], steps: int = 2) -> int:
+def check_all(cases: Sequence[Case], steps: int = 2, micro_batches: int = 0) -> int:
     """Check cases one after the other, on every rank of the process group.
 
     Args:
         cases: alike on every rank.
         steps: of training.
+        micro_batches: backward calls of each step, with ``update="step"``; 0: one, with ``update="backward"``.
 
     Returns:
         The number of cells.
@@ -53,7 +54,7 @@ def check_all(cases: Sequence[Case], steps: int = 2) -> int:
     faults: list[str] = []
     for case in cases:
         try:
-            faults += Comparison(case).run(steps)
+            faults += Comparison(case, micro_batches).run(steps)
         except Exception as error:
             names = " ".join(cell.name for cell in case.cells)
             raise AssertionError(f"{case}: {type(error).__name__}: {error}, with cells {names}") from error
@@ -67,20 +68,25 @@ class Comparison:
 
     Args:
         case: describes both.
+        micro_batches: as :func:`check_all` takes them.
     """
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, micro_batches: int = 0) -> None:
         self.case = case
+        self._micro_batches = micro_batches
         self.faults: list[str] = []
         self._apart = dict.fromkeys((cell.name for cell in case.cells), 0)
         source = unsharded(case)
         first = [tables_of(source)[cell.name].weight.detach().clone() for cell in case.cells]  # type: ignore[operator,union-attr]
         self.reference = Reference(case, first)
         comms = QuantizedComms(output=case.comms, gradient=case.comms)
-        self.model: ShardedModel = shard(source, case.plan(), dedup=case.dedup, comms=comms)
+        self.model: ShardedModel = shard(
+            source, case.plan(), dedup=case.dedup, comms=comms, update="step" if micro_batches else "backward"
+        )
         collection = self.model.module
         assert isinstance(collection, ShardedCollection)
         self.tables = [collection.tables()[cell.name] for cell in case.cells]
+        self._fused = self.model.fused_optimizer if micro_batches and self.model.has_fused_tables else None
         self._dense = dense_optimizers(case, [list(table.locals.values()) for table in self.tables])
         self._wire = None if case.comms == "fp32" else WireBounds(case)
         self._wire_errors: dict[str, Tensor] = {}
@@ -108,6 +114,21 @@ class Comparison:
         self.faults.append(f"{self.case} {name}: {text}")
 
     def _step(self, step: int) -> None:
+        count = max(1, self._micro_batches)
+        for micro in range(count):
+            self._backward(step * count + micro)
+        self.reference.average()
+        self._compare_gradients(step)
+        self.reference.step()
+        if self._fused is not None:
+            self._fused.step()
+            self._fused.zero_grad()
+        for optimizer in self._dense:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def _backward(self, step: int) -> None:
+        """A forward and a backward of both."""
         case, rank = self.case, dist.get_rank()
         features, samples = self._batch(step)
         given, weights = self._with_weights(features)
@@ -141,12 +162,6 @@ class Comparison:
             assert flat.numel() == 0, f"an empty batch has an output of {flat.numel()} numbers"
         if weights is not None and same_weights is not None:
             self._compare_weight_gradients(step, features, weights.grad, same_weights.grad)
-        self.reference.average()
-        self._compare_gradients(step)
-        self.reference.step()
-        for optimizer in self._dense:
-            optimizer.step()
-            optimizer.zero_grad()
 
     def _batch(self, step: int) -> tuple[KeyedJaggedTensor, int]:
         """This rank's input of a step, and its samples."""
