@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from types import FrameType
 from typing import Any, Self
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardrec.errors import ConfigError
 from shardrec.exchange.peers import peers
@@ -76,7 +77,7 @@ class TableGradients(Tensor):
         return None
 
 
-_BESIDE_FUSED: WeakSet[Tensor] = WeakSet()
+_BESIDE_FUSED = WeakTensorKeyDictionary()
 """Dense parameters of models whose tables are updated in backward."""
 
 _STEPS = frozenset(
@@ -87,9 +88,13 @@ _STEPS = frozenset(
 
 def refuse_scalers(parameters: Iterable[nn.Parameter]) -> None:
     """Have a GradScaler's ``step`` of an ordinary optimizer of these parameters raise a ConfigError."""
-    if not _BESIDE_FUSED:
-        register_optimizer_step_pre_hook(_refuse)
-    _BESIDE_FUSED.update(parameters)
+    _look_at_steps()
+    _BESIDE_FUSED.update(dict.fromkeys(parameters))
+
+
+@cache
+def _look_at_steps() -> None:
+    register_optimizer_step_pre_hook(_refuse)
 
 
 def _refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

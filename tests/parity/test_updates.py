@@ -24,9 +24,7 @@ def exact(cases: Iterable[Case]) -> Iterator[Case]:
     for case in cases:
         rounds = {layout.name for layout in case.plan().tables if layout.replicated}
         kept = [
-            cell
-            for cell in case.cells
-            if cell.dtype == "fp32" or not (cell.optimizer == "none" or cell.name in rounds)
+            cell for cell in case.cells if cell.dtype == "fp32" or not (cell.optimizer == "none" or cell.name in rounds)
         ]
         if kept:
             yield replace(case, cells=kept)
