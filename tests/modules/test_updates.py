@@ -58,7 +58,7 @@ def sharded(unsharded: nn.Module, optimizer: str, **options: Any) -> ShardedMode
     model = copy.deepcopy(unsharded)
     if optimizer != "none":
         cls, settings = OPTIMIZERS[optimizer]
-        apply_optimizer_in_backward(cls, model.tables.parameters(), dict(settings))  # type: ignore[operator,union-attr]
+        apply_optimizer_in_backward(cls, model.tables.parameters(), dict(settings))  # type: ignore[union-attr]
     world = dist.get_world_size() if dist.is_initialized() else 1
     everyone = range(world)
     layouts = (
@@ -244,7 +244,7 @@ def test_clipping_is_refused_where_tables_are_updated_in_backward() -> None:
     for clip in (shardrec.clip_grad_norm_, shardrec.clip_grad_value_):
         with pytest.raises(ConfigError, match="update='step'"):
             clip(model, 1.0)
-        with pytest.raises(ConfigError, match="takes what shardrec.shard returns"):
+        with pytest.raises(ConfigError, match="takes what shardrec"):
             clip(Model(), 1.0)
 
 
@@ -255,7 +255,9 @@ def test_a_norm_that_is_not_finite_scales_nothing_if_that_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="cannot be clipped"):
         shardrec.clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
     for one, gradient in zip(model.parameters(), before, strict=True):
-        assert (one.grad is None) if gradient is None else torch.equal(one.grad, gradient)  # type: ignore[arg-type]
+        assert (one.grad is None) == (gradient is None)
+        if one.grad is not None and gradient is not None:
+            assert torch.allclose(one.grad, gradient, equal_nan=True)
     assert not torch.isfinite(shardrec.clip_grad_norm_(model, 1.0))
 
 
@@ -286,8 +288,7 @@ def test_two_losses_of_one_forward_are_added_up() -> None:
     model = sharded(reference, "sgd")
     theirs = reference_optimizers(reference, "sgd")
     micro = ids(torch.Generator(), 1)
-    for one, features in ((model, mine(micro)), (reference, batch(micro))):
-        logits = one(features)
+    for logits in (model(mine(micro)), reference(batch(micro))):
         logits.sum().backward(retain_graph=True)
         (logits**2).sum().backward()
     for one in (*optimizers_of(model, "sgd"), *theirs):
@@ -318,7 +319,7 @@ def test_a_closure_has_gradients() -> None:
     def closure() -> float:
         loss = (model(mine(micro)) ** 2).mean()
         loss.backward()
-        return float(loss)
+        return float(loss.detach())
 
     (reference(batch(micro)) ** 2).mean().backward()
     assert model.fused_optimizer.step(closure) is not None
