@@ -29,7 +29,7 @@ from shardrec.lookup.kernels import has_kernel, kernel_states, make_kernel
 from shardrec.lookup.optimizers import FusedOptimizer
 from shardrec.lookup.own_kernel import OwnKernel, own_kernel, with_neighbouring_columns
 
-__all__ = ["RowGradient", "TableBank", "WidthClass"]
+__all__ = ["RowGradient", "TableBank", "WidthClass", "summed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +63,21 @@ class RowGradient:
     def square_sums(self) -> Tensor:
         """(U,) sum of each row's squares."""
         return self.values.square().sum(dim=1) if self.squares is None else self.squares
+
+
+def summed(rows: Tensor, values: Tensor, cls: WidthClass) -> RowGradient:
+    """The gradients ``values`` (n, w) float32 of the matrix rows ``rows`` (n,), those of equal rows added in order."""
+    if rows.device.type == "cpu" and native.is_loaded():
+        one_slot = torch.zeros(1, dtype=torch.int64)
+        lengths = torch.tensor([[rows.numel()]], dtype=torch.int32)
+        rows, values, squares = torch.ops.shardrec.sum_gradient(
+            rows, lengths, None, values, one_slot, one_slot, cls.width, False, cls.bases[-1]
+        )
+        return RowGradient(rows=rows, values=values, squares=squares)
+    size = cls.bases[-1], cls.width
+    # Sorted stably, so that the order of a row's sum is that of its gradients.
+    joined = torch.sparse_coo_tensor(rows.unsqueeze(0), values, size, check_invariants=False).coalesce()
+    return RowGradient(rows=joined.indices()[0], values=joined.values())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,20 +6,23 @@
     backward 2   rows 1 5        ├─ step(): rows 1 2 5 9, each once, the gradients of equal rows added in this order
     backward 3   rows 2 9        ┘
 
-What waits is at most twice the distinct rows since the last step, and the rows of one backward: as soon as more wait,
-those of equal rows are added. A row of w columns takes 4 w + 8 bytes.
+What waits is at most ``_MOST_WAITING`` times the distinct rows since the last step, and the rows of one backward: as
+soon as more wait, those of equal rows are added. A row of w columns takes 4 w + 12 bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from shardrec.lookup.bank import RowGradient, WidthClass
+from shardrec.lookup.bank import RowGradient, WidthClass, summed
 
 __all__ = ["DeferredGradients"]
+
+_MOST_WAITING = 4
 
 
 class DeferredGradients:
@@ -43,17 +46,21 @@ class DeferredGradients:
         for number, gradient in enumerate(gradients):
             waiting = self._waiting[number]
             waiting.append(gradient)
-            if len(waiting) > 2 and sum(part.rows.numel() for part in waiting[1:]) > waiting[0].rows.numel():
+            if sum(part.rows.numel() for part in waiting) > _MOST_WAITING * max(part.rows.numel() for part in waiting):
                 self._sum(number)
 
-    def sums(self) -> list[RowGradient]:
-        """The gradient of each distinct row, per width class; its ``values`` may be changed in place."""
+    def sums(self, *, to_change: bool) -> list[RowGradient]:
+        """The gradient of each distinct row, per width class.
+
+        Args:
+            to_change: the caller changes the ``values`` in place.
+        """
         for number, waiting in enumerate(self._waiting):
             if not waiting:
                 return []
             self._sum(number)
-            # Whoever changes the values need not know that there were sums of their squares.
-            waiting[0] = RowGradient(rows=waiting[0].rows, values=waiting[0].values)
+            if to_change:
+                self._waiting[number] = [replace(self._waiting[number][0], squares=None)]
         return [waiting[0] for waiting in self._waiting]
 
     def take(self) -> list[RowGradient]:
@@ -88,10 +95,6 @@ class DeferredGradients:
         cls, waiting = self._classes[number], self._waiting[number]
         if len(waiting) < 2:
             return
-        joined = torch.sparse_coo_tensor(
-            torch.cat([gradient.rows for gradient in waiting]).unsqueeze(0),
-            torch.cat([gradient.values for gradient in waiting]),
-            (cls.bases[-1], cls.width),
-            check_invariants=False,
-        ).coalesce()  # sorts stably, so that the order of a row's sum is that of the backwards
-        self._waiting[number] = [RowGradient(rows=joined.indices()[0], values=joined.values())]
+        rows = torch.cat([gradient.rows for gradient in waiting])
+        values = torch.cat([gradient.values for gradient in waiting])
+        self._waiting[number] = [summed(rows, values, cls)]

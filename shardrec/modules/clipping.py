@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -11,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from shardrec.errors import ConfigError
 from shardrec.exchange.peers import peers
+from shardrec.lookup.bank import RowGradient
 from shardrec.modules.model import ShardedModel, require_sharded
 
 __all__ = ["clip_grad_norm_", "clip_grad_value_"]
@@ -42,8 +41,14 @@ def clip_grad_norm_(
     """
     sharded = _checked(model, "clip_grad_norm_")
     whole, parts = _gradients(sharded)
-    is_max = norm_type == torch.inf
-    ours, theirs = (_total(gradients, norm_type, sharded.context.device) for gradients in (whole, parts))
+    rows = _row_gradients(sharded, to_change=False)
+    is_max, device = norm_type == torch.inf, sharded.context.device
+    ours = _total(whole, norm_type, device)
+    squares = [gradient.squares for gradient in rows if norm_type == 2.0 and gradient.squares is not None]
+    numbers = [gradient.values for gradient in rows if norm_type != 2.0 or gradient.squares is None]
+    theirs = _total([*parts, *numbers], norm_type, device)
+    for square in squares:
+        theirs = theirs + square.sum()
     if sharded.group is not None:
         with peers(sharded.group, "gradient norm"):
             dist.all_reduce(theirs, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=sharded.group)
@@ -54,8 +59,8 @@ def clip_grad_norm_(
             "the cause with shardrec.detect_anomaly, or leave error_if_nonfinite out"
         )
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for gradients in (whole, parts):
-        for gradient in gradients:
+    if device.type == "cuda" or bool(factor < 1):  # a GPU would be waited for
+        for gradient in (*whole, *parts, *(one.values for one in _row_gradients(sharded, to_change=True))):
             gradient.mul_(factor.to(gradient.device))
     return norm
 
@@ -73,9 +78,10 @@ def clip_grad_value_(model: nn.Module, clip_value: float) -> None:
     Raises:
         ConfigError: if the model is not sharded, is updated in backward, or has replicas.
     """
-    for gradients in _gradients(_checked(model, "clip_grad_value_")):
-        for gradient in gradients:
-            gradient.clamp_(-clip_value, clip_value)
+    sharded = _checked(model, "clip_grad_value_")
+    whole, parts = _gradients(sharded)
+    for gradient in (*whole, *parts, *(one.values for one in _row_gradients(sharded, to_change=True))):
+        gradient.clamp_(-clip_value, clip_value)
 
 
 def _checked(model: nn.Module, taker: str) -> ShardedModel:
@@ -95,10 +101,10 @@ def _checked(model: nn.Module, taker: str) -> ShardedModel:
 
 
 def _gradients(model: ShardedModel) -> tuple[list[Tensor], list[Tensor]]:
-    """The gradients that every rank has whole, and this rank's parts of the others."""
+    """The gradients of parameters that every rank has whole, and this rank's parts of the others."""
     cut = {id(parameter) for collection in model.sharded_collections for parameter in collection.unreduced_parameters()}
     whole: list[Tensor] = []
-    parts = list(row_gradients(model))
+    parts: list[Tensor] = []
     for parameter in model.parameters():
         gradient = parameter.grad
         if gradient is None:
@@ -113,18 +119,17 @@ def _gradients(model: ShardedModel) -> tuple[list[Tensor], list[Tensor]]:
     return whole, parts
 
 
-def row_gradients(model: ShardedModel) -> Iterator[Tensor]:
-    """The values (U, w) float32 that ``step()`` will take as gradients of distinct rows of this rank."""
-    for collection in model.sharded_collections:
-        for deferred in collection.shards.deferred():
-            for gradient in deferred.sums():
-                yield gradient.values
+def _row_gradients(model: ShardedModel, *, to_change: bool) -> list[RowGradient]:
+    """What ``step()`` will take as gradients of distinct rows of this rank."""
+    deferred = (one for collection in model.sharded_collections for one in collection.shards.deferred())
+    return [gradient for one in deferred for gradient in one.sums(to_change=to_change)]
 
 
 def _total(gradients: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
     """() float32: the sum of the p-th powers of all numbers, or the largest of them."""
-    norms = torch._foreach_norm([one.to(torch.float32) for one in gradients if one.numel()], norm_type)
-    if not norms:
+    numbers = [gradient.to(torch.float32) for gradient in gradients if gradient.numel()]
+    if not numbers:
         return torch.zeros((), device=device)
+    norms = torch._foreach_norm(numbers, norm_type)
     stacked = torch.stack([norm.to(device) for norm in norms])
     return stacked.max() if norm_type == torch.inf else (stacked**norm_type).sum()

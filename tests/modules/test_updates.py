@@ -261,6 +261,13 @@ def test_a_norm_that_is_not_finite_scales_nothing_if_that_is_an_error() -> None:
     assert not torch.isfinite(shardrec.clip_grad_norm_(model, 1.0))
 
 
+def test_the_norm_of_no_gradients_is_zero_and_of_tables_alone_theirs() -> None:
+    model = sharded(Model(), "sgd")
+    assert float(shardrec.clip_grad_norm_(model, 1.0)) == 0.0
+    model.tables(mine(ids(torch.Generator(), 1))).values()[:1, :DIM].sum().backward()
+    assert float(shardrec.clip_grad_norm_(model, 1.0)) > 0.0
+
+
 @pytest.mark.parametrize("drop", ["optimizer", "model"])
 def test_gradients_that_are_dropped_are_not_applied(drop: str) -> None:
     model = sharded(Model(), "adagrad")
