@@ -37,6 +37,7 @@ NAVIGATION = {
     "Start": ["docs/tutorial", "docs/guide", "docs/migration", "docs/cli", "docs/troubleshooting"],
     "Training": [
         "docs/planner",
+        "docs/updates",
         "docs/dynamic_ids",
         "docs/checkpoints",
         "docs/pipelines",
