@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from shardrec.exchange.bad_ids import POLICIES, mended
 from shardrec.exchange.batch import KEY_ORDERS, NO_LIMIT, Batch, Expectation, read_batch
 from shardrec.exchange.check import add_up, describe_fault, ids_are_valid
-from shardrec.exchange.context import StepContext
 from shardrec.exchange.cut import Cut, Cutter
+from shardrec.exchange.headers import Headers
 from shardrec.exchange.payload import HEADER_SIZES, Payload
 from shardrec.exchange.route import Route
 from shardrec.exchange.staging import staged
@@ -120,7 +120,7 @@ class InputExchange:
     Args:
         route: where the ids of each lookup go.
         expect: what the input must look like.
-        context: collectives and error handling, shared by the model's sharded modules.
+        headers: of the model, in each of which this module gets its columns.
         per_id: each id gets a row of its own, so that bags need not travel: all of a rank's samples go as one, and the
             positions of the ids are kept.
 
@@ -133,15 +133,14 @@ class InputExchange:
         bad_ids: (U,) int64, per feature, ids outside its table that were no error, in the batches so far.
     """
 
-    def __init__(self, route: Route, expect: Expectation, context: StepContext, *, per_id: bool = False) -> None:
+    def __init__(self, route: Route, expect: Expectation, headers: Headers, *, per_id: bool = False) -> None:
         self.per_id = per_id
         self.route = route
         self.expect = expect
-        self._rank = context.collectives.rank
-        self._world_size = context.collectives.world_size
+        self._rank = headers.collectives.rank
+        self._world_size = headers.collectives.world_size
         self.columns = HEADER_SIZES + route.groups
-        context.header_columns += _REPEATS * self.columns
-        context.modules += 1
+        headers.add_module(_REPEATS * self.columns)
         self._key_limits = lru_cache(maxsize=KEY_ORDERS)(self._new_limits)
         self._key_policies = lru_cache(maxsize=KEY_ORDERS)(self._new_policies)
         self.cutter = Cutter(route, expect.device)

@@ -15,13 +15,12 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from shardrec.exchange.anomaly import note_rows, watch_gradient
 from shardrec.exchange.batch import KEY_ORDERS, Batch
 from shardrec.exchange.blocks import BlocksInFlight, Stream
 from shardrec.exchange.output import OutputExchange
 from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.route import Lookup
-from shardrec.exchange.step import Call
+from shardrec.exchange.step import Call, Learned
 from shardrec.exchange.weights import received_weights, tied
 from shardrec.lookup.groups import group_tables
 from shardrec.modules.collection import ShardedCollection
@@ -224,10 +223,6 @@ class BagCall(Call):
             collection.id_maps.hold([self._pooled], mapped)
         if received is not None:
             self._pooled = tied(self._pooled, received)
-        if collection.context.detect_anomaly:
-            slots = collection.input.route.slots[collection.context.collectives.rank]
-            tables = [collection.lookups[slot.lookup].layout.name for slot in slots]
-            note_rows(self._pooled, [slot.shard.cols for slot in slots], 1, collection.context, tables)
         hosts = collection._output.hosts
         if hosts is None:
             return None
@@ -256,10 +251,6 @@ class BagCall(Call):
         assert self.sent is not None, "ids are sent before rows are"
         self._replicated = collection._look_up_replicas(batch, self.sent.replica_ids, self._learned_weights)
         self._lengths = collection._bag_lengths(batch)
-        if collection.context.detect_anomaly and self._replicated is not None:
-            layouts = [one.layout for one in collection.own_lookups]
-            sizes, tables = [one.embedding_dim for one in layouts], [one.name for one in layouts]
-            note_rows(self._replicated.detach(), sizes, 1, collection.context, tables)
 
     def finish(self, flight: BlocksInFlight, stream: int) -> Tensor:
         """(B, D) values of the output."""
@@ -272,6 +263,8 @@ class BagCall(Call):
         inverse = prepared.batch.inverse
         if inverse is not None:
             values = collection._expand(values, inverse)
-        if collection.context.detect_anomaly:
-            watch_gradient(values, collection.dims, 1, collection.context, collection.lookups)
         return values.to(collection.output_dtype)
+
+    def learned(self, value: Tensor) -> Learned:
+        """The values."""
+        return Learned(value, self._collection.dims, 1, self._collection.lookups)

@@ -17,9 +17,9 @@ from shardrec._dynamo import left_alone
 from shardrec.errors import ConfigError
 from shardrec.exchange.batch import NO_LIMIT, Expectation
 from shardrec.exchange.blocks import Stream
+from shardrec.exchange.context import ModelContext
 from shardrec.exchange.input import InputExchange
 from shardrec.exchange.payload import ShardInput
-from shardrec.exchange.queue import ModelContext
 from shardrec.exchange.route import Lookup, Route, build_route
 from shardrec.exchange.step import Call
 from shardrec.exchange.transport import transport_of
@@ -62,6 +62,7 @@ class ShardedCollection(nn.Module, abc.ABC):
     shards: ShardLookup
     replicas: ReplicatedLookup | None
     id_maps: IdMaps | None = None
+    lookups: tuple[Lookup, ...]
     _holder: ClassVar[str]
     """The attribute that has the tables, as the unsharded module calls it."""
 
@@ -113,7 +114,7 @@ class ShardedCollection(nn.Module, abc.ABC):
     @property
     def output_dtype(self) -> torch.dtype:
         """Of the output's values: float32 as the unsharded module's, unless ``shardrec.shard`` was told another."""
-        return self.context.output_dtype
+        return self.context.options.output_dtype
 
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[Any]:
         """Look up the local batch.
@@ -195,17 +196,17 @@ class ShardedCollection(nn.Module, abc.ABC):
 
     def _agreement(self) -> str:
         """What the ranks must have in common in this step, beyond the ids' dtype."""
-        dense = self.context.dense_signature
+        dense = self.context.step.dense_signature
         learning = "" if self.id_maps is None else f", dynamic ids {'learned' if self.learns_ids() else 'frozen'}"
         frozen = "" if self.has_learning_shards else ", tables frozen"
-        return self.context.agreement() + frozen + learning + (f", other inputs {dense}" if dense else "")
+        return self.context.gradients.agreement() + frozen + learning + (f", other inputs {dense}" if dense else "")
 
     def fault(self) -> str:
         """What was done to a table since it was sharded that its lookups cannot follow; "" for nothing."""
         return next(filter(None, (table.fault() for table in getattr(self, self._holder).values())), "")
 
     def _is_dynamic(self, layout: TableLayout) -> bool:
-        return layout.name in self.context.dynamic_ids
+        return layout.name in self.context.options.dynamic_ids
 
     def learns_ids(self) -> bool:
         """Whether a lookup gives rows to new ids: in training, but not where a backward computes a forward again."""
@@ -267,16 +268,16 @@ class ShardedCollection(nn.Module, abc.ABC):
             weighted=weighted,
             device=self.device,
             pooled=pooled,
-            on_bad_id={feature: policy for feature, policy in context.on_bad_id.items() if feature in plain},
+            on_bad_id={feature: policy for feature, policy in context.options.on_bad_id.items() if feature in plain},
         )
-        self.input = InputExchange(route, expect, context, per_id=not pooled)
+        self.input = InputExchange(route, expect, context.headers, per_id=not pooled)
         dynamic = {table.layout.name: table.layout for table in tables if self._is_dynamic(table.layout)}
-        options = {name: context.dynamic_ids[name] for name in dynamic}
+        options = {name: context.options.dynamic_ids[name] for name in dynamic}
         self.id_maps = IdMaps(slots, options, dynamic, self.renew_rows) if dynamic else None
         self.shards = ShardLookup(groups, slots, collectives, self.device, pooled=pooled)
         numbers = [self.replica_number[one.layout.name] for one in lookups if one.layout.replicated]
         replicated = self._replicated_tables()
-        self.replicas = ReplicatedLookup(replicated, numbers, context, self.device) if replicated else None
+        self.replicas = ReplicatedLookup(replicated, numbers, context.gradients, self.device) if replicated else None
         return route
 
     def _build_parameters(self, first_values: Iterable[tuple[str, Values]]) -> nn.ModuleDict:

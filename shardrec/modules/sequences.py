@@ -18,17 +18,16 @@ from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from shardrec.exchange.anomaly import note_rows, watch_gradient
 from shardrec.exchange.bad_ids import places_of_rows
 from shardrec.exchange.batch import Batch
 from shardrec.exchange.blocks import BlocksInFlight, Stream
+from shardrec.exchange.context import ModelContext
 from shardrec.exchange.dedup import DistinctIds
 from shardrec.exchange.input import Prepared, SentIds
 from shardrec.exchange.payload import ShardInput
-from shardrec.exchange.queue import ModelContext
 from shardrec.exchange.route import Lookup
 from shardrec.exchange.rows import RowExchange
-from shardrec.exchange.step import Call
+from shardrec.exchange.step import Call, Learned
 from shardrec.layout import ShardingPlan
 from shardrec.lookup.groups import group_tables
 from shardrec.modules.collection import ShardedCollection
@@ -290,8 +289,6 @@ class SequenceCall(Call):
         if collection.id_maps is not None:
             collection.id_maps.hold(looked_up, mapped)
         rows = mapped.in_place(looked_up)
-        if collection.context.detect_anomaly:
-            self._note(rows, ids)
         self._rows = collection.row_exchange.stream(rows, ids, self.sent.counts)
 
     def outgoing(self, inside: BlocksInFlight | None, stream: int) -> Stream:
@@ -328,21 +325,13 @@ class SequenceCall(Call):
             rows = nn.functional.pad(rows, [0, 0, 1, 0])
         if self._places is not None:
             rows = rows.index_select(0, self._places)
-        if self._collection.context.detect_anomaly:
-            cut = [lookup for lookup in self._collection.lookups if not lookup.layout.replicated]
-            sizes = [entry.ids.numel() for entry in self._entries if entry.replica is None]
-            watch_gradient(rows, sizes, 0, self._collection.context, cut)
         return rows.to(self._collection.output_dtype), self._entries
 
-    def _note(self, rows: Sequence[Tensor], ids: ShardInput) -> None:
-        """Note rows that are not finite."""
-        collection = self._collection
-        slots = collection.input.route.slots[collection.context.collectives.rank]
-        sizes = ids.lengths.sum(dim=1).tolist()
-        for group, part in enumerate(rows):
-            here = [number for number, slot in enumerate(slots) if slot.group == group]
-            tables = [collection.sent_lookups[slots[number].lookup].layout.name for number in here]
-            note_rows(part, [sizes[number] for number in here], 0, collection.context, tables)
+    def learned(self, value: tuple[Tensor, list[SequenceKey]]) -> Learned:
+        """The rows of the lookups of cut tables."""
+        rows, entries = value
+        cut = [lookup for lookup in self._collection.lookups if not lookup.layout.replicated]
+        return Learned(rows, [entry.ids.numel() for entry in entries if entry.replica is None], 0, cut)
 
     def _distinct(self, batch: Batch) -> Batch:
         """The distinct ids. Sets :attr:`_inverse`, the place of each id of the lookups among them."""

@@ -12,8 +12,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.errors import ConfigError
 from shardrec.exchange.blocks import BlocksInFlight, Stream
+from shardrec.exchange.context import ModelContext
 from shardrec.exchange.input import Prepared, SentIds
-from shardrec.exchange.queue import ModelContext
 from shardrec.layout import Shard, ShardingPlan
 from shardrec.lookup.optimizers import FusedOptimizer
 from shardrec.modules.bags import BagCall, ShardedEmbeddingBagCollection

@@ -20,7 +20,7 @@ from shardrec.errors import CheckpointError, ConfigError, PeerError, PlanError, 
 from shardrec.exchange.bad_ids import policies_of
 from shardrec.exchange.batch import OnBadId
 from shardrec.exchange.collectives import collectives_of
-from shardrec.exchange.queue import ModelContext
+from shardrec.exchange.context import ExchangeOptions, ModelContext
 from shardrec.layout import ShardingPlan, Topology
 from shardrec.layout.discover import collections_of, remappers_of, table_shapes
 from shardrec.modules.convert import agree_on_plan, exchange_faults, features_of, with_sharded
@@ -104,11 +104,11 @@ def shard_over_servers(
         plan = make_plan(model, Topology.of_world(len(connections)), device="cpu", dedup=dedup)
     collections = collections_of(model)
     collectives = RemoteCollectives(trainers, connections, staleness=servers.staleness)
-    context = ModelContext(collectives, device)
-    context.gradients_are_reduced = trainers.world_size == 1  # nothing to reduce
-    context.on_bad_id = policies_of(on_bad_id, (name for one in collections.values() for name in features_of(one)))
-    agree_on_plan(plan, _faults(plan, model, len(connections)), context)
-    _, sessions = exchange_faults([], secrets.randbits(32), context)
+    policies = policies_of(on_bad_id, (name for one in collections.values() for name in features_of(one)))
+    context = ModelContext(collectives, device, ExchangeOptions(on_bad_id=policies))
+    context.gradients.are_reduced = trainers.world_size == 1  # nothing to reduce
+    agree_on_plan(plan, _faults(plan, model, len(connections)), context.headers)
+    _, sessions = exchange_faults([], secrets.randbits(32), context.headers)
     collectives.session = sessions[0]
     shifted = _after(plan, trainers.world_size)
     replaced: dict[int, RemoteCollection] = {}
@@ -186,6 +186,6 @@ def _on_all(context: ModelContext, work: Callable[[], None]) -> None:
     except ShardrecError as raised:
         error = raised
     number = max(n for n, cls in enumerate(_CLASSES) if n == 0 or isinstance(error, cls))
-    theirs, numbers = exchange_faults([] if error is None else [str(error)], number, context)
+    theirs, numbers = exchange_faults([] if error is None else [str(error)], number, context.headers)
     if any(theirs):
         raise _CLASSES[max(numbers)]("; ".join(sorted(set(filter(None, theirs))))) from error

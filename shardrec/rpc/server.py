@@ -28,7 +28,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from shardrec.errors import BusyError, ConfigError, InputError, PeerError, PlanError
 from shardrec.exchange.blocks import Stream
-from shardrec.exchange.queue import ModelContext
+from shardrec.exchange.context import ModelContext
 from shardrec.layout import Shard, ShardingPlan
 from shardrec.layout.discover import collections_of, table_shapes
 from shardrec.lookup.optimizers import FusedOptimizer

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.errors import ConfigError
+from shardrec.exchange.context import ModelContext
 from shardrec.exchange.input import InputExchange
-from shardrec.exchange.queue import ModelContext
 from shardrec.layout import Shard, TableLayout
 from shardrec.modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from shardrec.modules.collection import ShardedCollection
@@ -50,7 +50,7 @@ class ServedCollection(ShardedCollection):
     def _serve(self, widths: list[int], slot_tables: list[int], *, pooled: bool) -> None:
         """Make the kernels, where ``source`` had those that train."""
         collectives, route = self.context.collectives, self.input.route
-        self.input = InputExchange(route, self.input.expect, self.context, per_id=not pooled)
+        self.input = InputExchange(route, self.input.expect, self.context.headers, per_id=not pooled)
         slots = route.slots[collectives.rank]
         self.shards = ServedShards(slots, widths, self.formats, collectives, self.device, pooled=pooled)
         layouts = [table.layout for table in self._replicated_tables()]

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from shardrec.exchange.collectives import Collectives
+from shardrec.exchange.context import ModelContext
 from shardrec.exchange.payload import ShardInput
-from shardrec.exchange.queue import ModelContext
 from shardrec.exchange.route import Slot
 from shardrec.layout import Shard, TableLayout
 from shardrec.lookup.replicated import ReplicatedLookup
@@ -107,7 +107,7 @@ class ServedReplicas(ReplicatedLookup):
         *,
         pooled: bool,
     ) -> None:
-        super().__init__((), (), context, device)
+        super().__init__((), (), context.gradients, device)
         self.modules = [
             ServedTables(
                 [(layout.num_embeddings, layout.embedding_dim) for layout in together],

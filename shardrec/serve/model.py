@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardrec.exchange.queue import ModelContext
+from shardrec.exchange.context import ModelContext
 from shardrec.layout import ShardingPlan
 from shardrec.modules import ShardedModel
 from shardrec.serve.collection import ServedCollection

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardrec.errors import ConfigError
-from shardrec.exchange.queue import ModelContext
+from shardrec.exchange.context import ModelContext
 from shardrec.layout import Shard
 from shardrec.modules import ShardedModel
 from shardrec.modules.collection import ShardedCollection
@@ -57,8 +58,8 @@ def quantize(model: ShardedModel, weights: str = "int8", *, tables: Mapping[str,
         raise ConfigError("the model is quantized already: give shardrec.serve.quantize what shardrec.shard returned")
     sources = [child for child in model.module.modules() if isinstance(child, ShardedCollection)]
     formats = _formats(sources, weights, tables or {})
-    context = ModelContext(model.context.collectives, model.context.device, model.context.comms)
-    context.output_dtype = model.context.output_dtype
+    options = replace(model.context.options, on_bad_id={}, dynamic_ids={})
+    context = ModelContext(model.context.collectives, model.context.device, options)
     # Where deepcopy meets a collection it takes the served one, so that nothing of the trained tables is copied.
     memo: dict[int, Any] = {id(source): serve_collection(source, formats, context) for source in sources}
     module = memo.get(id(model.module)) or copy.deepcopy(model.module, dict(memo))
@@ -139,6 +140,6 @@ def _whole_row_ranges(parts: Mapping[Shard | None, Tensor], first: int, last: in
 
 def _raise_together(faults: list[str], context: ModelContext) -> None:
     rank = context.collectives.rank
-    texts = context.all_gather_text(f"rank {rank}: {'; '.join(faults)}" if faults else "")
+    texts = context.headers.all_gather_text(f"rank {rank}: {'; '.join(faults)}" if faults else "")
     if any(texts):
         raise ConfigError("; ".join(filter(None, texts)))
