@@ -61,7 +61,7 @@ def detect_anomaly(model: nn.Module) -> Iterator[None]:
 
 
 class _Watch:
-    """The anomalies of one model that this rank has found, and no rank has raised yet.
+    """The anomalies of one model that this rank has seen, and no rank has raised yet.
 
     Args:
         context: of the model.
@@ -69,7 +69,7 @@ class _Watch:
 
     def __init__(self, context: ModelContext) -> None:
         self._headers, self._queue = context.headers, context.queue
-        self._found: list[str] = []
+        self._anomalies: list[str] = []
         self._before_gradients = context.queue.output.before_gradients
         self._queue.output.before_gradients = self._before_check
         self._queue.on_value = self._watch_gradient
@@ -85,8 +85,8 @@ class _Watch:
         Raises:
             AnomalyError: the same on every rank.
         """
-        found, self._found = self._found, []
-        messages = self._headers.all_gather_text("; ".join(found))
+        anomalies, self._anomalies = self._anomalies, []
+        messages = self._headers.all_gather_text("; ".join(anomalies))
         if any(messages):
             raise AnomalyError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(messages) if text))
 
@@ -95,7 +95,7 @@ class _Watch:
         anomaly = _first_anomaly(values.detach(), sizes, dim)
         if anomaly is not None:
             number, value = anomaly
-            self._found.append(
+            self._anomalies.append(
                 f"what was looked up in table {tables[number]!r} has {value}: its rows, or the weights of the ids; "
                 "load a checkpoint from before, and lower the learning rate or clip the gradients"
             )
@@ -116,7 +116,7 @@ class _Watch:
             anomaly = _first_anomaly(gradient, sizes, dim)
             if anomaly is not None:
                 lookup, value = lookups[anomaly[0]], anomaly[1]
-                self._found.append(
+                self._anomalies.append(
                     f"the gradient of feature {lookup.feature!r} of table {lookup.layout.name!r} has {value}; no table "
                     "was updated: look at the loss and the dense layers"
                 )

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from shardrec.exchange.batch import KEY_ORDERS, Batch
@@ -59,12 +59,14 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
 
     Args:
         module: the unsharded collection, on the CPU, on ``device``, or on meta (then its values are drawn:
-            docs/guide.md). Optimizers given by ``apply_optimizer_in_backward`` are fused.
+            docs/guide.md), whose optimizers given by ``apply_optimizer_in_backward`` are fused; or a sharded one, of
+            the same plan, which is copied.
         plan: holds a layout for each table, under ``qualified_name(path, table)``.
         path: the module's path in the model; "" by itself.
         device: where the shards live; default: the CPU.
         group: the process group; default: the default group, or a single rank without one.
         context: shared by the sharded modules of a model; default: a new one.
+        storage: of the tables; default: kernels that train.
 
     Raises:
         PlanError: if the plan does not fit the tables or the group.
@@ -74,9 +76,14 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
     _holder = "embedding_bags"
     embedding_bags: nn.ModuleDict
 
-    def _read(self, module: EmbeddingBagCollection) -> None:
+    def _read(self, module: Any) -> None:
         self._is_weighted: bool = module.is_weighted()
-        self.embedding_names: list[str] = list(module._embedding_names)
+        self._embedding_names: list[str] = list(module._embedding_names)
+
+    @property
+    def embedding_names(self) -> list[str]:
+        """Keys of the output."""
+        return self._embedding_names
 
     def _build_lookups(self) -> None:
         collectives = self.context.collectives
@@ -236,6 +243,8 @@ class BagCall(Call):
 
     def outgoing(self, inside: BlocksInFlight | None, stream: int) -> Stream:
         """The pooled rows for the ranks that asked."""
+        assert self.sent is not None, "ids are sent before rows are"
+        self._collection.storage.ask(self.input, self.prepared, self.sent)
         output, ids, pooled = self._collection._output, self._ids, self._pooled
         assert ids is not None and pooled is not None, "rows are looked up before they are sent"
         sums: list[Tensor] = []

@@ -49,7 +49,15 @@ from shardrec.pending import Awaitable, LazyAwaitable
 TorchRecAwaitable.register(Awaitable)
 TorchRecLazyAwaitable.register(LazyAwaitable)
 
-__all__ = ["agree_on_plan", "exchange_faults", "features_of", "put_in_place", "shard", "with_sharded"]
+__all__ = [
+    "agree_on_plan",
+    "exchange_faults",
+    "features_of",
+    "put_in_place",
+    "shard",
+    "sharded_collection",
+    "with_sharded",
+]
 
 
 def shard(
@@ -187,16 +195,21 @@ def shard(
     replaced: dict[int, ShardedCollection] = {}
     for path, module in collections.items():
         given: dict[str, Any] = {"path": path, "device": target, "group": groups.inside, "context": context}
-        replaced[id(module)] = (
-            ShardedEmbeddingBagCollection(module, plan, **given)
-            if isinstance(module, EmbeddingBagCollection)
-            else ShardedEmbeddingCollection(module, plan, dedup=dedup, **given)
-        )
+        replaced[id(module)] = sharded_collection(module, plan, dedup=dedup, **given)
     model = with_sharded(put_in_place(model, raw), replaced, target)
     everyone = (group or dist.group.WORLD) if collectives.world_size > 1 else None
     if replicas is None:
         return ShardedModel(model, plan, context, everyone, dense=dense)
     return ReplicatedModel(model, plan, context, everyone, groups=groups, options=replicas, dense=dense)
+
+
+def sharded_collection(
+    module: Collection, plan: ShardingPlan, *, dedup: bool = True, **given: Any
+) -> ShardedEmbeddingBagCollection | ShardedEmbeddingCollection:
+    """The sharded collection of an unsharded one; arguments are those of its constructor."""
+    if isinstance(module, EmbeddingBagCollection):
+        return ShardedEmbeddingBagCollection(module, plan, **given)
+    return ShardedEmbeddingCollection(module, plan, dedup=dedup, **given)
 
 
 def features_of(collection: Collection) -> list[str]:

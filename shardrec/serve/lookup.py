@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shardrec.exchange.collectives import Collectives
-from shardrec.exchange.context import ModelContext
+from shardrec.exchange.gradients import Gradients
 from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.route import Slot
 from shardrec.layout import Shard, TableLayout
@@ -102,12 +102,12 @@ class ServedReplicas(ReplicatedLookup):
         layouts: Sequence[TableLayout],
         slot_tables: Sequence[int],
         formats: Mapping[str, WeightFormat],
-        context: ModelContext,
+        gradients: Gradients,
         device: torch.device,
         *,
         pooled: bool,
     ) -> None:
-        super().__init__((), (), context.gradients, device)
+        super().__init__((), (), gradients, device)
         self.modules = [
             ServedTables(
                 [(layout.num_embeddings, layout.embedding_dim) for layout in together],

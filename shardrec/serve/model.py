@@ -10,8 +10,8 @@ from torch import nn
 from shardrec.exchange.context import ModelContext
 from shardrec.layout import ShardingPlan
 from shardrec.modules import ShardedModel
-from shardrec.serve.collection import ServedCollection
 from shardrec.serve.format import WeightFormat
+from shardrec.serve.storage import ServedStorage
 
 __all__ = ["ServedModel"]
 
@@ -42,11 +42,11 @@ class ServedModel(ShardedModel):
     @property
     def formats(self) -> dict[str, WeightFormat]:
         """How each table is kept, by its name in the plan."""
-        return {name: form for child in self._served() for name, form in child.formats.items()}
+        return {name: form for storage in self._storages() for name, form in storage.formats.items()}
 
     def table_bytes(self) -> int:
         """Bytes of the tables' rows on this rank."""
-        return sum(child.table_bytes() for child in self._served())
+        return sum(rows.numel() for storage in self._storages() for rows in storage.memory.values())
 
-    def _served(self) -> list[ServedCollection]:
-        return [child for child in self.module.modules() if isinstance(child, ServedCollection)]
+    def _storages(self) -> list[ServedStorage]:
+        return [one.storage for one in self._sharded if isinstance(one.storage, ServedStorage)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,10 +16,10 @@ from shardrec.layout import Shard
 from shardrec.modules import ShardedModel
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.model import require_sharded
-from shardrec.serve.collection import ServedCollection, serve_collection
 from shardrec.serve.format import WeightFormat
 from shardrec.serve.model import ServedModel
 from shardrec.serve.rows import GREATEST, encode, row_ranges
+from shardrec.serve.storage import ServedStorage
 
 __all__ = ["quantize"]
 
@@ -58,12 +57,14 @@ def quantize(model: ShardedModel, weights: str = "int8", *, tables: Mapping[str,
         raise ConfigError("the model is quantized already: give shardrec.serve.quantize what shardrec.shard returned")
     sources = [child for child in model.module.modules() if isinstance(child, ShardedCollection)]
     formats = _formats(sources, weights, tables or {})
-    options = replace(model.context.options, on_bad_id={}, dynamic_ids={})
-    context = ModelContext(model.context.collectives, model.context.device, options)
+    context = ModelContext(model.context.collectives, model.context.device, model.context.options)
     # Where deepcopy meets a collection it takes the served one, so that nothing of the trained tables is copied.
-    memo: dict[int, Any] = {id(source): serve_collection(source, formats, context) for source in sources}
+    storages = [ServedStorage(formats) for _ in sources]
+    memo: dict[int, Any] = {
+        id(source): source.copied(context, storage) for source, storage in zip(sources, storages, strict=True)
+    }
     module = memo.get(id(model.module)) or copy.deepcopy(model.module, dict(memo))
-    faults = [fault for source in sources for fault in _convert(source, memo[id(source)])]
+    faults = [fault for pair in zip(sources, storages, strict=True) for fault in _convert(*pair)]
     _raise_together(faults, context)
     return ServedModel(module, model.plan, context)
 
@@ -98,7 +99,7 @@ def _format(word: str) -> WeightFormat:
         raise ConfigError(f"weights are to be {word!r}; tables are kept as one of {known}: name one") from None
 
 
-def _convert(source: ShardedCollection, target: ServedCollection) -> Iterator[str]:
+def _convert(source: ShardedCollection, target: ServedStorage) -> Iterator[str]:
     """Convert this rank's parts of all the tables; gives the faults, for a rank that raised would be missed."""
     for name, table in source.tables().items():
         layout, form = table.layout, target.formats[table.layout.name]
@@ -121,7 +122,7 @@ def _convert(source: ShardedCollection, target: ServedCollection) -> Iterator[st
                 part = weight[rows].nan_to_num(0.0, 0.0, 0.0) if bad else weight[rows]
                 if part.size(0):
                     span = None if ranges is None else ranges[rows.start + top - first : rows.stop + top - first]
-                    target.memory(layout, shard)[rows].copy_(encode(part, form, span))
+                    target.memory[layout.name if shard is None else shard][rows].copy_(encode(part, form, span))
 
 
 def _whole_row_ranges(parts: Mapping[Shard | None, Tensor], first: int, last: int, source: ShardedCollection) -> Tensor:
