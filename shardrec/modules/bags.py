@@ -243,8 +243,7 @@ class BagCall(Call):
 
     def outgoing(self, inside: BlocksInFlight | None, stream: int) -> Stream:
         """The pooled rows for the ranks that asked."""
-        assert self.sent is not None, "ids are sent before rows are"
-        self._collection.storage.ask(self.input, self.prepared, self.sent)
+        self._collection.ask(self)
         output, ids, pooled = self._collection._output, self._ids, self._pooled
         assert ids is not None and pooled is not None, "rows are looked up before they are sent"
         sums: list[Tensor] = []

@@ -89,6 +89,7 @@ class ShardedCollection(nn.Module, abc.ABC):
         self._configs = configs = configs_of(module) if sharded is None else sharded._configs
         self.plan = plan
         self.storage = storage or Storage()
+        self.portable = self.storage.portable
         self.device = torch.device(device or "cpu")
         self.context = context or ModelContext(transport_of(group, self.device), self.device)
         self.group = (group or dist.group.WORLD) if self.context.collectives.world_size > 1 else None
@@ -121,11 +122,6 @@ class ShardedCollection(nn.Module, abc.ABC):
         """Keep what the lookups need of the collection that this one is made of, beside its tables."""
 
     @property
-    def portable(self) -> bool:
-        """Whether TorchScript can have it in a program that runs without shardrec."""
-        return self.storage.portable
-
-    @property
     def output_dtype(self) -> torch.dtype:
         """Of the output's values: float32 as the unsharded module's, unless ``shardrec.shard`` was told another."""
         return self.context.options.output_dtype
@@ -156,6 +152,11 @@ class ShardedCollection(nn.Module, abc.ABC):
     @abc.abstractmethod
     def new_call(self, features: Any) -> Call:
         """A forward's call, whose ids are not under way yet."""
+
+    def ask(self, call: Call) -> None:
+        """The rows that a call asked for are exchanged next."""
+        if self.storage.ask is not None and call.sent is not None:
+            self.storage.ask(self.input, call.prepared, call.sent)
 
     @abc.abstractmethod
     def _pending(self, call: Call) -> LazyAwaitable[Any]:
@@ -298,7 +299,7 @@ class ShardedCollection(nn.Module, abc.ABC):
         replicated = self._replicated_tables()
         self.replicas = None
         if replicated:
-            self.replicas = self.storage.replicas(replicated, numbers, context.gradients, self.device, pooled=pooled)
+            self.replicas = self.storage.replicas(replicated, numbers, context.gradients, self.device)
         return route
 
     def _build_parameters(self, first_values: Iterable[tuple[str, Values]]) -> nn.ModuleDict:
@@ -403,9 +404,9 @@ class ShardedCollection(nn.Module, abc.ABC):
     def _copy_states(self, source: ShardedCollection) -> None:
         for name, optimizer in self._optimizers.items():
             for state in optimizer.states:
-                own = self.fused_state(name, state)
+                states = self.fused_state(name, state)
                 for shard, values in source.fused_state(name, state).items():
-                    own[shard].copy_(values)
+                    states[shard].copy_(values)
         if self.id_maps is not None and source.id_maps is not None:
             for key, id_map in source.id_maps.maps.items():
                 self.id_maps.maps[key].copy_(id_map)

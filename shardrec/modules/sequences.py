@@ -294,9 +294,9 @@ class SequenceCall(Call):
 
     def outgoing(self, inside: BlocksInFlight | None, stream: int) -> Stream:
         """The rows for the ranks that asked. There is nothing to sum inside hosts, as each row is whole."""
+        self._collection.ask(self)
         rows, self._rows = self._rows, None
-        assert rows is not None and self.sent is not None, "rows are looked up before they are sent"
-        self._collection.storage.ask(self.input, self.prepared, self.sent)
+        assert rows is not None, "rows are looked up before they are sent"
         return rows
 
     def issued(self) -> None:

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Callable
+from dataclasses import dataclass
 
-import torch
-import torch.distributed as dist
-from torch import nn
-
-from shardrec.exchange.collectives import Collectives
-from shardrec.exchange.gradients import Gradients
 from shardrec.exchange.input import InputExchange, Prepared, SentIds
-from shardrec.exchange.route import Slot
-from shardrec.layout import Shard, TableLayout
-from shardrec.lookup.groups import LookupGroup, LookupTable
 from shardrec.lookup.replicated import ReplicatedLookup
 from shardrec.lookup.shards import ShardLookup
 from shardrec.modules.table import ShardedTable
@@ -22,50 +13,22 @@ from shardrec.modules.table import ShardedTable
 __all__ = ["Storage"]
 
 
+@dataclass(frozen=True, kw_only=True)
 class Storage:
-    """Makes the lookups and the tables of one collection."""
+    """What makes the lookups and the tables of a collection.
 
-    portable: ClassVar[bool] = True
-    """Whether TorchScript can have the collection in a program that runs without shardrec."""
+    Args:
+        shards: the lookup of this rank's shards, from the arguments of :class:`ShardLookup`.
+        replicas: the lookup of replicated tables, from the arguments of :class:`ReplicatedLookup`.
+        table: a table, from the arguments of :class:`ShardedTable`.
+        trains: whether the tables have parameters.
+        portable: whether TorchScript can have the collection in a program that runs without shardrec.
+        ask: told of each batch before the rows that it asked for are exchanged, where its ids have not travelled.
+    """
 
-    trains: ClassVar[bool] = True
-    """Whether the tables have parameters."""
-
-    def shards(
-        self,
-        groups: Sequence[LookupGroup],
-        slots: Sequence[Slot],
-        collectives: Collectives,
-        device: torch.device,
-        *,
-        pooled: bool,
-    ) -> ShardLookup:
-        """The lookup of this rank's shards; arguments are those of :class:`ShardLookup`."""
-        return ShardLookup(groups, slots, collectives, device, pooled=pooled)
-
-    def replicas(
-        self,
-        tables: Sequence[LookupTable],
-        slot_tables: Sequence[int],
-        gradients: Gradients,
-        device: torch.device,
-        *,
-        pooled: bool,
-    ) -> ReplicatedLookup:
-        """The lookup of replicated tables; arguments are those of :class:`ReplicatedLookup`."""
-        return ReplicatedLookup(tables, slot_tables, gradients, device)
-
-    def table(
-        self,
-        layout: TableLayout,
-        parameters: Mapping[Shard | None, nn.Parameter],
-        group: dist.ProcessGroup | None,
-        dtype: torch.dtype,
-        *,
-        fused: bool,
-    ) -> ShardedTable:
-        """A table; arguments are those of :class:`ShardedTable`."""
-        return ShardedTable(layout, parameters, group, dtype, fused=fused)
-
-    def ask(self, input: InputExchange, prepared: Prepared, sent: SentIds) -> None:
-        """The rows that a batch asked for are exchanged next; nothing to do where its ids have travelled."""
+    shards: Callable[..., ShardLookup] = ShardLookup
+    replicas: Callable[..., ReplicatedLookup] = ReplicatedLookup
+    table: Callable[..., ShardedTable] = ShardedTable
+    trains: bool = True
+    portable: bool = True
+    ask: Callable[[InputExchange, Prepared, SentIds], None] | None = None

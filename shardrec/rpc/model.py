@@ -31,7 +31,7 @@ from shardrec.modules.servers import Servers
 from shardrec.rpc.client import Connections
 from shardrec.rpc.collectives import RemoteCollectives
 from shardrec.rpc.server import fused_optimizers_of
-from shardrec.rpc.storage import RemoteStorage, RemoteTable
+from shardrec.rpc.storage import RemoteTable, remote_storage
 
 __all__ = ["RemoteModel", "shard_over_servers"]
 
@@ -114,7 +114,7 @@ def shard_over_servers(
     shifted = _after(plan, trainers.world_size)
     replaced: dict[int, ShardedCollection] = {}
     for number, (path, module) in enumerate(collections.items()):
-        storage = RemoteStorage(collectives, number)
+        storage = remote_storage(collectives, number)
         given: dict[str, Any] = {"path": path, "device": device, "group": group, "context": context, "storage": storage}
         replaced[id(module)] = sharded_collection(module, shifted, dedup=dedup, **given)
     remote_collections = list(replaced.values())

@@ -2,39 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import MutableMapping
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardrec.errors import ConfigError
-from shardrec.exchange.collectives import Collectives
 from shardrec.exchange.input import InputExchange, Prepared, SentIds
-from shardrec.exchange.route import Slot
 from shardrec.layout import Shard, TableLayout
-from shardrec.lookup.groups import LookupGroup
 from shardrec.lookup.optimizers import FusedOptimizer
 from shardrec.lookup.shards import ShardLookup
 from shardrec.modules.storage import Storage
 from shardrec.modules.table import ShardedTable, load_table
 from shardrec.rpc.collectives import RemoteCollectives, words
 
-__all__ = ["RemoteStorage", "RemoteTable"]
+__all__ = ["RemoteTable", "remote_storage"]
 
 
 class RemoteTable(ShardedTable):
     """A table on servers, in a trainer's model: no parameters; its state_dict entry is read from them.
 
     Args:
-        layout: where the table lives.
-        dtype: of the weights.
         collectives: of the trainer.
+        table: arguments of :class:`ShardedTable`.
+        fused: likewise.
     """
 
-    def __init__(self, layout: TableLayout, dtype: torch.dtype, collectives: RemoteCollectives) -> None:
-        super().__init__(layout, {}, None, dtype)
+    def __init__(self, collectives: RemoteCollectives, *table: Any, fused: bool) -> None:
+        super().__init__(*table, fused=fused)
         self._collectives = collectives
 
     def _save_to_state_dict(self, destination: MutableMapping[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -73,68 +70,43 @@ class RemoteTable(ShardedTable):
 class RemoteShards(ShardLookup):
     """No shards of a trainer's own; the servers' learning rates and counts of updates.
 
-    Args, beside those of :class:`ShardLookup`:
-        servers: the trainer's collectives.
+    Args:
+        collectives: of the trainer.
+        lookup: arguments of :class:`ShardLookup`.
+        pooled: likewise.
     """
 
-    def __init__(self, servers: RemoteCollectives, *lookup: Any, pooled: bool) -> None:
+    def __init__(self, collectives: RemoteCollectives, *lookup: Any, pooled: bool) -> None:
         super().__init__(*lookup, pooled=pooled)
-        self._servers = servers
+        self._collectives = collectives
 
     def set_learning_rate(self, optimizer: FusedOptimizer, lr: float) -> None:
         """Use ``lr`` for the tables that were given ``optimizer``, from the next update on."""
-        self._servers.rates[optimizer] = lr
+        self._collectives.rates[optimizer] = lr
 
     def step_counts(self) -> dict[str, int]:
         """Per table, how many updates its fused optimizer has made; asks the servers."""
-        self._servers.settle()
+        self._collectives.settle()
         counts = super().step_counts()
-        for server in range(len(self._servers.servers)):
-            for name, count in self._servers.servers.call(server, "step_counts").items():
+        for server in range(len(self._collectives.servers)):
+            for name, count in self._collectives.servers.call(server, "step_counts").items():
                 if name in counts:
                     counts[name] = max(counts[name], count)
         return counts
 
 
-class RemoteStorage(Storage):
-    """A trainer's: the shards are on servers, replicated tables are its own.
+def remote_storage(collectives: RemoteCollectives, number: int) -> Storage:
+    """Of a trainer's collection: the shards are on servers, replicated tables are its own.
 
     Args:
         collectives: of the trainer.
         number: of the collection among those of the model.
     """
 
-    portable = False  # a program needs the connection to the servers
+    def table(layout: TableLayout, *given: Any, **named: Any) -> ShardedTable:
+        return (ShardedTable if layout.replicated else partial(RemoteTable, collectives))(layout, *given, **named)
 
-    def __init__(self, collectives: RemoteCollectives, number: int) -> None:
-        self._collectives = collectives
-        self._number = number
-
-    def shards(
-        self,
-        groups: Sequence[LookupGroup],
-        slots: Sequence[Slot],
-        collectives: Collectives,
-        device: torch.device,
-        *,
-        pooled: bool,
-    ) -> RemoteShards:
-        return RemoteShards(self._collectives, groups, slots, collectives, device, pooled=pooled)
-
-    def table(
-        self,
-        layout: TableLayout,
-        parameters: Mapping[Shard | None, nn.Parameter],
-        group: dist.ProcessGroup | None,
-        dtype: torch.dtype,
-        *,
-        fused: bool,
-    ) -> ShardedTable:
-        if layout.replicated:
-            return super().table(layout, parameters, group, dtype, fused=fused)
-        return RemoteTable(layout, dtype, self._collectives)
-
-    def ask(self, input: InputExchange, prepared: Prepared, sent: SentIds) -> None:
+    def ask(input: InputExchange, prepared: Prepared, sent: SentIds) -> None:
         """Let a batch's ids go with the lookup that is to come."""
         if prepared.differentiable:
             tables = ", ".join(repr(table) for _, table, _ in input.expect.tables)
@@ -144,5 +116,7 @@ class RemoteStorage(Storage):
             )
         size, bag_words = prepared.lengths.size(1), input.payload.bag_words(prepared.slot_sizes)
         of_ranks = zip(bag_words, sent.counts, sent.parts, strict=True)
-        parts = [(self._number, [size, bags, *counts], words(pieces)) for bags, counts, pieces in of_ranks]
-        self._collectives.ask(parts[self._collectives.trainers.world_size :])
+        parts = [(number, [size, bags, *counts], words(pieces)) for bags, counts, pieces in of_ranks]
+        collectives.ask(parts[collectives.trainers.world_size :])
+
+    return Storage(shards=partial(RemoteShards, collectives), table=table, portable=False, ask=ask)

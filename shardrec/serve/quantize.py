@@ -13,13 +13,13 @@ from torch import Tensor
 from shardrec.errors import ConfigError
 from shardrec.exchange.context import ModelContext
 from shardrec.layout import Shard
-from shardrec.modules import ShardedModel
+from shardrec.modules import ShardedEmbeddingBagCollection, ShardedModel
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.model import require_sharded
 from shardrec.serve.format import WeightFormat
+from shardrec.serve.lookup import served_memory, served_storage
 from shardrec.serve.model import ServedModel
 from shardrec.serve.rows import GREATEST, encode, row_ranges
-from shardrec.serve.storage import ServedStorage
 
 __all__ = ["quantize"]
 
@@ -59,14 +59,14 @@ def quantize(model: ShardedModel, weights: str = "int8", *, tables: Mapping[str,
     formats = _formats(sources, weights, tables or {})
     context = ModelContext(model.context.collectives, model.context.device, model.context.options)
     # Where deepcopy meets a collection it takes the served one, so that nothing of the trained tables is copied.
-    storages = [ServedStorage(formats) for _ in sources]
-    memo: dict[int, Any] = {
-        id(source): source.copied(context, storage) for source, storage in zip(sources, storages, strict=True)
-    }
+    memo: dict[int, Any] = {}
+    for source in sources:
+        storage = served_storage(formats, pooled=isinstance(source, ShardedEmbeddingBagCollection))
+        memo[id(source)] = source.copied(context, storage)
     module = memo.get(id(model.module)) or copy.deepcopy(model.module, dict(memo))
-    faults = [fault for pair in zip(sources, storages, strict=True) for fault in _convert(*pair)]
+    faults = [fault for source in sources for fault in _convert(source, memo[id(source)], formats)]
     _raise_together(faults, context)
-    return ServedModel(module, model.plan, context)
+    return ServedModel(module, model.plan, context, formats)
 
 
 def _formats(sources: list[ShardedCollection], weights: str, tables: Mapping[str, str]) -> dict[str, WeightFormat]:
@@ -99,10 +99,13 @@ def _format(word: str) -> WeightFormat:
         raise ConfigError(f"weights are to be {word!r}; tables are kept as one of {known}: name one") from None
 
 
-def _convert(source: ShardedCollection, target: ServedStorage) -> Iterator[str]:
+def _convert(
+    source: ShardedCollection, target: ShardedCollection, formats: Mapping[str, WeightFormat]
+) -> Iterator[str]:
     """Convert this rank's parts of all the tables; gives the faults, for a rank that raised would be missed."""
+    memory = served_memory(target)
     for name, table in source.tables().items():
-        layout, form = table.layout, target.formats[table.layout.name]
+        layout, form = table.layout, formats[table.layout.name]
         parts = {shard: parameter.detach() for shard, parameter in table.locals.items()}
         limit = torch.finfo(torch.float32).max if form is WeightFormat.FP32 else GREATEST
         # Not of no weights at all; NaN is within no limit.
@@ -122,7 +125,7 @@ def _convert(source: ShardedCollection, target: ServedStorage) -> Iterator[str]:
                 part = weight[rows].nan_to_num(0.0, 0.0, 0.0) if bad else weight[rows]
                 if part.size(0):
                     span = None if ranges is None else ranges[rows.start + top - first : rows.stop + top - first]
-                    target.memory[layout.name if shard is None else shard][rows].copy_(encode(part, form, span))
+                    memory[layout.name if shard is None else shard][rows].copy_(encode(part, form, span))
 
 
 def _whole_row_ranges(parts: Mapping[Shard | None, Tensor], first: int, last: int, source: ShardedCollection) -> Tensor:

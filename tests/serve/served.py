@@ -13,8 +13,8 @@ from shardrec.layout import ShardingPlan, Topology
 from shardrec.modules import ShardedModel, shard
 from shardrec.modules.collection import ShardedCollection
 from shardrec.serve.format import HEAD_BYTES, WeightFormat
+from shardrec.serve.lookup import served_memory
 from shardrec.serve.model import ServedModel
-from shardrec.serve.storage import ServedStorage
 from tests.models import collection, random_configs, table_sizes
 from tests.plans import cut_plan, random_plan
 from tests.scripting.scorers import Scorer
@@ -91,10 +91,9 @@ def served_rows(model: ServedModel) -> list[tuple[str, slice, slice, Tensor]]:
     for child in model.module.modules():
         if not isinstance(child, ShardedCollection):
             continue
-        assert isinstance(child.storage, ServedStorage)
-        memory = child.storage.memory
+        memory = served_memory(child)
         for layout in child.table_layouts.values():
-            form = child.storage.formats[layout.name]
+            form = model.formats[layout.name]
             if layout.replicated:
                 found.append((layout.name, slice(None), slice(None), decode(memory[layout.name], form)))
             for shard_ in layout.on_rank(child.context.collectives.rank):
