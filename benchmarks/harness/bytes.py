@@ -25,7 +25,7 @@ from benchmarks.harness.report import ByteReport
 from benchmarks.harness.volume import EXCHANGES, Volume
 from benchmarks.harness.workload import WorkloadTable
 from shardrec.exchange.collectives import collectives_of
-from shardrec.exchange.queue import ModelContext
+from shardrec.exchange.context import ExchangeOptions, ModelContext
 from shardrec.launch.ranks import Place, joined, same_everywhere
 from shardrec.layout import ShardingPlan, Topology
 from shardrec.planner import plan as make_plan
@@ -97,7 +97,7 @@ def _unsharded(config: BenchConfig, tables: Sequence[WorkloadTable]) -> Any:
 def _run_steps(config: BenchConfig, tables: Sequence[WorkloadTable], plan: ShardingPlan, place: Place) -> list[Sent]:
     """What this rank sends in each step."""
     collectives = CountingCollectives(collectives_of())
-    context = ModelContext(collectives, place.device, comms_of(config))
+    context = ModelContext(collectives, place.device, ExchangeOptions(comms=comms_of(config)))
     model = sharded_module(_unsharded(config, tables), plan, context, dedup=config.dedup == "on")
     batches = batches_of(config, tables)
     collectives.take()

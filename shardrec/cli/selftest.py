@@ -17,7 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 import shardrec
 from shardrec.errors import ConfigError, VersionError
 from shardrec.exchange.collectives import FunctionalCollectives
-from shardrec.exchange.context import StepContext
+from shardrec.exchange.headers import Headers
 from shardrec.layout import ShardingPlan, Topology
 from shardrec.layout.cuts import table_wise
 from shardrec.layout.discover import table_shapes
@@ -60,12 +60,12 @@ def collectives(device: torch.device) -> str:
     """
     with _group_of_one(device) as group:
         over = FunctionalCollectives(group)
-        context = StepContext(over, device)
-        context.header_columns += 5
+        headers = Headers(over, device)
+        headers.columns += 5
         sent: list[tuple[str, Tensor]] = [("payload", torch.arange(1000, dtype=torch.int32, device=device))]
         sent += [("output", torch.rand(1000, device=device))]
-        header = torch.arange(context.header_columns, device=device).unsqueeze(0)
-        faults = [] if torch.equal(context.exchange_header(header), header) else ["header"]
+        header = torch.arange(headers.columns, device=device).unsqueeze(0)
+        faults = [] if torch.equal(headers.exchange(header), header) else ["header"]
         for what, values in sent:
             (came,) = over.send([[values[:300], values[300:]]], [values.numel()], what).wait()
             faults += [] if torch.equal(came, values) else [what]

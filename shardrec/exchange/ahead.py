@@ -2,7 +2,7 @@
 
 ::
 
-    ahead = Ahead(context, calls)   the batches are checked and cut; needs no other rank
+    ahead = Ahead(headers, calls)   the batches are checked and cut; needs no other rank
     ahead.exchange()                header, which all ranks wait for; the payload is on its way
     module(features)                in the forward: the call is there already, only its rows are exchanged
     ahead.close()                   what was not called after all is let go
@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import Any
 
 from shardrec.errors import ShardrecError
-from shardrec.exchange.context import StepContext
+from shardrec.exchange.headers import Headers
 from shardrec.exchange.step import Call, Caller, exchange_ids, sharing_runs
 
 __all__ = ["Ahead"]
@@ -27,12 +27,12 @@ class Ahead:
     """The calls of one coming forward, in the order in which it will make them.
 
     Args:
-        context: of the model.
+        headers: of the model.
         calls: each module with its features; as an attribute, the :class:`Call` of each.
     """
 
-    def __init__(self, context: StepContext, calls: Sequence[tuple[Caller, object]]) -> None:
-        self._context = context
+    def __init__(self, headers: Headers, calls: Sequence[tuple[Caller, object]]) -> None:
+        self._headers = headers
         self.calls = [module.new_call(features) for module, features in calls]
         self._left = [(*source, call) for source, call in zip(calls, self.calls, strict=True)]
 
@@ -56,8 +56,8 @@ class Ahead:
             InputError: on every rank, if a batch of any is faulty.
             PeerError: if another rank is gone.
         """
-        for calls in sharing_runs(self._context, self.calls):
-            exchange_ids(self._context, calls)
+        for calls in sharing_runs(self._headers, self.calls):
+            exchange_ids(self._headers, calls)
 
     def arrived(self) -> list[Any]:
         """The calls' records of tensors; waits for the ids that were exchanged."""

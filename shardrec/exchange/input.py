@@ -15,7 +15,7 @@ B local batch size, W ranks, G lookup groups, N ids.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
@@ -27,8 +27,9 @@ from torch import Tensor, nn
 from shardrec.exchange.bad_ids import POLICIES, mended
 from shardrec.exchange.batch import KEY_ORDERS, NO_LIMIT, Batch, Expectation, read_batch
 from shardrec.exchange.check import add_up, describe_fault, ids_are_valid
-from shardrec.exchange.context import StepContext
 from shardrec.exchange.cut import Cut, Cutter
+from shardrec.exchange.dedup import DistinctIds
+from shardrec.exchange.headers import Headers
 from shardrec.exchange.payload import HEADER_SIZES, Payload
 from shardrec.exchange.route import Route
 from shardrec.exchange.staging import staged
@@ -59,6 +60,7 @@ class Prepared:
             sequences for replicated tables).
         given: the input as it was read (for words about faults, keys, weights with a gradient); empty if unreadable.
         to_send: what is cut: ``batch``, or its distinct ids.
+        inverse: (N,) int64 place of each id of the lookups among the distinct ids; None if all ids are sent.
         cut: ``to_send`` cut into blocks.
         lengths: (S, B) int32 lengths of each slot; (S, 1), their sums, if each id gets a row of its own.
         slot_sizes: (S,) batch size of each slot, where they differ.
@@ -75,6 +77,7 @@ class Prepared:
     batch: Batch
     given: Batch
     to_send: Batch
+    inverse: Tensor | None
     cut: Cut
     lengths: Tensor
     slot_sizes: tuple[int, ...] | None
@@ -120,9 +123,10 @@ class InputExchange:
     Args:
         route: where the ids of each lookup go.
         expect: what the input must look like.
-        context: collectives and error handling, shared by the model's sharded modules.
+        headers: of the model, in each of which this module gets its columns.
         per_id: each id gets a row of its own, so that bags need not travel: all of a rank's samples go as one, and the
             positions of the ids are kept.
+        distinct: finds the distinct ids of each table, which are sent in place of all; default: all are sent.
 
     Attributes:
         cutter: cuts batches into slots.
@@ -133,15 +137,23 @@ class InputExchange:
         bad_ids: (U,) int64, per feature, ids outside its table that were no error, in the batches so far.
     """
 
-    def __init__(self, route: Route, expect: Expectation, context: StepContext, *, per_id: bool = False) -> None:
+    def __init__(
+        self,
+        route: Route,
+        expect: Expectation,
+        headers: Headers,
+        *,
+        per_id: bool = False,
+        distinct: DistinctIds | None = None,
+    ) -> None:
         self.per_id = per_id
+        self.distinct = distinct
         self.route = route
         self.expect = expect
-        self._rank = context.collectives.rank
-        self._world_size = context.collectives.world_size
+        self._rank = headers.collectives.rank
+        self._world_size = headers.collectives.world_size
         self.columns = HEADER_SIZES + route.groups
-        context.header_columns += _REPEATS * self.columns
-        context.modules += 1
+        headers.add_module(_REPEATS * self.columns)
         self._key_limits = lru_cache(maxsize=KEY_ORDERS)(self._new_limits)
         self._key_policies = lru_cache(maxsize=KEY_ORDERS)(self._new_policies)
         self.cutter = Cutter(route, expect.device)
@@ -152,16 +164,13 @@ class InputExchange:
         self.shard_rows = torch.tensor([slot.shard.rows for slot in route.slots[self._rank]], dtype=torch.int64)
         self.bad_ids = torch.zeros(len(expect.features), dtype=torch.int64, device=expect.device)
 
-    def prepare(
-        self, features: object, agreement: str, fault: str = "", *, to_send: Callable[[Batch], Batch] | None = None
-    ) -> Prepared:
-        """Check the batch and cut it. Raises nothing for a faulty batch, and waits for the device only in ``to_send``.
+    def prepare(self, features: object, agreement: str, fault: str = "") -> Prepared:
+        """Check the batch and cut it. Raises nothing for a faulty batch; waits for the device only for dynamic ids.
 
         Args:
             features: a KeyedJaggedTensor; keys in any order, further keys are ignored.
             agreement: what the ranks must have in common beyond the ids' dtype.
             fault: of the module, or "".
-            to_send: makes ``Prepared.to_send`` out of the checked batch: its distinct ids; default: the batch itself.
         """
         given = read_batch(features, self.expect)
         if isinstance(given, str):
@@ -178,7 +187,7 @@ class InputExchange:
         if fault:
             valid = torch.zeros_like(valid)
         safe = self._safe(whole, valid)
-        chosen = safe if to_send is None else to_send(safe)
+        chosen, inverse = (safe, None) if self.distinct is None else self.distinct(safe)
         cut = self.cutter.cut(chosen, keep_positions=self.per_id or differentiable, given=given)
         lengths_SB = cut.lengths
         slot_sizes = None
@@ -198,6 +207,7 @@ class InputExchange:
             batch=safe,
             given=given,
             to_send=chosen,
+            inverse=inverse,
             cut=cut,
             lengths=lengths_SB,
             slot_sizes=slot_sizes,
@@ -252,11 +262,6 @@ class InputExchange:
             full_ids=() if prepared.full is None else tuple(notes[2]),
             replica_ids=tuple(notes[0]) if notes and not self.per_id else (),
         )
-
-    def requests(self, prepared: Prepared, sent: SentIds) -> list[list[int]]:
-        """A batch's row of the header for each rank, of numbers that are on the host."""
-        size, words = prepared.lengths.size(1), self.payload.bag_words(prepared.slot_sizes)
-        return [[size, bags, *counts] for bags, counts in zip(words, sent.counts, strict=True)]
 
     def _full(self, keys: tuple[str, ...], lengths: Tensor, inverse: Tensor) -> FullBatch:
         """Of (F, B) lengths and (U, B_full) inverse indices, which are 0 if the batch is bad."""

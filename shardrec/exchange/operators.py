@@ -40,7 +40,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from shardrec.errors import ConfigError, InputError
 from shardrec.exchange.batch import Expectation, form_fault, length_fault
 from shardrec.exchange.blocks import BlocksInFlight
-from shardrec.exchange.queue import ModelContext
+from shardrec.exchange.context import ModelContext
 from shardrec.exchange.step import Call, Caller
 
 __all__ = ["Program"]
@@ -214,7 +214,7 @@ class Program:
         number = int(ticket)
         weights = features.weights_or_none()
         if scripted is not None and gradients:  # no forward of the model has done so
-            self._context.begin_forward()
+            self._context.gradients.begin_forward()
         with _with_autograd(gradients), _in_mode(self._module, scripted):
             if learned and gradients:
                 weights.requires_grad_()
@@ -246,7 +246,7 @@ class Program:
         """The gradient of a call's value is there."""
         issued = self._kept[int(ticket)]
         # Here, since the exchange is sent by a backward inside of the program's.
-        self._context.backward.begin()
+        self._context.gradients.backward.begin()
         if issued.value is not None and issued.backward is not None:
             issued.backward.give(issued, gradient)
 
@@ -276,7 +276,7 @@ class Program:
         if fault is None and not features.variable_stride_per_key():  # else the sizes are in a tensor
             fault = length_fault(features.lengths(), [features.stride()] * len(features.keys()))
         if fault is not None:
-            self._context.refusal = fault
+            self._context.step.refusal = fault
             raise InputError(fault)
 
 

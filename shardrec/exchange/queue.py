@@ -9,71 +9,60 @@
     emb_a["f"]                      waits
 
 An exchange begins as soon as all the calls are queued that came before the first use in the model's last forward (in
-its first forward: as many as it has sharded modules), or else at the first use of a queued call's value. So a model
-that does the same in each step makes the fewest exchanges without being told, and one that does not still gets the
-right values. All ranks run the same model and come to the same decisions; the headers' checksum tells if they did not.
+its first forward: as many as it has sharded modules; see :mod:`shardrec.exchange.runs`), or else at the first use of a
+queued call's value. So a model that does the same in each step makes the fewest exchanges without being told, and one
+that does not still gets the right values.
 
 Outside a model's forward (a sharded module by itself, a recomputation in backward) each call exchanges at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import cached_property
 from itertools import accumulate
 from threading import RLock
+from typing import Any
 
 import torch
 
 from shardrec.errors import ConfigError, ShardrecError
 from shardrec.exchange.ahead import Ahead
 from shardrec.exchange.blocks import BlockExchange
-from shardrec.exchange.context import StepContext
+from shardrec.exchange.headers import Headers
+from shardrec.exchange.runs import Phase, Runs
 from shardrec.exchange.step import Call, Caller, can_share, run_step, sharing_runs
 from shardrec.exchange.wire import QuantizedComms
 
-__all__ = ["ExchangeQueue", "ModelContext"]
-
-
-class ModelContext(StepContext):
-    """A model's :class:`StepContext`, with the queue of its calls.
-
-    Attributes:
-        made_ahead: the calls of this forward, if they were made before it.
-    """
-
-    made_ahead: Ahead | None = None
-
-    @cached_property
-    def queue(self) -> ExchangeQueue:
-        """Of the calls of its sharded modules."""
-        return ExchangeQueue(self)
+__all__ = ["ExchangeQueue"]
 
 
 class ExchangeQueue:
     """The calls of a model's sharded modules that wait for their exchange.
 
     Args:
-        context: of the model.
+        headers: of the model.
+        comms: formats of the exchange of rows.
+        before_gradients: called in each backward before gradients are sent, on every rank.
+
+    Attributes:
+        output: the exchange of rows.
+        ahead: the calls of the present forward, if they were made before it.
+        observed: each call of the present forward, with its features, is added here, where that is a list.
+        on_value: called with each call and its value.
     """
 
-    def __init__(self, context: ModelContext) -> None:
-        self.context = context
+    def __init__(self, headers: Headers, comms: QuantizedComms, before_gradients: Callable[[], None]) -> None:
+        collectives, device = headers.collectives, headers.device
+        self.output = BlockExchange(collectives, comms, device=device, before_gradients=before_gradients)
+        self.ahead: Ahead | None = None
         self.observed: list[tuple[Caller, object]] | None = None
-        self._output = BlockExchange(
-            context.collectives, context.comms, device=context.device, before_gradients=context.before_gradients
-        )
-        self._inside = BlockExchange(context.collectives, QuantizedComms(), "partial sums", context.device)
+        self.on_value: Callable[[Call, Any], None] | None = None
+        self._headers, self._collectives = headers, collectives
+        self._inside = BlockExchange(collectives, QuantizedComms(), "partial sums", device)
         self._calls: list[Call] = []
-        self._in_forward = False
-        self._habit: list[int] = []  # calls before each first use, as the last forward made them
-        self._seen: list[int] = []  # the same of this forward
-        self._run = 0  # calls since the last first use
-        self._first = 0  # the id of the module that made the first of them
-        self._runs: dict[int, int] = {}  # calls of the last run that began with this module
+        self._runs = Runs()
         self._one_thread = RLock()
-        self._last_habit: list[int] = []  # the habit when the last forward began
 
     def submit(self, module: Caller, features: object, *, by_operator: bool = False, scripted: bool = False) -> Call:
         """Queue a module's call, and begin the exchange if it is the last one to wait for.
@@ -100,31 +89,27 @@ class ExchangeQueue:
         with self._alone(waits=scripted):
             if self.observed is not None:
                 self.observed.append((module, features))
-            ahead = self.context.made_ahead
-            queued = None if ahead is None else ahead.take(module, features)
+            queued = None if self.ahead is None else self.ahead.take(module, features)
             if queued is None:
                 queued = module.new_call(features)
             elif fault := module.fault():  # since the call was made ahead
                 raise ConfigError(fault)
-            queued.by_operator = by_operator
-            if self._calls and not can_share(self.context, queued, self._calls):
+            queued.by_operator, queued.on_value = by_operator, self.on_value
+            if self._calls and not can_share(self._headers, queued, self._calls):
                 self.flush()
             if not queued.is_launched:
                 self._calls.append(queued)
-            if not self._run:
-                self._first = id(module)
-            self._run += 1
-            if self._run >= self._awaited(scripted):
+            if self._runs.call(id(module), self._headers.modules, by_program=scripted):
                 self.flush()
         return queued
 
     def used(self, queued: Call) -> None:
         """A call's value is used: its exchange must begin."""
-        single = self.context.collectives.world_size == 1
+        single = self._collectives.world_size == 1
         with self._alone(waits=True) if single and queued.by_operator else nullcontext():
             if queued.is_queued:
                 self.flush()
-            self._end_run()
+            self._runs.use()
 
     @contextmanager
     def _alone(self, *, waits: bool = False) -> Iterator[None]:
@@ -133,9 +118,9 @@ class ExchangeQueue:
         Args:
             waits: for the other thread, where there is one rank, as the forks of a TorchScript program do.
         """
-        if not self._one_thread.acquire(blocking=waits and self.context.collectives.world_size == 1):
+        if not self._one_thread.acquire(blocking=waits and self._collectives.world_size == 1):
             raise ConfigError(
-                f"rank {self.context.collectives.rank}: two threads call sharded modules of one model at once, and "
+                f"rank {self._collectives.rank}: two threads call sharded modules of one model at once, and "
                 "the ranks' exchanges would not match; call them from one thread: an exchange is under way when the "
                 "call returns, and is waited for at the first use of its value"
             )
@@ -152,35 +137,29 @@ class ExchangeQueue:
             ConfigError: if another thread is in it, or calls one of its sharded modules.
         """
         with self._alone():
-            if self._in_forward:
+            if self._runs.phase is Phase.FORWARD:
                 yield
                 return
-            self._in_forward, self._seen, self._run = True, [], 0
-            self._last_habit = self._habit
+            self._runs.begin()
             try:
                 yield
                 self.flush()
-                self._end_run()
-                self._habit = self._seen
+                self._runs.end()
             except BaseException as error:
-                # Ranks that failed at different places must not go on with different habits.
-                self._habit = []
+                self._runs.fail()
                 calls, self._calls = self._calls, []
                 for call in calls:
                     call.error = ShardrecError(f"the model's forward failed before this lookup was exchanged: {error}")
                 raise
-            finally:
-                self._in_forward = False
 
     def launch_ahead(self) -> None:
         """Exchange rows for the calls that this forward makes before its first use, if their ids were exchanged ahead.
 
         So their rows travel while the model computes what it has before it calls its sharded modules.
         """
-        ahead = self.context.made_ahead
-        if ahead is not None and self._habit:
-            calls = ahead.calls[: self._habit[0]]
-            shared = sharing_runs(self.context, calls) == [calls]
+        if self.ahead is not None and self._runs.known:
+            calls = self.ahead.calls[: self._runs.known[0]]
+            shared = sharing_runs(self._headers, calls) == [calls]
             if shared and all(call.is_queued and call.sent is not None for call in calls):
                 self._calls = list(calls)
                 self.flush()
@@ -192,38 +171,23 @@ class ExchangeQueue:
             return
         try:
             with calls[0].mode():
-                run_step(self.context, self._inside, self._output, calls)
+                run_step(self._headers, self._inside, self.output, calls)
         except BaseException as error:
             for call in calls:
                 call.error = error
             raise
 
-    def forget_habit(self) -> None:
+    def forget_runs(self) -> None:
         """Forget how the last forward went, where another rank's has failed and forgets, too."""
-        self._habit = []
+        self._runs.forget()
 
     def serve(self, ahead: Ahead) -> None:
         """After a forward that failed here: look up and send what the other ranks, whose forward goes on, wait for."""
-        left = [one for one in ahead.calls if not one.is_launched]
-        habit = self._last_habit or [len(ahead.calls)]
-        begin = len(ahead.calls) - len(left)
-        for end in accumulate(habit):
+        begin = sum(call.is_launched for call in ahead.calls)
+        for end in accumulate(self._runs.known or [len(ahead.calls)]):
             if end > begin:
                 self._calls = ahead.calls[begin:end]
                 for call in self._calls:
                     call.error = None
                 self.flush()
                 begin = end
-
-    def _awaited(self, scripted: bool) -> int:
-        """Calls of this run that come before its first use, as far as one can know."""
-        if not self._in_forward:
-            return self._runs.get(self._first, self.context.modules) if scripted else 1
-        done = len(self._seen)
-        return self._habit[done] if done < len(self._habit) else self.context.modules
-
-    def _end_run(self) -> None:
-        if self._run:
-            self._seen.append(self._run)
-            self._runs[self._first] = self._run
-            self._run = 0

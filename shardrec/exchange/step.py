@@ -22,21 +22,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, reduce
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from shardrec.exchange.blocks import BlockExchange, BlocksInFlight, Stream
-from shardrec.exchange.collectives import Pending
-from shardrec.exchange.context import FIXED_COLUMNS, StepContext, checksum
+from shardrec.exchange.collectives import Collectives, Pending
+from shardrec.exchange.headers import FIXED_COLUMNS, Headers, checksum
 from shardrec.exchange.input import InputExchange, Prepared, SentIds
 from shardrec.exchange.payload import ShardInput
+from shardrec.exchange.route import Lookup
 
-__all__ = ["Call", "Caller", "can_share", "exchange_ids", "run_step", "sharing_runs"]
+__all__ = ["Call", "Caller", "Learned", "can_share", "exchange_ids", "run_step", "sharing_runs"]
 
 
-def run_step(context: StepContext, inside: BlockExchange, output: BlockExchange, calls: Sequence[Call]) -> None:
+def run_step(headers: Headers, inside: BlockExchange, output: BlockExchange, calls: Sequence[Call]) -> None:
     """Run calls that share an exchange, each prepared when it was made, up to their rows under way.
 
     What happens to a batch's ``values``, in order:
@@ -52,7 +53,7 @@ def run_step(context: StepContext, inside: BlockExchange, output: BlockExchange,
        order; means divided; duplicates and inverse indices expanded.
 
     Args:
-        context: of the model.
+        headers: of the model.
         inside: the exchange of partial sums inside hosts.
         output: the exchange of rows.
         calls: the same on every rank, in the same order.
@@ -61,10 +62,9 @@ def run_step(context: StepContext, inside: BlockExchange, output: BlockExchange,
         InputError: on every rank, if a batch of any is faulty.
         PeerError: if another rank is gone.
     """
-    exchange_ids(context, [call for call in calls if call.sent is None])
+    exchange_ids(headers, [call for call in calls if call.sent is None])
     asked = [call.received() for call in calls]
     partial_sums = [call.look_up(ids) for call, ids in zip(calls, asked, strict=True)]
-    context.raise_anomalies()
     streams = [stream for stream in partial_sums if stream is not None]
     learns = any(call.learns for call in calls)
     inside_flight = inside.start(streams, learns=learns) if streams else None
@@ -89,6 +89,22 @@ class Caller(Protocol):
         """What is wrong with the module itself, whatever the features; "" for nothing."""
 
 
+class Learned(NamedTuple):
+    """The part of a call's value that takes a gradient.
+
+    Args:
+        values: (n, D).
+        sizes: of its segments, one per lookup, along ``dim``.
+        dim: 0 or 1.
+        lookups: of the segments.
+    """
+
+    values: Tensor
+    sizes: Sequence[int]
+    dim: int
+    lookups: Sequence[Lookup]
+
+
 class Call(abc.ABC):
     """One forward of a sharded module, from its batch to its value: a ``BagCall`` (:mod:`shardrec.modules.bags`) or a
     ``SequenceCall`` (:mod:`shardrec.modules.sequences`).
@@ -102,6 +118,7 @@ class Call(abc.ABC):
     Attributes:
         sent: what was sent of the batch; there from the header exchange until the rows are under way.
         by_operator: an operator made it (:mod:`shardrec.exchange.operators`), which goes backward in another way.
+        on_value: called with the call and its value.
         error: why there will be no rows; set to None, it may be exchanged again.
     """
 
@@ -113,6 +130,7 @@ class Call(abc.ABC):
         self.learns = learns
         self.sent: SentIds | None = None
         self.by_operator = False
+        self.on_value: Callable[[Call, Any], None] | None = None
         self.error: BaseException | None = None
         self.with_gradients = torch.is_grad_enabled()
         self.in_inference = torch.is_inference_mode_enabled()
@@ -136,6 +154,10 @@ class Call(abc.ABC):
     @abc.abstractmethod
     def finish(self, flight: BlocksInFlight, stream: int) -> Any:
         """The output, from the rows that came."""
+
+    @abc.abstractmethod
+    def learned(self, value: Any) -> Learned:
+        """What takes a gradient in the call's value."""
 
     @contextmanager
     def mode(self) -> Iterator[None]:
@@ -173,7 +195,10 @@ class Call(abc.ABC):
         """
         flight = self.flight()
         with self.mode():
-            return self.finish(flight, self._stream)
+            value = self.finish(flight, self._stream)
+            if self.on_value is not None:
+                self.on_value(self, value)
+        return value
 
     def ask(self, sent: SentIds, receive: Callable[[], ShardInput]) -> None:
         """Its ids are under way; ``receive`` waits for those of all ranks."""
@@ -191,7 +216,7 @@ class Call(abc.ABC):
         self.sent = self._receive = None
 
 
-def can_share(context: StepContext, call: Call, calls: Sequence[Call]) -> bool:
+def can_share(headers: Headers, call: Call, calls: Sequence[Call]) -> bool:
     """Whether a call can share an exchange with others: all were made in one mode, and fit the header."""
     first = calls[0]
     columns = sum(other.input.columns for other in (*calls, call))
@@ -199,25 +224,25 @@ def can_share(context: StepContext, call: Call, calls: Sequence[Call]) -> bool:
         first.with_gradients == call.with_gradients
         and first.by_operator == call.by_operator
         and first.in_inference == call.in_inference
-        and columns <= context.header_columns - FIXED_COLUMNS
+        and columns <= headers.columns - FIXED_COLUMNS
     )
 
 
-def sharing_runs(context: StepContext, calls: Sequence[Call]) -> list[list[Call]]:
+def sharing_runs(headers: Headers, calls: Sequence[Call]) -> list[list[Call]]:
     """The calls in runs, in order, each as long as its calls can share an exchange."""
     runs: list[list[Call]] = []
     for call in calls:
-        if not runs or not can_share(context, call, runs[-1]):
+        if not runs or not can_share(headers, call, runs[-1]):
             runs.append([])
         runs[-1].append(call)
     return runs
 
 
-def exchange_ids(context: StepContext, calls: Sequence[Call]) -> None:
+def exchange_ids(headers: Headers, calls: Sequence[Call]) -> None:
     """Exchange the headers of several calls, and let their ids go in one payload. Does nothing for no call.
 
     Args:
-        context: of the model.
+        headers: of the model.
         calls: the same on every rank, in the same order.
 
     Raises:
@@ -226,19 +251,19 @@ def exchange_ids(context: StepContext, calls: Sequence[Call]) -> None:
     """
     if not calls:
         return
-    numbers, headers = _exchange_headers(context, calls)
+    numbers, received = _exchange_headers(headers, calls)
     column = FIXED_COLUMNS
     sent, own_headers = [], []
     for call in calls:
         counts, *notes = (list(islice(numbers, one.numel())) for one in (call.prepared.counts, *call.prepared.notes))
-        own_headers.append([header[column : column + call.input.columns] for header in headers])
+        own_headers.append([header[column : column + call.input.columns] for header in received])
         column += call.input.columns
         sent.append(call.input.pack(call.prepared, counts, notes))
-    if context.collectives.world_size == 1:
+    if headers.collectives.world_size == 1:
         for call, sent_ids, rows in zip(calls, sent, own_headers, strict=True):
             call.ask(sent_ids, partial(call.input.payload.unpack_local, sent_ids.parts[0], rows[0]))
         return
-    payloads = _Payloads(context, calls, sent, own_headers)
+    payloads = _Payloads(headers.collectives, calls, sent, own_headers)
     for number, call in enumerate(calls):
         call.ask(sent[number], partial(payloads.receive, number))
 
@@ -248,7 +273,7 @@ class _Payloads:
 
     def __init__(
         self,
-        context: StepContext,
+        collectives: Collectives,
         calls: Sequence[Call],
         sent: Sequence[SentIds],
         headers: Sequence[Sequence[Sequence[int]]],
@@ -257,9 +282,9 @@ class _Payloads:
         self._headers = headers
         words = [map(payload.words_in, rows) for (payload, _), rows in zip(self._payloads, headers, strict=True)]
         self._words_in = list(map(list, zip(*words, strict=True)))
-        parts = [[part for one in sent for part in one.parts[rank]] for rank in range(context.collectives.world_size)]
+        parts = [[part for one in sent for part in one.parts[rank]] for rank in range(collectives.world_size)]
         sizes = list(map(sum, self._words_in))
-        self._pending: Pending | None = context.collectives.ids(parts, sizes)
+        self._pending: Pending | None = collectives.ids(parts, sizes)
         self._arrived: list[ShardInput] = []
 
     def receive(self, number: int) -> ShardInput:
@@ -280,31 +305,31 @@ class _Payloads:
         return self._arrived[number]
 
 
-def _exchange_headers(context: StepContext, calls: Sequence[Call]) -> tuple[Iterator[int], list[list[int]]]:
+def _exchange_headers(headers: Headers, calls: Sequence[Call]) -> tuple[Iterator[int], list[list[int]]]:
     """Tell all ranks the sizes; what is sent, noted and received comes to the host in one copy.
 
     Returns:
         Counts and notes of the calls, and the header of each rank.
     """
     agreement = "; ".join(call.prepared.agreement for call in calls)
-    received = context.exchange_header(_header(context, calls, agreement))
+    received = headers.exchange(_header(headers, calls, agreement))
     wanted = [tensor.flatten() for call in calls for tensor in (call.prepared.counts, *call.prepared.notes)]
     numbers: list[int] = torch.cat([*wanted, received.flatten()]).tolist()
-    width = context.header_columns
-    first = len(numbers) - context.collectives.world_size * width
-    headers = [numbers[row : row + width] for row in range(first, len(numbers), width)]
-    flags = [header[0] for header in headers]
-    if any(flags) or any(header[1] != headers[0][1] for header in headers):
-        faults = [call.input.describe(call.prepared) for call in calls] if flags[context.collectives.rank] else []
-        context.raise_faults("; ".join(filter(None, faults)), agreement, flags)
-    return iter(numbers), headers
+    width = headers.columns
+    first = len(numbers) - headers.collectives.world_size * width
+    rows = [numbers[start : start + width] for start in range(first, len(numbers), width)]
+    flags = [row[0] for row in rows]
+    if any(flags) or any(row[1] != rows[0][1] for row in rows):
+        faults = [call.input.describe(call.prepared) for call in calls] if flags[headers.collectives.rank] else []
+        headers.raise_faults("; ".join(filter(None, faults)), agreement, flags)
+    return iter(numbers), rows
 
 
-def _header(context: StepContext, calls: Sequence[Call], agreement: str) -> Tensor:
+def _header(headers: Headers, calls: Sequence[Call], agreement: str) -> Tensor:
     parts = [call.input.header(call.prepared) for call in calls]
     columns = FIXED_COLUMNS + sum(call.input.columns for call in calls)
-    assert columns <= context.header_columns, "the queue keeps an exchange within the header"
-    header = parts[0].new_zeros((context.collectives.world_size, context.header_columns))
+    assert columns <= headers.columns, "the queue keeps an exchange within the header"
+    header = parts[0].new_zeros((headers.collectives.world_size, headers.columns))
     header[:, 0] = reduce(torch.logical_and, (call.prepared.valid for call in calls)).logical_not()
     header[:, 1] = checksum(agreement)
     torch.cat(parts, dim=1, out=header[:, FIXED_COLUMNS:columns])

@@ -47,11 +47,13 @@ class LookupTable:
         layout: where it lives.
         optimizer: the one it was given in backward, if any.
         dtype: of its weights: float32, float16 or bfloat16.
+        at_step: it is updated by the step of its optimizer, if it has one, and not in backward.
     """
 
     layout: TableLayout
     optimizer: FusedOptimizer | None
     dtype: torch.dtype = torch.float32
+    at_step: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +66,7 @@ class LookupGroup:
         layouts: the tables, in module order.
         width: columns of the group's shards, where a group has one width; else None.
         dtype: of the weights.
+        at_step: they are updated by the optimizer's step, not in backward.
     """
 
     mode: GroupMode
@@ -71,6 +74,7 @@ class LookupGroup:
     layouts: tuple[TableLayout, ...]
     width: int | None = None
     dtype: torch.dtype = torch.float32
+    at_step: bool = False
 
     def local_shards(self, rank: int) -> tuple[Shard, ...]:
         """The shards of this group that ``rank`` holds."""
@@ -79,7 +83,7 @@ class LookupGroup:
 
 
 def group_tables(
-    tables: Iterable[LookupTable], device: torch.device, *, by_width: bool = False, at_step: bool = False
+    tables: Iterable[LookupTable], device: torch.device, *, by_width: bool = False
 ) -> tuple[LookupGroup, ...]:
     """Group the sharded tables; replicated ones are left out.
 
@@ -87,16 +91,15 @@ def group_tables(
         tables: in module order.
         device: decides which optimizers have a kernel.
         by_width: shards of different widths go into different groups.
-        at_step: tables are updated by the optimizer's step, not in backward.
 
     Raises:
         PlanError: for rowwise Adagrad on a table whose stripes would be in different groups.
     """
-    members: dict[tuple[GroupMode, FusedOptimizer | None, int | None, torch.dtype], list[TableLayout]] = {}
+    members: dict[tuple[GroupMode, FusedOptimizer | None, int | None, torch.dtype, bool], list[TableLayout]] = {}
     for table in tables:
         if table.layout.replicated:
             continue
-        mode = _mode(table, device, at_step)
+        mode = _mode(table, device)
         widths: dict[int | None, None] = {None: None}
         if by_width:
             widths = dict.fromkeys(stripe.col_end - stripe.col_start for stripe in table.layout.stripes())
@@ -106,19 +109,19 @@ def group_tables(
                 "rowwise Adagrad on sequence embeddings takes stripes of one width: cut it evenly"
             )
         for width in widths:
-            members.setdefault((mode, table.optimizer, width, table.dtype), []).append(table.layout)
+            members.setdefault((mode, table.optimizer, width, table.dtype, table.at_step), []).append(table.layout)
     return tuple(
-        LookupGroup(mode=mode, optimizer=optimizer, layouts=tuple(layouts), width=width, dtype=dtype)
-        for (mode, optimizer, width, dtype), layouts in members.items()
+        LookupGroup(mode=mode, optimizer=optimizer, layouts=tuple(layouts), width=width, dtype=dtype, at_step=at_step)
+        for (mode, optimizer, width, dtype, at_step), layouts in members.items()
     )
 
 
-def _mode(table: LookupTable, device: torch.device, at_step: bool) -> GroupMode:
+def _mode(table: LookupTable, device: torch.device) -> GroupMode:
     if table.optimizer is None:
         return GroupMode.DENSE
     if table.optimizer.kind is OptimizerKind.ROWWISE_ADAGRAD and len(table.layout.stripes()) > 1:
         return GroupMode.WHOLE_ROWS
     widths = [stripe.col_end - stripe.col_start for stripe in table.layout.stripes()]
-    if at_step or not has_fused_kernel(table.optimizer, device, table.dtype, widths):
+    if table.at_step or not has_fused_kernel(table.optimizer, device, table.dtype, widths):
         return GroupMode.ROWS
     return GroupMode.FUSED

@@ -30,7 +30,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from shardrec.errors import ConfigError
 from shardrec.exchange.backward import weak_hook
-from shardrec.exchange.context import StepContext
+from shardrec.exchange.gradients import Gradients
 from shardrec.lookup.bank import RowGradient, TableBank, WidthClass
 from shardrec.lookup.groups import LookupTable
 from shardrec.lookup.optimizers import FusedOptimizer
@@ -48,9 +48,8 @@ class ReplicatedLookup:
         tables: the replicated tables, in module order.
         slot_tables: per lookup of a replicated table, in output order, the table's number in ``tables``; the lookups
             of a table are neighbours.
-        context: says whether a reducer averages the gradients, and whether it does so in this backward.
+        gradients: says whether a reducer averages them, and whether it does so in this backward.
         device: where the tables live.
-        at_step: tables with an optimizer are updated by :meth:`step`, not at the end of backward.
 
     Attributes:
         parameters: one (rows, dim) parameter per table.
@@ -60,10 +59,8 @@ class ReplicatedLookup:
         self,
         tables: Sequence[LookupTable],
         slot_tables: Sequence[int],
-        context: StepContext,
+        gradients: Gradients,
         device: torch.device,
-        *,
-        at_step: bool = False,
     ) -> None:
         banks: list[tuple[TableBank, list[int]]] = []  # of neighbouring slots whose tables have one dtype, with these
         for dtype, run in groupby(slot_tables, lambda table: tables[table].dtype):
@@ -81,12 +78,12 @@ class ReplicatedLookup:
         ]
         self.parameters = [nn.Parameter(weights[number]) for number in range(len(tables))]
         self._runs = [(bank, [self.parameters[number] for number in numbers]) for bank, numbers in banks]
-        self._names, self._context = [table.layout.name for table in tables], context
+        self._names, self._gradients = [table.layout.name for table in tables], gradients
         self._unfinished = False  # fused tables have gradients, and no update has been made with them
-        self._at_step = at_step
-        if not at_step:
-            context.updates.append(self.step)
-            context.forwards.append(self._drop_unfinished)
+        self._at_step = any(table.at_step for table in tables)
+        if not self._at_step:
+            gradients.updates.append(self.step)
+            gradients.forwards.append(self._drop_unfinished)
         for parameter in self.parameters:
             parameter.register_post_accumulate_grad_hook(weak_hook(self._on_gradient))
 
@@ -149,16 +146,16 @@ class ReplicatedLookup:
         return Tables(self.parameters, slot_tables, pooled=pooled)
 
     def _on_gradient(self, parameter: Tensor) -> None:
-        context = self._context
-        if context.collectives.world_size > 1 and not context.gradients_are_reduced:
+        gradients = self._gradients
+        if not gradients.are_reduced:
             raise ConfigError(
                 f"replicated tables {', '.join(map(repr, self._names))} need their gradients averaged over the "
                 "ranks; shard the whole model with shardrec.shard, or cut these tables"
             )
-        if self._at_step or self._unfinished or not context.reduce_this_backward or not any(self._updates):
+        if self._at_step or self._unfinished or not gradients.reduce_this_backward or not any(self._updates):
             return
         self._unfinished = True
-        if context.reducer is None:
+        if gradients.reducer is None:
             # One that a callback queues comes after those of a wrapper of the user's, which averages.
             queue = Variable._execution_engine.queue_callback
             queue(partial(queue, self.step))

@@ -38,7 +38,6 @@ class _Member:
         collectives: of the group that the embeddings are sharded over.
         device: where the shards live.
         pooled: sum each bag; else give a row per id.
-        at_step: tables with an optimizer are updated by :meth:`step`, not in backward.
 
     Attributes:
         bank: None where the rank holds none of the group's shards.
@@ -49,13 +48,7 @@ class _Member:
     """
 
     def __init__(
-        self,
-        group: LookupGroup,
-        slots: tuple[Slot, ...],
-        collectives: Collectives,
-        device: torch.device,
-        pooled: bool,
-        at_step: bool,
+        self, group: LookupGroup, slots: tuple[Slot, ...], collectives: Collectives, device: torch.device, pooled: bool
     ) -> None:
         self.group = group
         self.slots = slots
@@ -78,7 +71,7 @@ class _Member:
         if group.mode is GroupMode.WHOLE_ROWS:
             self.whole_rows = WholeRows(group.layouts, self.shards, self.bank, collectives, device)
         self.deferred: DeferredGradients | None = None
-        if at_step and group.optimizer is not None:
+        if group.at_step and group.optimizer is not None:
             self.deferred = DeferredGradients(() if self.bank is None else self.bank.classes)
         self._nothing = NoTables(group.width or 0, device)
         self._placeholder = torch.zeros(0, device=device, requires_grad=True)
@@ -137,7 +130,6 @@ class ShardLookup:
         collectives: of the group that the embeddings are sharded over.
         device: where the shards live.
         pooled: sum each bag; else give a row per id, for groups of one width each.
-        at_step: tables with an optimizer are updated by :meth:`step`, not in backward.
 
     Attributes:
         shards: this rank's shards, group after group.
@@ -151,10 +143,9 @@ class ShardLookup:
         device: torch.device,
         *,
         pooled: bool = True,
-        at_step: bool = False,
     ) -> None:
         self._members = [
-            _Member(group, tuple(slot for slot in slots if slot.group == index), collectives, device, pooled, at_step)
+            _Member(group, tuple(slot for slot in slots if slot.group == index), collectives, device, pooled)
             for index, group in enumerate(groups)
         ]
         self._tables = {

@@ -1,13 +1,25 @@
-"""``shardrec.detect_anomaly``: find the table where NaN or Inf comes from."""
+"""``shardrec.detect_anomaly``: find the table where NaN or Inf comes from.
+
+Around each step: what lookups give is looked at before it travels, and the gradients of their values before a table is
+updated. A check reads on the host and ends with an exchange of words, so that all ranks raise the same error.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
+from typing import Any, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from shardrec.errors import ConfigError
+from shardrec.errors import AnomalyError, ConfigError
+from shardrec.exchange.context import ModelContext
+from shardrec.exchange.payload import ShardInput
+from shardrec.exchange.step import Call
+from shardrec.lookup.replicated import ReplicatedLookup
+from shardrec.lookup.shards import ShardLookup
 from shardrec.modules.collection import ShardedCollection
 
 __all__ = ["detect_anomaly"]
@@ -29,13 +41,150 @@ def detect_anomaly(model: nn.Module) -> Iterator[None]:
         ConfigError: if nothing in the model is sharded.
         AnomalyError: inside, from forward or backward; names the table, the feature and the rank.
     """
-    before = {one.context: one.context.detect_anomaly for one in model.modules() if isinstance(one, ShardedCollection)}
-    if not before:
+    collections = [one for one in model.modules() if isinstance(one, ShardedCollection)]
+    if not collections:
         raise ConfigError(f"{type(model).__name__} holds no sharded collection; shard it with shardrec.shard first")
-    for context in before:
-        context.detect_anomaly = True
+    watches = {context: _Watch(context) for context in {one.context for one in collections}}
+    before = [(one, one.shards, one.replicas) for one in collections]
+    for collection in collections:
+        watch, replicas = watches[collection.context], collection.replicas
+        collection.shards = cast(ShardLookup, _WatchedShards(collection, watch))
+        if replicas is not None:
+            collection.replicas = cast(ReplicatedLookup, _WatchedReplicas(collection, replicas, watch))
     try:
         yield
     finally:
-        for context, was in before.items():
-            context.detect_anomaly = was
+        for collection, shards, replicas in before:
+            collection.shards, collection.replicas = shards, replicas
+        for watch in watches.values():
+            watch.close()
+
+
+class _Watch:
+    """The anomalies of one model that this rank has seen, and no rank has raised yet.
+
+    Args:
+        context: of the model.
+    """
+
+    def __init__(self, context: ModelContext) -> None:
+        self._headers, self._queue = context.headers, context.queue
+        self._anomalies: list[str] = []
+        self._before_gradients = context.queue.output.before_gradients
+        self._queue.output.before_gradients = self._before_check
+        self._queue.on_value = self._watch_gradient
+
+    def close(self) -> None:
+        """Watch no more."""
+        self._queue.output.before_gradients = self._before_gradients
+        self._queue.on_value = None
+
+    def check(self) -> None:
+        """Raise what any rank found, on every rank.
+
+        Raises:
+            AnomalyError: the same on every rank.
+        """
+        anomalies, self._anomalies = self._anomalies, []
+        messages = self._headers.all_gather_text("; ".join(anomalies))
+        if any(messages):
+            raise AnomalyError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(messages) if text))
+
+    def note_rows(self, values: Tensor, sizes: Sequence[int], dim: int, tables: Sequence[str]) -> None:
+        """Note (n, D) rows that are not finite, of segments of some ``sizes`` along ``dim``, one per table."""
+        anomaly = _first_anomaly(values.detach(), sizes, dim)
+        if anomaly is not None:
+            number, value = anomaly
+            self._anomalies.append(
+                f"what was looked up in table {tables[number]!r} has {value}: its rows, or the weights of the ids; "
+                "load a checkpoint from before, and lower the learning rate or clip the gradients"
+            )
+
+    def _before_check(self) -> None:
+        if self._before_gradients is not None:
+            self._before_gradients()
+        self.check()
+
+    def _watch_gradient(self, call: Call, value: Any) -> None:
+        """Have the gradient of a call's value looked at when it comes, if it does."""
+        values, sizes, dim, lookups = call.learned(value)
+        if not values.requires_grad:
+            return
+
+        @torch.no_grad()
+        def look(gradient: Tensor) -> None:
+            anomaly = _first_anomaly(gradient, sizes, dim)
+            if anomaly is not None:
+                lookup, value = lookups[anomaly[0]], anomaly[1]
+                self._anomalies.append(
+                    f"the gradient of feature {lookup.feature!r} of table {lookup.layout.name!r} has {value}; no table "
+                    "was updated: look at the loss and the dense layers"
+                )
+            if self._headers.collectives.world_size == 1:
+                self.check()
+
+        values.register_hook(look)
+
+
+class _WatchedShards:
+    """The lookup of a collection's shards, whose rows are looked at; the ranks raise together."""
+
+    def __init__(self, collection: ShardedCollection, watch: _Watch) -> None:
+        self._lookup, self._watch = collection.shards, watch
+        self._slots = collection.input.route.slots[collection.context.collectives.rank]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lookup, name)
+
+    def __call__(self, ids: ShardInput, room: Callable[[int], Tensor] | None = None) -> Tensor:
+        pooled, slots = self._lookup(ids, room), self._slots
+        self._watch.note_rows(pooled, [slot.shard.cols for slot in slots], 1, [slot.shard.table for slot in slots])
+        self._watch.check()
+        return pooled
+
+    def rows(self, ids: ShardInput) -> list[Tensor]:
+        group_rows, sizes = self._lookup.rows(ids), ids.lengths.sum(dim=1).tolist()
+        for group, rows in enumerate(group_rows):
+            here = [number for number, slot in enumerate(self._slots) if slot.group == group]
+            tables = [self._slots[number].shard.table for number in here]
+            self._watch.note_rows(rows, [sizes[number] for number in here], 0, tables)
+        self._watch.check()
+        return group_rows
+
+
+class _WatchedReplicas:
+    """The lookup of a collection's replicated tables, whose rows are looked at; raised at the next check."""
+
+    def __init__(self, collection: ShardedCollection, lookup: ReplicatedLookup, watch: _Watch) -> None:
+        self._lookup, self._watch = lookup, watch
+        self._layouts = [one.layout for one in collection.lookups if one.layout.replicated]
+        self._tables = list(collection.replica_number)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lookup, name)
+
+    def __call__(self, *given: Any) -> Tensor:
+        pooled: Tensor = self._lookup(*given)
+        sizes = [layout.embedding_dim for layout in self._layouts]
+        self._watch.note_rows(pooled, sizes, 1, [layout.name for layout in self._layouts])
+        return pooled
+
+    def rows(self, table: int, ids: Tensor) -> Tensor:
+        rows = self._lookup.rows(table, ids)
+        self._watch.note_rows(rows, [ids.numel()], 0, [self._tables[table]])
+        return rows
+
+
+def _first_anomaly(values: Tensor, sizes: Sequence[int], dim: int) -> tuple[int, str] | None:
+    """The first segment with a value that is not finite, and that value in words; None if all are finite.
+
+    Arguments are those of :meth:`_Watch.note_rows`.
+    """
+    finite = values.isfinite()
+    bad = finite.all(dim=1 - dim).logical_not().nonzero()
+    if not len(bad):
+        return None
+    place = int(bad[0])
+    first = values.select(dim, place)[finite.select(dim, place).logical_not()][0]
+    ends = list(accumulate(sizes))
+    return next(number for number, end in enumerate(ends) if place < end), f"{first.item():g}"

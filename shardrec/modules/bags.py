@@ -8,20 +8,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from shardrec.exchange.anomaly import note_rows, watch_gradient
 from shardrec.exchange.batch import KEY_ORDERS, Batch
 from shardrec.exchange.blocks import BlocksInFlight, Stream
 from shardrec.exchange.output import OutputExchange
 from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.route import Lookup
-from shardrec.exchange.step import Call
+from shardrec.exchange.step import Call, Learned
 from shardrec.exchange.weights import received_weights, tied
 from shardrec.lookup.groups import group_tables
 from shardrec.modules.collection import ShardedCollection
@@ -60,12 +59,14 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
 
     Args:
         module: the unsharded collection, on the CPU, on ``device``, or on meta (then its values are drawn:
-            docs/guide.md). Optimizers given by ``apply_optimizer_in_backward`` are fused.
+            docs/guide.md), whose optimizers given by ``apply_optimizer_in_backward`` are fused; or a sharded one, of
+            the same plan, which is copied.
         plan: holds a layout for each table, under ``qualified_name(path, table)``.
         path: the module's path in the model; "" by itself.
         device: where the shards live; default: the CPU.
         group: the process group; default: the default group, or a single rank without one.
         context: shared by the sharded modules of a model; default: a new one.
+        storage: of the tables; default: kernels that train.
 
     Raises:
         PlanError: if the plan does not fit the tables or the group.
@@ -75,13 +76,18 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
     _holder = "embedding_bags"
     embedding_bags: nn.ModuleDict
 
-    def _read(self, module: EmbeddingBagCollection) -> None:
+    def _read(self, module: Any) -> None:
         self._is_weighted: bool = module.is_weighted()
-        self.embedding_names: list[str] = list(module._embedding_names)
+        self._embedding_names: list[str] = list(module._embedding_names)
+
+    @property
+    def embedding_names(self) -> list[str]:
+        """Keys of the output."""
+        return self._embedding_names
 
     def _build_lookups(self) -> None:
         collectives = self.context.collectives
-        groups = group_tables(self._lookup_tables.values(), self.device, at_step=self.context.updates_at_step)
+        groups = group_tables(self._lookup_tables.values(), self.device)
         group_of = {layout.name: index for index, group in enumerate(groups) for layout in group.layouts}
         lookups: list[Lookup] = []
         for config in self._configs:
@@ -224,10 +230,6 @@ class BagCall(Call):
             collection.id_maps.hold([self._pooled], mapped)
         if received is not None:
             self._pooled = tied(self._pooled, received)
-        if collection.context.detect_anomaly:
-            slots = collection.input.route.slots[collection.context.collectives.rank]
-            tables = [collection.lookups[slot.lookup].layout.name for slot in slots]
-            note_rows(self._pooled, [slot.shard.cols for slot in slots], 1, collection.context, tables)
         hosts = collection._output.hosts
         if hosts is None:
             return None
@@ -241,6 +243,7 @@ class BagCall(Call):
 
     def outgoing(self, inside: BlocksInFlight | None, stream: int) -> Stream:
         """The pooled rows for the ranks that asked."""
+        self._collection.ask(self)
         output, ids, pooled = self._collection._output, self._ids, self._pooled
         assert ids is not None and pooled is not None, "rows are looked up before they are sent"
         sums: list[Tensor] = []
@@ -256,10 +259,6 @@ class BagCall(Call):
         assert self.sent is not None, "ids are sent before rows are"
         self._replicated = collection._look_up_replicas(batch, self.sent.replica_ids, self._learned_weights)
         self._lengths = collection._bag_lengths(batch)
-        if collection.context.detect_anomaly and self._replicated is not None:
-            layouts = [one.layout for one in collection.own_lookups]
-            sizes, tables = [one.embedding_dim for one in layouts], [one.name for one in layouts]
-            note_rows(self._replicated.detach(), sizes, 1, collection.context, tables)
 
     def finish(self, flight: BlocksInFlight, stream: int) -> Tensor:
         """(B, D) values of the output."""
@@ -272,6 +271,8 @@ class BagCall(Call):
         inverse = prepared.batch.inverse
         if inverse is not None:
             values = collection._expand(values, inverse)
-        if collection.context.detect_anomaly:
-            watch_gradient(values, collection.dims, 1, collection.context, collection.lookups)
         return values.to(collection.output_dtype)
+
+    def learned(self, value: Tensor) -> Learned:
+        """The values."""
+        return Learned(value, self._collection.dims, 1, self._collection.lookups)

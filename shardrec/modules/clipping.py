@@ -87,7 +87,7 @@ def clip_grad_value_(model: nn.Module, clip_value: float) -> None:
 def _checked(model: nn.Module, taker: str) -> ShardedModel:
     require_sharded(model, f"shardrec.{taker}")
     assert isinstance(model, ShardedModel), "checked above"
-    if model.has_fused_tables and not model.context.updates_at_step:
+    if model.has_fused_tables and not model.context.options.updates_at_step:
         raise ConfigError(
             f"shardrec.{taker}: the tables of this model have been updated in backward, before their gradients could "
             "be clipped; shard it with shardrec.shard(..., update='step')"

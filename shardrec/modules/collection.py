@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeAlias
 
 import torch
@@ -17,9 +18,10 @@ from shardrec._dynamo import left_alone
 from shardrec.errors import ConfigError
 from shardrec.exchange.batch import NO_LIMIT, Expectation
 from shardrec.exchange.blocks import Stream
+from shardrec.exchange.context import ModelContext
+from shardrec.exchange.dedup import DistinctIds
 from shardrec.exchange.input import InputExchange
 from shardrec.exchange.payload import ShardInput
-from shardrec.exchange.queue import ModelContext
 from shardrec.exchange.route import Lookup, Route, build_route
 from shardrec.exchange.step import Call
 from shardrec.exchange.transport import transport_of
@@ -33,6 +35,7 @@ from shardrec.lookup.shards import ShardLookup
 from shardrec.modules.initial import TableDraw, check_init_fn, draw_rows, first_values
 from shardrec.modules.late import Late, LateKeyedTensor
 from shardrec.modules.recorded import recorded_call
+from shardrec.modules.storage import Storage
 from shardrec.modules.table import ShardedTable, load_table
 from shardrec.pending import LazyAwaitable
 
@@ -55,47 +58,55 @@ class ShardedCollection(nn.Module, abc.ABC):
     as ``QuantizedComms`` says), and fused optimizers compute and keep their states in float32; an updated row of a
     16-bit table is rounded to nearest.
 
-    Args: those of :class:`ShardedEmbeddingBagCollection`, for an unsharded collection of either kind.
+    Args: those of :class:`ShardedEmbeddingBagCollection`, for a collection of either kind.
     """
 
     input: InputExchange
     shards: ShardLookup
     replicas: ReplicatedLookup | None
     id_maps: IdMaps | None = None
+    lookups: tuple[Lookup, ...]
+    _configs: list[Any]
     _holder: ClassVar[str]
     """The attribute that has the tables, as the unsharded module calls it."""
-
-    portable: ClassVar[bool] = True
-    """Whether TorchScript can have it in a program that runs without shardrec."""
 
     _traced: Any = None
     """The twin whose ``traced`` a tracer runs in place of forward; None for a graph break: see annotate.py."""
 
     def __init__(
         self,
-        module: Collection,
+        module: Collection | ShardedCollection,
         plan: ShardingPlan,
         *,
         path: str = "",
         device: torch.device | str | None = None,
         group: dist.ProcessGroup | None = None,
         context: ModelContext | None = None,
+        storage: Storage | None = None,
     ) -> None:
         super().__init__()
-        self._configs = configs = configs_of(module)
-        tables = getattr(module, self._holder)
-        weights: dict[str, nn.Parameter] = {config.name: tables[config.name].weight for config in configs}
+        sharded = module if isinstance(module, ShardedCollection) else None
+        self._configs = configs = configs_of(module) if sharded is None else sharded._configs
+        self.plan = plan
+        self.storage = storage or Storage()
+        self.portable = self.storage.portable
         self.device = torch.device(device or "cpu")
         self.context = context or ModelContext(transport_of(group, self.device), self.device)
         self.group = (group or dist.group.WORLD) if self.context.collectives.world_size > 1 else None
         self._ranks_per_host = plan.topology.ranks_per_host
         self._config_of = {config.name: config for config in configs}
-        self.frozen = {name for name, weight in weights.items() if not weight.requires_grad}
-        # Frozen tables among them, which use none.
-        self._given_optimizers = {name for name, weight in weights.items() if hasattr(weight, "_optimizer_classes")}
-        self._lookup_tables = {one.name: _lookup_table(one, weights[one.name], plan, path) for one in configs}
+        at_step = self.context.options.updates_at_step
+        self._given: _Given = (
+            _given(getattr(module, self._holder), configs, plan, path, at_step=at_step)
+            if sharded is None
+            else sharded._given
+        )
+        self._lookup_tables = self._given.lookup_tables
+        self.frozen = self._given.frozen if self.storage.trains else set(self._lookup_tables)
         self._optimizers = {
-            name: table.optimizer for name, table in self._lookup_tables.items() if table.optimizer is not None
+            name: table.optimizer
+            for name, table in self._lookup_tables.items()
+            if table.optimizer is not None and self.storage.trains
         }
         self.table_layouts = {name: table.layout for name, table in self._lookup_tables.items()}
         self.replica_number = {table.layout.name: index for index, table in enumerate(self._replicated_tables())}
@@ -104,16 +115,19 @@ class ShardedCollection(nn.Module, abc.ABC):
             if self._is_dynamic(self.table_layouts[config.name]):
                 check_init_fn(config)
         self._build_lookups()
-        setattr(self, self._holder, self._build_parameters(first_values(module)))
+        values = first_values(module) if sharded is None else ((n, one.locals) for n, one in sharded.tables().items())
+        setattr(self, self._holder, self._build_parameters(values))
+        if sharded is not None:
+            self._copy_states(sharded)
 
     @abc.abstractmethod
-    def _read(self, module: Collection) -> None:
-        """Keep what the lookups need of the unsharded collection, beside its tables."""
+    def _read(self, module: Any) -> None:
+        """Keep what the lookups need of the collection that this one is made of, beside its tables."""
 
     @property
     def output_dtype(self) -> torch.dtype:
         """Of the output's values: float32 as the unsharded module's, unless ``shardrec.shard`` was told another."""
-        return self.context.output_dtype
+        return self.context.options.output_dtype
 
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[Any]:
         """Look up the local batch.
@@ -135,11 +149,17 @@ class ShardedCollection(nn.Module, abc.ABC):
             return value
         if isinstance(features, Proxy):
             return recorded_call(self, (features,), {})  # type: ignore[return-value]
-        return self._pending(self.context.queue.submit(self, features))
+        with torch.set_grad_enabled(self.storage.trains and torch.is_grad_enabled()):
+            return self._pending(self.context.queue.submit(self, features))
 
     @abc.abstractmethod
     def new_call(self, features: Any) -> Call:
         """A forward's call, whose ids are not under way yet."""
+
+    def ask(self, call: Call) -> None:
+        """The rows that a call asked for are exchanged next."""
+        if self.storage.ask is not None and call.sent is not None:
+            self.storage.ask(self.input, call.prepared, call.sent)
 
     @abc.abstractmethod
     def _pending(self, call: Call) -> LazyAwaitable[Any]:
@@ -195,21 +215,23 @@ class ShardedCollection(nn.Module, abc.ABC):
 
     def _agreement(self) -> str:
         """What the ranks must have in common in this step, beyond the ids' dtype."""
-        dense = self.context.dense_signature
+        dense = self.context.step.dense_signature
         learning = "" if self.id_maps is None else f", dynamic ids {'learned' if self.learns_ids() else 'frozen'}"
         frozen = "" if self.has_learning_shards else ", tables frozen"
-        return self.context.agreement() + frozen + learning + (f", other inputs {dense}" if dense else "")
+        return self.context.gradients.agreement() + frozen + learning + (f", other inputs {dense}" if dense else "")
 
     def fault(self) -> str:
         """What was done to a table since it was sharded that its lookups cannot follow; "" for nothing."""
         return next(filter(None, (table.fault() for table in getattr(self, self._holder).values())), "")
 
     def _is_dynamic(self, layout: TableLayout) -> bool:
-        return layout.name in self.context.dynamic_ids
+        return layout.name in self.context.options.dynamic_ids
 
     def learns_ids(self) -> bool:
         """Whether a lookup gives rows to new ids: in training, but not where a backward computes a forward again."""
-        return self.id_maps is not None and self.training and torch._C._current_graph_task_id() < 0
+        return (
+            self.id_maps is not None and self.training and self.storage.trains and torch._C._current_graph_task_id() < 0
+        )
 
     def mapped(self, asked: ShardInput, *, learn: bool) -> Mapped:
         """What all ranks asked for, with rows in place of dynamic ids."""
@@ -245,6 +267,7 @@ class ShardedCollection(nn.Module, abc.ABC):
         *,
         weighted: bool,
         pooled: bool,
+        distinct: DistinctIds | None = None,
     ) -> Route:
         """Make the exchange of ids and the lookups; returns the ids' route.
 
@@ -254,6 +277,7 @@ class ShardedCollection(nn.Module, abc.ABC):
             sent: at least those of cut tables, by the keys that are sent.
             weighted: the input has a weight per id.
             pooled: look up sums of bags; else a row per id.
+            distinct: finds the ids that are sent.
         """
         context, tables = self.context, self._lookup_tables.values()
         collectives = context.collectives
@@ -268,19 +292,18 @@ class ShardedCollection(nn.Module, abc.ABC):
             weighted=weighted,
             device=self.device,
             pooled=pooled,
-            on_bad_id={feature: policy for feature, policy in context.on_bad_id.items() if feature in plain},
+            on_bad_id={feature: policy for feature, policy in context.options.on_bad_id.items() if feature in plain},
         )
-        self.input = InputExchange(route, expect, context, per_id=not pooled)
+        self.input = InputExchange(route, expect, context.headers, per_id=not pooled, distinct=distinct)
         dynamic = {table.layout.name: table.layout for table in tables if self._is_dynamic(table.layout)}
-        options = {name: context.dynamic_ids[name] for name in dynamic}
+        options = {name: context.options.dynamic_ids[name] for name in dynamic}
         self.id_maps = IdMaps(slots, options, dynamic, self.renew_rows) if dynamic else None
-        at_step = context.updates_at_step
-        self.shards = ShardLookup(groups, slots, collectives, self.device, pooled=pooled, at_step=at_step)
+        self.shards = self.storage.shards(groups, slots, collectives, self.device, pooled=pooled)
         numbers = [self.replica_number[one.layout.name] for one in lookups if one.layout.replicated]
         replicated = self._replicated_tables()
-        self.replicas = (
-            ReplicatedLookup(replicated, numbers, context, self.device, at_step=at_step) if replicated else None
-        )
+        self.replicas = None
+        if replicated:
+            self.replicas = self.storage.replicas(replicated, numbers, context.gradients, self.device)
         return route
 
     def _build_parameters(self, first_values: Iterable[tuple[str, Values]]) -> nn.ModuleDict:
@@ -290,11 +313,11 @@ class ShardedCollection(nn.Module, abc.ABC):
         for name, values in first_values:
             layout, learns = self.table_layouts[name], name not in self.frozen
             parameters: dict[Shard | None, nn.Parameter] = {}
-            if layout.replicated:
+            if layout.replicated and self.storage.trains:
                 assert self.replicas is not None, "a replicated table has a lookup"
                 parameters[None] = self.replicas.parameters[self.replica_number[layout.name]]
                 parameters[None].requires_grad_(learns)
-            for shard in layout.on_rank(self.context.collectives.rank):
+            for shard in layout.on_rank(self.context.collectives.rank) if self.storage.trains else ():
                 parameters[shard] = by_shard[shard] = nn.Parameter(self.shards.weight(shard), requires_grad=learns)
                 if name in self._optimizers:
                     # torchrec.optim's filter for "has its own optimizer" looks for this attribute.
@@ -308,8 +331,8 @@ class ShardedCollection(nn.Module, abc.ABC):
                     tensor.copy_(values[place].detach())
             elif tensors:
                 load_table(layout, tensors, values)
-            dtype, fused = self._lookup_tables[name].dtype, name in self._given_optimizers
-            modules[name] = ShardedTable(layout, parameters, self.group, dtype, fused=fused)
+            dtype, fused = self._lookup_tables[name].dtype, name in self._given.optimizers
+            modules[name] = self.storage.table(layout, parameters, self.group, dtype, fused=fused)
         self.shards.own_parameters(by_shard)
         return modules
 
@@ -381,27 +404,32 @@ class ShardedCollection(nn.Module, abc.ABC):
                 "a sharded collection cannot be copied by itself, for it exchanges together with the others of its "
                 "model: copy the model that shardrec.shard returned"
             )
-        other = type(self).__new__(type(self))
-        nn.Module.__init__(other)
-        # Options and layouts, which do not change; what is built on them is made anew.
-        settings = {name: value for name, value in self.__dict__.items() if name not in other.__dict__}
-        other.__dict__.update(settings, context=context, training=self.training, _traced=None)
-        other._build_lookups()
-        parts = ((name, table.locals) for name, table in self.tables().items())
-        setattr(other, self._holder, other._build_parameters(parts))
-        for name, optimizer in self._optimizers.items():
-            for state in optimizer.states:
-                theirs = other.fused_state(name, state)
-                for shard, values in self.fused_state(name, state).items():
-                    theirs[shard].copy_(values)
-        if self.id_maps is not None and other.id_maps is not None:
-            for key, id_map in self.id_maps.maps.items():
-                other.id_maps.maps[key].copy_(id_map)
-        other.load_step_counts(self.step_counts())
+        other = self.copied(context, self.storage)
         for name, table in self.tables().items():
             for shard, parameter in table.locals.items():
                 memo[id(parameter)] = other.tables()[name].locals[shard]
         return other
+
+    def copied(self, context: ModelContext, storage: Storage) -> Self:
+        """The same tables, states and ids in a collection of another model, on the same ranks.
+
+        Args:
+            context: of the other model.
+            storage: of the other collection's tables.
+        """
+        other = type(self)(self, self.plan, device=self.device, group=self.group, context=context, storage=storage)
+        return other.train(self.training)
+
+    def _copy_states(self, source: ShardedCollection) -> None:
+        for name, optimizer in self._optimizers.items():
+            for state in optimizer.states:
+                states = self.fused_state(name, state)
+                for shard, values in source.fused_state(name, state).items():
+                    states[shard].copy_(values)
+        if self.id_maps is not None and source.id_maps is not None:
+            for key, id_map in source.id_maps.maps.items():
+                self.id_maps.maps[key].copy_(id_map)
+        self.load_step_counts(source.step_counts())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Kernels own the weights' memory, so a sharded collection stays where and what it is."""
@@ -415,7 +443,35 @@ class ShardedCollection(nn.Module, abc.ABC):
         return self
 
 
-def _lookup_table(config: BaseEmbeddingConfig, weight: nn.Parameter, plan: ShardingPlan, path: str) -> LookupTable:
+@dataclass(frozen=True)
+class _Given:
+    """What an unsharded collection says of its tables, by their own names.
+
+    Args:
+        lookup_tables: layout, fused optimizer and dtype of each.
+        frozen: those that take no gradient.
+        optimizers: those that were given an optimizer in backward; frozen tables among them, which use none.
+    """
+
+    lookup_tables: dict[str, LookupTable]
+    frozen: set[str]
+    optimizers: set[str]
+
+
+def _given(
+    tables: Any, configs: Sequence[BaseEmbeddingConfig], plan: ShardingPlan, path: str, *, at_step: bool
+) -> _Given:
+    weights: dict[str, nn.Parameter] = {config.name: tables[config.name].weight for config in configs}
+    return _Given(
+        {config.name: _lookup_table(config, weights[config.name], plan, path, at_step=at_step) for config in configs},
+        {name for name, weight in weights.items() if not weight.requires_grad},
+        {name for name, weight in weights.items() if hasattr(weight, "_optimizer_classes")},
+    )
+
+
+def _lookup_table(
+    config: BaseEmbeddingConfig, weight: nn.Parameter, plan: ShardingPlan, path: str, *, at_step: bool
+) -> LookupTable:
     name = qualified_name(path, config.name)
     if config.data_type not in TABLE_DTYPES:
         known = ", ".join(data_type.value for data_type in TABLE_DTYPES)
@@ -423,7 +479,8 @@ def _lookup_table(config: BaseEmbeddingConfig, weight: nn.Parameter, plan: Shard
     plan.check_tables({name: (config.num_embeddings, config.embedding_dim)}, partial=True)
     # A fused optimizer would move a frozen table; the kernels do not know that it is one.
     optimizer = fused_optimizer_of(weight, name) if weight.requires_grad else None
-    return LookupTable(layout=plan.by_name[name], optimizer=optimizer, dtype=TABLE_DTYPES[config.data_type])
+    dtype = TABLE_DTYPES[config.data_type]
+    return LookupTable(layout=plan.by_name[name], optimizer=optimizer, dtype=dtype, at_step=at_step)
 
 
 @left_alone

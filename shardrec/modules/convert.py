@@ -18,8 +18,8 @@ from shardrec.errors import ConfigError, PlanError
 from shardrec.exchange.bad_ids import policies_of
 from shardrec.exchange.batch import OnBadId
 from shardrec.exchange.collectives import LocalCollectives, collectives_of
-from shardrec.exchange.context import StepContext, checksum
-from shardrec.exchange.queue import ModelContext
+from shardrec.exchange.context import ExchangeOptions, ModelContext
+from shardrec.exchange.headers import Headers, checksum
 from shardrec.exchange.transport import Transport, transport_of
 from shardrec.exchange.wire import QuantizedComms
 from shardrec.ids.options import DynamicIds
@@ -49,7 +49,15 @@ from shardrec.pending import Awaitable, LazyAwaitable
 TorchRecAwaitable.register(Awaitable)
 TorchRecLazyAwaitable.register(LazyAwaitable)
 
-__all__ = ["agree_on_plan", "exchange_faults", "features_of", "put_in_place", "shard", "with_sharded"]
+__all__ = [
+    "agree_on_plan",
+    "exchange_faults",
+    "features_of",
+    "put_in_place",
+    "shard",
+    "sharded_collection",
+    "with_sharded",
+]
 
 UpdateTime = Literal["backward", "step"]
 """When tables with an optimizer of their own are updated."""
@@ -177,7 +185,7 @@ def shard(
     policies = policies_of(on_bad_id, (feature for one in collections.values() for feature in features_of(one)))
     raw = without_managed_collision(model, dynamic_ids or {})
     refuse_remappers(model, raw, collectives.world_size)
-    world = StepContext(collectives, target)
+    world = Headers(collectives, target)
     _agree_on_replicas(replicas, world)
     copies = 1 if replicas is None else replicas.count
     size = collectives.world_size // copies
@@ -193,19 +201,18 @@ def shard(
         keep_large_blocks()
     alone = groups.inside is None
     exchange = LocalCollectives() if alone else transport_of(groups.inside, target, transport)
-    context = ModelContext(exchange, target, comms)
-    context.output_dtype = output_dtype
-    context.on_bad_id = policies
-    context.dynamic_ids = tables
-    context.updates_at_step = update == "step"
+    options = ExchangeOptions(
+        comms=comms or QuantizedComms(),
+        output_dtype=output_dtype,
+        on_bad_id=policies,
+        dynamic_ids=tables,
+        updates_at_step=update == "step",
+    )
+    context = ModelContext(exchange, target, options)
     replaced: dict[int, ShardedCollection] = {}
     for path, module in collections.items():
         given: dict[str, Any] = {"path": path, "device": target, "group": groups.inside, "context": context}
-        replaced[id(module)] = (
-            ShardedEmbeddingBagCollection(module, plan, **given)
-            if isinstance(module, EmbeddingBagCollection)
-            else ShardedEmbeddingCollection(module, plan, dedup=dedup, **given)
-        )
+        replaced[id(module)] = sharded_collection(module, plan, dedup=dedup, **given)
     model = with_sharded(put_in_place(model, raw), replaced, target)
     everyone = (group or dist.group.WORLD) if collectives.world_size > 1 else None
     if replicas is None:
@@ -213,32 +220,41 @@ def shard(
     return ReplicatedModel(model, plan, context, everyone, groups=groups, options=replicas, dense=dense)
 
 
+def sharded_collection(
+    module: Collection, plan: ShardingPlan, *, dedup: bool = True, **given: Any
+) -> ShardedEmbeddingBagCollection | ShardedEmbeddingCollection:
+    """The sharded collection of an unsharded one; arguments are those of its constructor."""
+    if isinstance(module, EmbeddingBagCollection):
+        return ShardedEmbeddingBagCollection(module, plan, **given)
+    return ShardedEmbeddingCollection(module, plan, dedup=dedup, **given)
+
+
 def features_of(collection: Collection) -> list[str]:
     """The features of an unsharded collection, table after table."""
     return [feature for config in configs_of(collection) for feature in config.feature_names]
 
 
-def _agree_on_replicas(replicas: Replicas | None, context: StepContext) -> None:
+def _agree_on_replicas(replicas: Replicas | None, headers: Headers) -> None:
     """Raise on every rank if the replicas of any are unsound, or differ from another's: none may go on to wait."""
-    faults = [] if replicas is None else replicas.faults(context.collectives.world_size)
+    faults = [] if replicas is None else replicas.faults(headers.collectives.world_size)
     words = f"replicas={replicas}"
-    theirs, numbers = exchange_faults(faults, checksum(words), context)
+    theirs, numbers = exchange_faults(faults, checksum(words), headers)
     if any(theirs):
         message = "; ".join(faults)
         raise ConfigError(message or "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(theirs) if text))
     if any(number != numbers[0] for number in numbers):
-        lines = [f"rank {rank}: {text}" for rank, text in enumerate(context.all_gather_text(words))]
+        lines = [f"rank {rank}: {text}" for rank, text in enumerate(headers.all_gather_text(words))]
         raise ConfigError("the ranks ask for different replicas; give all of them the same:\n  " + "\n  ".join(lines))
 
 
-def exchange_faults(faults: Sequence[str], number: int, context: StepContext) -> tuple[list[str], list[int]]:
+def exchange_faults(faults: Sequence[str], number: int, headers: Headers) -> tuple[list[str], list[int]]:
     """The faults of each rank as one text ("" on all ranks where none has any), and its number."""
-    world_size = context.collectives.world_size
-    header = torch.tensor([[number, len(faults)]] * world_size, dtype=torch.int64, device=context.device)
-    received = context.exchange_header(header)
+    world_size = headers.collectives.world_size
+    rows = torch.tensor([[number, len(faults)]] * world_size, dtype=torch.int64, device=headers.device)
+    received = headers.exchange(rows)
     texts = [""] * world_size
     if bool(received[:, 1].any()):
-        texts = context.all_gather_text("; ".join(faults))
+        texts = headers.all_gather_text("; ".join(faults))
     return texts, received[:, 0].tolist()
 
 
@@ -262,9 +278,9 @@ def _plan_faults(plan: ShardingPlan, model: nn.Module, copies: int, world_size: 
     return ()
 
 
-def agree_on_plan(plan: ShardingPlan, faults: Sequence[str], context: StepContext) -> None:
+def agree_on_plan(plan: ShardingPlan, faults: Sequence[str], headers: Headers) -> None:
     """Raise on every rank if the plan of any has ``faults``, or differs from another's: none may go on to wait."""
-    theirs, fingerprints = exchange_faults(faults, plan.fingerprint, context)
+    theirs, fingerprints = exchange_faults(faults, plan.fingerprint, headers)
     if any(theirs):
         raise PlanError(faults or [f"rank {rank}: {fault}" for rank, fault in enumerate(theirs) if fault])
     differing = [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]

@@ -47,7 +47,7 @@ from torch.autograd.graph import get_gradient_edge
 from shardrec.errors import ConfigError
 from shardrec.exchange.backward import weak_hook
 from shardrec.exchange.collectives import Collectives, FunctionalCollectives
-from shardrec.exchange.context import StepContext
+from shardrec.exchange.context import ModelContext
 from shardrec.exchange.flight import flight_record
 from shardrec.exchange.peers import meet, peer_error, peers
 from shardrec.exchange.shared.collectives import SharedCollectives
@@ -228,7 +228,7 @@ class DenseReducer:
         self,
         module: nn.Module,
         group: dist.ProcessGroup,
-        context: StepContext,
+        context: ModelContext,
         parameters: Sequence[nn.Parameter],
         options: DenseOptions,
         fsdp: ShardedByFsdp | None,
@@ -287,7 +287,7 @@ class DenseReducer:
             self._flying = []
             for bucket in self._buckets:
                 bucket.forget()
-        reduces = self._context.reduce_this_backward
+        reduces = self._context.gradients.reduce_this_backward
         if self._fsdp is not None:
             self._fsdp.begin(reduce=reduces)
         self._is_active = reduces and (self._fsdp is not None or any(map(_accumulates, (*self._places, *self._sparse))))
@@ -306,7 +306,7 @@ class DenseReducer:
     @torch.no_grad()
     def _take(self, parameter: nn.Parameter) -> None:
         """A parameter's gradient is complete."""
-        self._context.backward.begin()
+        self._context.gradients.backward.begin()
         if not self._is_active or parameter not in self._missing:
             return
         bucket, number = self._places[parameter]
@@ -371,7 +371,7 @@ class DenseReducer:
                 for optimizer in parameter._in_backward_optimizers:  # type: ignore[attr-defined]
                     optimizer.step()
                 parameter.grad = None
-        for update in self._context.updates:
+        for update in self._context.gradients.updates:
             update()
 
     def _write(self) -> None:
@@ -478,7 +478,7 @@ def average_dense(
     group: dist.ProcessGroup,
     tables: Collection[nn.Parameter],
     replicated: Collection[nn.Parameter],
-    context: StepContext,
+    context: ModelContext,
 ) -> DenseReducer | None:
     """Have the gradients of a model's dense part averaged; its first values are rank 0's on every rank.
 

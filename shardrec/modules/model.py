@@ -26,8 +26,8 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from shardrec._dynamo import left_alone, passed_over
 from shardrec.errors import ConfigError, InputError, ShardrecError
+from shardrec.exchange.context import ModelContext, StepState
 from shardrec.exchange.peers import failed_in_a_collective, peer_error
-from shardrec.exchange.queue import ModelContext
 from shardrec.ids.maps import collective_stats, cut_faults
 from shardrec.layout import ShardingPlan
 from shardrec.modules.annotate import annotate_for_dynamo
@@ -73,7 +73,7 @@ class ShardedModel(nn.Module):
         self._has_warned = False
         self._dense = dense
         self._reducer: DenseReducer | None = None
-        if self.has_fused_tables and not context.updates_at_step:
+        if self.has_fused_tables and not context.options.updates_at_step:
             refuse_scalers(self.dense_parameters())
         if group is not None:
             cut: list[nn.Parameter] = []
@@ -81,8 +81,8 @@ class ShardedModel(nn.Module):
             for table in (table for collection in self._sharded for table in collection.tables().values()):
                 # Not its ``locals``: a module that moves may get new parameters.
                 (replicated if table.layout.replicated else cut).extend(table.parameters())
-            context.reducer = self._reducer = average_dense(module, dense, group, cut, replicated, context)
-            context.gradients_are_reduced = True
+            self._reducer = average_dense(module, dense, group, cut, replicated, context)
+            context.gradients.reducer, context.gradients.are_reduced = self._reducer, True
 
     @passed_over  # see [Note: what torch.compile compiles]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -161,11 +161,11 @@ class ShardedModel(nn.Module):
         Counts for the backward of each forward made inside. With ``update="backward"``, sharded tables with a fused
         optimizer are still updated in each backward; replicated ones accumulate with the dense part.
         """
-        self.context.accumulates = True
+        self.context.gradients.accumulates = True
         try:
             yield
         finally:
-            self.context.accumulates = False
+            self.context.gradients.accumulates = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModel:
         """A model of its own, under the same plan: tables, fused optimizers' states and dense part are copied.
@@ -184,10 +184,7 @@ class ShardedModel(nn.Module):
                 f"this {type(self).__name__} cannot be copied: tables on servers, replicas, FSDP2 and served tables "
                 "have parts that are not its own; shard another model and load this one's state_dict into it"
             )
-        context = ModelContext(self.context.collectives, self.context.device, self.context.comms)
-        context.output_dtype, context.on_bad_id = self.context.output_dtype, self.context.on_bad_id
-        context.dynamic_ids = dict(self.context.dynamic_ids)
-        context.updates_at_step = self.context.updates_at_step
+        context = ModelContext(self.context.collectives, self.context.device, self.context.options)
         memo[id(self.context)] = context
         module = copy.deepcopy(self.module, memo)
         annotate_for_dynamo(module)
@@ -242,15 +239,16 @@ class ShardedModel(nn.Module):
         Raises:
             ConfigError: for another table, or a capacity that is lower than before or more than the table has.
         """
-        old = self.context.dynamic_ids.get(table)
+        options_of = self.context.options.dynamic_ids
+        old = options_of.get(table)
         if old is None:
-            known = ", ".join(map(repr, self.context.dynamic_ids)) or "none"
+            known = ", ".join(map(repr, options_of)) or "none"
             raise ConfigError(f"table {table!r} has no dynamic ids; the tables that have are {known}")
         layout, options = self.plan.by_name[table], dataclasses.replace(old, capacity=capacity)
         fault = cut_faults(layout, options)
         if fault or capacity < (old.capacity or layout.num_embeddings):
             raise ConfigError(fault or f"table {table!r} has capacity {old.capacity or 'for all rows'}; give more")
-        self.context.dynamic_ids[table] = options
+        self.context.options = dataclasses.replace(self.context.options, dynamic_ids={**options_of, table: options})
         for collection in self._sharded:
             if collection.id_maps is not None and table in collection.id_maps.options:
                 collection.id_maps.set_options(layout, options)
@@ -259,11 +257,11 @@ class ShardedModel(nn.Module):
         """Tell the other ranks, if they still come to a header exchange in this step, and name the likely cause."""
         rank = self.context.collectives.rank
         cause = self._dtype_fault()
-        refusal, self.context.refusal = self.context.refusal, ""
+        refusal = self.context.step.refusal
         text = refusal or f"the model's forward failed: {type(error).__name__}: {error}{cause}"
         if self.context.collectives.world_size > 1 and made < self._headers:
             try:
-                self.context.fail_all(text)
+                self.context.headers.fail_all(text)
             except InputError as shared:
                 raise shared from error
         else:
@@ -275,7 +273,7 @@ class ShardedModel(nn.Module):
         tables = {id(p) for one in self._sharded for table in one.tables().values() for p in table.parameters()}
         dense = {p.dtype for p in self.module.parameters() if p.is_floating_point() and id(p) not in tables}
         expected = {str(dtype).removeprefix("torch.") for dtype in dense}
-        given = {name.rsplit(" ", 1)[-1] for name in self.context.dense_signature.split(", ") if "float" in name}
+        given = {name.rsplit(" ", 1)[-1] for name in self.context.step.dense_signature.split(", ") if "float" in name}
         wrong = given - expected
         if not wrong or not expected or torch.is_autocast_enabled():
             return ""
@@ -350,17 +348,17 @@ class _Step(ExitStack):
         self._model = model
         self._compiled = compiled
         self._inputs = (args, kwargs)
-        self._begin = model.context.exchanges
+        self._begin = model.context.headers.exchanged
 
     @left_alone
     def __enter__(self) -> Self:
         model, context = self._model, self._model.context
-        context.dense_signature = dense_signature(self._inputs)
+        context.step = StepState(dense_signature(self._inputs))
         if model.made_fused_optimizer is not None:
             model.made_fused_optimizer.push()
-        elif context.updates_at_step and torch.is_grad_enabled():
+        elif context.options.updates_at_step and torch.is_grad_enabled():
             model.warn_without_step()
-        context.begin_forward()
+        context.gradients.begin_forward()
         if self._compiled:
             traced = any(one._traced is not None for one in model._sharded)
             self.enter_context(compiled_step(self._inputs, traced=traced))
@@ -378,7 +376,7 @@ class _Step(ExitStack):
     def watched(self, output: Any) -> Any:
         """The forward's output; if a backward raises on its way from there, the other ranks are told."""
         if torch.is_grad_enabled() and self._model.group is not None:
-            self._model.context.backward.watch(output)
+            self._model.context.gradients.backward.watch(output)
         return output
 
     @left_alone
@@ -394,18 +392,18 @@ class _Step(ExitStack):
 
     def _end(self, error: BaseException | None) -> None:
         model, context = self._model, self._model.context
-        made = context.exchanges - self._begin
+        made = context.headers.exchanged - self._begin
         try:
             # Of calls made ahead, the other ranks have the headers already; whoever made them tells the others.
             if isinstance(error, Exception) and not isinstance(error, ShardrecError):
                 if model.group is not None and failed_in_a_collective(error):
                     # A buffer's broadcast, a collective of the model's own, one of a compiled or scripted program.
                     raise peer_error(model.group, "forward", error) from error
-                if not context.made_ahead:
+                if not context.queue.ahead:
                     model._fail(error, made=made)
         finally:
-            context.dense_signature = ""
-        if error is None and not context.made_ahead:
+            context.step = StepState()
+        if error is None and not context.queue.ahead:
             model._headers = made
 
 

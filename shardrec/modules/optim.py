@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchrec.optim.keyed import KeyedOptimizer
 
 from shardrec.errors import ConfigError
-from shardrec.exchange.context import StepContext
+from shardrec.exchange.context import ModelContext
 from shardrec.lookup.optimizers import FusedOptimizer
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.scaling import SCALER_REMEDY, TableGradients
@@ -54,7 +54,7 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
         self,
         collections: Iterable[ShardedCollection],
         names: Mapping[int, str],
-        context: StepContext,
+        context: ModelContext,
         group: dist.ProcessGroup | None,
     ) -> None:
         self._collections = list(collections)
@@ -76,7 +76,7 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
         torch.optim.Optimizer.__init__(self, groups, {})
         self.defaults["_save_param_groups"] = False
         self.params = {names[id(one)]: one for group in self.param_groups for one in group["params"]}
-        self._at_step = context.updates_at_step
+        self._at_step = context.options.updates_at_step
         # A GradScaler then steps whatever it finds, and is refused by step().
         self._step_supports_amp_scaling = not self._at_step
         if self._at_step:

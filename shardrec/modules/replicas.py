@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardrec.exchange.collectives import collectives_of
-from shardrec.exchange.context import StepContext
+from shardrec.exchange.headers import Headers
 from shardrec.exchange.peers import peers
 from shardrec.exchange.transport import timeout_s
 
@@ -95,7 +95,7 @@ class ReplicaGroups:
     replica: int
     inside: dist.ProcessGroup | None
     peers: dist.ProcessGroup | None
-    everyone: StepContext | None
+    everyone: Headers | None
 
 
 def make_groups(group: dist.ProcessGroup | None, replicas: int, device: torch.device) -> ReplicaGroups:
@@ -116,8 +116,8 @@ def make_groups(group: dist.ProcessGroup | None, replicas: int, device: torch.de
     inside = subgroup(whole, ranks[replica], device) if size > 1 else None
     peers = subgroup(whole, [row[place] for row in ranks], device)
     everyone = subgroup(whole, range(collectives.world_size), device, backend="gloo")
-    context = StepContext(collectives_of(everyone), torch.device("cpu"))
-    return ReplicaGroups(ranks=ranks, replica=replica, inside=inside, peers=peers, everyone=context)
+    headers = Headers(collectives_of(everyone), torch.device("cpu"))
+    return ReplicaGroups(ranks=ranks, replica=replica, inside=inside, peers=peers, everyone=headers)
 
 
 def subgroup(

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 from shardrec._dynamo import left_alone, passed_over
 from shardrec.errors import InputError, PeerError
-from shardrec.exchange.context import StepContext
-from shardrec.exchange.queue import ModelContext
+from shardrec.exchange.context import ModelContext
+from shardrec.exchange.headers import Headers
 from shardrec.layout import ShardingPlan
 from shardrec.modules.dense import DenseOptions, DenseWrap
 from shardrec.modules.model import ShardedModel
@@ -155,12 +155,12 @@ class ReplicatedModel(ShardedModel):
                     yield from (part for shard, part in parts.items() if shard is not None)
 
     @left_alone
-    def _agree(self, everyone: StepContext, error: Exception | None) -> None:
+    def _agree(self, everyone: Headers, error: Exception | None) -> None:
         """Return if the forward went well on every rank; raise on every rank if not."""
         world_size = everyone.collectives.world_size
         step = 2 * self.steps_since_sync + self._counts_steps
         header = torch.tensor([[int(error is not None), step]] * world_size, dtype=torch.int64)
-        faults, steps = everyone.exchange_header(header).unbind(1)
+        faults, steps = everyone.exchange(header).unbind(1)
         if bool(faults.any()):
             self._raise_together(everyone, error)
         if bool((steps != steps[0]).any()):
@@ -173,7 +173,7 @@ class ReplicatedModel(ShardedModel):
                 "no_sync and call sync_replicas on all of them alike:\n  " + "\n  ".join(lines)
             )
 
-    def _raise_together(self, everyone: StepContext, error: Exception | None) -> NoReturn:
+    def _raise_together(self, everyone: Headers, error: Exception | None) -> NoReturn:
         first = self.replica_groups.ranks[self.replica_groups.replica][0]
         text = ""
         if isinstance(error, InputError):

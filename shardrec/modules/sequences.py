@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,21 +18,20 @@ from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from shardrec.exchange.anomaly import note_rows, watch_gradient
 from shardrec.exchange.bad_ids import places_of_rows
-from shardrec.exchange.batch import Batch
 from shardrec.exchange.blocks import BlocksInFlight, Stream
+from shardrec.exchange.context import ModelContext
 from shardrec.exchange.dedup import DistinctIds
 from shardrec.exchange.input import Prepared, SentIds
 from shardrec.exchange.payload import ShardInput
-from shardrec.exchange.queue import ModelContext
 from shardrec.exchange.route import Lookup
 from shardrec.exchange.rows import RowExchange
-from shardrec.exchange.step import Call
+from shardrec.exchange.step import Call, Learned
 from shardrec.layout import ShardingPlan
 from shardrec.lookup.groups import group_tables
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.live import LiveSequences
+from shardrec.modules.storage import Storage
 from shardrec.pending import LazyAwaitable, LazyGetItemMixin
 
 __all__ = ["SequenceCall", "SequenceEmbeddings", "SequenceKey", "ShardedEmbeddingCollection"]
@@ -93,12 +92,14 @@ class ShardedEmbeddingCollection(ShardedCollection):
 
     Args:
         module: the unsharded collection, on the CPU, on ``device``, or on meta (then its values are drawn:
-            docs/guide.md). Optimizers given by ``apply_optimizer_in_backward`` are fused.
+            docs/guide.md), whose optimizers given by ``apply_optimizer_in_backward`` are fused; or a sharded one, of
+            the same plan, which is copied.
         plan: holds a layout for each table, under ``qualified_name(path, table)``.
         path: the module's path in the model; "" by itself.
         device: where the shards live; default: the CPU.
         group: the process group; default: the default group, or a single rank without one.
         context: shared by the sharded modules of a model; default: a new one.
+        storage: of the tables; default: kernels that train.
         dedup: send and look up each distinct id of a table once per batch.
 
     Raises:
@@ -111,27 +112,27 @@ class ShardedEmbeddingCollection(ShardedCollection):
 
     def __init__(
         self,
-        module: EmbeddingCollection,
+        module: EmbeddingCollection | ShardedEmbeddingCollection,
         plan: ShardingPlan,
         *,
         path: str = "",
         device: torch.device | str | None = None,
         group: dist.ProcessGroup | None = None,
         context: ModelContext | None = None,
+        storage: Storage | None = None,
         dedup: bool = True,
     ) -> None:
-        self.dedup = dedup  # before the lookups are made
-        super().__init__(module, plan, path=path, device=device, group=group, context=context)
+        self.dedup: bool = getattr(module, "dedup", dedup)  # before the lookups are made
+        super().__init__(module, plan, path=path, device=device, group=group, context=context, storage=storage)
 
-    def _read(self, module: EmbeddingCollection) -> None:
+    def _read(self, module: Any) -> None:
         self._need_indices: bool = module.need_indices()
         self._embedding_dim: int = module.embedding_dim()
         self._names_by_table: list[list[str]] = module.embedding_names_by_table()
 
     def _build_lookups(self) -> None:
         collectives = self.context.collectives
-        at_step = self.context.updates_at_step
-        self.groups = groups = group_tables(self._lookup_tables.values(), self.device, by_width=True, at_step=at_step)
+        self.groups = groups = group_tables(self._lookup_tables.values(), self.device, by_width=True)
         lookups: list[Lookup] = []
         for config, names in zip(self._configs, self._names_by_table, strict=True):
             layout = self.table_layouts[config.name]
@@ -161,8 +162,8 @@ class ShardedEmbeddingCollection(ShardedCollection):
         self.dedup_lookups = [(lookup.feature, lookup.layout.name) for lookup in sharded]
         limits = [(one.feature, one.layout.num_embeddings) for one in self.sent_lookups]
         dynamic = any(lookup.dynamic for lookup in lookups)
-        self._distinct_ids = DistinctIds(self.dedup_lookups, limits, self.device, dynamic) if self.dedup else None
-        route = self._make(groups, lookups, self.sent_lookups, weighted=False, pooled=False)
+        distinct = DistinctIds(self.dedup_lookups, limits, self.device, dynamic) if self.dedup else None
+        route = self._make(groups, lookups, self.sent_lookups, weighted=False, pooled=False, distinct=distinct)
         widths = [group.width or 0 for group in groups]
         self.row_exchange = RowExchange(
             route, widths, self._embedding_dim, collectives.rank, self.device, mean_over=collectives.mean_over
@@ -267,20 +268,18 @@ class SequenceCall(Call):
     """One forward."""
 
     def __init__(self, collection: ShardedEmbeddingCollection, features: KeyedJaggedTensor) -> None:
+        prepared = collection.input.prepare(features, collection._agreement(), collection.fault())
+        learns = prepared.differentiable or collection.has_learning_shards
+        super().__init__(collection.context.queue.used, collection.input, prepared, learns=learns)
         self._collection = collection
         self._features = features
         self._learns_ids = collection.learns_ids()
-        self._inverse: Tensor | None = None
         self._places: Tensor | None = None
         self._zero_row = False
         self._rows: Stream | None = None
         self._target: Tensor | None = None
         self._output_rows = 0
         self._entries: list[SequenceKey] = []
-        to_send = self._distinct if collection.dedup else None
-        prepared = collection.input.prepare(features, collection._agreement(), collection.fault(), to_send=to_send)
-        learns = prepared.differentiable or collection.has_learning_shards
-        super().__init__(collection.context.queue.used, collection.input, prepared, learns=learns)
 
     def look_up(self, ids: ShardInput) -> None:
         """The rows of this rank's shards."""
@@ -291,12 +290,11 @@ class SequenceCall(Call):
         if collection.id_maps is not None:
             collection.id_maps.hold(looked_up, mapped)
         rows = mapped.in_place(looked_up)
-        if collection.context.detect_anomaly:
-            self._note(rows, ids)
         self._rows = collection.row_exchange.stream(rows, ids, self.sent.counts)
 
     def outgoing(self, inside: BlocksInFlight | None, stream: int) -> Stream:
         """The rows for the ranks that asked. There is nothing to sum inside hosts, as each row is whole."""
+        self._collection.ask(self)
         rows, self._rows = self._rows, None
         assert rows is not None, "rows are looked up before they are sent"
         return rows
@@ -308,15 +306,16 @@ class SequenceCall(Call):
         self._target, self._output_rows = collection._targets(self.prepared, sent)
         full = _full_places(self.prepared, sent)
         self._entries = collection._entries(self.prepared, sent, self._features, full)
-        keys, given, self._places = self.prepared.given.keys, self.prepared.batch.with_dropped, self._inverse
+        keys, given, inverse = self.prepared.given.keys, self.prepared.batch.with_dropped, self.prepared.inverse
         self._zero_row = given is not None
-        if given is None and self._places is not None:
+        self._places = inverse
+        if given is None and inverse is not None:
             ids = dict(zip(keys, sent.key_ids, strict=True))
-            self._places = self._places[: sum(ids[feature] for feature, _ in collection.dedup_lookups)]
+            self._places = inverse[: sum(ids[feature] for feature, _ in collection.dedup_lookups)]
         if given is not None:
             kept = _by_key(keys, given.kept, sent.key_ids)
             parts = [kept[feature] for feature, _ in collection.dedup_lookups]
-            self._places = places_of_rows(torch.cat([given.kept[:0], *parts]), self._inverse)
+            self._places = places_of_rows(torch.cat([given.kept[:0], *parts]), inverse)
         if full is not None:
             rows = collection._rows_of(keys, sent, full[0])
             self._places = rows if self._places is None else self._places.index_select(0, rows)
@@ -329,28 +328,13 @@ class SequenceCall(Call):
             rows = nn.functional.pad(rows, [0, 0, 1, 0])
         if self._places is not None:
             rows = rows.index_select(0, self._places)
-        if self._collection.context.detect_anomaly:
-            cut = [lookup for lookup in self._collection.lookups if not lookup.layout.replicated]
-            sizes = [entry.ids.numel() for entry in self._entries if entry.replica is None]
-            watch_gradient(rows, sizes, 0, self._collection.context, cut)
         return rows.to(self._collection.output_dtype), self._entries
 
-    def _note(self, rows: Sequence[Tensor], ids: ShardInput) -> None:
-        """Note rows that are not finite."""
-        collection = self._collection
-        slots = collection.input.route.slots[collection.context.collectives.rank]
-        sizes = ids.lengths.sum(dim=1).tolist()
-        for group, part in enumerate(rows):
-            here = [number for number, slot in enumerate(slots) if slot.group == group]
-            tables = [collection.sent_lookups[slots[number].lookup].layout.name for number in here]
-            note_rows(part, [sizes[number] for number in here], 0, collection.context, tables)
-
-    def _distinct(self, batch: Batch) -> Batch:
-        """The distinct ids. Sets :attr:`_inverse`, the place of each id of the lookups among them."""
-        find = self._collection._distinct_ids
-        assert find is not None, "only a collection with dedup sends distinct ids"
-        distinct, self._inverse = find(batch)
-        return distinct
+    def learned(self, value: tuple[Tensor, list[SequenceKey]]) -> Learned:
+        """The rows of the lookups of cut tables."""
+        rows, entries = value
+        cut = [lookup for lookup in self._collection.lookups if not lookup.layout.replicated]
+        return Learned(rows, [entry.ids.numel() for entry in entries if entry.replica is None], 0, cut)
 
 
 def _by_key(keys: tuple[str, ...], values: Tensor, counts: Sequence[int]) -> dict[str, Tensor]:

@@ -15,8 +15,8 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from shardrec.errors import AnomalyError, InputError, PeerError, ShardrecError
 from shardrec.exchange.ahead import Ahead
-from shardrec.exchange.context import FORWARD_FAILED, ForwardFailed
-from shardrec.exchange.queue import ModelContext
+from shardrec.exchange.context import ModelContext, StepState
+from shardrec.exchange.headers import FORWARD_FAILED, ForwardFailed
 from shardrec.exchange.step import Caller
 from shardrec.modules.model import dense_signature
 
@@ -148,16 +148,16 @@ class Lookahead:
         if self._context is None or not self._learnt or slot.error is not None or slot.ahead is not None:
             return
         context = self._context
-        before, context.dense_signature = context.dense_signature, dense_signature(slot.batch)
+        before, context.step = context.step, StepState(dense_signature(slot.batch))
         try:
             with _on(self._ids, slot.ready), torch.set_grad_enabled(self._gradients):
                 _keep(slot.batch, self._ids)
                 calls = [(module, _at(slot.batch, path)) for module, path in self._learnt]
-                slot.ahead = Ahead(context, calls)
+                slot.ahead = Ahead(context.headers, calls)
         except Exception as error:
             slot.error = error
         finally:
-            context.dense_signature = before
+            context.step = before
 
     def _exchange(self, slot: _Slot | None) -> None:
         """Exchange the headers of the following batch; every rank does so in every step, whatever it has.
@@ -172,19 +172,19 @@ class Lookahead:
             return
         try:
             if slot is None:
-                context.end_all()
+                context.headers.end_all()
                 return
             self._prepare(slot)
             if slot.error is not None:
                 slot.told = True
-                context.fail_all(_words(slot.error))
+                context.headers.fail_all(_words(slot.error))
             assert slot.ahead is not None, "what has no error has its calls"
             with _on(self._ids, slot.ready):
                 slot.ahead.exchange()
                 slot.exchanged = True
                 slot.ready = None if self._ids is None else self._ids.record_event()
         except ForwardFailed:
-            context.queue.forget_habit()
+            context.queue.forget_runs()
             raise
         except InputError as error:
             if slot is None:
@@ -203,7 +203,7 @@ class Lookahead:
         if context is None:
             return forward(slot.batch)
         observed = context.queue.observed = [] if self._depth else None
-        context.made_ahead = slot.ahead
+        context.queue.ahead = slot.ahead
         try:
             if slot.ready is not None and slot.ahead is not None:
                 # What was made on the other stream is read on this one, and freed when the host is done with it.
@@ -217,7 +217,7 @@ class Lookahead:
             raise
         finally:
             context.queue.observed = None
-            context.made_ahead = None
+            context.queue.ahead = None
             slot.let_go()
         return result
 
@@ -235,9 +235,9 @@ class Lookahead:
             return
         if slot.ahead is not None:
             context.queue.serve(slot.ahead)
-        context.queue.forget_habit()
+        context.queue.forget_runs()
         try:
-            context.fail_all(f"the model's forward failed: {_words(error)}", FORWARD_FAILED)
+            context.headers.fail_all(f"the model's forward failed: {_words(error)}", FORWARD_FAILED)
         except InputError as shared:
             raise shared from error
 
@@ -272,7 +272,7 @@ def tell_others(error: Exception, context: ModelContext) -> None:
         return
     # This rank raises the error itself, which says more than its shared form, or than news that the others are gone.
     with suppress(ShardrecError):
-        context.fail_all(_words(error))
+        context.headers.fail_all(_words(error))
 
 
 def _words(error: Exception) -> str:

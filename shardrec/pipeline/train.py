@@ -87,7 +87,7 @@ class TrainPipeline:
             accumulate > 1
             and isinstance(model, ShardedModel)
             and model.has_fused_tables
-            and not model.context.updates_at_step
+            and not model.context.options.updates_at_step
         ):
             raise ConfigError(
                 f"accumulate is {accumulate}, but this model's tables are updated in each backward; shard it with "

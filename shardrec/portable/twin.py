@@ -30,7 +30,7 @@ class PortableTwin(nn.Module):
 
     def __init__(self, collection: ShardedCollection, parallel_lookups: bool) -> None:
         super().__init__()
-        collectives, comms = collection.context.collectives, collection.context.comms
+        collectives, comms = collection.context.collectives, collection.context.options.comms
         if collectives.world_size > 1 and (comms.output, comms.gradient) != ("fp32", "fp32"):
             raise ConfigError(
                 f"{type(collection).__name__} exchanges {comms.output} and {comms.gradient}; a program that runs "

@@ -8,19 +8,16 @@
     gradients of the rows       ── update ──────────►   all trainers' gradients of a step are one fused update
     backward goes on            ◄────────────────────┘
 
-A trainer's modules are the sharded ones; what differs is the object that stands for the collectives
-(:mod:`shardrec.rpc.collectives`). See docs/rpc.md.
+A trainer's modules are the sharded ones. They are given another object for the collectives
+(:mod:`shardrec.rpc.collectives`), and another storage (:mod:`shardrec.rpc.storage`). See docs/rpc.md.
 """
 
-from shardrec.rpc.collections import RemoteEmbeddingBagCollection, RemoteEmbeddingCollection
 from shardrec.rpc.model import RemoteModel
 from shardrec.rpc.server import EmbeddingServer
 from shardrec.rpc.world import RpcWorld
 
 __all__ = [
     "EmbeddingServer",
-    "RemoteEmbeddingBagCollection",
-    "RemoteEmbeddingCollection",
     "RemoteModel",
     "RpcWorld",
 ]

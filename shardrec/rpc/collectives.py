@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from shardrec.exchange.collectives import Collectives, Later, Pending, Streams, joined
-from shardrec.exchange.context import FIXED_COLUMNS
+from shardrec.exchange.headers import FIXED_COLUMNS
 from shardrec.lookup.optimizers import FusedOptimizer
 from shardrec.rpc.client import Answers, Connections
 from shardrec.rpc.messages import Part

@@ -5,13 +5,13 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from shardrec.checkpoint.files import SavedFile
 from shardrec.checkpoint.manifest import SavedTensor
@@ -20,17 +20,18 @@ from shardrec.errors import CheckpointError, ConfigError, PeerError, PlanError, 
 from shardrec.exchange.bad_ids import policies_of
 from shardrec.exchange.batch import OnBadId
 from shardrec.exchange.collectives import collectives_of
-from shardrec.exchange.queue import ModelContext
+from shardrec.exchange.context import ExchangeOptions, ModelContext
 from shardrec.layout import ShardingPlan, Topology
 from shardrec.layout.discover import collections_of, remappers_of, table_shapes
-from shardrec.modules.convert import agree_on_plan, exchange_faults, features_of, with_sharded
+from shardrec.modules.collection import ShardedCollection
+from shardrec.modules.convert import agree_on_plan, exchange_faults, features_of, sharded_collection, with_sharded
 from shardrec.modules.dense import DenseOptions, DenseWrap
 from shardrec.modules.model import ShardedModel
 from shardrec.modules.servers import Servers
 from shardrec.rpc.client import Connections
-from shardrec.rpc.collections import RemoteCollection, RemoteEmbeddingBagCollection, RemoteEmbeddingCollection
 from shardrec.rpc.collectives import RemoteCollectives
 from shardrec.rpc.server import fused_optimizers_of
+from shardrec.rpc.storage import RemoteTable, remote_storage
 
 __all__ = ["RemoteModel", "shard_over_servers"]
 
@@ -104,31 +105,36 @@ def shard_over_servers(
         plan = make_plan(model, Topology.of_world(len(connections)), device="cpu", dedup=dedup)
     collections = collections_of(model)
     collectives = RemoteCollectives(trainers, connections, staleness=servers.staleness)
-    context = ModelContext(collectives, device)
-    context.gradients_are_reduced = trainers.world_size == 1  # nothing to reduce
-    context.on_bad_id = policies_of(on_bad_id, (name for one in collections.values() for name in features_of(one)))
-    agree_on_plan(plan, _faults(plan, model, len(connections)), context)
-    _, sessions = exchange_faults([], secrets.randbits(32), context)
+    policies = policies_of(on_bad_id, (name for one in collections.values() for name in features_of(one)))
+    context = ModelContext(collectives, device, ExchangeOptions(on_bad_id=policies))
+    context.gradients.are_reduced = trainers.world_size == 1  # nothing to reduce
+    agree_on_plan(plan, _faults(plan, model, len(connections)), context.headers)
+    _, sessions = exchange_faults([], secrets.randbits(32), context.headers)
     collectives.session = sessions[0]
     shifted = _after(plan, trainers.world_size)
-    replaced: dict[int, RemoteCollection] = {}
+    replaced: dict[int, ShardedCollection] = {}
     for number, (path, module) in enumerate(collections.items()):
-        options: dict[str, Any] = {"path": path, "device": device, "group": group, "context": context, "number": number}
-        replaced[id(module)] = (
-            RemoteEmbeddingBagCollection(module, shifted, **options)
-            if isinstance(module, EmbeddingBagCollection)
-            else RemoteEmbeddingCollection(module, shifted, dedup=dedup, **options)
-        )
+        storage = remote_storage(collectives, number)
+        given: dict[str, Any] = {"path": path, "device": device, "group": group, "context": context, "storage": storage}
+        replaced[id(module)] = sharded_collection(module, shifted, dedup=dedup, **given)
     remote_collections = list(replaced.values())
     collectives.rates = {one: one.lr for one in fused_optimizers_of(remote_collections)}
     _on_all(context, lambda: _check_servers(plan, list(collections), collectives))
-    for collection in remote_collections:
-        _on_all(context, collection.send_first_values)
-    model = with_sharded(model, dict(replaced), device)
+    for module in collections.values():
+        _on_all(context, partial(_send_first_values, module, replaced[id(module)]))
+    model = with_sharded(model, replaced, device)
     everyone = (group or dist.group.WORLD) if trainers.world_size > 1 else None
     remote = RemoteModel(model, plan, context, everyone, dense=dense)
     remote._collectives, remote.servers = collectives, len(connections)
     return remote
+
+
+def _send_first_values(module: nn.Module, collection: ShardedCollection) -> None:
+    """Send the servers the values that an unsharded collection has; where it is on meta, they keep their own."""
+    for key, weight in module.named_parameters():
+        table = collection.tables()[key.split(".")[1]]
+        if isinstance(table, RemoteTable) and not weight.is_meta:
+            table.write(weight.detach())
 
 
 def _after(plan: ShardingPlan, trainers: int) -> ShardingPlan:
@@ -186,6 +192,6 @@ def _on_all(context: ModelContext, work: Callable[[], None]) -> None:
     except ShardrecError as raised:
         error = raised
     number = max(n for n, cls in enumerate(_CLASSES) if n == 0 or isinstance(error, cls))
-    theirs, numbers = exchange_faults([] if error is None else [str(error)], number, context)
+    theirs, numbers = exchange_faults([] if error is None else [str(error)], number, context.headers)
     if any(theirs):
         raise _CLASSES[max(numbers)]("; ".join(sorted(set(filter(None, theirs))))) from error

@@ -24,20 +24,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.rpc.functions import async_execution
 from torch.futures import Future
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from shardrec.errors import BusyError, ConfigError, InputError, PeerError, PlanError
 from shardrec.exchange.blocks import Stream
-from shardrec.exchange.queue import ModelContext
+from shardrec.exchange.context import ModelContext
 from shardrec.layout import Shard, ShardingPlan
 from shardrec.layout.discover import collections_of, table_shapes
 from shardrec.lookup.optimizers import FusedOptimizer
 from shardrec.memory import keep_large_blocks
-from shardrec.modules.bags import ShardedEmbeddingBagCollection
 from shardrec.modules.collection import ShardedCollection
-from shardrec.modules.convert import put_in_place
+from shardrec.modules.convert import put_in_place, sharded_collection
 from shardrec.modules.model import ShardedModel
-from shardrec.modules.sequences import ShardedEmbeddingCollection
 from shardrec.modules.ties import refuse_ties
 from shardrec.rpc.batching import Request, RequestQueue, complete
 from shardrec.rpc.between import ServerCollectives
@@ -147,11 +144,8 @@ class EmbeddingServer:
         collections: dict[str, ShardedCollection] = {}
         replaced: dict[int, ShardedCollection] = {}
         for path, module in collections_of(model).items():
-            options: dict[str, Any] = {"path": path, "device": target, "context": context}
-            collections[path] = replaced[id(module)] = (
-                ShardedEmbeddingBagCollection(module, plan, **options)
-                if isinstance(module, EmbeddingBagCollection)
-                else ShardedEmbeddingCollection(module, plan, **options)
+            collections[path] = replaced[id(module)] = sharded_collection(
+                module, plan, path=path, device=target, context=context
             )
         if not collections:
             raise ConfigError(f"{type(model).__name__} holds no torchrec embedding collection to serve")

@@ -6,30 +6,67 @@ Shapes: B_all the samples of all ranks, N ids, S slots, D pooled columns.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import accumulate
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from shardrec.errors import ConfigError
 from shardrec.exchange.collectives import Collectives
+from shardrec.exchange.gradients import Gradients
 from shardrec.exchange.payload import ShardInput
-from shardrec.exchange.queue import ModelContext
 from shardrec.exchange.route import Slot
-from shardrec.layout import Shard, TableLayout
+from shardrec.layout import Shard
+from shardrec.lookup.groups import LookupGroup, LookupTable
 from shardrec.lookup.replicated import ReplicatedLookup
 from shardrec.lookup.scripted import NoTables
 from shardrec.lookup.shards import ShardLookup
+from shardrec.modules.collection import ShardedCollection
+from shardrec.modules.storage import Storage
+from shardrec.modules.table import ShardedTable
 from shardrec.serve.format import WeightFormat
 from shardrec.serve.tables import ServedTables
 
-__all__ = ["ServedReplicas", "ServedShards"]
+__all__ = ["ServedReplicas", "ServedShards", "served_memory", "served_storage"]
+
+
+def served_storage(formats: Mapping[str, WeightFormat], *, pooled: bool) -> Storage:
+    """Inference kernels for the tables of a collection.
+
+    Args:
+        formats: of each table, by its name in the plan.
+        pooled: the collection sums bags.
+    """
+    shards, replicas = partial(ServedShards, formats), partial(ServedReplicas, formats, pooled=pooled)
+    return Storage(shards=shards, replicas=replicas, table=ServedTable, trains=False)
+
+
+def served_memory(collection: ShardedCollection) -> dict[Shard | str, Tensor]:
+    """(rows, b) uint8 of each part of a table that this rank holds, by its shard; of a replicated table, by its name in
+    the plan."""
+    shards, replicas = collection.shards, collection.replicas
+    assert isinstance(shards, ServedShards), "the collection has a served storage"
+    memory: dict[Shard | str, Tensor] = dict(shards.memory.items())
+    memory.update(replicas.memory.items() if isinstance(replicas, ServedReplicas) else ())
+    return memory
+
+
+class ServedTable(ShardedTable):
+    """A table that is not trained: it has no parameters, and no entry in a state_dict."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> NoReturn:
+        raise ConfigError(
+            "a served model has no state_dict: save it with shardrec.serve.save, and the trained one with "
+            "shardrec.save_checkpoint"
+        )
 
 
 class ServedShards(ShardLookup):
-    """This rank's shards in inference kernels, one per lookup group.
+    """This rank's shards in inference kernels, one per lookup group, which hold nothing before they are filled.
 
-    Args, where they are not those of :class:`ShardLookup`:
-        widths: per group, the columns of its shards where they have one width and are not pooled; else 0.
+    Args, beside those of :class:`ShardLookup`:
         formats: of each table, by its name in the plan.
 
     Attributes:
@@ -38,9 +75,9 @@ class ServedShards(ShardLookup):
 
     def __init__(
         self,
-        slots: Sequence[Slot],
-        widths: Sequence[int],
         formats: Mapping[str, WeightFormat],
+        groups: Sequence[LookupGroup],
+        slots: Sequence[Slot],
         collectives: Collectives,
         device: torch.device,
         *,
@@ -50,22 +87,22 @@ class ServedShards(ShardLookup):
         self.modules: list[ServedTables | NoTables] = []
         self.group_slots: list[int] = []
         self.memory: dict[Shard, Tensor] = {}
-        for group, width in enumerate(widths):
-            members = [slot for slot in slots if slot.group == group]
+        for number, group in enumerate(groups):
+            members = [slot for slot in slots if slot.group == number]
             self.group_slots.append(len(members))
-            number = {shard: index for index, shard in enumerate(dict.fromkeys(slot.shard for slot in members))}
-            if not number:
-                self.modules.append(NoTables(width, device))
+            places = {shard: place for place, shard in enumerate(dict.fromkeys(slot.shard for slot in members))}
+            if not places:
+                self.modules.append(NoTables(0 if pooled else group.width or 0, device))
                 continue
             tables = ServedTables(
-                [(shard.rows, shard.cols) for shard in number],
-                [formats[shard.table] for shard in number],
-                [number[slot.shard] for slot in members],
+                [(shard.rows, shard.cols) for shard in places],
+                [formats[shard.table] for shard in places],
+                [places[slot.shard] for slot in members],
                 device,
                 pooled=pooled,
             )
             self.modules.append(tables)
-            self.memory.update(zip(number, tables.rows, strict=True))
+            self.memory.update(zip(places, tables.rows, strict=True))
         self.shards = tuple(self.memory)
 
     def rows(self, ids: ShardInput) -> list[Tensor]:
@@ -88,26 +125,26 @@ class ServedShards(ShardLookup):
 class ServedReplicas(ReplicatedLookup):
     """The replicated tables of a module in an inference kernel.
 
-    Args, where they are not those of :class:`ReplicatedLookup`:
-        layouts: of the replicated tables, in module order; all of them are looked up.
+    Args, beside those of :class:`ReplicatedLookup`:
         formats: of each table, by its name in the plan.
         pooled: sum each bag; else each table is looked up by itself, a row per id.
 
     Attributes:
-        memory: of each table (rows, b) uint8, see :class:`ServedTables`.
+        memory: of each table, by its name in the plan, (rows, b) uint8, see :class:`ServedTables`.
     """
 
     def __init__(
         self,
-        layouts: Sequence[TableLayout],
-        slot_tables: Sequence[int],
         formats: Mapping[str, WeightFormat],
-        context: ModelContext,
+        tables: Sequence[LookupTable],
+        slot_tables: Sequence[int],
+        gradients: Gradients,
         device: torch.device,
         *,
         pooled: bool,
     ) -> None:
-        super().__init__((), (), context, device)
+        super().__init__((), (), gradients, device)
+        layouts = [table.layout for table in tables]
         self.modules = [
             ServedTables(
                 [(layout.num_embeddings, layout.embedding_dim) for layout in together],
@@ -118,7 +155,8 @@ class ServedReplicas(ReplicatedLookup):
             )
             for together in ([layouts] if pooled else [[layout] for layout in layouts])
         ]
-        self.memory = [rows for module in self.modules for rows in module.rows]
+        rows = (rows for module in self.modules for rows in module.rows)
+        self.memory = dict(zip((layout.name for layout in layouts), rows, strict=True))
 
     def __call__(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, counts: Sequence[int]) -> Tensor:
         """(B, D) float32 pooled columns of the local batch, from (N,), (S, B) and (N,); the kernel needs no counts."""

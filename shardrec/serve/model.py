@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardrec.exchange.queue import ModelContext
+from shardrec.exchange.context import ModelContext
 from shardrec.layout import ShardingPlan
 from shardrec.modules import ShardedModel
-from shardrec.serve.collection import ServedCollection
 from shardrec.serve.format import WeightFormat
+from shardrec.serve.lookup import served_memory
 
 __all__ = ["ServedModel"]
 
@@ -23,11 +24,15 @@ class ServedModel(ShardedModel):
         module: the model, its collections served ones.
         plan: where the tables are.
         context: shared by the served collections.
+        formats: how each table is kept, by its name in the plan.
     """
 
-    def __init__(self, module: nn.Module, plan: ShardingPlan, context: ModelContext) -> None:
+    def __init__(
+        self, module: nn.Module, plan: ShardingPlan, context: ModelContext, formats: Mapping[str, WeightFormat]
+    ) -> None:
         # Nothing is trained, so that there is nothing to average over the ranks.
         super().__init__(module.requires_grad_(False), plan, context, None)
+        self.formats = dict(formats)
         self.eval()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -39,14 +44,6 @@ class ServedModel(ShardedModel):
         with torch.no_grad():
             return super().forward(*args, **kwargs)
 
-    @property
-    def formats(self) -> dict[str, WeightFormat]:
-        """How each table is kept, by its name in the plan."""
-        return {name: form for child in self._served() for name, form in child.formats.items()}
-
     def table_bytes(self) -> int:
         """Bytes of the tables' rows on this rank."""
-        return sum(child.table_bytes() for child in self._served())
-
-    def _served(self) -> list[ServedCollection]:
-        return [child for child in self.module.modules() if isinstance(child, ServedCollection)]
+        return sum(rows.numel() for collection in self._sharded for rows in served_memory(collection).values())

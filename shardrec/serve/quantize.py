@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardrec.errors import ConfigError
-from shardrec.exchange.queue import ModelContext
+from shardrec.exchange.context import ModelContext
 from shardrec.layout import Shard
-from shardrec.modules import ShardedModel
+from shardrec.modules import ShardedEmbeddingBagCollection, ShardedModel
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.model import require_sharded
-from shardrec.serve.collection import ServedCollection, serve_collection
 from shardrec.serve.format import WeightFormat
+from shardrec.serve.lookup import served_memory, served_storage
 from shardrec.serve.model import ServedModel
 from shardrec.serve.rows import GREATEST, encode, row_ranges
 
@@ -57,14 +57,16 @@ def quantize(model: ShardedModel, weights: str = "int8", *, tables: Mapping[str,
         raise ConfigError("the model is quantized already: give shardrec.serve.quantize what shardrec.shard returned")
     sources = [child for child in model.module.modules() if isinstance(child, ShardedCollection)]
     formats = _formats(sources, weights, tables or {})
-    context = ModelContext(model.context.collectives, model.context.device, model.context.comms)
-    context.output_dtype = model.context.output_dtype
+    context = ModelContext(model.context.collectives, model.context.device, model.context.options)
     # Where deepcopy meets a collection it takes the served one, so that nothing of the trained tables is copied.
-    memo: dict[int, Any] = {id(source): serve_collection(source, formats, context) for source in sources}
+    memo: dict[int, Any] = {}
+    for source in sources:
+        storage = served_storage(formats, pooled=isinstance(source, ShardedEmbeddingBagCollection))
+        memo[id(source)] = source.copied(context, storage)
     module = memo.get(id(model.module)) or copy.deepcopy(model.module, dict(memo))
-    faults = [fault for source in sources for fault in _convert(source, memo[id(source)])]
+    faults = [fault for source in sources for fault in _convert(source, memo[id(source)], formats)]
     _raise_together(faults, context)
-    return ServedModel(module, model.plan, context)
+    return ServedModel(module, model.plan, context, formats)
 
 
 def _formats(sources: list[ShardedCollection], weights: str, tables: Mapping[str, str]) -> dict[str, WeightFormat]:
@@ -97,10 +99,13 @@ def _format(word: str) -> WeightFormat:
         raise ConfigError(f"weights are to be {word!r}; tables are kept as one of {known}: name one") from None
 
 
-def _convert(source: ShardedCollection, target: ServedCollection) -> Iterator[str]:
+def _convert(
+    source: ShardedCollection, target: ShardedCollection, formats: Mapping[str, WeightFormat]
+) -> Iterator[str]:
     """Convert this rank's parts of all the tables; gives the faults, for a rank that raised would be missed."""
+    memory = served_memory(target)
     for name, table in source.tables().items():
-        layout, form = table.layout, target.formats[table.layout.name]
+        layout, form = table.layout, formats[table.layout.name]
         parts = {shard: parameter.detach() for shard, parameter in table.locals.items()}
         limit = torch.finfo(torch.float32).max if form is WeightFormat.FP32 else GREATEST
         # Not of no weights at all; NaN is within no limit.
@@ -120,7 +125,7 @@ def _convert(source: ShardedCollection, target: ServedCollection) -> Iterator[st
                 part = weight[rows].nan_to_num(0.0, 0.0, 0.0) if bad else weight[rows]
                 if part.size(0):
                     span = None if ranges is None else ranges[rows.start + top - first : rows.stop + top - first]
-                    target.memory(layout, shard)[rows].copy_(encode(part, form, span))
+                    memory[layout.name if shard is None else shard][rows].copy_(encode(part, form, span))
 
 
 def _whole_row_ranges(parts: Mapping[Shard | None, Tensor], first: int, last: int, source: ShardedCollection) -> Tensor:
@@ -139,6 +144,6 @@ def _whole_row_ranges(parts: Mapping[Shard | None, Tensor], first: int, last: in
 
 def _raise_together(faults: list[str], context: ModelContext) -> None:
     rank = context.collectives.rank
-    texts = context.all_gather_text(f"rank {rank}: {'; '.join(faults)}" if faults else "")
+    texts = context.headers.all_gather_text(f"rank {rank}: {'; '.join(faults)}" if faults else "")
     if any(texts):
         raise ConfigError("; ".join(filter(None, texts)))

@@ -32,6 +32,9 @@ class Asking(Call):
     def finish(self, flight: Any, stream: int) -> NoReturn:
         raise AssertionError("no rows come")
 
+    def learned(self, value: Any) -> NoReturn:
+        raise AssertionError("no rows come")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Case:

@@ -10,9 +10,9 @@ from hypothesis import given
 
 from shardrec.errors import InputError
 from shardrec.exchange.batch import Expectation
+from shardrec.exchange.context import ModelContext
 from shardrec.exchange.input import InputExchange
 from shardrec.exchange.payload import ShardInput
-from shardrec.exchange.queue import ModelContext
 from shardrec.exchange.step import exchange_ids
 from tests.batches import Bags, random_bags
 from tests.exchange.lookups import Asking, Case, random_case
@@ -29,11 +29,11 @@ class Exchange:
         tables = tuple((one.feature, one.layout.name, one.layout.num_embeddings) for one in case.lookups)
         expect = Expectation(tables=tables, weighted=weighted, device=CPU)
         self.context = ModelContext(collectives, CPU)
-        self.input = InputExchange(case.route, expect, self.context)
+        self.input = InputExchange(case.route, expect, self.context.headers)
 
     def __call__(self, features: object, agreement: str) -> ShardInput:
         call = Asking(self.context.queue.used, self.input, self.input.prepare(features, agreement), learns=True)
-        exchange_ids(self.context, [call])
+        exchange_ids(self.context.headers, [call])
         return call.received()
 
 

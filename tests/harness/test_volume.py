@@ -28,8 +28,8 @@ from benchmarks.harness.volume import (
     uniform_traffic,
 )
 from shardrec.exchange.batch import Expectation
+from shardrec.exchange.context import ExchangeOptions, ModelContext
 from shardrec.exchange.input import InputExchange
-from shardrec.exchange.queue import ModelContext
 from shardrec.exchange.step import exchange_ids
 from shardrec.exchange.wire import QuantizedComms
 from shardrec.layout import ShardingPlan, Topology, cuts
@@ -183,8 +183,8 @@ def run_step(
 
     def rank_main(threads: ThreadCollectives) -> tuple[Sent, list[int]]:
         counting = CountingCollectives(threads)
-        context = ModelContext(counting, CPU, comms)
-        context.gradients_are_reduced = True  # they are not, but what a reducer sends is no part of this
+        context = ModelContext(counting, CPU, ExchangeOptions(comms=comms))
+        context.gradients.are_reduced = True  # they are not, but what a reducer sends is no part of this
         modules = [member.build(plan, context) for member in members]
         batches = [member.batches[threads.rank] for member in members]
         features = [with_leaf(one) if member.learned else one for member, one in zip(members, batches, strict=True)]
@@ -237,9 +237,11 @@ def test_ids_that_need_64_bits(rng: Random) -> None:
         counting = CountingCollectives(threads)
         context = ModelContext(counting, CPU)
         lookups = tuple((one.feature, one.layout.name, one.layout.num_embeddings) for one in case.lookups)
-        exchange = InputExchange(case.route, Expectation(tables=lookups, weighted=weighted, device=CPU), context)
+        exchange = InputExchange(
+            case.route, Expectation(tables=lookups, weighted=weighted, device=CPU), context.headers
+        )
         call = Asking(context.queue.used, exchange, exchange.prepare(batches[threads.rank], ""), learns=True)
-        exchange_ids(context, [call])
+        exchange_ids(context.headers, [call])
         call.received()
         return counting.take()
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from queue import Queue
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 from shardrec.errors import ConfigError
 from shardrec.exchange.collectives import LocalCollectives
-from shardrec.exchange.context import StepContext
+from shardrec.exchange.gradients import Gradients
 from shardrec.layout import cuts
 from shardrec.lookup.groups import LookupTable
 from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
 from shardrec.lookup.replicated import ReplicatedLookup
-from tests.thread_ranks import ThreadCollectives
 
 CPU = torch.device("cpu")
 SGD = FusedOptimizer(kind=OptimizerKind.SGD, lr=0.5)
@@ -23,16 +20,15 @@ ADAGRAD = FusedOptimizer(kind=OptimizerKind.ADAGRAD, lr=0.25, eps=1e-3)
 ROWS, DIM = 5, 4
 
 
-def context(world_size: int = 1) -> StepContext:
-    mail: list[list[Queue[tuple[str, Tensor]]]] = [[Queue() for _ in range(world_size)] for _ in range(world_size)]
-    return StepContext(LocalCollectives() if world_size == 1 else ThreadCollectives(0, mail), CPU)
+def gradients(*, are_reduced: bool = True) -> Gradients:
+    return Gradients(LocalCollectives().tell, are_reduced=are_reduced)
 
 
 def replicated(
     optimizers: list[FusedOptimizer | None],
     slot_tables: list[int] | None = None,
     dtypes: list[torch.dtype] | None = None,
-    step: StepContext | None = None,
+    step: Gradients | None = None,
 ) -> ReplicatedLookup:
     """Tables of random values, each looked up by one slot unless slots are given."""
     tables = [
@@ -41,7 +37,7 @@ def replicated(
             zip(optimizers, dtypes or [torch.float32] * len(optimizers), strict=True)
         )
     ]
-    lookup = ReplicatedLookup(tables, slot_tables or list(range(len(tables))), step or context(), CPU)
+    lookup = ReplicatedLookup(tables, slot_tables or list(range(len(tables))), step or gradients(), CPU)
     for parameter in lookup.parameters:
         with torch.no_grad():
             parameter.copy_(torch.randn(ROWS, DIM))
@@ -151,7 +147,7 @@ def test_a_backward_that_raises_does_not_stop_the_next(pooled: bool) -> None:
 
 
 def test_gradients_are_kept_while_they_are_accumulated() -> None:
-    step = context()
+    step = gradients()
     lookup = replicated([SGD], step=step)
     before = values(lookup)[0]
     step.reduce_this_backward = False
@@ -163,7 +159,7 @@ def test_gradients_are_kept_while_they_are_accumulated() -> None:
 
 
 def test_several_ranks_need_somebody_who_averages() -> None:
-    lookup = replicated([SGD], step=context(world_size=2))
+    lookup = replicated([SGD], step=gradients(are_reduced=False))
     before = values(lookup)[0]
     with pytest.raises(ConfigError, match="'t0' need their gradients averaged"):
         lookup.rows(0, torch.tensor([1])).sum().backward()

@@ -413,7 +413,7 @@ def test_a_loop_that_ends_early_lets_go_of_what_is_under_way() -> None:
         model = clicks()
         steps = pipeline_of(model, (batch(step, rank) for step in range(9)), 2)
         losses = [float(next(steps)) for _ in range(4)]
-        assert model.context.exchanges == 5, "the ids of the fifth batch are under way"
+        assert model.context.headers.exchanged == 5, "the ids of the fifth batch are under way"
         steps.close()
         assert list(steps) == []
         losses += [float(loss) for loss in pipeline_of(model, [batch(step, rank) for step in range(4, 6)], 2)]

@@ -11,8 +11,9 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from shardrec.layout import ShardingPlan, Topology
 from shardrec.modules import ShardedModel, shard
-from shardrec.serve.collection import ServedCollection
+from shardrec.modules.collection import ShardedCollection
 from shardrec.serve.format import HEAD_BYTES, WeightFormat
+from shardrec.serve.lookup import served_memory
 from shardrec.serve.model import ServedModel
 from tests.models import collection, random_configs, table_sizes
 from tests.plans import cut_plan, random_plan
@@ -88,13 +89,14 @@ def served_rows(model: ServedModel) -> list[tuple[str, slice, slice, Tensor]]:
     """Table, rows, columns and (rows, columns) values of each part of a table that this rank holds."""
     found = []
     for child in model.module.modules():
-        if not isinstance(child, ServedCollection):
+        if not isinstance(child, ShardedCollection):
             continue
+        memory = served_memory(child)
         for layout in child.table_layouts.values():
-            form = child.formats[layout.name]
+            form = model.formats[layout.name]
             if layout.replicated:
-                found.append((layout.name, slice(None), slice(None), decode(child.memory(layout, None), form)))
+                found.append((layout.name, slice(None), slice(None), decode(memory[layout.name], form)))
             for shard_ in layout.on_rank(child.context.collectives.rank):
                 rows, columns = slice(shard_.row_start, shard_.row_end), slice(shard_.col_start, shard_.col_end)
-                found.append((layout.name, rows, columns, decode(child.memory(layout, shard_), form)))
+                found.append((layout.name, rows, columns, decode(memory[shard_], form)))
     return found

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardrec.errors import InputError
-from shardrec.exchange.context import FIXED_COLUMNS, StepContext, checksum
+from shardrec.exchange.headers import FIXED_COLUMNS, Headers, checksum
 from tests.thread_ranks import ThreadCollectives, thread_ranks
 
 CPU = torch.device("cpu")
@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 def raised(collectives: ThreadCollectives, message: str, agreement: str = "") -> str:
     with pytest.raises(InputError) as caught:
-        StepContext(collectives, CPU).raise_faults(message, agreement)
+        Headers(collectives, CPU).raise_faults(message, agreement)
     assert collectives.unwaited == []
     return str(caught.value)
 
@@ -49,16 +49,16 @@ def test_one_rank_alone() -> None:
 
 def test_a_rank_that_cannot_start_still_answers_the_others_header() -> None:
     def rank_main(collectives: ThreadCollectives) -> str:
-        context = StepContext(collectives, CPU)
-        context.header_columns = FIXED_COLUMNS + 2
+        headers = Headers(collectives, CPU)
+        headers.columns = FIXED_COLUMNS + 2
         with pytest.raises(InputError) as caught:
             if collectives.rank == 1:
-                context.fail_all("broken before the lookup")
-            header = torch.zeros((3, context.header_columns), dtype=torch.int64)
-            received = context.exchange_header(header)
+                headers.fail_all("broken before the lookup")
+            header = torch.zeros((3, headers.columns), dtype=torch.int64)
+            received = headers.exchange(header)
             assert received[:, 0].tolist() == [0, 1, 0]
-            context.raise_faults("", "")
-        assert context.exchanges == 1
+            headers.raise_faults("", "")
+        assert headers.exchanged == 1
         return str(caught.value)
 
     assert thread_ranks(3, rank_main) == ["rank 1: broken before the lookup"] * 3

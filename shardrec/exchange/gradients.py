@@ -1,0 +1,72 @@
+"""Who averages the gradients of ordinary parameters over the ranks, and in which backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from shardrec.exchange.backward import BackwardWatch
+
+__all__ = ["Gradients", "Reducer"]
+
+
+class Reducer(Protocol):
+    """What averages the gradients of ordinary parameters over the ranks (:mod:`shardrec.modules.dense`)."""
+
+    @property
+    def agreement(self) -> str:
+        """What the ranks must have in common, in words."""
+
+    def arm(self) -> None:
+        """A forward with gradients begins."""
+
+    def begin(self) -> None:
+        """A backward begins."""
+
+
+class Gradients:
+    """The gradients of a model's ordinary parameters, replicated tables among them.
+
+    Args:
+        tell: tells the other ranks of a backward that raises here.
+        are_reduced: there is nothing to average, or somebody averages them.
+
+    Attributes:
+        reducer: averages them over the ranks, unless that is left to the user, or there is one rank.
+        updates: called at the end of each backward in which the reducer has averaged gradients.
+        forwards: called when a forward with gradients begins.
+        accumulates: forwards are in ``no_sync``.
+        reduce_this_backward: the last forward with gradients was not, so that its backward averages.
+        backward: tells the reducer of backwards, and the other ranks of one that raises here.
+    """
+
+    def __init__(self, tell: Callable[[str], None], *, are_reduced: bool) -> None:
+        self.reducer: Reducer | None = None
+        self.are_reduced = are_reduced
+        self.updates: list[Callable[[], None]] = []
+        self.forwards: list[Callable[[], None]] = []
+        self.accumulates = False
+        self.reduce_this_backward = True
+        self.backward = BackwardWatch(tell, self._backward_begins)
+
+    def begin_forward(self) -> None:
+        """A forward begins: if it has gradients, it decides whether its backward averages them."""
+        if torch.is_grad_enabled():
+            self.reduce_this_backward = not self.accumulates
+            for begin in self.forwards:
+                begin()
+            if self.reducer is not None:
+                self.reducer.arm()
+
+    def agreement(self) -> str:
+        """What the ranks must have in common in a forward."""
+        if not torch.is_grad_enabled():
+            return "gradients off"
+        trained = "" if self.reducer is None else self.reducer.agreement
+        return f"gradients on{' in no_sync' if self.accumulates else ''}{trained}"
+
+    def _backward_begins(self) -> None:
+        if self.reducer is not None:
+            self.reducer.begin()

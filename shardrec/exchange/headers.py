@@ -1,0 +1,125 @@
+"""The headers of a model's exchanges, by which all ranks fail together.
+
+[Note: failing together]
+A rank with bad input must not leave the others waiting in the next collective. Each exchange begins with a header, an
+all-to-all of a few integers that is needed anyway; one of them says "my batch is faulty", one is a checksum of what the
+ranks must agree on (id dtype, gradients on or off, dtypes of the dense inputs). When any header says so, every rank
+knows it at the same step, and only then do they exchange their messages as text, so that each raises the same error. A
+good step pays nothing.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from shardrec.errors import InputError
+from shardrec.exchange.collectives import Collectives
+
+__all__ = ["FIXED_COLUMNS", "FORWARD_FAILED", "NO_MORE", "ForwardFailed", "Headers", "checksum"]
+
+_NO_MORE_HERE = "there is no further batch, and others have one: give every rank as many batches"
+
+FIXED_COLUMNS = 2
+"""Header columns before the modules' parts: fault flag, checksum of the agreement."""
+
+
+FORWARD_FAILED, NO_MORE = 2, 3
+"""Fault flags beside 1, a faulty batch: the forward of the batch before failed; there is no further batch."""
+
+
+class ForwardFailed(InputError):
+    """While the next batch's ids were exchanged: another rank's forward failed, and this rank's has no backward."""
+
+
+def checksum(text: str) -> int:
+    """A number that is equal for equal texts in every process."""
+    return zlib.crc32(text.encode())
+
+
+class Headers:
+    """The header exchanges of a group: of a model's embeddings, or of ranks that agree about something else.
+
+    Args:
+        collectives: of the group.
+        device: where headers live.
+
+    Attributes:
+        columns: width of a header, the same in every exchange, so that a rank can answer for any of them.
+        modules: number of sharded modules whose calls travel under the headers.
+        exchanged: number of headers so far.
+    """
+
+    def __init__(self, collectives: Collectives, device: torch.device) -> None:
+        self.collectives = collectives
+        self.device = device
+        self.columns = FIXED_COLUMNS
+        self.modules = 0
+        self.exchanged = 0
+
+    def add_module(self, columns: int) -> None:
+        """Make room in each header for the calls of a further sharded module."""
+        self.columns += columns
+        self.modules += 1
+
+    def exchange(self, header: Tensor) -> Tensor:
+        """Send row q of ``header`` (W, C) int64 to rank q; returns the rows received, one from each rank."""
+        self.exchanged += 1
+        return self.collectives.header(header)
+
+    def fail_all(self, message: str, flag: int = 1) -> NoReturn:
+        """Take part in the other ranks' next header exchange with a fault, and raise it here as there."""
+        self._exchange_flag(flag)
+        self.raise_faults(message, "")
+
+    def end_all(self) -> None:
+        """Take part in the other ranks' next header exchange, in which they have no further batch either.
+
+        Raises:
+            InputError: on every rank, if some have one, or have failed.
+        """
+        flags = self._exchange_flag(NO_MORE)
+        if any(flag != NO_MORE for flag in flags):
+            self.raise_faults("" if {1, FORWARD_FAILED} & set(flags) else _NO_MORE_HERE, "", flags)
+
+    def _exchange_flag(self, flag: int) -> list[int]:
+        """A header of a flag alone; returns those of all ranks."""
+        header = torch.zeros((self.collectives.world_size, self.columns), dtype=torch.int64, device=self.device)
+        header[:, 0] = flag
+        flags: list[int] = self.exchange(header)[:, 0].tolist()
+        return flags
+
+    def raise_faults(self, message: str, agreement: str, flags: Sequence[int] = ()) -> NoReturn:
+        """Exchange the messages of all ranks and raise them; every rank must call this in the same step.
+
+        Args:
+            message: what is wrong on this rank, or "".
+            agreement: what this rank would have sent, used when no rank has a message.
+            flags: fault flags of all ranks.
+
+        Raises:
+            InputError: the same on every rank; a ForwardFailed if a flag says so.
+        """
+        error = ForwardFailed if FORWARD_FAILED in flags else InputError
+        messages = self.all_gather_text(message)
+        if any(messages):
+            lines = [f"rank {rank}: {text}" for rank, text in enumerate(messages) if text]
+            raise error(lines[0] if len(lines) == 1 else f"{len(lines)} ranks have bad input:\n  " + "\n  ".join(lines))
+        agreements = self.all_gather_text(agreement)
+        lines = [f"rank {rank}: {text}" for rank, text in enumerate(agreements)]
+        raise error(
+            "the ranks disagree about their input; give every rank the same dtypes and modes:\n  " + "\n  ".join(lines)
+        )
+
+    def all_gather_text(self, text: str) -> list[str]:
+        """The text of each rank, on every rank."""
+        collectives, what = self.collectives, "error message"
+        data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=self.device)
+        size = torch.tensor([data.numel()], device=self.device)
+        sizes = torch.cat(collectives.gather(size, [1] * collectives.world_size, what)).tolist()
+        texts = collectives.gather(data, sizes, what)
+        return [bytes(text.tolist()).decode(errors="replace") for text in texts]

@@ -1,0 +1,122 @@
+"""The tables of a trainer's collection, on servers."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardrec.errors import ConfigError
+from shardrec.exchange.input import InputExchange, Prepared, SentIds
+from shardrec.layout import Shard, TableLayout
+from shardrec.lookup.optimizers import FusedOptimizer
+from shardrec.lookup.shards import ShardLookup
+from shardrec.modules.storage import Storage
+from shardrec.modules.table import ShardedTable, load_table
+from shardrec.rpc.collectives import RemoteCollectives, words
+
+__all__ = ["RemoteTable", "remote_storage"]
+
+
+class RemoteTable(ShardedTable):
+    """A table on servers, in a trainer's model: no parameters; its state_dict entry is read from them.
+
+    Args:
+        collectives: of the trainer.
+        table: arguments of :class:`ShardedTable`.
+        fused: likewise.
+    """
+
+    def __init__(self, collectives: RemoteCollectives, *table: Any, fused: bool) -> None:
+        super().__init__(*table, fused=fused)
+        self._collectives = collectives
+
+    def _save_to_state_dict(self, destination: MutableMapping[str, Any], prefix: str, keep_vars: bool) -> None:
+        layout = self.layout
+        whole = torch.empty((layout.num_embeddings, layout.embedding_dim), dtype=self.dtype)
+        self._collectives.settle()
+        for rank in layout.ranks:
+            server = rank - self._collectives.trainers.world_size
+            for (top, bottom, left, right), values in self._collectives.servers.call(server, "read", layout.name, ""):
+                whole[top:bottom, left:right] = values
+        destination[prefix + "weight"] = whole
+
+    def write(self, value: Any) -> None:
+        """Set the table's values on the servers; every trainer calls this, and the first one sends them.
+
+        Args:
+            value: (num_embeddings, embedding_dim).
+
+        Raises:
+            PlanError: if it has another shape.
+        """
+        collectives, layout = self._collectives, self.layout
+        shards: dict[Shard | None, Tensor] = {
+            shard: torch.empty((shard.rows, shard.cols), dtype=self.dtype)
+            for shard in (() if collectives.rank else layout.shards)
+        }
+        load_table(layout, shards, value)
+        collectives.settle()
+        for shard, values in shards.items():
+            assert shard is not None, "a table on servers is cut"
+            rect = [shard.row_start, shard.row_end, shard.col_start, shard.col_end]
+            server = shard.rank - collectives.trainers.world_size
+            collectives.servers.tell(server, "write", layout.name, rect, values)
+
+
+class RemoteShards(ShardLookup):
+    """No shards of a trainer's own; the servers' learning rates and counts of updates.
+
+    Args:
+        collectives: of the trainer.
+        lookup: arguments of :class:`ShardLookup`.
+        pooled: likewise.
+    """
+
+    def __init__(self, collectives: RemoteCollectives, *lookup: Any, pooled: bool) -> None:
+        super().__init__(*lookup, pooled=pooled)
+        self._collectives = collectives
+
+    def set_learning_rate(self, optimizer: FusedOptimizer, lr: float) -> None:
+        """Use ``lr`` for the tables that were given ``optimizer``, from the next update on."""
+        self._collectives.rates[optimizer] = lr
+
+    def step_counts(self) -> dict[str, int]:
+        """Per table, how many updates its fused optimizer has made; asks the servers."""
+        self._collectives.settle()
+        counts = super().step_counts()
+        for server in range(len(self._collectives.servers)):
+            for name, count in self._collectives.servers.call(server, "step_counts").items():
+                if name in counts:
+                    counts[name] = max(counts[name], count)
+        return counts
+
+
+def remote_storage(collectives: RemoteCollectives, number: int) -> Storage:
+    """Of a trainer's collection: the shards are on servers, replicated tables are its own.
+
+    Args:
+        collectives: of the trainer.
+        number: of the collection among those of the model.
+    """
+
+    def table(layout: TableLayout, *given: Any, **named: Any) -> ShardedTable:
+        return (ShardedTable if layout.replicated else partial(RemoteTable, collectives))(layout, *given, **named)
+
+    def ask(input: InputExchange, prepared: Prepared, sent: SentIds) -> None:
+        """Let a batch's ids go with the lookup that is to come."""
+        if prepared.differentiable:
+            tables = ", ".join(repr(table) for _, table, _ in input.expect.tables)
+            raise ConfigError(
+                f"the ids of tables {tables} have weights that take a gradient, which servers do not send back; detach "
+                "the weights, or shard the tables by collectives"
+            )
+        size, bag_words = prepared.lengths.size(1), input.payload.bag_words(prepared.slot_sizes)
+        of_ranks = zip(bag_words, sent.counts, sent.parts, strict=True)
+        parts = [(number, [size, bags, *counts], words(pieces)) for bags, counts, pieces in of_ranks]
+        collectives.ask(parts[collectives.trainers.world_size :])
+
+    return Storage(shards=partial(RemoteShards, collectives), table=table, portable=False, ask=ask)

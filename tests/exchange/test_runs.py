@@ -1,0 +1,83 @@
+"""When queued calls are sent, as a state machine without a queue."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardrec.exchange.runs import Runs
+
+MODULES = 7
+LENGTHS = st.lists(st.integers(1, MODULES - 1), max_size=4)
+
+
+def sent(runs: Runs, lengths: list[int], *, by_program: bool = False) -> list[list[bool]]:
+    """Of each run, after which of its calls the queue would send; a value is used after each run."""
+    result = []
+    for number, length in enumerate(lengths):
+        result.append([runs.call(number, MODULES, by_program=by_program) for _ in range(length)])
+        runs.use()
+    return result
+
+
+def forward(runs: Runs, lengths: list[int]) -> list[list[bool]]:
+    runs.begin()
+    result = sent(runs, lengths)
+    runs.end()
+    return result
+
+
+def with_last_calls(lengths: list[int]) -> list[list[bool]]:
+    return [[False] * (length - 1) + [True] for length in lengths]
+
+
+def never(lengths: list[int]) -> list[list[bool]]:
+    return [[False] * length for length in lengths]
+
+
+@given(LENGTHS)
+def test_the_second_forward_sends_each_run_with_its_last_call(lengths: list[int]) -> None:
+    runs = Runs()
+    assert forward(runs, lengths) == never(lengths), "fewer calls than modules: the first use sends them"
+    for _ in range(2):
+        assert forward(runs, lengths) == with_last_calls(lengths)
+
+
+@given(LENGTHS, LENGTHS)
+def test_runs_beyond_those_known_wait_for_every_module(lengths: list[int], more: list[int]) -> None:
+    runs = Runs()
+    forward(runs, lengths)
+    assert forward(runs, lengths + more) == with_last_calls(lengths) + never(more)
+    assert forward(runs, lengths + more) == with_last_calls(lengths + more)
+
+
+def test_a_first_forward_sends_when_each_module_has_been_called() -> None:
+    runs = Runs()
+    assert forward(runs, [MODULES]) == with_last_calls([MODULES])
+
+
+@given(LENGTHS)
+def test_after_a_forward_that_failed_nothing_is_known(lengths: list[int]) -> None:
+    runs = Runs()
+    forward(runs, lengths)
+    runs.begin()
+    runs.call(0, MODULES, by_program=False)
+    runs.fail()
+    assert runs.known == tuple(lengths), "for the calls that this rank still owes the others"
+    assert forward(runs, lengths) == never(lengths)
+    runs.forget()
+    assert forward(runs, lengths) == never(lengths)
+
+
+@given(LENGTHS)
+def test_outside_of_a_forward_each_call_is_sent_at_once(lengths: list[int]) -> None:
+    assert sent(Runs(), lengths) == [[True] * length for length in lengths]
+
+
+@given(LENGTHS)
+def test_a_program_repeats_the_runs_that_began_with_the_same_module(lengths: list[int]) -> None:
+    runs = Runs()
+    assert sent(runs, lengths, by_program=True) == never(lengths)
+    assert sent(runs, lengths, by_program=True) == with_last_calls(lengths)
+    forward(runs, [1, 2])
+    assert sent(runs, lengths, by_program=True) == with_last_calls(lengths)
