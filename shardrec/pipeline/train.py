@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from shardrec.errors import ConfigError
+from shardrec.modules.clipping import clip_grad_norm_
 from shardrec.modules.model import ShardedModel
 from shardrec.pipeline.lookahead import Lookahead
 
@@ -60,6 +61,7 @@ class TrainPipeline:
         depth: 0, 1 or 2; see above.
         accumulate: batches of an update: it takes the mean of their gradients, as of one batch with the rows of all. If
             the batches end before, it is made with those that there are, each with the same share.
+        clip_norm: largest norm of an update's gradients (:func:`shardrec.clip_grad_norm_`); default: any.
         device: where batches are copied to; default: the sharded model's, or that of the first parameter.
 
     Raises:
@@ -77,6 +79,7 @@ class TrainPipeline:
         loss_fn: Callable[[nn.Module, Any], Any] | None = None,
         depth: int = 2,
         accumulate: int = 1,
+        clip_norm: float | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         if depth not in (0, 1, 2):
@@ -95,6 +98,7 @@ class TrainPipeline:
             )
         self._model = model
         self._accumulate, self._accumulated = accumulate, 0
+        self._clip_norm = clip_norm
         self._optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         self._loss_fn = loss_fn or operator.call
         context = model.context if isinstance(model, ShardedModel) else None
@@ -133,6 +137,8 @@ class TrainPipeline:
 
     def _update(self) -> None:
         self._accumulated = 0
+        if self._clip_norm is not None:
+            clip_grad_norm_(self._model, self._clip_norm)
         for optimizer in self._optimizers:
             optimizer.step()
 

@@ -137,6 +137,12 @@ class TrainConfig(Options):
         choices=("sgd", "adagrad", "rowwise_adagrad", "adam"),
     )
     embedding_lr: float = option(0.1, _LEARNING, "Learning rate of the tables.", gt=0)
+    clip: float | None = option(
+        None,
+        _LEARNING,
+        "Largest norm of a step's gradients, of the dense layers and the tables together; a larger one is scaled down.",
+        gt=0,
+    )
     decay: float = option(
         0.5,
         _LEARNING,

@@ -112,6 +112,7 @@ def train_epoch(
         batches,
         loss_fn=lambda model, batch: (batch_loss(run.config.loss, model, batch), batch.size),
         depth=run.config.pipeline,
+        clip_norm=run.config.clip,
         device=run.place.device,
     )
     with progress.on_the_clock():

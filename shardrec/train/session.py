@@ -188,7 +188,13 @@ def _sharded_model(config: TrainConfig, source: Source, place: Place, plan: Shar
                 device=place.device,
             )
     meet(place, "agreement on the plan")  # the first rank has also looked for the best possible metrics
-    sharded = shard(model, plan, device=place.device, dynamic_ids=dynamic)
+    sharded = shard(
+        model,
+        plan,
+        device=place.device,
+        dynamic_ids=dynamic,
+        update="backward" if config.clip is None else "step",
+    )
     if config.compile != "off":  # in place, so that the model stays what the loop and the checkpoint know
         full = config.compile == "full"
         annotate_for_dynamo(sharded, mode="traced" if full else "boundary")

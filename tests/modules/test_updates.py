@@ -384,6 +384,44 @@ def test_a_pipeline_accumulates(depth: int, batches: int) -> None:
     assert max(ranks(2, train_pipelined, depth, batches)) < 1e-6
 
 
+def train_clipped_pipeline() -> float:
+    reference = Model()
+    model = sharded(reference, "adagrad")
+    micros = [ids(torch.Generator().manual_seed(6), dist.get_world_size()) for _ in range(3)]
+    pipeline = TrainPipeline(
+        model,
+        optimizers_of(model, "adagrad"),
+        [mine(micro) for micro in micros],
+        loss_fn=lambda model, features: (model(features) ** 2).mean(),
+        clip_norm=0.01,
+    )
+    list(pipeline)
+    theirs = reference_optimizers(reference, "adagrad")
+    for micro in micros:
+        (reference(batch(micro)) ** 2).mean().backward()
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
+        for one in theirs:
+            one.step()
+            one.zero_grad()
+    return furthest(model, reference)
+
+
+def test_a_pipeline_clips() -> None:
+    assert max(ranks(2, train_clipped_pipeline)) < 1e-6
+
+
+def test_a_gradient_that_is_nan_names_its_table_and_is_not_applied() -> None:
+    model = sharded(Model(), "sgd")
+    before = copy.deepcopy(model.state_dict())
+    with shardrec.detect_anomaly(model):
+        with pytest.raises(shardrec.AnomalyError, match=r"tables\.t0"):
+            (model(mine(ids(torch.Generator(), 1))).sum() * torch.nan).backward()
+        model.zero_grad()
+        model.fused_optimizer.step()
+    after = model.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
 def test_a_pipeline_does_not_accumulate_what_backward_applies() -> None:
     model = sharded(Model(), "sgd", update="backward")
     with pytest.raises(ConfigError, match="update='step'"):
