@@ -219,7 +219,10 @@ class ShardedCollection(nn.Module, abc.ABC):
 
     def fault(self) -> str:
         """What was done to a table since it was sharded that its lookups cannot follow; "" for nothing."""
-        return next(filter(None, (table.fault() for table in getattr(self, self._holder).values())), "")
+        for table in getattr(self, self._holder).values():
+            if fault := table.fault():
+                return str(fault)
+        return ""
 
     def _is_dynamic(self, layout: TableLayout) -> bool:
         return layout.name in self.context.options.dynamic_ids
