@@ -13,12 +13,10 @@ that comes a second time, over a retained graph, is refused where rows may have 
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -111,13 +109,6 @@ class IdMaps:
                 self.maps[key] = IdMap(shard.rows, id_options, capacity)
         for shards in self._shards.values():  # stripes of several widths are in several lookup groups
             shards.sort()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> IdMaps:
-        """Maps of its own, as these are now, which draw no rows anew: they are not to learn."""
-        other = copy.copy(self)
-        memo[id(self)] = other
-        other.maps, other._open = copy.deepcopy(self.maps, memo), weakref.WeakSet()
-        return other
 
     def runs(self) -> list[tuple[IdMap | None, int]]:
         """The map of each run of slots of this rank, None for plain rows, and its number of slots."""

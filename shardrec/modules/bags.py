@@ -35,18 +35,17 @@ class PooledEmbeddings(LazyAwaitable[KeyedTensor]):
 
     Args:
         call: gives the (B, D) values.
-        keys: of the output.
-        dims: columns of each.
+        collection: that was called.
     """
 
-    def __init__(self, call: Call, *, keys: Sequence[str], dims: Sequence[int]) -> None:
+    def __init__(self, call: Call, collection: ShardedEmbeddingBagCollection) -> None:
         super().__init__()
         self._call = call
-        self._keys = keys
-        self._dims = dims
+        self._collection = collection
 
     def _wait_impl(self) -> KeyedTensor:
-        return KeyedTensor(keys=list(self._keys), length_per_key=list(self._dims), values=self._call.value())
+        keys, dims = self._collection.late_columns()
+        return KeyedTensor(keys=keys, length_per_key=dims, values=self._call.value())
 
 
 class ShardedEmbeddingBagCollection(ShardedCollection):
@@ -125,7 +124,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         return BagCall(self, features)
 
     def _pending(self, call: Call) -> LazyAwaitable[KeyedTensor]:
-        return PooledEmbeddings(call, keys=self.embedding_names, dims=self.dims)
+        return PooledEmbeddings(call, self)
 
     def serve(self, asked: ShardInput) -> Stream:
         """What this rank's shards have for requests: the sums that each asks for, one request after the other."""
@@ -176,7 +175,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
 
     def _bag_lengths(self, batch: Batch) -> Tensor | None:
         """(B, D) bag length behind each mean-pooled column, at least 1; 1 for sums; None without mean pooling."""
-        if not any(lookup.mean for lookup in self.lookups):
+        if len(self._sum_lookups) == len(self.lookups):
             return None
         lengths = batch.lengths.index_select(0, self._key_positions(batch.keys)).to(torch.float32).clamp_(min=1)
         lengths.index_fill_(0, self._sum_lookups, 1.0)

@@ -115,10 +115,12 @@ class ShardedCollection(nn.Module, abc.ABC):
             if self._is_dynamic(self.table_layouts[config.name]):
                 check_init_fn(config)
         self._build_lookups()
-        values = first_values(module) if sharded is None else ((n, one.locals) for n, one in sharded.tables().items())
+        if sharded is None:
+            setattr(self, self._holder, self._build_parameters(first_values(module)))
+            return
+        values = ((name, table.locals) for name, table in sharded.tables().items())
         setattr(self, self._holder, self._build_parameters(values))
-        if sharded is not None:
-            self._copy_states(sharded)
+        self._copy_states(sharded)
 
     @abc.abstractmethod
     def _read(self, module: Any) -> None:
@@ -222,7 +224,10 @@ class ShardedCollection(nn.Module, abc.ABC):
 
     def fault(self) -> str:
         """What was done to a table since it was sharded that its lookups cannot follow; "" for nothing."""
-        return next(filter(None, (table.fault() for table in getattr(self, self._holder).values())), "")
+        for table in getattr(self, self._holder).values():
+            if fault := table.fault():
+                return str(fault)
+        return ""
 
     def _is_dynamic(self, layout: TableLayout) -> bool:
         return layout.name in self.context.options.dynamic_ids

@@ -50,11 +50,17 @@ def quantize(model: ShardedModel, weights: str = "int8", *, tables: Mapping[str,
 
     Raises:
         ConfigError: on every rank, for a format or table that there is not, for a value that the format cannot keep
-            (not finite, or beyond ±65504 unless FP32), or for INT4 shards on CUDA of other widths than multiples of 8.
+            (not finite, or beyond ±65504 unless FP32), for INT4 shards on CUDA of other widths than multiples of 8, or
+            for a model whose tables are on servers.
     """
     require_sharded(model, "shardrec.serve.quantize")
     if isinstance(model, ServedModel):
         raise ConfigError("the model is quantized already: give shardrec.serve.quantize what shardrec.shard returned")
+    if model.servers:
+        raise ConfigError(
+            f"the model's tables are on {model.servers} embedding server(s), and this process has none to quantize: "
+            "load its checkpoint into a model that shardrec.shard made without servers, and quantize that one"
+        )
     sources = [child for child in model.module.modules() if isinstance(child, ShardedCollection)]
     formats = _formats(sources, weights, tables or {})
     context = ModelContext(model.context.collectives, model.context.device, model.context.options)

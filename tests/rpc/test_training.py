@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import shardrec
+from shardrec.errors import ConfigError
 from shardrec.rpc import EmbeddingServer, RpcWorld
+from shardrec.serve import quantize
 from tests.ranks import ranks
 from tests.rpc.jobs import batch, in_job, make_model, make_plan, train
 
@@ -85,6 +87,8 @@ def test_scripted_and_compiled_trainers_equal_the_eager_one(tmp_path: Path) -> N
                 loss.backward()
                 losses.append(float(loss.detach()))
             found.append(losses)
+        with pytest.raises(ConfigError, match=r"tables are on 2 embedding server\(s\)"):
+            quantize(model)
         return found
 
     def run() -> Any:
