@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from shardrec.errors import CheckpointError, ConfigError, PeerError, ShardrecError
 from shardrec.exchange.peers import peers
-from shardrec.exchange.plain import gather
+from shardrec.exchange.safe_pickle import gather
 from shardrec.files import os_fault
 
 __all__ = ["Ranks"]
@@ -38,7 +38,7 @@ class Ranks:
 
         Args:
             what: "save" or "load", for messages.
-            work: gives what the other ranks are to know, as :mod:`shardrec.exchange.plain` carries it.
+            work: gives what the other ranks are to know, as :mod:`shardrec.exchange.safe_pickle` carries it.
             remedy: what to do about an error of the operating system.
 
         Returns:

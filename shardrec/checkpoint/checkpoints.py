@@ -15,7 +15,7 @@ from torch import Tensor
 from shardrec.checkpoint.agree import Ranks
 from shardrec.checkpoint.load import load_checkpoint
 from shardrec.checkpoint.manifest import MANIFEST
-from shardrec.checkpoint.save import PendingSave, check_incremental, remove, save, settle
+from shardrec.checkpoint.save import PendingSave, check_incremental, remove, save, wait_for_save
 from shardrec.errors import CheckpointError, ConfigError
 from shardrec.modules.model import ShardedModel
 
@@ -113,7 +113,7 @@ class Checkpoints:
             ConfigError: on every rank, if the last good one is one of another model or optimizer.
             PeerError: if another rank is gone or did not come in time.
         """
-        settle(model)
+        wait_for_save(model)
         ranks = Ranks(model.group, model.context.device)
         paths = ranks.agree("load", self.paths, remedy="see that every rank can read it")[0]
         faults = []

@@ -22,8 +22,8 @@ from shardrec.checkpoint.parts import HeldTensor, Part, Rect
 from shardrec.errors import ConfigError
 from shardrec.ids.id_map import IdMap
 from shardrec.ids.maps import IdMaps
-from shardrec.ids.move import Placed, placed
 from shardrec.ids.options import Evict
+from shardrec.ids.restore import RestoredIds, restored_ids
 from shardrec.layout import Shard, TableLayout
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.model import ShardedModel
@@ -106,8 +106,8 @@ class Moves:
         self._manifest = manifest
         self._read = read
         self._tables = dynamic_tables(model)
-        self._placed: dict[tuple[str, int], Placed] = {}  # by path and first row
-        self._waiting: dict[tuple[str, int], Placed] = {}
+        self._placed: dict[tuple[str, int], RestoredIds] = {}  # by path and first row
+        self._waiting: dict[tuple[str, int], RestoredIds] = {}
 
     def has(self, name: str) -> bool:
         """Whether a tensor has a row for each row of a table with dynamic ids, so that its rows may be moved."""
@@ -223,7 +223,7 @@ class Moves:
 
     def _placed_in(
         self, shard: Shard, layout: TableLayout, saved: SavedTensor, fresh: Tensor, evict: Evict, step: int
-    ) -> Placed:
+    ) -> RestoredIds:
         """Read the saved blocks that a row block overlaps, and give their ids its rows."""
         old, new = saved.shape[0], layout.num_embeddings
         blocks = []
@@ -232,4 +232,4 @@ class Moves:
                 records = torch.empty((block.rect.row_end - block.rect.row_start, 3), dtype=torch.int64)
                 self._read(block, torch.int64, records, block.rect)
                 blocks.append((block.rect.row_start, records))
-        return placed(blocks, old, fresh, shard, layout, evict, step)
+        return restored_ids(blocks, old, fresh, shard, layout, evict, step)

@@ -22,7 +22,7 @@ from shardrec.checkpoint.ids import Moves
 from shardrec.checkpoint.manifest import MANIFEST, PARTIAL, Manifest, SavedPart, SavedTensor, leftovers, read_manifest
 from shardrec.checkpoint.optimizer import load_settings, optimizer_faults, state_targets
 from shardrec.checkpoint.parts import HeldTensor, Rect, as_matrix, held
-from shardrec.checkpoint.save import rank_name, settle
+from shardrec.checkpoint.save import rank_name, wait_for_save
 from shardrec.checkpoint.state import model_tensors, sharded_collections
 from shardrec.errors import CheckpointError, ConfigError
 from shardrec.modules.model import ShardedModel
@@ -61,7 +61,7 @@ def load_checkpoint(
         ConfigError: on every rank, if it is one of another model or optimizer.
         PeerError: if another rank is gone or did not come in time.
     """
-    settle(model)
+    wait_for_save(model)
     ranks = Ranks(model.group, model.context.device)
     with ExitStack() as stack:
         source = _Source(Path(path), ranks, stack)

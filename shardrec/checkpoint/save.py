@@ -45,7 +45,7 @@ from shardrec.modules.model import ShardedModel, require_sharded
 from shardrec.modules.replicas import subgroup
 from shardrec.modules.replicated_model import ReplicatedModel
 
-__all__ = ["PendingSave", "Written", "rank_name", "remove", "save", "save_checkpoint", "settle", "write_part"]
+__all__ = ["PendingSave", "Written", "rank_name", "remove", "save", "save_checkpoint", "wait_for_save", "write_part"]
 
 Written = tuple[SavedFile, dict[str, SavedTensor]]
 """A file of a checkpoint, and what is in it, by name."""
@@ -98,7 +98,7 @@ class _Background:
 _BACKGROUND: WeakKeyDictionary[ShardedModel, _Background] = WeakKeyDictionary()
 
 
-def settle(model: ShardedModel) -> None:
+def wait_for_save(model: ShardedModel) -> None:
     """Wait for the model's save under way, if there is one, and raise its error if nobody has seen it yet.
 
     Raises:
@@ -167,7 +167,7 @@ def save(
 ) -> PendingSave:
     """:func:`save_checkpoint`, and then ``then`` on rank 0, before any rank knows that the save is complete."""
     check_incremental(incremental)
-    settle(model)
+    wait_for_save(model)
     if isinstance(model, ReplicatedModel):
         # Then it does not matter which of the ranks that hold a shard writes it.
         model.sync_replicas()

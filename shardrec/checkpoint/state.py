@@ -25,11 +25,11 @@ from shardrec.modules.model import ShardedModel
 from shardrec.modules.replicated_model import ReplicatedModel
 from shardrec.modules.table import ShardedTable
 
-__all__ = ["Place", "model_tensors", "parameter_places", "sharded_collections", "table_tensors"]
+__all__ = ["ParameterInfo", "model_tensors", "parameter_infos", "sharded_collections", "table_tensors"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class ParameterInfo:
     """What a parameter of this rank is.
 
     Args:
@@ -50,21 +50,21 @@ def sharded_collections(model: ShardedModel) -> list[ShardedCollection]:
     return [module for module in model.module.modules() if isinstance(module, ShardedCollection)]
 
 
-def parameter_places(model: ShardedModel) -> dict[int, Place]:
+def parameter_infos(model: ShardedModel) -> dict[int, ParameterInfo]:
     """The place of each parameter of this rank, by id."""
     _reshard(model)
-    places = {}
+    infos = {}
     collections = sharded_collections(model)
     fused = {id(one.tables()[name]) for one in collections for name in one.fused_optimizers()}
     for path, table in _tables(model):
         for shard, parameter in table.locals.items():
             tensor = _of_table(model, table, {shard: parameter.detach()}, table.dtype)
             name = f"{path}.weight"
-            places[id(parameter)] = Place(name=name, tensor=tensor, is_table=True, is_fused=id(table) in fused)
+            infos[id(parameter)] = ParameterInfo(name=name, tensor=tensor, is_table=True, is_fused=id(table) in fused)
     for name, parameter in model.named_parameters():
-        if id(parameter) not in places:
-            places[id(parameter)] = Place(name=name, tensor=held(parameter, saved=_is_lead(model)))
-    return places
+        if id(parameter) not in infos:
+            infos[id(parameter)] = ParameterInfo(name=name, tensor=held(parameter, saved=_is_lead(model)))
+    return infos
 
 
 def model_tensors(model: ShardedModel) -> dict[str, HeldTensor]:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from shardrec.exchange.collectives import Collectives, Pending, Streams, WayBack, joined
+from shardrec.exchange.collectives import Collectives, Pending, StreamSizes, WayBack, joined
 from shardrec.exchange.wire import QuantizedComms, Shape, Wire
 
 __all__ = ["BlockExchange", "BlocksInFlight", "Stream"]
@@ -84,7 +84,7 @@ class BlockExchange:
             learns: there will be gradients of what comes, if the forward has any; the same on every rank.
         """
         with torch.set_grad_enabled(learns and torch.is_grad_enabled()):
-            return _AtHome(streams) if self.collectives.world_size == 1 else _Travelling(self, streams)
+            return _LocalBlocks(streams) if self.collectives.world_size == 1 else _RemoteBlocks(self, streams)
 
 
 class BlocksInFlight(abc.ABC):
@@ -110,7 +110,7 @@ class BlocksInFlight(abc.ABC):
         """
 
 
-class _AtHome(BlocksInFlight):
+class _LocalBlocks(BlocksInFlight):
     """One rank: the streams themselves."""
 
     def __init__(self, streams: Sequence[Stream]) -> None:
@@ -134,27 +134,27 @@ class _AtHome(BlocksInFlight):
         return list(sent.values()), list(leaves.values())
 
 
-class _Travelling(BlocksInFlight):
+class _RemoteBlocks(BlocksInFlight):
     """Streams between several ranks."""
 
     def __init__(self, exchange: BlockExchange, streams: Sequence[Stream]) -> None:
         self._streams = len(streams)
-        self._shared = shared = _Shared(exchange, streams)
+        self._state = state = _ExchangeState(exchange, streams)
         self._blocks: dict[int, tuple[Tensor, ...]] | None = None
         flats = [stream.flat for stream in streams]
         if torch.is_grad_enabled():
             # A rank whose rows need no gradient still takes its part in the others' backward.
             flats = [flat if flat.requires_grad else flat.detach().requires_grad_() for flat in flats]
-        self._token: Tensor = _Issue.apply(shared, *flats)  # type: ignore[no-untyped-call]
+        self._token: Tensor = _Issue.apply(state, *flats)  # type: ignore[no-untyped-call]
 
     def blocks(self, stream: int) -> tuple[Tensor, ...]:
         if self._blocks is None:
-            received: tuple[Tensor, ...] = _Receive.apply(self._token, self._shared)  # type: ignore[no-untyped-call]
+            received: tuple[Tensor, ...] = _Receive.apply(self._token, self._state)  # type: ignore[no-untyped-call]
             self._blocks = {index: received[index :: self._streams] for index in range(self._streams)}
         return self._blocks.pop(stream)
 
     def gradient_blocks(self, stream: int) -> list[Tensor]:
-        return self._shared.gradient_views()[stream :: self._streams]
+        return self._state.gradient_views()[stream :: self._streams]
 
     def cut_graph(self) -> tuple[list[Tensor], list[Tensor]]:
         if not self._token.requires_grad:
@@ -163,7 +163,7 @@ class _Travelling(BlocksInFlight):
         return [token], [self._token]
 
 
-class _Shared:
+class _ExchangeState:
     """What forward and backward share; without the graph, of which it is a part."""
 
     way_back: WayBack
@@ -184,7 +184,7 @@ class _Shared:
         parts = [[one[rank] for one in split] for rank in range(len(self.out_sizes))]
         sizes_in = list(map(sum, self.into_sizes))
         if wire.is_plain:
-            streams = Streams(out=self.out_sizes, into=self.into_sizes) if self.with_gradients else None
+            streams = StreamSizes(out=self.out_sizes, into=self.into_sizes) if self.with_gradients else None
             in_place = streams if self.exchange.gradient_wire.is_plain else None
             self.pending = self.exchange.collectives.send(parts, sizes_in, what, in_place)
         else:
@@ -214,12 +214,12 @@ class _Shared:
 class _Buffered:
     """Gradients that travel as one buffer, in the exchange's format."""
 
-    def __init__(self, shared: _Shared) -> None:
-        self._exchange = shared.exchange
-        self._out, self._into = shared.out, shared.into
-        self._out_sizes = [size for rank in shared.out_sizes for size in rank]
-        self._into_sizes = [size for rank in shared.into_sizes for size in rank]
-        self._streams = len(shared.out_sizes[0])
+    def __init__(self, state: _ExchangeState) -> None:
+        self._exchange = state.exchange
+        self._out, self._into = state.out, state.into
+        self._out_sizes = [size for rank in state.out_sizes for size in rank]
+        self._into_sizes = [size for rank in state.into_sizes for size in rank]
+        self._streams = len(state.out_sizes[0])
         self._buffer: Tensor | None = None
         self._pending: Pending | None = None
 
@@ -243,40 +243,40 @@ class _Buffered:
 
 class _Issue(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, shared: _Shared, *flats: Tensor) -> Tensor:
-        ctx.shared = shared  # type: ignore[attr-defined]
+    def forward(ctx: FunctionCtx, state: _ExchangeState, *flats: Tensor) -> Tensor:
+        ctx.state = state  # type: ignore[attr-defined]
         ctx.sizes = [flat.shape for flat in flats]  # type: ignore[attr-defined]
-        shared.send([flat.detach().reshape(-1) for flat in flats])
+        state.send([flat.detach().reshape(-1) for flat in flats])
         return flats[0].new_zeros(())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, token_gradient: Tensor) -> tuple[Tensor | None, ...]:
-        shared: _Shared = ctx.shared
-        gradients = shared.way_back.wait()
+        state: _ExchangeState = ctx.state
+        gradients = state.way_back.wait()
         return None, *(one.view(size) for one, size in zip(gradients, ctx.sizes, strict=True))
 
 
 class _Receive(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, token: Tensor, shared: _Shared) -> tuple[Tensor, ...]:
-        ctx.shared = shared  # type: ignore[attr-defined]
+    def forward(ctx: FunctionCtx, token: Tensor, state: _ExchangeState) -> tuple[Tensor, ...]:
+        ctx.state = state  # type: ignore[attr-defined]
         ctx.like = token  # type: ignore[attr-defined]
         ctx.set_materialize_grads(False)
-        return shared.receive()
+        return state.receive()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None]:
-        shared: _Shared = ctx.shared
-        if shared.exchange.before_gradients is not None:
-            shared.exchange.before_gradients()
-        for view, gradient in zip(shared.gradient_views(), gradients, strict=True):
+        state: _ExchangeState = ctx.state
+        if state.exchange.before_gradients is not None:
+            state.exchange.before_gradients()
+        for view, gradient in zip(state.gradient_views(), gradients, strict=True):
             if gradient is None:
                 view.zero_()
             elif gradient.data_ptr() != view.data_ptr() or gradient.stride() != view.stride():
                 view.copy_(gradient)
-        shared.send_gradient()
+        state.send_gradient()
         return ctx.like.new_zeros(()), None
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives  # registers the autograd formulas
 from torch import Tensor
 
-from shardrec.exchange.flight import flight_record
+from shardrec.exchange.flight_record import flight_record
 from shardrec.exchange.peers import introduce, peer_error
 
 __all__ = [
@@ -28,7 +28,7 @@ __all__ = [
     "Later",
     "LocalCollectives",
     "Pending",
-    "Streams",
+    "StreamSizes",
     "WayBack",
     "collectives_of",
     "joined",
@@ -36,7 +36,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, kw_only=True)
-class Streams:
+class StreamSizes:
     """Sizes of what several calls send together (``Stream`` of each, in :mod:`shardrec.exchange.blocks`), in elements.
 
     Args:
@@ -99,7 +99,7 @@ class Collectives(abc.ABC):
 
     @abc.abstractmethod
     def send(
-        self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str, streams: Streams | None = None
+        self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str, streams: StreamSizes | None = None
     ) -> Pending:
         """Issue an all-to-all of parts, wherever they lie.
 
@@ -145,7 +145,7 @@ class Collectives(abc.ABC):
             PeerError: naming the rank and its fault.
         """
 
-    def room(self, numel: int, device: torch.device) -> Tensor:
+    def allocate(self, numel: int, device: torch.device) -> Tensor:
         """Memory to write parts into that :meth:`send` will be given; it may spare a copy.
 
         Args:
@@ -178,7 +178,7 @@ class LocalCollectives(Collectives):
     world_size = 1
 
     def send(
-        self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str, streams: Streams | None = None
+        self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str, streams: StreamSizes | None = None
     ) -> Pending:
         received = [joined(parts[0])]
         return Later(lambda: received)
@@ -199,7 +199,7 @@ class FunctionalCollectives(Collectives):
         introduce()
 
     def send(
-        self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str, streams: Streams | None = None
+        self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str, streams: StreamSizes | None = None
     ) -> Pending:
         sizes = [sum(part.numel() for part in of_rank) for of_rank in parts]
         values = joined([part for of_rank in parts for part in of_rank])

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shardrec.errors import AnomalyError, InputError
-from shardrec.exchange.backward import BackwardWatch
+from shardrec.exchange.backward_watch import BackwardWatch
 from shardrec.exchange.collectives import Collectives
 from shardrec.exchange.wire import QuantizedComms
 

@@ -5,8 +5,8 @@ group's store when its first collectives are made, and when a collective fails, 
 
 ::
 
-    ranks of this host     /proc: has the process ended, is it stopped; what are its last collectives (flight.py)
-    ranks of other hosts   a note in the store, which every rank that fails writes: what it waited for, its last
+    ranks of this host     /proc: has the process ended, is it stopped; what are its last collectives (flight_record.py)
+    ranks of other hosts   a report in the store, which every rank that fails writes: what it waited for, its last
                            collectives, and which ranks of its host have ended or are stopped
 
 A good step pays nothing for it but the entries in the flight record.
@@ -31,7 +31,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardrec.errors import PeerError
-from shardrec.exchange.flight import FlightRecord, flight_record
+from shardrec.exchange.flight_record import FlightRecord, flight_record
 
 __all__ = ["failed_in_a_collective", "introduce", "meet", "peer_error", "peers"]
 
@@ -123,7 +123,7 @@ def peer_error(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Place:
+class _RankProcess:
     """Where a rank is: its host, process, when that began (in clock ticks, for ids are used again), flight record."""
 
     host: str
@@ -143,7 +143,7 @@ class _Place:
         return _STOPPED if state == "T" else _RUNS
 
 
-_PLACES: dict[int, _Place] = {}  # by global rank, of the default group in _STORE
+_PLACES: dict[int, _RankProcess] = {}  # by global rank, of the default group in _STORE
 _STORE: list[Any] = []  # a weak reference
 
 
@@ -152,7 +152,7 @@ def introduce() -> None:
     store = _default_store()
     if store is None or (_STORE and _STORE[0]() is store):
         return
-    place = _Place(
+    place = _RankProcess(
         host=_process_host(), pid=os.getpid(), began=_process(os.getpid())[1], record=flight_record().descriptor
     )
     # A store that is gone shows in the first collective, which has a limit.
@@ -181,7 +181,7 @@ def _ask(store: dist.Store, ranks: Sequence[int]) -> None:
         unknown = [rank for rank in unknown if store.check([_key(rank)])]
     if unknown:
         texts = store.multi_get([_key(rank) for rank in unknown])
-        _PLACES.update({rank: _Place(**json.loads(text)) for rank, text in zip(unknown, texts, strict=True)})
+        _PLACES.update({rank: _RankProcess(**json.loads(text)) for rank, text in zip(unknown, texts, strict=True)})
 
 
 def _default_store() -> dist.Store | None:
@@ -223,7 +223,7 @@ def _process(pid: int) -> tuple[str, str]:
 
 
 @dataclass(kw_only=True)
-class _Note:
+class _FailureReport:
     """What a rank that failed tells the others: what it waited for, its last collectives, what it sees on its host."""
 
     what: str
@@ -247,7 +247,7 @@ class _Look:
     me: int
     others: list[int]
     states: dict[int, str] = field(default_factory=dict)
-    notes: dict[int, _Note] = field(default_factory=dict)
+    reports: dict[int, _FailureReport] = field(default_factory=dict)
     asked: bool = False
 
     def run(self) -> None:
@@ -269,7 +269,7 @@ class _Look:
                 break
             sleep(_POLL_S)
         over.set()
-        # One last exchange of notes, so that the others learn what is seen here.
+        # One last exchange of reports, so that the others learn what is seen here.
         asking.join(_STORE_S)
 
     def culprits(self) -> list[int]:
@@ -278,7 +278,7 @@ class _Look:
 
     def silent(self) -> list[int]:
         """The ranks that did not tell that they failed."""
-        return [rank for rank in self.others if rank not in self.notes]
+        return [rank for rank in self.others if rank not in self.reports]
 
     def _ask_around(self, store: dist.Store, over: threading.Event) -> None:
         # A connection of its own: nobody else is to wait behind a question without an answer.
@@ -290,15 +290,15 @@ class _Look:
                 _ask(store, self.others)
                 sees = {str(rank): state for rank, state in dict(self.states).items() if state != _RUNS}
                 if sees != told:
-                    note = _Note(what=self.what, flight=_own_flight(), sees=sees)
-                    store.set(self._key(self.me), json.dumps(asdict(note)))
+                    report = _FailureReport(what=self.what, flight=_own_flight(), sees=sees)
+                    store.set(self._key(self.me), json.dumps(asdict(report)))
                     told = sees
                 for rank in self.others:
                     # Again and again, for a rank may see others end after it has told that it failed.
-                    if rank in self.notes or store.check([self._key(rank)]):
-                        note = _Note(**json.loads(store.get(self._key(rank))))
-                        self.notes[rank] = note
-                        self.states.update({int(other): state for other, state in note.sees.items()})
+                    if rank in self.reports or store.check([self._key(rank)]):
+                        report = _FailureReport(**json.loads(store.get(self._key(rank))))
+                        self.reports[rank] = report
+                        self.states.update({int(other): state for other, state in report.sees.items()})
                 self.asked = True
                 if last:
                     return
@@ -346,8 +346,8 @@ def _flights(look: _Look, named: Collection[int]) -> str:
         entries: list[str] = []
         if rank == look.me:
             entries = _own_flight()
-        elif rank in look.notes:
-            entries = look.notes[rank].flight
+        elif rank in look.reports:
+            entries = look.reports[rank].flight
         elif place is not None and place.is_here:
             entries = [str(one) for one in FlightRecord.of_process(place.pid, place.record)[-_SHOWN_ENTRIES:]]
         lines.append(f"\n  rank {rank}: {'; '.join(entries) or 'unknown'}")

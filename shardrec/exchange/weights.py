@@ -9,7 +9,7 @@ Shapes: N ids of this rank's batch, N_sent ids that it sent (one per column stri
 
 One more all-to-all in backward, for weights that take a gradient only. Those are made on their own rank (position
 weights, attention), so what comes back is not averaged: the mean over ranks, which the output's gradient carries (see
-:mod:`shardrec.exchange.output`), is undone.
+:mod:`shardrec.exchange.pooled_output`), is undone.
 """
 
 from __future__ import annotations

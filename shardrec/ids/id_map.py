@@ -6,7 +6,7 @@
     buckets   (2^k,) int32   a hash table of the ids, made of the records
 
 Uses are 0 of a free row and negative of one that no id may have: a row of the fallback, or of the reserve. The lookup,
-which also admits, inserts and evicts, is one C++ operator; :mod:`shardrec.portable.frozen` finds ids in torch's.
+which also admits, inserts and evicts, is one C++ operator; :mod:`shardrec.portable.frozen_ids` finds ids in torch's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from shardrec import native
 from shardrec.errors import ConfigError
 from shardrec.ids.options import POLICIES, DynamicIds
-from shardrec.lookup.pages import zeros_in_huge_pages
+from shardrec.lookup.huge_pages import zeros_in_huge_pages
 
 __all__ = ["COUNTED", "FALLBACK", "RESERVE", "IdMap", "Looked"]
 

@@ -98,7 +98,7 @@ def _run_quietly(run: Run, debug: bool, options: dict[str, Any]) -> Any:
 
 
 def _joined_rank(options: dict[str, Any]) -> Any:
-    from shardrec.launch.ranks import joined  # which imports torch
+    from shardrec.launch.ranks import joined_run  # which imports torch
 
-    with joined(options["device"], options["threads"], timeout=options["timeout"], alone=True) as place:
-        return options["work"](place, *options["arguments"])
+    with joined_run(options["device"], options["threads"], timeout=options["timeout"], alone=True) as rank_info:
+        return options["work"](rank_info, *options["arguments"])

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-__all__ = ["looked_up"]
+__all__ = ["lookup_with_backward"]
 
 
-def looked_up(
+def lookup_with_backward(
     look_up: Callable[..., Tensor],
     weight_gradient: Callable[[Tensor, Tensor, Tensor], Tensor | None],
     learn: Callable[[Tensor, Tensor, Tensor | None, Tensor], Sequence[Tensor | None]],
@@ -39,9 +39,9 @@ def looked_up(
         out: (B_all, D) memory of the result.
     """
     # In a list, for a result that were an argument, too, would count as a view of it.
-    place = [] if out is None else [out]
+    out_list = [] if out is None else [out]
     rows: Tensor = _Lookup.apply(  # type: ignore[no-untyped-call]
-        look_up, weight_gradient, learn, ids, lengths, weights, place, *inputs
+        look_up, weight_gradient, learn, ids, lengths, weights, out_list, *inputs
     )
     return rows
 
@@ -56,13 +56,13 @@ class _Lookup(torch.autograd.Function):
         ids: Tensor,
         lengths: Tensor,
         weights: Tensor | None,
-        place: list[Tensor],
+        out_list: list[Tensor],
         *inputs: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(ids, lengths, weights)  # type: ignore[arg-type]
         # Not the place of the result, which knows this function and would never go.
         ctx.weight_gradient, ctx.learn = weight_gradient, learn  # type: ignore[attr-defined]
-        return look_up(ids, lengths, weights, *place)
+        return look_up(ids, lengths, weights, *out_list)
 
     @staticmethod
     @once_differentiable

@@ -1,6 +1,6 @@
 """A bank: the shards of one lookup group that this rank holds, looked up by one kernel call.
 
-The kernel is :mod:`shardrec.lookup.own_kernel`'s where it can be, else fbgemm's.
+The kernel is :mod:`shardrec.lookup.native_kernel`'s where it can be, else fbgemm's.
 
 Shapes: T local tables (shards), S slots, B_all samples, N ids, D columns of all the slots, U distinct rows.
 
@@ -11,7 +11,7 @@ by width, so that the tables of one width are also one matrix, whose rows the ro
     class    width 16: matrix (590, 16)     width 8: matrix (40, 8)
 
 Weights that fbgemm has no kernel for (bfloat16, a number of columns that is no multiple of 4) lie in a tensor of the
-same form, and are looked up by torch operators, or float32 ones on the CPU by the own kernel.
+same form, and are looked up by torch operators, or float32 ones on the CPU by the native kernel.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from torch import Tensor
 
 from shardrec import native
 from shardrec.lookup.kernels import has_kernel, kernel_states, make_kernel
+from shardrec.lookup.native_kernel import NativeKernel, native_kernel, with_neighbouring_columns
 from shardrec.lookup.optimizers import FusedOptimizer
-from shardrec.lookup.own_kernel import OwnKernel, own_kernel, with_neighbouring_columns
 
 __all__ = ["RowGradient", "TableBank", "WidthClass"]
 
@@ -135,9 +135,11 @@ class TableBank:
         self.classes = self._classes(order, flat.detach()) if optimizer is None else ()
         widths = [self.shapes[table][1] for table in self.slot_tables]
         self._columns = torch.tensor([0, *accumulate(widths)][:-1], dtype=torch.int64, device=device)
-        self._own: OwnKernel | None = None
+        self._native: NativeKernel | None = None
         if native.has_kernels():
-            self._own = own_kernel(self.shapes, self.slot_tables, self.weights, self.states(), optimizer, pooled=pooled)
+            self._native = native_kernel(
+                self.shapes, self.slot_tables, self.weights, self.states(), optimizer, pooled=pooled
+            )
 
     def states(self) -> list[dict[str, Tensor]]:
         """Per table, the kernel's optimizer states by name (views); empty dicts without fused optimizer."""
@@ -149,7 +151,7 @@ class TableBank:
     @property
     def writes_in_place(self) -> bool:
         """Whether :meth:`look_up` takes memory to write to."""
-        return self._own is not None and self.pooled
+        return self._native is not None and self.pooled
 
     def look_up(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, out: Tensor | None = None) -> Tensor:
         """Sums of rows, or the rows.
@@ -164,8 +166,8 @@ class TableBank:
             (B_all, D) float32, or (N, w) without pooling; ``out`` if it is given. With a fused optimizer,
             its backward updates the weights.
         """
-        if self._own is not None:
-            return self._own(ids, lengths, weights, self._lr, out)
+        if self._native is not None:
+            return self._native(ids, lengths, weights, self._lr, out)
         assert out is None, "only kernels of our own write in place"
         if self.kernel is None:
             return self._look_up_in_torch(ids, lengths, weights)
@@ -243,8 +245,8 @@ class TableBank:
 
     def weight_gradient(self, ids: Tensor, lengths: Tensor, gradient: Tensor) -> Tensor:
         """(N,) gradient of the ids' weights; arguments as :meth:`row_gradients` takes them."""
-        if self._own is not None and self.pooled:
-            return self._own.weight_gradient(ids.contiguous(), lengths.to(torch.int32).contiguous(), gradient)
+        if self._native is not None and self.pooled:
+            return self._native.weight_gradient(ids.contiguous(), lengths.to(torch.int32).contiguous(), gradient)
         gradients = gradient.new_zeros(ids.numel())
         for cls, part in zip(self.classes, self._ids_by_class(ids, lengths, None), strict=True):
             values = self._bag_gradient(cls, part, gradient)

@@ -4,7 +4,7 @@
 mode             how the weights are updated
 ===============  =======================================================================================
 ``FUSED``        the lookup's kernel, in backward
-``ROWS``         :class:`~shardrec.lookup.rows.RowOptimizer`, in backward: optimizers without an exact kernel
+``ROWS``         :class:`~shardrec.lookup.row_optimizers.RowOptimizer`, in backward: optimizers without an exact kernel
 ``WHOLE_ROWS``   the same, with the mean square of whole rows: rowwise Adagrad on tables cut by columns
 ``DENSE``        by whoever owns the parameters' gradients: tables without an optimizer in backward
 ===============  =======================================================================================

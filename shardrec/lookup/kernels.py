@@ -1,7 +1,7 @@
 """fbgemm's table-batched kernels behind one constructor: what differs between CPU and CUDA is here.
 
 fbgemm's CPU build has no Adam and, on either device, its kernels know one column range of a row at a time; tables for
-which that matters are updated by :mod:`shardrec.lookup.rows` and use a kernel for the forward only.
+which that matters are updated by :mod:`shardrec.lookup.row_optimizers` and use a kernel for the forward only.
 
 [Note: 16-bit weights]
 A 16-bit table is to learn as if its rows were float32 during the update and rounded to nearest after it. Measured with
@@ -28,8 +28,8 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torch import Tensor
 
 from shardrec.layout import COLUMN_UNIT
+from shardrec.lookup.huge_pages import zeros_in_huge_pages
 from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
-from shardrec.lookup.pages import zeros_in_huge_pages
 
 __all__ = ["has_fused_kernel", "has_kernel", "kernel_states", "make_kernel"]
 

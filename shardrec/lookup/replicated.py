@@ -29,12 +29,12 @@ from torch.autograd import Variable
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from shardrec.errors import ConfigError
-from shardrec.exchange.backward import weak_hook
+from shardrec.exchange.backward_watch import weak_hook
 from shardrec.exchange.context import StepContext
 from shardrec.lookup.bank import RowGradient, TableBank, WidthClass
 from shardrec.lookup.groups import LookupTable
 from shardrec.lookup.optimizers import FusedOptimizer
-from shardrec.lookup.rows import RowOptimizer
+from shardrec.lookup.row_optimizers import RowOptimizer
 from shardrec.lookup.scripted import Tables
 from shardrec.lookup.shards import dense_lookup
 

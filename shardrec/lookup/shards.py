@@ -17,18 +17,18 @@ from shardrec.exchange.collectives import Collectives
 from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.route import Slot
 from shardrec.layout import Shard
-from shardrec.lookup.backward import looked_up
+from shardrec.lookup.backward import lookup_with_backward
 from shardrec.lookup.bank import RowGradient, TableBank
 from shardrec.lookup.groups import GroupMode, LookupGroup
 from shardrec.lookup.optimizers import FusedOptimizer
-from shardrec.lookup.rows import RowOptimizer
+from shardrec.lookup.row_optimizers import RowOptimizer
 from shardrec.lookup.scripted import NoTables, Tables
 from shardrec.lookup.whole_rows import WholeRows
 
 __all__ = ["ShardLookup", "dense_lookup"]
 
 
-class _Member:
+class _LocalGroup:
     """One group's part on this rank.
 
     Args:
@@ -76,14 +76,14 @@ class _Member:
         bank, given = self.bank, (ids, lengths, weights)
         if bank is None:
             if self.whole_rows is not None:
-                return looked_up(self._nothing, lambda *_: None, self._learn, *given, [self._placeholder])
+                return lookup_with_backward(self._nothing, lambda *_: None, self._learn, *given, [self._placeholder])
             nothing: Tensor = self._nothing(*given)
             return nothing.requires_grad_() if torch.is_grad_enabled() else nothing
         if self.group.mode is GroupMode.FUSED:
             return bank.look_up(*given, out)
         if self.group.mode is GroupMode.DENSE:
             return dense_lookup(bank, *given, self.parameters, out)
-        return looked_up(bank.look_up, bank.weight_gradient, self._learn, *given, [self._placeholder], out)
+        return lookup_with_backward(bank.look_up, bank.weight_gradient, self._learn, *given, [self._placeholder], out)
 
     def _learn(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, gradient: Tensor) -> list[None]:
         """Update the rows that were looked up; of whole rows, without a bank, tell the others that there are none."""
@@ -127,19 +127,19 @@ class ShardLookup:
         *,
         pooled: bool = True,
     ) -> None:
-        self._members = [
-            _Member(group, tuple(slot for slot in slots if slot.group == index), collectives, device, pooled)
+        self._local_groups = [
+            _LocalGroup(group, tuple(slot for slot in slots if slot.group == index), collectives, device, pooled)
             for index, group in enumerate(groups)
         ]
         self._tables = {
-            shard: (member.bank, member.updater, number)
-            for member in self._members
-            if member.bank is not None and member.updater is not None
-            for number, shard in enumerate(member.shards)
+            shard: (local.bank, local.updater, number)
+            for local in self._local_groups
+            if local.bank is not None and local.updater is not None
+            for number, shard in enumerate(local.shards)
         }
         self.shards = tuple(self._tables)
         self._device = device
-        self._width = sum(member.width for member in self._members)
+        self._width = sum(local.width for local in self._local_groups)
 
     def weight(self, shard: Shard) -> Tensor:
         """(rows, cols) weights of one of this rank's shards, a view of the kernel's memory."""
@@ -154,50 +154,50 @@ class ShardLookup:
     def step_counts(self) -> dict[str, int]:
         """Per table, how many updates its optimizer has made, where this rank counts them (Adam); else 0."""
         counts: dict[str, int] = {}
-        for member in self._members:
-            steps = 0 if member.updater is None else member.updater.step_count
-            for layout in member.group.layouts:
+        for local in self._local_groups:
+            steps = 0 if local.updater is None else local.updater.step_count
+            for layout in local.group.layouts:
                 # A table with stripes of several widths may be in several groups, and have no shard here in some.
                 counts[layout.name] = max(counts.get(layout.name, 0), steps)
         return counts
 
     def load_step_counts(self, counts: Mapping[str, int]) -> None:
         """Set what :meth:`step_counts` gave; tables that share a kernel share their largest count."""
-        for member in self._members:
-            if member.updater is not None:
-                member.updater.step_count = max(counts.get(layout.name, 0) for layout in member.group.layouts)
+        for local in self._local_groups:
+            if local.updater is not None:
+                local.updater.step_count = max(counts.get(layout.name, 0) for layout in local.group.layouts)
 
     def set_learning_rate(self, optimizer: FusedOptimizer, lr: float) -> None:
         """Use ``lr`` for the groups that were given ``optimizer``, from the next look-up on."""
-        for member in self._members:
-            if member.group.optimizer != optimizer:
+        for local in self._local_groups:
+            if local.group.optimizer != optimizer:
                 continue
-            if member.rows is not None:
-                member.rows.lr = lr
-            elif member.bank is not None:
-                member.bank.set_learning_rate(lr)
+            if local.rows is not None:
+                local.rows.lr = lr
+            elif local.bank is not None:
+                local.bank.set_learning_rate(lr)
 
     def own_parameters(self, parameters: dict[Shard, nn.Parameter]) -> None:
         """Tell the lookup which parameters take the gradients of the shards without a fused optimizer."""
-        for member in self._members:
-            if member.group.mode is GroupMode.DENSE:
-                member.parameters = tuple(parameters[shard] for shard in member.shards)
+        for local in self._local_groups:
+            if local.group.mode is GroupMode.DENSE:
+                local.parameters = tuple(parameters[shard] for shard in local.shards)
 
-    def __call__(self, ids: ShardInput, room: Callable[[int], Tensor] | None = None) -> Tensor:
+    def __call__(self, ids: ShardInput, allocate: Callable[[int], Tensor] | None = None) -> Tensor:
         """(B_all, D) float32 pooled columns, group after group.
 
         Args:
             ids: what to look up.
-            room: makes the (n,) memory of the result.
+            allocate: makes the (n,) memory of the result.
         """
         batch = ids.lengths.size(1)
         if (
-            room is not None
+            allocate is not None
             and self._width
-            and all(one.bank is None or one.bank.writes_in_place for one in self._members)
+            and all(one.bank is None or one.bank.writes_in_place for one in self._local_groups)
         ):
-            whole = room(batch * self._width).view(batch, self._width)
-            spans = list(pairwise(accumulate((member.width for member in self._members), initial=0)))
+            whole = allocate(batch * self._width).view(batch, self._width)
+            spans = list(pairwise(accumulate((local.width for local in self._local_groups), initial=0)))
             # Tensors of their own: autograd is not to see that they are parts of another.
             parts = self._rows(ids, [whole[:, start:end].data for start, end in spans])
             joined: Tensor = _Joined.apply([whole], spans, *parts)  # type: ignore[no-untyped-call]
@@ -209,22 +209,22 @@ class ShardLookup:
 
     def rows(self, ids: ShardInput) -> list[Tensor]:
         """Per group, (B_all, D_group) pooled columns, or (n, w) rows without pooling."""
-        return self._rows(ids, [None] * len(self._members))
+        return self._rows(ids, [None] * len(self._local_groups))
 
-    def _rows(self, ids: ShardInput, places: Sequence[Tensor | None]) -> list[Tensor]:
+    def _rows(self, ids: ShardInput, outs: Sequence[Tensor | None]) -> list[Tensor]:
         """:meth:`rows`, with the place of each group's pooled columns, if all the banks write in place."""
-        slots = accumulate((len(member.slots) for member in self._members), initial=0)
+        slots = accumulate((len(local.slots) for local in self._local_groups), initial=0)
         edges = zip(pairwise(accumulate(ids.group_ids, initial=0)), pairwise(slots), strict=True)
         group_rows = []
-        for member, place, ((start, end), (first, last)) in zip(self._members, places, edges, strict=True):
+        for local, out, ((start, end), (first, last)) in zip(self._local_groups, outs, edges, strict=True):
             weights = None if ids.weights is None else ids.weights[start:end]
-            group_rows.append(member.look_up(ids.ids[start:end], ids.lengths[first:last], weights, place))
+            group_rows.append(local.look_up(ids.ids[start:end], ids.lengths[first:last], weights, out))
         return group_rows
 
     def scripted(self) -> tuple[nn.ModuleList, list[int]]:
         """The lookups for TorchScript, one module per group, and the number of this rank's slots in each."""
-        modules = [member.scripted() for member in self._members]
-        return nn.ModuleList(modules), [len(member.slots) for member in self._members]
+        modules = [local.scripted() for local in self._local_groups]
+        return nn.ModuleList(modules), [len(local.slots) for local in self._local_groups]
 
 
 class _Joined(torch.autograd.Function):
@@ -265,4 +265,4 @@ def dense_lookup(
                 per_table[table] = dense[start:end]
         return per_table
 
-    return looked_up(bank.look_up, bank.weight_gradient, learn, ids, lengths, weights, parameters, out)
+    return lookup_with_backward(bank.look_up, bank.weight_gradient, learn, ids, lengths, weights, parameters, out)

@@ -6,9 +6,9 @@ with everything that the eager model has (one exchange for several modules, shar
 quantized comms, a batch size per feature), and compiled dense code before the first use overlaps with the exchange. A
 model with n sharded calls becomes n + 1 dense regions.
 
-``traced``: no break. The tracer runs the module's twin of operators (:mod:`shardrec.modules.live`), so that a whole
-model is one graph and ``fullgraph=True`` holds. Its calls go through the eager model's queue, so they share exchanges
-and transport.
+``traced``: no break. The tracer runs the module's twin of operators (:mod:`shardrec.modules.live_twins`), so that a
+whole model is one graph and ``fullgraph=True`` holds. Its calls go through the eager model's queue, so they share
+exchanges and transport.
 
 [Note: the marks]
 ``_is_fsdp_managed_module`` and ``_fsdp_use_orig_params`` are FSDP's words to dynamo: this module's parameters change

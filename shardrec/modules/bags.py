@@ -18,14 +18,14 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from shardrec.exchange.anomaly import note_rows, watch_gradient
 from shardrec.exchange.batch import KEY_ORDERS, Batch
 from shardrec.exchange.blocks import BlocksInFlight, Stream
-from shardrec.exchange.output import OutputExchange
 from shardrec.exchange.payload import ShardInput
+from shardrec.exchange.pooled_output import OutputExchange
 from shardrec.exchange.route import Lookup
 from shardrec.exchange.step import Call
 from shardrec.exchange.weights import received_weights, tied
 from shardrec.lookup.groups import group_tables
 from shardrec.modules.collection import ShardedCollection
-from shardrec.modules.live import LiveBags
+from shardrec.modules.live_twins import LiveBags
 from shardrec.pending import LazyAwaitable
 
 __all__ = ["BagCall", "PooledEmbeddings", "ShardedEmbeddingBagCollection"]
@@ -99,7 +99,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
                 )
         self.dims = [lookup.layout.embedding_dim for lookup in lookups]
         self.lookups = tuple(lookups)
-        self.own_lookups = tuple(lookup for lookup in lookups if lookup.layout.replicated)
+        self.replicated_lookups = tuple(lookup for lookup in lookups if lookup.layout.replicated)
         route = self._make(groups, lookups, lookups, weighted=self._is_weighted, pooled=True)
         self._output = OutputExchange(
             route, lookups, collectives.rank, self._ranks_per_host, mean_over=collectives.mean_over
@@ -109,9 +109,9 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         sums = [index for index, lookup in enumerate(lookups) if not lookup.mean]
         self._sum_lookups = torch.tensor(sums, dtype=torch.int64, device=self.device)
         # Where the features of the replicated tables' lookups, and of all lookups, are among a batch's keys.
-        self._own_positions, self._key_positions = (
+        self._replicated_positions, self._key_positions = (
             lru_cache(maxsize=KEY_ORDERS)(partial(_positions, [lookup.feature for lookup in some], self.device))
-            for some in (self.own_lookups, self.lookups)
+            for some in (self.replicated_lookups, self.lookups)
         )
 
     def new_call(self, features: KeyedJaggedTensor) -> BagCall:
@@ -130,7 +130,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         """What TorchScript of this process sees in this module's place; :mod:`shardrec.portable` has another."""
         return LiveBags(self, self.embedding_bags, list(self.embedding_names), list(self.dims))
 
-    def late_columns(self) -> tuple[list[str], list[int]]:
+    def deferred_columns(self) -> tuple[list[str], list[int]]:
         """Keys and columns of the output."""
         return list(self.embedding_names), list(self.dims)
 
@@ -142,11 +142,11 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         """Whether the input carries a weight per id."""
         return self._is_weighted
 
-    def _own_counts(self, batch: Batch) -> tuple[Tensor, ...]:
+    def _replicated_counts(self, batch: Batch) -> tuple[Tensor, ...]:
         """Ids of each lookup of a replicated table, as a note for the host; none without any."""
-        if not self.own_lookups:
+        if not self.replicated_lookups:
             return ()
-        return (batch.lengths.index_select(0, self._own_positions(batch.keys)).sum(dim=1, dtype=torch.int64),)
+        return (batch.lengths.index_select(0, self._replicated_positions(batch.keys)).sum(dim=1, dtype=torch.int64),)
 
     def _look_up_replicas(self, batch: Batch, counts: Sequence[int], learned_weights: Tensor | None) -> Tensor | None:
         """(B, D_r) pooled columns of the replicated tables.
@@ -158,7 +158,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         """
         if self.replicas is None:
             return None
-        order, total = self._own_positions(batch.keys).to(torch.int32), sum(counts)
+        order, total = self._replicated_positions(batch.keys).to(torch.int32), sum(counts)
         lengths, ids, weights = torch.ops.fbgemm.permute_2D_sparse_data(
             order, batch.lengths, batch.values, batch.weights, total
         )
@@ -198,7 +198,7 @@ class BagCall(Call):
 
     def __init__(self, collection: ShardedEmbeddingBagCollection, features: KeyedJaggedTensor) -> None:
         prepared = collection.input.prepare(features, collection._agreement(), collection.fault())
-        prepared = replace(prepared, notes=collection._own_counts(prepared.batch))
+        prepared = replace(prepared, notes=collection._replicated_counts(prepared.batch))
         learns = prepared.differentiable or collection.has_learning_shards
         super().__init__(collection.context.queue.used, collection.input, prepared, learns=learns)
         self._collection = collection
@@ -218,8 +218,8 @@ class BagCall(Call):
             received = received_weights(weights, self.sent, ids, collection.context.collectives)
         mapped = collection.mapped(ids if received is None else replace(ids, weights=received), learn=self._learns_ids)
         # Into memory from which pooled rows are sent as they lie, most of the time.
-        room = collection.context.collectives.room
-        self._pooled = collection.shards(mapped.asked, lambda numel: room(numel, collection.device))
+        allocate = collection.context.collectives.allocate
+        self._pooled = collection.shards(mapped.asked, lambda numel: allocate(numel, collection.device))
         if collection.id_maps is not None:
             collection.id_maps.hold([self._pooled], mapped)
         if received is not None:
@@ -257,7 +257,7 @@ class BagCall(Call):
         self._replicated = collection._look_up_replicas(batch, self.sent.replica_ids, self._learned_weights)
         self._lengths = collection._bag_lengths(batch)
         if collection.context.detect_anomaly and self._replicated is not None:
-            layouts = [one.layout for one in collection.own_lookups]
+            layouts = [one.layout for one in collection.replicated_lookups]
             sizes, tables = [one.embedding_dim for one in layouts], [one.name for one in layouts]
             note_rows(self._replicated.detach(), sizes, 1, collection.context, tables)
 

@@ -30,9 +30,9 @@ from shardrec.lookup.groups import LookupGroup, LookupTable
 from shardrec.lookup.optimizers import FusedOptimizer, fused_optimizer_of
 from shardrec.lookup.replicated import ReplicatedLookup
 from shardrec.lookup.shards import ShardLookup
+from shardrec.modules.deferred import Deferred, DeferredKeyedTensor
+from shardrec.modules.fx_calls import recorded_call
 from shardrec.modules.initial import TableDraw, check_init_fn, draw_rows, first_values
-from shardrec.modules.late import Late, LateKeyedTensor
-from shardrec.modules.recorded import recorded_call
 from shardrec.modules.table import ShardedTable, load_table
 from shardrec.pending import LazyAwaitable
 
@@ -172,15 +172,15 @@ class ShardedCollection(nn.Module, abc.ABC):
     def _look_up_outside(self, features: Any) -> Any:
         """An eager lookup whose value goes on into compiled code: a KeyedTensor, or a dict of JaggedTensors."""
         pending = self(features)
-        columns = self.late_columns()
-        return pending.wait() if columns is None else LateKeyedTensor(Late(_waited, pending), *columns)
+        columns = self.deferred_columns()
+        return pending.wait() if columns is None else DeferredKeyedTensor(Deferred(_waited, pending), *columns)
 
     def __prepare_scriptable__(self) -> nn.Module:
         from shardrec.scripting.prepare import refuse  # which knows the sharded modules
 
         refuse(self)
 
-    def late_columns(self) -> tuple[list[str], list[int]] | None:
+    def deferred_columns(self) -> tuple[list[str], list[int]] | None:
         """Keys and columns of an output that compiled code can have before its values; None for another output."""
         return None
 

@@ -30,13 +30,13 @@ from shardrec.modules.annotate import annotate_for_dynamo
 from shardrec.modules.bags import ShardedEmbeddingBagCollection
 from shardrec.modules.collection import TABLE_DTYPES, ShardedCollection
 from shardrec.modules.dense import DenseOptions, DenseWrap, dense_options
+from shardrec.modules.deprecated import records_of
 from shardrec.modules.dynamic import (
     constraints_of,
     dynamic_tables,
     refuse_remappers,
     without_managed_collision,
 )
-from shardrec.modules.former import records_of
 from shardrec.modules.model import ShardedModel
 from shardrec.modules.replicas import Replicas, make_groups
 from shardrec.modules.replicated_model import ReplicatedModel

@@ -17,10 +17,10 @@ as a number each, the flags, behind the last bucket. The host reads them, and on
 where a parameter has no gradient.
 
 [Note: when a backward is over]
-Each rank must make the same all-reduces, also one on which no parameter got a gradient. So a backward counts from its
-first step in the model (:class:`shardrec.exchange.backward.BackwardWatch`: an output, the exchange or a parameter), if
-it accumulates gradients, which ``torch.autograd.grad`` does not. A backward inside another one (reentrant
-checkpointing) averages what there is by then, and the outer one the rest.
+Each rank must make the same all-reduces, including a rank on which no parameter got a gradient. So a backward counts
+from its first step in the model (:class:`shardrec.exchange.backward_watch.BackwardWatch`: an output, the exchange or a
+parameter), if it accumulates gradients, which ``torch.autograd.grad`` does not. A backward inside another one
+(reentrant checkpointing) averages the gradients that exist by then, and the outer one averages the rest.
 
 [Note: a group of its own]
 Ranks whose losses use other parts complete a bucket at other times: one before the exchange's gradients are sent, one
@@ -45,10 +45,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from shardrec.errors import ConfigError
-from shardrec.exchange.backward import weak_hook
+from shardrec.exchange.backward_watch import weak_hook
 from shardrec.exchange.collectives import Collectives, FunctionalCollectives
 from shardrec.exchange.context import StepContext
-from shardrec.exchange.flight import flight_record
+from shardrec.exchange.flight_record import flight_record
 from shardrec.exchange.peers import meet, peer_error, peers
 from shardrec.exchange.shared.collectives import SharedCollectives
 from shardrec.exchange.transport import timeout_s

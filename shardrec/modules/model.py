@@ -33,8 +33,8 @@ from shardrec.modules.annotate import annotate_for_dynamo
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.compiled import compiled_step, leaves
 from shardrec.modules.dense import DenseOptions, DenseReducer, DenseWrap, average_dense, dense_options
+from shardrec.modules.fx_calls import recorded_call
 from shardrec.modules.optim import FusedOptimizers
-from shardrec.modules.recorded import recorded_call
 
 __all__ = ["ShardedModel", "dense_signature", "require_sharded"]
 

@@ -27,12 +27,12 @@ from shardrec.exchange.input import Prepared, SentIds
 from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.queue import ModelContext
 from shardrec.exchange.route import Lookup
-from shardrec.exchange.rows import RowExchange
+from shardrec.exchange.row_output import RowExchange
 from shardrec.exchange.step import Call
 from shardrec.layout import ShardingPlan
 from shardrec.lookup.groups import group_tables
 from shardrec.modules.collection import ShardedCollection
-from shardrec.modules.live import LiveSequences
+from shardrec.modules.live_twins import LiveSequences
 from shardrec.pending import LazyAwaitable, LazyGetItemMixin
 
 __all__ = ["SequenceCall", "SequenceEmbeddings", "SequenceKey", "ShardedEmbeddingCollection"]

@@ -13,7 +13,7 @@
 ``map_ids(ids, out, records, buckets, ...)``, ``index_ids(records, buckets)``
     raw ids mapped to rows, for :mod:`shardrec.ids.id_map`
 ``look_up(weights, slots, ids, lengths, id_weights, columns, pooled)``
-    sums of rows, or rows, of many tables, for :mod:`shardrec.lookup.own_kernel`
+    sums of rows, or rows, of many tables, for :mod:`shardrec.lookup.native_kernel`
 ``update(weights, states, slots, ids, lengths, id_weights, gradient, pooled, rule, lr, eps)``
     an optimizer's step on the rows that were looked up, for the same
 ``weight_gradient(weights, slots, ids, lengths, gradient)``
@@ -21,7 +21,7 @@
 ``sum_gradient(ids, lengths, weights, gradient, bases, columns, width, pooled, rows)``
     distinct rows, their gradients and the sums of their squares, for :mod:`shardrec.lookup.bank`
 ``rowwise_adagrad(weight, state, rows, values, mean_squares, lr, eps)``
-    the update of some rows, for :mod:`shardrec.lookup.rows`
+    the update of some rows, for :mod:`shardrec.lookup.row_optimizers`
 
 Without them the same is done by torch's operators and fbgemm's kernels, with equal results and more passes over memory.
 

@@ -75,7 +75,7 @@ class Awaitable(abc.ABC, Generic[W]):
             AwaitableError: when called from this awaitable's own ``_wait_impl()`` or callbacks.
             BaseException: what ``_wait_impl()`` or a callback raised: the same object, at every call.
         """
-        return self._once.settle(type(self).__name__, self._wait_recorded)
+        return self._once.resolve(type(self).__name__, self._wait_recorded)
 
     def done(self) -> bool:
         """True once ``wait()`` returns, or raises, without blocking. Never blocks itself."""

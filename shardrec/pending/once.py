@@ -91,7 +91,7 @@ class Once(Generic[W]):
         """True while this thread, and no other, runs the computation or a callback."""
         return self._owner == threading.get_ident()
 
-    def settle(self, name: str, compute: Callable[[], W]) -> W:
+    def resolve(self, name: str, compute: Callable[[], W]) -> W:
         """The outcome; runs ``compute`` and then the callbacks if nobody has yet.
 
         Args:

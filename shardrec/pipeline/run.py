@@ -18,7 +18,7 @@ from shardrec.pipeline.message import Key, Mailbox, Message
 from shardrec.pipeline.microbatch import batch_size, gather, scatter, sizes_of
 from shardrec.pipeline.peers import PeerPort, Peers
 from shardrec.pipeline.recompute import Modes, RandomStream
-from shardrec.pipeline.schedule import Schedule, backwards, gpipe, place
+from shardrec.pipeline.schedule import Schedule, backwards, gpipe, simulate
 from shardrec.pipeline.stage import Checkpoint, Stage, StageStep, Step
 from shardrec.pipeline.timeline import Recorder
 
@@ -156,7 +156,7 @@ class Run:
         with ExitStack() as stack:
             for step in self._steps.values():
                 stack.enter_context(step.at_work())
-            for entry in place(schedule):
+            for entry in simulate(schedule):
                 if entry.stage in self._steps:
                     self._steps[entry.stage].do(entry.action)
 

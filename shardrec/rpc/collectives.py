@@ -25,7 +25,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shardrec.exchange.collectives import Collectives, Later, Pending, Streams, joined
+from shardrec.exchange.collectives import Collectives, Later, Pending, StreamSizes, joined
 from shardrec.exchange.context import FIXED_COLUMNS
 from shardrec.lookup.optimizers import FusedOptimizer
 from shardrec.rpc.client import Answers, Connections
@@ -85,7 +85,7 @@ class RemoteCollectives(Collectives):
         return self.trainers.gather(values, sizes[:count], what) + [values.new_zeros(size) for size in sizes[count:]]
 
     def send(
-        self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str, streams: Streams | None = None
+        self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str, streams: StreamSizes | None = None
     ) -> Pending:
         assert not sum(receive[: self.trainers.world_size]), f"trainers have no shards, and {what} is to come from one"
         like = parts[0][0]
@@ -120,7 +120,7 @@ class RemoteCollectives(Collectives):
             [self.servers.ask(server, push, *common, parts, one.cpu(), what="update") for server, (parts, one) in pairs]
         )
 
-    def settle(self, behind: int = 0) -> None:
+    def wait_for_updates(self, behind: int = 0) -> None:
         """Wait for all updates but the last ones.
 
         Args:
@@ -148,7 +148,7 @@ class _Gradients:
 
     collectives: RemoteCollectives
     requests: list[list[Part]]
-    streams: Streams
+    streams: StreamSizes
     device: torch.device
     buffers: list[Tensor] = field(default_factory=list)
 
@@ -163,7 +163,7 @@ class _Gradients:
         self.buffers = []
 
     def wait(self) -> list[Tensor]:
-        self.collectives.settle(self.collectives.staleness)
+        self.collectives.wait_for_updates(self.collectives.staleness)
         return [torch.empty(0, device=self.device) for _ in self.streams.out[0]]
 
 

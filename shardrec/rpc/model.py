@@ -50,7 +50,7 @@ class RemoteModel(ShardedModel):
         Raises:
             PeerError: if a server is gone or did not answer in time.
         """
-        self._collectives.settle()
+        self._collectives.wait_for_updates()
 
     def server_statistics(self) -> list[dict[str, Any]]:
         """Per server, what it is and has done: requests, fused lookups made for them, updates."""

@@ -40,8 +40,8 @@ from shardrec.modules.model import ShardedModel
 from shardrec.modules.sequences import ShardedEmbeddingCollection
 from shardrec.modules.ties import refuse_ties
 from shardrec.rpc.batching import Request, RequestQueue, complete
-from shardrec.rpc.between import ServerCollectives
 from shardrec.rpc.messages import Answer, Part, check_gradient, check_parts, failure
+from shardrec.rpc.server_collectives import ServerCollectives
 
 __all__ = ["EmbeddingServer", "call", "fused_optimizers_of", "look_up", "push", "take_rows"]
 

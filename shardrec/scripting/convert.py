@@ -11,7 +11,7 @@ from shardrec.pending import wait
 from shardrec.scripting.attributes import lift_attributes
 from shardrec.scripting.error import explain
 from shardrec.scripting.forks import refuse_forked_exchanges
-from shardrec.scripting.place import place_waits
+from shardrec.scripting.insert_waits import insert_waits
 from shardrec.scripting.reducer import ignore_in_reducer
 from shardrec.scripting.twins import scriptable_copy
 
@@ -78,6 +78,6 @@ def move_waits(model: nn.Module, scripted: torch.jit.ScriptModule) -> None:
     for graph in graphs:
         inline(graph)
     for graph in graphs:
-        place_waits(graph)
+        insert_waits(graph)
     lift_attributes(scripted)
     ignore_in_reducer(scripted, model)

@@ -90,7 +90,7 @@ class ServedEmbeddingBagCollection(ServedCollection, ShardedEmbeddingBagCollecti
     """A :class:`ShardedEmbeddingBagCollection` that does not train; see :func:`shardrec.serve.quantize`."""
 
     def _build_lookups(self) -> None:
-        numbers = [self.replica_number[lookup.layout.name] for lookup in self.own_lookups]
+        numbers = [self.replica_number[lookup.layout.name] for lookup in self.replicated_lookups]
         self._serve([0] * self.input.route.groups, numbers, pooled=True)
 
 

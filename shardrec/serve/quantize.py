@@ -19,7 +19,7 @@ from shardrec.modules.model import require_sharded
 from shardrec.serve.collection import ServedCollection, serve_collection
 from shardrec.serve.format import WeightFormat
 from shardrec.serve.model import ServedModel
-from shardrec.serve.rows import GREATEST, encode, row_ranges
+from shardrec.serve.row_bytes import GREATEST, encode, row_ranges
 
 __all__ = ["quantize"]
 

@@ -17,7 +17,7 @@ from shardrec.train.config import TrainConfig
 from shardrec.train.report import CurvePoint, RunReport, metrics_table, summary_line
 
 if TYPE_CHECKING:
-    from shardrec.launch.ranks import Place
+    from shardrec.launch.ranks import RankInfo
     from shardrec.layout import ShardingPlan
 
 __all__ = ["Announcer", "Display", "LogDisplay", "TerminalDisplay", "duration"]
@@ -130,9 +130,9 @@ class Announcer:
 
         self._console.print(explain(plan, reasons=False))
 
-    def run(self, config: TrainConfig, place: Place, batch_size: int) -> None:
+    def run(self, config: TrainConfig, rank_info: RankInfo, batch_size: int) -> None:
         """What is about to be trained, and on what."""
-        size, threads = place.world_size, place.threads
+        size, threads = rank_info.world_size, rank_info.threads
         ranks = f"{size} rank{'s' * (size > 1)} with {threads} thread{'s' * (threads > 1)}"
         each = " each" * (size > 1)
         self.say(f"training {config.model} on {ranks}{each}, {batch_size:,} rows a step on each rank")

@@ -30,10 +30,10 @@ import torch
 from torch import Tensor
 
 from shardrec.errors import PeerError
-from shardrec.exchange.collectives import Collectives, FunctionalCollectives, Pending, Streams, joined
-from shardrec.exchange.flight import flight_record
+from shardrec.exchange.collectives import Collectives, FunctionalCollectives, Pending, StreamSizes, joined
+from shardrec.exchange.flight_record import flight_record
 from shardrec.exchange.shared.channel import Channel, Message
-from shardrec.exchange.shared.windows import Arena, Block, Bytes, as_tensor
+from shardrec.exchange.shared.windows import Arena, Bytes, Region, as_tensor
 
 __all__ = ["SharedCollectives"]
 
@@ -65,11 +65,11 @@ class SharedCollectives(Collectives):
         self._number = 0
         self._token = 0
         self._lent: dict[int, list[Bytes | Tensor]] = {}  # by token, once for each peer that has not released it
-        self._rooms: dict[int, tuple[int, int]] = {}  # by address, window and first byte of those in use
+        self._allocated: dict[int, tuple[int, int]] = {}  # by address, window and first byte of those in use
         self.dropped: deque[int] = deque()  # numbers of exchanges that nobody waited for; filled by finalizers
 
     def send(
-        self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str, streams: Streams | None = None
+        self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str, streams: StreamSizes | None = None
     ) -> _SharedPending:
         recorded = flight_record().begin(what, sum(receive) * parts[self.rank][0].element_size())
         with self.channel.lock, _counted():
@@ -102,22 +102,22 @@ class SharedCollectives(Collectives):
         with self.channel.lock:
             self.channel.raise_told(self._number, what)
 
-    def room(self, numel: int, device: torch.device) -> Tensor:
+    def allocate(self, numel: int, device: torch.device) -> Tensor:
         if not numel or device.type != "cpu":
-            return super().room(numel, device)
+            return super().allocate(numel, device)
         with self.channel.lock:
-            block = self._block(4 * numel)
-            address = block.bytes.ctypes.data
-            self._rooms[address] = block.window, block.offset
-            weakref.finalize(block.bytes, self._rooms.pop, address, None).atexit = False
-            return as_tensor(block.bytes, torch.float32)
+            region = self._region(4 * numel)
+            address = region.bytes.ctypes.data
+            self._allocated[address] = region.window, region.offset
+            weakref.finalize(region.bytes, self._allocated.pop, address, None).atexit = False
+            return as_tensor(region.bytes, torch.float32)
 
-    def lend(self, size: int, borrowers: int) -> tuple[int, Block]:
+    def lend(self, size: int, borrowers: int) -> tuple[int, Region]:
         """A block of the windows, kept until ``borrowers`` peers have released its token."""
-        block = self._block(size)
-        return self._token_of(block.bytes, borrowers), block
+        region = self._region(size)
+        return self._token_of(region.bytes, borrowers), region
 
-    def _block(self, size: int) -> Block:
+    def _region(self, size: int) -> Region:
         """A free one, once what the peers have released is taken back."""
         for peer in self.peers:
             for token in self.channel.returned(peer):
@@ -148,13 +148,13 @@ class SharedCollectives(Collectives):
             return torch.cat(list(parts)).view(torch.uint8).numpy().tobytes()
         if len(parts) == 1:
             address = parts[0].untyped_storage().data_ptr()
-            room = self._rooms.get(address)
-            if room is not None:
-                window, offset = room
+            allocate = self._allocated.get(address)
+            if allocate is not None:
+                window, offset = allocate
                 return self._token_of(parts[0], 1), window, offset + parts[0].data_ptr() - address, size
-        token, block = self.lend(size, 1)
-        torch.cat(list(parts), out=as_tensor(block.bytes, parts[0].dtype))
-        return token, block.window, block.offset, size
+        token, region = self.lend(size, 1)
+        torch.cat(list(parts), out=as_tensor(region.bytes, parts[0].dtype))
+        return token, region.window, region.offset, size
 
     def send_far(self, parts: Mapping[int, Sequence[Tensor]], receive: Sequence[int], what: str) -> Pending | None:
         """Issue the process group's all-to-all with the ranks on other hosts; None without any.
@@ -233,14 +233,14 @@ class _SharedWayBack:
         streams: what it sent and received.
     """
 
-    def __init__(self, collectives: SharedCollectives, number: int, streams: Streams) -> None:
+    def __init__(self, collectives: SharedCollectives, number: int, streams: StreamSizes) -> None:
         self._collectives = collectives
         self._number = number
         self._streams = streams
         self._turn = 1
         self._recorded = 0  # in the flight record
         self._landing: list[Tensor] = []
-        self._blocks: list[tuple[int, Block] | None] = []
+        self._regions: list[tuple[int, Region] | None] = []
         self._views: dict[int, list[Tensor]] = {}  # per rank, where to write each stream's gradient
         self._far_sent: Pending | None = None
         self._lend()
@@ -250,20 +250,20 @@ class _SharedWayBack:
         for stream in range(len(self._streams.out[0])):
             elements = sum(rank[stream] for rank in self._streams.out)
             lent = self._collectives.lend(4 * elements, len(self._collectives.peers)) if elements else None
-            self._blocks.append(lent)
+            self._regions.append(lent)
             self._landing.append(torch.empty(0) if lent is None else as_tensor(lent[1].bytes, torch.float32))
 
     def offer(self, peer: int) -> Message:
         """Per stream, (token, window, offset, bytes) of the peer's part of the memory lent; () for none."""
         messages: list[Message] = []
-        for stream, lent in enumerate(self._blocks):
+        for stream, lent in enumerate(self._regions):
             if lent is None:
                 messages.append(())
                 continue
-            token, block = lent
+            token, region = lent
             start = 4 * sum(rank[stream] for rank in self._streams.out[:peer])
             size = 4 * self._streams.out[peer][stream]
-            messages.append((token, block.window, block.offset + start, size))
+            messages.append((token, region.window, region.offset + start, size))
         return tuple(messages)
 
     def offered(self, peer: int, offers: Message) -> None:
@@ -304,7 +304,7 @@ class _SharedWayBack:
         with collectives.channel.lock:
             for peer in collectives.peers:
                 collectives.channel.receive(peer, (self._number, 2 * self._turn), "gradient")
-        landing, self._landing, self._blocks = self._landing, [], []
+        landing, self._landing, self._regions = self._landing, [], []
         self._turn += 1
         flight_record().end(self._recorded)
         if self._far_sent is not None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardrec.exchange.peers import peers
-from shardrec.exchange.plain import gather
+from shardrec.exchange.safe_pickle import gather
 from shardrec.exchange.shared.channel import Channel
 
 __all__ = ["connect", "host_identity"]

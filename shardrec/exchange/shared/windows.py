@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["Arena", "Block", "Bytes", "PeerWindows", "as_tensor"]
+__all__ = ["Arena", "Bytes", "PeerWindows", "Region", "as_tensor"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -33,7 +33,7 @@ _FIRST_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
+class Region:
     """Part of a window: number of the window, first byte, and the bytes themselves."""
 
     window: int
@@ -72,7 +72,7 @@ class Arena:
         self._take_back()
         return self.total_bytes - sum(end - start for _, start, end in self._free)
 
-    def lend(self, size: int) -> Block:
+    def lend(self, size: int) -> Region:
         """A block of ``size`` bytes, at least one, in use until its last tensor is gone."""
         self._take_back()
         pages = -(-size // _PAGE) * _PAGE
@@ -87,7 +87,7 @@ class Arena:
             self._free[place] = (window, start + pages, end)
         memory = np.frombuffer(self._maps[window], dtype=np.uint8, count=size, offset=start)
         weakref.finalize(memory, self._returned.append, (window, start, start + pages)).atexit = False
-        return Block(window=window, offset=start, bytes=memory)
+        return Region(window=window, offset=start, bytes=memory)
 
     def _take_back(self) -> None:
         while self._returned:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-    from shardrec.launch.ranks import Place
+    from shardrec.launch.ranks import RankInfo
 
 __all__ = ["Measured", "measure", "measure_plans"]
 
@@ -128,10 +128,10 @@ def _features(tables: Mapping[str, TableLoad]) -> dict[str, list[str]]:
     return {name: [f"{name}.{index}" for index in range(load.features)] for name, load in tables.items()}
 
 
-def _time_workloads(place: Place, workloads: Sequence[Workload], repeats: int) -> dict[str, list[float]]:
+def _time_workloads(rank_info: RankInfo, workloads: Sequence[Workload], repeats: int) -> dict[str, list[float]]:
     import torch
 
-    world, where = place.world_size, place.device
+    world, where = rank_info.world_size, rank_info.device
     measured: dict[str, list[object]] = {"steps": [], "forward": [], "all_to_all": [], "all_reduce": []}
     times: list[list[tuple[float, float]]] = [[] for _ in workloads]
     for _ in range(_PASSES):
@@ -155,7 +155,7 @@ def _time_workloads(place: Place, workloads: Sequence[Workload], repeats: int) -
 
 
 def _time_plans(
-    place: Place,
+    rank_info: RankInfo,
     tables: Mapping[str, TableLoad],
     plans: Sequence[ShardingPlan],
     batch_size: int,
@@ -163,13 +163,13 @@ def _time_plans(
     rounds: int,
     steps: int,
 ) -> dict[str, list[float]]:
-    here = [batch.to(place.device) for batch in batches[place.rank :: place.world_size]]
-    running = [_forward(tables, plan, batch_size, place.device, here) for plan in plans]
+    here = [batch.to(rank_info.device) for batch in batches[rank_info.rank :: rank_info.world_size]]
+    running = [_forward(tables, plan, batch_size, rank_info.device, here) for plan in plans]
     times: list[list[float]] = [[] for _ in plans]
     for number in range(rounds):
         for turn in range(len(plans)):
             plan = (number + turn) % len(plans)
-            times[plan].append(_time_step(running[plan], steps, place.device)[1])
+            times[plan].append(_time_step(running[plan], steps, rank_info.device)[1])
     return {"plans": times}  # type: ignore[dict-item]
 
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from shardrec.planner.solve.encode import Encoded, Floats, Ints
 
-__all__ = ["Arrays", "Batch", "Bools", "Family", "Placed", "Sharpness", "arrays_of", "choices"]
+__all__ = ["Arrays", "Batch", "Bools", "Family", "PlacedGangs", "Sharpness", "arrays_of", "choices"]
 
 Bools = NDArray[np.bool_]
 
@@ -102,7 +102,7 @@ class Arrays:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Placed:
+class PlacedGangs:
     """Gangs that were put on.
 
     Args:
@@ -381,7 +381,7 @@ class Batch:
         else:
             np.add.at(self.load.transpose(0, 2, 1), (rows[:, None], ranks), size)
 
-    def placed(self, proposals: Ints) -> Placed:
+    def placed(self, proposals: Ints) -> PlacedGangs:
         """What was put on in some proposals."""
         of = np.zeros(len(self.load), dtype=np.bool_)
         of[proposals] = True
@@ -390,7 +390,7 @@ class Batch:
         columns = zip((empty, empty, empty, empty), *parts, strict=True)
         step, rows, kind, place = (np.concatenate(column) for column in columns)
         kept = of[rows]
-        return Placed(step=step[kept], proposal=rows[kept], kind=kind[kept], place=place[kept])
+        return PlacedGangs(step=step[kept], proposal=rows[kept], kind=kind[kept], place=place[kept])
 
     def rank_excess(self) -> Floats:
         """(B, R) bytes over the capacity, as fractions of it."""

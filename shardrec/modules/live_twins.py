@@ -18,7 +18,7 @@ from shardrec._torchscript import counts_of, list_of
 from shardrec.exchange.operators import Program
 from shardrec.exchange.route import Lookup
 from shardrec.modules.collection import ShardedCollection
-from shardrec.modules.late import Late, LateJaggedTensor, LateKeyedTensor
+from shardrec.modules.deferred import Deferred, DeferredJaggedTensor, DeferredKeyedTensor
 from shardrec.pending import Await, awaitable
 
 __all__ = ["LiveBags", "LiveSequences", "parameters_of"]
@@ -133,7 +133,7 @@ class LiveBags(_Live):
     @torch.jit.unused
     def traced(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """The same for a tracer."""
-        return LateKeyedTensor(Late(finish_bags, *self.queued(features)), self.keys, self.dims)
+        return DeferredKeyedTensor(Deferred(finish_bags, *self.queued(features)), self.keys, self.dims)
 
     def queued(
         self, features: KeyedJaggedTensor
@@ -181,11 +181,11 @@ class LiveSequences(_Live):
     @torch.jit.unused
     def traced(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """The same for a tracer."""
-        pending = Late(finish_sequences, *self.queued(features))
+        pending = Deferred(finish_sequences, *self.queued(features))
         lengths = lengths_by_key(features)
         keys = features.keys()
         return {
-            name: LateJaggedTensor(pending, name, lengths[keys.index(feature)])
+            name: DeferredJaggedTensor(pending, name, lengths[keys.index(feature)])
             for name, feature in zip(self.names, self.features, strict=True)
         }
 

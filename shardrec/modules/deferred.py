@@ -25,10 +25,10 @@ from typing import Any
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
-__all__ = ["Late", "LateJaggedTensor", "LateKeyedTensor"]
+__all__ = ["Deferred", "DeferredJaggedTensor", "DeferredKeyedTensor"]
 
 
-class Late:
+class Deferred:
     """A module's output, which a function gives at its first use.
 
     Args:
@@ -48,7 +48,7 @@ class Late:
         return self._output
 
 
-class LateKeyedTensor(KeyedTensor):  # type: ignore[misc]  # torchrec has no types
+class DeferredKeyedTensor(KeyedTensor):  # type: ignore[misc]  # torchrec has no types
     """A KeyedTensor whose values are waited for when they are first asked for.
 
     Args:
@@ -57,7 +57,7 @@ class LateKeyedTensor(KeyedTensor):  # type: ignore[misc]  # torchrec has no typ
         dims: columns of each key.
     """
 
-    def __init__(self, pending: Late, keys: list[str], dims: list[int]) -> None:
+    def __init__(self, pending: Deferred, keys: list[str], dims: list[int]) -> None:
         # What KeyedTensor's own would set, less the values: dynamo of torch 2.11 does not call a property's setter, and
         # takes what was assigned for the property's value.
         self._pending = pending
@@ -78,7 +78,7 @@ class LateKeyedTensor(KeyedTensor):  # type: ignore[misc]  # torchrec has no typ
         return self.values()
 
 
-class LateJaggedTensor(JaggedTensor):  # type: ignore[misc]  # torchrec has no types
+class DeferredJaggedTensor(JaggedTensor):  # type: ignore[misc]  # torchrec has no types
     """A JaggedTensor whose values are waited for when they are first asked for.
 
     Args:
@@ -87,8 +87,8 @@ class LateJaggedTensor(JaggedTensor):  # type: ignore[misc]  # torchrec has no t
         lengths: (B,) rows of each sample.
     """
 
-    def __init__(self, pending: Late, name: str, lengths: Tensor) -> None:
-        # What JaggedTensor's own would set, less the values: see LateKeyedTensor.
+    def __init__(self, pending: Deferred, name: str, lengths: Tensor) -> None:
+        # What JaggedTensor's own would set, less the values: see DeferredKeyedTensor.
         self._pending = pending
         self._name = name
         self._lengths = lengths

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardrec.lookup.backward import looked_up
+from shardrec.lookup.backward import lookup_with_backward
 from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
 
-__all__ = ["OwnKernel", "own_kernel", "with_neighbouring_columns"]
+__all__ = ["NativeKernel", "native_kernel", "with_neighbouring_columns"]
 
 # As native/update.cpp numbers them. None: the weights do not change.
 _RULES = {OptimizerKind.SGD: 0, OptimizerKind.ADAGRAD: 1, OptimizerKind.ROWWISE_ADAGRAD: 2}
@@ -27,7 +27,7 @@ _MOST_ROWS = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnKernel:
+class NativeKernel:
     """What does not change from step to step.
 
     Args:
@@ -66,7 +66,9 @@ class OwnKernel:
             self.update(ids, lengths, weights, gradient, lr)
             return [None]
 
-        return looked_up(self.look_up, self.weight_gradient, learn, ids, lengths, weights, [self.placeholder], out)
+        return lookup_with_backward(
+            self.look_up, self.weight_gradient, learn, ids, lengths, weights, [self.placeholder], out
+        )
 
     def look_up(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, out: Tensor | None = None) -> Tensor:
         """The same without gradient; ``lengths`` are int32, all are contiguous."""
@@ -103,7 +105,7 @@ class OwnKernel:
         return gradients
 
 
-def own_kernel(
+def native_kernel(
     shapes: Sequence[tuple[int, int]],
     slot_tables: Sequence[int],
     weights: Sequence[Tensor],
@@ -111,7 +113,7 @@ def own_kernel(
     optimizer: FusedOptimizer | None,
     *,
     pooled: bool,
-) -> OwnKernel | None:
+) -> NativeKernel | None:
     """The kernel of some tables, or None where they need fbgemm's: not float32 on the CPU, or another optimizer.
 
     Args:
@@ -138,7 +140,7 @@ def own_kernel(
         state = kept[table].storage_offset() if kept else 0
         described.append([table, weights[table].storage_offset(), rows, cols, column, state])
         column += cols if pooled else 0
-    return OwnKernel(
+    return NativeKernel(
         weights=whole[0],
         states=whole[1],
         slots=torch.tensor(described, dtype=torch.int64).view(len(slot_tables), 6),

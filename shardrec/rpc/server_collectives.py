@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import rpc
 
 from shardrec.errors import PeerError
-from shardrec.exchange.collectives import Collectives, Later, Pending, Streams, joined
+from shardrec.exchange.collectives import Collectives, Later, Pending, StreamSizes, joined
 
 __all__ = ["ServerCollectives"]
 
@@ -65,7 +65,7 @@ class ServerCollectives(Collectives):
             self._came.notify_all()
 
     def send(
-        self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str, streams: Streams | None = None
+        self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str, streams: StreamSizes | None = None
     ) -> Pending:
         assert what == "row norm", f"a server takes no part in the {what} exchange"
         self._exchanges += 1

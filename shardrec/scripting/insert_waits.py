@@ -13,13 +13,13 @@ from shardrec.scripting.flow import Flow, Need, NodePlan, Plan, Use
 from shardrec.scripting.shapes import Shape
 from shardrec.scripting.types import pending_type
 
-__all__ = ["place_waits"]
+__all__ = ["insert_waits"]
 
 # Per pending value, by its number: what the wait gave, where that is known to have run.
 _Waited = MutableMapping[int, Value]
 
 
-def place_waits(graph: Graph) -> None:
+def insert_waits(graph: Graph) -> None:
     """Moves each deferred wait of a graph to where the value is used.
 
     Args:

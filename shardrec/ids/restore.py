@@ -13,11 +13,11 @@ from shardrec.ids.id_map import FALLBACK
 from shardrec.ids.options import Evict
 from shardrec.layout import Shard, TableLayout
 
-__all__ = ["Placed", "placed"]
+__all__ = ["RestoredIds", "restored_ids"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placed:
+class RestoredIds:
     """The ids of a row block, and where their rows come from.
 
     Args:
@@ -39,7 +39,7 @@ class Placed:
     shares: tuple[tuple[int, float], ...] = ()
 
 
-def placed(
+def restored_ids(
     saved: Sequence[tuple[int, Tensor]],
     old_rows: int,
     fresh: Tensor,
@@ -47,7 +47,7 @@ def placed(
     layout: TableLayout,
     evict: Evict,
     step: int,
-) -> Placed:
+) -> RestoredIds:
     """Give the saved ids of a row block their rows.
 
     Args:
@@ -64,7 +64,7 @@ def placed(
         if torch.equal(records[:, 1].clamp(max=0), fresh[:, 1]) and bool(_mine(records, shard, layout).all()):
             rows = torch.arange(fresh.size(0))
             sources = rows + shard.row_start
-            return Placed(records=records, sources=sources, targets=rows, in_place=True, lost=0)
+            return RestoredIds(records=records, sources=sources, targets=rows, in_place=True, lost=0)
     empty = fresh.new_empty((0, 3))
     records = torch.cat([empty, *(one for _, one in saved)])
     rows = torch.cat([empty[:, 0], *(torch.arange(one.size(0)) + start for start, one in saved)])
@@ -79,7 +79,7 @@ def placed(
     fallback = int((fresh[:, 1] == FALLBACK).sum())
     if any(int((one[:, 1] == FALLBACK).sum()) != fallback for _, one in saved):
         fallback = 0
-    return Placed(
+    return RestoredIds(
         records=placed_records,
         sources=rows[chosen],
         targets=free,

@@ -119,7 +119,7 @@ class RowExchange:
         Returns:
             (M, D) float32.
         """
-        output: Tensor = _Place.apply(  # type: ignore[no-untyped-call]
+        output: Tensor = _PutRows.apply(  # type: ignore[no-untyped-call]
             self, flight, stream, target, output_rows, *flight.blocks(stream)
         )
         return output
@@ -200,7 +200,7 @@ class _Pack(torch.autograd.Function):
         return None, None, *gradients
 
 
-class _Place(torch.autograd.Function):
+class _PutRows(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: FunctionCtx,
@@ -229,6 +229,6 @@ class _Place(torch.autograd.Function):
         for view, target in zip(views, targets, strict=True):
             torch.index_select(units, 0, target, out=view.view(-1, exchange.unit))
             if exchange.mean_over > 1:
-                # The mean over ranks: see shardrec.exchange.output.
+                # The mean over ranks: see shardrec.exchange.pooled_output.
                 view.div_(exchange.mean_over)
         return None, None, None, None, None, *views
