@@ -1,7 +1,8 @@
-"""NaN and Inf named at the step that makes them: rows before they travel, gradients before a table is updated.
+"""Find NaN and Inf in the step that produces them: in rows before they travel, and in gradients before tables are
+updated.
 
-The check reads on the host and ends with an exchange of words, so that all ranks raise the same error at the same
-place; it is for a model that has gone wrong (:func:`shardrec.detect_anomaly`), as ``torch.autograd.detect_anomaly`` is.
+The check reads values on the host and ends with an exchange of messages, so that all ranks raise the same error at the
+same place. It is for debugging (:func:`shardrec.detect_anomaly`), like ``torch.autograd.detect_anomaly``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ __all__ = ["note_rows", "watch_gradient"]
 
 
 def segment_with_anomaly(values: Tensor, sizes: Sequence[int], dim: int) -> tuple[int, str] | None:
-    """The first segment with a value that is not finite, and that value in words; None if all are finite.
+    """The first segment with a value that is not finite, and that value as text; None if all are finite.
 
     Arguments are those of :func:`note_rows`.
     """
@@ -55,7 +56,7 @@ def note_rows(values: Tensor, sizes: Sequence[int], dim: int, context: StepConte
 def watch_gradient(
     values: Tensor, sizes: Sequence[int], dim: int, context: StepContext, lookups: Sequence[Lookup]
 ) -> None:
-    """Have the gradient of ``values`` looked at when it comes, if it does.
+    """Check the gradient of ``values`` in backward, if there is one.
 
     Args:
         values: (n, D) output of a module.

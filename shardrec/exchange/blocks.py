@@ -1,4 +1,4 @@
-"""Blocks of float rows between ranks and their gradients back: one all-to-all each way, for one or several calls.
+"""Exchange of blocks of float rows, and of their gradients: one all-to-all each way, for one or several calls.
 
 Shapes: W ranks, M streams (one per call), n elements of a block.
 
@@ -14,8 +14,8 @@ backward both have work to do while it is under way: whatever the dense model co
 
 [Note: gradients in place]
 A stream's consumer asks for :meth:`BlocksInFlight.gradient_blocks` and writes there: into the send buffer, or, between
-ranks that share memory, to where the other rank wants it. A gradient that lies elsewhere (autograd added two up) is
-copied in; a missing one is zero.
+ranks that share memory, directly into the other rank's memory. A gradient that lies elsewhere (autograd added two up)
+is copied; a missing gradient is zero.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["BlockExchange", "BlocksInFlight", "Stream"]
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
-    """What one call sends, and the shapes of what comes, in an exchange that several share; not CUDA's stream.
+    """The rows that one call sends, and the shapes of those it receives, in a shared exchange; not a CUDA stream.
 
     Args:
         flat: float32, the parts for each rank one after the other.
@@ -80,8 +80,8 @@ class BlockExchange:
         """Issue the all-to-all of at least one stream.
 
         Args:
-            streams: what is sent.
-            learns: there will be gradients of what comes, if the forward has any; the same on every rank.
+            streams: the rows of each call.
+            learns: whether the received rows get gradients, if gradients are enabled; the same on every rank.
         """
         with torch.set_grad_enabled(learns and torch.is_grad_enabled()):
             return _LocalBlocks(streams) if self.collectives.world_size == 1 else _RemoteBlocks(self, streams)
@@ -92,14 +92,14 @@ class BlocksInFlight(abc.ABC):
 
     @abc.abstractmethod
     def blocks(self, stream: int) -> tuple[Tensor, ...]:
-        """W flat float32 blocks of a stream, which are handed out once; waits at the first call.
+        """W flat float32 blocks of a stream, which can be taken once; the first call waits.
 
         Call it in the grad mode that the exchange was started in.
         """
 
     @abc.abstractmethod
     def gradient_blocks(self, stream: int) -> list[Tensor]:
-        """Where the gradients of a stream's blocks are to be written, (n,) each."""
+        """The memory to which the gradients of a stream's blocks are written, (n,) each."""
 
     @abc.abstractmethod
     def cut_graph(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -111,7 +111,7 @@ class BlocksInFlight(abc.ABC):
 
 
 class _LocalBlocks(BlocksInFlight):
-    """One rank: the streams themselves."""
+    """The streams of a single rank, which do not travel."""
 
     def __init__(self, streams: Sequence[Stream]) -> None:
         with_gradients = torch.is_grad_enabled()
@@ -143,7 +143,7 @@ class _RemoteBlocks(BlocksInFlight):
         self._blocks: dict[int, tuple[Tensor, ...]] | None = None
         flats = [stream.flat for stream in streams]
         if torch.is_grad_enabled():
-            # A rank whose rows need no gradient still takes its part in the others' backward.
+            # A rank whose rows need no gradient still takes part in the other ranks' backward.
             flats = [flat if flat.requires_grad else flat.detach().requires_grad_() for flat in flats]
         self._token: Tensor = _Issue.apply(state, *flats)  # type: ignore[no-untyped-call]
 
@@ -164,7 +164,7 @@ class _RemoteBlocks(BlocksInFlight):
 
 
 class _ExchangeState:
-    """What forward and backward share; without the graph, of which it is a part."""
+    """State that forward and backward share. It holds no tensor of the autograd graph, which refers to it."""
 
     way_back: WayBack
     """Of the gradients, once the rows are under way."""
@@ -193,26 +193,26 @@ class _ExchangeState:
         self.way_back = self.pending.way_back or _Buffered(self)
 
     def receive(self) -> tuple[Tensor, ...]:
-        """Wait: the blocks, rank after rank and in a rank stream after stream."""
+        """Wait for the blocks, and return them by rank, then stream."""
         assert self.pending is not None, "an exchange is received once"
         parts = self.pending.wait()
         self.pending = None
         return tuple(block for part, sizes in zip(parts, self.into_sizes, strict=True) for block in part.split(sizes))
 
     def gradient_views(self) -> list[Tensor]:
-        """Where the blocks' gradients are written, in the blocks' order."""
+        """The memory to which the blocks' gradients are written, in the blocks' order."""
         if self._views is None:
             self._views = self.way_back.views()
         return self._views
 
     def send_gradient(self) -> None:
-        """The views are written; the next backward gets new ones."""
+        """Send the gradients that were written to the views; the next backward gets new views."""
         self._views = None
         self.way_back.send()
 
 
 class _Buffered:
-    """Gradients that travel as one buffer, in the exchange's format."""
+    """The way back for gradients that travel as one buffer, in the exchange's format."""
 
     def __init__(self, state: _ExchangeState) -> None:
         self._exchange = state.exchange

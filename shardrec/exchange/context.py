@@ -1,11 +1,11 @@
-"""What the sharded modules of one model share in a step: the collectives, and how all ranks fail together.
+"""State that the sharded modules of one model share in a step: the collectives, and how all ranks fail together.
 
 [Note: failing together]
-A rank with bad input must not leave the others waiting in the next collective. Each exchange begins with a header, an
-all-to-all of a few integers that is needed anyway; one of them says "my batch is faulty", one is a checksum of what the
-ranks must agree on (id dtype, gradients on or off, dtypes of the dense inputs). When any header says so, every rank
-knows it at the same step, and only then do they exchange their messages as text, so that each raises the same error. A
-good step pays nothing.
+A rank with invalid input must not leave the others waiting in the next collective. Each exchange begins with a header,
+an all-to-all of a few integers that is needed anyway; one of them says "my batch is faulty", one is a checksum of the
+properties that must be equal on all ranks (id dtype, gradients on or off, dtypes of the dense inputs). If any header
+says so, every rank knows it at the same step, and only then do the ranks exchange their messages as text, so that all
+raise the same error. A step without a fault has no overhead.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FORWARD_FAILED, NO_MORE = 2, 3
 
 
 class ForwardFailed(InputError):
-    """While the next batch's ids were exchanged: another rank's forward failed, and this rank's has no backward."""
+    """Another rank's forward failed, as the exchange of the next batch's ids shows; this rank must not run backward."""
 
 
 def checksum(text: str) -> int:
@@ -48,7 +48,7 @@ def checksum(text: str) -> int:
 
 
 class Reducer(Protocol):
-    """What averages the gradients of ordinary parameters over the ranks (:mod:`shardrec.modules.dense`)."""
+    """Averages the gradients of ordinary parameters over the ranks (:mod:`shardrec.modules.dense`)."""
 
     @property
     def agreement(self) -> str:

@@ -39,11 +39,11 @@ _REPEATS = 4  # calls of one module that a header has room for; further ones go 
 
 
 class FullBatch(NamedTuple):
-    """Where the samples of the full batch find their bags, of a batch with inverse indices.
+    """The bag of each sample of the full batch, for a batch with inverse indices.
 
     Args:
         lengths: (F·(B + 1),) int32 ids of each key's bags as they were given, with an empty bag after each key's.
-        order: (U, B_full) int32 place in ``lengths`` of each sample's bag.
+        order: (U, B_full) int32 index in ``lengths`` of each sample's bag.
     """
 
     lengths: Tensor
@@ -52,24 +52,25 @@ class FullBatch(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """A batch checked and cut, before the ranks have told each other anything.
+    """A batch that was checked and cut, before any exchange between ranks.
 
     Args:
-        batch: the checked local input, of empty bags if it is faulty (read for bag lengths and inverse indices, and of
-            sequences for replicated tables).
-        given: the input as it was read (for words about faults, keys, weights with a gradient); empty if unreadable.
-        to_send: what is cut: ``batch``, or its distinct ids.
+        batch: the checked local input, with empty bags if it is faulty (read for bag lengths and inverse indices, and
+            by sequences for replicated tables).
+        given: the input as it was read (for messages about faults, keys, weights with a gradient); empty if unreadable.
+        to_send: the batch that is cut: ``batch``, or its distinct ids.
         cut: ``to_send`` cut into blocks.
-        lengths: (S, B) int32 lengths of each slot; (S, 1), their sums, if each id gets a row of its own.
-        slot_sizes: (S,) batch size of each slot, where they differ.
+        lengths: (S, B) int32 lengths of each slot; (S, 1), their sums, if each id gets its own row.
+        slot_sizes: batch size of each of the S slots, if they differ; else None.
         counts: (W, G) int64 ids for each rank and lookup group.
         valid: 0-d bool, whether structure, lengths and ids are sound.
         fault: what is wrong with the structure, or "".
-        agreement: what the ranks must have in common.
-        notes: further int64 tensors to read on the host with the header: see ``SentIds``, whose last fields they are.
+        agreement: the properties that must be equal on all ranks, as text.
+        notes: further int64 tensors to read on the host with the header; the last fields of ``SentIds`` hold their
+            values.
         differentiable: the weights take a gradient.
-        bad_ids: (U,) int64 number of bad ids of each feature, where they are no error; None if none were looked for.
-        full: of a batch with inverse indices, if each id gets a row of its own; else None.
+        bad_ids: (U,) int64 number of bad ids of each feature for which they are not an error; None if not counted.
+        full: the full batch of a batch with inverse indices, if each id gets its own row; else None.
     """
 
     batch: Batch
@@ -90,18 +91,18 @@ class Prepared:
 
 @dataclass(frozen=True, kw_only=True)
 class SentIds:
-    """A batch as it is sent, once the header has told the sizes.
+    """A batch as it is sent, once its sizes are known from the header.
 
     Args:
         parts: per rank, the tensors of its part; see :meth:`Payload.pack`.
         counts: ids to each rank, per group.
         slot_ids: (S,) number of ids of each slot of all ranks; None without ``positions``.
         positions: (N_sent,) int64, position of each sent id, in order of travel: in ``Prepared.to_send``'s values if
-            each id gets a row of its own, else in the local batch's as they were given. None where nobody asks.
-        sent_key_ids: number of ids of each key of ``to_send``; empty unless each id gets a row of its own.
-        key_ids: number of ids of each key of the local batch as it was given; likewise.
+            each id gets its own row, else in the local batch's values as they were given. None if not needed.
+        sent_key_ids: number of ids of each key of ``to_send``; empty unless each id gets its own row.
+        key_ids: number of ids of each key of the local batch as it was given; empty unless each id gets its own row.
         full_ids: number of ids of each feature in the full batch, with ``Prepared.full``; else empty.
-        replica_ids: number of ids of each lookup of a replicated table; empty if each id gets a row of its own.
+        replica_ids: number of ids of each lookup of a replicated table; empty if each id gets its own row.
     """
 
     parts: list[list[Tensor]]
@@ -119,9 +120,9 @@ class InputExchange:
 
     Args:
         route: where the ids of each lookup go.
-        expect: what the input must look like.
+        expect: the requirements on the input.
         context: collectives and error handling, shared by the model's sharded modules.
-        per_id: each id gets a row of its own, so that bags need not travel: all of a rank's samples go as one, and the
+        per_id: each id gets its own row, so that bags need not travel: all of a rank's samples are sent as one, and the
             positions of the ids are kept.
 
     Attributes:
@@ -155,12 +156,12 @@ class InputExchange:
     def prepare(
         self, features: object, agreement: str, fault: str = "", *, to_send: Callable[[Batch], Batch] | None = None
     ) -> Prepared:
-        """Check the batch and cut it. Raises nothing for a faulty batch, and waits for the device only in ``to_send``.
+        """Check the batch and cut it. Does not raise for a faulty batch, and waits for the device only in ``to_send``.
 
         Args:
             features: a KeyedJaggedTensor; keys in any order, further keys are ignored.
-            agreement: what the ranks must have in common beyond the ids' dtype.
-            fault: of the module, or "".
+            agreement: properties that must be equal on all ranks, in addition to the ids' dtype.
+            fault: what is wrong with the module, or "".
             to_send: makes ``Prepared.to_send`` out of the checked batch: its distinct ids; default: the batch itself.
         """
         given = read_batch(features, self.expect)
@@ -227,7 +228,7 @@ class InputExchange:
         return describe_fault(prepared.given, self.expect)
 
     def pack(self, prepared: Prepared, counts: Sequence[int], notes: Sequence[Sequence[int]]) -> SentIds:
-        """Put in slots and pack, now that the header exchange has brought the sizes to the host.
+        """Put the ids in slots and pack them, once the header exchange has brought the sizes to the host.
 
         Args:
             prepared: the batch.
@@ -254,7 +255,7 @@ class InputExchange:
         )
 
     def requests(self, prepared: Prepared, sent: SentIds) -> list[list[int]]:
-        """A batch's row of the header for each rank, of numbers that are on the host."""
+        """A batch's row of the header for each rank, from numbers on the host."""
         size, words = prepared.lengths.size(1), self.payload.bag_words(prepared.slot_sizes)
         return [[size, bags, *counts] for bags, counts in zip(words, sent.counts, strict=True)]
 

@@ -10,10 +10,10 @@
 
 An exchange begins as soon as all the calls are queued that came before the first use in the model's last forward (in
 its first forward: as many as it has sharded modules), or else at the first use of a queued call's value. So a model
-that does the same in each step makes the fewest exchanges without being told, and one that does not still gets the
-right values. All ranks run the same model and come to the same decisions; the headers' checksum tells if they did not.
+that makes the same calls in each step makes the fewest exchanges without any configuration, and other models still get
+correct values. All ranks run the same model and make the same decisions; the headers' checksum detects differences.
 
-Outside a model's forward (a sharded module by itself, a recomputation in backward) each call exchanges at once.
+Outside a model's forward (a sharded module used alone, a recomputation in backward) each call exchanges at once.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ModelContext(StepContext):
 
     @cached_property
     def queue(self) -> ExchangeQueue:
-        """Of the calls of its sharded modules."""
+        """The queue of the calls of its sharded modules."""
         return ExchangeQueue(self)
 
 
@@ -76,15 +76,17 @@ class ExchangeQueue:
         self._last_habit: list[int] = []  # the habit when the last forward began
 
     def submit(self, module: Caller, features: object, *, by_operator: bool = False, scripted: bool = False) -> Call:
-        """Queue a module's call, and begin the exchange if it is the last one to wait for.
+        """Queue a module's call, and begin the exchange if no further call is expected to share it.
 
-        A call that was made ahead of this forward (:mod:`shardrec.exchange.ahead`) with these features is taken.
+        A call that was made ahead of this forward (:mod:`shardrec.exchange.ahead`) with these features is used instead
+        of a new one.
 
         Args:
-            module: that is called.
+            module: the sharded module that is called.
             features: its input.
-            by_operator: an operator calls it (:mod:`shardrec.exchange.operators`), which goes backward in another way.
-            scripted: the operator is TorchScript's, whose forward has no beginning and no end that Python sees.
+            by_operator: whether an operator calls it (:mod:`shardrec.exchange.operators`), whose backward differs.
+            scripted: whether the operator is called by TorchScript, whose forward has no beginning and end visible to
+                Python.
 
         Raises:
             InputError: on every rank, if a batch of any is faulty.
@@ -119,7 +121,7 @@ class ExchangeQueue:
         return queued
 
     def used(self, queued: Call) -> None:
-        """A call's value is used: its exchange must begin."""
+        """Begin the exchange of a call whose value is used."""
         single = self.context.collectives.world_size == 1
         with self._alone(waits=True) if single and queued.by_operator else nullcontext():
             if queued.is_queued:
@@ -128,10 +130,11 @@ class ExchangeQueue:
 
     @contextmanager
     def _alone(self, *, waits: bool = False) -> Iterator[None]:
-        """No other thread: the ranks' exchanges match by their order, and threads take turns differently on each.
+        """Exclude other threads: exchanges are matched by their order, and threads would interleave differently on each
+        rank.
 
         Args:
-            waits: for the other thread, where there is one rank, as the forks of a TorchScript program do.
+            waits: wait for the other thread if there is one rank, as the forks of a TorchScript program do.
         """
         if not self._one_thread.acquire(blocking=waits and self.context.collectives.world_size == 1):
             raise ConfigError(
@@ -146,7 +149,7 @@ class ExchangeQueue:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """A model's forward; calls made inside may wait for each other.
+        """Run a model's forward; calls made inside may share exchanges.
 
         Raises:
             ConfigError: if another thread is in it, or calls one of its sharded modules.
@@ -175,7 +178,7 @@ class ExchangeQueue:
     def launch_ahead(self) -> None:
         """Exchange rows for the calls that this forward makes before its first use, if their ids were exchanged ahead.
 
-        So their rows travel while the model computes what it has before it calls its sharded modules.
+        So their rows travel while the model computes the layers before its sharded modules.
         """
         ahead = self.context.made_ahead
         if ahead is not None and self._habit:
@@ -186,7 +189,7 @@ class ExchangeQueue:
                 self.flush()
 
     def flush(self) -> None:
-        """Exchange for all the queued calls."""
+        """Make the exchange of all queued calls."""
         calls, self._calls = self._calls, []
         if not calls:
             return
@@ -199,11 +202,11 @@ class ExchangeQueue:
             raise
 
     def forget_habit(self) -> None:
-        """Forget how the last forward went, where another rank's has failed and forgets, too."""
+        """Forget the calls of the last forward, because another rank's forward has failed and forgets them as well."""
         self._habit = []
 
     def serve(self, ahead: Ahead) -> None:
-        """After a forward that failed here: look up and send what the other ranks, whose forward goes on, wait for."""
+        """After a forward that failed here: look up and send the rows for which the other ranks' forwards wait."""
         left = [one for one in ahead.calls if not one.is_launched]
         habit = self._last_habit or [len(ahead.calls)]
         begin = len(ahead.calls) - len(left)
@@ -216,7 +219,7 @@ class ExchangeQueue:
                 begin = end
 
     def _awaited(self, scripted: bool) -> int:
-        """Calls of this run that come before its first use, as far as one can know."""
+        """The expected number of calls of this run before its first use."""
         if not self._in_forward:
             return self._runs.get(self._first, self.context.modules) if scripted else 1
         done = len(self._seen)

@@ -5,8 +5,9 @@ attributes in it.
 
 [Note: the wait goes into the twin]
 Code that uses ``self.ebc(features)`` as a KeyedTensor compiles only if that is what it returns. So the twin's
-``forward`` becomes another method, and the new ``forward`` calls it and waits, in the spelling of ``defer``. insert_waits.py
-then moves the wait out of it and down to the first use. By then TorchScript knows the types of all that the user wrote.
+``forward`` becomes another method, and the new ``forward`` calls it and waits, in the form that ``defer`` generates.
+insert_waits.py then moves the wait out of it and down to the first use. By then TorchScript knows the types of all
+values.
 """
 
 from __future__ import annotations

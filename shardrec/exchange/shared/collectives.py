@@ -2,18 +2,19 @@
 
 ::
 
-    send        each part is written once into a window of its sender, and read there by its receiver: no copy is
-                made on the way, and what a rank keeps for itself is not moved at all. Parts that were written into a
-                room, which is memory of a window, are sent as they lie
-    way back    each rank lends the memory for the gradient of what it sent; the others write their parts straight
-                into it, so that it lies in one piece when the last of them says that it is written
+    send        each part is written once into a window of its sender, and read there by its receiver: there is no
+                further copy, and parts that a rank keeps are not moved. Parts that were written into allocated
+                memory of a window are not copied at all
+    way back    each rank lends the memory for the gradient of what it sent; the others write their parts directly
+                into it, so that it is complete and contiguous when the last of them says so
 
 Small parts (headers) travel in the message itself. Ranks on other hosts are reached by the process group's all-to-all,
 in the same call.
 
 [Note: no rank waits to send]
-A sender takes a free block of its windows, and grows them if there is none; blocks come back when no tensor of the
-receiver refers to them any more. Memory is bounded by what is alive: about one forward's parts, and their gradients.
+A sender takes a free region of its windows, and adds a window if there is none; a region is returned when no tensor of
+the receiver refers to it any more. Memory is bounded by the live regions: about one forward's parts and their
+gradients.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _INLINE_BYTES = 4096
 
 
 class SharedCollectives(Collectives):
-    """All-to-alls through shared memory where ranks share a host.
+    """All-to-alls through shared memory between ranks that share a host.
 
     Args:
         base: collectives of the whole group, for ranks on other hosts.
@@ -113,12 +114,12 @@ class SharedCollectives(Collectives):
             return as_tensor(region.bytes, torch.float32)
 
     def lend(self, size: int, borrowers: int) -> tuple[int, Region]:
-        """A block of the windows, kept until ``borrowers`` peers have released its token."""
+        """Lend a region of the windows, kept until ``borrowers`` peers have released its token."""
         region = self._region(size)
         return self._token_of(region.bytes, borrowers), region
 
     def _region(self, size: int) -> Region:
-        """A free one, once what the peers have released is taken back."""
+        """A free region, after taking back those that peers have released."""
         for peer in self.peers:
             for token in self.channel.returned(peer):
                 left = self._lent[token]
@@ -166,7 +167,7 @@ class SharedCollectives(Collectives):
         """
         if not self.far:
             return None
-        # Of its own memory, so that the parts are copied: who sends by name may write to them when this returns.
+        # The parts are copied, because a caller of this method may write to them when it returns.
         nothing = parts[self.far[0]][0].new_empty(0)
         out: list[Sequence[Tensor]] = [[nothing]] * self.world_size
         into = [0] * self.world_size
@@ -177,7 +178,7 @@ class SharedCollectives(Collectives):
 
 @dataclass(kw_only=True, eq=False)
 class _SharedPending:
-    """What comes from the peers, from this rank itself, and from far ranks."""
+    """Parts being received from peers, from this rank itself, and from ranks of other hosts."""
 
     collectives: SharedCollectives
     number: int
@@ -225,12 +226,12 @@ class _SharedPending:
 
 
 class _SharedWayBack:
-    """Gradients written where they are needed.
+    """Gradients that are written directly to the memory where they are needed.
 
     Args:
-        collectives: whose.
+        collectives: the collectives that made the exchange.
         number: of the forward exchange.
-        streams: what it sent and received.
+        streams: the sizes that it sent and received.
     """
 
     def __init__(self, collectives: SharedCollectives, number: int, streams: StreamSizes) -> None:
@@ -267,7 +268,7 @@ class _SharedWayBack:
         return tuple(messages)
 
     def offered(self, peer: int, offers: Message) -> None:
-        """What a peer lends."""
+        """Map the memory that a peer lends."""
         theirs: list[Tensor] = []
         for stream, offer in enumerate(offers):
             size = 4 * self._streams.into[peer][stream]
@@ -324,7 +325,7 @@ class _SharedWayBack:
         return parts
 
     def _again(self) -> None:
-        """A further backward through the same forward: lend new memory."""
+        """Lend new memory for another backward through the same forward."""
         collectives, key = self._collectives, (self._number, 2 * self._turn - 1)
         with collectives.channel.lock:
             self._lend()
@@ -335,14 +336,14 @@ class _SharedWayBack:
 
 
 def _tokens(message: Message) -> list[int]:
-    """Of the blocks in a forward message."""
+    """The tokens of the regions in a forward message."""
     outgoing, offers = message
     lent = [outgoing] if isinstance(outgoing, tuple) else []
     return [one[0] for one in (*lent, *offers) if one]
 
 
 def _counted() -> Any:
-    """An event for profilers, as the process group's operators make one."""
+    """Record an event for profilers, as the process group's operators do."""
     if torch.autograd.profiler._is_profiler_enabled:
         return torch.autograd.profiler.record_function("shardrec::all_to_all")
     return nullcontext()
