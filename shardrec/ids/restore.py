@@ -1,4 +1,4 @@
-"""Saved ids under another plan, or in a table of another size: a pure function of records."""
+"""Restores saved ids under another plan, or in a table of another size, as a pure function of records."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ __all__ = ["RestoredIds", "restored_ids"]
 
 @dataclass(frozen=True, kw_only=True)
 class RestoredIds:
-    """The ids of a row block, and where their rows come from.
+    """The ids of a row block, and the saved rows of each.
 
     Args:
         records: (R, 3) int64 of the block's map.
         sources: (k,) int64, saved rows of the table, ascending.
         targets: (k,) int64, rows of the block.
-        fallback: how many rows are of the fallback, the block's first ones; 0 if the saved blocks have another number.
-        shares: of them, per saved block that the block overlaps its first row, and its share: they become its mean.
-        in_place: every row of the block, free ones too, is the saved one of the same number.
-        lost: ids that there is no row for.
+        fallback: number of fallback rows, the block's first ones; 0 if the saved blocks have a different number.
+        shares: for each saved block that the block overlaps, its first row and its share in the mean that the fallback
+            rows become.
+        in_place: every row of the block, including free ones, is the saved row of the same number.
+        lost: number of ids without a row.
     """
 
     records: Tensor
@@ -48,16 +49,16 @@ def restored_ids(
     evict: Evict,
     step: int,
 ) -> RestoredIds:
-    """Give the saved ids of a row block their rows.
+    """Assign rows to the saved ids of a row block.
 
     Args:
         saved: the saved blocks that it overlaps, by their first rows; records (n, 3).
-        old_rows: of the table as it was saved.
+        old_rows: number of rows of the table as it was saved.
         fresh: (R, 3) records of the block's map without ids.
         shard: the block.
         layout: of its table.
-        evict: which ids are left out first where there are too few rows.
-        step: that was saved.
+        evict: which ids are left out first if there are too few rows.
+        step: the step that was saved.
     """
     if len(saved) == 1 and saved[0][0] == shard.row_start and saved[0][1].shape == fresh.shape:
         records = saved[0][1]

@@ -1,6 +1,6 @@
-"""A bank: the shards of one lookup group that this rank holds, looked up by one kernel call.
+"""A bank is the shards of one lookup group on this rank, which one kernel call looks up.
 
-The kernel is :mod:`shardrec.lookup.native_kernel`'s where it can be, else fbgemm's.
+The kernel is that of :mod:`shardrec.lookup.native_kernel` if it supports the tables, else fbgemm's.
 
 Shapes: T local tables (shards), S slots, B_all samples, N ids, D columns of all the slots, U distinct rows.
 
@@ -54,7 +54,7 @@ class WidthClass:
 @dataclass(frozen=True, kw_only=True)
 class RowGradient:
     """The gradient of one width class: ``rows`` (U,) distinct, ascending matrix rows, ``values`` (U, w) float32, and
-    ``squares`` (U,), the sum of each row's squares, where it is known."""
+    ``squares`` (U,), the sum of each row's squares, if it is known."""
 
     rows: Tensor
     values: Tensor
@@ -69,7 +69,7 @@ class RowGradient:
 class _ClassIds:
     """The n ids of one width class: matrix row, slot, sample and weight of each.
 
-    ``places`` (n,) says which of all the ids they are; None if all of them.
+    ``places`` (n,) are their indices among all ids; None if they are all ids.
     """
 
     rows: Tensor
@@ -160,7 +160,7 @@ class TableBank:
             ids: (N,) rows of each slot's table, slot after slot.
             lengths: (S, B_all) int32, ids of each bag.
             weights: (N,) float32 or None.
-            out: (B_all, D) float32 to write the sums to, where :attr:`writes_in_place`; its rows may lie apart.
+            out: (B_all, D) float32 to write the sums to, if :attr:`writes_in_place`; its rows need not be contiguous.
 
         Returns:
             (B_all, D) float32, or (N, w) without pooling; ``out`` if it is given. With a fused optimizer,
@@ -175,7 +175,7 @@ class TableBank:
         ids = ids.to(torch.int64)
         counts_steps = self.optimizer is not None and self.optimizer.counts_steps
         if counts_steps:
-            # The kernel would count each forward as a step of Adam; one without a backward must not count.
+            # The kernel would count each forward as a step of Adam; a forward without a backward must not count.
             self.kernel.iter.fill_(self.step_count)
             self.kernel.iter_cpu.fill_(self.step_count)
         if torch.is_inference_mode_enabled():
@@ -231,7 +231,7 @@ class TableBank:
             by_class = ((cls, one.rows, one.values) for cls, one in zip(self.classes, summed, strict=True))
             put = Tensor.index_copy_
         else:
-            # Without looking for the distinct rows, whose number the host would wait for.
+            # Without computing the distinct rows: the host would wait for their number.
             by_class, put = self._gradients_of_ids(ids, lengths, weights, gradient), Tensor.index_add_
         return [put(gradient.new_zeros(cls.weight.shape), 0, rows, values) for cls, rows, values in by_class]
 
@@ -286,7 +286,7 @@ class TableBank:
         batch = lengths.size(1)
         bags = torch.arange(lengths.numel(), device=ids.device)
         bag_N = bags.repeat_interleave(lengths.reshape(-1).to(torch.int64), output_size=ids.numel())
-        # Without samples there are no ids, and the batch size is no divisor.
+        # Without samples there are no ids, and 0 is no divisor.
         slot_N, sample_N = bag_N // max(batch, 1), bag_N % max(batch, 1)
         for cls in self.classes:
             slots, samples, ids_n, weights_n, places = slot_N, sample_N, ids, weights, None

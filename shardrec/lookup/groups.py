@@ -9,8 +9,8 @@ mode             how the weights are updated
 ``DENSE``        by whoever owns the parameters' gradients: tables without an optimizer in backward
 ===============  =======================================================================================
 
-Tables of a group have one dtype. The grouping depends on the plan, the optimizers and the dtypes only, so that all
-ranks number the groups alike.
+Tables of a group have one dtype. The grouping depends on the plan, the optimizers and the dtypes only, so all ranks
+number the groups in the same way.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class LookupTable:
     """A table of the module.
 
     Args:
-        layout: where it lives.
-        optimizer: the one it was given in backward, if any.
+        layout: its shards.
+        optimizer: its optimizer in backward, if it has one.
         dtype: of its weights: float32, float16 or bfloat16.
     """
 
@@ -58,10 +58,10 @@ class LookupGroup:
     """Tables looked up together.
 
     Args:
-        mode: how they learn.
-        optimizer: which optimizer; None if and only if the mode is ``DENSE``.
+        mode: how their weights are updated.
+        optimizer: their optimizer; None if and only if the mode is ``DENSE``.
         layouts: the tables, in module order.
-        width: columns of the group's shards, where a group has one width; else None.
+        width: columns of the group's shards, if they have one width; else None.
         dtype: of the weights.
     """
 

@@ -39,10 +39,10 @@ class _LocalGroup:
         pooled: sum each bag; else give a row per id.
 
     Attributes:
-        bank: None where the rank holds none of the group's shards.
+        bank: None if the rank holds none of the group's shards.
         updater: has the optimizer's states and counts its steps; None without a bank.
         width: pooled columns of the group on this rank.
-        parameters: of the shards, where they take dense gradients.
+        parameters: of the shards, if they take dense gradients.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class _LocalGroup:
         return lookup_with_backward(bank.look_up, bank.weight_gradient, self._learn, *given, [self._placeholder], out)
 
     def _learn(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, gradient: Tensor) -> list[None]:
-        """Update the rows that were looked up; of whole rows, without a bank, tell the others that there are none."""
+        """Update the rows that were looked up; in mode ``WHOLE_ROWS``, a rank without a bank takes part without rows."""
         gradients: Sequence[RowGradient] = []
         if self.bank is not None and self.rows is not None:
             gradients = self.rows.decayed(self.bank.row_gradients(ids, lengths, weights, gradient))
@@ -108,7 +108,7 @@ class ShardLookup:
     """This rank's shards and their kernels.
 
     Args:
-        groups: all the groups of the module, alike on every rank.
+        groups: all groups of the module, the same on every rank.
         slots: this rank's slots, group after group.
         collectives: of the group that the embeddings are sharded over.
         device: where the shards live.
@@ -162,13 +162,13 @@ class ShardLookup:
         return counts
 
     def load_step_counts(self, counts: Mapping[str, int]) -> None:
-        """Set what :meth:`step_counts` gave; tables that share a kernel share their largest count."""
+        """Set the counts that :meth:`step_counts` returned; tables that share a kernel share their largest count."""
         for local in self._local_groups:
             if local.updater is not None:
                 local.updater.step_count = max(counts.get(layout.name, 0) for layout in local.group.layouts)
 
     def set_learning_rate(self, optimizer: FusedOptimizer, lr: float) -> None:
-        """Use ``lr`` for the groups that were given ``optimizer``, from the next look-up on."""
+        """Use ``lr`` for the groups with ``optimizer``, from the next look-up on."""
         for local in self._local_groups:
             if local.group.optimizer != optimizer:
                 continue
@@ -187,8 +187,8 @@ class ShardLookup:
         """(B_all, D) float32 pooled columns, group after group.
 
         Args:
-            ids: what to look up.
-            allocate: makes the (n,) memory of the result.
+            ids: the ids to look up.
+            allocate: returns (n,) float32 memory for the result; default: a new tensor.
         """
         batch = ids.lengths.size(1)
         if (
@@ -198,7 +198,7 @@ class ShardLookup:
         ):
             whole = allocate(batch * self._width).view(batch, self._width)
             spans = list(pairwise(accumulate((local.width for local in self._local_groups), initial=0)))
-            # Tensors of their own: autograd is not to see that they are parts of another.
+            # Detached: autograd must not see that they are views of one tensor.
             parts = self._rows(ids, [whole[:, start:end].data for start, end in spans])
             joined: Tensor = _Joined.apply([whole], spans, *parts)  # type: ignore[no-untyped-call]
             return joined
@@ -212,7 +212,7 @@ class ShardLookup:
         return self._rows(ids, [None] * len(self._local_groups))
 
     def _rows(self, ids: ShardInput, outs: Sequence[Tensor | None]) -> list[Tensor]:
-        """:meth:`rows`, with the place of each group's pooled columns, if all the banks write in place."""
+        """:meth:`rows`, with the memory of each group's pooled columns, if all banks write in place."""
         slots = accumulate((len(local.slots) for local in self._local_groups), initial=0)
         edges = zip(pairwise(accumulate(ids.group_ids, initial=0)), pairwise(slots), strict=True)
         group_rows = []
@@ -228,7 +228,7 @@ class ShardLookup:
 
 
 class _Joined(torch.autograd.Function):
-    """Columns that lie side by side in one matrix already, as that matrix: ``cat`` without its copy."""
+    """``cat`` without a copy, for columns that already lie side by side in one matrix."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, whole: list[Tensor], spans: list[tuple[int, int]], *parts: Tensor) -> Tensor:
