@@ -66,7 +66,7 @@ def _parameter_info(infos: Mapping[int, ParameterInfo], parameter: Tensor) -> Pa
 
 
 def _add(tensors: dict[str, HeldTensor], name: str, tensor: HeldTensor) -> None:
-    """A rank may hold several shards of a table."""
+    """Add a part to a state; a rank may hold several shards of a table."""
     known = tensors[name].parts if name in tensors else ()
     tensors[name] = replace(tensor, parts=known + tensor.parts)
 
@@ -103,7 +103,7 @@ def optimizer_groups(model: ShardedModel, optimizer: Optimizer | None) -> list[d
 
 
 def fused_settings(model: ShardedModel) -> dict[str, dict[str, Any]]:
-    """Per table with a fused optimizer, what a schedule changes of it: the learning rate, and what schedulers add."""
+    """Per table with a fused optimizer, the settings that a schedule changes: the learning rate, and what schedulers add."""
     made = model.made_fused_optimizer
     if made is None:
         return {
@@ -124,7 +124,7 @@ def _settings(group: Mapping[str, Any], without: tuple[str, ...]) -> dict[str, A
 
 
 def optimizer_faults(model: ShardedModel, optimizer: Optimizer | None, manifest: Manifest) -> list[str]:
-    """Why the checkpoint is not one of these optimizers, one sentence each."""
+    """The reasons why the checkpoint does not fit these optimizers, one sentence each."""
     as_saved = "build the optimizers as they were when the checkpoint was saved"
     faults = [
         f"tables {', '.join(group['tables'])} share an optimizer here only; {as_saved}"
@@ -157,7 +157,7 @@ def optimizer_faults(model: ShardedModel, optimizer: Optimizer | None, manifest:
 
 
 def _setting_faults(owner: str, group: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
-    """The saved settings that a parameter group cannot have."""
+    """The saved settings that a parameter group does not accept."""
     return [
         f"its {key} of {owner} is {value!r}; load an older checkpoint"
         for key, value in settings.items()
@@ -166,7 +166,7 @@ def _setting_faults(owner: str, group: Mapping[str, Any], settings: Mapping[str,
 
 
 def _fits(setting: Any, saved: Any) -> bool:
-    """Whether a saved value can take the place of a setting; None stands for torch's choice, in either."""
+    """Whether a saved value can replace a setting; in both, None stands for torch's choice."""
     if setting is None or (saved is None and isinstance(setting, bool)):
         return not isinstance(saved, dict)
     if isinstance(setting, (tuple, list)):
@@ -207,9 +207,8 @@ def _update(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
 
 
 def state_targets(model: ShardedModel, optimizer: Optimizer | None, manifest: Manifest) -> dict[str, HeldTensor]:
-    """Make room in the optimizer for the checkpoint's states: where to read them into, by name.
-
-    Memory that has the right shape is used again. States that the checkpoint lacks are dropped.
+    """Allocate the checkpoint's states in the optimizer, and return them by name, to be read into. Memory that has the
+    right shape is reused. States that are not in the checkpoint are dropped.
     """
     targets: dict[str, HeldTensor] = {}
     saved: dict[str, dict[str, Any]] = {}

@@ -86,7 +86,7 @@ class _LocalGroup:
         return lookup_with_backward(bank.look_up, bank.weight_gradient, self._learn, *given, [self._placeholder], out)
 
     def _learn(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, gradient: Tensor) -> list[None]:
-        """Update the rows that were looked up; in mode ``WHOLE_ROWS``, a rank without a bank takes part without rows."""
+        """Update the rows that were looked up; in mode ``WHOLE_ROWS``, a rank without a bank sends no rows."""
         gradients: Sequence[RowGradient] = []
         if self.bank is not None and self.rows is not None:
             gradients = self.rows.decayed(self.bank.row_gradients(ids, lengths, weights, gradient))

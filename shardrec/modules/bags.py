@@ -1,4 +1,4 @@
-"""A sharded ``EmbeddingBagCollection``: the same input, keys and values, its tables over the ranks.
+"""A sharded ``EmbeddingBagCollection``: the same input, keys and values, with its tables spread over the ranks.
 
 Shapes: B samples of this rank, D columns of the output (the unsharded module's), L lookups (a feature in a table).
 """
@@ -32,7 +32,7 @@ __all__ = ["BagCall", "PooledEmbeddings", "ShardedEmbeddingBagCollection"]
 
 
 class PooledEmbeddings(LazyAwaitable[KeyedTensor]):
-    """A KeyedTensor whose all-to-all is under way, or about to be; it waits at first use.
+    """A KeyedTensor whose all-to-all is in progress or about to begin; its first use waits.
 
     Args:
         call: gives the (B, D) values.
@@ -54,9 +54,9 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
     """An EmbeddingBagCollection whose tables are cut over the ranks of a process group.
 
     Takes a KeyedJaggedTensor of the local batch and returns a lazily awaited KeyedTensor with the unsharded module's
-    keys, in its order. One header, one payload and one output all-to-all forward and one all-to-all backward, whatever
-    the cuts; on several hosts whose ranks sum row blocks, one more each way, inside them. Gradients are means over the
-    ranks.
+    keys, in its order. For any cuts, it makes one header, one payload and one output all-to-all in forward and one
+    all-to-all in backward; on several hosts whose ranks sum row blocks, one more each way, inside hosts. Gradients are
+    means over the ranks.
 
     Args:
         module: the unsharded collection, on the CPU, on ``device``, or on meta (then its values are drawn:
@@ -108,7 +108,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         self._column_lookup = torch.tensor(columns, dtype=torch.int64, device=self.device)
         sums = [index for index, lookup in enumerate(lookups) if not lookup.mean]
         self._sum_lookups = torch.tensor(sums, dtype=torch.int64, device=self.device)
-        # Where the features of the replicated tables' lookups, and of all lookups, are among a batch's keys.
+        # The positions of the replicated lookups' features, and of all lookups' features, among a batch's keys.
         self._replicated_positions, self._key_positions = (
             lru_cache(maxsize=KEY_ORDERS)(partial(_positions, [lookup.feature for lookup in some], self.device))
             for some in (self.replicated_lookups, self.lookups)
@@ -122,7 +122,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         return PooledEmbeddings(call, keys=self.embedding_names, dims=self.dims)
 
     def serve(self, asked: ShardInput) -> Stream:
-        """What this rank's shards have for requests: the sums that each asks for, one request after the other."""
+        """The rows of this rank's shards for requests: the sums of each request, one request after the other."""
         flat, out = self._output.outgoing(self.shards(asked), asked)
         return Stream(flat=flat, out=out, into=[])
 
@@ -143,7 +143,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         return self._is_weighted
 
     def _replicated_counts(self, batch: Batch) -> tuple[Tensor, ...]:
-        """Ids of each lookup of a replicated table, as a note for the host; none without any."""
+        """Number of ids of each lookup of a replicated table, to read on the host; empty without such tables."""
         if not self.replicated_lookups:
             return ()
         return (batch.lengths.index_select(0, self._replicated_positions(batch.keys)).sum(dim=1, dtype=torch.int64),)
@@ -174,7 +174,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             return None
         lengths = batch.lengths.index_select(0, self._key_positions(batch.keys)).to(torch.float32).clamp_(min=1)
         lengths.index_fill_(0, self._sum_lookups, 1.0)
-        # Row by row, as the values are: to divide these by a transpose of it took ten times as long.
+        # Contiguous by row, like the values: dividing by a transposed view took ten times as long.
         return lengths.t().index_select(1, self._column_lookup)
 
     def _expand(self, values: Tensor, inverse: Tensor) -> Tensor:
@@ -194,7 +194,7 @@ def _positions(features: Sequence[str], device: torch.device, keys: tuple[str, .
 
 
 class BagCall(Call):
-    """One forward."""
+    """One forward of a :class:`ShardedEmbeddingBagCollection`."""
 
     def __init__(self, collection: ShardedEmbeddingBagCollection, features: KeyedJaggedTensor) -> None:
         prepared = collection.input.prepare(features, collection._agreement(), collection.fault())
@@ -209,7 +209,7 @@ class BagCall(Call):
         self._lengths: Tensor | None = None
 
     def look_up(self, ids: ShardInput) -> Stream | None:
-        """The pooled rows of this rank's shards; those to be summed inside hosts are returned."""
+        """Look up the pooled rows of this rank's shards; returns the ones to be summed inside hosts."""
         collection = self._collection
         self._ids = ids
         weights, received = self._learned_weights, None
@@ -217,7 +217,7 @@ class BagCall(Call):
             assert self.sent is not None, "ids are sent before they are looked up"
             received = received_weights(weights, self.sent, ids, collection.context.collectives)
         mapped = collection.mapped(ids if received is None else replace(ids, weights=received), learn=self._learns_ids)
-        # Into memory from which pooled rows are sent as they lie, most of the time.
+        # Memory from which pooled rows can usually be sent without a copy.
         allocate = collection.context.collectives.allocate
         self._pooled = collection.shards(mapped.asked, lambda numel: allocate(numel, collection.device))
         if collection.id_maps is not None:
@@ -240,7 +240,7 @@ class BagCall(Call):
         return self.prepared.given.weights if self.prepared.differentiable else None
 
     def outgoing(self, inside: BlocksInFlight | None, stream: int) -> Stream:
-        """The pooled rows for the ranks that asked."""
+        """The pooled rows for the requesting ranks."""
         output, ids, pooled = self._collection._output, self._ids, self._pooled
         assert ids is not None and pooled is not None, "rows are looked up before they are sent"
         sums: list[Tensor] = []
@@ -251,7 +251,7 @@ class BagCall(Call):
         return output.stream(pooled, ids, self.prepared.slot_sizes, sums)
 
     def issued(self) -> None:
-        """Look up the replicated tables while the others' rows are under way."""
+        """Look up the replicated tables while the rows are being exchanged."""
         collection, batch = self._collection, self.prepared.batch
         assert self.sent is not None, "ids are sent before rows are"
         self._replicated = collection._look_up_replicas(batch, self.sent.replica_ids, self._learned_weights)

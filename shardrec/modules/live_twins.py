@@ -1,8 +1,8 @@
 """Sharded collections as their operators (:mod:`shardrec.exchange.operators`): twins for TorchScript and torch.compile.
 
-They run in the process of the model, which does the work, and have all that it has. TorchScript runs ``forward``, which
-returns an ``Await``; tracers run ``traced``, whose value asks for its tensors at their first use, so that the calls
-before it share an exchange. What runs without shardrec is made of the twins in :mod:`shardrec.portable.bags`.
+They run in the model's process, call the model, and have every feature of it. TorchScript runs ``forward``, which
+returns an ``Await``; tracers run ``traced``, whose value gets its tensors at their first use, so that the calls before
+it share an exchange. Programs that run without shardrec use the twins in :mod:`shardrec.portable.bags`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["LiveBags", "LiveSequences", "parameters_of"]
 
 
 def parameters_of(module: nn.Module) -> nn.Module:
-    """A module of nothing but another one's parameters, under their names."""
+    """A module that only holds another module's parameters, under their names."""
     holder = nn.Module()
     for name, parameter in module.named_parameters(recurse=False):
         holder.register_parameter(name, parameter)
@@ -35,14 +35,14 @@ def parameters_of(module: nn.Module) -> nn.Module:
 
 
 class _Live(nn.Module):
-    """What both twins have.
+    """Base of both twins.
 
     Args:
         collection: the eager module.
         results: see :class:`Program`.
     """
 
-    # What is for Python only, by the name under which torch.jit looks for it; it lives as long as the scripted module.
+    # Attributes for Python only, under the name that torch.jit looks for; they live as long as the scripted module.
     __jit_ignored_attributes__: ClassVar = ["program"]
 
     def __init__(self, collection: ShardedCollection, results: Callable[[Any], tuple[Tensor, Tensor, Tensor]]) -> None:
@@ -69,7 +69,7 @@ class _Live(nn.Module):
         self.number = state
 
     def begin(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
-        """Queue the lookup of the local batch; gives what the operators of its arrival take."""
+        """Queue the lookup of the local batch; returns the arguments of the operators that wait for it."""
         weights = features.weights_or_none() if self.weighted else None
         learned = False
         if weights is not None:

@@ -2,9 +2,9 @@
 
 [Note: what torch.compile compiles]
 ``torch.compile(model)`` compiles the functions that run inside it. Those of :class:`ShardedModel` around the user's
-model are marked to be left alone, so that what is compiled is the user's forward, and a fault in it, also one of the
-compiler, still reaches the other ranks. The first of them, ``forward``, is only skipped (``recursive=False``); what it
-calls for itself is disabled; the user's model in between is not.
+model are excluded, so that the user's forward is compiled, and a fault in it, including one of the compiler, still
+reaches the other ranks. The first of them, ``forward``, is only skipped (``recursive=False``); the functions that it
+calls are disabled; the user's model in between is not.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ __all__ = ["ShardedModel", "dense_signature", "require_sharded"]
 
 
 class ShardedModel(nn.Module):
-    """What :func:`shardrec.shard` returns. Behaves as the model it holds: attributes, state_dict keys, parameter names.
+    """The result of :func:`shardrec.shard`. It has the attributes, state_dict keys and parameter names of its model.
 
     Args:
         module: the model, its collections already sharded.
-        plan: where the tables are.
+        plan: the layouts of the tables.
         context: shared by the sharded collections.
         group: the process group; None on one rank.
-        dense: who averages the dense part's gradients.
+        dense: how the dense part's gradients are averaged.
     """
 
     def __init__(
@@ -84,8 +84,8 @@ class ShardedModel(nn.Module):
         """The model's forward.
 
         Raises:
-            InputError: on every rank at the same step, if the input of any is faulty, also if the model's own code
-                fails on it before its last sharded collection is called.
+            InputError: on every rank at the same step, if the input of any rank is faulty, or if the model's own code
+                fails on a rank before its last sharded collection is called.
             PeerError: if another rank is gone or did not come within the process group's timeout.
         """
         recorded = recorded_call(self, args, kwargs)
@@ -126,7 +126,7 @@ class ShardedModel(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Accumulate the dense part's gradients without averaging them, as DistributedDataParallel.no_sync does.
 
-        Counts for the backward of each forward made inside. Sharded tables with a fused optimizer are still updated in
+        Applies to the backward of each forward made inside. Sharded tables with a fused optimizer are still updated in
         each backward; replicated ones accumulate with the dense part.
         """
         self.context.accumulates = True
@@ -136,12 +136,12 @@ class ShardedModel(nn.Module):
             self.context.accumulates = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModel:
-        """A model of its own, under the same plan: tables, fused optimizers' states and dense part are copied.
+        """A separate model with the same plan: tables, fused optimizers' states and dense part are copied.
 
         For averages of weights, such as ``torch.optim.swa_utils.AveragedModel``. Every rank calls it.
 
         Raises:
-            ConfigError: for a model with servers, replicas or FSDP2, whose parts are not this process's to copy.
+            ConfigError: for a model with servers, replicas or FSDP2, whose parts this process cannot copy.
         """
         if (
             type(self) is not ShardedModel
@@ -175,10 +175,9 @@ class ShardedModel(nn.Module):
         raise AssertionError("this model has no servers")
 
     def bad_ids(self) -> dict[str, int]:
-        """How many ids outside their table this rank's batches had since the model was sharded, by feature.
-
-        Of the features whose policy is ``"zero"`` or ``"wrap"`` (``on_bad_id`` of :func:`shardrec.shard`). Counted on
-        the device; reading them here waits for it. A batch that was refused does not count.
+        """The number of ids outside their table in this rank's batches since the model was sharded, by feature. It has
+        the features whose policy is ``"zero"`` or ``"wrap"`` (``on_bad_id`` of :func:`shardrec.shard`). Ids are counted
+        on the device; this method waits for it. A batch that raised an error does not count.
         """
         counts: Counter[str] = Counter()
         for collection in self._sharded:
@@ -186,28 +185,28 @@ class ShardedModel(nn.Module):
         return dict(counts)
 
     def id_stats(self) -> dict[str, dict[str, int]]:
-        """What became of the ids of each table with dynamic ids, by its name in the plan. Every rank calls it.
-
-        Since the model was sharded, of lookups in training mode: ``lookups``, ids that came to the rows' owners (of a
-        sequence collection with ``dedup``, distinct ones); ``hits``, those that had a row before; ``inserts`` and
-        ``evictions`` of ids; ``fallbacks``, lookups of ids without a row; ``no_room``, times that an id was due a row
-        and none could be freed (with the inserts: the admissions); ``collisions``, ids of a step that took a row of the
-        fallback after another of it. Now: ``rows`` that ids may have, and ``used``, those that have. One collective.
+        """Statistics of the ids of each table with dynamic ids, by its name in the plan. Every rank calls it. Of
+        lookups in training mode since the model was sharded: ``lookups``, ids received by the rows' owners (for a
+        sequence collection with ``dedup``, distinct ids); ``hits``, ids that had a row before; ``inserts`` and
+        ``evictions`` of ids; ``fallbacks``, lookups of ids without a row; ``no_room``, how often an id was due a row
+        and none could be freed (inserts and ``no_room`` are the admissions); ``collisions``, ids of a step that shared
+        a fallback row with an earlier one. Current values: ``rows`` that ids may have, and ``used``, the number of rows
+        with an id. Makes one collective.
         """
         maps = [one.id_maps for one in self._sharded if one.id_maps is not None]
         return collective_stats(maps, self.context.collectives, self.context.device)
 
     def set_id_capacity(self, table: str, capacity: int) -> None:
-        """Let the ids of a table have more of its rows from now on. Every rank calls it, with the same arguments.
-
-        A table with more rows takes a checkpoint: load it into a model with a larger ``num_embeddings``.
+        """Allow the ids of a table to have more of its rows from now on. Every rank calls it, with the same arguments.
+        To add rows to a table, load a checkpoint into a model with a larger ``num_embeddings``.
 
         Args:
-            table: one with dynamic ids, by its name in the plan.
+            table: name in the plan of a table with dynamic ids.
             capacity: rows that ids may have, as in :class:`shardrec.DynamicIds`.
 
         Raises:
-            ConfigError: for another table, or a capacity that is lower than before or more than the table has.
+            ConfigError: for a table without dynamic ids, or a capacity that is lower than before or more than the
+                table's rows.
         """
         old = self.context.dynamic_ids.get(table)
         if old is None:
@@ -223,7 +222,7 @@ class ShardedModel(nn.Module):
                 collection.id_maps.set_options(layout, options)
 
     def _fail(self, error: Exception, made: int) -> None:
-        """Tell the other ranks, if they still come to a header exchange in this step, and name the likely cause."""
+        """Tell the other ranks, if they still make a header exchange in this step, and name the likely cause."""
         rank = self.context.collectives.rank
         cause = self._dtype_fault()
         refusal, self.context.refusal = self.context.refusal, ""
@@ -263,14 +262,15 @@ class ShardedModel(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
     def scripted_twin(self) -> nn.Module:
-        """What TorchScript sees in this module's place: the model that it holds.
+        """The module that TorchScript uses instead of this one: the model that it holds.
 
         Its parameters are this model's, so that their gradients are averaged as in eager mode.
         """
         return self.module
 
     def __prepare_scriptable__(self) -> nn.Module:
-        """What ``torch.jit.script(model)`` compiles: the same copy as ``shardrec.script``'s, its waits at the calls.
+        """The module that ``torch.jit.script(model)`` compiles: the copy that ``shardrec.script`` makes, with waits at
+        the calls.
 
         Raises:
             ScriptError: if this model is inside of another one that is being scripted.
@@ -301,13 +301,13 @@ class ShardedModel(nn.Module):
 
 
 class _Step(ExitStack):
-    """What goes on around a forward.
+    """The context of a model's forward.
 
     Args:
-        model: whose.
+        model: the sharded model.
         args: of the forward.
         kwargs: of the forward.
-        compiled: what is inside may be.
+        compiled: whether the model inside may be compiled.
     """
 
     def __init__(
@@ -341,7 +341,7 @@ class _Step(ExitStack):
 
     @left_alone
     def watched(self, output: Any) -> Any:
-        """The forward's output; if a backward raises on its way from there, the other ranks are told."""
+        """The forward's output, watched: if a backward from it raises, the other ranks are told."""
         if torch.is_grad_enabled() and self._model.group is not None:
             self._model.context.backward.watch(output)
         return output
@@ -380,14 +380,14 @@ def _step_of(model: ShardedModel, args: tuple[Any, ...], kwargs: Mapping[str, An
 
 
 def require_sharded(model: nn.Module, taker: str) -> None:
-    """Raises unless a model is what :func:`shardrec.shard` returned.
+    """Raise unless a model was returned by :func:`shardrec.shard`.
 
     Args:
-        model: what ``taker`` was given.
-        taker: name of the function that wants a sharded model, for the error.
+        model: the argument of ``taker``.
+        taker: name of the function that takes a sharded model, for the error.
 
     Raises:
-        ConfigError: naming the sharded model inside, where ``model`` is a wrapper around one.
+        ConfigError: if it was not; names the sharded model inside if ``model`` is a wrapper around one.
     """
     if isinstance(model, ShardedModel):
         return
@@ -405,7 +405,7 @@ def require_sharded(model: nn.Module, taker: str) -> None:
 
 
 def dense_signature(inputs: object) -> str:
-    """The dtypes of the tensors among a model's inputs, ids aside, as ranks compare them."""
+    """The dtypes of the tensors among a model's inputs, except ids, as a text that ranks compare."""
     return ", ".join(
         sorted({str(one.dtype).removeprefix("torch.") for one in leaves(inputs) if isinstance(one, Tensor)})
     )

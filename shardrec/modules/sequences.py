@@ -1,4 +1,4 @@
-"""A sharded ``EmbeddingCollection``: a row for each id, in the order of the ids, its tables over the ranks.
+"""A sharded ``EmbeddingCollection``: a row for each id, in the order of the ids, with its tables spread over the ranks.
 
 Shapes: B samples of this rank, N_f ids of a feature, D columns of the tables.
 """
@@ -55,8 +55,8 @@ class SequenceKey(NamedTuple):
 
 
 class SequenceEmbeddings(LazyGetItemMixin[str, JaggedTensor], LazyAwaitable[dict[str, JaggedTensor]]):
-    """A dict of JaggedTensors whose all-to-all is under way, or about to be; it waits at first use, of ``pending["f"]``
-    too.
+    """A dict of JaggedTensors whose all-to-all is in progress or about to begin; its first use waits, also
+    ``pending["f"]``.
 
     Args:
         call: gives the (N, D) rows of the cut tables' lookups and the output's entries.
@@ -86,10 +86,10 @@ class ShardedEmbeddingCollection(ShardedCollection):
     """An EmbeddingCollection whose tables are cut over the ranks of a process group.
 
     Takes a KeyedJaggedTensor of the local batch and returns a lazily awaited dict of JaggedTensors, as the unsharded
-    module does, rows in the order of the ids under every cut. Where features have a batch size each and come with
+    module does, rows in the order of the ids under every cut. If each feature has its own batch size and there are
     inverse indices, each sample of the full batch gets the rows of its bag, as from TorchRec's sharded module (the
-    unsharded one ignores inverse indices). One header, one payload and one output all-to-all forward
-    and one all-to-all backward, whatever the plan. Gradients are means over the ranks.
+    unsharded one ignores inverse indices). It makes one header, one payload and one output all-to-all in forward and
+    one all-to-all in backward. Gradients are means over the ranks.
 
     Args:
         module: the unsharded collection, on the CPU, on ``device``, or on meta (then its values are drawn:
@@ -175,7 +175,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
         return SequenceEmbeddings(call, need_indices=self._need_indices)
 
     def serve(self, asked: ShardInput) -> Stream:
-        """What this rank's shards have for requests: the rows that each asks for, one request after the other."""
+        """The rows of this rank's shards for requests: the rows of each request, one request after the other."""
         return self.row_exchange.stream(self.shards.rows(asked), asked, ())
 
     def scripted_twin(self) -> nn.Module:
@@ -295,13 +295,13 @@ class SequenceCall(Call):
         self._rows = collection.row_exchange.stream(rows, ids, self.sent.counts)
 
     def outgoing(self, inside: BlocksInFlight | None, stream: int) -> Stream:
-        """The rows for the ranks that asked. There is nothing to sum inside hosts, as each row is whole."""
+        """The rows for the requesting ranks. There is nothing to sum inside hosts, because each row is complete."""
         rows, self._rows = self._rows, None
         assert rows is not None, "rows are looked up before they are sent"
         return rows
 
     def issued(self) -> None:
-        """Find the places of the rows, and look up the replicated tables, while the rows are under way."""
+        """Compute the targets of the rows, and look up the replicated tables, while the rows are being exchanged."""
         collection, sent = self._collection, self.sent
         assert sent is not None, "rows are asked for before they come"
         self._target, self._output_rows = collection._targets(self.prepared, sent)
