@@ -57,7 +57,7 @@ class Row:
         training: of training steps on the file, read ahead on a thread as ``shardrec train`` does.
         kept: median over the rounds of the rate of training over that of steps in the same round.
         reading_cpu: processor time of rank 0, microseconds for each of the file's rows.
-        stepping_cpu: likewise.
+        stepping_cpu: CPU seconds of the same.
     """
 
     data: str

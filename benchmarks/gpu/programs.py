@@ -117,7 +117,7 @@ def boundary(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def traced(options: argparse.Namespace) -> dict[str, Any]:
-    """torch.compile without a break: likewise."""
+    """torch.compile without a break, compared in the same way."""
     return _compiled(options, "traced")
 
 

@@ -12,7 +12,7 @@ read on top of the file that has the other rows. That file is hard-linked into t
 
 So every checkpoint is complete in its own folder and may be removed or replaced independently of others, and a file's
 bytes are freed with its last link. (RocksDB's checkpoints share their immutable files in this way.) Each rank decides
-independently: if a link cannot be made, it writes all of its rows.
+for its own file: if a link cannot be made, it writes all of its rows.
 
 [Note: changed rows are found by their contents]
 A mask set by lookups would miss changes without a lookup: an edit in place, load_state_dict, weight decay, eviction. So

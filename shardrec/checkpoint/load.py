@@ -67,7 +67,7 @@ def load_checkpoint(
         if len(set(ranks.agree("load", lambda: source.verify(model, optimizer), remedy=_REMEDY))) > 1:
             raise CheckpointError(
                 f"the ranks see different checkpoints in {path}; give a folder on a file system that they all share, "
-                "into which nobody saves at the same time"
+                "into which no job saves at the same time"
             )
         if model.servers:
             model.load_servers(Path(path))

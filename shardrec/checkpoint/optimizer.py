@@ -103,7 +103,7 @@ def optimizer_groups(model: ShardedModel, optimizer: Optimizer | None) -> list[d
 
 
 def fused_settings(model: ShardedModel) -> dict[str, dict[str, Any]]:
-    """Per table with a fused optimizer, the settings that a schedule changes: the learning rate, and what schedulers add."""
+    """Per table with a fused optimizer, the settings that schedules change: learning rate and schedulers' own."""
     made = model.made_fused_optimizer
     if made is None:
         return {

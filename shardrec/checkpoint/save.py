@@ -86,7 +86,7 @@ class PendingSave:
 
 @dataclass(kw_only=True)
 class _Background:
-    """State that is kept for a model between saves: memory, the save in progress, the threads' group, and what was saved."""
+    """State kept for a model between saves: memory, the save in progress, the threads' group, and what was saved."""
 
     copies: dict[tuple[str, Rect], Tensor] = field(default_factory=dict)
     pending: PendingSave = field(default_factory=PendingSave)

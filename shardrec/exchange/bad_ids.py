@@ -114,7 +114,7 @@ def mended(batch: Batch, limits: Tensor, policies: Tensor, *, drops: bool) -> tu
 def places_of_rows(kept: Tensor, inverse: Tensor | None) -> Tensor:
     """The index of each id's row among the received rows, which follow a zero row at index 0.
 
-    TorchScript compiles it, too.
+    TorchScript also compiles it.
 
     Args:
         kept: (M,) bool, whether the id was looked up, in the order of the output.

@@ -135,7 +135,7 @@ class Collectives(abc.ABC):
             fault: what happened on this rank, as a predicate: "raised in backward: ...".
         """
 
-    def raise_told(self, what: str) -> None:  # noqa: B027 - likewise
+    def raise_told(self, what: str) -> None:  # noqa: B027 - has none to raise
         """Raise the fault that another rank has told in this step, if any.
 
         Args:

@@ -84,7 +84,7 @@ class _Unpickler(pickle.Unpickler):
             return value
         raise PeerError(
             f"a rank sent {module}.{name}, which is no plain data: give plain keys and containers to pipeline stages, "
-            "and see that nobody but the job's ranks reaches their store"
+            "and make sure that only the job's ranks can reach their store"
         )
 
 

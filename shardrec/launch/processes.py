@@ -59,11 +59,10 @@ _IMPORTED_AGAIN = 77
 
 @dataclass(frozen=True, kw_only=True)
 class RankFailure:
-    """How a rank ended, other than well.
+    """The failure of a rank.
 
     Args:
-        rank: which.
-        kind: the exception's class; where there was none, what else ended the rank.
+        rank: its number. kind: the exception's class; where there was none, what else ended the rank.
         message: of the exception; the signal, or the exit code.
         time: when, in seconds since the epoch.
         trace: the traceback, if there is one.

@@ -27,12 +27,12 @@ _TIMEOUT_S = 300.0
 work, so minutes mean that one is gone."""
 
 _ASK_S = 0.05
-"""Rank 0 looks so often whether the others have come."""
+"""The interval in seconds at which rank 0 checks whether the others have joined."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankInfo:
-    """Where this process is among the ranks of a run.
+    """This process's rank in a run, and its resources.
 
     Args:
         rank: 0 <= rank < world_size.
@@ -50,7 +50,7 @@ class RankInfo:
 
     @property
     def is_lead(self) -> bool:
-        """Whether this rank reports and writes."""
+        """Whether this rank is rank 0, which reports and writes."""
         return self.rank == 0
 
 
@@ -60,14 +60,14 @@ def joined_run(
 ) -> Iterator[RankInfo]:
     """Be a rank: set threads and seed, and join the group that the launcher's variables describe (else be alone).
 
-    A default group that is there already is used, and left as it is.
+    An existing default group is used and not changed.
 
     Args:
         device: ``"cpu"`` or ``"cuda"``.
         threads: of each rank; None for an even share of the cores.
         seed: of torch's random numbers.
         timeout: seconds that a rank waits for the others, at the start and in each collective.
-        alone: a rank that a launcher started by itself has a group, too.
+        alone: whether a single rank that a launcher started also has a group.
 
     Raises:
         ConfigError: if the device is not there.

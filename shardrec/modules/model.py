@@ -86,7 +86,7 @@ class ShardedModel(nn.Module):
         Raises:
             InputError: on every rank at the same step, if the input of any rank is faulty, or if the model's own code
                 fails on a rank before its last sharded collection is called.
-            PeerError: if another rank is gone or did not come within the process group's timeout.
+            PeerError: if another rank is gone or did not answer within the process group's timeout.
         """
         recorded = recorded_call(self, args, kwargs)
         if recorded is not None:
@@ -361,7 +361,7 @@ class _Step(ExitStack):
         model, context = self._model, self._model.context
         made = context.exchanges - self._begin
         try:
-            # Of calls made ahead, the other ranks have the headers already; whoever made them tells the others.
+            # For calls made ahead, the other ranks have the headers; the code that made the calls tells the others.
             if isinstance(error, Exception) and not isinstance(error, ShardrecError):
                 if model.group is not None and failed_in_a_collective(error):
                     # A buffer's broadcast, a collective of the model's own, one of a compiled or scripted program.

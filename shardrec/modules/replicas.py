@@ -207,7 +207,7 @@ class Averager:
         """Replace contiguous tensors by those of the group's first rank.
 
         Raises:
-            PeerError: if another rank is gone or did not come in time.
+            PeerError: if another rank is gone or did not answer in time.
         """
         self._run(tensors, lambda tensor: dist.broadcast(tensor, self._first, group=self._group, async_op=True))
 

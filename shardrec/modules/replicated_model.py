@@ -119,7 +119,7 @@ class ReplicatedModel(ShardedModel):
         count for ``sync_every``. Does nothing on one replica.
 
         Raises:
-            PeerError: if another rank is gone or did not come within the process group's timeout.
+            PeerError: if another rank is gone or did not answer within the process group's timeout.
         """
         if self._averager is not None:
             states = self._states() if self.replica_options.sync_optimizer else ()

@@ -92,7 +92,7 @@ class Once(Generic[W]):
         return self._owner == threading.get_ident()
 
     def resolve(self, name: str, compute: Callable[[], W]) -> W:
-        """The outcome; runs ``compute`` and then the callbacks if nobody has yet.
+        """The outcome; runs ``compute`` and then the callbacks, unless that was done.
 
         Args:
             name: what is being waited for, for messages.

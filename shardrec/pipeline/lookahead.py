@@ -122,14 +122,14 @@ class Lookahead:
         return result
 
     def close(self) -> None:
-        """Let go of the batches that are under way: every rank does so after the same step."""
+        """Drop the batches in progress; every rank calls this after the same step."""
         self._source = None
         for slot in self._slots:
             slot.let_go()
         self._slots.clear()
 
     def _fetch(self, count: int) -> None:
-        """Have so many batches, as far as there are any."""
+        """Fetch batches up to this number, as far as the loader has any."""
         while self._source is not None and len(self._slots) < count and not any(one.error for one in self._slots):
             try:
                 batch = next(self._source)
@@ -160,7 +160,7 @@ class Lookahead:
             context.dense_signature = before
 
     def _exchange(self, slot: _Slot | None) -> None:
-        """Exchange the headers of the following batch; every rank does so in every step, whatever it has.
+        """Exchange the headers of the next batch; every rank does so in every step, even without a batch.
 
         Raises:
             ForwardFailed: if another rank's forward has failed.
@@ -228,7 +228,7 @@ class Lookahead:
             InputError: on every rank.
         """
         context = self._context
-        assert context is not None, "without a sharded model nobody waits"
+        assert context is not None, "only a sharded model waits"
         if self._learnt is None and observed:
             self._learn(slot, observed)
         if not self._learnt or context.collectives.world_size == 1:

@@ -1,4 +1,4 @@
-"""What stages send each other, and the box where it waits.
+"""The messages between stages, and the mailbox in which they wait.
 
 A stage that fails sends, in place of all that it still had to send, what failed. So every message that is waited for
 comes, every stage ends its step, and nothing is left over for the next one.

@@ -68,7 +68,7 @@ class Peers:
             return safe_pickle.gather(value, self._control)
 
     def agree(self, number: int) -> list[int]:
-        """A number of each rank, on every rank; likewise."""
+        """A number of each rank, on every rank; every rank calls this."""
         numbers = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         with self._about_stages():
             dist.all_gather(numbers, torch.tensor([number]), group=self._control)

@@ -258,7 +258,7 @@ class Pipeline(nn.Module):
 
 
 def _numbered(device: torch.device) -> torch.device:
-    """With the number of a CUDA device, because each thread has a current one of its own."""
+    """The device with its CUDA number, because the current device differs between threads."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device

@@ -25,7 +25,7 @@ class Span:
         name: the action, such as ``"F0"``.
         kind: ``"compute"``; ``"wait"``, for messages; ``"send"``, a message on its way to another rank.
         start: time in seconds of the host's clock.
-        end: likewise.
+        end: on the same clock.
     """
 
     stage: int

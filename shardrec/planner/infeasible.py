@@ -1,4 +1,4 @@
-"""Tables that do not fit: which, by how much, and what would do."""
+"""The report about tables that do not fit: which ones, by how much, and the remedies."""
 
 from __future__ import annotations
 

@@ -55,7 +55,8 @@ def plan(
         dedup: as :func:`shardrec.shard` will be told: sequence collections send each distinct id of a table once.
 
     Returns:
-        The plan; :func:`shardrec.planner.explain`, ``to_html`` and ``to_png`` say what it costs and why it is as it is.
+        The plan; :func:`shardrec.planner.explain`, ``to_html`` and ``to_png`` show its cost and the reasons for its
+        cuts.
 
     Raises:
         ConfigError: if the model has no collection, or a constraint is for an unknown table or cannot be met.
@@ -111,7 +112,7 @@ def replan(
 
     Args:
         old_plan: in use now.
-        model: as for :func:`plan`, on whose other arguments this goes by.
+        model: as for :func:`plan`, whose other arguments are also accepted.
         max_moved_bytes: most bytes of weights and optimizer state that ranks may have to receive.
         batch_size: samples per rank in a step.
         constraints: by table name or pattern; they hold for the tables that move.

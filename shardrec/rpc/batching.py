@@ -1,7 +1,7 @@
-"""Requests wait in a queue, and one thread serves what is there, so that no RPC thread ever blocks.
+"""Requests wait in a queue, and one thread serves all waiting ones, so that no RPC thread ever blocks.
 
-While the thread looks up, requests arrive; the next lookup is for all of them. Under load that merges by itself, and
-an idle server answers at once. A window makes the thread wait for more requests after the first one.
+While the thread looks up, requests arrive; the next lookup is for all of them. Under load this merges requests
+automatically, and an idle server answers at once. A window makes the thread wait for more requests after the first one.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class Connections:
 
 
 class Answers(Awaitable[Any]):
-    """A call under way; what a replica that is gone does not answer, another one is asked for.
+    """The answers of a call in progress; if a replica is gone, another one is asked.
 
     Args:
         names: RPC names of the replicas; the first is asked first.

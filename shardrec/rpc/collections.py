@@ -71,7 +71,7 @@ class RemoteTable(ShardedTable):
 
 
 class _Asking:
-    """What a call does more when its rows come from servers: its ids go with the exchange of the rows."""
+    """The additional part of a call whose rows come from servers: its ids are sent with the exchange of the rows."""
 
     def outgoing(self: Any, inside: BlocksInFlight | None, stream: int) -> Stream:
         collection: RemoteCollection = self._collection
@@ -89,7 +89,7 @@ class _RemoteSequenceCall(_Asking, SequenceCall):
 
 
 class RemoteCollection(ShardedCollection):
-    """What the remote collections have in common.
+    """The base of the remote collections.
 
     Args:
         module: the unsharded collection. Values that it has are sent to the servers; one on meta leaves the servers'

@@ -1,4 +1,4 @@
-"""What stands for the collectives of a step on a trainer whose tables are on servers.
+"""The collectives of a step on a trainer whose tables are on servers.
 
 To the sharded modules the trainers and the servers are ranks of one group: T trainers, which have batches and no
 shards, then S servers, which have shards and no batches. Between trainers only the header travels, over their own
@@ -46,7 +46,7 @@ class RemoteCollectives(Collectives):
         staleness: updates that the tables may be behind.
 
     Attributes:
-        session: a number that tells this run of the trainers from others, alike on all of them.
+        session: a number that identifies this run of the trainers, the same on all of them.
         rates: the learning rate of each fused optimizer, in the order in which the servers know them.
     """
 

@@ -36,7 +36,7 @@ __all__ = ["RemoteModel", "shard_over_servers"]
 
 
 class RemoteModel(ShardedModel):
-    """What :func:`shardrec.shard` returns with ``servers``: a :class:`shardrec.ShardedModel` of one trainer.
+    """The result of :func:`shardrec.shard` with ``servers``: the :class:`shardrec.ShardedModel` of one trainer.
 
     Its state_dict has whole tables, read from the servers. A checkpoint has the same form as the sharded model's, and
     either can load the other's: each server writes and reads its own shards, in a folder that all processes share.

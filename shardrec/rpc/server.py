@@ -68,7 +68,7 @@ class _Push:
 
 @dataclass(kw_only=True)
 class _Pushes:
-    """What the trainers have pushed of an update, by number of the trainer."""
+    """The parts of an update that trainers have pushed, by number of the trainer."""
 
     trainers: int
     rates: list[float]
@@ -199,7 +199,8 @@ class EmbeddingServer:
         """Update the tables when the gradients of all the trainers have come.
 
         Args:
-            update: which run of the trainers, and which of its updates; alike on all trainers, and made in this order.
+            update: the run of the trainers and the number of its update; the same on all trainers. Updates are made in
+                this order.
             trainer: number of the trainer, and of trainers.
             wait_s: seconds to wait for the other trainers.
             rates: learning rate of each of the model's fused optimizers.
@@ -244,7 +245,7 @@ class EmbeddingServer:
         return self._answered(lambda: Request(work=work))
 
     def describe(self) -> dict[str, Any]:
-        """What this server is, and what it has done so far, as plain data."""
+        """A description and statistics of this server, as plain data."""
         return {
             "rank": self.rank,
             "servers": self.model.plan.world_size,
@@ -451,7 +452,7 @@ _METHODS = frozenset({"describe", "load", "read", "save", "step_counts", "write"
 
 
 def _failed(error: Exception) -> Future[Answer]:
-    """An error as an answer that is there already."""
+    """An error as an answer that is already complete."""
     future: Future[Answer] = Future()
     future.set_result(failure(error))
     return future

@@ -101,7 +101,7 @@ class RpcWorld:
 
     RPC runs whatever function a message names, and unpickles what it is given: it trusts whoever is connected. Agents
     listen only until all are connected: on one host on a Unix socket, for processes of this user; between hosts on a
-    TCP port of ``interface``, which must be on a network that nobody else reaches.
+    TCP port of ``interface``, which must be on a network that no other user reaches.
 
     Args:
         store: that all processes share and none of them takes with it when it dies, such as a ``FileStore``.
@@ -143,7 +143,7 @@ class RpcWorld:
         """Come to the RPC world; blocks until all processes have.
 
         Raises:
-            PeerError: if some did not come in time, or the job has ended.
+            PeerError: if some processes did not join in time, or the job has ended.
         """
         end = monotonic() + self._timeout_s
         while not (self._come(end) and self._start_agent(end)):
@@ -185,7 +185,7 @@ class RpcWorld:
         return True
 
     def leave(self) -> None:
-        """End this process's agent. What is under way fails at the other ends."""
+        """End this process's agent. Calls in progress fail on the other processes."""
         if self._generation >= 0:
             rpc.shutdown(graceful=False)
 
@@ -193,7 +193,7 @@ class RpcWorld:
         """After a process was lost: leave, have all others leave, and join again.
 
         Raises:
-            PeerError: if some processes did not come in time.
+            PeerError: if some processes did not join in time.
         """
         self._store.set(self._key("over"), "1")
         self.leave()
@@ -207,10 +207,10 @@ class RpcWorld:
     def serve(self) -> None:
         """Be there for calls, in one generation after the other, until a trainer ends the job.
 
-        A generation ends when all of its trainers are gone, too: others may be started in their place.
+        A generation also ends when all of its trainers are gone: new ones may be started in their place.
 
         Raises:
-            PeerError: if the other processes did not come in time.
+            PeerError: if the other processes did not join in time.
         """
         while True:
             try:

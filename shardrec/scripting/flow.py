@@ -42,7 +42,7 @@ class NodePlan:
     """A node, how it uses its operands, and the blocks inside it.
 
     Args:
-        is_lazy_item: it takes an item of a dict; if the dict is pending, the item can be, too.
+        is_lazy_item: whether it takes an item of a dict; if the dict is pending, the item can be pending.
     """
 
     node: Node

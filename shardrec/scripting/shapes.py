@@ -68,7 +68,7 @@ class Shape:
         self.pin_parts()
 
     def pin(self) -> None:
-        """It has to be plain, and all it holds, too."""
+        """Require the value, and everything that it holds, to be plain."""
         self.pin_itself()
         self.pin_parts()
 
@@ -99,7 +99,7 @@ class Shape:
             for mine, its in zip(a._parts, b._parts, strict=True):
                 mine.unite(its)
         else:
-            # Such as a list that goes where anything may: nobody can follow it from there.
+            # Such as a list that is passed where any type is accepted: its values cannot be followed from there.
             self.pin_parts()
             other.pin_parts()
 

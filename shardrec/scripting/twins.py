@@ -1,6 +1,6 @@
 """A model as TorchScript is to see it: each module that returns something pending replaced by its scriptable twin.
 
-The model itself is left as it is. What is scripted is a copy of its module tree, with the same parameters, buffers and
+The model itself is not changed. A copy of its module tree is scripted, with the same parameters, buffers and
 attributes in it.
 
 [Note: the wait goes into the twin]
@@ -46,7 +46,7 @@ class HasScriptedTwin(Protocol):
     - one whose ``forward`` is annotated ``-> Await[T]``, where the module itself returns a ``LazyAwaitable[T]``: it
       issues its communication and returns ``shardrec.pending.awaitable(finish, ...)``. Other code sees ``T``, and
       waits for it at its first use;
-    - one with any other ``forward``, which takes the module's place as it is.
+    - one with any other ``forward``, which replaces the module unchanged.
 
     It takes and returns what the module does, holds the very parameters and buffers of the module, and is made anew at
     each call. Its submodules are replaced by their twins in turn. The result can have a twin itself; a module whose
@@ -69,7 +69,7 @@ def scriptable_copy(model: nn.Module, *, portable: bool, parallel_lookups: bool 
     copy = copier.copy(model, "")
     if copier.infers:
         _freeze(copy)
-    # Twins are kept, too: their finalizers would take away what the copy runs on.
+    # Twins are also kept: their finalizers would free objects that the copy uses.
     weakref.finalize(copy, _forget_sources, copier.sources, copier.alive).atexit = False
     return copy
 

@@ -91,7 +91,7 @@ class ServedReplicas(ReplicatedLookup):
     Args, where they are not those of :class:`ReplicatedLookup`:
         layouts: of the replicated tables, in module order; all of them are looked up.
         formats: of each table, by its name in the plan.
-        pooled: sum each bag; else each table is looked up by itself, a row per id.
+        pooled: sum each bag; else each table is looked up separately, a row per id.
 
     Attributes:
         memory: of each table (rows, b) uint8, see :class:`ServedTables`.

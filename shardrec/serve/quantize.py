@@ -49,7 +49,7 @@ def quantize(model: ShardedModel, weights: str = "int8", *, tables: Mapping[str,
         :func:`shardrec.serve.save` take it.
 
     Raises:
-        ConfigError: on every rank, for a format or table that there is not, for a value that the format cannot keep
+        ConfigError: on every rank, for an unknown format or table, for a value that the format cannot keep
             (not finite, or beyond ±65504 unless FP32), or for INT4 shards on CUDA of other widths than multiples of 8.
     """
     require_sharded(model, "shardrec.serve.quantize")

@@ -40,16 +40,16 @@ FILE = "config.yaml"
 """The effective options, in a run's results."""
 
 SPEC = "features.yaml"
-"""What the columns of its files are, likewise; of runs with such a file."""
+"""The feature spec, in the folder of a run that has one."""
 
 PLAN = "plan.json"
-"""The sharding plan, likewise."""
+"""The sharding plan, in a run's folder."""
 
 METRICS = "metrics.json"
-"""What the run came to, likewise."""
+"""The results of the run, in its folder."""
 
 BOARD = "tensorboard"
-"""The folder of TensorBoard's event files, likewise."""
+"""The folder of TensorBoard's event files, in a run's folder."""
 
 _RESTARTS = 3
 
@@ -147,7 +147,7 @@ class TrainConfig(Options):
     patience: int | None = option(
         None,
         _LEARNING,
-        "End after so many points of the held-out curve without a better logloss (with a loss over groups: GAUC).",
+        "End after this number of points of the held-out curve without a better logloss (for groups: GAUC).",
         ge=1,
     )
     seed: int = option(0, _LEARNING, "Seed of the first weights and of generated rows.", ge=0)
@@ -203,7 +203,7 @@ class TrainConfig(Options):
     )
     checkpoint: str = option("last", _OUTPUT, "Save the model at the end, or not.", choices=("last", "none"))
     checkpoint_every: str | None = option(
-        None, _OUTPUT, "Save each so many steps, or minutes ('10m'), and when told to end.", metavar="STEPS|MINUTESm"
+        None, _OUTPUT, "Save every N steps, or minutes ('10m'), and when told to end.", metavar="STEPS|MINUTESm"
     )
     checkpoint_incremental: int = option(
         0, _OUTPUT, "Most saves in a row that write only rows that have changed; 0: all rows, always.", ge=0

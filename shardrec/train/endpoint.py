@@ -3,7 +3,7 @@
 ::
 
     GET  /          what the model is, and an example of a request
-    GET  /health    {"status": "ok"}, for whoever watches the process
+    GET  /health    {"status": "ok"}, for health checks
     POST /predict   {"rows": [{"user": "u17", "price": 3.5, ...}, ...]}  →  {"probabilities": [0.71, ...]}
 
 One process computes one request at a time. What serves many is what ``shardrec export`` writes; see docs/serving.md.

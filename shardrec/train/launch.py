@@ -17,13 +17,13 @@ __all__ = ["train"]
 
 
 def train(config: TrainConfig, *, resume: bool = False, debug: bool = False) -> None:
-    """Run ``config``; with ``nproc`` above 1, on so many new processes.
+    """Run ``config``; with ``nproc`` above 1, on that number of new processes.
 
     Under torchrun (``RANK`` and ``WORLD_SIZE`` are set) every rank calls this and is one rank of the run.
 
-    Ranks that this function starts are started again when one has died, was stopped or did not come in time, and go on
-    from the last checkpoint: ``max_restarts`` times without a new one. Errors of options or data would come back, and
-    are raised at once.
+    Ranks that this function starts are started again when one has died, was stopped or did not join in time, and
+    continue from the last checkpoint: ``max_restarts`` times without a new one. Errors of options or data would come
+    back, and are raised at once.
 
     Args:
         config: the run.

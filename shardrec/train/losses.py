@@ -1,4 +1,4 @@
-"""Losses of a batch: of each row's logit by itself, of the order of the rows in a group, or the model's own.
+"""Losses of a batch: of each row's logit, of the order of the rows in a group, or the model's own.
 
 A rank's batch knows its own rows only: a group that is spread over ranks or steps counts as several. No loss makes the
 host wait for the device.

@@ -1,6 +1,6 @@
-"""When a run saves and when it ends early, and what it needs to go on as if nothing had happened.
+"""Decides when a run saves and when it ends early, and saves the state that it needs to resume bit-identically.
 
-Steps are counted alike on all ranks; clocks, signals and the end of a write are not. On these the ranks agree about
+Steps are the same on all ranks; clocks, signals and the end of a write are not. On these the ranks agree about
 twice a second, in one all-reduce of four numbers, whose result also says after how many steps the next one is:
 
     step      … 41    42    43    44 …                              (a signal on rank 1 in step 42)

@@ -178,7 +178,7 @@ def _sharded_model(config: TrainConfig, source: Source, rank_info: RankInfo, pla
                 f"{rank_info.world_size}: start {plan.world_size} (--nproc {plan.world_size}), or leave it out"
             )
     if plan is None:
-        from shardrec.planner import plan as make_plan  # a fifth of the imports, which a run that goes on does without
+        from shardrec.planner import plan as make_plan  # a fifth of the import time, which a resumed run does not need
 
         with working("planning") if rank_info.is_lead else nullcontext():
             plan = make_plan(

@@ -123,7 +123,7 @@ class Source:
         return self._counted(files, data, islice(batches, None if limit is None else -(-limit // rows)))
 
     def best_metrics(self) -> ClickMetrics | None:
-        """The best that any model can have on the held-out rows; None for data whose optimum nobody knows."""
+        """The best that any model can have on the held-out rows; None for data whose optimum is unknown."""
         return self.data.best_metrics().holdout if isinstance(self.data, SyntheticClickData) else None
 
     def _counted(

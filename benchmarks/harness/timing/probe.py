@@ -86,7 +86,7 @@ def _scatter(table: Tensor, ids: Tensor) -> Callable[[], object]:
 
 
 def _exchange_seconds(off_rank: int, rank_info: RankInfo) -> float:
-    """An all-to-all in which so many bytes leave each rank."""
+    """Time an all-to-all in which each rank sends ``off_rank`` bytes to others."""
     others = rank_info.world_size - 1
     each = max(1, off_rank // others // 4)
     send = torch.ones(each * rank_info.world_size, device=rank_info.device)

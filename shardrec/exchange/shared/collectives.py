@@ -67,7 +67,7 @@ class SharedCollectives(Collectives):
         self._token = 0
         self._lent: dict[int, list[Bytes | Tensor]] = {}  # by token, once for each peer that has not released it
         self._allocated: dict[int, tuple[int, int]] = {}  # by address, window and first byte of those in use
-        self.dropped: deque[int] = deque()  # numbers of exchanges that nobody waited for; filled by finalizers
+        self.dropped: deque[int] = deque()  # numbers of exchanges that were not waited for; filled by finalizers
 
     def send(
         self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str, streams: StreamSizes | None = None

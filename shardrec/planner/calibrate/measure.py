@@ -25,7 +25,7 @@ __all__ = ["Measured", "measure", "measure_plans"]
 _SIZES = (0, 4096, 65_536, 524_288, 4_194_304)
 """Floats that a rank sends to all ranks together, or reduces."""
 _PASSES = 4
-"""Times that the workloads are gone through; the quietest counts: what disturbs one may last for many workloads."""
+"""Passes over the workloads; the quietest counts, because a disturbance may last for many workloads."""
 _QUIET = 0.1
 """Quantile of the times of equal steps that counts. Passes differ less in it than in the median, which depends more on
 what else the machine does: by 8% instead of 14% (standard deviation; two ranks, two cores)."""
@@ -60,7 +60,7 @@ def measure(workloads: Sequence[Workload], world: int, *, device: str = "cpu", r
     """Start ranks on this machine, one thread each on the CPU, and time the workloads.
 
     Args:
-        workloads: for so many ranks.
+        workloads: made for this number of ranks.
         world: ranks.
         device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL, a device for each rank).
         repeats: steps that are timed at least, in passes through the workloads; that of the quietest pass counts.
@@ -83,14 +83,15 @@ def measure_plans(
 ) -> list[tuple[float, ...]]:
     """Time a step of the same tables under several plans, in the same processes and in turn.
 
-    Whatever else the machine does falls on all of the plans alike.
+    Other load on the machine affects all plans equally.
 
     Args:
         tables: pooled, by name; the update is rowwise Adagrad's.
         plans: of these tables, for ranks of this machine.
         batch_size: samples per rank.
-        batches: of so many samples, dealt out to the ranks, at least one for each; the features of a table are called
-            ``"<table>.0"``, ``"<table>.1"`` and so on, tables in order. Default: ids drawn evenly from all rows.
+        batches: of ``batch_size`` samples, distributed over the ranks, at least one for each; the features of a table
+            are called ``"<table>.0"``, ``"<table>.1"`` and so on, tables in order. Default: ids drawn evenly from all
+            rows.
         device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL).
         rounds: in each, every plan makes its steps, and begins where another did in the round before.
         steps: of a plan in a round; a quiet one counts.
@@ -288,7 +289,7 @@ def _time_step(
         return forward_ms, step_ms
 
     once()
-    # The same number on all ranks: it goes by the slowest.
+    # The same number on all ranks: the slowest rank determines it.
     _, about = slowest([once()])
     repeats = max(repeats, min(_MOST_REPEATS * repeats, ceil(least_ms / max(about, 1e-3))))
     return slowest([once() for _ in range(repeats)])

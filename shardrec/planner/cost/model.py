@@ -71,7 +71,7 @@ class Cost:
         return sum(self.memory)
 
     def times_each(self, factor: float) -> Cost:
-        """So many of it."""
+        """The cost multiplied by a factor."""
         return Cost(times=tuple(factor * t for t in self.times), memory=tuple(factor * m for m in self.memory))
 
     def __add__(self, other: Cost) -> Cost:

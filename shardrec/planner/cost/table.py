@@ -24,7 +24,7 @@ class Growth:
     power: float
 
     def distinct(self, ids: float) -> float:
-        """Distinct ids among so many."""
+        """Expected number of distinct ids among a number of ids."""
         return min(ids, self.scale * ids**self.power) if ids > 0 else 0.0
 
 
@@ -37,7 +37,7 @@ class TableLoad:
         embedding_dim: columns.
         poolings: per feature that looks the table up, the mean number of ids of a sample.
         growth: distinct ids by number of ids; default: ids drawn evenly from all rows.
-        histogram: which rows the ids hit; default: all alike.
+        histogram: which rows the ids hit; default: all equally often.
         pooled: a sum per bag; else a row per id.
         dedup: of a row per id, each distinct id of a batch is sent once.
         weight_bytes: bytes of a weight.
@@ -98,7 +98,7 @@ class TableLoad:
         return self.histogram.share(start, end)
 
     def distinct(self, ids: float) -> float:
-        """Expected distinct rows among so many ids of the whole table."""
+        """Expected number of distinct rows among a number of ids of the whole table."""
         if self.growth is not None:
             return min(self.growth.distinct(ids), float(self.num_embeddings))
         rows = float(self.num_embeddings)

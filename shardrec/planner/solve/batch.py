@@ -2,7 +2,8 @@
 
 A :class:`Batch` holds, for each of B proposals, the load and the bytes of every rank. :meth:`Batch.put` puts one table
 on in each proposal, with an option of its own: the places of equal gangs are compared as a matrix (proposals, places),
-and the best so many are taken. :meth:`Batch.first_fit` says which of many options have enough places left.
+and as many of the best are taken as there are gangs. :meth:`Batch.first_fit` says which of many options have enough
+places left.
 
 ::
 
@@ -150,7 +151,7 @@ class _Limits(NamedTuple):
 
     @property
     def apart(self) -> bool:
-        """Whether equal gangs go to places of their own, if there are as many."""
+        """Whether equal gangs go to different places, if there are enough."""
         return self.budget is None or self.best_fit
 
 
