@@ -1,4 +1,4 @@
-"""Which stage does what in which order; pure functions.
+"""Schedules: the order of each stage's actions, as pure functions.
 
 F2 is the forward of micro-batch 2, B2 its backward (here as long as a forward). 3 stages, 4 micro-batches::
 
@@ -43,7 +43,7 @@ ScheduleName = Literal["gpipe", "1f1b"]
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One piece of a stage's work.
+    """A forward or backward of a stage.
 
     Args:
         kind: ``"F"``, a forward, or ``"B"``, a backward (with the recomputation, where there is one).
@@ -63,7 +63,7 @@ Schedule = list[list[Action]]
 
 @dataclass(frozen=True, slots=True)
 class TimedAction:
-    """When a stage does an action: from ``start`` to ``end``."""
+    """An action of a stage with its time, from ``start`` to ``end``."""
 
     stage: int
     action: Action
@@ -102,12 +102,12 @@ def one_f_one_b(stages: int, batches: int) -> Schedule:
 
 
 def forwards(schedule: Schedule) -> Schedule:
-    """Its forwards alone."""
+    """The forwards of a schedule only."""
     return [[action for action in actions if action.kind == "F"] for actions in schedule]
 
 
 def backwards(schedule: Schedule) -> Schedule:
-    """Its backwards alone."""
+    """The backwards of a schedule only."""
     return [[action for action in actions if action.kind == "B"] for actions in schedule]
 
 
@@ -116,7 +116,8 @@ SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}
 
 
 def simulate(schedule: Schedule) -> list[TimedAction]:
-    """Each action, a unit of time, as early as its stage, and the one before (forward) or behind (backward), allow.
+    """Start each action, of one unit of time, as early as its stage and its neighbour (the stage before for a forward,
+    the next one for a backward) allow.
 
     Returns:
         The actions in order of their starts: an order in which one thread can do them all.

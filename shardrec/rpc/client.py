@@ -1,4 +1,4 @@
-"""The servers as a trainer or a serving client sees them: calls with a time limit, answers that are waited for."""
+"""The client side of the servers, for trainers and serving clients: calls with a time limit, and their answers."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class RemoteModel(ShardedModel):
         self._collectives.wait_for_updates()
 
     def server_statistics(self) -> list[dict[str, Any]]:
-        """Per server, what it is and has done: requests, fused lookups made for them, updates."""
+        """Per server, its description and statistics: requests, fused lookups made for them, updates."""
         servers = self._collectives.servers
         return [servers.call(number, "describe") for number in range(len(servers))]
 

@@ -102,8 +102,8 @@ class EmbeddingServer:
         servers: RPC names of all servers, by rank; default: ``server0`` and on.
         device: of the shards; default: the CPU.
         capacity: lookups that may wait, and updates that wait for their other trainers; one more is answered with
-            BusyError.
-        window_s: seconds to wait for more lookups after the first of a batch; by default, a batch is what has come
+            BusyError. window_s: seconds to wait for more lookups after the first of a batch; by default, a batch is
+                what has come
             while the one before was looked up.
         max_requests: lookups of a batch.
         read_only: refuse updates.
@@ -196,7 +196,7 @@ class EmbeddingServer:
         parts: list[Part],
         gradient: Tensor,
     ) -> Future[Answer]:
-        """Update the tables when the gradients of all the trainers have come.
+        """Update the tables when the gradients of all trainers have arrived.
 
         Args:
             update: the run of the trainers and the number of its update; the same on all trainers. Updates are made in
@@ -205,7 +205,7 @@ class EmbeddingServer:
             wait_s: seconds to wait for the other trainers.
             rates: learning rate of each of the model's fused optimizers.
             parts: as they were looked up.
-            gradient: (n,) float32, of what the lookup gave.
+            gradient: (n,) float32, of the lookup's result.
 
         Returns:
             Future of the answer, which is 0; completed when the update is made.

@@ -1,4 +1,4 @@
-"""A model as TorchScript is to see it: each module that returns something pending replaced by its scriptable twin.
+"""Makes the copy of a model that TorchScript compiles, with scriptable twins of modules that return pending values.
 
 The model itself is not changed. A copy of its module tree is scripted, with the same parameters, buffers and
 attributes in it.
@@ -39,7 +39,7 @@ _NUMBERS = count()
 
 @runtime_checkable
 class HasScriptedTwin(Protocol):
-    """A module that TorchScript is to see as another one.
+    """A module for which TorchScript compiles another one, its twin.
 
     Its ``scripted_twin()`` gives the module to script in its place:
 
@@ -48,8 +48,8 @@ class HasScriptedTwin(Protocol):
       waits for it at its first use;
     - one with any other ``forward``, which replaces the module unchanged.
 
-    It takes and returns what the module does, holds the very parameters and buffers of the module, and is made anew at
-    each call. Its submodules are replaced by their twins in turn. The result can have a twin itself; a module whose
+    The twin takes and returns what the module does, holds the module's own parameters and buffers, and is a new object
+    at each call. Its submodules are replaced by their twins in turn. The result can have a twin itself; a module whose
     ``forward`` is such a one already returns itself.
     """
 

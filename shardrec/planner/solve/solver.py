@@ -221,7 +221,7 @@ class _Search:
 
 
 def _best_of(packings: list[Packing], count: int) -> list[Packing]:
-    """At most ``count`` of the packings with the least cost, of different costs; the same ones again where there are fewer."""
+    """At most ``count`` packings with the least cost, of different costs; the same ones again where there are fewer."""
     different = {packing.cost: packing for packing in packings}
     best = [different[cost] for cost in sorted(different)]
     return [best[number % len(best)] for number in range(count)] if best else []
