@@ -19,7 +19,7 @@ _MOST_RANKS = 4096
 
 
 def refuse(planner: Planner) -> NoReturn:
-    """Raise what there is to say about a problem for which no plan was found.
+    """Raise the PlanError about a problem for which no plan was found.
 
     Raises:
         PlanError: always.

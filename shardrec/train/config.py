@@ -66,7 +66,7 @@ class TrainConfig(Options):
     """One training run. Each field is a key of the YAML file and, with dashes, a flag; its text is that flag's help.
 
     Raises:
-        ConfigError: naming each option that cannot be honoured, its value and what it may be.
+        ConfigError: if an option has an invalid value; names each one, its value and the valid values.
     """
 
     data: str = option(
@@ -282,13 +282,13 @@ class TrainConfig(Options):
         return self.max_restarts if self.max_restarts is not None else _RESTARTS * (self.checkpoint_every is not None)
 
     def check_resumes(self, started: Mapping[str, Any]) -> None:
-        """Options of data, model and learning make a run what it is; the others may differ when it goes on.
+        """Check that options of data, model and learning are unchanged; the others may differ when a run is resumed.
 
         Args:
             started: the options that the run was started with, as :meth:`to_mapping` gives them.
 
         Raises:
-            ConfigError: naming each that differs, and both values.
+            ConfigError: if some differ; names each one and both values.
         """
         given = self.to_mapping()
         faults = [
@@ -326,7 +326,7 @@ def load_config(
     Args:
         path: YAML file of options; None for none.
         flags: options by field name; those that are None were not given.
-        resume: the options of the run in the folder ``out``, if it was started before, are the defaults.
+        resume: use the options of the run in the folder ``out``, if it exists, as defaults.
 
     Raises:
         ConfigError: for a file that cannot be read, an option that does not exist, or a value that cannot be honoured.

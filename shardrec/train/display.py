@@ -1,4 +1,4 @@
-"""What a run shows meanwhile: a redrawn bar on a terminal, a line now and then in a log, nothing on other ranks."""
+"""Shows a run's progress: a bar on a terminal, lines in a log, and nothing on ranks other than 0."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class _Samples(ProgressColumn):
 
 
 class Announcer:
-    """What rank 0 says on stdout: the plan, the run, its progress and its results.
+    """Rank 0's output on stdout: the plan, the run, its progress and its results.
 
     Args:
         speaks: on the other ranks nothing is said.

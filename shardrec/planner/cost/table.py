@@ -1,4 +1,4 @@
-"""What the planner knows of a table: its shape, and what a batch makes it do."""
+"""The planner's description of a table: its shape, and its load in a batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Growth:
 
     Args:
         scale: distinct ids of one id's worth; positive.
-        power: 1 when ids never come again, 0 when nothing new comes.
+        power: 1 if ids never repeat, 0 if there are no new ids.
     """
 
     scale: float
@@ -43,7 +43,8 @@ class TableLoad:
         weight_bytes: bytes of a weight.
         state_bytes: bytes of optimizer state per weight.
         row_state_bytes: bytes of optimizer state per row.
-        whole_row_state: the optimizer's state is of whole rows, so that column stripes have to talk (rowwise Adagrad).
+        whole_row_state: the optimizer's state is of whole rows, so that column stripes have to communicate (rowwise
+            Adagrad).
         fused: the update happens in backward.
     """
 
