@@ -135,7 +135,7 @@ def defer(pending: str) -> str:
 
     An operator of shardrec's own could not be told about type variables, and a saved file would need shardrec to be
     loaded. So the mark is made of torch's operators: waiting for an Await of an Await that is there already, and then
-    for that. It means what it says if nobody looks for it.
+    for that. It has its usual meaning if no other code looks for it.
 
     Args:
         pending: an expression, of source that TorchScript will read and in which ``torch`` is known.
@@ -257,7 +257,7 @@ def methods_of(module: torch.jit.ScriptModule) -> Iterator[Any]:
 # [Note: inlining without leaving a trace]
 # To inline a method, TorchScript makes an optimized copy of it, keeps that with the method, and runs it ever after,
 # even if the method's graph is changed. It keeps one copy for each of four states of autocast. So we inline in the
-# state that nobody is in, autocast for CPU and CUDA at once; and with optimization off, since the copies would get
+# state that is never used, autocast for CPU and CUDA at once; and with optimization off, since the copies would get
 # autocast's conversions. Such a copy has its own calls in it still, which is why inlining goes round by round.
 @contextmanager
 def _apart() -> Iterator[None]:
@@ -319,7 +319,7 @@ def writes_or_aliases(node: Node, index: int) -> bool:
 
 
 def counts_of(numbers: Tensor, total: int | None = None) -> list[int]:
-    """The values of (n,) integers, read on the host. TorchScript compiles it, too.
+    """The values of (n,) integers, read on the host. TorchScript also compiles it.
 
     A tracer has symbols for them, and is told what else it could not know: that none is negative, and their sum.
     """

@@ -47,7 +47,7 @@ class CheckedOutput:
 
     Args:
         stream: for which it stands in.
-        lossy: say it as a warning on stderr, and let whoever prints go on; else as a ConfigError.
+        lossy: report it as a warning on stderr, and continue; else as a ConfigError.
     """
 
     def __init__(self, stream: TextIO, *, lossy: bool = False) -> None:

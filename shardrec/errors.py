@@ -55,11 +55,11 @@ class PlanError(ShardrecError, ValueError):
 
     Args:
         faults: one sentence per fault; all of them are in the message.
-        remedies: changes, of which each would do by itself; likewise.
+        remedies: changes, of which each one is sufficient; empty for other errors.
 
     Attributes:
         faults: the same sentences, in order.
-        remedies: likewise.
+        remedies: the same changes, in order.
     """
 
     def __init__(self, faults: Sequence[str] | str, remedies: Sequence[str] = ()) -> None:
@@ -72,7 +72,7 @@ class PlanError(ShardrecError, ValueError):
             text = f"the sharding plan has {len(self.faults)} faults:\n{lines}"
         if self.remedies:
             which = "Each of these" if len(self.remedies) > 1 else "This"
-            text += "\n".join([f"\n{which} would do:", *(f"  - {remedy}" for remedy in self.remedies)])
+            text += "\n".join([f"\n{which} is sufficient:", *(f"  - {remedy}" for remedy in self.remedies)])
         super().__init__(text)
 
     def __reduce__(self) -> tuple[type[PlanError], tuple[tuple[str, ...], tuple[str, ...]]]:

@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from shardrec.exchange.collectives import Collectives, Later, Pending, Streams
+from shardrec.exchange.collectives import Collectives, Later, Pending, StreamSizes
 
 __all__ = ["ThreadCollectives", "thread_ranks"]
 
@@ -44,7 +44,7 @@ class ThreadCollectives(Collectives):
         self._mail = mail
 
     def send(
-        self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str, streams: Streams | None = None
+        self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str, streams: StreamSizes | None = None
     ) -> Pending:
         assert len(receive) == len(parts) == self.world_size
         self.issued.append(what)

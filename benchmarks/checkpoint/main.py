@@ -29,7 +29,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 import shardrec
 from shardrec.checkpoint.manifest import read_manifest
 from shardrec.checkpoint.state import model_tensors
-from shardrec.launch.ranks import Place
+from shardrec.launch.ranks import RankInfo
 from shardrec.launch.run import on_new_ranks
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.modules.table import as_one_tensor
@@ -172,16 +172,16 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 written.append(sum(file.size for file in read_manifest(folder / "changes").files))
             # Of the first save behind the training, its memory is new; the first of a chain writes all.
             if turn or name.endswith(("False", "incremental")):
-                place = found.setdefault(name if turn else f"{name}, first", {"s": [], "cpu": [], "extra": []})
-                place["s"].append(seconds)
-                place["cpu"].append(cpu)
-                place["extra"].append(extra)
+                rank_info = found.setdefault(name if turn else f"{name}, first", {"s": [], "cpu": [], "extra": []})
+                rank_info["s"].append(seconds)
+                rank_info["cpu"].append(cpu)
+                rank_info["extra"].append(extra)
             while pending:
                 pending.pop().wait()
     return {**found, "written": written}
 
 
-def on_a_rank(place: Place, options: argparse.Namespace) -> dict[str, Any]:
+def on_a_rank(rank_info: RankInfo, options: argparse.Namespace) -> dict[str, Any]:
     """One rank's part."""
     warnings.filterwarnings("ignore")
     return measure(options, options.folder / "files")

@@ -29,7 +29,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import shardrec
-from shardrec.launch.ranks import Place
+from shardrec.launch.ranks import RankInfo
 from shardrec.launch.run import on_new_ranks
 from shardrec.layout import ShardingPlan, Topology, cuts
 
@@ -224,7 +224,7 @@ def measure(name: str, options: argparse.Namespace, rank: int) -> dict[str, Any]
     return result
 
 
-def on_a_rank(place: Place, options: argparse.Namespace) -> dict[str, Any]:
+def on_a_rank(rank_info: RankInfo, options: argparse.Namespace) -> dict[str, Any]:
     """One rank's part."""
     warnings.filterwarnings("ignore")
     # The sides share the code of the model, and so dynamo's list of what it compiled for it.
@@ -232,8 +232,8 @@ def on_a_rank(place: Place, options: argparse.Namespace) -> dict[str, Any]:
     found = {}
     for name in options.models:
         torch._dynamo.reset()
-        found[name] = measure(name, options, place.rank)
-        if place.is_lead:
+        found[name] = measure(name, options, rank_info.rank)
+        if rank_info.is_lead:
             (options.out / f"{name}.json").write_text(json.dumps(found[name]))
     return found
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from pyarrow import csv
 
 from shardrec.data import ClickBatch, write_criteo_tsv, write_parquet
-from shardrec.launch.ranks import Place
+from shardrec.launch.ranks import RankInfo
 from shardrec.launch.run import on_new_ranks
 from shardrec.modules import shard
 from shardrec.pipeline.train import TrainPipeline
@@ -57,7 +57,7 @@ class Row:
         training: of training steps on the file, read ahead on a thread as ``shardrec train`` does.
         kept: median over the rounds of the rate of training over that of steps in the same round.
         reading_cpu: processor time of rank 0, microseconds for each of the file's rows.
-        stepping_cpu: likewise.
+        stepping_cpu: CPU seconds of the same.
     """
 
     data: str
@@ -100,10 +100,10 @@ def write_shop(path: Path, count: int, seed: int = 0) -> None:
     csv.write_csv(pa.table({**columns, **texts}), path)
 
 
-def measured(place: Place, data: str, features: str | None, batch: int, rounds: int) -> dict[str, list[float]]:
+def measured(rank_info: RankInfo, data: str, features: str | None, batch: int, rounds: int) -> dict[str, list[float]]:
     """Seconds of each round, and processor seconds of this rank, for all rows of the file."""
     config = TrainConfig(data=data, valid=data, features=features, batch_size=batch)  # all rows are trained on
-    source = Source(config, place)
+    source = Source(config, rank_info)
     model = build_model(config, source.data.schema)
     fuse_optimizer(model, config)
     sharded = shard(model, plan(model, batch_size=batch, sample_batches=source.sampled(4)))
@@ -121,7 +121,7 @@ def measured(place: Place, data: str, features: str | None, batch: int, rounds: 
                 batches,
                 loss_fn=lambda model, batch: (batch_loss(config.loss, model, batch), batch.size),
                 depth=0,
-                device=place.device,
+                device=rank_info.device,
             )
         )
 

@@ -78,7 +78,7 @@ def _thin_container(library: bytearray, place: int, architecture: int) -> int:
 
 
 class _Parts(io.RawIOBase):
-    """A file that is written as several of at most so many bytes each."""
+    """A file that is written as several files with a maximum size in bytes."""
 
     def __init__(self, folder: Path, size: int) -> None:
         self._folder, self._size = folder, size

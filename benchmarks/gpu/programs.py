@@ -26,7 +26,7 @@ from benchmarks.harness.timing.clock import time_steps
 from benchmarks.harness.timing.dense import DENSE_LR, DenseInputs, click_model, dense_parameters
 from benchmarks.harness.timing.sides.dense import DensePart
 from benchmarks.harness.workload import parse_tables
-from shardrec.launch.ranks import Place
+from shardrec.launch.ranks import RankInfo
 
 __all__ = ["PARTS", "Step", "main"]
 
@@ -43,12 +43,12 @@ class Step:
 
     def __init__(self, options: argparse.Namespace, compiled: str | None = None) -> None:
         device = torch.device(options.device)
-        self.place = Place(rank=0, world_size=1, device=device, threads=torch.get_num_threads())
+        self.rank_info = RankInfo(rank=0, world_size=1, device=device, threads=torch.get_num_threads())
         tables = parse_tables([options.workload], max_rows=options.max_rows)
         collection: Any = unsharded_module(tables, pooled=True, weighted=False, optimizer="rowwise_adagrad")
         torch.manual_seed(0)
         self.model: nn.Module = shardrec.shard(click_model(collection, device), device=device)
-        self._inputs = DenseInputs(options.batch, self.place)
+        self._inputs = DenseInputs(options.batch, self.rank_info)
         self._optimizer = torch.optim.SGD(dense_parameters(self.model), lr=DENSE_LR)
         maker = BatchMaker(tables, batch_size=options.batch, ids="zipf", seed=0)
         self.batches = [maker.draw(0, number).to(device) for number in range(_WARM_UP)]
@@ -74,14 +74,14 @@ class Step:
         for features in self.batches:
             self(features)
         inputs = [self.batches[number % len(self.batches)] for number in range(steps)]
-        return median(time_steps(self, inputs, self.place.device))
+        return median(time_steps(self, inputs, self.rank_info.device))
 
 
 def eager(options: argparse.Namespace) -> dict[str, Any]:
     """Time, peak memory, and where the host waits for the device in a step."""
     step = Step(options)
     found: dict[str, Any] = {"ms": step.time(options.steps)}
-    if step.place.device.type != "cuda":
+    if step.rank_info.device.type != "cuda":
         return found
     torch.cuda.reset_peak_memory_stats()
     with warnings.catch_warnings(record=True) as caught:
@@ -117,18 +117,18 @@ def boundary(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def traced(options: argparse.Namespace) -> dict[str, Any]:
-    """torch.compile without a break: likewise."""
+    """torch.compile without a break, compared in the same way."""
     return _compiled(options, "traced")
 
 
 def cuda_graph(options: argparse.Namespace) -> dict[str, Any]:
     """The dense part, forward and backward, launched kernel by kernel and as a CUDA graph."""
     device = torch.device(options.device)
-    place = Place(rank=0, world_size=1, device=device, threads=1)
+    rank_info = RankInfo(rank=0, world_size=1, device=device, threads=1)
     tables = parse_tables([options.workload], max_rows=options.max_rows)
     collection: Any = unsharded_module(tables, pooled=True, weighted=False, optimizer="sgd")
     part: Any = DensePart(click_model(collection, device))
-    inputs = DenseInputs(options.batch, place)
+    inputs = DenseInputs(options.batch, rank_info)
     pooled = torch.rand(options.batch, len(tables), tables[0].dim, device=device, requires_grad=True)
 
     def step(run: Callable[[Tensor, Tensor], Tensor]) -> None:
@@ -151,7 +151,7 @@ def profile(options: argparse.Namespace) -> dict[str, Any]:
     step = Step(options)
     step.time(3)
     activities = [torch.profiler.ProfilerActivity.CPU]
-    on_cuda = step.place.device.type == "cuda"
+    on_cuda = step.rank_info.device.type == "cuda"
     activities += [torch.profiler.ProfilerActivity.CUDA] * on_cuda
     with torch.profiler.profile(activities=activities) as recorded:
         for features in step.batches[:3]:

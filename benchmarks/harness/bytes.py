@@ -26,7 +26,7 @@ from benchmarks.harness.volume import EXCHANGES, Volume
 from benchmarks.harness.workload import WorkloadTable
 from shardrec.exchange.collectives import collectives_of
 from shardrec.exchange.context import ExchangeOptions, ModelContext
-from shardrec.launch.ranks import Place, joined, same_everywhere
+from shardrec.launch.ranks import RankInfo, joined_run, same_everywhere
 from shardrec.layout import ShardingPlan, Topology
 from shardrec.planner import plan as make_plan
 from shardrec.train.report import environment
@@ -40,10 +40,10 @@ def count_bytes(config: BenchConfig) -> ByteReport | None:
     Raises:
         ShardrecError: for options, a plan or peers that the run cannot go on with.
     """
-    with joined(config.device, config.threads, seed=config.seed) as place:
+    with joined_run(config.device, config.threads, seed=config.seed) as rank_info:
         tables = config.workload_tables()
-        plan = _plan(config, tables, place)
-        sent = _gathered(_run_steps(config, tables, plan, place), place)
+        plan = _plan(config, tables, rank_info)
+        sent = _gathered(_run_steps(config, tables, plan, rank_info), rank_info)
         if sent is None:
             return None
         formula = WorkloadFormula(config, tables, plan)
@@ -63,7 +63,7 @@ def count_bytes(config: BenchConfig) -> ByteReport | None:
         replicas = [table for table in plan.tables if table.replicated]
         return ByteReport(
             config=config.to_mapping(),
-            environment=environment(world_size=place.world_size, threads=place.threads),
+            environment=environment(world_size=rank_info.world_size, threads=rank_info.threads),
             plan=plan,
             steps=config.steps,
             calls={name: sum(one.calls[name] for one in sent[0]) / config.steps for name in EXCHANGES},
@@ -75,18 +75,18 @@ def count_bytes(config: BenchConfig) -> ByteReport | None:
         )
 
 
-def _plan(config: BenchConfig, tables: Sequence[WorkloadTable], place: Place) -> ShardingPlan:
+def _plan(config: BenchConfig, tables: Sequence[WorkloadTable], rank_info: RankInfo) -> ShardingPlan:
     if config.plan is not None:
-        return given_plan(config.plan, tables, place.world_size)
-    topology = Topology(hosts=config.hosts, ranks_per_host=place.world_size // config.hosts)
+        return given_plan(config.plan, tables, rank_info.world_size)
+    topology = Topology(hosts=config.hosts, ranks_per_host=rank_info.world_size // config.hosts)
     if config.cut != PLANNER:
         return cut_plan(tables, config.cut, topology)
     made = ""
-    if place.is_lead:
+    if rank_info.is_lead:
         module = _unsharded(config, tables)
         poolings = {table.feature: float(table.pooling) for table in tables}
         made = json.dumps(make_plan(module, topology, batch_size=config.batch_size, poolings=poolings).to_json())
-    return ShardingPlan.from_json(json.loads(same_everywhere(made, place)))
+    return ShardingPlan.from_json(json.loads(same_everywhere(made, rank_info)))
 
 
 def _unsharded(config: BenchConfig, tables: Sequence[WorkloadTable]) -> Any:
@@ -94,16 +94,18 @@ def _unsharded(config: BenchConfig, tables: Sequence[WorkloadTable]) -> Any:
     return unsharded_module(tables, pooled=config.is_pooled, weighted=weighted, optimizer=config.optimizer)
 
 
-def _run_steps(config: BenchConfig, tables: Sequence[WorkloadTable], plan: ShardingPlan, place: Place) -> list[Sent]:
+def _run_steps(
+    config: BenchConfig, tables: Sequence[WorkloadTable], plan: ShardingPlan, rank_info: RankInfo
+) -> list[Sent]:
     """What this rank sends in each step."""
     collectives = CountingCollectives(collectives_of())
-    context = ModelContext(collectives, place.device, ExchangeOptions(comms=comms_of(config)))
+    context = ModelContext(collectives, rank_info.device, ExchangeOptions(comms=comms_of(config)))
     model = sharded_module(_unsharded(config, tables), plan, context, dedup=config.dedup == "on")
     batches = batches_of(config, tables)
     collectives.take()
     sent = []
     for step in range(config.steps):
-        features = batches.draw(place.rank, step).to(place.device)
+        features = batches.draw(rank_info.rank, step).to(rank_info.device)
         if config.weights == "learned":
             features = _with_learned_weights(features)
         with torch.set_grad_enabled(config.trains):
@@ -124,13 +126,13 @@ def _with_learned_weights(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     )
 
 
-def _gathered(own: list[Sent], place: Place) -> list[list[Sent]] | None:
+def _gathered(own: list[Sent], rank_info: RankInfo) -> list[list[Sent]] | None:
     """Of each rank, on rank 0; straight through torch.distributed, so that it does not count."""
-    if place.world_size == 1:
+    if rank_info.world_size == 1:
         return [own]
-    found: list[Any] = [None] * place.world_size
+    found: list[Any] = [None] * rank_info.world_size
     dist.all_gather_object(found, own)
-    return found if place.is_lead else None
+    return found if rank_info.is_lead else None
 
 
 def _volume(sent: Sequence[Sent], plan: ShardingPlan) -> Volume:

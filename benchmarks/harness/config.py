@@ -77,7 +77,7 @@ class BenchConfig(Options):
     nproc: int | None = option(
         None, _RANKS, "Ranks to start on this machine (default: 2; under torchrun, its ranks are joined)", ge=1
     )
-    hosts: int = option(1, _RANKS, "Treat the ranks as if spread over so many hosts, wherever they are.", ge=1)
+    hosts: int = option(1, _RANKS, "Treat the ranks as if spread over this number of hosts, wherever they are.", ge=1)
     threads: int | None = option(None, _RANKS, "Threads of each rank (default: cores / ranks)", ge=1)
     device: str = option("cpu", _RANKS, "Where the tables live.", choices=("cpu", "cuda"))
 

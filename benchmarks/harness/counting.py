@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from shardrec.exchange.collectives import Collectives, Pending, Streams
+from shardrec.exchange.collectives import Collectives, Pending, StreamSizes
 
 __all__ = ["CountingCollectives", "Sent"]
 
@@ -42,7 +42,7 @@ class CountingCollectives(Collectives):
         self._sent = Sent()
 
     def send(
-        self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str, streams: Streams | None = None
+        self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str, streams: StreamSizes | None = None
     ) -> Pending:
         counts = self._sent.bytes.setdefault(what, [0] * self.world_size)
         for target, of_rank in enumerate(parts):

@@ -31,7 +31,8 @@ class ByteReport:
         formula: bytes of all the steps, by the formula, from the ids that were drawn.
         uniform: bytes expected of one step if each row is as likely as any other.
         mismatches: in words, each step, exchange and pair of ranks where the first two differ.
-        all_reduced: bytes of replicated tables' gradients in a step, which the all-reduce takes and nobody counts here.
+        all_reduced: bytes of replicated tables' gradients in a step, which the all-reduce sends and which are not
+            counted here.
     """
 
     config: Mapping[str, Any]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["bench"]
 
 _RANKS = 2
-"""To start, if nobody says how many."""
+"""Ranks to start by default."""
 
 
 def bench(config: BenchConfig, *, debug: bool = False) -> ByteReport | None:

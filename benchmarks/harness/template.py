@@ -106,7 +106,7 @@ class _Server(forkserver.ForkServer):
 
 
 def _forked(target: Callable[..., None], *args: Any) -> None:
-    """In a new rank: let the template end, and its ranks with it, when nobody else holds the other end of its pipe."""
+    """In a new rank: let the template end, and its ranks with it, when no other process holds its pipe's other end."""
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
     multiprocessing.set_start_method(None, force=True)  # the usual one, as in a process that was not forked
     target(*args)

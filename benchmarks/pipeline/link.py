@@ -19,7 +19,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardrec.exchange.collectives import Collectives, Pending, Streams, WayBack
+from shardrec.exchange.collectives import Collectives, Pending, StreamSizes, WayBack
 
 __all__ = ["Link", "linked", "torch_linked"]
 
@@ -70,7 +70,7 @@ def linked(link: Link, collectives: Collectives) -> None:
     send, rank = collectives.send, collectives.rank
 
     def send_over(
-        parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str, streams: Streams | None = None
+        parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str, streams: StreamSizes | None = None
     ) -> _Pending:
         kind = "rows" if parts[rank][0].is_floating_point() else "ids"
         size = sum(part.nbytes for to, of_rank in enumerate(parts) if to != rank for part in of_rank)

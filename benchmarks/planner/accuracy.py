@@ -92,7 +92,7 @@ def plans_of(tables: Mapping[str, TableLoad], world: int, profile: Profile, coun
 
 
 def split(measured: Measured, count: int) -> tuple[Measured, Measured]:
-    """The first so many workloads, with the bare collectives, and the others."""
+    """The first ``count`` workloads, with the bare collectives, and the others."""
     return (
         replace(measured, steps=measured.steps[:count], forward=measured.forward[:count]),
         replace(measured, steps=measured.steps[count:], forward=measured.forward[count:], all_to_all=(), all_reduce=()),

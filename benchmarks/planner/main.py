@@ -301,7 +301,7 @@ def main() -> None:
     """Run what the options ask for, show it, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tables", type=Path, nargs="?", help="CSV: instance,count,num_embeddings,embedding_dim,pooling")
-    parser.add_argument("--generated", type=int, default=0, help="so many generated problems instead of a file's")
+    parser.add_argument("--generated", type=int, default=0, help="number of generated problems, instead of a file's")
     parser.add_argument("--first", type=int, default=0, help="number of the first of them")
     parser.add_argument("--against", type=Path, help="JSON of an earlier run: same memory, compare costs")
     parser.add_argument("--instances", nargs="+", help="default: all of the file")

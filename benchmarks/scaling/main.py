@@ -36,7 +36,7 @@ def loads(workload: str, max_rows: int) -> dict[str, TableLoad]:
 
 
 def topology_of(options: argparse.Namespace, ranks: int) -> Topology:
-    """So many ranks, on full hosts."""
+    """A topology of ``ranks`` ranks, on full hosts."""
     local = min(ranks, options.ranks_per_host)
     return Topology(hosts=ranks // local, ranks_per_host=local, machine=preset(options.machine))
 

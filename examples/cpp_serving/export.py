@@ -63,7 +63,7 @@ class Saved:
 
 
 def requests(sizes: list[int], seed: int = 0) -> Iterator[Request]:
-    """Random requests of so many samples, with empty bags and long ones among them."""
+    """Random requests of ``samples`` samples, with empty and long bags."""
     draw = torch.Generator().manual_seed(seed)
     for size in sizes:
         lengths, values = [], []

@@ -39,7 +39,7 @@ def compare(program: Path, saved: Saved, asked: list[Request]) -> float:
 
 
 def load(program: Path, saved: Saved, asked: list[Request], clients: int, seconds: float) -> dict[str, float]:
-    """What the program measures while so many clients ask: ``requests_per_second``, ``p50_ms`` and ``p99_ms``."""
+    """The program's measurements with this number of clients: ``requests_per_second``, ``p50_ms`` and ``p99_ms``."""
     lines = "".join(one.line() + "\n" for one in asked)
     return json.loads(run(program, saved.path, lines, "--clients", str(clients), "--seconds", str(seconds)))
 

@@ -18,7 +18,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 import shardrec
 from examples.parameter_server.model import DIM, FEATURES, batch, build
-from shardrec.launch.ranks import Place
+from shardrec.launch.ranks import RankInfo
 from shardrec.launch.run import on_new_ranks
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.rpc import RpcWorld
@@ -57,14 +57,16 @@ def train(model: shardrec.ShardedModel, trainer: int, steps: int) -> list[float]
     return losses
 
 
-def compare(place: Place, store: str, steps: int) -> tuple[list[float], list[float]]:
+def compare(rank_info: RankInfo, store: str, steps: int) -> tuple[list[float], list[float]]:
     """On one of two trainers: its losses with servers, and by collectives."""
-    world = RpcWorld(open_store(store), trainers=2, servers=SERVERS, name=f"trainer{place.rank}")
+    world = RpcWorld(open_store(store), trainers=2, servers=SERVERS, name=f"trainer{rank_info.rank}")
     with world.joined():
-        remote = train(shardrec.shard(build(), make_plan(), servers=shardrec.Servers(world.servers)), place.rank, steps)
+        remote = train(
+            shardrec.shard(build(), make_plan(), servers=shardrec.Servers(world.servers)), rank_info.rank, steps
+        )
         dist.barrier()
         world.end()
-    local = train(shardrec.shard(build(), make_plan()), place.rank, steps)
+    local = train(shardrec.shard(build(), make_plan()), rank_info.rank, steps)
     return remote, local
 
 

@@ -26,7 +26,7 @@ _BLOCKS = 2
 _DROPOUT = 0.5
 _NEGATIVES = 1024
 _WIDTHS = (4, 8, 16, 50)
-"""Histories of up to so many items are padded together; the last is ``max_length`` in features.yaml."""
+"""Histories of up to this number of items are padded together; the last is ``max_length`` in features.yaml."""
 _STD = 0.02
 
 

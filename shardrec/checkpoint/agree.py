@@ -1,4 +1,4 @@
-"""How the ranks save and load together: every phase succeeds on all of them, or all raise the same error."""
+"""Agreement between ranks in save and load: every phase succeeds on all ranks, or all raise the same error."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from shardrec.errors import CheckpointError, ConfigError, PeerError, ShardrecError
 from shardrec.exchange.peers import peers
-from shardrec.exchange.plain import gather
+from shardrec.exchange.safe_pickle import gather
 from shardrec.files import os_fault
 
 __all__ = ["Ranks"]
@@ -24,7 +24,7 @@ class Ranks:
 
     Args:
         group: the process group; None on one rank.
-        device: where the group's collectives take their tensors.
+        device: of the tensors for the group's collectives.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
@@ -38,16 +38,17 @@ class Ranks:
 
         Args:
             what: "save" or "load", for messages.
-            work: gives what the other ranks are to know, as :mod:`shardrec.exchange.plain` carries it.
-            remedy: what to do about an error of the operating system.
+            work: returns the value to share with the other ranks, of a type that :mod:`shardrec.exchange.safe_pickle`
+                supports.
+            remedy: the remedy for an error of the operating system.
 
         Returns:
             The results of all ranks, by rank.
 
         Raises:
             CheckpointError: on every rank, if ``work`` failed on any.
-            ConfigError: on every rank, if it failed with nothing but that.
-            PeerError: if another rank is gone or did not come in time.
+            ConfigError: on every rank, if all failures are ConfigErrors.
+            PeerError: if another rank is gone or did not answer in time.
         """
         result, fault, cause = None, None, None
         try:
@@ -70,7 +71,7 @@ class Ranks:
 
 
 def _for_all(error: Exception, remedy: str) -> ShardrecError:
-    """What went wrong on a rank, as it travels to the others."""
+    """A rank's error, as it is sent to the others."""
     if isinstance(error, ConfigError):
         return ConfigError(str(error))
     if isinstance(error, ShardrecError):

@@ -1,7 +1,7 @@
-"""Incremental checkpoints: which rows have changed since the last save, and which files of it still count.
+"""Incremental checkpoints: finds the rows that have changed since the last save, and the earlier files still needed.
 
-A rank that saves again writes whole what it has not saved before, and of each shard else the rows that have changed, to
-be read on top of the file that has the others. The new data folder has that file, too, as a hard link::
+A rank that saves again writes new tensors completely, and of each other shard the rows that have changed, which are
+read on top of the file that has the other rows. That file is hard-linked into the new data folder::
 
     step-000000001000/data-8f…/  rank-00000.safetensors ──────────┐  all rows
     step-000000002000/data-03…/  rank-00000.0.safetensors ────────┤  the same file
@@ -10,18 +10,18 @@ be read on top of the file that has the others. The new data folder has that fil
                                  rank-00000.1.safetensors ──────┘
                                  rank-00000.safetensors            rows changed since
 
-So every checkpoint is whole in its own folder, may be removed or replaced without regard to others, and a file's bytes
-are freed with its last name. (RocksDB's checkpoints share their immutable files in this way.) Each rank does this by
-itself: where a link cannot be made, it writes all of its rows.
+So every checkpoint is complete in its own folder and may be removed or replaced independently of others, and a file's
+bytes are freed with its last link. (RocksDB's checkpoints share their immutable files in this way.) Each rank decides
+for its own file: if a link cannot be made, it writes all of its rows.
 
 [Note: changed rows are found by their contents]
-A mask that lookups keep would miss what changes rows without a lookup: an edit in place, load_state_dict, weight decay,
-eviction. So a rank keeps two 64-bit hashes of each row of a shard, over its weights, its optimizer's states and its id,
-and compares. A hash is the sum of the row's words of 32 bits, each times a random 64-bit number of its own, modulo
-2^64 (multilinear hashing; Carter and Wegman, 1979). Let two rows differ in words whose differences d_i are 2^k times
-an odd number, or multiples of it; k < 32. Then the sum of d_i · a_i is 0 for one in 2^(64-k) of all a_i. So a row that
-has changed passes for one that has not with a probability of at most 2^-33 per hash and 2^-66 for both, whatever is in
-the rows: if 10^9 rows change between two saves, once in 7 · 10^10 saves. The random numbers are drawn by each process.
+A mask set by lookups would miss changes without a lookup: an edit in place, load_state_dict, weight decay, eviction. So
+a rank keeps two 64-bit hashes of each row of a shard, over its weights, its optimizer's states and its id, and
+compares. A hash is the sum of the row's words of 32 bits, each times a random 64-bit number of its own, modulo 2^64
+(multilinear hashing; Carter and Wegman, 1979). Let two rows differ in words whose differences d_i are 2^k times an odd
+number, or multiples of it; k < 32. Then the sum of d_i · a_i is 0 for one in 2^(64-k) of all a_i. So a row that has
+changed passes for one that has not with a probability of at most 2^-33 per hash and 2^-66 for both, whatever is in the
+rows: if 10^9 rows change between two saves, once in 7 · 10^10 saves. The random numbers are drawn by each process.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ ShardParts = dict[PartKey, Part]
 
 
 def _shards(tensors: Mapping[str, HeldTensor]) -> dict[tuple[Any, ...], ShardParts]:
-    """What this rank writes of tables: by table, rows and first column."""
+    """The parts of tables that this rank writes, by table, rows and first column."""
     shards: dict[tuple[Any, ...], ShardParts] = {}
     for name, tensor in tensors.items():
         for part in tensor.parts if tensor.rows_of else ():
@@ -73,13 +73,13 @@ def _row_bytes(shard: ShardParts) -> int:
 
 
 class SavedBefore:
-    """What a rank knows of its last save, for the next one: 16 bytes per row, on the host.
+    """A rank's record of its last save, for the next one: 16 bytes per row, on the host.
 
     Attributes:
         files: of the last save that changes can be read on top of, and where they are; the last is the newest.
         parts: what this rank wrote, with ``SavedPart.file`` as a place in ``files``.
-        saves: how many saves in a row have written changes.
-        complete: whether that save came to its end; if not, the next one writes all.
+        saves: number of consecutive saves that have written changes.
+        complete: whether that save was completed; if not, the next one writes all rows.
     """
 
     def __init__(self) -> None:
@@ -98,10 +98,9 @@ class SavedBefore:
             tensors: that are saved now.
             data: the data folder.
             number: of this rank's file in it.
-            most: how many saves in a row may write changes.
+            most: how many consecutive saves may write changes.
 
-        Returns:
-            The parts that need not be written whole.
+        Returns: The parts that need not be written completely.
         """
         known = self.complete and self.saves < most
         self.complete = False
@@ -144,7 +143,7 @@ class SavedBefore:
         return True
 
     def _update(self, key: tuple[Any, ...], shard: ShardParts) -> Tensor | None:
-        """(n,) the rows whose hashes are others than before, or None if there were none; remembers these."""
+        """(n,) the rows whose hashes have changed, or None if there were none; stores the new hashes."""
         kinds = [(*one, part.values.dtype) for one, part in shard.items()]
         matrices = [as_matrix(part.values) for part in shard.values()]
         count = len(matrices[0])
@@ -183,7 +182,7 @@ class SavedBefore:
         return self._factors[:, :count]
 
     def wrote(self, file: SavedFile, data: Path, parts: Mapping[PartKey, SavedPart]) -> None:
-        """Remember what has been written: this rank's file, and its parts with ``file`` as the last of ``files``."""
+        """Store what was written: this rank's file, and its parts with ``file`` as the last of ``files``."""
         self.files.append((file, data))
         self.parts = dict(parts)
 

@@ -1,4 +1,4 @@
-"""The checkpoints of a long job: saved every now and then, a few of them kept, the last good one found by itself."""
+"""The checkpoints of a long job: saves them by step, keeps the last few, and finds the last undamaged one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from shardrec.checkpoint.agree import Ranks
 from shardrec.checkpoint.load import load_checkpoint
 from shardrec.checkpoint.manifest import MANIFEST
-from shardrec.checkpoint.save import PendingSave, check_incremental, remove, save, settle
+from shardrec.checkpoint.save import PendingSave, check_incremental, remove, save, wait_for_save
 from shardrec.errors import CheckpointError, ConfigError
 from shardrec.modules.model import ShardedModel
 
@@ -26,10 +26,10 @@ _NAME = re.compile(r"step-(\d{12})")
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedCheckpoint:
-    """What :meth:`Checkpoints.load_last` has loaded.
+    """The result of :meth:`Checkpoints.load_last`.
 
     Args:
-        step: under which it was saved.
+        step: the step at which it was saved.
         path: its folder.
         extra: the caller's data.
         rank_state: this rank's own tensors, on the CPU; empty if the checkpoint was written by another number of ranks.
@@ -46,11 +46,11 @@ class Checkpoints:
 
     Args:
         folder: on a file system that all ranks share; made by the first save.
-        keep_last: how many to keep, counted back from the one saved last; default: all. An older one is removed when
-            the new one is complete, not before.
-        incremental: how many saves in a row may write only rows that have changed, see
-            :func:`shardrec.save_checkpoint`; default: none. Every checkpoint is whole by itself, but damage to a file
-            that several share is damage to all of them: with ``keep_last`` above ``incremental``, no file is in all.
+        keep_last: number of checkpoints to keep, counted from the last one; default: all. An older one is removed after
+            the new one is complete.
+        incremental: how many consecutive saves may write only rows that have changed, see
+            :func:`shardrec.save_checkpoint`; default: none. Every checkpoint is complete, but damage to a shared file
+            damages all checkpoints that share it: with ``keep_last`` above ``incremental``, no file is in all of them.
 
     Raises:
         ConfigError: if ``keep_last`` is below 1 or ``incremental`` below 0.
@@ -76,7 +76,7 @@ class Checkpoints:
     ) -> PendingSave:
         """Save the model after ``step`` steps; see :func:`shardrec.save_checkpoint`. Every rank calls it.
 
-        A checkpoint of the same step is replaced. What saves have left that came to no end is removed.
+        A checkpoint of the same step is replaced. Files of interrupted saves are removed.
 
         Raises:
             ConfigError: as ``save_checkpoint``, and for a step below 0.
@@ -97,23 +97,21 @@ class Checkpoints:
         )
 
     def load_last(self, model: ShardedModel, optimizer: torch.optim.Optimizer | None = None) -> LoadedCheckpoint | None:
-        """Load the good checkpoint with the highest step. Every rank calls it.
-
-        One that is damaged is named in a warning, and the next is tried.
+        """Load the undamaged checkpoint with the highest step. Every rank calls it. A warning names each damaged
+        checkpoint, and the one before it is tried.
 
         Args:
             model: as for :func:`shardrec.load_checkpoint`.
-            optimizer: likewise.
+            optimizer: as for :func:`shardrec.load_checkpoint`.
 
-        Returns:
-            What was loaded; None if there is no complete checkpoint in the folder.
+        Returns: The loaded checkpoint; None if there is no complete checkpoint in the folder.
 
         Raises:
             CheckpointError: on every rank, if there are checkpoints and none of them is good.
-            ConfigError: on every rank, if the last good one is one of another model or optimizer.
-            PeerError: if another rank is gone or did not come in time.
+            ConfigError: on every rank, if the last undamaged one is of a different model or optimizer.
+            PeerError: if another rank is gone or did not answer in time.
         """
-        settle(model)
+        wait_for_save(model)
         ranks = Ranks(model.group, model.context.device)
         paths = ranks.agree("load", self.paths, remedy="see that every rank can read it")[0]
         faults = []
@@ -144,7 +142,7 @@ class Checkpoints:
         return sorted((int(name[1]), path) for name, path in matches if name)
 
     def _prune(self, step: int) -> None:
-        """Remove what was never complete, and what is older than the last ones up to ``step``."""
+        """Remove incomplete checkpoints, and those older than the last ``keep_last`` up to ``step``."""
         complete = self.paths()
         older = [path for one, path in complete.items() if one < step]
         kept = len(older) if self.keep_last is None else self.keep_last - 1

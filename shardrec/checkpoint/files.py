@@ -8,12 +8,12 @@
     ├ block 0 ──────┤├ block 1 ──────┤├ ...        16 MiB of the file each, with a CRC-32 each
 
 The checksums are of the file's blocks, not of its tensors: so they cover the header, any rank can verify any block, and
-W ranks verify a file of any size in 1/W of the time. Any change inside a run of 32 bits is found for certain, others
-with a probability of 1 - 2^-32 per block. zlib-ng computes it with the processor's carry-less multiplication, 10 GiB/s
-on a core, four times as fast as zlib: with that, verifying a file costs as much as reading it.
+W ranks verify a file of any size in 1/W of the time. Every change within 32 consecutive bits is detected, and other
+changes with a probability of 1 - 2^-32 per block. zlib-ng computes it with the processor's carry-less multiplication,
+10 GiB/s on a core, four times as fast as zlib: with that, verifying a file costs as much as reading it.
 
-Values go from a tensor's memory to the file and back without a copy where they lie in one run on the CPU; else through
-one block's worth of memory.
+Values are written from a tensor's memory and read into it without a copy if they are contiguous on the CPU; else
+through a buffer of one block.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def as_bytes(values: Tensor) -> npt.NDArray[np.uint8]:
 
 
 class OpenFile:
-    """A file of a checkpoint that is being loaded. It has the size that it should have.
+    """A file of a checkpoint that is being loaded, whose size has been checked.
 
     Args:
         folder: that it is in.
@@ -198,7 +198,7 @@ class OpenFile:
             raise self._damaged(f"has {size:,} bytes, and {file.size:,} were written")
 
     def check_contents(self, contents: Mapping[int, tuple[str, int]]) -> None:
-        """Compare what the manifest says with the file's own header.
+        """Compare the manifest with the file's header.
 
         Args:
             contents: what starts at which byte: the dtype by its name, and the byte after the last.
@@ -234,10 +234,10 @@ class OpenFile:
 
         Args:
             block: its number.
-            buffer: to read into, of a size that stays in the processor's cache.
+            buffer: memory to read into, small enough for the processor's cache.
 
         Raises:
-            CheckpointError: naming the file, and where in it the damage is.
+            CheckpointError: if it is damaged; names the file and the position.
         """
         start = block * BLOCK_BYTES
         end = min(start + BLOCK_BYTES, self._file.size)

@@ -21,7 +21,7 @@ _REMEDY = "see that every rank can read and write there, and that all ranks see 
 
 
 def export_ids(model: ShardedModel, folder: str | Path) -> None:
-    """Write which id has which row, one Parquet file per rank. Every rank calls it.
+    """Write the ids and their rows, one Parquet file per rank. Every rank calls it.
 
     Columns: ``table`` (its name in the plan) and int64 ``id``, ``row`` (of the whole table), ``uses`` and ``last`` (the
     step of the last use).
@@ -56,9 +56,8 @@ def export_ids(model: ShardedModel, folder: str | Path) -> None:
 
 
 def import_ids(model: ShardedModel, folder: str | Path) -> None:
-    """Give ids the rows that Parquet files say, in place of those that they have. Every rank calls it.
-
-    The rows' values stay as they are. A table that the files do not name keeps its ids.
+    """Assign rows to ids according to Parquet files, replacing the current ids. Every rank calls it. The rows' values
+    do not change. A table that is not in the files keeps its ids.
 
     Args:
         model: with dynamic ids.
@@ -66,9 +65,9 @@ def import_ids(model: ShardedModel, folder: str | Path) -> None:
             :func:`export_ids`, and ``uses`` and ``last`` where they are there (else 1 and 0).
 
     Raises:
-        CheckpointError: on every rank, before anything changes, for files that cannot be read, ids or rows that come
-            twice, and rows that an id cannot have: of the fallback, of the reserve, or outside the row block that its
-            hash says. Ids of another plan's row blocks go through a checkpoint.
+        CheckpointError: on every rank, before anything changes, for files that cannot be read, duplicate ids or rows,
+            and rows that an id cannot have: fallback rows, reserved rows, or rows outside the row block that its hash
+            gives. To move ids to another plan's row blocks, use a checkpoint.
     """
     ranks = Ranks(model.group, model.context.device)
     updates: list[tuple[Any, Tensor]] = []

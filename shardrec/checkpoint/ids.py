@@ -1,10 +1,10 @@
-"""Tables with dynamic ids in a checkpoint: ids beside rows, which find their places under any plan and size.
+"""Tables with dynamic ids in a checkpoint: ids and rows, which are restored under any plan and size.
 
 A checkpoint has the maps' records as a tensor (rows, 3) of each such table, under ``ids.<table>.records``, and those of
-the ids that wait for a row under ``ids.<table>.candidates``. Where the row blocks, the number of rows or the fallback's
-are others than the saved ones, each id goes to the block that its hash says, in the order of the saved rows, and its
-row and the row's optimizer states with it. Home rows are in proportion to the rows of the table, so that a block reads
-the saved blocks that it overlaps, and no others.
+the ids that wait for a row under ``ids.<table>.candidates``. If the row blocks, the number of rows or of fallback rows
+differ from the saved ones, each id is moved to the block that its hash gives, in the order of the saved rows, together
+with its row and the row's optimizer states. Home rows are in proportion to the rows of the table, so that a block only
+reads the saved blocks that it overlaps.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from shardrec.checkpoint.parts import HeldTensor, Part, Rect
 from shardrec.errors import ConfigError
 from shardrec.ids.id_map import IdMap
 from shardrec.ids.maps import IdMaps
-from shardrec.ids.move import Placed, placed
 from shardrec.ids.options import Evict
+from shardrec.ids.restore import RestoredIds, restored_ids
 from shardrec.layout import Shard, TableLayout
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.model import ShardedModel
@@ -89,12 +89,12 @@ def dynamic_tables(model: ShardedModel) -> list[DynamicTable]:
 
 
 class Moves:
-    """Where the saved rows of the tables with dynamic ids go.
+    """The new rows of the saved rows of tables with dynamic ids.
 
     Args:
         model: that loads.
         manifest: of the checkpoint.
-        read: reads what a saved part and a matrix in memory have in common.
+        read: reads the intersection of a saved part and a matrix in memory.
     """
 
     def __init__(
@@ -106,8 +106,8 @@ class Moves:
         self._manifest = manifest
         self._read = read
         self._tables = dynamic_tables(model)
-        self._placed: dict[tuple[str, int], Placed] = {}  # by path and first row
-        self._waiting: dict[tuple[str, int], Placed] = {}
+        self._placed: dict[tuple[str, int], RestoredIds] = {}  # by path and first row
+        self._waiting: dict[tuple[str, int], RestoredIds] = {}
 
     def has(self, name: str) -> bool:
         """Whether a tensor has a row for each row of a table with dynamic ids, so that its rows may be moved."""
@@ -118,7 +118,7 @@ class Moves:
         return self.has(name) and name.endswith(".candidates")
 
     def find(self) -> None:
-        """Read the saved ids, and find their places. Nothing of the model changes."""
+        """Read the saved ids, and compute their rows. Does not change the model."""
         for table in self._tables:
             saved = self._manifest.tensors[f"ids.{table.path}.records"]
             waiting = self._manifest.tensors.get(f"ids.{table.path}.candidates")
@@ -142,7 +142,7 @@ class Moves:
                     )
 
     def place(self) -> None:
-        """Write the maps, and draw the rows anew that no id will have."""
+        """Write the maps, and draw new values for the rows without an id."""
         for table in self._tables:
             for (shard, *others), id_map in table.blocks():
                 key = table.path, shard.row_start
@@ -223,7 +223,7 @@ class Moves:
 
     def _placed_in(
         self, shard: Shard, layout: TableLayout, saved: SavedTensor, fresh: Tensor, evict: Evict, step: int
-    ) -> Placed:
+    ) -> RestoredIds:
         """Read the saved blocks that a row block overlaps, and give their ids its rows."""
         old, new = saved.shape[0], layout.num_embeddings
         blocks = []
@@ -232,4 +232,4 @@ class Moves:
                 records = torch.empty((block.rect.row_end - block.rect.row_start, 3), dtype=torch.int64)
                 self._read(block, torch.int64, records, block.rect)
                 blocks.append((block.rect.row_start, records))
-        return placed(blocks, old, fresh, shard, layout, evict, step)
+        return restored_ids(blocks, old, fresh, shard, layout, evict, step)

@@ -1,8 +1,8 @@
 """Load a checkpoint under any plan and number of ranks, all or nothing.
 
-Everything is verified before anything changes: the manifest, against its own checksum and the model; the files,
-against the manifest, each block of them by one of the ranks. Only when all ranks have agreed that all is well do they
-read, each what it holds, straight into its memory.
+Everything is verified before anything changes: the manifest, against its own checksum and the model; the files, against
+the manifest, each block of them by one of the ranks. Only after all ranks have finished without an error does each rank
+read its parts, directly into its memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardrec.checkpoint.ids import Moves
 from shardrec.checkpoint.manifest import MANIFEST, PARTIAL, Manifest, SavedPart, SavedTensor, leftovers, read_manifest
 from shardrec.checkpoint.optimizer import load_settings, optimizer_faults, state_targets
 from shardrec.checkpoint.parts import HeldTensor, Rect, as_matrix, held
-from shardrec.checkpoint.save import rank_name, settle
+from shardrec.checkpoint.save import rank_name, wait_for_save
 from shardrec.checkpoint.state import model_tensors, sharded_collections
 from shardrec.errors import CheckpointError, ConfigError
 from shardrec.modules.model import ShardedModel
@@ -40,35 +40,34 @@ def load_checkpoint(
     *,
     rank_state: dict[str, Tensor] | None = None,
 ) -> dict[str, Any]:
-    """Read what :func:`save_checkpoint` wrote, for this model's plan and number of ranks. Every rank calls it.
-
-    Nothing of the model or the optimizer changes before everything is verified on all ranks. Beside its own shards, a
-    rank holds at most 64 MiB of the checkpoint at a time. No code from the files is run.
+    """Load a checkpoint of :func:`save_checkpoint`, for this model's plan and number of ranks. Every rank calls it. The
+    model and the optimizer do not change before everything is verified on all ranks. In addition to its shards, a rank
+    holds at most 64 MiB of the checkpoint at a time. No code from the files is run.
 
     Args:
         path: the folder.
         model: a sharded model with the same tables and dense part; its plan, and the tables' ``data_type``, may differ
             from the saved ones. Learning rates of fused optimizers become the saved ones.
-        optimizer: gets the saved optimizer's states and settings.
-        rank_state: becomes this rank's own tensors, on the CPU, as it gave them to :func:`save_checkpoint`; empty if
-            the checkpoint was written by another number of ranks.
+        optimizer: the optimizer that gets the saved optimizer's states and settings.
+        rank_state: is filled with the tensors, on the CPU, that this rank gave to :func:`save_checkpoint`; empty if the
+            checkpoint was written by a different number of ranks.
 
     Returns:
         The caller's ``extra`` data.
 
     Raises:
         CheckpointError: on every rank, naming the file, if the checkpoint is damaged or incomplete.
-        ConfigError: on every rank, if it is one of another model or optimizer.
-        PeerError: if another rank is gone or did not come in time.
+        ConfigError: on every rank, if it is of a different model or optimizer.
+        PeerError: if another rank is gone or did not answer in time.
     """
-    settle(model)
+    wait_for_save(model)
     ranks = Ranks(model.group, model.context.device)
     with ExitStack() as stack:
         source = _Source(Path(path), ranks, stack)
         if len(set(ranks.agree("load", lambda: source.verify(model, optimizer), remedy=_REMEDY))) > 1:
             raise CheckpointError(
                 f"the ranks see different checkpoints in {path}; give a folder on a file system that they all share, "
-                "into which nobody saves at the same time"
+                "into which no job saves at the same time"
             )
         if model.servers:
             model.load_servers(Path(path))
@@ -83,8 +82,7 @@ def load_checkpoint(
 def verify_checkpoint(path: str | Path) -> Manifest:
     """Read every byte of a checkpoint, in one process and without a model, and compare it with its checksums.
 
-    Returns:
-        What the checkpoint holds.
+    Returns: The manifest of the checkpoint.
 
     Raises:
         CheckpointError: naming the file, if the checkpoint is damaged or incomplete.
@@ -191,7 +189,7 @@ class _Source:
         return self._open[number]
 
     def _read(self, saved: SavedPart, dtype: torch.dtype, into: Tensor, place: Rect) -> None:
-        """Read what a saved part and a matrix in memory have in common, as :meth:`OpenFile.read` takes them."""
+        """Read the intersection of a saved part and a matrix in memory, as :meth:`OpenFile.read` takes them."""
         common = saved.rect.common(place)
         if common is None:
             return
@@ -203,7 +201,7 @@ class _Source:
             self._file(rows.file).read_rows(rows, saved.rect, dtype, into, common, buffer)
 
     def read(self, model: ShardedModel, optimizer: torch.optim.Optimizer | None) -> None:
-        """Read what this rank holds into its memory."""
+        """Read this rank's parts into its memory."""
         manifest, moves = self.manifest, self._moves
         if model.context.device.type == "cuda":
             self._buffer = self._buffer.pin_memory()
@@ -238,7 +236,7 @@ class _Source:
 
 
 def _faults(manifest: Manifest, wanted: Mapping[str, HeldTensor], moves: Moves) -> list[str]:
-    """Why the checkpoint is not one of this model, one sentence each."""
+    """The reasons why the checkpoint does not fit this model, one sentence each."""
     saved = manifest.tensors
     lacking = sorted(name for name in set(wanted) - set(saved) if not moves.may_lack(name))
     surplus = sorted(

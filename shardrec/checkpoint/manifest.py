@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what it holds, in which part of which file, and the checksums of all of it.
+"""The manifest of a checkpoint: its tensors, their positions in files, and the checksums of the files.
 
 It is JSON, written last, and the only thing that makes a folder a checkpoint::
 
@@ -9,9 +9,9 @@ It is JSON, written last, and the only thing that makes a folder a checkpoint::
         ├── rank-00000.0.safetensors      of an incremental checkpoint: a hard link to a file of an earlier one
         └── ...
 
-A save writes a data folder of a new name, and then puts its manifest in the place of the old one, which is one atomic
-step of the file system. Until then the folder is the old checkpoint, and from then on the new one; a kill at any point
-leaves one of the two, besides a data folder that no manifest names, which the next save removes.
+A save writes a data folder with a new name, and then replaces the old manifest by the new one, which is atomic. Until
+then the folder is the old checkpoint, and from then on the new one; a kill at any point leaves one of the two, and
+possibly a data folder that no manifest names, which the next save removes.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class SavedTensor:
 
 
 def _uncovered(ranges: Iterable[tuple[int, int]], size: int) -> str:
-    """The first place where ranges do not cover ``[0, size)`` once; empty if they do."""
+    """A text with the first position where ranges do not cover ``[0, size)`` exactly once; empty if they do."""
     end = 0
     for start, stop in (*sorted(ranges), (size, size)):
         if start != end:
@@ -156,7 +156,7 @@ def _uncovered(ranges: Iterable[tuple[int, int]], size: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint holds.
+    """The contents of a checkpoint.
 
     Args:
         data: the data folder's name.
@@ -315,7 +315,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Make ``folder`` the checkpoint that ``manifest`` describes, in one atomic step, and on the disk."""
+    """Atomically make ``folder`` the checkpoint that ``manifest`` describes, and wait until it is on disk."""
     partial = folder / PARTIAL
     with naming(partial), partial.open("wb") as file:
         file.write(manifest.to_bytes())
@@ -326,5 +326,5 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def leftovers(folder: Path, data: str) -> list[Path]:
-    """The data folders in a checkpoint besides ``data``: of saves that came to no end, and of the one replaced."""
+    """The data folders in a checkpoint besides ``data``: of interrupted saves, and of the one replaced."""
     return [path for path in folder.iterdir() if _DATA_FOLDER.fullmatch(path.name) and path.name != data]

@@ -14,7 +14,7 @@ from torch import Tensor
 from shardrec.checkpoint.files import DTYPES
 from shardrec.checkpoint.manifest import Manifest, SavedTensor
 from shardrec.checkpoint.parts import HeldTensor, held
-from shardrec.checkpoint.state import Place, parameter_places, sharded_collections
+from shardrec.checkpoint.state import ParameterInfo, parameter_infos, sharded_collections
 from shardrec.errors import ConfigError
 from shardrec.modules.model import ShardedModel
 
@@ -38,72 +38,72 @@ def optimizer_state(model: ShardedModel, optimizer: Optimizer | None) -> tuple[d
     """
     tensors: dict[str, HeldTensor] = {}
     numbers: dict[str, Any] = {}
-    place_of = partial(_place, parameter_places(model))
+    place_of = partial(_parameter_info, parameter_infos(model))
     for parameter, states in optimizer.state.items() if optimizer is not None else ():
-        place = place_of(parameter)
+        info = place_of(parameter)
         for key, value in states.items():
-            name = f"optimizer.{place.name}.{key}"
+            name = f"optimizer.{info.name}.{key}"
             if isinstance(value, Tensor) and "." not in key:
-                _add(tensors, name, _state(place, parameter, value, name))
+                _add(tensors, name, _state(info, parameter, value, name))
             elif isinstance(value, (bool, int, float)) and "." not in key:
                 numbers[name] = value
             elif value is not None:
                 raise ConfigError(
-                    f"the optimizer's state {key!r} of {place.name} is a {type(value).__name__}; a checkpoint holds "
+                    f"the optimizer's state {key!r} of {info.name} is a {type(value).__name__}; a checkpoint holds "
                     "tensors and numbers, under names without dots: save with another optimizer"
                 )
     return tensors, numbers
 
 
-def _place(places: Mapping[int, Place], parameter: Tensor) -> Place:
-    place = places.get(id(parameter))
-    if place is None:
+def _parameter_info(infos: Mapping[int, ParameterInfo], parameter: Tensor) -> ParameterInfo:
+    info = infos.get(id(parameter))
+    if info is None:
         raise ConfigError(
             f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the model lacks; build it from the "
             "sharded model's parameters()"
         )
-    return place
+    return info
 
 
 def _add(tensors: dict[str, HeldTensor], name: str, tensor: HeldTensor) -> None:
-    """A rank may hold several shards of a table."""
+    """Add a part to a state; a rank may hold several shards of a table."""
     known = tensors[name].parts if name in tensors else ()
     tensors[name] = replace(tensor, parts=known + tensor.parts)
 
 
-def _state(place: Place, parameter: Tensor, value: Tensor, name: str) -> HeldTensor:
+def _state(info: ParameterInfo, parameter: Tensor, value: Tensor, name: str) -> HeldTensor:
     if value.shape == parameter.shape:
         # The same part of the state as of the parameter.
-        parts = zip(place.tensor.parts, held(value, saved=False).parts, strict=True)
+        parts = zip(info.tensor.parts, held(value, saved=False).parts, strict=True)
         return replace(
-            place.tensor, dtype=value.dtype, parts=tuple(replace(one, values=own.values) for one, own in parts)
+            info.tensor, dtype=value.dtype, parts=tuple(replace(one, values=own.values) for one, own in parts)
         )
-    if value.dim() and place.is_table:
+    if value.dim() and info.is_table:
         raise ConfigError(
             f"{name} has shape {tuple(value.shape)} for a shard of shape {tuple(parameter.shape)}; a table's states "
             "that are neither one number nor of its shape cannot be cut for another plan: give the tables another "
             "optimizer"
         )
     # All that hold a part of the parameter have it, and the first of them counts.
-    return held(value, saved=any(part.saved for part in place.tensor.parts))
+    return held(value, saved=any(part.saved for part in info.tensor.parts))
 
 
 def optimizer_groups(model: ShardedModel, optimizer: Optimizer | None) -> list[dict[str, Any]] | None:
     """Each parameter group's settings, as far as JSON can hold them, and this rank's parameters by name."""
     if optimizer is None:
         return None
-    place_of = partial(_place, parameter_places(model))
+    place_of = partial(_parameter_info, parameter_infos(model))
     return [
         {
             "settings": _settings(group, ("params",)),
-            "parameters": sorted({place.name for place in map(place_of, group["params"]) if not place.is_fused}),
+            "parameters": sorted({info.name for info in map(place_of, group["params"]) if not info.is_fused}),
         }
         for group in optimizer.param_groups
     ]
 
 
 def fused_settings(model: ShardedModel) -> dict[str, dict[str, Any]]:
-    """Per table with a fused optimizer, what a schedule changes of it: the learning rate, and what schedulers add."""
+    """Per table with a fused optimizer, the settings that schedules change: learning rate and schedulers' own."""
     made = model.made_fused_optimizer
     if made is None:
         return {
@@ -124,7 +124,7 @@ def _settings(group: Mapping[str, Any], without: tuple[str, ...]) -> dict[str, A
 
 
 def optimizer_faults(model: ShardedModel, optimizer: Optimizer | None, manifest: Manifest) -> list[str]:
-    """Why the checkpoint is not one of these optimizers, one sentence each."""
+    """The reasons why the checkpoint does not fit these optimizers, one sentence each."""
     as_saved = "build the optimizers as they were when the checkpoint was saved"
     faults = [
         f"tables {', '.join(group['tables'])} share an optimizer here only; {as_saved}"
@@ -142,12 +142,12 @@ def optimizer_faults(model: ShardedModel, optimizer: Optimizer | None, manifest:
         return [*faults, "it was saved without an optimizer; load it without one"]
     if len(saved) != len(groups):
         return [*faults, f"its optimizer has {len(saved)} parameter groups and this one {len(groups)}; {as_saved}"]
-    places = {place.name: place for place in parameter_places(model).values()}
-    known = set(places)
+    infos = {info.name: info for info in parameter_infos(model).values()}
+    known = set(infos)
     for name, tensor in manifest.tensors.items():
-        place = places.get(name.removeprefix("optimizer.").rpartition(".")[0])
-        if name.startswith("optimizer.") and place and place.is_table and tensor.shape not in ((), place.tensor.shape):
-            faults.append(f"{name} has shape {tensor.shape} for a table of shape {place.tensor.shape}; {as_saved}")
+        info = infos.get(name.removeprefix("optimizer.").rpartition(".")[0])
+        if name.startswith("optimizer.") and info and info.is_table and tensor.shape not in ((), info.tensor.shape):
+            faults.append(f"{name} has shape {tensor.shape} for a table of shape {info.tensor.shape}; {as_saved}")
     for number, (theirs, ours) in enumerate(zip(saved, groups, strict=True)):
         faults += _setting_faults(f"parameter group {number}", optimizer.param_groups[number], theirs["settings"])
         differing = sorted(known & set(theirs["parameters"]) ^ set(ours["parameters"]))
@@ -157,7 +157,7 @@ def optimizer_faults(model: ShardedModel, optimizer: Optimizer | None, manifest:
 
 
 def _setting_faults(owner: str, group: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
-    """The saved settings that a parameter group cannot have."""
+    """The saved settings that a parameter group does not accept."""
     return [
         f"its {key} of {owner} is {value!r}; load an older checkpoint"
         for key, value in settings.items()
@@ -166,7 +166,7 @@ def _setting_faults(owner: str, group: Mapping[str, Any], settings: Mapping[str,
 
 
 def _fits(setting: Any, saved: Any) -> bool:
-    """Whether a saved value can take the place of a setting; None stands for torch's choice, in either."""
+    """Whether a saved value can replace a setting; in both, None stands for torch's choice."""
     if setting is None or (saved is None and isinstance(setting, bool)):
         return not isinstance(saved, dict)
     if isinstance(setting, (tuple, list)):
@@ -207,35 +207,34 @@ def _update(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
 
 
 def state_targets(model: ShardedModel, optimizer: Optimizer | None, manifest: Manifest) -> dict[str, HeldTensor]:
-    """Make room in the optimizer for the checkpoint's states: where to read them into, by name.
-
-    Memory that has the right shape is used again. States that the checkpoint lacks are dropped.
+    """Allocate the checkpoint's states in the optimizer, and return them by name, to be read into. Memory that has the
+    right shape is reused. States that are not in the checkpoint are dropped.
     """
     targets: dict[str, HeldTensor] = {}
     saved: dict[str, dict[str, Any]] = {}
     for name, saved_value in (*manifest.tensors.items(), *manifest.numbers.items()):
         parameter_name, _, key = name.rpartition(".")
         saved.setdefault(parameter_name, {})[key] = saved_value
-    places = parameter_places(model)
+    infos = parameter_infos(model)
     for group in optimizer.param_groups if optimizer is not None else ():
         for parameter in group["params"]:
-            place = places[id(parameter)]
+            info = infos[id(parameter)]
             old = optimizer.state.pop(parameter, {})  # type: ignore[union-attr]
-            for key, saved_value in saved.get(f"optimizer.{place.name}", {}).items():
+            for key, saved_value in saved.get(f"optimizer.{info.name}", {}).items():
                 value = saved_value
                 if isinstance(saved_value, SavedTensor):
                     # As torch's own load_state_dict places them.
                     on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
-                    value = _room(parameter, place, saved_value, old.get(key), "cpu" if on_host else parameter.device)
-                    name = f"optimizer.{place.name}.{key}"
-                    _add(targets, name, _state(place, parameter, value, name))
+                    value = _room(parameter, info, saved_value, old.get(key), "cpu" if on_host else parameter.device)
+                    name = f"optimizer.{info.name}.{key}"
+                    _add(targets, name, _state(info, parameter, value, name))
                 optimizer.state[parameter][key] = value  # type: ignore[union-attr]
     return targets
 
 
-def _room(parameter: Tensor, place: Place, saved: SavedTensor, old: Any, device: torch.device | str) -> Tensor:
+def _room(parameter: Tensor, info: ParameterInfo, saved: SavedTensor, old: Any, device: torch.device | str) -> Tensor:
     dtype = DTYPES[saved.dtype]
-    shape = parameter.shape if saved.shape == place.tensor.shape else torch.Size(saved.shape)
+    shape = parameter.shape if saved.shape == info.tensor.shape else torch.Size(saved.shape)
     if isinstance(old, Tensor) and (old.shape, old.dtype, old.device) == (shape, dtype, torch.device(device)):
         return old
     if shape == parameter.shape:

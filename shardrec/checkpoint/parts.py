@@ -1,8 +1,8 @@
-"""A tensor in parts, each on some rank: what a checkpoint holds of a model.
+"""Tensors in parts that are spread over ranks, as a checkpoint holds them.
 
 Every tensor is taken as a matrix: of its first dimension and all the others, (R, C) for shape (R, ...), (n, 1) for (n,)
 and (1, 1) for (). A part is a rectangle of it. So tables cut in any way, states kept per row, FSDP2's parameters and
-whole tensors are one thing.
+unsharded tensors are handled alike.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Rect(NamedTuple):
         return (self.row_end - self.row_start) * self.cols
 
     def common(self, other: Rect) -> Rect | None:
-        """What both have; None for nothing."""
+        """The intersection; None if it is empty."""
         top, left = max(self.row_start, other.row_start), max(self.col_start, other.col_start)
         bottom, right = min(self.row_end, other.row_end), min(self.col_end, other.col_end)
         return Rect(top, bottom, left, right) if top < bottom and left < right else None
@@ -68,12 +68,12 @@ class Rect(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What a rank holds of a tensor.
+    """A part of a tensor on a rank.
 
     Args:
-        rect: where.
+        rect: its position.
         values: this rank's memory; of the shape of the rectangle, or of the tensor.
-        saved: this rank is the one that writes it.
+        saved: whether this rank writes it.
     """
 
     rect: Rect
@@ -89,8 +89,8 @@ class HeldTensor:
         shape: of the whole.
         dtype: of the values.
         parts: this rank's; possibly none.
-        rows_of: what its rows are those of, a table say, so that a row of it changes when they do; "" if its rows are
-            not to be told apart.
+        rows_of: the name of the table to whose rows its rows belong, so that they change together; "" if changes are
+            not tracked by row.
     """
 
     shape: tuple[int, ...]
@@ -100,14 +100,14 @@ class HeldTensor:
 
 
 def held(tensor: Tensor, *, saved: bool) -> HeldTensor:
-    """A tensor that every rank has alike, or that FSDP2 has sharded.
+    """A tensor that is equal on every rank, or that FSDP2 has sharded.
 
     Args:
         tensor: this rank's.
-        saved: this rank writes it, if all ranks have it alike.
+        saved: whether this rank writes it, if it is equal on all ranks.
 
     Raises:
-        ConfigError: if it is sharded in another dimension than the first.
+        ConfigError: if it is sharded in a dimension other than the first.
     """
     shape, values, rect = tuple(tensor.shape), tensor.detach(), Rect.whole(tensor.shape)
     if isinstance(values, DTensor):

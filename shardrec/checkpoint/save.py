@@ -1,10 +1,9 @@
-"""Save a sharded model, durably and in one atomic step, at once or behind the training.
+"""Save a sharded model, durably and atomically, in the foreground or in the background.
 
-[Note: saving behind the training]
-The step waits for a copy of what this rank writes, into memory that is kept from save to save: on the CPU a copy, on
-CUDA one into pinned memory that is enqueued on the current stream, so that the device takes it in its turn and the host
-goes on. A thread does the rest. The threads of the ranks agree over a gloo group of their own, so that no collective of
-theirs meets one of the training.
+[Note: saving in the background] The step waits for a copy of the values that this rank writes, into memory that is kept
+from save to save; on CUDA the copy goes to pinned memory and is enqueued on the current stream, so that the host need
+not wait. A thread does the rest. The threads of the ranks agree over a separate gloo group, so that their collectives
+do not match those of the training.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from shardrec.modules.model import ShardedModel, require_sharded
 from shardrec.modules.replicas import subgroup
 from shardrec.modules.replicated_model import ReplicatedModel
 
-__all__ = ["PendingSave", "Written", "rank_name", "remove", "save", "save_checkpoint", "settle", "write_part"]
+__all__ = ["PendingSave", "Written", "rank_name", "remove", "save", "save_checkpoint", "wait_for_save", "write_part"]
 
 Written = tuple[SavedFile, dict[str, SavedTensor]]
 """A file of a checkpoint, and what is in it, by name."""
@@ -54,10 +53,10 @@ _REMEDY = "see that every rank can write there, that all ranks see the same file
 
 
 class PendingSave:
-    """A save that may still be under way.
+    """A save that may still be in progress.
 
     Args:
-        run: writes; None if it is done.
+        run: writes the checkpoint; None if it is done.
     """
 
     def __init__(self, run: Callable[[], None] | None = None) -> None:
@@ -69,14 +68,14 @@ class PendingSave:
 
     @property
     def done(self) -> bool:
-        """Whether nothing is under way any more on this rank; :meth:`wait` tells whether it went well."""
+        """Whether the save is done on this rank; :meth:`wait` raises its error."""
         return self._future is None or self._future.done()
 
     def wait(self) -> None:
         """Return when the checkpoint is complete and on the disk. Every rank calls it.
 
         Raises:
-            CheckpointError: on every rank, if it could not be written; what was there before is still there.
+            CheckpointError: on every rank, if it could not be written; the previous checkpoint is unchanged.
             PeerError: if another rank is gone.
         """
         if self._future is not None:
@@ -87,7 +86,7 @@ class PendingSave:
 
 @dataclass(kw_only=True)
 class _Background:
-    """What is kept of a model between saves: memory, the save under way, the threads' ranks, and what was saved."""
+    """State kept for a model between saves: memory, the save in progress, the threads' group, and what was saved."""
 
     copies: dict[tuple[str, Rect], Tensor] = field(default_factory=dict)
     pending: PendingSave = field(default_factory=PendingSave)
@@ -98,8 +97,8 @@ class _Background:
 _BACKGROUND: WeakKeyDictionary[ShardedModel, _Background] = WeakKeyDictionary()
 
 
-def settle(model: ShardedModel) -> None:
-    """Wait for the model's save under way, if there is one, and raise its error if nobody has seen it yet.
+def wait_for_save(model: ShardedModel) -> None:
+    """Wait for the model's save in progress, if there is one, and raise its error if it was not raised before.
 
     Raises:
         ConfigError: if the model is not sharded.
@@ -121,35 +120,36 @@ def save_checkpoint(
 ) -> PendingSave:
     """Write the model, its fused optimizers and an ordinary optimizer. Every rank calls it.
 
-    A checkpoint of that name is replaced in one atomic step when the new one is complete and on the disk; a failure or
-    a kill at any time leaves the one or the other. Files are in the safetensors format, with a JSON manifest.
+    A checkpoint of that name is replaced atomically when the new one is complete and on disk; a failure or a kill at
+    any time leaves the old or the new checkpoint. Files are in the safetensors format, with a JSON manifest.
 
-    Replicas are synchronised first, so that training goes on from the checkpoint as it does here. What is not averaged
-    (an ordinary optimizer's states of tables; with ``sync_optimizer=False`` the fused ones') is replica 0's. Buffers,
-    such as BatchNorm's statistics, are rank 0's.
+    Replicas are synchronised first, so that training continues from the checkpoint as it does here. States that are not
+    averaged (an ordinary optimizer's states of tables; with ``sync_optimizer=False`` those of fused optimizers) are
+    saved from replica 0. Buffers, such as BatchNorm's statistics, are saved from rank 0.
 
     Args:
         path: folder to write, on a file system that all ranks share.
         model: from :func:`shardrec.shard`.
         optimizer: an ordinary optimizer over (some of) the model's parameters. Settings of its groups that JSON cannot
-            hold are not written.
-        extra: JSON-compatible data of the caller, such as the step; rank 0's is written. Tuples come back as lists.
-        rank_state: tensors of this rank's own, such as states of random number generators, by name.
-        wait: return when the checkpoint is complete. If false, return when its values are copied, which takes as much
-            memory again on the CPU as this rank's shards, kept for the next save; then a thread writes.
-        incremental: how many saves in a row may write, of each shard, only the rows that have changed since this
-            model's save before; 0: none. A shard of which more than half would be written so is written whole. The
-            files with the other rows are in this checkpoint, too, as hard links, so that it needs no other folder.
-            Takes 16 bytes per row on the CPU. Rows of embedding servers are all written.
+            represent are not written.
+        extra: JSON-compatible data of the caller, such as the step; rank 0's is written. Tuples are loaded as lists.
+        rank_state: tensors of this rank, such as states of random number generators, by name.
+        wait: whether to return after the checkpoint is complete. If False, return when its values are copied, which
+            takes additional CPU memory of the size of this rank's shards, kept for the next save; a thread then writes
+            them.
+        incremental: how many consecutive saves may write, of each shard, only the rows that have changed since this
+            model's previous save; 0: none. A shard of which more than half would be written is written completely. The
+            files with the other rows are hard-linked into this checkpoint, so that it needs no other folder. Takes 16
+            bytes per row on the CPU. Rows of embedding servers are always written.
 
     Returns:
         The save, to wait for.
 
     Raises:
-        ConfigError: on every rank, before anything is written, for what a checkpoint cannot hold.
+        ConfigError: on every rank, before anything is written, for values that a checkpoint cannot hold.
         CheckpointError: on every rank, if one of them cannot write. With ``wait=False``, :meth:`PendingSave.wait`
             raises it, or else the next save or load of this model.
-        PeerError: if another rank is gone or did not come in time.
+        PeerError: if another rank is gone or did not answer in time.
     """
     return save(Path(path), model, optimizer, extra, rank_state=rank_state, wait=wait, incremental=incremental)
 
@@ -167,7 +167,7 @@ def save(
 ) -> PendingSave:
     """:func:`save_checkpoint`, and then ``then`` on rank 0, before any rank knows that the save is complete."""
     check_incremental(incremental)
-    settle(model)
+    wait_for_save(model)
     if isinstance(model, ReplicatedModel):
         # Then it does not matter which of the ranks that hold a shard writes it.
         model.sync_replicas()
@@ -256,7 +256,7 @@ def _prepared(
 
 
 def check_incremental(incremental: int) -> None:
-    """Refuse what cannot be a number of saves.
+    """Check the number of incremental saves.
 
     Raises:
         ConfigError: below 0.
@@ -277,7 +277,7 @@ def _as_json(extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _merged_groups(prepared: list[Manifest]) -> list[dict[str, Any]] | None:
-    """Of a table, only its holders have the parameters."""
+    """The groups of all ranks, merged: only the ranks that hold a table have its parameters."""
     if prepared[0].param_groups is None:
         return None
     groups_of_ranks = zip(*(one.param_groups or () for one in prepared), strict=True)
@@ -290,9 +290,9 @@ def _merged_groups(prepared: list[Manifest]) -> list[dict[str, Any]] | None:
 def _copied(
     tensors: Mapping[str, HeldTensor], background: _Background
 ) -> tuple[dict[str, HeldTensor], Callable[[], None]]:
-    """What this rank writes, copied to the CPU; and a function that returns when the copies are whole.
+    """The values that this rank writes, copied to the CPU, and a function that returns when the copies are complete.
 
-    See [Note: saving behind the training].
+    See [Note: saving in the background].
     """
     old, background.copies = background.copies, {}
 
@@ -318,7 +318,7 @@ def _copied(
 def _write(
     data: Path, number: int, tensors: Mapping[str, HeldTensor], before: SavedBefore | None, incremental: int
 ) -> tuple[Written, list[SavedFile]]:
-    """Write this rank's file; returns the files that it has linked, too."""
+    """Write this rank's file; also returns the files that it has linked."""
     if before is None:
         return write_part(data, number, tensors), []
     kept = before.kept(tensors, data, number, incremental)
@@ -423,7 +423,7 @@ def rank_name(rank: int, name: str) -> str:
 
 
 def _new_data_folder(folder: Path) -> str:
-    """Make the checkpoint's folder, free of what saves have left that came to no end, and a new data folder in it."""
+    """Make the checkpoint's folder, remove files of interrupted saves, and make a new data folder in it."""
     _make(folder)
     try:
         stale = leftovers(folder, read_manifest(folder).data)

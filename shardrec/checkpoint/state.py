@@ -1,8 +1,8 @@
-"""What a sharded model holds: weights, fused optimizer states, dense parameters and buffers, by name.
+"""The tensors of a sharded model: weights, fused optimizer states, dense parameters and buffers, by name.
 
-Cut tables are written by the ranks of the first replica, each its shards. Whatever every rank has (replicated tables,
-the dense part, buffers) is rank 0's, by definition: a BatchNorm's statistics differ between ranks, and a checkpoint has
-rank 0's.
+Each rank of the first replica writes its shards of cut tables. Tensors that every rank has (replicated tables, the
+dense part, buffers) are written by rank 0: a BatchNorm's statistics differ between ranks, and a checkpoint has rank
+0's.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from shardrec.modules.model import ShardedModel
 from shardrec.modules.replicated_model import ReplicatedModel
 from shardrec.modules.table import ShardedTable
 
-__all__ = ["Place", "model_tensors", "parameter_places", "sharded_collections", "table_tensors"]
+__all__ = ["ParameterInfo", "model_tensors", "parameter_infos", "sharded_collections", "table_tensors"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """What a parameter of this rank is.
+class ParameterInfo:
+    """A parameter of this rank.
 
     Args:
         name: its state_dict key.
-        tensor: that it is a part of.
-        is_table: it is a table, or a shard of one.
-        is_fused: an optimizer fused into backward updates it, so that no other one does.
+        tensor: the tensor of which it is a part.
+        is_table: whether it is a table, or a shard of one.
+        is_fused: whether a fused optimizer updates it in backward, so that no other one does.
     """
 
     name: str
@@ -50,28 +50,28 @@ def sharded_collections(model: ShardedModel) -> list[ShardedCollection]:
     return [module for module in model.module.modules() if isinstance(module, ShardedCollection)]
 
 
-def parameter_places(model: ShardedModel) -> dict[int, Place]:
-    """The place of each parameter of this rank, by id."""
+def parameter_infos(model: ShardedModel) -> dict[int, ParameterInfo]:
+    """The description of each parameter of this rank, by the parameter's ``id``."""
     _reshard(model)
-    places = {}
+    infos = {}
     collections = sharded_collections(model)
     fused = {id(one.tables()[name]) for one in collections for name in one.fused_optimizers()}
     for path, table in _tables(model):
         for shard, parameter in table.locals.items():
             tensor = _of_table(model, table, {shard: parameter.detach()}, table.dtype)
             name = f"{path}.weight"
-            places[id(parameter)] = Place(name=name, tensor=tensor, is_table=True, is_fused=id(table) in fused)
+            infos[id(parameter)] = ParameterInfo(name=name, tensor=tensor, is_table=True, is_fused=id(table) in fused)
     for name, parameter in model.named_parameters():
-        if id(parameter) not in places:
-            places[id(parameter)] = Place(name=name, tensor=held(parameter, saved=_is_lead(model)))
-    return places
+        if id(parameter) not in infos:
+            infos[id(parameter)] = ParameterInfo(name=name, tensor=held(parameter, saved=_is_lead(model)))
+    return infos
 
 
 def model_tensors(model: ShardedModel) -> dict[str, HeldTensor]:
-    """Everything but an ordinary optimizer, by name; the names are alike on every rank.
+    """All tensors but those of an ordinary optimizer, by name; the names are the same on every rank.
 
     Raises:
-        ConfigError: if the model's state_dict has an entry that is no tensor.
+        ConfigError: if the model's state_dict has an entry that is not a tensor.
     """
     tensors = table_tensors(model)
     for table in dynamic_tables(model):

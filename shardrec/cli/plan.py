@@ -1,4 +1,4 @@
-"""``shardrec plan``: plan tables that are described in a file, and say what the plan costs and why it is as it is."""
+"""``shardrec plan``: plan tables that are described in a file, and report the plan's cost and reasons."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ __all__ = ["FileClickData"]
 
 
 class FileClickData(ClickData):
-    """Rows read from files, in constant memory; every call of a batches method is a pass of its own.
+    """Rows read from files, in constant memory; every call of a batches method is a separate pass.
 
     Every rank reads and checks every row, and keeps its share. That costs ranks the decoding of the others' rows, and
     buys that all ranks make the same steps, and fail at the same step with the same message, without exchanging
@@ -35,7 +35,7 @@ class FileClickData(ClickData):
         spec: what the columns are.
         holdout: expected share of held-out rows, from 0 to 1 (not included); see ``split.held_out``.
         on_bad_row: ``"raise"``, or ``"skip"`` to leave broken rows out and count them.
-        shuffle: training rows that are put in a random order, so many at a time; 0 for the order of the files.
+        shuffle: number of training rows that are put in a random order at a time; 0 for the order of the files.
         keep_groups: move neighbouring rows of a group together when shuffling.
         seed: of that order, with the number of the pass.
 
@@ -113,7 +113,7 @@ class FileClickData(ClickData):
                 yield part.between(start, stop).to_batch(self.schema)
 
     def _shuffled(self, rows: Iterator[ClickRows], epoch: int) -> Iterator[ClickRows]:
-        """A function of the seed, the epoch and the files, so that a run that goes on finds the same order."""
+        """A function of the seed, the epoch and the files, so that a resumed run finds the same order."""
         for window, part in enumerate(_in_parts(rows, self._shuffle)):
             draws = np.random.Generator(np.random.Philox(key=self._seed, counter=[window, epoch, 0, 0]))
             if not self._keep_groups or part.groups is None:

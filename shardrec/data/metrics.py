@@ -25,7 +25,7 @@ class ClickMetrics:
             from Predicting Clicks on Ads at Facebook", He et al., 2014); below 1 is better than that.
         click_rate: share of clicked rows.
         rows: number of rows.
-        auc_stderr: standard error of ``auc`` from drawing so many rows (Hanley and McNeil, 1982).
+        auc_stderr: standard error of ``auc`` for this number of rows (Hanley and McNeil, 1982).
         ranking: of the order of the rows in each group; None for rows without groups.
     """
 

@@ -32,14 +32,14 @@ from shardrec.data.config import SyntheticConfig
 from shardrec.data.preprocess import transform_dense
 from shardrec.data.zipf import AliasTables, zipf_probabilities
 
-__all__ = ["PlantedModel", "PlantedRows", "Stream"]
+__all__ = ["PlantedModel", "PlantedRows", "RandomStream"]
 
 _QUANTILES = 4096  # values a dense feature can take; 12 bits of a uniform number choose one
 _FACTORS = 2
 _CHUNK = 8192  # rows made at once: small enough for the working set to stay in cache
 
 
-class Stream(IntEnum):
+class RandomStream(IntEnum):
     """Independent sources of random numbers under one seed."""
 
     TRAIN = 0
@@ -84,7 +84,7 @@ class PlantedModel:
         # entered at any row: D + F uniforms for the features, 1 for the label.
         self._blocks_per_row = -(-(self.num_dense + self.num_sparse + 1) // 8)
         self._seed = config.seed
-        rng = np.random.Generator(np.random.Philox(key=_key(config.seed, Stream.MODEL)))
+        rng = np.random.Generator(np.random.Philox(key=_key(config.seed, RandomStream.MODEL)))
         self.dense_raw, self.dense_missing = _dense_values(self.num_dense, rng)
         self.dense_input = transform_dense(self.dense_raw.astype(np.float64), self.dense_missing)
         frequencies = [_category_frequencies(size, config.exponent, rng) for size in schema.num_embeddings]
@@ -101,7 +101,7 @@ class PlantedModel:
         self._bias = 0.0
         self._bias = self._find_bias(config.click_rate)
 
-    def rows(self, stream: Stream, start: int, stop: int) -> PlantedRows:
+    def rows(self, stream: RandomStream, start: int, stop: int) -> PlantedRows:
         """Rows ``start`` to ``stop`` (not included) of one stream."""
         edges = [*range(start, stop, _CHUNK), stop] if stop > start else [start, start]
         parts = [self._chunk(stream, first, last) for first, last in pairwise(edges)]
@@ -114,7 +114,7 @@ class PlantedModel:
             labels=np.concatenate([part.labels for part in parts]),
         )
 
-    def probabilities(self, stream: Stream, start: int, stop: int) -> NDArray[np.float64]:
+    def probabilities(self, stream: RandomStream, start: int, stop: int) -> NDArray[np.float64]:
         """True click probabilities, float64 (N,), of rows ``start`` to ``stop``; holds no other column in memory."""
         edges = range(start, stop, _CHUNK)
         return np.concatenate([self._chunk(stream, e, min(e + _CHUNK, stop)).probabilities for e in edges])
@@ -124,7 +124,7 @@ class PlantedModel:
         places = quantiles + np.arange(self.num_dense) * _QUANTILES
         return np.asarray(self.dense_input.reshape(-1)[places], dtype=np.float32)
 
-    def _chunk(self, stream: Stream, start: int, stop: int) -> PlantedRows:
+    def _chunk(self, stream: RandomStream, start: int, stop: int) -> PlantedRows:
         count = stop - start
         generator = np.random.Philox(key=_key(self._seed, stream))
         generator.advance(start * self._blocks_per_row)
@@ -153,7 +153,7 @@ class PlantedModel:
 
     def _find_bias(self, click_rate: float) -> float:
         """The bias for which the click rate of a fixed sample of 65 536 rows is ``click_rate``, by bisection."""
-        draws = self.rows(Stream.EXPECTATION, 0, 65_536)
+        draws = self.rows(RandomStream.EXPECTATION, 0, 65_536)
         logits = self._logits(draws.quantiles, draws.ids)
         low, high = -50.0, 50.0
         for _ in range(60):
@@ -163,7 +163,7 @@ class PlantedModel:
         return (low + high) / 2
 
 
-def _key(seed: int, stream: Stream) -> NDArray[np.uint64]:
+def _key(seed: int, stream: RandomStream) -> NDArray[np.uint64]:
     return np.array([seed, int(stream)], dtype=np.uint64)
 
 

@@ -20,7 +20,7 @@ __all__ = ["RankingMetrics", "ranking_metrics"]
 class RankingMetrics:
     """Metrics of rows in groups; means over the groups that have a clicked row, but for ``gauc``.
 
-    Of rows with equal scores those that were not clicked come first, so that a model that scores all rows alike gains
+    Among rows with equal scores, rows that were not clicked come first, so that a model with equal scores gains
     nothing by the order of a file.
 
     Attributes:

@@ -65,8 +65,8 @@ def criteo_schema(*, max_embeddings: int = 100_000) -> ClickSchema:
     """The schema of the Criteo Kaggle display-advertising files: 13 integers and 26 categories.
 
     Args:
-        max_embeddings: the largest table, in rows. A column with more distinct values is hashed into so many rows;
-            a smaller one gets a row per distinct value plus row 0.
+        max_embeddings: the largest table, in rows. A column with more distinct values is hashed into this number of
+            rows; a smaller one gets a row per distinct value plus row 0.
 
     Returns:
         A schema named ``int_1`` ... ``int_13`` and ``cat_1`` ... ``cat_26``.

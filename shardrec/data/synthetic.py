@@ -9,7 +9,7 @@ from functools import lru_cache
 from shardrec.data.batch import ClickBatch
 from shardrec.data.config import SyntheticConfig
 from shardrec.data.metrics import ClickMetrics, click_metrics
-from shardrec.data.planted import PlantedModel, PlantedRows, Stream
+from shardrec.data.planted import PlantedModel, PlantedRows, RandomStream
 from shardrec.data.rows import ClickRows
 from shardrec.data.schema import ClickSchema
 from shardrec.data.source import ClickData
@@ -91,7 +91,7 @@ class SyntheticClickData(ClickData):
     def _batches(self, request: BatchRequest, epoch: int | None) -> Iterator[ClickBatch]:
         # Every pass has the same rows, in the same order.
         held = epoch is None
-        stream = Stream.HOLDOUT if held else Stream.TRAIN
+        stream = RandomStream.HOLDOUT if held else RandomStream.TRAIN
         rows = self.config.holdout_rows if held else self.config.rows
         step = request.global_size
         for first in range(request.first_batch * step, rows, step):
@@ -104,8 +104,8 @@ class SyntheticClickData(ClickData):
 @lru_cache(maxsize=2)
 def _best_metrics(config: SyntheticConfig) -> BestMetrics:
     model = _planted(config)
-    holdout = model.rows(Stream.HOLDOUT, 0, config.holdout_rows)
-    expected = model.probabilities(Stream.EXPECTATION, 0, _EXPECTATION_ROWS)
+    holdout = model.rows(RandomStream.HOLDOUT, 0, config.holdout_rows)
+    expected = model.probabilities(RandomStream.EXPECTATION, 0, _EXPECTATION_ROWS)
     return BestMetrics(
         holdout=click_metrics(holdout.labels, holdout.probabilities), expected=click_metrics(expected, expected)
     )

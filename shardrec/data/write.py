@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardrec.data.config import SyntheticConfig
-from shardrec.data.planted import PlantedModel, Stream
+from shardrec.data.planted import PlantedModel, RandomStream
 from shardrec.errors import ConfigError
 
 __all__ = ["write_criteo_tsv", "write_parquet"]
@@ -102,7 +102,7 @@ def _blocks(rows: int, seed: int, config: SyntheticConfig | None) -> tuple[Any, 
         model = PlantedModel(config)
         feature = np.arange(len(dense))
         for start in range(0, rows, _ROWS_AT_ONCE):
-            planted = model.rows(Stream.TRAIN, start, min(start + _ROWS_AT_ONCE, rows))
+            planted = model.rows(RandomStream.TRAIN, start, min(start + _ROWS_AT_ONCE, rows))
             counts = model.dense_raw[feature, planted.quantiles]
             missing = model.dense_missing[feature, planted.quantiles]
             categories = _categories(planted.ids, np.array(config.schema.num_embeddings))

@@ -1,1 +1,1 @@
-"""The exchange: ids out to the shards, pooled embeddings back; one all-to-all each way after a header."""
+"""The exchange: ids are sent to the shards and embeddings back, by one all-to-all each way after a header."""

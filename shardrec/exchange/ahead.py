@@ -1,13 +1,13 @@
-"""Calls of a forward that has not begun: their ids travel while the batch before is computed.
+"""Calls made ahead of their forward: their ids travel while the previous batch is computed.
 
 ::
 
     ahead = Ahead(headers, calls)   the batches are checked and cut; needs no other rank
     ahead.exchange()                header, which all ranks wait for; the payload is on its way
-    module(features)                in the forward: the call is there already, only its rows are exchanged
-    ahead.close()                   what was not called after all is let go
+    module(features)                in the forward: takes the prepared call, only its rows are exchanged
+    ahead.close()                   drops the calls that the forward did not make
 
-An id exchange reads no weights, so that it may come before the last update; rows are looked up in the forward.
+An id exchange reads no weights, so it may come before the last update; rows are looked up in the forward.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Ahead"]
 
 
 class Ahead:
-    """The calls of one coming forward, in the order in which it will make them.
+    """The calls of the next forward, in the order in which it will make them.
 
     Args:
         headers: of the model.
@@ -37,7 +37,7 @@ class Ahead:
         self._left = [(*source, call) for source, call in zip(calls, self.calls, strict=True)]
 
     def take(self, module: Caller, features: object) -> Call | None:
-        """The call of a module with these very features, once."""
+        """The prepared call of a module with this features object, at most once; else None."""
         for place, (known_module, known_features, call) in enumerate(self._left):
             if known_module is module and known_features is features:
                 del self._left[place]
@@ -64,7 +64,7 @@ class Ahead:
         return [(one.prepared, one.sent, None if one.sent is None else one.received()) for one in self.calls]
 
     def close(self) -> None:
-        """Let go of what the forward did not call."""
+        """Drop the calls that the forward did not make."""
         for _, _, call in self._left:
             if call.is_launched:
                 with suppress(ShardrecError):  # whose cause the next exchange meets, too

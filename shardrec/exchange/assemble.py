@@ -1,9 +1,9 @@
-"""Columns put together from blocks, and their gradient taken apart again.
+"""Assembly of output columns from blocks, and its transpose for their gradient.
 
 [Note: one pass over the rows]
-Columns that are copied piece by piece walk through all the rows once per piece, and with them through all the pages of
-the memory: 26 pieces of 64 columns took 19 ms where one pass over the rows takes 6 (4096 rows, one thread). Hence the
-C++ operators (:mod:`shardrec.native`); the Python below gives the same results where they are missing, and on CUDA.
+Copying columns piece by piece passes over all rows, and all pages of their memory, once per piece: 26 pieces of 64
+columns took 19 ms, and one pass over the rows takes 6 ms (4096 rows, one thread). Hence the C++ operators
+(:mod:`shardrec.native`); the Python below gives the same results where they are not available, and on CUDA.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Columns"]
 
 
 class Columns:
-    """Columns as sums of columns of blocks.
+    """Output columns, each a sum of columns of blocks.
 
     Args:
         pieces: the columns from left to right.
@@ -41,7 +41,7 @@ class Columns:
 
     @property
     def is_identity(self) -> bool:
-        """Whether the columns are those of the first block, as they are."""
+        """Whether the output columns equal the first block."""
         return self._flat == [self.width, 1, 0, 0]
 
     def assemble(self, blocks: Sequence[Tensor]) -> Tensor:
@@ -60,11 +60,11 @@ class Columns:
         return torch.cat(columns, dim=1) if columns else blocks[0].new_empty((blocks[0].size(0), 0))
 
     def distribute(self, gradient: Tensor, blocks: Sequence[Tensor]) -> None:
-        """The transpose of :meth:`assemble`: writes the gradient of each block, from that (B, D) of the output.
+        """The transpose of :meth:`assemble`: write the gradient of each block, from the output's gradient (B, D).
 
         Args:
             gradient: of the output.
-            blocks: where to write; one for each scale.
+            blocks: the memory to write to; one for each scale.
         """
         scales = self._scales or [1.0] * len(blocks)
         if _is_native(gradient):

@@ -1,4 +1,4 @@
-"""Ids outside their table, where a feature's policy is not to refuse them: looked up as zero rows, or wrapped.
+"""Ids outside their table, for features whose policy is not an error: they are looked up as zero rows, or wrapped.
 
 Shapes: F features of the input, B samples, N ids.
 
@@ -9,7 +9,7 @@ Shapes: F features of the input, B samples, N ids.
     ids       1 2 | 9    7 -4 | 3  ──►  1 2 | 1    7  4 | 3                 (wrap)
 
 An id that is looked up as a zero row leaves its bag and goes to the first bag of one more key, which no table looks up:
-the number of ids stays, so that nothing has to be known on the host, and all that follows is that of a plain batch.
+the number of ids is unchanged, so the host needs to read nothing, and the next stages see an ordinary batch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def policies_of(on_bad_id: OnBadId | Mapping[str, OnBadId], features: Iterable[s
     """The policy of each feature whose bad ids are no error.
 
     Args:
-        on_bad_id: of all features, or by feature; of a feature that is not named, ``"error"``.
+        on_bad_id: the policy of all features, or by feature; a feature that is not named has ``"error"``.
         features: of the model's tables.
 
     Raises:
@@ -61,10 +61,10 @@ def policies_of(on_bad_id: OnBadId | Mapping[str, OnBadId], features: Iterable[s
 def mend(
     lengths: Tensor, values: Tensor, limits: Tensor, policies: Tensor, drops: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """A batch without the bad ids of features that have a policy. TorchScript compiles it, too; it reads no value.
+    """A batch without the bad ids of features that have a policy. TorchScript also compiles it; it reads no value.
 
     Args:
-        lengths: (F, B) ids of each bag. If they do not fit, so do the result's not.
+        lengths: (F, B) ids of each bag. If they do not add up to N, neither do the result's.
         values: (N,) ids.
         limits: (F,) int64, one more than the largest id of each key.
         policies: (F,) int64, numbers of ``POLICIES``.
@@ -112,13 +112,13 @@ def mended(batch: Batch, limits: Tensor, policies: Tensor, *, drops: bool) -> tu
 
 
 def places_of_rows(kept: Tensor, inverse: Tensor | None) -> Tensor:
-    """Where the row of each id is among the rows that came back, with a zero row before them.
+    """The index of each id's row among the received rows, which follow a zero row at index 0.
 
-    TorchScript compiles it, too.
+    TorchScript also compiles it.
 
     Args:
         kept: (M,) bool, whether the id was looked up, in the order of the output.
-        inverse: (number kept,) place of the row of each id that was; None if there is a row for each.
+        inverse: (number kept,) index of the row of each id that was looked up; None if there is a row for each.
 
     Returns:
         (M,) int64.

@@ -3,9 +3,9 @@
 Shapes: F features of the KeyedJaggedTensor, U features that the tables use, B samples, N ids.
 
 [Note: a batch size per feature]
-Where features have a batch size each (samples that share a feature's bag send it once), the lengths of each feature are
-padded with empty bags to the largest of them, so that the work on this rank is that of a plain batch; what travels is
-stripped of the padding again. ``inverse`` says which bag each sample of the full batch takes.
+If each feature has its own batch size (samples that share a feature's bag send it once), the lengths of each feature
+are padded with empty bags to the largest size, so that this rank works on an ordinary batch; the padding is removed
+before the batch is sent. ``inverse`` gives the bag of each sample of the full batch.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class Expectation:
 
     Args:
         tables: per lookup, its feature, its table and the table's number of rows (``NO_LIMIT`` of dynamic ids).
-        weighted: whether each id comes with a float weight.
+        weighted: whether each id has a float weight.
         device: where the tensors must be.
-        pooled: features of different batch sizes need inverse indices, for their bags end up side by side; else inverse
-            indices are taken where features have a batch size each.
-        on_bad_id: what is done with ids outside of their table, of the features where that is no error.
+        pooled: features of different batch sizes need inverse indices, because their bags end up side by side; else
+            inverse indices are used if each feature has its own batch size.
+        on_bad_id: the policy for ids outside their table, of each feature for which they are not an error.
     """
 
     tables: tuple[tuple[str, str, int], ...]
@@ -72,7 +72,7 @@ class Expectation:
 
     @cached_property
     def features(self) -> tuple[str, ...]:
-        """The features that the tables use, each once."""
+        """The distinct features that the tables use."""
         return tuple(dict.fromkeys(key for key, _, _ in self.tables))
 
     def rows(self, feature: str) -> int:
@@ -94,7 +94,7 @@ class Expectation:
 
 @dataclass(frozen=True, kw_only=True)
 class WithDropped:
-    """A batch with the ids that were dropped from another, its ``Batch``; see :mod:`shardrec.exchange.bad_ids`.
+    """The batch that still has the ids that were dropped from a ``Batch``; see :mod:`shardrec.exchange.bad_ids`.
 
     Args:
         order: (N,) int64 place here of each id of the ``Batch``.
@@ -136,7 +136,7 @@ class Batch:
     with_dropped: WithDropped | None = None
 
     def places_as_given(self, places: Tensor) -> Tensor:
-        """Where ids at some places of this batch were in the input: places (M,), integer."""
+        """The positions in the input of the ids at positions ``places`` (M,), integer, of this batch."""
         return places if self.with_dropped is None else self.with_dropped.order.index_select(0, places)
 
     @property
@@ -146,7 +146,7 @@ class Batch:
 
 
 def read_batch(features: object, expect: Expectation) -> Batch | str:
-    """The batch's tensors, or what is wrong with its structure (all that shows without reading a tensor)."""
+    """The batch's tensors, or what is wrong with its structure, as far as it shows without reading a tensor."""
     if not isinstance(features, KeyedJaggedTensor):
         return f"the input is a {type(features).__name__}; a sharded collection takes a torchrec KeyedJaggedTensor"
     try:
@@ -186,7 +186,7 @@ def _size_fault(features: KeyedJaggedTensor) -> str | None:
 
 
 def length_fault(lengths: Tensor, strides: Sequence[int]) -> str | None:
-    """What is wrong with the number of lengths, of keys with so many samples each."""
+    """What is wrong with the number of lengths, for the number of keys and their batch sizes."""
     if lengths.dim() == 1 and lengths.numel() == sum(strides):
         return None
     sizes = [int(stride) for stride in strides]  # numbers, also of a tracer's
@@ -232,8 +232,7 @@ def _read(features: KeyedJaggedTensor, expect: Expectation) -> Batch | str:
 
 def fit(offsets: Tensor, lengths: Tensor | None) -> Tensor:
     """0-d bool, whether offsets (F·B + 1,) begin at 0 and are those of the lengths that were given with them, if any.
-
-    TorchScript compiles it, too.
+    TorchScript also compiles it.
     """
     first = offsets[:1] == 0
     if lengths is None:
@@ -286,7 +285,7 @@ def _key_fault(keys: Sequence[str], expect: Expectation) -> str | None:
 
 
 def shown(keys: Sequence[str]) -> str:
-    """Keys in words, the first dozen of them."""
+    """The first dozen keys as text."""
     more = f" and {len(keys) - _MAX_SHOWN_KEYS} more" if len(keys) > _MAX_SHOWN_KEYS else ""
     return f"[{', '.join(map(repr, keys[:_MAX_SHOWN_KEYS]))}{more}]"
 
@@ -315,7 +314,7 @@ def _device_fault(what: str, tensor: Tensor, expect: Expectation) -> str | None:
 
 
 def _first(values: Tensor) -> str:
-    """The first value in words, where there is one to read."""
+    """The first value as text, if there is a value that can be read."""
     if isinstance(values, FakeTensor) or values.numel() == 0 or values.is_meta:
         return ""
     return f", the first is {values.detach().flatten()[0].item():g}"

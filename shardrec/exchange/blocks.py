@@ -1,4 +1,4 @@
-"""Blocks of float rows between ranks and their gradients back: one all-to-all each way, for one or several calls.
+"""Exchange of blocks of float rows, and of their gradients: one all-to-all each way, for one or several calls.
 
 Shapes: W ranks, M streams (one per call), n elements of a block.
 
@@ -14,8 +14,8 @@ backward both have work to do while it is under way: whatever the dense model co
 
 [Note: gradients in place]
 A stream's consumer asks for :meth:`BlocksInFlight.gradient_blocks` and writes there: into the send buffer, or, between
-ranks that share memory, to where the other rank wants it. A gradient that lies elsewhere (autograd added two up) is
-copied in; a missing one is zero.
+ranks that share memory, directly into the other rank's memory. A gradient that lies elsewhere (autograd added two up)
+is copied; a missing gradient is zero.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from shardrec.exchange.collectives import Collectives, Pending, Streams, WayBack, joined
+from shardrec.exchange.collectives import Collectives, Pending, StreamSizes, WayBack, joined
 from shardrec.exchange.wire import QuantizedComms, Shape, Wire
 
 __all__ = ["BlockExchange", "BlocksInFlight", "Stream"]
@@ -37,7 +37,7 @@ __all__ = ["BlockExchange", "BlocksInFlight", "Stream"]
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
-    """What one call sends, and the shapes of what comes, in an exchange that several share; not CUDA's stream.
+    """The rows that one call sends, and the shapes of those it receives, in a shared exchange; not a CUDA stream.
 
     Args:
         flat: float32, the parts for each rank one after the other.
@@ -80,11 +80,11 @@ class BlockExchange:
         """Issue the all-to-all of at least one stream.
 
         Args:
-            streams: what is sent.
-            learns: there will be gradients of what comes, if the forward has any; the same on every rank.
+            streams: the rows of each call.
+            learns: whether the received rows get gradients, if gradients are enabled; the same on every rank.
         """
         with torch.set_grad_enabled(learns and torch.is_grad_enabled()):
-            return _AtHome(streams) if self.collectives.world_size == 1 else _Travelling(self, streams)
+            return _LocalBlocks(streams) if self.collectives.world_size == 1 else _RemoteBlocks(self, streams)
 
 
 class BlocksInFlight(abc.ABC):
@@ -92,14 +92,14 @@ class BlocksInFlight(abc.ABC):
 
     @abc.abstractmethod
     def blocks(self, stream: int) -> tuple[Tensor, ...]:
-        """W flat float32 blocks of a stream, which are handed out once; waits at the first call.
+        """W flat float32 blocks of a stream, which can be taken once; the first call waits.
 
         Call it in the grad mode that the exchange was started in.
         """
 
     @abc.abstractmethod
     def gradient_blocks(self, stream: int) -> list[Tensor]:
-        """Where the gradients of a stream's blocks are to be written, (n,) each."""
+        """The memory to which the gradients of a stream's blocks are written, (n,) each."""
 
     @abc.abstractmethod
     def cut_graph(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -110,8 +110,8 @@ class BlocksInFlight(abc.ABC):
         """
 
 
-class _AtHome(BlocksInFlight):
-    """One rank: the streams themselves."""
+class _LocalBlocks(BlocksInFlight):
+    """The streams of a single rank, which do not travel."""
 
     def __init__(self, streams: Sequence[Stream]) -> None:
         with_gradients = torch.is_grad_enabled()
@@ -134,27 +134,27 @@ class _AtHome(BlocksInFlight):
         return list(sent.values()), list(leaves.values())
 
 
-class _Travelling(BlocksInFlight):
+class _RemoteBlocks(BlocksInFlight):
     """Streams between several ranks."""
 
     def __init__(self, exchange: BlockExchange, streams: Sequence[Stream]) -> None:
         self._streams = len(streams)
-        self._shared = shared = _Shared(exchange, streams)
+        self._state = state = _ExchangeState(exchange, streams)
         self._blocks: dict[int, tuple[Tensor, ...]] | None = None
         flats = [stream.flat for stream in streams]
         if torch.is_grad_enabled():
-            # A rank whose rows need no gradient still takes its part in the others' backward.
+            # A rank whose rows need no gradient still takes part in the other ranks' backward.
             flats = [flat if flat.requires_grad else flat.detach().requires_grad_() for flat in flats]
-        self._token: Tensor = _Issue.apply(shared, *flats)  # type: ignore[no-untyped-call]
+        self._token: Tensor = _Issue.apply(state, *flats)  # type: ignore[no-untyped-call]
 
     def blocks(self, stream: int) -> tuple[Tensor, ...]:
         if self._blocks is None:
-            received: tuple[Tensor, ...] = _Receive.apply(self._token, self._shared)  # type: ignore[no-untyped-call]
+            received: tuple[Tensor, ...] = _Receive.apply(self._token, self._state)  # type: ignore[no-untyped-call]
             self._blocks = {index: received[index :: self._streams] for index in range(self._streams)}
         return self._blocks.pop(stream)
 
     def gradient_blocks(self, stream: int) -> list[Tensor]:
-        return self._shared.gradient_views()[stream :: self._streams]
+        return self._state.gradient_views()[stream :: self._streams]
 
     def cut_graph(self) -> tuple[list[Tensor], list[Tensor]]:
         if not self._token.requires_grad:
@@ -163,8 +163,8 @@ class _Travelling(BlocksInFlight):
         return [token], [self._token]
 
 
-class _Shared:
-    """What forward and backward share; without the graph, of which it is a part."""
+class _ExchangeState:
+    """State that forward and backward share. It holds no tensor of the autograd graph, which refers to it."""
 
     way_back: WayBack
     """Of the gradients, once the rows are under way."""
@@ -184,7 +184,7 @@ class _Shared:
         parts = [[one[rank] for one in split] for rank in range(len(self.out_sizes))]
         sizes_in = list(map(sum, self.into_sizes))
         if wire.is_plain:
-            streams = Streams(out=self.out_sizes, into=self.into_sizes) if self.with_gradients else None
+            streams = StreamSizes(out=self.out_sizes, into=self.into_sizes) if self.with_gradients else None
             in_place = streams if self.exchange.gradient_wire.is_plain else None
             self.pending = self.exchange.collectives.send(parts, sizes_in, what, in_place)
         else:
@@ -193,33 +193,33 @@ class _Shared:
         self.way_back = self.pending.way_back or _Buffered(self)
 
     def receive(self) -> tuple[Tensor, ...]:
-        """Wait: the blocks, rank after rank and in a rank stream after stream."""
+        """Wait for the blocks, and return them by rank, then stream."""
         assert self.pending is not None, "an exchange is received once"
         parts = self.pending.wait()
         self.pending = None
         return tuple(block for part, sizes in zip(parts, self.into_sizes, strict=True) for block in part.split(sizes))
 
     def gradient_views(self) -> list[Tensor]:
-        """Where the blocks' gradients are written, in the blocks' order."""
+        """The memory to which the blocks' gradients are written, in the blocks' order."""
         if self._views is None:
             self._views = self.way_back.views()
         return self._views
 
     def send_gradient(self) -> None:
-        """The views are written; the next backward gets new ones."""
+        """Send the gradients that were written to the views; the next backward gets new views."""
         self._views = None
         self.way_back.send()
 
 
 class _Buffered:
-    """Gradients that travel as one buffer, in the exchange's format."""
+    """The way back for gradients that travel as one buffer, in the exchange's format."""
 
-    def __init__(self, shared: _Shared) -> None:
-        self._exchange = shared.exchange
-        self._out, self._into = shared.out, shared.into
-        self._out_sizes = [size for rank in shared.out_sizes for size in rank]
-        self._into_sizes = [size for rank in shared.into_sizes for size in rank]
-        self._streams = len(shared.out_sizes[0])
+    def __init__(self, state: _ExchangeState) -> None:
+        self._exchange = state.exchange
+        self._out, self._into = state.out, state.into
+        self._out_sizes = [size for rank in state.out_sizes for size in rank]
+        self._into_sizes = [size for rank in state.into_sizes for size in rank]
+        self._streams = len(state.out_sizes[0])
         self._buffer: Tensor | None = None
         self._pending: Pending | None = None
 
@@ -243,40 +243,40 @@ class _Buffered:
 
 class _Issue(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, shared: _Shared, *flats: Tensor) -> Tensor:
-        ctx.shared = shared  # type: ignore[attr-defined]
+    def forward(ctx: FunctionCtx, state: _ExchangeState, *flats: Tensor) -> Tensor:
+        ctx.state = state  # type: ignore[attr-defined]
         ctx.sizes = [flat.shape for flat in flats]  # type: ignore[attr-defined]
-        shared.send([flat.detach().reshape(-1) for flat in flats])
+        state.send([flat.detach().reshape(-1) for flat in flats])
         return flats[0].new_zeros(())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, token_gradient: Tensor) -> tuple[Tensor | None, ...]:
-        shared: _Shared = ctx.shared
-        gradients = shared.way_back.wait()
+        state: _ExchangeState = ctx.state
+        gradients = state.way_back.wait()
         return None, *(one.view(size) for one, size in zip(gradients, ctx.sizes, strict=True))
 
 
 class _Receive(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, token: Tensor, shared: _Shared) -> tuple[Tensor, ...]:
-        ctx.shared = shared  # type: ignore[attr-defined]
+    def forward(ctx: FunctionCtx, token: Tensor, state: _ExchangeState) -> tuple[Tensor, ...]:
+        ctx.state = state  # type: ignore[attr-defined]
         ctx.like = token  # type: ignore[attr-defined]
         ctx.set_materialize_grads(False)
-        return shared.receive()
+        return state.receive()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None]:
-        shared: _Shared = ctx.shared
-        if shared.exchange.before_gradients is not None:
-            shared.exchange.before_gradients()
-        for view, gradient in zip(shared.gradient_views(), gradients, strict=True):
+        state: _ExchangeState = ctx.state
+        if state.exchange.before_gradients is not None:
+            state.exchange.before_gradients()
+        for view, gradient in zip(state.gradient_views(), gradients, strict=True):
             if gradient is None:
                 view.zero_()
             elif gradient.data_ptr() != view.data_ptr() or gradient.stride() != view.stride():
                 view.copy_(gradient)
-        shared.send_gradient()
+        state.send_gradient()
         return ctx.like.new_zeros(()), None
 
 

@@ -1,12 +1,12 @@
-"""Is a batch one that the lookups can take? A fast answer on the device, and a slow one in words.
+"""Checks whether the lookups can use a batch: a fast check on the device, and a slow description of what is wrong.
 
 Shapes: F features of the KeyedJaggedTensor, B samples, N ids.
 
 [Note: validation without a host sync]
 Nothing here reads a tensor's value on the host before the header exchange does. :func:`ids_are_valid` gives a 0-d
 tensor; the caller multiplies the lengths by it, so that the kernels downstream see an empty batch instead of reading
-past the end of a bad one, and sends it in the header. Only when the header says that some rank's batch is bad does that
-rank look for the words (:func:`describe_fault`).
+past the end of a bad one, and sends it in the header. Only if the header says that a rank's batch is bad does that rank
+compose a message (:func:`describe_fault`).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def ids_are_valid(batch: Batch, limits: Tensor, *, unlimited: bool) -> Tensor:
 
     Args:
         batch: the tensors of the input.
-        limits: (F,) int64, one more than the largest id allowed, per key of the batch; ``NO_LIMIT`` for a key whose ids
-            may be anything: no table uses it, or they are dynamic.
-        unlimited: whether there is such a key.
+        limits: (F,) int64, one more than the largest id allowed, per key of the batch; ``NO_LIMIT`` for a key with
+            arbitrary ids: no table uses it, or its ids are dynamic.
+        unlimited: whether any limit is ``NO_LIMIT``.
 
     Returns:
         0-d bool tensor on the batch's device.
@@ -47,9 +47,9 @@ def ids_are_valid(batch: Batch, limits: Tensor, *, unlimited: bool) -> Tensor:
 
 
 def are_sound(lengths: Tensor, values: Tensor, limits: Tensor, unlimited: bool, asking: bool) -> Tensor:
-    """:func:`ids_are_valid` of plain tensors: ``lengths`` (F, B), ``values`` (N,). TorchScript compiles it, too.
+    """:func:`ids_are_valid` of plain tensors: ``lengths`` (F, B), ``values`` (N,). TorchScript also compiles it.
 
-    With ``asking`` it may read values on the host where they are there, which a tracer cannot.
+    With ``asking``, it may read values that are on the host, which a tracer cannot.
     """
     count = values.size(0)
     lengths_F = lengths.sum(dim=1, dtype=torch.int64)
@@ -73,13 +73,13 @@ def are_sound(lengths: Tensor, values: Tensor, limits: Tensor, unlimited: bool, 
 def add_up(lengths: Tensor, lengths_F: Tensor, count: int) -> Tensor:
     """Whether ``lengths`` (F, B), with the sums ``lengths_F``, are those of ``count`` ids.
 
-    Each is looked at by itself, for the sum of large ones wraps: four times 2^62 is 0.
+    Each length is checked separately, because a sum of large lengths overflows: four times 2^62 is 0.
     """
     return ((lengths >= 0) & (lengths <= count)).all() & (lengths_F.sum() == count)
 
 
 def describe_fault(batch: Batch, expect: Expectation) -> str:
-    """Words for a batch that :func:`ids_are_valid` refused. Reads tensors on the host: for the failing step only."""
+    """Describe what is wrong with a batch that is not valid. Reads tensors on the host; only for the failing step."""
     lengths, count = batch.lengths.cpu(), batch.values.numel()
     impossible = ((lengths < 0) | (lengths > count)).nonzero()
     if len(impossible):

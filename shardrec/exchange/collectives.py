@@ -1,9 +1,9 @@
 """The collectives of a step, as an object that can be replaced.
 
-An all-to-all is issued and waited for in two calls, so that work can go between them. The functional operators
+An all-to-all is issued and waited for in two calls, so that other work can overlap with it. The functional operators
 (``torch.ops._c10d_functional``) are the ones that eager mode, TorchScript, torch.compile and torch.export all know;
-importing ``torch.distributed._functional_collectives`` registers their autograd formulas, without which they give no
-gradient, silently.
+importing ``torch.distributed._functional_collectives`` registers their autograd formulas, without which they silently
+give no gradient.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives  # registers the autograd formulas
 from torch import Tensor
 
-from shardrec.exchange.flight import flight_record
+from shardrec.exchange.flight_record import flight_record
 from shardrec.exchange.peers import introduce, peer_error
 
 __all__ = [
@@ -28,7 +28,7 @@ __all__ = [
     "Later",
     "LocalCollectives",
     "Pending",
-    "Streams",
+    "StreamSizes",
     "WayBack",
     "collectives_of",
     "joined",
@@ -36,12 +36,12 @@ __all__ = [
 
 
 @dataclass(frozen=True, kw_only=True)
-class Streams:
-    """Sizes of what several calls send together (``Stream`` of each, in :mod:`shardrec.exchange.blocks`), in elements.
+class StreamSizes:
+    """Sizes, in elements, of the streams of several calls that are sent together (see :mod:`shardrec.exchange.blocks`).
 
     Args:
-        out: per rank and stream, what goes there.
-        into: per rank and stream, what comes from there.
+        out: per rank and stream, the elements sent to the rank.
+        into: per rank and stream, the elements received from the rank.
     """
 
     out: Sequence[Sequence[int]]
@@ -49,27 +49,27 @@ class Streams:
 
 
 class WayBack(Protocol):
-    """The gradients of float32 streams on their way back to where the streams came from.
+    """The gradients of float32 streams on their way back to the ranks that sent the streams.
 
     Used once per backward: :meth:`views`, :meth:`send`, :meth:`wait`.
     """
 
     def views(self) -> list[Tensor]:
-        """Where to write the gradient of what came, rank after rank and in a rank stream after stream."""
+        """The memory to which the gradients of received streams are written, by rank, then stream."""
 
     def send(self) -> None:
-        """The gradients are written."""
+        """Send the gradients that were written to the views."""
 
     def wait(self) -> list[Tensor]:
-        """Per stream, the gradient of what was sent, flat, rank after rank."""
+        """Wait for the gradients of sent streams: per stream, a flat tensor, rank after rank."""
 
 
 class Pending(Protocol):
-    """Values under way."""
+    """Values that are being received."""
 
     @property
     def way_back(self) -> WayBack | None:
-        """Of their gradients, if the collectives make it."""
+        """The way back of their gradients, if the collectives provide one."""
 
     def wait(self) -> list[Tensor]:
         """Per rank, the (n,) values that came from it. Call it once.
@@ -80,7 +80,7 @@ class Pending(Protocol):
 
 
 class Collectives(abc.ABC):
-    """What the exchange needs of a process group.
+    """The operations of a process group that the exchange uses.
 
     Attributes:
         rank: of this process.
@@ -99,9 +99,9 @@ class Collectives(abc.ABC):
 
     @abc.abstractmethod
     def send(
-        self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str, streams: Streams | None = None
+        self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str, streams: StreamSizes | None = None
     ) -> Pending:
-        """Issue an all-to-all of parts, wherever they lie.
+        """Issue an all-to-all of parts, which need not be contiguous with each other.
 
         Args:
             parts: per rank, the (n,) tensors that go to it, one after the other; all of one dtype.
@@ -119,24 +119,24 @@ class Collectives(abc.ABC):
         return torch.stack(received)
 
     def ids(self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int]) -> Pending:
-        """As :meth:`send`, for the payload: ids, and what else a lookup needs, for the ranks that make it."""
+        """Issue an all-to-all of the payload as :meth:`send` does: ids and what their lookup needs."""
         return self.send(parts, receive, "payload")
 
     def gather(self, values: Tensor, sizes: Sequence[int], what: str) -> list[Tensor]:
-        """Send ``values`` (n,) to every rank, and wait for those of each, of ``sizes``."""
+        """Send ``values`` (n,) to every rank, and wait for the values of each rank, whose ``sizes`` are known."""
         return self.send([[values]] * self.world_size, sizes, what).wait()
 
     def tell(self, fault: str) -> None:  # noqa: B027 - a process group has no way to tell
-        """Tell the other ranks that this one makes no more of the collectives that it has begun.
+        """Tell the other ranks that this one does not continue the collectives that it has begun.
 
-        They raise PeerError where they wait for them; those that cannot be told wait until the time limit.
+        They raise PeerError where they wait for these collectives; ranks that cannot be told wait until the time limit.
 
         Args:
             fault: what happened on this rank, as a predicate: "raised in backward: ...".
         """
 
-    def raise_told(self, what: str) -> None:  # noqa: B027 - likewise
-        """Raise what another rank has told in this step, if any has.
+    def raise_told(self, what: str) -> None:  # noqa: B027 - has none to raise
+        """Raise the fault that another rank has told in this step, if any.
 
         Args:
             what: this rank waits for, as a noun.
@@ -145,22 +145,22 @@ class Collectives(abc.ABC):
             PeerError: naming the rank and its fault.
         """
 
-    def room(self, numel: int, device: torch.device) -> Tensor:
-        """Memory to write parts into that :meth:`send` will be given; it may spare a copy.
+    def allocate(self, numel: int, device: torch.device) -> Tensor:
+        """Allocate memory for parts that will be passed to :meth:`send`, which may avoid a copy.
 
         Args:
             numel: elements.
             device: of the parts.
 
         Returns:
-            (numel,) float32, uninitialised. What was sent from it must not be written to any more.
+            (numel,) float32, uninitialised. It must not be written to after it was sent.
         """
         return torch.empty(numel, dtype=torch.float32, device=device)
 
 
 @dataclass
 class Later:
-    """A :class:`Pending` of a function.
+    """A :class:`Pending` that waits by a function.
 
     Args:
         wait: waits for the values.
@@ -172,13 +172,13 @@ class Later:
 
 
 class LocalCollectives(Collectives):
-    """One rank: what is sent is what is received."""
+    """The collectives of a single rank, which receives what it sends."""
 
     rank = 0
     world_size = 1
 
     def send(
-        self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str, streams: Streams | None = None
+        self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str, streams: StreamSizes | None = None
     ) -> Pending:
         received = [joined(parts[0])]
         return Later(lambda: received)
@@ -199,7 +199,7 @@ class FunctionalCollectives(Collectives):
         introduce()
 
     def send(
-        self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str, streams: Streams | None = None
+        self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str, streams: StreamSizes | None = None
     ) -> Pending:
         sizes = [sum(part.numel() for part in of_rank) for of_rank in parts]
         values = joined([part for of_rank in parts for part in of_rank])
@@ -233,7 +233,7 @@ def collectives_of(group: dist.ProcessGroup | None = None) -> Collectives:
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """One flat tensor of the (n,) parts, at least one: a view where they lie one after the other, else a copy."""
+    """Concatenate at least one (n,) part: a view if they are adjacent in memory, else a copy."""
     first = parts[0]
     place = first.storage_offset()
     memory = first.untyped_storage().data_ptr()

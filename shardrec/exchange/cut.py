@@ -7,16 +7,15 @@ N ids.
 
     (F, B) ── permute ──► (U, B) ── bucketize ──► (K·U, B) ── permute ──► (S, B)
 
-On CUDA the host does not know how many ids the units have, where keys are left out or are in several units. What
-fbgemm's permute is told is then the most that they can have; its kernels go by the lengths, and what is left over at
-the end of values and positions holds no ids. :meth:`Cutter.in_slots`, after the header has told the number, leaves it
-out.
+On CUDA the host does not know the number of ids in the units if some keys are unused or in several units. fbgemm's
+permute is then given an upper bound; its kernels follow the lengths, and the remaining elements at the end of values
+and positions are not ids. :meth:`Cutter.in_slots` drops them once the header has told the number.
 
-Dynamic ids are cut by their home rows (:mod:`shardrec.exchange.hashing`), and go to the blocks as they are.
+Dynamic ids are cut by their home rows (:mod:`shardrec.exchange.hashing`), and are sent to the blocks unchanged.
 
 A route with one block needs no bucketizing, and its two permutes are one. On the CPU, where the sizes are known at
-once, one C++ operator (:mod:`shardrec.native`) does all of it: of 819,200 ids for 200 tables, a third of them cut by
-rows, in 8 ms where the three take 38.
+once, one C++ operator (:mod:`shardrec.native`) does all three: for 819,200 ids of 200 tables, a third of them cut by
+rows, it takes 8 ms instead of 38 ms.
 """
 
 from __future__ import annotations
@@ -38,14 +37,15 @@ __all__ = ["Cut", "Cutter", "in_blocks", "permuted"]
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """A batch cut into blocks (by the C++ operator, into slots), and which of them each slot is.
+    """A batch cut into blocks (by the C++ operator: into slots), and the block of each slot.
 
     Args:
         row_lengths: (K·U, B); (F, B) with one block; (S, B) by the C++ operator.
-        values: (N,) ids in that order, local to the block unless dynamic; on CUDA more elements may follow, no ids.
+        values: (N,) ids in that order, local to the block unless dynamic; on CUDA, elements that are not ids may
+            follow.
         weights: (N,) or None.
-        positions: (N,) integer place of each id in the batch, or None where nobody asks.
-        slots: (S,) of each slot, its row of ``row_lengths``; None if the rows are the slots, in order.
+        positions: (N,) integer position of each id in the batch, or None if they are not needed.
+        slots: (S,) the row of ``row_lengths`` of each slot; None if the rows are the slots, in order.
         lengths: (S, B) lengths of each slot.
         borrowed: values or weights are the caller's own memory.
     """
@@ -66,7 +66,7 @@ class _KeyOrder:
     units: Tensor | None  # (U,) int32 position of each unit's key; None if they are all the keys, in order
     most_units: int  # of one key
     described: list[int]  # the units, as the C++ operator takes them
-    slots: Tensor | None  # (S,) position of each slot's key, for one block; None likewise
+    slots: Tensor | None  # (S,) position of each slot's key, for one block; None if they are all the keys, in order
 
 
 class Cutter:
@@ -92,7 +92,7 @@ class Cutter:
         in_place = route.slot_rows == tuple(range(route.blocks * len(route.unit_keys)))
         self._slots = None if in_place else self.slot_rows
         self.dynamic = self._tensor(route.dynamic_units, torch.bool) if any(route.dynamic_units) else None
-        # Rows of the whole table decide here, for ids are cut after they are narrowed.
+        # The rows of the whole table count, because ids are narrowed before they are cut.
         rows = max((edges[-1] for edges in route.unit_boundaries), default=0)
         self.id_dtype = torch.int64 if rows > 2**31 - 1 or self.dynamic is not None else torch.int32
         self.block_sizes = self._tensor([boundaries[-1] for boundaries in route.unit_boundaries], self.id_dtype)
@@ -106,8 +106,8 @@ class Cutter:
 
         Args:
             batch: checked.
-            keep_positions: tell where in the batch each id was.
-            given: what the batch was read from, whose memory is the caller's.
+            keep_positions: return the position of each id in the batch.
+            given: the batch as it was read from the input, whose memory is the caller's.
         """
         order = self._order(batch.keys)
         slots, blocks = order.slots, self._route.blocks
@@ -134,7 +134,7 @@ class Cutter:
         )
 
     def _cut_at_once(self, batch: Batch, order: _KeyOrder, keep_positions: bool) -> Cut:
-        """:meth:`cut` by one operator, which puts the ids in the order of the slots, too."""
+        """:meth:`cut` by one operator, which also puts the ids in the order of the slots."""
         count = len(self._route.slot_rows)
         lengths, ids, weights, positions = torch.ops.shardrec.cut_ids(
             batch.values, batch.lengths, batch.weights, order.described, count, keep_positions
@@ -152,7 +152,7 @@ class Cutter:
     def in_slots(self, cut: Cut, total: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Ids, weights and int64 positions in the order of the slots.
 
-        ``total`` is how many, with those of several column stripes counted.
+        ``total`` is the number of ids, counted once for each column stripe.
         """
         values, weights, positions = cut.values, cut.weights, cut.positions
         if cut.slots is not None:
@@ -184,15 +184,15 @@ class Cutter:
 def permuted(
     order: Tensor, lengths: Tensor, values: Tensor, weights: Tensor | None, positions: Tensor | None, total: int | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Rows of lengths (F, B) and what belongs to them, in another order. TorchScript compiles it, too.
+    """Permute rows of lengths (F, B), and the values of each row. TorchScript also compiles it.
 
     Args:
-        order: int32 rows to take, some of them several times, some never.
+        order: int32 rows to take; a row may occur several times or never.
         lengths: (F, B).
         values: (N,).
         weights: (N,) or None.
         positions: (N,) or None.
-        total: the new N, where the host knows it; or the most that it can be (see the head of this module).
+        total: the new N if the host knows it, or an upper bound (see the module's docstring).
     """
     if positions is not None:
         positions = torch.ops.fbgemm.permute_2D_sparse_data(order, lengths, positions, None, total)[1]
@@ -201,7 +201,7 @@ def permuted(
 
 
 def by_home_row(lengths: Tensor, ids: Tensor, dynamic: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """(N,) bool, which ids are of dynamic units, and (N,) int64 what ids are cut by: their home rows, or themselves."""
+    """Whether each id is dynamic, (N,) bool, and the row that it is cut by, (N,) int64: its home row, or the id."""
     ends_U = lengths.sum(dim=1, dtype=torch.int64).cumsum(0)
     unit_N = torch.searchsorted(ends_U, torch.arange(ids.numel(), device=ids.device), right=True)
     unit_N = unit_N.clamp(max=rows.numel() - 1)
@@ -219,7 +219,7 @@ def in_blocks(
     blocks: int,
     boundaries: list[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """:func:`bucketized`, where dynamic ids go by their home rows and stay as they are. TorchScript compiles it, too.
+    """:func:`bucketized`, with dynamic ids cut by their home rows and unchanged. TorchScript also compiles it.
 
     ``dynamic`` (U,) bool says which units' ids are dynamic; None for no unit. No value is read on the host.
     """
@@ -244,7 +244,7 @@ def bucketized(
     blocks: int,
     boundaries: list[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Ids of units in blocks of rows, and local to them. TorchScript compiles it, too.
+    """Distribute the ids of units to blocks of rows, and make them local to their block. TorchScript also compiles it.
 
     Args:
         lengths: (U, B).
@@ -252,7 +252,7 @@ def bucketized(
         weights: (N,) or None.
         positions: (N,) or None.
         sizes: (U,) rows of each unit.
-        blocks: K, of the unit that has the most.
+        blocks: K, the most blocks of any unit.
         boundaries: per unit, (K + 1,).
 
     Returns:
@@ -272,7 +272,7 @@ def bucketized(
         assert place is not None, "a bucketize that keeps the order tells where each id went"
         places = place.to(torch.int64)
         if places.is_cuda:
-            # No places are written beyond the ids, nor of a batch that is refused, whose lengths are 0.
+            # No positions are written beyond the ids, nor for an invalid batch, whose lengths are 0.
             same = torch.arange(places.size(0), device=places.device)
             places = torch.where(same < cut.sum(), places, same)
         positions = torch.empty_like(positions).index_copy_(0, places, positions)

@@ -1,8 +1,8 @@
-"""Duplicate ids sent and looked up once.
+"""Deduplication: duplicate ids of a table are sent and looked up once.
 
 The ids of all the features of a table, in a batch, become one sorted list of distinct ids, sent as one bag of a feature
-named after the table. The rows that come back are copied to where each id stood; the copies' gradients add up on this
-rank before they travel.
+named after the table. The received rows are copied to the positions of all ids; the copies' gradients are added up on
+this rank before they are sent.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ __all__ = ["DistinctIds", "distinct", "distinct_padded"]
 class DistinctIds:
     """Finds the distinct ids of each table in a batch.
 
-    On the CPU there are U of them. On CUDA the host would have to wait to know U: there is an element for each id that
-    the keys could have, of which the first U count, and a place for each.
+    On the CPU there are U distinct ids. On CUDA the host would have to wait to know U: the result has an element for
+    each id that the keys could have, of which the first U are valid.
 
     Args:
         lookups: (feature, table), in output order.
         tables: (name, rows), in module order.
         device: of the batches.
-        any_ids: ids may be any int64 numbers, not rows of the tables alone; on CUDA the host then waits for U.
+        any_ids: ids may be any int64 numbers instead of rows of the tables; on CUDA the host then waits for U.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class DistinctIds:
 
         Returns:
             A batch of one key per table, batch size 1, sorted distinct ids; and for each id of the lookups, lookup
-            after lookup, its place in that batch's values, (N,) int64.
+            after lookup, its index in that batch's values, (N,) int64.
         """
         order, most = self._order(batch.keys)
         given = order, batch.lengths, batch.values
@@ -78,18 +78,18 @@ class DistinctIds:
 def distinct(
     order: Tensor, lengths: Tensor, values: Tensor, firsts: Tensor, edges: Tensor, total: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:class:`DistinctIds` of plain tensors. TorchScript compiles it, too.
+    """:class:`DistinctIds` of plain tensors. TorchScript also compiles it.
 
     Args:
         order: (L,) int32, the key of each lookup.
         lengths: (F, B).
         values: (N,).
-        firsts: (L,) int64, where the rows of each lookup's table begin, if tables lie one after the other.
-        edges: (T + 1,) int64, where those of each table begin.
-        total: ids of the lookups, where that is known on the host.
+        firsts: (L,) int64, the first row of each lookup's table if tables lie one after the other.
+        edges: (T + 1,) int64, the first row of each table, and the end.
+        total: number of ids of the lookups, if the host knows it.
 
     Returns:
-        (T, 1) int32 numbers of distinct ids, the ids, and for each id of the lookups its place among them, int64.
+        (T, 1) int32 numbers of distinct ids, the ids, and for each id of the lookups its index among them, int64.
     """
     lengths, ids, _ = torch.ops.fbgemm.permute_2D_sparse_data(order, lengths, values, None, total)
     linear = ids + firsts.repeat_interleave(lengths.sum(dim=1, dtype=torch.int64), output_size=ids.numel())
@@ -122,10 +122,10 @@ def distinct_by_table(
 def distinct_padded(
     order: Tensor, lengths: Tensor, values: Tensor, firsts: Tensor, edges: Tensor, total: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`distinct`, padded instead of waited for; ``total`` is the most ids that the lookups can have.
+    """:func:`distinct`, padded instead of waiting for the number; ``total`` is the most ids that the lookups can have.
 
     Returns:
-        As :func:`distinct`; behind the ids and behind the places there may be more elements, which are none.
+        As :func:`distinct`; elements that are not ids or indices may follow.
     """
     lengths, ids, _ = torch.ops.fbgemm.permute_2D_sparse_data(order, lengths, values, None, total)
     numbers = torch.arange(ids.numel(), device=ids.device)

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from shardrec.exchange.backward import BackwardWatch
+from shardrec.exchange.backward_watch import BackwardWatch
 
 __all__ = ["Gradients", "Reducer"]
 
@@ -31,7 +31,7 @@ class Gradients:
 
     Args:
         tell: tells the other ranks of a backward that raises here.
-        are_reduced: there is nothing to average, or somebody averages them.
+        are_reduced: there is nothing to average, or they are averaged elsewhere.
 
     Attributes:
         reducer: averages them over the ranks, unless that is left to the user, or there is one rank.

@@ -1,16 +1,16 @@
-"""Row shards of one host summed before they leave it: what row cuts cost between hosts, divided by the ranks of a host.
+"""Partial sums of row blocks are added up inside a host before they leave it, which divides their bytes between hosts.
 
 Shapes: H hosts of L ranks, B_w samples of rank w, D_s columns summed on a host.
 
-A rank is (h, l), its host and its place there. Where several ranks of host h hold row blocks of the same columns, each
-has a partial sum for every sample of every rank. Two steps take it home::
+A rank is (h, l), its host and its place on the host. If several ranks of host h hold row blocks of the same columns,
+each has a partial sum for every sample of every rank. It is sent in two steps::
 
     1. inside host h    (h, l) ──► (h, l'): partial sums for the samples of all ranks (·, l')      add up over l
     2. between hosts    (h, l') ──► (·, l'): sums (B, D_s), in the output all-to-all, with all other columns
 
-Between hosts each sample's sum travels once, not once per row block. The gradient takes the same way back, so that it
-enters a host once. The idea is TorchRec's table-row-wise cut (reduce-scatter inside, all-to-all between); here it holds
-for whatever the plan puts on one host, with the same two exchanges for all the tables.
+Between hosts each sample's sum travels once, not once per row block. The gradient is sent the same way back, so that it
+enters a host once. The idea is that of TorchRec's table-row-wise cut (reduce-scatter inside, all-to-all between); here
+it applies to all row blocks that the plan puts on one host, with the same two exchanges for all tables.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class HostSums:
 
     Args:
         ranks_per_host: L.
-        columns: per host, what is summed there, with the width of each, in order.
-        direct: per rank, the slots whose columns are not.
-        direct_columns: per rank, their pooled columns.
+        columns: per host, the columns that are summed there, with the width of each, in order.
+        direct: per rank, the slots whose columns are not summed.
+        direct_columns: per rank, the pooled columns of these slots.
         summed_columns: per rank, the pooled columns that are summed.
-        pieces: per host, how its sums come from the L blocks.
+        pieces: per host, its sums in terms of the L blocks.
     """
 
     ranks_per_host: int
@@ -61,7 +61,7 @@ class HostSums:
 
 
 def host_sums(route: Route, ranks_per_host: int) -> HostSums | None:
-    """What can be summed inside hosts; None if there is one host, or nothing to sum on any.
+    """The columns that can be summed inside hosts; None if there is one host, or nothing to sum on any host.
 
     Args:
         route: of the ids.
@@ -124,12 +124,12 @@ class HostExchange:
     """A pooled module's part of the exchange inside hosts.
 
     Args:
-        sums: what is summed where.
+        sums: the columns that are summed on each host.
         rank: this rank.
 
     Attributes:
-        direct: the pooled columns that go straight to the ranks that asked.
-        summed: those that are summed first.
+        direct: the pooled columns that are sent directly to the requesting ranks.
+        summed: the pooled columns that are summed first.
         columns: this host's sums, of the blocks of its ranks.
         order: the ranks in the order in which their samples are sent: by their place on a host.
     """
@@ -146,7 +146,7 @@ class HostExchange:
         self._widths = [sum(piece.width for piece in pieces) for pieces in sums.summed_columns]
 
     def divide(self, pooled: Tensor, batch_sizes: Sequence[int]) -> tuple[Tensor, Stream]:
-        """The columns that go straight to the ranks that asked, and what goes to this host's ranks.
+        """Split into columns for the requesting ranks, and the stream of partial sums for this host's ranks.
 
         Args:
             pooled: (B_all, D_mine) float32, rank after rank.
@@ -161,7 +161,7 @@ class HostExchange:
         return direct, Stream(flat=flat, out=out, into=into)
 
     def finish(self, flight: BlocksInFlight, stream: int, batch_sizes: Sequence[int]) -> list[Tensor]:
-        """Wait and add up: per host, the sums (B_w, D_s) for its rank w of this rank's place.
+        """Wait and add up: per host, the sums (B_w, D_s) for the rank w that has this rank's place on it.
 
         Args:
             flight: the exchange inside hosts.

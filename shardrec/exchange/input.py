@@ -40,11 +40,11 @@ _REPEATS = 4  # calls of one module that a header has room for; further ones go 
 
 
 class FullBatch(NamedTuple):
-    """Where the samples of the full batch find their bags, of a batch with inverse indices.
+    """The bag of each sample of the full batch, for a batch with inverse indices.
 
     Args:
         lengths: (F·(B + 1),) int32 ids of each key's bags as they were given, with an empty bag after each key's.
-        order: (U, B_full) int32 place in ``lengths`` of each sample's bag.
+        order: (U, B_full) int32 index in ``lengths`` of each sample's bag.
     """
 
     lengths: Tensor
@@ -53,7 +53,7 @@ class FullBatch(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """A batch checked and cut, before the ranks have told each other anything.
+    """A batch that was checked and cut, before any exchange between ranks.
 
     Args:
         batch: the checked local input, of empty bags if it is faulty (read for bag lengths and inverse indices, and of
@@ -62,16 +62,17 @@ class Prepared:
         to_send: what is cut: ``batch``, or its distinct ids.
         inverse: (N,) int64 place of each id of the lookups among the distinct ids; None if all ids are sent.
         cut: ``to_send`` cut into blocks.
-        lengths: (S, B) int32 lengths of each slot; (S, 1), their sums, if each id gets a row of its own.
-        slot_sizes: (S,) batch size of each slot, where they differ.
+        lengths: (S, B) int32 lengths of each slot; (S, 1), their sums, if each id gets its own row.
+        slot_sizes: batch size of each of the S slots, if they differ; else None.
         counts: (W, G) int64 ids for each rank and lookup group.
         valid: 0-d bool, whether structure, lengths and ids are sound.
         fault: what is wrong with the structure, or "".
-        agreement: what the ranks must have in common.
-        notes: further int64 tensors to read on the host with the header: see ``SentIds``, whose last fields they are.
+        agreement: the properties that must be equal on all ranks, as text.
+        notes: further int64 tensors to read on the host with the header; the last fields of ``SentIds`` hold their
+            values.
         differentiable: the weights take a gradient.
-        bad_ids: (U,) int64 number of bad ids of each feature, where they are no error; None if none were looked for.
-        full: of a batch with inverse indices, if each id gets a row of its own; else None.
+        bad_ids: (U,) int64 number of bad ids of each feature for which they are not an error; None if not counted.
+        full: the full batch of a batch with inverse indices, if each id gets its own row; else None.
     """
 
     batch: Batch
@@ -93,18 +94,18 @@ class Prepared:
 
 @dataclass(frozen=True, kw_only=True)
 class SentIds:
-    """A batch as it is sent, once the header has told the sizes.
+    """A batch as it is sent, once its sizes are known from the header.
 
     Args:
         parts: per rank, the tensors of its part; see :meth:`Payload.pack`.
         counts: ids to each rank, per group.
         slot_ids: (S,) number of ids of each slot of all ranks; None without ``positions``.
         positions: (N_sent,) int64, position of each sent id, in order of travel: in ``Prepared.to_send``'s values if
-            each id gets a row of its own, else in the local batch's as they were given. None where nobody asks.
-        sent_key_ids: number of ids of each key of ``to_send``; empty unless each id gets a row of its own.
-        key_ids: number of ids of each key of the local batch as it was given; likewise.
+            each id gets its own row, else in the local batch's values as they were given. None if not needed.
+        sent_key_ids: number of ids of each key of ``to_send``; empty unless each id gets its own row.
+        key_ids: number of ids of each key of the local batch as it was given; empty unless each id gets its own row.
         full_ids: number of ids of each feature in the full batch, with ``Prepared.full``; else empty.
-        replica_ids: number of ids of each lookup of a replicated table; empty if each id gets a row of its own.
+        replica_ids: number of ids of each lookup of a replicated table; empty if each id gets its own row.
     """
 
     parts: list[list[Tensor]]
@@ -237,7 +238,7 @@ class InputExchange:
         return describe_fault(prepared.given, self.expect)
 
     def pack(self, prepared: Prepared, counts: Sequence[int], notes: Sequence[Sequence[int]]) -> SentIds:
-        """Put in slots and pack, now that the header exchange has brought the sizes to the host.
+        """Put the ids in slots and pack them, once the header exchange has brought the sizes to the host.
 
         Args:
             prepared: the batch.

@@ -5,22 +5,22 @@
     forward    features ── issue_lookup ──► ticket ── arrive ──► value
     backward   tables updated ◄── finish_backward ── ticket ◄── give_gradient ── gradient
 
-An operator takes tensors, numbers and text, and calls back to the module: same queue, same exchange, same kernels as in
-eager mode, and so all that the eager model has. What a program has between two of the operators overlaps with the
-exchange. That tables change is hidden from a compiler, as what it does not know it cannot copy, move or do twice.
+An operator takes tensors, numbers and text, and calls the module: it uses the queue, exchange and kernels of eager
+mode, and so has every feature of the eager model. Code between two of the operators overlaps with the exchange. Updates
+of tables are hidden from a compiler, which therefore cannot copy, move or repeat them.
 
 [Note: the ticket]
-What is under way is kept under a number, which goes from operator to operator, and to backward, as a tensor; it ends
-with that tensor, whether or not anybody has waited. A second tensor, of nothing, carries the gradients' order: the
-update comes after who sends the gradient.
+A call in progress is stored under a number, which is passed from operator to operator, and to backward, as a tensor;
+the call is freed with that tensor, whether or not it was waited for. A second, empty tensor orders the operators of
+backward: the update comes after the operator that sends the gradient.
 
 [Note: two halves of a backward]
 The modules that share an exchange share its backward. Its graph is cut where the rows were sent. The first half, which
 sends the gradients, runs when each value that arrived has been given its own; the second, which receives them and
-updates the tables, at the first ``finish_backward``. A value without a gradient by then took no part in the loss.
+updates the tables, at the first ``finish_backward``. A value without a gradient by then is not part of the loss.
 
 [Note: inputs are copied]
-A compiler may write another value into the memory of one that it has no use for any more, while a queued call reads it.
+A compiler may reuse the memory of an input that it no longer needs while a queued call still reads it.
 
 Shapes: B samples, N ids, D columns of the output, U features, L lookups.
 """
@@ -74,9 +74,9 @@ _AUTOGRAD_KEYS = (
 
 @contextmanager
 def _with_autograd(gradients: bool) -> Iterator[None]:
-    """Operators called inside see autograd again, which is out of the way below an operator with a gradient.
+    """Operators called inside use autograd again, which is disabled below an operator with a gradient.
 
-    fbgemm's training lookups need that also without ``gradients``: on the CPU they are kernels of autograd alone.
+    fbgemm's training lookups need this even without ``gradients``: on the CPU they are registered for autograd only.
     """
     include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     for key in _AUTOGRAD_KEYS:
@@ -87,7 +87,7 @@ def _with_autograd(gradients: bool) -> Iterator[None]:
 
 @contextmanager
 def _in_mode(module: Caller, training: bool | None) -> Iterator[None]:
-    """Calls made inside are of a module in training mode or not; None: in the mode that it is in."""
+    """Run calls made inside with the module in training mode or not; None keeps its mode."""
     was_training = module.training
     module.training = was_training if training is None else training
     try:
@@ -132,13 +132,13 @@ class _Backward:
         self._arrived.append(weakref.ref(issued))
 
     def give(self, issued: _Issued, gradient: Tensor) -> None:
-        """The gradient of a call's value; the last one lets all of them go."""
+        """Give the gradient of a call's value; the last one sends all of them."""
         self._given[issued] = gradient
         if all(one() is None or one() in self._given for one in self._arrived):
             self._send()
 
     def receive(self) -> None:
-        """Update the tables, if that is still to be done."""
+        """Update the tables, unless that was done."""
         if self._given:
             self._send()
         returning, self._returning = self._returning, []
@@ -172,7 +172,7 @@ _BACKWARDS: weakref.WeakKeyDictionary[BlocksInFlight, _Backward] = weakref.WeakK
 
 
 class Program:
-    """What the operators of one sharded module call back to.
+    """The implementation of the operators of one sharded module.
 
     Args:
         module: the module.
@@ -266,11 +266,11 @@ class Program:
         return gradient + from_backward, replicas
 
     def refuse(self, features: KeyedJaggedTensor) -> None:
-        """End the tracing of a batch of another form.
+        """Stop the tracing of a batch whose form is invalid.
 
-        It would make a program of its own, and each form of it use up one of the recompilations that dynamo allows,
-        until good batches find none left. So it is raised where the tracer asks for the shapes: nothing is compiled,
-        nothing kept, and the model's forward tells the other ranks.
+        It would be compiled to a separate program, and each such form would use one of dynamo's limited recompilations.
+        So the error is raised where the tracer asks for the shapes: nothing is compiled or kept, and the model's
+        forward tells the other ranks.
         """
         fault = form_fault(features, self._expect)
         if fault is None and not features.variable_stride_per_key():  # else the sizes are in a tensor
@@ -384,7 +384,7 @@ def _issued_backward(ctx: Any, order: Tensor, _: Tensor | None) -> tuple[Any, ..
     # The anchor's gradient is what makes a compiler keep the update.
     anchor = of_weights[:0]
     weights = None if dtype is None else of_weights.to(dtype)
-    # An empty list passes for one of tensors.
+    # An empty list counts as a list of tensors.
     return anchor, others, None, None, None, weights, None, None, None, None if ctx.names else [], *[None] * 5
 
 

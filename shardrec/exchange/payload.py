@@ -3,10 +3,10 @@
 ::
 
     part for rank q:  bags | ids (n_q,) | weights (n_q,)
-    bags:             lengths (S_q, B), or, where slots have a batch size each, sizes (S_q,) | lengths (their sum,)
+    bags:             lengths (S_q, B), or, if batch sizes differ by slot, sizes (S_q,) | lengths (their sum,)
 
-An id is one word, or two (``Route.wide_ids``) where any is dynamic, or a shard has more rows than 32 bits can number.
-What a part holds is told by the row of the header that comes before it::
+An id is one word, or two (``Route.wide_ids``) if any id is dynamic, or a shard has more rows than 32 bits can number.
+The row of the header that precedes a part gives its sizes::
 
     row for rank q:   batch size B | words of bags, 0 if they are lengths alone | ids in group 0 | ... | in group G-1
 
@@ -31,12 +31,12 @@ __all__ = ["HEADER_SIZES", "Payload", "ShardInput"]
 HEADER_SIZES = 2
 """Columns of a row of the header before its counts of ids."""
 
-_SOURCES = 64  # numbers of sources for which constants are kept; ranks have one, a server that merges requests many
+_SOURCES = 64  # numbers of sources for which constants are cached; a server that merges requests has many
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardInput:
-    """The ids for this rank's shards: what all ranks ask of it.
+    """The ids that all ranks request from this rank's shards.
 
     Args:
         lengths: (S_mine, B_all) int32; a slot's samples are ordered by the rank they come from.
@@ -45,8 +45,9 @@ class ShardInput:
         batch_sizes: W sizes B_w; B_all is their sum.
         group_ids: number of ids of each lookup group; they lie in ``ids`` one group after the other.
         counts: ids from each rank, per group.
-        slot_sizes: per rank, the batch size of each slot where they differ; the rest of B_w are empty bags.
-        order: (n,) int32, place of each id among those received, if the weights need a gradient and it differs.
+        slot_sizes: per rank, the batch size of each slot if they differ, else None; the remaining bags up to B_w are
+            empty.
+        order: (n,) int32, index of each id among those received, if the weights need a gradient and the order differs.
     """
 
     lengths: Tensor
@@ -103,7 +104,7 @@ class Payload:
         counts: Sequence[int],
         slot_sizes: Sequence[int] | None = None,
     ) -> list[list[Tensor]]:
-        """Per rank, the tensors of its part: int32, or as they are where there is one rank, for :meth:`own`.
+        """Per rank, the tensors of its part: int32, or unchanged for a single rank (:meth:`unpack_local`).
 
         Args:
             lengths_SB: (S, B) int32.
@@ -132,9 +133,9 @@ class Payload:
         return parts
 
     def lengths_and_ids(self, words: Tensor, header: Sequence[int]) -> tuple[Tensor, Tensor] | None:
-        """(S_mine, B) lengths and (n,) ids of a request from outside, or None if words and header do not fit together.
+        """(S_mine, B) lengths and (n,) ids of a request to a server, or None if words and header are inconsistent.
 
-        Whether the lengths add up to the ids, and the ids are in their tables, is left to the caller.
+        The caller checks that the lengths add up to the ids and that the ids are in their tables.
         """
         batch_size, bag_words, *counts = header
         bags, weights_from, end = self._edges(header)
@@ -158,14 +159,14 @@ class Payload:
     def unpack(
         self, parts: Sequence[Tensor], headers: Sequence[Sequence[int]], *, keep_order: bool = False
     ) -> ShardInput:
-        """Put the ids slot by slot, and in a slot rank by rank, which is what a table-batched kernel takes.
+        """Order the ids by slot, then rank, as a table-batched kernel takes them.
 
         Its pooled rows (sum of B, D) are then rank by rank, ready to be sent back.
 
         Args:
-            parts: what each rank sent; of servers (:mod:`shardrec.rpc`), what came with each request.
+            parts: the words that each rank sent; on a server (:mod:`shardrec.rpc`), the words of each request.
             headers: each rank's row of the header.
-            keep_order: tell where each id was among the received ones.
+            keep_order: return the index of each id among the received ones.
         """
         slot_sizes = self._slot_sizes(parts, headers)
         lengths, ids, weights = [], [], []
@@ -202,7 +203,7 @@ class Payload:
         )
 
     def unpack_local(self, tensors: Sequence[Tensor], header: Sequence[int]) -> ShardInput:
-        """What one rank by itself has packed, which does not travel."""
+        """The input of a single rank, whose parts do not travel."""
         lengths, ids, *weights = tensors
         counts = _counts([header])
         return ShardInput(
@@ -230,7 +231,7 @@ class Payload:
     def _slot_sizes(
         self, parts: Sequence[Tensor], headers: Sequence[Sequence[int]]
     ) -> tuple[tuple[int, ...] | None, ...]:
-        """Read the sizes that some ranks sent; on the host only if any did."""
+        """Read the sizes that some ranks sent; the host waits only if any rank sent them."""
         heads = [part[: self._mine] for part, header in zip(parts, headers, strict=True) if header[1]]
         sizes = iter(torch.stack(heads).tolist() if heads else [])
         return tuple(tuple(next(sizes)) if header[1] else None for header in headers)

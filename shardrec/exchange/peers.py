@@ -1,15 +1,15 @@
-"""The ranks of a process group that are gone, stopped or late: which they are, and the error that says so.
+"""Find the ranks of a process group that are gone, stopped or late, and make the error that names them.
 
-A backend says only that a connection broke or that time ran out. So each rank leaves its process id in the default
-group's store when its first collectives are made, and when a collective fails, the ranks look around:
+A backend only reports that a connection broke or that a time limit expired. So each rank stores its process id in the
+default group's store when it makes its first collectives, and when a collective fails, the ranks look for the cause:
 
 ::
 
-    ranks of this host     /proc: has the process ended, is it stopped; what are its last collectives (flight.py)
-    ranks of other hosts   a note in the store, which every rank that fails writes: what it waited for, its last
+    ranks of this host     /proc: has the process ended, is it stopped; what are its last collectives (flight_record.py)
+    ranks of other hosts   a report in the store, which every rank that fails writes: what it waited for, its last
                            collectives, and which ranks of its host have ended or are stopped
 
-A good step pays nothing for it but the entries in the flight record.
+A step without a failure has no overhead besides the entries in the flight record.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardrec.errors import PeerError
-from shardrec.exchange.flight import FlightRecord, flight_record
+from shardrec.exchange.flight_record import FlightRecord, flight_record
 
 __all__ = ["failed_in_a_collective", "introduce", "meet", "peer_error", "peers"]
 
@@ -53,13 +53,13 @@ _GLOO_OR_NCCL = re.compile(
 
 @contextmanager
 def peers(group: dist.ProcessGroup | None, what: str) -> Iterator[None]:
-    """A collective's failure inside the block becomes a :class:`shardrec.PeerError`; other exceptions pass.
+    """Turn a collective's failure inside the block into a :class:`shardrec.PeerError`; other exceptions propagate.
 
-    It does not make the other ranks fail: a rank that raises between collectives has to tell them, or to end.
+    It does not make the other ranks fail: a rank that raises between collectives has to tell them, or end.
 
     Args:
         group: whose ranks take part; default: the default group. On one rank the block just runs.
-        what: this rank does there, as a noun, such as "save"; the flight record gets an entry of this name.
+        what: the name of the operation, a noun such as "save"; the flight record gets an entry with this name.
 
     Raises:
         PeerError: a collective inside failed or took too long.
@@ -94,14 +94,13 @@ def peer_error(
     *,
     waited_s: float | None = None,
 ) -> PeerError:
-    """The error of a collective that failed, once it is known which ranks are gone; takes up to two seconds.
+    """The error of a failed collective, which names the ranks that are gone; finding them takes up to two seconds.
 
     Args:
         group: of the collective.
-        what: failed, as a noun.
-        cause: the backend's error, or a sentence.
+        what: the operation that failed, a noun. cause: the backend's error, or a sentence.
         suspects: ranks of ``group`` that this one waited for, if that is known.
-        waited_s: how long it waited, likewise.
+        waited_s: how long it waited, if that is known.
     """
     global_ranks = _global_ranks(group)
     me = dist.get_rank()
@@ -123,8 +122,8 @@ def peer_error(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Place:
-    """Where a rank is: its host, process, when that began (in clock ticks, for ids are used again), flight record."""
+class _RankProcess:
+    """A rank's host, process, start time of the process (in clock ticks, because ids are reused), and flight record."""
 
     host: str
     pid: int
@@ -143,16 +142,16 @@ class _Place:
         return _STOPPED if state == "T" else _RUNS
 
 
-_PLACES: dict[int, _Place] = {}  # by global rank, of the default group in _STORE
+_PLACES: dict[int, _RankProcess] = {}  # by global rank, of the default group in _STORE
 _STORE: list[Any] = []  # a weak reference
 
 
 def introduce() -> None:
-    """Leave in the default group's store where this rank is. Does so once; without a default group, not at all."""
+    """Store this rank's host and process in the default group's store, once; does nothing without a default group."""
     store = _default_store()
     if store is None or (_STORE and _STORE[0]() is store):
         return
-    place = _Place(
+    place = _RankProcess(
         host=_process_host(), pid=os.getpid(), began=_process(os.getpid())[1], record=flight_record().descriptor
     )
     # A store that is gone shows in the first collective, which has a limit.
@@ -163,7 +162,7 @@ def introduce() -> None:
 
 
 def meet(group: dist.ProcessGroup) -> None:
-    """Learn where the other ranks are, while the store is there to ask; every rank has been introduced.
+    """Read the other ranks' hosts and processes while the store is available; every rank has been introduced.
 
     Args:
         group: whose ranks have made a collective with each other.
@@ -175,13 +174,13 @@ def meet(group: dist.ProcessGroup) -> None:
 
 
 def _ask(store: dist.Store, ranks: Sequence[int]) -> None:
-    """Ask the store for the places of ranks that are not known."""
+    """Ask the store for the hosts and processes of ranks that are not known yet."""
     unknown = [rank for rank in ranks if rank not in _PLACES]
     if unknown and not store.check([_key(rank) for rank in unknown]):
         unknown = [rank for rank in unknown if store.check([_key(rank)])]
     if unknown:
         texts = store.multi_get([_key(rank) for rank in unknown])
-        _PLACES.update({rank: _Place(**json.loads(text)) for rank, text in zip(unknown, texts, strict=True)})
+        _PLACES.update({rank: _RankProcess(**json.loads(text)) for rank, text in zip(unknown, texts, strict=True)})
 
 
 def _default_store() -> dist.Store | None:
@@ -201,7 +200,7 @@ def _global_ranks(group: dist.ProcessGroup) -> list[int]:
 
 @cache
 def _process_host() -> str:
-    """Equal for processes that know each other by their ids; no other's where there is no ``/proc``."""
+    """A text that is equal for processes that see each other's ids; unique to this process if there is no ``/proc``."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         space = os.stat("/proc/self/ns/pid")
@@ -211,7 +210,7 @@ def _process_host() -> str:
 
 
 def _process(pid: int) -> tuple[str, str]:
-    """State letter and begin of a process; empty if there is none."""
+    """State letter and start time of a process; empty if there is none."""
     try:
         words = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -223,8 +222,8 @@ def _process(pid: int) -> tuple[str, str]:
 
 
 @dataclass(kw_only=True)
-class _Note:
-    """What a rank that failed tells the others: what it waited for, its last collectives, what it sees on its host."""
+class _FailureReport:
+    """The report of a rank that failed: what it waited for, its last collectives, the states of ranks of its host."""
 
     what: str
     flight: list[str]
@@ -233,11 +232,11 @@ class _Note:
 
 @dataclass
 class _Look:
-    """Looks around, on a thread of its own: a store whose process is stopped never answers.
+    """Looks for the ranks that caused a failure, on a separate thread: a store whose process is stopped never answers.
 
     Args:
         group_name: of the collective.
-        what: failed.
+        what: the operation that failed.
         me: this global rank.
         others: the other ranks of the group.
     """
@@ -247,11 +246,11 @@ class _Look:
     me: int
     others: list[int]
     states: dict[int, str] = field(default_factory=dict)
-    notes: dict[int, _Note] = field(default_factory=dict)
+    reports: dict[int, _FailureReport] = field(default_factory=dict)
     asked: bool = False
 
     def run(self) -> None:
-        """Look for a rank that has ended or is stopped, until all have told that they failed, or for two seconds."""
+        """Look for a rank that has ended or is stopped, until all ranks have reported a failure, or for two seconds."""
         over = threading.Event()
         asking = threading.Thread(
             target=self._ask_around, args=(_default_store(), over), name="shardrec-peers", daemon=True
@@ -262,26 +261,26 @@ class _Look:
             for rank, place in dict(_PLACES).items():
                 if rank in self.others and place.is_here:
                     self.states[rank] = place.state()
-            # A rank that has told why before it ended is no culprit.
+            # A rank that reported a failure before it ended is no culprit.
             if self.culprits() and (self.asked or seconds > _STORE_S):
                 break
             if not self.silent():
                 break
             sleep(_POLL_S)
         over.set()
-        # One last exchange of notes, so that the others learn what is seen here.
+        # One last exchange of reports, so that the others learn what is seen here.
         asking.join(_STORE_S)
 
     def culprits(self) -> list[int]:
-        """The ranks that have ended or are stopped and did not tell why."""
+        """The ranks that have ended or are stopped without a report."""
         return [rank for rank in self.silent() if self.states.get(rank) in (_ENDED, _STOPPED)]
 
     def silent(self) -> list[int]:
-        """The ranks that did not tell that they failed."""
-        return [rank for rank in self.others if rank not in self.notes]
+        """The ranks without a report."""
+        return [rank for rank in self.others if rank not in self.reports]
 
     def _ask_around(self, store: dist.Store, over: threading.Event) -> None:
-        # A connection of its own: nobody else is to wait behind a question without an answer.
+        # A separate connection, so that no other user of the store waits behind a question without an answer.
         with suppress(Exception):
             store = store.clone()  # type: ignore[attr-defined]  # unknown to the stubs
             told: dict[str, str] | None = None
@@ -290,15 +289,15 @@ class _Look:
                 _ask(store, self.others)
                 sees = {str(rank): state for rank, state in dict(self.states).items() if state != _RUNS}
                 if sees != told:
-                    note = _Note(what=self.what, flight=_own_flight(), sees=sees)
-                    store.set(self._key(self.me), json.dumps(asdict(note)))
+                    report = _FailureReport(what=self.what, flight=_own_flight(), sees=sees)
+                    store.set(self._key(self.me), json.dumps(asdict(report)))
                     told = sees
                 for rank in self.others:
-                    # Again and again, for a rank may see others end after it has told that it failed.
-                    if rank in self.notes or store.check([self._key(rank)]):
-                        note = _Note(**json.loads(store.get(self._key(rank))))
-                        self.notes[rank] = note
-                        self.states.update({int(other): state for other, state in note.sees.items()})
+                    # Repeatedly, because a rank may see others end after its own report.
+                    if rank in self.reports or store.check([self._key(rank)]):
+                        report = _FailureReport(**json.loads(store.get(self._key(rank))))
+                        self.reports[rank] = report
+                        self.states.update({int(other): state for other, state in report.sees.items()})
                 self.asked = True
                 if last:
                     return
@@ -313,7 +312,7 @@ def _own_flight() -> list[str]:
 
 
 def _reason(look: _Look, named: Sequence[int], waited_s: float | None) -> str:
-    """What became of the collective, as the rest of a sentence that begins with this rank."""
+    """What happened to the collective, as the predicate of a sentence about this rank."""
     if not named:
         return f": the {look.what} failed, because each rank waits for another: they issued different collectives"
     gone, late = [], []
@@ -346,8 +345,8 @@ def _flights(look: _Look, named: Collection[int]) -> str:
         entries: list[str] = []
         if rank == look.me:
             entries = _own_flight()
-        elif rank in look.notes:
-            entries = look.notes[rank].flight
+        elif rank in look.reports:
+            entries = look.reports[rank].flight
         elif place is not None and place.is_here:
             entries = [str(one) for one in FlightRecord.of_process(place.pid, place.record)[-_SHOWN_ENTRIES:]]
         lines.append(f"\n  rank {rank}: {'; '.join(entries) or 'unknown'}")

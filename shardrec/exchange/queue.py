@@ -13,7 +13,7 @@ its first forward: as many as it has sharded modules; see :mod:`shardrec.exchang
 queued call's value. So a model that does the same in each step makes the fewest exchanges without being told, and one
 that does not still gets the right values.
 
-Outside a model's forward (a sharded module by itself, a recomputation in backward) each call exchanges at once.
+Outside a model's forward (a sharded module used alone, a recomputation in backward) each call exchanges at once.
 """
 
 from __future__ import annotations
@@ -65,15 +65,17 @@ class ExchangeQueue:
         self._one_thread = RLock()
 
     def submit(self, module: Caller, features: object, *, by_operator: bool = False, scripted: bool = False) -> Call:
-        """Queue a module's call, and begin the exchange if it is the last one to wait for.
+        """Queue a module's call, and begin the exchange if no further call is expected to share it.
 
-        A call that was made ahead of this forward (:mod:`shardrec.exchange.ahead`) with these features is taken.
+        A call that was made ahead of this forward (:mod:`shardrec.exchange.ahead`) with these features is used instead
+        of a new one.
 
         Args:
-            module: that is called.
+            module: the sharded module that is called.
             features: its input.
-            by_operator: an operator calls it (:mod:`shardrec.exchange.operators`), which goes backward in another way.
-            scripted: the operator is TorchScript's, whose forward has no beginning and no end that Python sees.
+            by_operator: whether an operator calls it (:mod:`shardrec.exchange.operators`), whose backward differs.
+            scripted: whether the operator is called by TorchScript, whose forward has no beginning and end visible to
+                Python.
 
         Raises:
             InputError: on every rank, if a batch of any is faulty.
@@ -113,10 +115,11 @@ class ExchangeQueue:
 
     @contextmanager
     def _alone(self, *, waits: bool = False) -> Iterator[None]:
-        """No other thread: the ranks' exchanges match by their order, and threads take turns differently on each.
+        """Exclude other threads: exchanges are matched by their order, and threads would interleave differently on each
+        rank.
 
         Args:
-            waits: for the other thread, where there is one rank, as the forks of a TorchScript program do.
+            waits: wait for the other thread if there is one rank, as the forks of a TorchScript program do.
         """
         if not self._one_thread.acquire(blocking=waits and self._collectives.world_size == 1):
             raise ConfigError(
@@ -131,7 +134,7 @@ class ExchangeQueue:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """A model's forward; calls made inside may wait for each other.
+        """Run a model's forward; calls made inside may share exchanges.
 
         Raises:
             ConfigError: if another thread is in it, or calls one of its sharded modules.
@@ -155,7 +158,7 @@ class ExchangeQueue:
     def launch_ahead(self) -> None:
         """Exchange rows for the calls that this forward makes before its first use, if their ids were exchanged ahead.
 
-        So their rows travel while the model computes what it has before it calls its sharded modules.
+        So their rows travel while the model computes the layers before its sharded modules.
         """
         if self.ahead is not None and self._runs.known:
             calls = self.ahead.calls[: self._runs.known[0]]
@@ -165,7 +168,7 @@ class ExchangeQueue:
                 self.flush()
 
     def flush(self) -> None:
-        """Exchange for all the queued calls."""
+        """Make the exchange of all queued calls."""
         calls, self._calls = self._calls, []
         if not calls:
             return

@@ -63,12 +63,12 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """The way of the ids of all the sharded lookups.
+    """The route of the ids of all the sharded lookups.
 
     Args:
         unit_keys: per unit, the feature whose ids it cuts.
         unit_boundaries: per unit, the row boundaries of its blocks.
-        dynamic_units: per unit, whether its ids are dynamic, and stay what they are in every block.
+        dynamic_units: per unit, whether its ids are dynamic, and unchanged in every block.
         slots: per rank, its slots in order of travel.
         groups: number of lookup groups of the module.
     """
@@ -100,14 +100,14 @@ class Route:
 
     @cached_property
     def wide_ids(self) -> bool:
-        """Whether ids are dynamic, or rows of a shard that 32 bits cannot number, so that they travel as 64 bits."""
+        """Whether ids travel as 64 bits: if any are dynamic, or a shard has more rows than 32 bits can number."""
         return any(self.dynamic_units) or any(
             slot.shard.rows > 2**31 - 1 for rank_slots in self.slots for slot in rank_slots
         )
 
 
 def build_route(lookups: Sequence[Lookup], world_size: int, groups: int) -> Route:
-    """The route of ``lookups``; those of replicated tables are left out, for their ids go nowhere.
+    """The route of ``lookups``; those of replicated tables are left out, because their ids are not sent.
 
     Args:
         lookups: in the order of the unsharded module's output.
@@ -149,7 +149,7 @@ def build_route(lookups: Sequence[Lookup], world_size: int, groups: int) -> Rout
 class Source:
     """Columns from ``start`` on of the block that rank ``block`` sent.
 
-    Blocks from W on: what was summed on each host, if anything is, then those of replicated tables, on this rank.
+    Blocks from W on are the sums of each host, if there are any, then the columns of replicated tables on this rank.
     """
 
     block: int
@@ -175,7 +175,7 @@ def output_pieces(
     Args:
         lookups: in the order of the unsharded module's output.
         route: of the lookups.
-        sums: per host, ``((lookup, first column), width)`` of what is summed there before it comes (see
+        sums: per host, ``((lookup, first column), width)`` of the columns that are summed there first (see
             :mod:`shardrec.exchange.hosts`); blocks W, W + 1, ... are these sums.
     """
     world_size = len(route.slots)
@@ -209,7 +209,7 @@ def output_pieces(
 
 
 def add_columns(pieces: list[Piece], piece: Piece) -> None:
-    """Append a piece, or lengthen the last one if it goes on with its neighbours."""
+    """Append a piece, or extend the last one if the piece continues it."""
     if pieces:
         last = pieces[-1]
         follow = tuple(Source(block=source.block, start=source.start + last.width) for source in last.sources)

@@ -1,4 +1,4 @@
-"""Small numbers of the host on their way to the device."""
+"""Copies of small host numbers to the device without waiting."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["staged"]
 def staged(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """``values`` (n,) as a tensor on ``device``, for which the host does not wait.
 
-    ``torch.tensor(values, device="cuda")`` copies from pageable memory, and so waits until the device has done all that
-    it was given before. Constants that are kept are best made so: then they are there for every stream. This is for the
-    numbers of one step, on its own stream.
+    ``torch.tensor(values, device="cuda")`` copies from pageable memory, and so waits until the device has finished all
+    earlier work. It is right for constants that are kept, which are then ready for every stream. This function is for
+    the numbers of one step, on the current stream.
     """
     if device.type != "cuda":
         return torch.tensor(values, dtype=dtype, device=device)

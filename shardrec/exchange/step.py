@@ -1,18 +1,18 @@
-"""The step of sharded modules: what happens to the ids and the rows of the calls that share an exchange.
+"""The step of sharded modules: exchange of ids, lookup and exchange of rows, for the calls that share an exchange.
 
 Shapes: W ranks, C columns of the header.
 
 ::
 
-    prepare        when a call is made: its batch checked, its ids cut                   (one call)
+    prepare        when a call is made: checks its batch and cuts its ids                (one call)
     exchange ids   header   (W, C) int64, row q to rank q:  fault | checksum | part of call 0 | part of call 1 | ...
                    payload  int32, to rank q:               part of call 0 | part of call 1 | ...
-    look up        what all ranks asked of this one, a kernel call per lookup group
-    send rows      one all-to-all of float rows (before it, where there are several hosts, one inside each)
-    finish         at the first use of a call's value: its columns, or its rows, in order    (one call)
+    look up        the ids that all ranks sent to this one, a kernel call per lookup group
+    send rows      one all-to-all of float rows (on several hosts, one inside each host before it)
+    finish         at the first use of a call's value: puts its columns or rows in order (one call)
 
-:func:`run_step` is the middle three; to prepare is ``Caller.new_call``, to finish is :meth:`Call.value`. C is the same
-in every exchange of a model, so that a rank which cannot come to one can answer for it.
+:func:`run_step` runs the middle three; ``Caller.new_call`` prepares, and :meth:`Call.value` finishes. C is the same in
+every exchange of a model, so that a rank that failed can take part in the other ranks' header exchange.
 """
 
 from __future__ import annotations
@@ -42,15 +42,18 @@ def run_step(headers: Headers, inside: BlockExchange, output: BlockExchange, cal
 
     What happens to a batch's ``values``, in order:
 
-    1. ``InputExchange.prepare``, when the call was made: compared with their tables' rows; duplicates left out (of
-       sequences); cut in blocks of rows, by the C++ operator straight into slots.
-    2. :func:`exchange_ids` (before the forward, of calls made ahead): the header tells each rank how many come,
-       ``InputExchange.pack`` puts them in slots, and they travel in the payload. :meth:`Call.received` waits for them.
+    1. ``InputExchange.prepare``, when the call was made, compares them with their tables' rows, removes duplicates (for
+       sequences), and cuts them in blocks of rows; the C++ operator puts them directly into slots.
+    2. :func:`exchange_ids` (before the forward, for calls made ahead): the header tells each rank how many ids it will
+       receive, ``InputExchange.pack`` puts them in slots, and the payload carries them. :meth:`Call.received` waits for
+       them.
     3. ``Call.look_up``: dynamic ids become rows of their shard; one kernel call per lookup group gives float rows.
-    4. ``Call.outgoing`` gives the rows by the rank that asked, a host's partial sums added up first, and
-       ``BlockExchange.start`` sends them. ``Call.issued``: this rank's replicated tables meanwhile.
-    5. ``Call.finish``, at the first use of the call's value: partial sums of row blocks added, columns or rows put in
-       order; means divided; duplicates and inverse indices expanded.
+    4. ``Call.outgoing`` orders the rows by requesting rank, after partial sums inside a host are added up, and
+       ``BlockExchange.start`` sends them. ``Call.issued`` looks up this rank's replicated tables in the meantime.
+    5. ``Call.finish``, at the first use of the call's value, adds partial sums of row blocks, puts columns or rows in
+       order, divides means, and expands duplicates and inverse indices. In backward, gradients take the opposite way:
+       ``_Assemble``, ``_Receive`` and ``_Issue`` (the autograd functions of ``pooled_output.py`` and ``blocks.py``),
+       then the backward of the lookup, which updates the tables (``lookup/shards.py``).
 
     Args:
         headers: of the model.
@@ -78,7 +81,7 @@ def run_step(headers: Headers, inside: BlockExchange, output: BlockExchange, cal
 
 
 class Caller(Protocol):
-    """A sharded module."""
+    """A sharded module, which makes calls."""
 
     training: bool
 
@@ -86,7 +89,7 @@ class Caller(Protocol):
         """A call with these features, which are checked and cut."""
 
     def fault(self) -> str:
-        """What is wrong with the module itself, whatever the features; "" for nothing."""
+        """What is wrong with the module, regardless of the features; "" for nothing."""
 
 
 class Learned(NamedTuple):
@@ -110,10 +113,10 @@ class Call(abc.ABC):
     ``SequenceCall`` (:mod:`shardrec.modules.sequences`).
 
     Args:
-        on_use: called with the call at each use of its value; the model's queue then begins the exchange.
+        on_use: called with this call at each use of its value; the model's queue then begins the exchange.
         input: the module's input exchange.
         prepared: the batch.
-        learns: its rows take a gradient, on every rank, where forwards have any.
+        learns: whether its rows take a gradient, if gradients are enabled; the same on every rank.
 
     Attributes:
         sent: what was sent of the batch; there from the header exchange until the rows are under way.
@@ -145,15 +148,15 @@ class Call(abc.ABC):
 
     @abc.abstractmethod
     def outgoing(self, inside: BlocksInFlight | None, stream: int) -> Stream:
-        """The rows to send back to the ranks that asked; ``inside`` is the exchange inside hosts."""
+        """The rows to send to the requesting ranks; ``inside`` is the exchange inside hosts."""
 
     @abc.abstractmethod
     def issued(self) -> None:
-        """The rows are under way: time for what needs no other rank."""
+        """Called once the rows are being sent, for work that needs no other rank."""
 
     @abc.abstractmethod
     def finish(self, flight: BlocksInFlight, stream: int) -> Any:
-        """The output, from the rows that came."""
+        """The output, made of the received rows."""
 
     @abc.abstractmethod
     def learned(self, value: Any) -> Learned:
@@ -167,16 +170,16 @@ class Call(abc.ABC):
 
     @property
     def is_queued(self) -> bool:
-        """Whether its rows are still to be exchanged; its ids may have been."""
+        """Whether its rows are not exchanged yet; its ids may be."""
         return self._flight is None and self.error is None
 
     @property
     def is_launched(self) -> bool:
-        """Whether its rows are under way."""
+        """Whether the exchange of its rows has begun."""
         return self._flight is not None
 
     def flight(self) -> BlocksInFlight:
-        """The exchange of the rows; has the queue begin it if need be.
+        """The exchange of the rows; the queue begins it if it has not begun.
 
         Raises:
             ShardrecError: what made the exchange fail.
@@ -201,16 +204,16 @@ class Call(abc.ABC):
         return value
 
     def ask(self, sent: SentIds, receive: Callable[[], ShardInput]) -> None:
-        """Its ids are under way; ``receive`` waits for those of all ranks."""
+        """Record that its ids are being sent; ``receive`` waits for those of all ranks."""
         self.sent, self._receive = sent, receive
 
     def received(self) -> ShardInput:
-        """What all ranks ask of this one, slot by slot (``Payload.unpack``); waits for it."""
+        """Wait for the ids that all ranks request from this one, slot by slot (``Payload.unpack``)."""
         assert self._receive is not None, "ids are exchanged before they are looked up"
         return self._receive()
 
     def launch(self, flight: BlocksInFlight, stream: int) -> None:
-        """Its rows are under way: this stream of ``flight``."""
+        """Record that its rows are being sent, as stream number ``stream`` of ``flight``."""
         self._flight, self._stream = flight, stream
         self.issued()
         self.sent = self._receive = None

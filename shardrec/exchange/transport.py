@@ -1,4 +1,4 @@
-"""The way between ranks: shared memory where they share a host, the process group elsewhere."""
+"""The transport between ranks: shared memory on the same host, the process group otherwise."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def transport_of(
     from shardrec.exchange.shared.collectives import SharedCollectives
     from shardrec.exchange.shared.handshake import connect, host_identity
 
-    # A rank that wants none still answers, so that the others do not wait for it.
+    # A rank that does not want shared memory still answers, so that the others do not wait for it.
     identity = host_identity if chosen == "auto" else str
     channel = connect(base.group, lambda: timeout_s(base.group, device), identity=identity)
     return base if channel is None else SharedCollectives(base, channel)

@@ -1,4 +1,4 @@
-"""The gradient of the ids' weights: from the ranks that looked the ids up back to the rank whose weights they are.
+"""The gradient of the ids' weights, sent from the ranks that looked the ids up to the rank that owns the weights.
 
 Shapes: N ids of this rank's batch, N_sent ids that it sent (one per column stripe), n ids that this rank looked up.
 
@@ -7,10 +7,9 @@ Shapes: N ids of this rank's batch, N_sent ids that it sent (one per column stri
     weights (N,) ── with the payload ──► (n,) of each rank ──► lookup
     gradient (N,), summed over stripes ◄── all-to-all ── (n,) put back in the order in which they came
 
-One more all-to-all in backward, for weights that take a gradient only. Those are made on their own rank (position
-weights, attention), so what comes back is not averaged: the mean over ranks, which the output's gradient carries (see
-:mod:`shardrec.exchange.output`), is undone.
-"""
+This takes one more all-to-all in backward, if weights take a gradient. Such weights are computed on their own rank
+(position weights, attention), so their gradient is not averaged: the division by the number of ranks in the output's
+gradient (see :mod:`shardrec.exchange.pooled_output`), is reversed."""
 
 from __future__ import annotations
 
@@ -32,16 +31,16 @@ def received_weights(weights: Tensor, sent: SentIds, asked: ShardInput, collecti
 
     Args:
         weights: (N,) of the local batch, which take a gradient.
-        sent: the local batch.
+        sent: the local batch as it was sent.
         asked: the ids to look up.
-        collectives: that the batch travelled with.
+        collectives: the ones that exchanged the batch.
     """
     received: Tensor = _Received.apply(weights, sent, asked, collectives)  # type: ignore[no-untyped-call]
     return received
 
 
 def tied(rows: Tensor, weights: Tensor) -> Tensor:
-    """``rows``, whose backward reaches ``weights`` even if they are no part of it (a rank may have no shard)."""
+    """``rows``, whose backward reaches ``weights`` even if rows do not depend on them (a rank may have no shard)."""
     tied_rows: Tensor = _Tied.apply(rows, weights)  # type: ignore[no-untyped-call]
     return tied_rows
 

@@ -1,4 +1,4 @@
-"""How pooled rows and their gradients travel: as they are, as 16-bit floats, or as bytes with a scale per row.
+"""Wire formats of pooled rows and their gradients: float32, 16-bit floats, or bytes with a scale per row.
 
 The loss of precision is bounded, per element x of a row with extremes a and b:
 
@@ -80,7 +80,7 @@ class Wire:
 
     @property
     def is_plain(self) -> bool:
-        """Whether rows travel as they are."""
+        """Whether rows travel unchanged."""
         return self._type == "fp32"
 
     def send(
@@ -95,7 +95,7 @@ class Wire:
             what: the exchange's name in errors.
 
         Returns:
-            Per rank, float32, the parts that came from it one after the other.
+            Per rank, float32, the parts received from it, one after the other.
         """
         sizes_in = [sum(map(self._elements, parts)) for parts in receive]
         sizes_out = [sum(map(self._elements, parts)) for parts in send]
@@ -122,7 +122,7 @@ class Wire:
         return torch.cat(parts) if parts else flat.new_zeros(0, dtype=torch.uint8)
 
     def _decode(self, wire: Tensor, shapes: Sequence[Shape]) -> Tensor:
-        """What came of one rank, as float32."""
+        """The data of one rank, as float32."""
         if self._type == "fp32":
             return wire
         if self._type != "int8":
@@ -151,6 +151,6 @@ def _padded(cols: int) -> int:
 
 
 def _with_padding(rows: Tensor) -> Tensor:
-    """(rows, cols) with the last column again and again, which leaves a row's range as it is."""
+    """(rows, cols) with the last column repeated, which does not change a row's range."""
     missing = _padded(rows.size(1)) - rows.size(1)
     return torch.cat([rows, rows[:, -1:].expand(-1, missing)], dim=1) if missing else rows

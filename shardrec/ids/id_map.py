@@ -5,8 +5,9 @@
     records   (R, 3) int64   of each row: id | uses | step of the last use
     buckets   (2^k,) int32   a hash table of the ids, made of the records
 
-Uses are 0 of a free row and negative of one that no id may have: a row of the fallback, or of the reserve. The lookup,
-which also admits, inserts and evicts, is one C++ operator; :mod:`shardrec.portable.frozen` finds ids in torch's.
+Uses are 0 for a free row and negative for a row that no id may have: a row of the fallback, or of the reserve. The
+lookup, which also admits, inserts and evicts, is one C++ operator; :mod:`shardrec.portable.frozen_ids` looks ids up
+with torch's operators.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 from shardrec import native
 from shardrec.errors import ConfigError
 from shardrec.ids.options import POLICIES, DynamicIds
-from shardrec.lookup.pages import zeros_in_huge_pages
+from shardrec.lookup.huge_pages import zeros_in_huge_pages
 
 __all__ = ["COUNTED", "FALLBACK", "RESERVE", "IdMap", "Looked"]
 
@@ -33,7 +34,7 @@ _FIRST_COUNT = 3  # numbers of the state before those
 
 
 class Looked(NamedTuple):
-    """What a lookup did.
+    """The result of a lookup.
 
     Args:
         evicted: (E,) int64, rows that were taken from their ids, ascending.
@@ -45,7 +46,7 @@ class Looked(NamedTuple):
 
 
 class IdMap:
-    """Which row each id has.
+    """The row of each id.
 
     Args:
         rows: R, of the row block.
@@ -54,7 +55,7 @@ class IdMap:
 
     Attributes:
         records: (R, 3) int64, see above.
-        candidates: (R, 3) int64 in the same form, ids that wait for a row; (0, 3) where they need not.
+        candidates: (R, 3) int64 in the same form, ids that wait for a row; (0, 3) if ids need not wait.
 
     Raises:
         ConfigError: without the C++ operators.
@@ -75,7 +76,7 @@ class IdMap:
         self.rebuild()
 
     def rebuild(self) -> None:
-        """After records or candidates were written from outside: find their ids by them."""
+        """Rebuild the hash table, after records or candidates were written from outside."""
         self._buckets, self._candidate_buckets = _buckets_of(self.records), _buckets_of(self.candidates)
         self._state[:2] = 0
 
@@ -84,9 +85,9 @@ class IdMap:
 
         Args:
             ids: (N,) int64, any values.
-            rows: (N,) int32 to write to; -1 for a row of zeros.
+            rows: (N,) int32, to which the rows are written; -1 for a row of zeros.
             step: number of this step, from 1 on, ascending.
-            learn: count uses, and give rows to new ids; else nothing changes.
+            learn: count uses, and assign rows to new ids; otherwise the map does not change.
             protect: ids used in this step or a later one keep their rows; default: ``step``.
         """
         options = self.options
@@ -109,7 +110,7 @@ class IdMap:
         return Looked(*mapped)
 
     def open_reserve(self, capacity: int) -> None:
-        """Let ids have ``capacity`` rows from now on, at least as many as before."""
+        """Allow ids to have ``capacity`` rows from now on, at least as many as before."""
         uses = self.records[:, 1]
         closed = (uses == RESERVE).nonzero().squeeze(1)
         uses[closed[: max(0, capacity - int((uses >= 0).sum()))]] = 0
@@ -126,7 +127,7 @@ class IdMap:
         return int(self._state[2])
 
     def counts(self) -> dict[str, int]:
-        """Of :data:`COUNTED` since the map was made; and ``rows`` that ids may have, and ``used``, those that have."""
+        """Counts of :data:`COUNTED` so far; ``rows``, that ids may have; and ``used``, the rows that have an id."""
         uses = self.records[:, 1]
         counted = dict(zip(COUNTED, self._state[_FIRST_COUNT:].tolist(), strict=True))
         return counted | {"rows": int((uses >= 0).sum()), "used": int((uses > 0).sum())}

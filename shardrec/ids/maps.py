@@ -1,14 +1,14 @@
-"""The id maps of a rank: what all ranks asked for, as raw ids, becomes rows before the lookup.
+"""The id maps of a rank, which map the raw ids that all ranks requested to rows before the lookup.
 
 Shapes: S slots of this rank, B_all samples of all ranks, N ids.
 
-A map belongs to a row block of a table. Column stripes of a table are cut alike, so that a rank that holds several of
-them maps once for all, and ranks that hold one each come to the same rows: they see the same ids in the same order.
+A map belongs to a row block of a table. Column stripes of a table have equal row blocks, so a rank that holds several
+of them maps once for all, and ranks that hold one each get the same rows: they see the same ids in the same order.
 
 [Note: open steps]
-Between a lookup and its backward the rows are the lookup's: another id may not get them. So an id that is used by a
-step whose backward is still to come is not evicted, for as long as there is a graph that it could come from. A backward
-that comes a second time, over a retained graph, is refused where rows may have gone since.
+Between a lookup and its backward, its rows must not be assigned to other ids. So an id that is used by a step without
+its backward yet is not evicted, as long as its autograd graph exists. A second backward over a retained graph is an
+error if rows may have been reassigned since.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Mapped:
     """Rows in place of raw ids.
 
     Args:
-        asked: what is looked up; without the ids that are looked up as zeros.
-        kept: per lookup group, (n,) bool, which ids are looked up; None if all of them.
-        step: number of the step, 0 of a lookup that changed nothing.
+        asked: the ids that are looked up, as rows; without the ids that are looked up as zeros.
+        kept: per lookup group, (n,) bool, which ids are looked up; None if all are.
+        step: number of the step; 0 for a lookup that changed nothing.
     """
 
     asked: ShardInput
@@ -64,7 +64,7 @@ class Mapped:
 
 @dataclass(eq=False)
 class _OpenStep:
-    """A step whose backward is still to come; its graph holds it."""
+    """A step whose backward has not run; its autograd graph keeps it alive."""
 
     step: int
 
@@ -76,7 +76,7 @@ class IdMaps:
         slots: of this rank, those of a shard next to each other.
         options: of the tables with dynamic ids, by their names in the plan.
         layouts: of these tables.
-        renew: draws evicted rows anew.
+        renew: draws new values for evicted rows.
 
     Attributes:
         step: steps so far.
@@ -115,11 +115,11 @@ class IdMaps:
         return [(None if key is None else self.maps[key], count) for key, count in self._runs]
 
     def __call__(self, asked: ShardInput, *, learn: bool) -> Mapped:
-        """Map what the ranks asked for.
+        """Map the ids that the ranks requested.
 
         Args:
-            asked: with raw ids, int64. Those of tables without dynamic ids are rows already.
-            learn: count a step, and give rows to new ids; else nothing changes.
+            asked: with raw ids, int64. Ids of tables without dynamic ids are rows.
+            learn: count a step, and assign rows to new ids; otherwise nothing changes.
         """
         self.step += learn
         ids = asked.ids.cpu()  # the maps are on the host: with tables on a GPU, it waits for the device here
@@ -169,21 +169,20 @@ class IdMaps:
     def blocks(self, table: str) -> Iterator[tuple[list[Shard], IdMap]]:
         """This rank's row blocks of a table: the shards, one of each column stripe in column order, and their map.
 
-        Of the ranks that hold a block, the map of the one with the table's first column is the one that is counted and
-        written.
+        If several ranks hold a block, the map of the rank with the table's first column is counted and saved.
         """
         for key, shards in self._shards.items():
             if key[0] == table:
                 yield shards, self.maps[key]
 
     def set_options(self, layout: TableLayout, options: DynamicIds) -> None:
-        """Let the ids of a table have as many rows as ``options`` say, at least as many as before."""
+        """Set the capacity of a table's maps from ``options``; it is not lower than before."""
         self.options[layout.name] = options
         for shards, id_map in self.blocks(layout.name):
             id_map.open_reserve(block_capacity(layout, shards[0], options))
 
     def hold(self, looked_up: Sequence[Tensor], mapped: Mapped) -> None:
-        """Keep the rows of a step for its backward, which begins with gradients of ``looked_up``."""
+        """Protect the rows of a step until its backward, which begins with gradients of ``looked_up``."""
         if not mapped.step:
             return
         open_step = _OpenStep(mapped.step)
@@ -193,10 +192,10 @@ class IdMaps:
                 rows.register_hook(lambda _: self.close(open_step))
 
     def close(self, open_step: _OpenStep) -> None:
-        """The backward of a step begins.
+        """Called when the backward of a step begins.
 
         Raises:
-            ConfigError: if it is not its first one, and rows may have gone since.
+            ConfigError: if it is not the step's first backward, and rows may have been reassigned since.
         """
         if open_step not in self._open and any(each.last_of_evicted >= open_step.step for each in self.maps.values()):
             raise ConfigError(
@@ -207,7 +206,7 @@ class IdMaps:
 
 
 def block_capacity(layout: TableLayout, shard: Shard, options: DynamicIds) -> int:
-    """Rows of a row block that ids may have: the block's share of the capacity, or all but the fallback's."""
+    """Rows of a row block that ids may have: the block's share of the capacity, or all but the fallback rows."""
     if options.capacity is None:
         return shard.rows - options.fallback_rows
     end, start = (options.capacity * row // layout.num_embeddings for row in (shard.row_end, shard.row_start))
@@ -215,7 +214,7 @@ def block_capacity(layout: TableLayout, shard: Shard, options: DynamicIds) -> in
 
 
 def cut_faults(layout: TableLayout, options: DynamicIds) -> str:
-    """Why a table cannot have dynamic ids under this layout, or ""."""
+    """The reason why a table cannot have dynamic ids under this layout, or ""."""
     name = f"table {layout.name!r} with dynamic ids"
     if layout.replicated:
         return (

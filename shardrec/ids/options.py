@@ -1,4 +1,4 @@
-"""What a table with dynamic ids does with them."""
+"""Options of a table with dynamic ids."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ POLICIES: tuple[Evict, ...] = get_args(Evict)
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicIds:
-    """Give a table's rows to raw 64-bit ids as they come; ``num_embeddings`` is then the number of rows, not of ids.
+    """Assign a table's rows to raw 64-bit ids; ``num_embeddings`` is then the number of rows, not of ids.
 
-    Steps are lookups of the collection in training mode. An id is used by a step that looks it up, however often. The
-    rules are stated in docs/dynamic_ids.md.
+    A step is a lookup of the collection in training mode. A step that looks an id up uses it once, regardless of how
+    often it occurs. docs/dynamic_ids.md states the rules.
 
     Args:
-        capacity: rows that ids may have, spread over the row blocks; default: all but the fallback's. Less than the
-            table has leaves a reserve for :meth:`shardrec.ShardedModel.set_id_capacity`.
-        admit_after: an id gets a row in the n-th step that uses it; until then it takes the fallback. As many ids wait
-            for theirs as the table has rows; those not used for longest are forgotten first.
-        evict: which ids lose their rows where none is free: ``"lfu"``, used by the fewest steps; ``"lru"``, not used
+        capacity: rows that ids may have, spread over the row blocks; default: all but the fallback rows. A lower number
+            leaves a reserve for :meth:`shardrec.ShardedModel.set_id_capacity`.
+        admit_after: an id gets a row in the n-th step that uses it; until then it takes the fallback. At most as many
+            ids wait as the table has rows; the ids unused for longest are dropped first.
+        evict: which ids lose their rows if none is free: ``"lfu"``, used by the fewest steps; ``"lru"``, not used
             for longest; ``"score"``, with the fewest uses per step since the last one; ``"ttl"``, not used for longest,
-            and for more than ``ttl`` steps; ``"never"``. An evicted row is drawn anew and its optimizer state reset.
+            and for more than ``ttl`` steps; ``"never"``. An evicted row gets new initial values, and its optimizer
+            state is reset.
         ttl: steps, with ``evict="ttl"``.
         fallback_rows: of each row block, for ids that have no row: 1, one row that they share; n, hashed into n rows;
             0, a row of zeros, which takes no gradient (and counts in a mean).
@@ -38,8 +39,8 @@ class DynamicIds:
     Raises:
         ConfigError: if a value is not one that is documented here.
 
-    The idea of tables that hold a changing set of ids is that of TorchRec's managed collisions and of Monolith's
-    collisionless embedding table (Liu et al., 2022).
+    TorchRec's managed collisions and Monolith's collisionless embedding table (Liu et al., 2022) also hold a changing
+    set of ids.
     """
 
     capacity: int | None = None

@@ -2,7 +2,7 @@
 
 ::
 
-    run.py          a function on each rank, of a launcher's or of our own
+    run.py          a function on each rank, of a launcher or started by shardrec
     processes.py    ranks as processes: started, watched, ended
     ranks.py        this process as a rank: device, threads, process group
     stop.py         signals as a request to end

@@ -4,7 +4,7 @@
 
     launcher                                   a socket on the loopback address, inherited by rank 0 for the store
       ├─ rank 0 ── run(options) ──► returns ──► ("returned", result) ─┐
-      └─ rank 1 ── run(options) ──► fails ────► ("failed", note) ─────┴─► a pipe each
+      └─ rank 1 ── run(options) ──► fails ────► ("failed", failure) ──┴─► a pipe each
                                                    └─ the others are ended; the first cause is raised, once
 
 The ranks end with their launcher, also if it is killed, and all that connects them are pipes and sockets without names:
@@ -33,7 +33,7 @@ from shardrec.errors import ConfigError, InputError, PeerError, ShardrecError
 from shardrec.launch.quiet import environment_for_torch
 from shardrec.launch.stop import SAME_SIGNAL_S, RunStopped, handling
 
-__all__ = ["LISTENER", "Note", "RankProcesses", "Run", "Start", "end_with_launcher", "first_cause", "spawn"]
+__all__ = ["LISTENER", "RankFailure", "RankProcesses", "Run", "Start", "end_with_launcher", "first_cause", "spawn"]
 
 Run = Callable[[dict[str, Any]], Any]
 """What a rank does, given the options; it can be pickled, as a function of a module can."""
@@ -58,12 +58,11 @@ _IMPORTED_AGAIN = 77
 
 
 @dataclass(frozen=True, kw_only=True)
-class Note:
-    """How a rank ended, other than well.
+class RankFailure:
+    """The failure of a rank.
 
     Args:
-        rank: which.
-        kind: the exception's class; where there was none, what else ended the rank.
+        rank: its number. kind: the exception's class; where there was none, what else ended the rank.
         message: of the exception; the signal, or the exit code.
         time: when, in seconds since the epoch.
         trace: the traceback, if there is one.
@@ -116,7 +115,7 @@ class RankProcesses:
         self._pipes: list[Connection] = []
         self._stopped_s = [0.0] * nproc
         self._signalled_at: float | None = None
-        self._notes: list[Note] = []
+        self._failures: list[RankFailure] = []
         self._said: dict[str, Any] = {}
 
     def result(self) -> Any:
@@ -138,14 +137,14 @@ class RankProcesses:
                 self._watch()
         finally:
             self._end_all()
-        if self._notes:
-            cause = first_cause(self._notes, self._debug)
+        if self._failures:
+            cause = first_cause(self._failures, self._debug)
             told_to_end = self._signalled_at is not None or "saved" in self._said
             if not (told_to_end and isinstance(cause, PeerError)):
                 raise cause
         if "saved" in self._said:
             raise RunStopped(*self._said["saved"])
-        if self._notes:
+        if self._failures:
             raise KeyboardInterrupt
         return self._said.get("returned")
 
@@ -192,27 +191,29 @@ class RankProcesses:
                 # The launcher may have been stopped, too (Ctrl-Z): of such a time no more than a moment counts.
                 if self._is_over(rank, min(now - before, 2 * _POLL_S)):
                     running.discard(rank)
-            if self._notes:
+            if self._failures:
                 # Of a rank that was killed or stopped the others have nothing to add.
-                is_known = any(note.kind in (_SIGNAL, _STOPPED) for note in self._notes)
+                is_known = any(failure.kind in (_SIGNAL, _STOPPED) for failure in self._failures)
                 deadline = min(deadline, now if is_known else now + _GRACE_S)
-        if running and not self._notes:
+        if running and not self._failures:
             what = f"ranks {', '.join(map(str, sorted(running)))} still ran after {self._limit:g} s, and were ended"
-            self._notes.append(Note(rank=min(running), kind=PeerError.__name__, message=what, time=time.time()))
+            self._failures.append(
+                RankFailure(rank=min(running), kind=PeerError.__name__, message=what, time=time.time())
+            )
 
     def _is_over(self, rank: int, seconds: float) -> bool:
         """Whether a rank has ended, or has been stopped for too long; takes what it has said."""
         code = self._processes[rank].exitcode
         self._read(rank)
         if code is not None:
-            if code and all(note.rank != rank for note in self._notes):
+            if code and all(failure.rank != rank for failure in self._failures):
                 kind, what = (_SIGNAL, signal.Signals(-code).name) if code < 0 else (_EXIT, str(code))
-                self._notes.append(Note(rank=rank, kind=kind, message=what, time=time.time()))
+                self._failures.append(RankFailure(rank=rank, kind=kind, message=what, time=time.time()))
             return True
         self._stopped_s[rank] = self._stopped_s[rank] + seconds if _is_stopped(self._processes[rank].pid) else 0.0
-        if not self._stopped_s[rank] or (self._stopped_s[rank] < self._timeout and not self._notes):
+        if not self._stopped_s[rank] or (self._stopped_s[rank] < self._timeout and not self._failures):
             return False
-        self._notes.append(Note(rank=rank, kind=_STOPPED, message=f"{self._timeout:g}", time=time.time()))
+        self._failures.append(RankFailure(rank=rank, kind=_STOPPED, message=f"{self._timeout:g}", time=time.time()))
         return True
 
     def _read(self, rank: int) -> None:
@@ -221,7 +222,7 @@ class RankProcesses:
             while not pipe.closed and pipe.poll():
                 kind, value = pipe.recv()
                 if kind == "failed":
-                    self._notes.append(value)
+                    self._failures.append(value)
                 else:
                     self._said.setdefault(kind, value)
         except (EOFError, OSError):
@@ -286,49 +287,49 @@ def _rank_main(
     except Exception as error:
         trace = "".join(traceback.format_exception(error))
         raised_at = getattr(error, "raised_at", time.time())
-        note = Note(rank=rank, kind=type(error).__name__, message=str(error), time=raised_at, trace=trace)
-        said.send(("failed", note))
+        failure = RankFailure(rank=rank, kind=type(error).__name__, message=str(error), time=raised_at, trace=trace)
+        said.send(("failed", failure))
         raise SystemExit(1) from None
 
 
 # -------------------------------------------------------------------------------------------------- what went wrong
 
 
-def first_cause(notes: Sequence[Note], debug: bool = False) -> ShardrecError:
+def first_cause(failures: Sequence[RankFailure], debug: bool = False) -> ShardrecError:
     """The error behind a failed run: the first on any rank that is not about another rank.
 
     Args:
-        notes: of the ranks that failed, at least one.
+        failures: of the ranks that failed, at least one.
         debug: add the rank's traceback.
     """
     # A rank that was ended from outside says nothing, and then all that the others say is about it.
-    causes = [note for note in notes if note.kind not in (_SIGNAL, _STOPPED, _EXIT, PeerError.__name__)]
-    silent = [note for kind in (_SIGNAL, _STOPPED) for note in notes if note.kind == kind]
-    told = causes or silent[:1] or [note for note in notes if note.kind == PeerError.__name__] or notes
+    causes = [failure for failure in failures if failure.kind not in (_SIGNAL, _STOPPED, _EXIT, PeerError.__name__)]
+    silent = [failure for kind in (_SIGNAL, _STOPPED) for failure in failures if failure.kind == kind]
+    told = causes or silent[:1] or [failure for failure in failures if failure.kind == PeerError.__name__] or failures
     # A rank whose own data was bad says more than the others, who know it from that rank.
-    note = min(told, key=lambda note: (note.kind == InputError.__name__, note.time, note.rank))
-    trace = f"\n\n{note.trace}" if debug else ""
-    if note.kind == _SIGNAL:
+    failure = min(told, key=lambda failure: (failure.kind == InputError.__name__, failure.time, failure.rank))
+    trace = f"\n\n{failure.trace}" if debug else ""
+    if failure.kind == _SIGNAL:
         memory = "; the system ends the largest process when memory runs out: use smaller tables or batches"
-        text = f"rank {note.rank} was ended by {note.message}{memory * (note.message == 'SIGKILL')}"
-        return PeerError(text, ranks=(note.rank,))
-    if note.kind == _STOPPED:
+        text = f"rank {failure.rank} was ended by {failure.message}{memory * (failure.message == 'SIGKILL')}"
+        return PeerError(text, ranks=(failure.rank,))
+    if failure.kind == _STOPPED:
         return PeerError(
-            f"rank {note.rank} was stopped, by SIGSTOP or Ctrl-Z, while the others waited for it (at most "
-            f"{note.message} s): continue it earlier, or allow more time (--timeout)"
+            f"rank {failure.rank} was stopped, by SIGSTOP or Ctrl-Z, while the others waited for it (at most "
+            f"{failure.message} s): continue it earlier, or allow more time (--timeout)"
         )
-    if note.kind == _EXIT and note.message == str(_IMPORTED_AGAIN):
+    if failure.kind == _EXIT and failure.message == str(_IMPORTED_AGAIN):
         return ConfigError(
             "each new rank imports the program again, and this program starts ranks when it is imported: put what it "
             'does into a function main(), and end it with the lines\n\nif __name__ == "__main__":\n    main()'
         )
-    if note.kind == _EXIT:
+    if failure.kind == _EXIT:
         has_file = os.path.exists(getattr(sys.modules["__main__"], "__file__", None) or "")
         typed = ". Ranks cannot import a program that is typed, piped or a notebook: put what they run into a file"
-        what = f"rank {note.rank} ended with exit code {note.message} and said nothing: run it with --debug"
+        what = f"rank {failure.rank} ended with exit code {failure.message} and said nothing: run it with --debug"
         return PeerError(what + typed * (not has_file))
-    if note.kind in errors.__all__:
-        kind: type[ShardrecError] = getattr(errors, note.kind)
-        return kind(note.message + trace)
-    told_by = f"rank {note.rank} failed with {note.kind}: {note.message}"
+    if failure.kind in errors.__all__:
+        kind: type[ShardrecError] = getattr(errors, failure.kind)
+        return kind(failure.message + trace)
+    told_by = f"rank {failure.rank} failed with {failure.kind}: {failure.message}"
     return PeerError(told_by + (trace or "\nRun it with --debug for the traceback"))

@@ -16,23 +16,23 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from shardrec.errors import ConfigError, PeerError
 from shardrec.exchange.peers import peers
-from shardrec.exchange.plain import gather
+from shardrec.exchange.safe_pickle import gather
 from shardrec.launch.processes import LISTENER
 from shardrec.launch.stop import RunStopped
 
-__all__ = ["Place", "joined", "meet", "over_ranks", "same_everywhere"]
+__all__ = ["RankInfo", "joined_run", "meet", "over_ranks", "same_everywhere"]
 
 _TIMEOUT_S = 300.0
 """How long a rank waits for the others, at the start and, unless told otherwise, in a collective. Ranks do the same
 work, so minutes mean that one is gone."""
 
 _ASK_S = 0.05
-"""Rank 0 looks so often whether the others have come."""
+"""The interval in seconds at which rank 0 checks whether the others have joined."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where this process is among the ranks of a run.
+class RankInfo:
+    """This process's rank in a run, and its resources.
 
     Args:
         rank: 0 <= rank < world_size.
@@ -50,24 +50,24 @@ class Place:
 
     @property
     def is_lead(self) -> bool:
-        """Whether this rank reports and writes."""
+        """Whether this rank is rank 0, which reports and writes."""
         return self.rank == 0
 
 
 @contextmanager
-def joined(
+def joined_run(
     device: str, threads: int | None, *, seed: int = 0, timeout: float = _TIMEOUT_S, alone: bool = False
-) -> Iterator[Place]:
+) -> Iterator[RankInfo]:
     """Be a rank: set threads and seed, and join the group that the launcher's variables describe (else be alone).
 
-    A default group that is there already is used, and left as it is.
+    An existing default group is used and not changed.
 
     Args:
         device: ``"cpu"`` or ``"cuda"``.
         threads: of each rank; None for an even share of the cores.
         seed: of torch's random numbers.
         timeout: seconds that a rank waits for the others, at the start and in each collective.
-        alone: a rank that a launcher started by itself has a group, too.
+        alone: whether a single rank that a launcher started also has a group.
 
     Raises:
         ConfigError: if the device is not there.
@@ -82,18 +82,18 @@ def joined(
     threads = threads or max(1, len(os.sched_getaffinity(0)) // local_world_size)
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
-    place = Place(rank=rank, world_size=world_size, device=own_device, threads=threads, timeout=timeout)
+    rank_info = RankInfo(rank=rank, world_size=world_size, device=own_device, threads=threads, timeout=timeout)
     joins = (world_size > 1 or (alone and "RANK" in os.environ)) and not dist.is_initialized()
     stopped: RunStopped | None = None
     try:
         if joins:
-            _join(place)
+            _join(rank_info)
         try:
-            yield place
+            yield rank_info
         except RunStopped as ended:  # at the same step on every rank
             stopped = ended
         if joins:
-            _leave_together(place)
+            _leave_together(rank_info)
         if stopped is not None:
             raise stopped
     except Exception as error:
@@ -105,33 +105,33 @@ def joined(
         torch.set_num_threads(threads_before)
 
 
-def same_everywhere(value: str, place: Place) -> str:
+def same_everywhere(value: str, rank_info: RankInfo) -> str:
     """Rank 0's value, on every rank."""
-    if place.world_size == 1:
+    if rank_info.world_size == 1:
         return value
     with peers(None, "start"):
         return str(gather(value)[0])
 
 
-def meet(place: Place, what: str) -> None:
+def meet(rank_info: RankInfo, what: str) -> None:
     """Wait until all the ranks are as far: for minutes, however short the limit of a collective is.
 
     Before it ranks may have different work to do, which a limit for what takes milliseconds must not end.
 
     Args:
-        place: this rank.
+        rank_info: this rank.
         what: names the point as a noun, for messages; each has its own.
 
     Raises:
         PeerError: if they do not come.
     """
-    if place.world_size > 1:
-        _come(what, place, max(place.timeout, _TIMEOUT_S))
+    if rank_info.world_size > 1:
+        _come(what, rank_info, max(rank_info.timeout, _TIMEOUT_S))
 
 
-def over_ranks(count: int, place: Place) -> int:
+def over_ranks(count: int, rank_info: RankInfo) -> int:
     """The sum of every rank's count."""
-    if place.world_size == 1:
+    if rank_info.world_size == 1:
         return count
     total = torch.tensor([count])
     with peers(None, "count of rows"):
@@ -155,41 +155,43 @@ def _device(kind: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def _join(place: Place) -> None:
-    backend = "gloo" if place.device.type == "cpu" else "cpu:gloo,cuda:nccl"
+def _join(rank_info: RankInfo) -> None:
+    backend = "gloo" if rank_info.device.type == "cpu" else "cpu:gloo,cuda:nccl"
     # Ranks import for seconds, and need not be equally fast at it.
-    patience = max(place.timeout, _TIMEOUT_S)
+    patience = max(rank_info.timeout, _TIMEOUT_S)
     try:
-        store = _store(place, patience)
-        timeout = timedelta(seconds=place.timeout)
-        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
+        store = _store(rank_info, patience)
+        timeout = timedelta(seconds=rank_info.timeout)
+        dist.init_process_group(
+            backend, store=store, rank=rank_info.rank, world_size=rank_info.world_size, timeout=timeout
+        )
     except (RuntimeError, ValueError) as error:
         raise PeerError(
-            f"rank {place.rank} of {place.world_size} could not join the others: {str(error).splitlines()[0]}. Check "
-            "that all ranks were started, and that they can reach MASTER_ADDR"
+            f"rank {rank_info.rank} of {rank_info.world_size} could not join the others: {str(error).splitlines()[0]}. "
+            "Check that all ranks were started, and that they can reach MASTER_ADDR"
         ) from error
 
 
-def _store(place: Place, seconds: float) -> dist.Store:
+def _store(rank_info: RankInfo, seconds: float) -> dist.Store:
     """The ranks' store: the agent's, in which an elastic launcher's ranks meet, or one that rank 0 serves."""
     timeout = timedelta(seconds=seconds)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
-        return dist.PrefixStore(_meeting(store, place, seconds), store)
+        return dist.PrefixStore(_meeting(store, rank_info, seconds), store)
     listener = int(os.environ[LISTENER]) if LISTENER in os.environ else None
     return dist.TCPStore(
         address,
         port,
-        place.world_size,
-        place.is_lead,
+        rank_info.world_size,
+        rank_info.is_lead,
         timeout,
         multi_tenant=listener is None,
         master_listen_fd=listener,
     )
 
 
-def _meeting(store: dist.Store, place: Place, seconds: float) -> str:
+def _meeting(store: dist.Store, rank_info: RankInfo, seconds: float) -> str:
     """A name that all of these ranks have, and none before them had: the agent's store outlives its ranks.
 
     What earlier ranks left in it, such as addresses, would be found in the place of what these ones are about to write;
@@ -197,13 +199,13 @@ def _meeting(store: dist.Store, place: Place, seconds: float) -> str:
     that asks under a name of its own; what an earlier rank asked is answered in vain.
     """
     token = uuid.uuid4().hex
-    if not place.is_lead:
-        store.set(f"shardrec/rank/{place.rank}", token)
+    if not rank_info.is_lead:
+        store.set(f"shardrec/rank/{rank_info.rank}", token)
         name = store.get(f"shardrec/told/{token}").decode()
-        store.set(f"{name}/came/{place.rank}", "")
+        store.set(f"{name}/came/{rank_info.rank}", "")
         return name
     name = f"shardrec/{token}"
-    missing = set(range(1, place.world_size))
+    missing = set(range(1, rank_info.world_size))
     give_up = time.monotonic() + seconds
     while missing:
         if time.monotonic() > give_up:
@@ -216,20 +218,20 @@ def _meeting(store: dist.Store, place: Place, seconds: float) -> str:
     return name
 
 
-def _leave_together(place: Place) -> None:
+def _leave_together(rank_info: RankInfo) -> None:
     """Wait until every rank is done; rank 0, which may serve the store, is the last to leave.
 
     A rank that leaves right after a collective closes connections that its peers may still read from; gloo then fails
     the collective on those peers although all of its data had been sent.
     """
-    _come("end of the run", place, place.timeout)
-    _come("departure of the ranks", place, place.timeout if place.is_lead else 0.0)
+    _come("end of the run", rank_info, rank_info.timeout)
+    _come("departure of the ranks", rank_info, rank_info.timeout if rank_info.is_lead else 0.0)
 
 
-def _come(what: str, place: Place, seconds: float) -> None:
+def _come(what: str, rank_info: RankInfo, seconds: float) -> None:
     """Say in the ranks' store that this one has come so far, and wait until all have; for 0 seconds, do not wait."""
     store = _get_default_store()
-    store.set(f"shardrec/{what}/{place.rank}", "")
+    store.set(f"shardrec/{what}/{rank_info.rank}", "")
     if seconds:
         with peers(None, what):
-            store.wait([f"shardrec/{what}/{rank}" for rank in range(place.world_size)], timedelta(seconds=seconds))
+            store.wait([f"shardrec/{what}/{rank}" for rank in range(rank_info.world_size)], timedelta(seconds=seconds))

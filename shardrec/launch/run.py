@@ -17,13 +17,14 @@ __all__ = ["launched_rank", "on_new_ranks", "run_on_ranks"]
 def run_on_ranks(
     run: Run, options: Mapping[str, Any], *, nproc: int, timeout: float = 300.0, debug: bool = False
 ) -> Any:
-    """Call ``run(options)`` on each rank: those of the launcher that started this process, else ``nproc`` of our own.
+    """Call ``run(options)`` on each rank: those of the launcher that started this process, else ``nproc`` new
+    processes.
 
     Args:
         run: what a rank does.
         options: that can be pickled.
         nproc: ranks to start; 1 for this process by itself.
-        timeout: seconds for which a rank of our own may be stopped (SIGSTOP) before it is taken for dead.
+        timeout: seconds for which a new process may be stopped (SIGSTOP) before it counts as dead.
         debug: keep the ranks' tracebacks.
 
     Returns:
@@ -98,7 +99,7 @@ def _run_quietly(run: Run, debug: bool, options: dict[str, Any]) -> Any:
 
 
 def _joined_rank(options: dict[str, Any]) -> Any:
-    from shardrec.launch.ranks import joined  # which imports torch
+    from shardrec.launch.ranks import joined_run  # which imports torch
 
-    with joined(options["device"], options["threads"], timeout=options["timeout"], alone=True) as place:
-        return options["work"](place, *options["arguments"])
+    with joined_run(options["device"], options["threads"], timeout=options["timeout"], alone=True) as rank_info:
+        return options["work"](rank_info, *options["arguments"])

@@ -17,7 +17,7 @@ SAME_SIGNAL_S = 1.0
 
 
 class RunStopped(KeyboardInterrupt):
-    """A run that was told to end has saved, and ended. Its ``--resume`` goes on from there.
+    """A run that was told to end has saved and ended; ``--resume`` continues it.
 
     Args:
         step: optimizer steps in its last checkpoint.

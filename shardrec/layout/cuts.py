@@ -10,7 +10,7 @@
 :func:`data_parallel`         a copy on every rank
 ============================  ===================================================================
 
-The names are TorchRec's ``ShardingType``. A cut never makes an empty shard: a table of 3 rows cut for 4 ranks
+The names are TorchRec's ``ShardingType``. A cut never makes an empty shard: a table with 3 rows that is cut for 4 ranks
 has 3 shards.
 """
 
@@ -163,7 +163,7 @@ def _column_edges(name: str, cols: int, parts: int, widths: Sequence[int] | None
         raise PlanError(f"table {name!r}: a cut needs at least one rank or host, got none")
     if widths is None:
         base, more = divmod(-(-cols // COLUMN_UNIT), parts)
-        # Of columns that are no multiple, the last stripe has less than its units, and is one of the wider ones.
+        # If the columns are no multiple, the last stripe has less than its units, and is one of the wider ones.
         first = parts - more if cols % COLUMN_UNIT and base else 0
         edges = accumulate((COLUMN_UNIT * (base + (0 <= part - first < more)) for part in range(parts)), initial=0)
         return [min(edge, cols) for edge in edges]

@@ -1,4 +1,4 @@
-"""What embedding collections and tables a model holds, before it is sharded."""
+"""Finds the embedding collections and tables of a model, before it is sharded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 Collection: TypeAlias = EmbeddingBagCollection | EmbeddingCollection
 
 
-# By name: importing the second one takes time, and its users have done so.
+# By name: importing the second module takes time, and its users have imported it.
 _REMAPPERS = {
     ("torchrec.modules.mc_modules", "ManagedCollisionModule"),
     ("torchrec.modules.itep_modules", "GenericITEPModule"),
@@ -55,7 +55,7 @@ def configs_of(collection: Collection) -> list[BaseEmbeddingConfig]:
 
 
 def default_device(model: nn.Module, group: dist.ProcessGroup | None = None) -> torch.device:
-    """Where a model is planned for and sharded by default: where it is, or where its process group can work."""
+    """The default device for planning and sharding: the model's device, or one that its process group supports."""
     for parameter in model.parameters():
         if parameter.is_cuda:
             return parameter.device
@@ -65,12 +65,12 @@ def default_device(model: nn.Module, group: dist.ProcessGroup | None = None) -> 
 
 
 def remappers_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules, by path, that keep a map from ids to rows and change it as they see ids (managed collision, pruning)."""
+    """Modules, by path, that map ids to rows and change the map when they see ids (managed collision, pruning)."""
     return {path: module for path, module in model.named_modules() if is_a(module, *_REMAPPERS)}
 
 
 def is_a(module: nn.Module, *classes: tuple[str, str]) -> bool:
-    """Whether a module is of one of these classes, told by the names of their files and their own."""
+    """Whether a module is of one of these classes, by the name of the class and of its module."""
     return any((cls.__module__, cls.__name__) in classes for cls in type(module).__mro__)
 
 

@@ -1,4 +1,4 @@
-"""One rank's machine: its memory tiers and the bandwidths around it."""
+"""The machine of a rank: its memory tiers and bandwidths."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class Machine:
     """The hardware of a rank. Bytes, bytes per second, seconds.
 
     Args:
-        name: for people.
-        kind: ``"cpu"`` or ``"cuda"``: where the tables are.
+        name: for reports.
+        kind: ``"cpu"`` or ``"cuda"``: the device of the tables.
         device_memory: bytes of the device (0 for a CPU).
         host_memory: a rank's share of its host's memory, in bytes.
-        memory_bandwidth: of the tier that the tables are in.
-        host_link: between two ranks of a host, each way.
-        network: between ranks of two hosts, each way and rank.
-        latency: of a collective.
-        cache: bytes of the last cache, a rank's share.
-        source: where the figures are from.
+        memory_bandwidth: bytes per second of the tier that the tables are in.
+        host_link: bytes per second between two ranks of a host, each way.
+        network: bytes per second of a rank to other hosts, each way.
+        latency: seconds of a collective.
+        cache: bytes of the last-level cache, a rank's share.
+        source: the origin of the figures.
     """
 
     name: str

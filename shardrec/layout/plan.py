@@ -25,13 +25,13 @@ _FORMAT = 1
 
 @dataclass(frozen=True, kw_only=True)
 class TableChange:
-    """How a table differs between two plans.
+    """The difference of a table between two plans.
 
     Args:
         name: of the table.
-        old: its layout before; None if it is new.
-        new: its layout after; None if it is gone.
-        moved_numel: weights that ranks have to receive; 0 where there is nothing to receive them from or for.
+        old: its layout in the old plan; None if it is new.
+        new: its layout in the new plan; None if it is gone.
+        moved_numel: number of weights that ranks have to receive; 0 if the table is new or gone.
     """
 
     name: str
@@ -42,13 +42,12 @@ class TableChange:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingPlan:
-    """Where every table of a model lives.
+    """The layout of every table of a model.
 
     Args:
         topology: the ranks that the plan is for.
         tables: one layout per table, each covering its table exactly once.
-        report: what the planner knows of the plan, which :func:`shardrec.planner.explain` shows; no part of it as far
-            as equality and fingerprint go.
+        report: the planner's report, which :func:`shardrec.planner.explain` shows; equality and fingerprint ignore it.
 
     Raises:
         PlanError: with every fault of every table.
@@ -87,14 +86,14 @@ class ShardingPlan:
         return int(hashlib.sha256(text.encode()).hexdigest()[:12], 16)
 
     def check_tables(self, shapes: Mapping[str, tuple[int, int]], *, partial: bool = False) -> None:
-        """Check that the plan is for just these tables.
+        """Check that the plan is for exactly these tables.
 
         Args:
             shapes: ``(num_embeddings, embedding_dim)`` of each table of the model, by name.
-            partial: these are only some of the model's tables, so the plan may have others.
+            partial: ``shapes`` has only some of the model's tables, so the plan may have others.
 
         Raises:
-            PlanError: naming each table that is missing, unknown or of another shape.
+            PlanError: if a table is missing, unknown or of another shape; names each of them.
         """
         faults = []
         for name, (rows, cols) in shapes.items():
@@ -120,7 +119,7 @@ class ShardingPlan:
         return sum(table.local_numel(rank) for table in self.tables)
 
     def diff(self, other: ShardingPlan) -> tuple[TableChange, ...]:
-        """What changes from this plan to another one.
+        """The changes from this plan to another one.
 
         A table that is cut and placed in the same way is left out, whatever the name of its cut is.
 
@@ -128,7 +127,7 @@ class ShardingPlan:
             other: for as many ranks.
 
         Returns:
-            A change for each other table, in the order of their names.
+            A change for each table that differs, in the order of their names.
 
         Raises:
             PlanError: if the plans are for different numbers of ranks, or a table is of another shape in each.
@@ -177,10 +176,10 @@ class ShardingPlan:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ShardingPlan:
-        """The plan that :meth:`to_json` gave. Hot rows, which earlier versions had, are left out, with a warning.
+        """The plan that :meth:`to_json` returned. Hot rows, which earlier versions had, are left out, with a warning.
 
         Raises:
-            PlanError: if the data is not a plan, or a faulty one.
+            PlanError: if the data is not a plan, or an invalid one.
         """
         try:
             if data["format"] != _FORMAT:
@@ -231,7 +230,7 @@ _T = TypeVar("_T")
 
 
 def _held(table: TableLayout) -> tuple[object, ...]:
-    """What tells whether a table is cut and placed alike."""
+    """The fields that are equal if a table is cut and placed in the same way."""
     return set(table.shards), table.replicated
 
 
@@ -240,7 +239,7 @@ def _field(data: Mapping[str, Any], key: str, kind: type[_T]) -> _T:
 
 
 def _checked(value: object, kind: type[_T], what: str) -> _T:
-    # Not isinstance: True would do for 1.
+    # Not isinstance, which would accept True for 1.
     if type(value) is not kind:
         raise TypeError(f"{what} is {value!r}, which is no {kind.__name__}")
     return value

@@ -1,4 +1,4 @@
-"""Machines by the figures of their data sheets.
+"""Presets of machines, with the figures of their data sheets.
 
 Memory, its bandwidth and NVLink are those of NVIDIA's data sheets, checked against pages that quote them (the list
 below); a link's figure for both ways together is halved. The network is one adapter per GPU as in the vendor's
@@ -17,8 +17,8 @@ NVLink     300, 600, 900, 1,800 GB/s both ways         alpha-one-index.github.io
 =========  ==========================================  ==============================================================
 
 Not from a data sheet: the networks of T4, V100, A10G, L4 and L40S, which are those of common cloud machines, and the
-latencies, which are typical of NCCL. A data sheet's "80 GB" is nearly so many GiB; a device reports one or two per cent
-less (:func:`detect_machine` asks it), and the framework needs some.
+latencies, which are typical of NCCL. A data sheet's "80 GB" is nearly 80 GiB; a device reports one or two per cent less
+(see :func:`detect_machine`), and the framework needs some of it.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ PRESETS = {
 }
 """By name. ``cpu`` has no memory limit; :func:`detect_machine` reads the real one."""
 
-# In the order of trying: the longer name comes first.
+# In the order in which they are tried: a longer name comes before its prefix.
 _DEVICE_NAMES = (
     ("B200", "b200"),
     ("H200", "h200"),
@@ -101,7 +101,7 @@ def preset(name: str) -> Machine:
     """The preset of a name.
 
     Raises:
-        ConfigError: for an unknown name; the message lists those there are.
+        ConfigError: for an unknown name; the message lists the known names.
     """
     if name not in PRESETS:
         raise ConfigError(f"there is no preset {name!r}; the presets are {', '.join(PRESETS)}")
@@ -142,7 +142,7 @@ def detect_machine(ranks_per_host: int = 1, *, device: str | None = None) -> Mac
 
 
 def host_memory() -> float:
-    """Bytes of this host, or of the control group that the process is in if that is less."""
+    """Bytes of this host's memory, or the limit of the process's control group if that is lower."""
     memory = float(os.sysconf("SC_PHYS_PAGES")) * os.sysconf("SC_PAGE_SIZE")
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with suppress(OSError, ValueError):
@@ -153,7 +153,7 @@ def host_memory() -> float:
 def default_machine(device: str | None = None) -> Machine:
     """The preset that a plan without a machine is made for.
 
-    Its figures are the data sheet's, not what is free at the moment, so that every rank comes to the same plan.
+    Its figures are those of the data sheet, not the memory that is free, so that every rank makes the same plan.
 
     Args:
         device: ``"cpu"`` or ``"cuda"``, where the tables will be; default: CUDA where torch sees a device.

@@ -1,4 +1,4 @@
-"""What is known of a plan, as data: costs, bound, the load of each rank, and why each table is cut as it is."""
+"""The report of a plan, as data: costs, bound, the load of each rank, and the reason for each table's cut."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ __all__ = ["PlanReport", "TableReport"]
 
 @dataclass(frozen=True, kw_only=True)
 class TableReport:
-    """Why a table is where it is.
+    """The cut of a table, and why it was chosen.
 
     Args:
         name: of the table.
-        cut: chosen cut, with the numbers of its parts.
+        cut: the chosen cut, with the number of its parts.
         ms: time that it costs all ranks together.
         bytes: memory that it takes on all ranks together.
         next_cut: the best other cut; empty if there is none.
-        reason: why that lost.
+        reason: why that cut was not chosen.
     """
 
     name: str
@@ -36,19 +36,19 @@ class PlanReport:
     """A plan's costs.
 
     Args:
-        batch_size: samples per rank that it was made for.
+        batch_size: samples per rank for which it was made.
         profile: name of the coefficients.
-        source: where those are from.
+        source: origin of the coefficients.
         cost_ms: time of the slowest rank, without ``overhead_ms``.
-        bound_ms: no plan is faster, by the same cost model and cuts.
-        overhead_ms: time of a step that no plan changes.
-        timed_out: the clock ended the search.
-        capacity: bytes that a rank may use, of ranks that differ the one with most; inf without a limit.
+        bound_ms: lower bound on ``cost_ms`` of every plan, by the same cost model and cuts.
+        overhead_ms: time of a step that does not depend on the plan.
+        timed_out: whether the time limit ended the search.
+        capacity: bytes that a rank may use (the largest, if ranks differ); inf without a limit.
         components: names of the parts of a rank's time.
         times: per rank, ms of each component.
         uses: names of the parts of a rank's memory.
         memory: per rank, bytes of each use.
-        tables: one each.
+        tables: one report per table.
     """
 
     batch_size: int
@@ -67,7 +67,7 @@ class PlanReport:
 
     @property
     def gap(self) -> float:
-        """How far the cost may be above the best, as a fraction of the bound."""
+        """The most that the cost may be above the best plan's, as a fraction of the bound."""
         if self.cost_ms <= self.bound_ms:
             return 0.0
         return self.cost_ms / self.bound_ms - 1 if self.bound_ms > 0 else inf
@@ -83,7 +83,7 @@ class PlanReport:
         return tuple(map(sum, self.memory))
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-compatible data; no limit is null."""
+        """JSON-compatible data; infinity is null."""
         return {**asdict(self), "capacity": None if self.capacity == inf else self.capacity}
 
     @classmethod

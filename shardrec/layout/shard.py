@@ -71,7 +71,7 @@ class Stripe:
 
 @dataclass(frozen=True, kw_only=True)
 class TableLayout:
-    """Where one table's weights live.
+    """The shards of one table.
 
     Args:
         name: table name, unique in the plan (``"path.to.module.table"`` when a model holds several collections).
@@ -79,7 +79,7 @@ class TableLayout:
         embedding_dim: columns of the table.
         shards: the rectangles, which cover the table exactly once; empty when ``replicated``.
         replicated: every rank holds the whole table (data-parallel); gradients are all-reduced.
-        cut: the name of the cut that made the layout, for people; the run time does not read it.
+        cut: the name of the cut that made the layout, for reports; the run time does not read it.
     """
 
     name: str
@@ -137,7 +137,7 @@ class TableLayout:
         return moved
 
     def faults(self, world_size: int) -> list[str]:
-        """Everything wrong with this layout, one sentence each; empty when it covers its table exactly once."""
+        """The faults of this layout, one sentence each; empty if it covers its table exactly once."""
         if self.num_embeddings < 1 or self.embedding_dim < 1:
             return [
                 f"table {self.name!r} has shape ({self.num_embeddings}, {self.embedding_dim}); "
@@ -249,7 +249,7 @@ def _miscovered(rows: int, cols: int, shards: Iterable[Shard]) -> list[_Region]:
 
 
 def _joined(regions: Iterable[_Region]) -> list[_Region]:
-    """Regions that differ in their columns only, and follow each other, as one."""
+    """Merge consecutive regions with equal rows and adjacent columns."""
     by_rows: dict[tuple[_Range, tuple[Shard, ...]], list[_Region]] = defaultdict(list)
     for region in regions:
         alike = by_rows[region.rows, region.owners]

@@ -1,4 +1,4 @@
-"""The ranks a plan is for: how many hosts, how many ranks on each, and what a rank's machine is."""
+"""The ranks that a plan is for: the hosts, the ranks of each host, and the machine of a rank."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Topology:
         hosts: number of machines.
         ranks_per_host: number of ranks on each.
         machine: memory and bandwidths of a rank; None leaves them to the planner's default.
-        rank_memory: bytes for tables on each rank, in the order of the ranks, where ranks differ; else all have what
-            the machine has.
+        rank_memory: bytes for tables on each rank, in the order of the ranks, if ranks differ; default: the machine's
+            memory on all ranks.
     """
 
     hosts: int = 1
@@ -59,12 +59,12 @@ class Topology:
         return tuple(range(host * self.ranks_per_host, (host + 1) * self.ranks_per_host))
 
     def with_machine(self, machine: Machine | str) -> Topology:
-        """The same ranks on other machines: a :class:`Machine`, or the name of a preset such as ``"h100"``."""
+        """The same ranks on another machine: a :class:`Machine`, or the name of a preset such as ``"h100"``."""
         return replace(self, machine=preset(machine) if isinstance(machine, str) else machine)
 
     @classmethod
     def of_world(cls, world_size: int) -> Topology:
-        """The topology of ``world_size`` ranks as torchrun's ``LOCAL_WORLD_SIZE`` describes it (else one host)."""
+        """The topology of ``world_size`` ranks according to torchrun's ``LOCAL_WORLD_SIZE`` (one host without it)."""
         local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         if not 1 <= local <= world_size or world_size % local:
             local = world_size
@@ -72,7 +72,7 @@ class Topology:
 
     @classmethod
     def detect(cls, *, hosts: int = 1, ranks_per_host: int | None = None, device: str | None = None) -> Topology:
-        """This machine, and others like it.
+        """The topology of hosts like this machine.
 
         Args:
             hosts: number of machines.

@@ -1,1 +1,1 @@
-"""The lookup: fbgemm's table-batched kernels over this rank's shards, with fused optimizers."""
+"""The lookup: table-batched kernels over this rank's shards, with fused optimizers."""

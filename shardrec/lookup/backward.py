@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-__all__ = ["looked_up"]
+__all__ = ["lookup_with_backward"]
 
 
-def looked_up(
+def lookup_with_backward(
     look_up: Callable[..., Tensor],
     weight_gradient: Callable[[Tensor, Tensor, Tensor], Tensor | None],
     learn: Callable[[Tensor, Tensor, Tensor | None, Tensor], Sequence[Tensor | None]],
@@ -25,23 +25,24 @@ def looked_up(
     inputs: Sequence[Tensor],
     out: Tensor | None = None,
 ) -> Tensor:
-    """What a lookup gives, with a backward.
+    """Run a lookup as an autograd function.
 
     Args:
-        look_up: of ids, lengths, weights and, if it is given, ``out``.
-        weight_gradient: (N,) gradient of the weights, of ids, lengths and the result's gradient; called before
-            ``learn``, for it is of the rows as they were looked up.
-        learn: in backward, of ids, lengths, weights and the result's gradient; gives the gradients of ``inputs``.
+        look_up: called with ids, lengths, weights and, if it is given, ``out``; returns the result.
+        weight_gradient: called with ids, lengths and the result's gradient; returns the (N,) gradient of the weights.
+            Called before ``learn``, because it needs the rows as they were looked up.
+        learn: called in backward with ids, lengths, weights and the result's gradient; returns the gradients of
+            ``inputs``.
         ids: (N,).
         lengths: (S, B_all).
         weights: (N,) or None.
-        inputs: what takes part in the graph for the tables: their parameters, or a placeholder.
+        inputs: the tensors that represent the tables in the autograd graph: their parameters, or a placeholder.
         out: (B_all, D) memory of the result.
     """
-    # In a list, for a result that were an argument, too, would count as a view of it.
-    place = [] if out is None else [out]
+    # In a list, because a result that is also an argument would count as a view of it.
+    out_list = [] if out is None else [out]
     rows: Tensor = _Lookup.apply(  # type: ignore[no-untyped-call]
-        look_up, weight_gradient, learn, ids, lengths, weights, place, *inputs
+        look_up, weight_gradient, learn, ids, lengths, weights, out_list, *inputs
     )
     return rows
 
@@ -56,13 +57,13 @@ class _Lookup(torch.autograd.Function):
         ids: Tensor,
         lengths: Tensor,
         weights: Tensor | None,
-        place: list[Tensor],
+        out_list: list[Tensor],
         *inputs: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(ids, lengths, weights)  # type: ignore[arg-type]
-        # Not the place of the result, which knows this function and would never go.
+        # Not ``out_list``: the result refers to this function, so the cycle would never be freed.
         ctx.weight_gradient, ctx.learn = weight_gradient, learn  # type: ignore[attr-defined]
-        return look_up(ids, lengths, weights, *place)
+        return look_up(ids, lengths, weights, *out_list)
 
     @staticmethod
     @once_differentiable

@@ -1,6 +1,6 @@
-"""A bank: the shards of one lookup group that this rank holds, looked up by one kernel call.
+"""A bank is the shards of one lookup group on this rank, which one kernel call looks up.
 
-The kernel is :mod:`shardrec.lookup.own_kernel`'s where it can be, else fbgemm's.
+The kernel is that of :mod:`shardrec.lookup.native_kernel` if it supports the tables, else fbgemm's.
 
 Shapes: T local tables (shards), S slots, B_all samples, N ids, D columns of all the slots, U distinct rows.
 
@@ -11,7 +11,7 @@ by width, so that the tables of one width are also one matrix, whose rows the ro
     class    width 16: matrix (590, 16)     width 8: matrix (40, 8)
 
 Weights that fbgemm has no kernel for (bfloat16, a number of columns that is no multiple of 4) lie in a tensor of the
-same form, and are looked up by torch operators, or float32 ones on the CPU by the own kernel.
+same form, and are looked up by torch operators, or float32 ones on the CPU by the native kernel.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from torch import Tensor
 
 from shardrec import native
 from shardrec.lookup.kernels import has_kernel, kernel_states, make_kernel
+from shardrec.lookup.native_kernel import NativeKernel, native_kernel, with_neighbouring_columns
 from shardrec.lookup.optimizers import FusedOptimizer
-from shardrec.lookup.own_kernel import OwnKernel, own_kernel, with_neighbouring_columns
 
 __all__ = ["RowGradient", "TableBank", "WidthClass", "summed"]
 
@@ -54,7 +54,7 @@ class WidthClass:
 @dataclass(frozen=True, kw_only=True)
 class RowGradient:
     """The gradient of one width class: ``rows`` (U,) distinct, ascending matrix rows, ``values`` (U, w) float32, and
-    ``squares`` (U,), the sum of each row's squares, where it is known."""
+    ``squares`` (U,), the sum of each row's squares, if it is known."""
 
     rows: Tensor
     values: Tensor
@@ -84,7 +84,7 @@ def summed(rows: Tensor, values: Tensor, cls: WidthClass) -> RowGradient:
 class _ClassIds:
     """The n ids of one width class: matrix row, slot, sample and weight of each.
 
-    ``places`` (n,) says which of all the ids they are; None if all of them.
+    ``places`` (n,) are their indices among all ids; None if they are all ids.
     """
 
     rows: Tensor
@@ -150,9 +150,11 @@ class TableBank:
         self.classes = self._classes(order, flat.detach()) if optimizer is None else ()
         widths = [self.shapes[table][1] for table in self.slot_tables]
         self._columns = torch.tensor([0, *accumulate(widths)][:-1], dtype=torch.int64, device=device)
-        self._own: OwnKernel | None = None
+        self._native: NativeKernel | None = None
         if native.has_kernels():
-            self._own = own_kernel(self.shapes, self.slot_tables, self.weights, self.states(), optimizer, pooled=pooled)
+            self._native = native_kernel(
+                self.shapes, self.slot_tables, self.weights, self.states(), optimizer, pooled=pooled
+            )
 
     def states(self) -> list[dict[str, Tensor]]:
         """Per table, the kernel's optimizer states by name (views); empty dicts without fused optimizer."""
@@ -164,7 +166,7 @@ class TableBank:
     @property
     def writes_in_place(self) -> bool:
         """Whether :meth:`look_up` takes memory to write to."""
-        return self._own is not None and self.pooled
+        return self._native is not None and self.pooled
 
     def look_up(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, out: Tensor | None = None) -> Tensor:
         """Sums of rows, or the rows.
@@ -173,14 +175,14 @@ class TableBank:
             ids: (N,) rows of each slot's table, slot after slot.
             lengths: (S, B_all) int32, ids of each bag.
             weights: (N,) float32 or None.
-            out: (B_all, D) float32 to write the sums to, where :attr:`writes_in_place`; its rows may lie apart.
+            out: (B_all, D) float32 to write the sums to, if :attr:`writes_in_place`; its rows need not be contiguous.
 
         Returns:
             (B_all, D) float32, or (N, w) without pooling; ``out`` if it is given. With a fused optimizer,
             its backward updates the weights.
         """
-        if self._own is not None:
-            return self._own(ids, lengths, weights, self._lr, out)
+        if self._native is not None:
+            return self._native(ids, lengths, weights, self._lr, out)
         assert out is None, "only kernels of our own write in place"
         if self.kernel is None:
             return self._look_up_in_torch(ids, lengths, weights)
@@ -188,7 +190,7 @@ class TableBank:
         ids = ids.to(torch.int64)
         counts_steps = self.optimizer is not None and self.optimizer.counts_steps
         if counts_steps:
-            # The kernel would count each forward as a step of Adam; one without a backward must not count.
+            # The kernel would count each forward as a step of Adam; a forward without a backward must not count.
             self.kernel.iter.fill_(self.step_count)
             self.kernel.iter_cpu.fill_(self.step_count)
         if torch.is_inference_mode_enabled():
@@ -244,7 +246,7 @@ class TableBank:
             by_class = ((cls, one.rows, one.values) for cls, one in zip(self.classes, summed, strict=True))
             put = Tensor.index_copy_
         else:
-            # Without looking for the distinct rows, whose number the host would wait for.
+            # Without computing the distinct rows: the host would wait for their number.
             by_class, put = self._gradients_of_ids(ids, lengths, weights, gradient), Tensor.index_add_
         return [put(gradient.new_zeros(cls.weight.shape), 0, rows, values) for cls, rows, values in by_class]
 
@@ -258,8 +260,8 @@ class TableBank:
 
     def weight_gradient(self, ids: Tensor, lengths: Tensor, gradient: Tensor) -> Tensor:
         """(N,) gradient of the ids' weights; arguments as :meth:`row_gradients` takes them."""
-        if self._own is not None and self.pooled:
-            return self._own.weight_gradient(ids.contiguous(), lengths.to(torch.int32).contiguous(), gradient)
+        if self._native is not None and self.pooled:
+            return self._native.weight_gradient(ids.contiguous(), lengths.to(torch.int32).contiguous(), gradient)
         gradients = gradient.new_zeros(ids.numel())
         for cls, part in zip(self.classes, self._ids_by_class(ids, lengths, None), strict=True):
             values = self._bag_gradient(cls, part, gradient)
@@ -299,7 +301,7 @@ class TableBank:
         batch = lengths.size(1)
         bags = torch.arange(lengths.numel(), device=ids.device)
         bag_N = bags.repeat_interleave(lengths.reshape(-1).to(torch.int64), output_size=ids.numel())
-        # Without samples there are no ids, and the batch size is no divisor.
+        # Without samples there are no ids, and 0 is no divisor.
         slot_N, sample_N = bag_N // max(batch, 1), bag_N % max(batch, 1)
         for cls in self.classes:
             slots, samples, ids_n, weights_n, places = slot_N, sample_N, ids, weights, None

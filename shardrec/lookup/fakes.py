@@ -1,14 +1,14 @@
-"""Fake kernels for the fbgemm operators of our forwards that have none: shapes and dtypes without values.
+"""Fake kernels for the fbgemm operators of forwards that have none: shapes and dtypes without values.
 
-Tracers (torch.compile, torch.export) run a program on tensors without data. fbgemm describes its permutes and cuts for
-them; the CPU build does not describe what its table lookups come down to, so that tracing stops there. Registered are
-the operators of a *forward*: sums of bags, weighted sums, and rows.
+Tracers (torch.compile, torch.export) run a program on tensors without data. fbgemm has fake kernels for its permutes
+and cuts; its CPU build has none for the operators of table lookups, so that tracing stops there. This module registers
+them for the operators of a *forward*: sums of bags, weighted sums, and rows.
 
 [Note: no fakes for fbgemm's backward]
-fbgemm's backward operators update the weights, and are declared to: also the weights on other devices, for which
-undefined tensors are passed. Their result is an undefined tensor, too. Neither can be traced, and if it could, a
-compiler that makes programs functional would copy a whole table to write into the copy. While a compiled model trains,
-lookups are therefore one operator of ours each way (:mod:`shardrec.lookup.rows_operator`).
+fbgemm's backward operators are declared to update the weights, including those on other devices, for which undefined
+tensors are passed. Their result is an undefined tensor. Neither can be traced, and if it could, a compiler that makes
+programs functional would copy a whole table to write into the copy. So in a compiled model that trains, lookups run
+behind shardrec's operators (:mod:`shardrec.exchange.operators`).
 
 Shapes: S slots, B samples, N ids, D columns of all the slots, w columns of a row.
 """
@@ -54,7 +54,7 @@ FAKES: dict[str, Callable[[Mapping[str, Any]], Tensor]] = {
 
 
 def has_fake(name: str) -> bool:
-    """Whether the operator ``name`` ("library::operator") runs on tensors without data already."""
+    """Whether the operator ``name`` ("library::operator") already has a fake kernel."""
     if torch._C._dispatch_has_kernel_for_dispatch_key(name, "Meta"):
         return True
     return torch._library.simple_registry.singleton.find(name).fake_impl.kernel is not None
@@ -78,6 +78,6 @@ def _called(fake: Callable[[Mapping[str, Any]], Tensor], names: Sequence[str], *
 
 
 def _operator(name: str) -> Any:
-    """The operator; None if this build has none of that name."""
+    """The operator; None if this build has no operator of that name."""
     library, operator = name.split("::")
     return getattr(getattr(torch.ops, library), operator, None)

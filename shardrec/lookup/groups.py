@@ -4,14 +4,14 @@
 mode             how the weights are updated
 ===============  =======================================================================================
 ``FUSED``        the lookup's kernel, in backward
-``ROWS``         :class:`~shardrec.lookup.rows.RowOptimizer`, in backward or at the step: optimizers without an exact
-                 kernel, and all where updates wait for the step
+``ROWS``         :class:`~shardrec.lookup.row_optimizers.RowOptimizer`, in backward or at the step: optimizers
+                 without an exact kernel, and all where updates wait for the step
 ``WHOLE_ROWS``   the same, with the mean square of whole rows: rowwise Adagrad on tables cut by columns
 ``DENSE``        by whoever owns the parameters' gradients: tables without an optimizer in backward
 ===============  =======================================================================================
 
-Tables of a group have one dtype. The grouping depends on the plan, the optimizers and the dtypes only, so that all
-ranks number the groups alike.
+Tables of a group have one dtype. The grouping depends on the plan, the optimizers and the dtypes only, so all ranks
+number the groups in the same way.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class LookupTable:
     """A table of the module.
 
     Args:
-        layout: where it lives.
-        optimizer: the one it was given in backward, if any.
+        layout: its shards.
+        optimizer: its optimizer in backward, if it has one.
         dtype: of its weights: float32, float16 or bfloat16.
         at_step: it is updated by the step of its optimizer, if it has one, and not in backward.
     """
@@ -61,10 +61,10 @@ class LookupGroup:
     """Tables looked up together.
 
     Args:
-        mode: how they learn.
-        optimizer: which optimizer; None if and only if the mode is ``DENSE``.
+        mode: how their weights are updated.
+        optimizer: their optimizer; None if and only if the mode is ``DENSE``.
         layouts: the tables, in module order.
-        width: columns of the group's shards, where a group has one width; else None.
+        width: columns of the group's shards, if they have one width; else None.
         dtype: of the weights.
         at_step: they are updated by the optimizer's step, not in backward.
     """

@@ -1,11 +1,11 @@
-"""fbgemm's table-batched kernels behind one constructor: what differs between CPU and CUDA is here.
+"""fbgemm's table-batched kernels behind one constructor, which hides the differences between CPU and CUDA.
 
-fbgemm's CPU build has no Adam and, on either device, its kernels know one column range of a row at a time; tables for
-which that matters are updated by :mod:`shardrec.lookup.rows` and use a kernel for the forward only.
+fbgemm's CPU build has no Adam and, on both devices, its kernels see one column range of a row at a time; tables for
+which that matters are updated by :mod:`shardrec.lookup.row_optimizers` and use a kernel for the forward only.
 
 [Note: 16-bit weights]
-A 16-bit table is to learn as if its rows were float32 during the update and rounded to nearest after it. Measured with
-fbgemm 1.8 on the CPU: rowwise Adagrad does so; SGD rounds the gradient first, and Adagrad too, so that a quarter of the
+A 16-bit table must be updated as if its rows were float32 during the update and rounded to nearest after it. Measured
+with fbgemm 1.8 on the CPU: rowwise Adagrad does so; SGD and Adagrad round the gradient first, so that a quarter of the
 weights are off by a unit in the last place or more after one step. bfloat16 weights have no kernel on either device.
 Stochastic rounding, which is fbgemm's default for FP16 on CUDA, is off: two runs, or two plans, give equal weights.
 """
@@ -28,8 +28,8 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torch import Tensor
 
 from shardrec.layout import COLUMN_UNIT
+from shardrec.lookup.huge_pages import zeros_in_huge_pages
 from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
-from shardrec.lookup.pages import zeros_in_huge_pages
 
 __all__ = ["has_fused_kernel", "has_kernel", "kernel_states", "make_kernel"]
 
@@ -52,7 +52,7 @@ def has_fused_kernel(
     optimizer: FusedOptimizer, device: torch.device, dtype: torch.dtype, widths: Iterable[int]
 ) -> bool:
     """Whether fbgemm has the optimizer's backward on ``device``, exact for weights of ``dtype`` (see the note)."""
-    # fbgemm's kernels decay weights by other rules than torch's classes, or not at all.
+    # fbgemm's kernels decay weights by rules that differ from torch's classes, or not at all.
     if not has_kernel(dtype, widths) or optimizer.weight_decay:
         return False
     if device.type == "cuda":
@@ -71,7 +71,7 @@ def make_kernel(
     pooled: bool = True,
     dtype: torch.dtype = torch.float32,
 ) -> SplitTableBatchedEmbeddingBagsCodegen:
-    """A table-batched embedding lookup with sum pooling or none, its weights uninitialised, its states the first ones.
+    """A table-batched embedding lookup with sum pooling or none, with uninitialised weights and initial states.
 
     Args:
         shapes: (rows, columns) per local table.
@@ -96,7 +96,7 @@ def make_kernel(
         embedding_specs=[(rows, cols, location, compute) for rows, cols in shapes],
         feature_table_map=list(feature_tables),
         pooling_mode=PoolingMode.SUM if pooled else PoolingMode.NONE,
-        # The input exchange has checked the ids; a second check would hide a fault by mending it.
+        # The input exchange has checked the ids; fbgemm's check would hide a fault by replacing the id.
         bounds_check_mode=BoundsCheckMode.NONE,
         stochastic_rounding=False,
         weights_precision=_PRECISIONS[dtype],

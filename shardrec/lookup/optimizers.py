@@ -1,9 +1,9 @@
-"""Which optimizer a table's parameter was given with ``apply_optimizer_in_backward``, as data.
+"""The optimizer that ``apply_optimizer_in_backward`` gave to a table's parameter, as data.
 
-The fused optimizers change only the rows that a batch looks up. For SGD, Adagrad and rowwise Adagrad that is just what
-the dense optimizer does, for a row without gradient keeps its value and its state. Adam is lazy, as in fbgemm, TorchRec
-and :class:`torch.optim.SparseAdam`: the moments of a row that is not looked up do not decay, and the row does not move.
-Weight decay is lazy in the same way: it is the L2 term of torch's classes, on the rows that a batch looks up.
+The fused optimizers change only the rows that a batch looks up. For SGD, Adagrad and rowwise Adagrad the dense
+optimizer does the same, because a row without gradient keeps its value and its state. Adam is lazy, as in fbgemm,
+TorchRec and :class:`torch.optim.SparseAdam`: the moments of a row that is not looked up do not decay, and the row does
+not move. Weight decay is lazy in the same way: it is the L2 term of torch's classes, on the rows that a batch looks up.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["FusedOptimizer", "OptimizerKind", "fused_optimizer_of"]
 
 
 class OptimizerKind(Enum):
-    """Fused optimizers, by the name of the class that asks for them."""
+    """Fused optimizers, by the name of the torch class that selects them."""
 
     SGD = "SGD"
     ADAGRAD = "Adagrad"
@@ -35,12 +35,12 @@ class FusedOptimizer:
     """A fused optimizer and its settings, as in the torch class of that name.
 
     Args:
-        kind: which one.
+        kind: the update rule.
         lr: learning rate.
         eps: added to the root of the second moment.
         betas: decay of Adam's two moments.
         initial_accumulator_value: first value of Adagrad's sums of squares.
-        weight_decay: times the row is added to the gradient of a row that is looked up.
+        weight_decay: factor with which a row that is looked up is added to its gradient.
     """
 
     kind: OptimizerKind
@@ -79,7 +79,7 @@ _DEFAULTS: dict[OptimizerKind, dict[str, Any]] = {
     OptimizerKind.ADAM: {"lr": 1e-3, "eps": 1e-8, "betas": (0.9, 0.999), "weight_decay": 0.0},
 }
 
-# Settings that change the rule; each is accepted only at the value that leaves it alone.
+# Settings that change the update rule; each is accepted only at the value that does not.
 _NEUTRAL: dict[str, Any] = {
     "momentum": 0.0,
     "dampening": 0.0,
@@ -90,12 +90,12 @@ _NEUTRAL: dict[str, Any] = {
     "decoupled_weight_decay": False,
 }
 
-# Settings that say how the torch class computes, not what.
+# Settings that affect how the torch class computes, not the result.
 _IRRELEVANT = frozenset({"foreach", "capturable", "differentiable", "fused"})
 
 
 def fused_optimizer_of(parameter: nn.Parameter, table: str) -> FusedOptimizer | None:
-    """The optimizer that ``apply_optimizer_in_backward`` gave to ``parameter``; None if it was given none.
+    """The optimizer that ``apply_optimizer_in_backward`` gave to ``parameter``; None if there is none.
 
     Args:
         parameter: an unsharded table's weight.
@@ -134,7 +134,7 @@ def fused_optimizer_of(parameter: nn.Parameter, table: str) -> FusedOptimizer | 
 
 
 def _kind_of(cls: type[torch.optim.Optimizer], table: str) -> OptimizerKind:
-    # torchrec.optim has subclasses of the torch optimizers that swallow fbgemm's own settings; names tell them apart.
+    # torchrec.optim has subclasses of the torch optimizers that ignore fbgemm's own settings; their names differ.
     for kind in OptimizerKind:
         if cls.__name__ == kind.value:
             return kind

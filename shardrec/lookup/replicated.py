@@ -1,19 +1,19 @@
 """Replicated (data-parallel) tables: looked up locally, gradients all-reduced.
 
-The parameters take dense gradients, which the dense part's reducer averages over the ranks together with its own. A
-table that was given an optimizer in backward keeps it: when backward is over and the gradient is complete, the rows
-with a gradient are updated, with the same rule on every rank, and the gradient is dropped. The reducer calls for that,
-also on a rank that has not looked the table up; without a reducer, on one rank, a gradient does.
+The parameters take dense gradients, which the dense part's reducer averages over the ranks together with those of the
+dense part. A table with an optimizer in backward keeps it: when backward is over and the gradient is complete, the rows
+with a gradient are updated, with the same rule on every rank, and the gradient is dropped. The reducer starts this
+update, also on a rank that has not looked the table up; without a reducer, on one rank, the gradient starts it.
 
 [Note: rows that were looked up]
-A row that a batch looks up may have a gradient of zero, and Adam moves it nevertheless, by its moments; so does weight
-decay. The shard of a cut table sees the ids; an averaged gradient does not tell. A replicated table leaves such a row
-alone.
+If the gradient of a row that a batch looks up is zero, Adam still updates it by its moments, and so does weight decay.
+For the shard of a cut table the ids are known; an averaged gradient does not show which rows were looked up. A
+replicated table does not update such a row.
 
 [Note: gradients of 16-bit replicas]
-They are summed over a rank's ids in float32, rounded to the table's dtype, which is the dtype a parameter's gradient
-must have, and averaged by the reducer in it. So here, unlike in a cut table, the optimizer sees a rounded gradient. In
-float16 one below 6e-8 is lost, and one below 6e-5 imprecise.
+They are summed over a rank's ids in float32, rounded to the table's dtype, which a parameter's gradient must have, and
+averaged by the reducer in this dtype. So, unlike for a cut table, the optimizer uses a rounded gradient. In float16 a
+gradient below 6e-8 is lost, and one below 6e-5 is imprecise.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from torch.autograd import Variable
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from shardrec.errors import ConfigError
-from shardrec.exchange.backward import weak_hook
+from shardrec.exchange.backward_watch import weak_hook
 from shardrec.exchange.gradients import Gradients
 from shardrec.lookup.bank import RowGradient, TableBank, WidthClass
 from shardrec.lookup.groups import LookupTable
 from shardrec.lookup.optimizers import FusedOptimizer
-from shardrec.lookup.rows import RowOptimizer
+from shardrec.lookup.row_optimizers import RowOptimizer
 from shardrec.lookup.scripted import Tables
 from shardrec.lookup.shards import dense_lookup
 
@@ -42,7 +42,7 @@ __all__ = ["ReplicatedLookup"]
 
 
 class ReplicatedLookup:
-    """The replicated tables of a module, updated once backward is over and a reducer has averaged their gradients.
+    """The replicated tables of a module, which are updated after a reducer has averaged their gradients.
 
     Args:
         tables: the replicated tables, in module order.
@@ -122,7 +122,7 @@ class ReplicatedLookup:
         if len(self._runs) == 1:
             bank, parameters = self._runs[0]
             return dense_lookup(bank, ids, lengths, weights, parameters)
-        # Tables of several dtypes next to each other.
+        # Columns of tables with different dtypes, side by side.
         slots = [len(bank.slot_tables) for bank, _ in self._runs]
         counts_by_run = [sum(counts[start:end]) for start, end in pairwise(accumulate(slots, initial=0))]
         weights_by_run = [None] * len(slots) if weights is None else weights.split(counts_by_run)
@@ -161,7 +161,7 @@ class ReplicatedLookup:
             queue(partial(queue, self.step))
 
     def _drop_unfinished(self) -> None:
-        """Drop the gradients of fused tables that a backward that raised has left, which no optimizer would clear."""
+        """Drop the gradients of fused tables left by a backward that raised, which no optimizer would clear."""
         if self._unfinished and torch._C._current_graph_task_id() == -1:  # not recomputed in a backward
             self._unfinished = False
             for update, parameter in zip(self._updates, self.parameters, strict=True):
@@ -211,8 +211,8 @@ class _RowUpdate:
             values = gradient.index_select(0, rows).to(torch.float32)
             self.optimizer.step(self.optimizer.decayed([RowGradient(rows=rows, values=values)]))
             return
-        # How many rows there are would have to come to the host: all of them are updated, and those put back that are
-        # not used (Adam's moments decay, and Adagrad's step is 0 / 0 without eps).
+        # The host would have to read the number of rows: all rows are updated, and those without a gradient restored
+        # (Adam's moments decay, and Adagrad's step is 0 / 0 without eps).
         memory = [self._weight, *self.optimizer.states()[0].values()]
         before = [tensor.clone() for tensor in memory]
         rows = torch.arange(gradient.size(0), device=gradient.device)

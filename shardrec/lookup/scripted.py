@@ -25,7 +25,7 @@ class _Table(nn.Module):
 
     def __init__(self, weight: Tensor, pooled: bool) -> None:
         super().__init__()
-        self.weight = weight.detach()  # no parameter, which would be another name in the state_dict
+        self.weight = weight.detach()  # not a parameter, which would add a name to the state_dict
         self.pooled = pooled
 
     def forward(self, ids: Tensor, lengths: Tensor, weights: Tensor | None) -> Tensor:
@@ -47,7 +47,7 @@ class _Table(nn.Module):
 
 
 class Tables(nn.Module):
-    """Tables that are looked up where they lie.
+    """Tables that are looked up in their existing memory.
 
     Args:
         weights: (rows, w) of each table.
@@ -75,7 +75,7 @@ class Tables(nn.Module):
 
 
 class NoTables(nn.Module):
-    """A group of which this rank holds nothing.
+    """A group of which this rank holds no table.
 
     Args:
         width: columns of a row without pooling; 0 with.

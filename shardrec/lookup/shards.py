@@ -17,19 +17,19 @@ from shardrec.exchange.collectives import Collectives
 from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.route import Slot
 from shardrec.layout import Shard
-from shardrec.lookup.backward import looked_up
+from shardrec.lookup.backward import lookup_with_backward
 from shardrec.lookup.bank import RowGradient, TableBank
 from shardrec.lookup.deferred import DeferredGradients
 from shardrec.lookup.groups import GroupMode, LookupGroup
 from shardrec.lookup.optimizers import FusedOptimizer
-from shardrec.lookup.rows import RowOptimizer
+from shardrec.lookup.row_optimizers import RowOptimizer
 from shardrec.lookup.scripted import NoTables, Tables
 from shardrec.lookup.whole_rows import WholeRows
 
 __all__ = ["ShardLookup", "dense_lookup"]
 
 
-class _Member:
+class _LocalGroup:
     """One group's part on this rank.
 
     Args:
@@ -40,7 +40,7 @@ class _Member:
         pooled: sum each bag; else give a row per id.
 
     Attributes:
-        bank: None where the rank holds none of the group's shards.
+        bank: None if the rank holds none of the group's shards.
         updater: has the optimizer's states and counts its steps; None without a bank.
         width: pooled columns of the group on this rank.
         parameters: of the shards, where they take dense gradients.
@@ -81,14 +81,14 @@ class _Member:
         bank, given = self.bank, (ids, lengths, weights)
         if bank is None:
             if self.whole_rows is not None:  # whose exchange takes every rank
-                return looked_up(self._nothing, lambda *_: None, self._learn, *given, [self._placeholder])
+                return lookup_with_backward(self._nothing, lambda *_: None, self._learn, *given, [self._placeholder])
             nothing: Tensor = self._nothing(*given)
             return nothing.requires_grad_() if torch.is_grad_enabled() else nothing
         if self.group.mode is GroupMode.FUSED:
             return bank.look_up(*given, out)
         if self.group.mode is GroupMode.DENSE:
             return dense_lookup(bank, *given, self.parameters, out)
-        return looked_up(bank.look_up, bank.weight_gradient, self._learn, *given, [self._placeholder], out)
+        return lookup_with_backward(bank.look_up, bank.weight_gradient, self._learn, *given, [self._placeholder], out)
 
     def _learn(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, gradient: Tensor) -> list[None]:
         """Update the rows that were looked up, or have :meth:`step` do it."""
@@ -125,7 +125,7 @@ class ShardLookup:
     """This rank's shards and their kernels.
 
     Args:
-        groups: all the groups of the module, alike on every rank.
+        groups: all groups of the module, the same on every rank.
         slots: this rank's slots, group after group.
         collectives: of the group that the embeddings are sharded over.
         device: where the shards live.
@@ -144,19 +144,19 @@ class ShardLookup:
         *,
         pooled: bool = True,
     ) -> None:
-        self._members = [
-            _Member(group, tuple(slot for slot in slots if slot.group == index), collectives, device, pooled)
+        self._local_groups = [
+            _LocalGroup(group, tuple(slot for slot in slots if slot.group == index), collectives, device, pooled)
             for index, group in enumerate(groups)
         ]
         self._tables = {
-            shard: (member.bank, member.updater, number)
-            for member in self._members
-            if member.bank is not None and member.updater is not None
-            for number, shard in enumerate(member.shards)
+            shard: (local.bank, local.updater, number)
+            for local in self._local_groups
+            if local.bank is not None and local.updater is not None
+            for number, shard in enumerate(local.shards)
         }
         self.shards = tuple(self._tables)
         self._device = device
-        self._width = sum(member.width for member in self._members)
+        self._width = sum(local.width for local in self._local_groups)
 
     def weight(self, shard: Shard) -> Tensor:
         """(rows, cols) weights of one of this rank's shards, a view of the kernel's memory."""
@@ -171,66 +171,66 @@ class ShardLookup:
     def step_counts(self) -> dict[str, int]:
         """Per table, how many updates its optimizer has made, where this rank counts them (Adam); else 0."""
         counts: dict[str, int] = {}
-        for member in self._members:
-            steps = 0 if member.updater is None else member.updater.step_count
-            for layout in member.group.layouts:
+        for local in self._local_groups:
+            steps = 0 if local.updater is None else local.updater.step_count
+            for layout in local.group.layouts:
                 # A table with stripes of several widths may be in several groups, and have no shard here in some.
                 counts[layout.name] = max(counts.get(layout.name, 0), steps)
         return counts
 
     def load_step_counts(self, counts: Mapping[str, int]) -> None:
-        """Set what :meth:`step_counts` gave; tables that share a kernel share their largest count."""
-        for member in self._members:
-            if member.updater is not None:
-                member.updater.step_count = max(counts.get(layout.name, 0) for layout in member.group.layouts)
+        """Set the counts that :meth:`step_counts` returned; tables that share a kernel share their largest count."""
+        for local in self._local_groups:
+            if local.updater is not None:
+                local.updater.step_count = max(counts.get(layout.name, 0) for layout in local.group.layouts)
 
     def set_learning_rate(self, optimizer: FusedOptimizer, lr: float) -> None:
-        """Use ``lr`` for the groups that were given ``optimizer``, from the next look-up on."""
-        for member in self._members:
-            if member.group.optimizer != optimizer:
+        """Use ``lr`` for the groups with ``optimizer``, from the next look-up on."""
+        for local in self._local_groups:
+            if local.group.optimizer != optimizer:
                 continue
-            if member.rows is not None:
-                member.rows.lr = lr
-            elif member.bank is not None:
-                member.bank.set_learning_rate(lr)
+            if local.rows is not None:
+                local.rows.lr = lr
+            elif local.bank is not None:
+                local.bank.set_learning_rate(lr)
 
     def step(self) -> None:
         """Update the tables with the gradients that backward has left. Every rank calls it."""
-        for member in self._members:
+        for member in self._local_groups:
             member.step()
 
     def deferred(self) -> list[DeferredGradients]:
         """What :meth:`step` will apply, by group."""
-        return [member.deferred for member in self._members if member.deferred is not None]
+        return [member.deferred for member in self._local_groups if member.deferred is not None]
 
     def drop_rows(self, shard: Shard, rows: Tensor) -> None:
         """Let go of what :meth:`step` would apply to some rows (E,) of one of this rank's shards."""
-        for member in self._members:
+        for member in self._local_groups:
             if member.deferred is not None and shard in member.shards:
                 member.deferred.drop_rows(member.shards.index(shard), rows)
 
     def own_parameters(self, parameters: dict[Shard, nn.Parameter]) -> None:
         """Tell the lookup which parameters take the gradients of the shards without a fused optimizer."""
-        for member in self._members:
-            if member.group.mode is GroupMode.DENSE:
-                member.parameters = tuple(parameters[shard] for shard in member.shards)
+        for local in self._local_groups:
+            if local.group.mode is GroupMode.DENSE:
+                local.parameters = tuple(parameters[shard] for shard in local.shards)
 
-    def __call__(self, ids: ShardInput, room: Callable[[int], Tensor] | None = None) -> Tensor:
+    def __call__(self, ids: ShardInput, allocate: Callable[[int], Tensor] | None = None) -> Tensor:
         """(B_all, D) float32 pooled columns, group after group.
 
         Args:
-            ids: what to look up.
-            room: makes the (n,) memory of the result.
+            ids: the ids to look up.
+            allocate: returns (n,) float32 memory for the result; default: a new tensor.
         """
         batch = ids.lengths.size(1)
         if (
-            room is not None
+            allocate is not None
             and self._width
-            and all(one.bank is None or one.bank.writes_in_place for one in self._members)
+            and all(one.bank is None or one.bank.writes_in_place for one in self._local_groups)
         ):
-            whole = room(batch * self._width).view(batch, self._width)
-            spans = list(pairwise(accumulate((member.width for member in self._members), initial=0)))
-            # Tensors of their own: autograd is not to see that they are parts of another.
+            whole = allocate(batch * self._width).view(batch, self._width)
+            spans = list(pairwise(accumulate((local.width for local in self._local_groups), initial=0)))
+            # Detached: autograd must not see that they are views of one tensor.
             parts = self._rows(ids, [whole[:, start:end].data for start, end in spans])
             joined: Tensor = _Joined.apply([whole], spans, *parts)  # type: ignore[no-untyped-call]
             return joined
@@ -241,26 +241,26 @@ class ShardLookup:
 
     def rows(self, ids: ShardInput) -> list[Tensor]:
         """Per group, (B_all, D_group) pooled columns, or (n, w) rows without pooling."""
-        return self._rows(ids, [None] * len(self._members))
+        return self._rows(ids, [None] * len(self._local_groups))
 
-    def _rows(self, ids: ShardInput, places: Sequence[Tensor | None]) -> list[Tensor]:
-        """:meth:`rows`, with the place of each group's pooled columns, if all the banks write in place."""
-        slots = accumulate((len(member.slots) for member in self._members), initial=0)
+    def _rows(self, ids: ShardInput, outs: Sequence[Tensor | None]) -> list[Tensor]:
+        """:meth:`rows`, with the memory of each group's pooled columns, if all banks write in place."""
+        slots = accumulate((len(local.slots) for local in self._local_groups), initial=0)
         edges = zip(pairwise(accumulate(ids.group_ids, initial=0)), pairwise(slots), strict=True)
         group_rows = []
-        for member, place, ((start, end), (first, last)) in zip(self._members, places, edges, strict=True):
+        for local, out, ((start, end), (first, last)) in zip(self._local_groups, outs, edges, strict=True):
             weights = None if ids.weights is None else ids.weights[start:end]
-            group_rows.append(member.look_up(ids.ids[start:end], ids.lengths[first:last], weights, place))
+            group_rows.append(local.look_up(ids.ids[start:end], ids.lengths[first:last], weights, out))
         return group_rows
 
     def scripted(self) -> tuple[nn.ModuleList, list[int]]:
         """The lookups for TorchScript, one module per group, and the number of this rank's slots in each."""
-        modules = [member.scripted() for member in self._members]
-        return nn.ModuleList(modules), [len(member.slots) for member in self._members]
+        modules = [local.scripted() for local in self._local_groups]
+        return nn.ModuleList(modules), [len(local.slots) for local in self._local_groups]
 
 
 class _Joined(torch.autograd.Function):
-    """Columns that lie side by side in one matrix already, as that matrix: ``cat`` without its copy."""
+    """``cat`` without a copy, for columns that already lie side by side in one matrix."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, whole: list[Tensor], spans: list[tuple[int, int]], *parts: Tensor) -> Tensor:
@@ -297,4 +297,4 @@ def dense_lookup(
                 per_table[table] = dense[start:end]
         return per_table
 
-    return looked_up(bank.look_up, bank.weight_gradient, learn, ids, lengths, weights, parameters, out)
+    return lookup_with_backward(bank.look_up, bank.weight_gradient, learn, ids, lengths, weights, parameters, out)

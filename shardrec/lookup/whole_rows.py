@@ -1,15 +1,15 @@
 """Rowwise Adagrad on tables cut by columns: the mean square of a whole row, whose columns lie on several ranks.
 
 The ranks that hold the column stripes of a table see the same ids, hence the same distinct rows of a step. Each sends
-the sums of squares of its columns to the holders of the other stripes, in row order: one all-to-all, whose sizes each
-side knows without being told. All add up in stripe order, so that their sums, and the optimizer states that they keep
-one copy each of, are equal to the last bit.
+the sums of squares of its columns to the holders of the other stripes, in row order: one all-to-all, whose sizes both
+sides know. All ranks add up in stripe order, so that their sums, and their copies of the optimizer states, are
+bit-identical.
 
-All the rows of a step are one vector here, class after class and in a class table after table, and what travels are
-ranges of it. Which edges those have is known from the plan, where they lie among the step's rows is one search per
-class; neighbouring ranges are one.
+All rows of a step form one vector, class after class and within a class table after table, and ranges of it are sent.
+The edges of the ranges are known from the plan, and one search per class finds them among the step's rows; neighbouring
+ranges are merged.
 
-TorchRec, measured on the same tables, uses the mean over each rank's own columns instead, which is another optimizer.
+TorchRec uses the mean over each rank's columns instead, which is a different optimizer.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class _Range(NamedTuple):
     """Rows that hold sums of squares of one stripe.
 
     Args:
-        rank: where they go to or come from.
-        column: the first of the stripe: the order of addition.
-        start: number of the lower edge; in a step, the place of the first row.
-        end: number of the upper edge; in a step, the place after the last row.
+        rank: the rank that they are sent to or received from.
+        column: the first column of the stripe, which determines the order of addition.
+        start: number of the lower edge; in a step, the index of the first row.
+        end: number of the upper edge; in a step, the index after the last row.
     """
 
     rank: int
@@ -74,7 +74,7 @@ class WholeRows:
     Args:
         layouts: the group's tables, in plan order.
         local: this rank's shards, in the order of the bank's tables.
-        bank: these shards; None without any.
+        bank: of these shards; None without shards.
         collectives: of the group that the embeddings are sharded over.
         device: of the shards.
     """
@@ -133,7 +133,8 @@ class WholeRows:
         """Mean square (U,) over the whole row, for each width class's rows; every rank must call this.
 
         Args:
-            gradients: one per width class of the bank; none without a bank, for the exchange takes all ranks.
+            gradients: one per width class of the bank; empty without a bank, because all ranks take part in the
+                exchange.
         """
         world_size = self._collectives.world_size
         places = self._places(gradients)
@@ -156,7 +157,7 @@ class WholeRows:
         return list(total.split([gradient.rows.numel() for gradient in gradients]))
 
     def _places(self, gradients: Sequence[RowGradient]) -> list[int]:
-        """Where the edges are in the vector of all rows."""
+        """The index of each edge in the vector of all rows."""
         starts = accumulate((gradient.rows.numel() for gradient in gradients), initial=0)
         by_class = [
             start + torch.searchsorted(gradient.rows, edges)
@@ -173,7 +174,7 @@ class WholeRows:
 
 
 def _in_step(ranges: Iterable[_Range], places: Sequence[int]) -> list[_Range]:
-    """The places of the ranges in a step, neighbours of one rank and stripe as one; none is empty."""
+    """The ranges in a step, without empty ones; neighbouring ranges of one rank and stripe are merged."""
     joined: list[_Range] = []
     for span in ranges:
         start, end = places[span.start], places[span.end]

@@ -1,4 +1,4 @@
-"""What torch.compile does with the sharded modules of a model, and the marks that tell it.
+"""How torch.compile treats the sharded modules of a model, and the marks that control it.
 
 [Note: two modes]
 ``boundary``: a sharded module's call is a graph break, and so is the first use of its value: the lookup runs eagerly,
@@ -6,18 +6,18 @@ with everything that the eager model has (one exchange for several modules, shar
 quantized comms, a batch size per feature), and compiled dense code before the first use overlaps with the exchange. A
 model with n sharded calls becomes n + 1 dense regions.
 
-``traced``: no break. The tracer runs the module's twin of operators (:mod:`shardrec.modules.live`), so that a whole
-model is one graph and ``fullgraph=True`` holds. Its calls go through the eager model's queue, so they share exchanges
-and transport.
+``traced``: no break. The tracer runs the module's twin of operators (:mod:`shardrec.modules.live_twins`), so that a
+whole model is one graph and ``fullgraph=True`` holds. Its calls go through the eager model's queue, so they share
+exchanges and transport.
 
 [Note: the marks]
-``_is_fsdp_managed_module`` and ``_fsdp_use_orig_params`` are FSDP's words to dynamo: this module's parameters change
-under you, take them as inputs and do not guard what you read from it; without the second, dynamo refuses. That is so
-for our tables: kernels write them in backward, a checkpoint or a replica's average between steps. What torch 2.13 makes
-of them was measured (docs/compile.md): no break, and no guard less at a module that is a break anyway; in a traced
-module 19 of 516 guards less, but with ``dynamic=True`` each number of the module becomes an input of the graph. So they
-are put on sharded modules, and on what is in them, in boundary mode. They are never put on the dense part: torch
-releases that leave out guards at marked modules would not notice ``eval()``.
+By ``_is_fsdp_managed_module`` and ``_fsdp_use_orig_params``, FSDP tells dynamo that a module's parameters change, so
+that dynamo takes them as inputs and does not guard the module's attributes; without the second, dynamo raises an error.
+This holds for sharded tables: kernels write them in backward, and a checkpoint or a replica's average between steps.
+Their effect in torch 2.13 was measured (docs/compile.md): no graph break, and no change in guards at a module that is a
+break anyway; in a traced module 19 of 516 guards fewer, but with ``dynamic=True`` each number of the module becomes an
+input of the graph. So in boundary mode sharded modules and their submodules are marked. The dense part is never marked:
+torch releases that drop guards on marked modules would not notice ``eval()``.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ def annotate_for_dynamo(
 ) -> None:
     """Tell torch.compile what to do at the sharded modules in ``module``; :func:`shardrec.shard` does so.
 
-    Idempotent; a second call may change the mode, which holds for what is compiled afterwards. Eager calls, TorchScript
-    and export do not see it. The parameters before ``mode`` are those of FSDP's ``_annotate_modules_for_dynamo``, in
-    its order. On torch 2.13 the marks move no graph break; see the notes above for what each does.
+    Idempotent; a second call may change the mode, which applies to later compilations. It does not affect eager calls,
+    TorchScript and export. The parameters before ``mode`` are those of FSDP's ``_annotate_modules_for_dynamo``, in its
+    order. On torch 2.13 the marks cause no graph break; the module's docstring describes their effect.
 
     Args:
         module: a model, or a sharded module by itself.
-        ignored_modules: these and what is in them stay as they are.
-        use_orig_params: as FSDP's option of this name, which dynamo asks for.
-        mode: ``"boundary"`` runs lookups eagerly, at graph breaks; ``"traced"`` takes them into the graph.
+        ignored_modules: modules that are not marked, nor their submodules.
+        use_orig_params: FSDP's option of this name, which dynamo requires.
+        mode: ``"boundary"`` runs lookups eagerly, at graph breaks; ``"traced"`` includes them in the graph.
 
     Raises:
         ConfigError: for an unknown mode; without ``use_orig_params``; for a module that holds nothing sharded.
@@ -78,7 +78,7 @@ def annotate_for_dynamo(
     ignored = {id(inner) for one in ignored_modules for inner in one.modules()}
     annotated = [one for one in collections if id(one) not in ignored]
     # All the twins before the first mark: one that cannot be made must not leave half of a model annotated.
-    # A second twin of a module would be compiled anew.
+    # A second twin of a module would be compiled again.
     twins = [(one._traced or plain(one.scripted_twin())) if mode == "traced" else None for one in annotated]
     if mode == "traced":
         register_fakes()  # for what a user traces beside it: fbgemm's modules, and twins made for other executors
@@ -94,7 +94,7 @@ def annotate_for_dynamo(
 
 
 def unannotate(module: nn.Module) -> None:
-    """Undo :func:`annotate_for_dynamo`: every mark that it made goes, and sharded modules are graph breaks again.
+    """Undo :func:`annotate_for_dynamo`: remove every mark that it made, and make sharded modules graph breaks again.
 
     Args:
         module: a model, or a sharded module by itself. Marks that FSDP itself has set on other modules stay.

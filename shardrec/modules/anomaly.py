@@ -29,10 +29,11 @@ __all__ = ["detect_anomaly"]
 def detect_anomaly(model: nn.Module) -> Iterator[None]:
     """Raise at the step in which rows of a table, or their gradients, are NaN or Inf, on every rank.
 
-    Rows are looked at before they travel to the rank that asked, gradients before any table is updated, so that the
-    tables are as they were. Each check waits for the device and costs two small all-to-alls: for finding a fault, as
-    ``torch.autograd.detect_anomaly``, which names the dense operator. Every rank enters it. Of eager calls, and of
-    ``torch.compile`` in boundary mode; a scripted program is not watched, a traced one is refused.
+    Rows are checked before they are sent to the requesting rank, and gradients before any table is updated, so that the
+    tables are unchanged. Each check waits for the device and costs two small all-to-alls: use it for debugging, like
+    ``torch.autograd.detect_anomaly``, which names the dense operator. Every rank must enter this context. It checks
+    eager calls, and ``torch.compile`` in boundary mode; it does not check a scripted program, and raises for a traced
+    one.
 
     Args:
         model: sharded.

@@ -1,4 +1,4 @@
-"""A sharded ``EmbeddingBagCollection``: the same input, keys and values, its tables over the ranks.
+"""A sharded ``EmbeddingBagCollection``: the same input, keys and values, with its tables spread over the ranks.
 
 Shapes: B samples of this rank, D columns of the output (the unsharded module's), L lookups (a feature in a table).
 """
@@ -17,21 +17,21 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from shardrec.exchange.batch import KEY_ORDERS, Batch
 from shardrec.exchange.blocks import BlocksInFlight, Stream
-from shardrec.exchange.output import OutputExchange
 from shardrec.exchange.payload import ShardInput
+from shardrec.exchange.pooled_output import OutputExchange
 from shardrec.exchange.route import Lookup
 from shardrec.exchange.step import Call, Learned
 from shardrec.exchange.weights import received_weights, tied
 from shardrec.lookup.groups import group_tables
 from shardrec.modules.collection import ShardedCollection
-from shardrec.modules.live import LiveBags
+from shardrec.modules.live_twins import LiveBags
 from shardrec.pending import LazyAwaitable
 
 __all__ = ["BagCall", "PooledEmbeddings", "ShardedEmbeddingBagCollection"]
 
 
 class PooledEmbeddings(LazyAwaitable[KeyedTensor]):
-    """A KeyedTensor whose all-to-all is under way, or about to be; it waits at first use.
+    """A KeyedTensor whose all-to-all is in progress or about to begin; its first use waits.
 
     Args:
         call: gives the (B, D) values.
@@ -44,7 +44,7 @@ class PooledEmbeddings(LazyAwaitable[KeyedTensor]):
         self._collection = collection
 
     def _wait_impl(self) -> KeyedTensor:
-        keys, dims = self._collection.late_columns()
+        keys, dims = self._collection.deferred_columns()
         return KeyedTensor(keys=keys, length_per_key=dims, values=self._call.value())
 
 
@@ -52,9 +52,9 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
     """An EmbeddingBagCollection whose tables are cut over the ranks of a process group.
 
     Takes a KeyedJaggedTensor of the local batch and returns a lazily awaited KeyedTensor with the unsharded module's
-    keys, in its order. One header, one payload and one output all-to-all forward and one all-to-all backward, whatever
-    the cuts; on several hosts whose ranks sum row blocks, one more each way, inside them. Gradients are means over the
-    ranks.
+    keys, in its order. For any cuts, it makes one header, one payload and one output all-to-all in forward and one
+    all-to-all in backward; on several hosts whose ranks sum row blocks, one more each way, inside hosts. Gradients are
+    means over the ranks.
 
     Args:
         module: the unsharded collection, on the CPU, on ``device``, or on meta (then its values are drawn:
@@ -104,7 +104,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
                 )
         self.dims = [lookup.layout.embedding_dim for lookup in lookups]
         self.lookups = tuple(lookups)
-        self.own_lookups = tuple(lookup for lookup in lookups if lookup.layout.replicated)
+        self.replicated_lookups = tuple(lookup for lookup in lookups if lookup.layout.replicated)
         route = self._make(groups, lookups, lookups, weighted=self._is_weighted, pooled=True)
         self._output = OutputExchange(
             route, lookups, collectives.rank, self._ranks_per_host, mean_over=collectives.mean_over
@@ -113,10 +113,10 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         self._column_lookup = torch.tensor(columns, dtype=torch.int64, device=self.device)
         sums = [index for index, lookup in enumerate(lookups) if not lookup.mean]
         self._sum_lookups = torch.tensor(sums, dtype=torch.int64, device=self.device)
-        # Where the features of the replicated tables' lookups, and of all lookups, are among a batch's keys.
-        self._own_positions, self._key_positions = (
+        # The positions of the replicated lookups' features, and of all lookups' features, among a batch's keys.
+        self._replicated_positions, self._key_positions = (
             lru_cache(maxsize=KEY_ORDERS)(partial(_positions, [lookup.feature for lookup in some], self.device))
-            for some in (self.own_lookups, self.lookups)
+            for some in (self.replicated_lookups, self.lookups)
         )
 
     def new_call(self, features: KeyedJaggedTensor) -> BagCall:
@@ -127,7 +127,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         return PooledEmbeddings(call, self)
 
     def serve(self, asked: ShardInput) -> Stream:
-        """What this rank's shards have for requests: the sums that each asks for, one request after the other."""
+        """The rows of this rank's shards for requests: the sums of each request, one request after the other."""
         flat, out = self._output.outgoing(self.shards(asked), asked)
         return Stream(flat=flat, out=out, into=[])
 
@@ -135,7 +135,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         """What TorchScript of this process sees in this module's place; :mod:`shardrec.portable` has another."""
         return LiveBags(self, self.embedding_bags, list(self.embedding_names), list(self.dims))
 
-    def late_columns(self) -> tuple[list[str], list[int]]:
+    def deferred_columns(self) -> tuple[list[str], list[int]]:
         """Keys and columns of the output."""
         return list(self.embedding_names), list(self.dims)
 
@@ -147,11 +147,11 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         """Whether the input carries a weight per id."""
         return self._is_weighted
 
-    def _own_counts(self, batch: Batch) -> tuple[Tensor, ...]:
-        """Ids of each lookup of a replicated table, as a note for the host; none without any."""
-        if not self.own_lookups:
+    def _replicated_counts(self, batch: Batch) -> tuple[Tensor, ...]:
+        """Number of ids of each lookup of a replicated table, to read on the host; empty without such tables."""
+        if not self.replicated_lookups:
             return ()
-        return (batch.lengths.index_select(0, self._own_positions(batch.keys)).sum(dim=1, dtype=torch.int64),)
+        return (batch.lengths.index_select(0, self._replicated_positions(batch.keys)).sum(dim=1, dtype=torch.int64),)
 
     def _look_up_replicas(self, batch: Batch, counts: Sequence[int], learned_weights: Tensor | None) -> Tensor | None:
         """(B, D_r) pooled columns of the replicated tables.
@@ -163,7 +163,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         """
         if self.replicas is None:
             return None
-        order, total = self._own_positions(batch.keys).to(torch.int32), sum(counts)
+        order, total = self._replicated_positions(batch.keys).to(torch.int32), sum(counts)
         lengths, ids, weights = torch.ops.fbgemm.permute_2D_sparse_data(
             order, batch.lengths, batch.values, batch.weights, total
         )
@@ -179,7 +179,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             return None
         lengths = batch.lengths.index_select(0, self._key_positions(batch.keys)).to(torch.float32).clamp_(min=1)
         lengths.index_fill_(0, self._sum_lookups, 1.0)
-        # Row by row, as the values are: to divide these by a transpose of it took ten times as long.
+        # Contiguous by row, like the values: dividing by a transposed view took ten times as long.
         return lengths.t().index_select(1, self._column_lookup)
 
     def _expand(self, values: Tensor, inverse: Tensor) -> Tensor:
@@ -199,11 +199,11 @@ def _positions(features: Sequence[str], device: torch.device, keys: tuple[str, .
 
 
 class BagCall(Call):
-    """One forward."""
+    """One forward of a :class:`ShardedEmbeddingBagCollection`."""
 
     def __init__(self, collection: ShardedEmbeddingBagCollection, features: KeyedJaggedTensor) -> None:
         prepared = collection.input.prepare(features, collection._agreement(), collection.fault())
-        prepared = replace(prepared, notes=collection._own_counts(prepared.batch))
+        prepared = replace(prepared, notes=collection._replicated_counts(prepared.batch))
         learns = prepared.differentiable or collection.has_learning_shards
         super().__init__(collection.context.queue.used, collection.input, prepared, learns=learns)
         self._collection = collection
@@ -214,7 +214,7 @@ class BagCall(Call):
         self._lengths: Tensor | None = None
 
     def look_up(self, ids: ShardInput) -> Stream | None:
-        """The pooled rows of this rank's shards; those to be summed inside hosts are returned."""
+        """Look up the pooled rows of this rank's shards; returns the ones to be summed inside hosts."""
         collection = self._collection
         self._ids = ids
         weights, received = self._learned_weights, None
@@ -222,9 +222,9 @@ class BagCall(Call):
             assert self.sent is not None, "ids are sent before they are looked up"
             received = received_weights(weights, self.sent, ids, collection.context.collectives)
         mapped = collection.mapped(ids if received is None else replace(ids, weights=received), learn=self._learns_ids)
-        # Into memory from which pooled rows are sent as they lie, most of the time.
-        room = collection.context.collectives.room
-        self._pooled = collection.shards(mapped.asked, lambda numel: room(numel, collection.device))
+        # Memory from which pooled rows can usually be sent without a copy.
+        allocate = collection.context.collectives.allocate
+        self._pooled = collection.shards(mapped.asked, lambda numel: allocate(numel, collection.device))
         if collection.id_maps is not None:
             collection.id_maps.hold([self._pooled], mapped)
         if received is not None:
@@ -253,7 +253,7 @@ class BagCall(Call):
         return output.stream(pooled, ids, self.prepared.slot_sizes, sums)
 
     def issued(self) -> None:
-        """Look up the replicated tables while the others' rows are under way."""
+        """Look up the replicated tables while the rows are being exchanged."""
         collection, batch = self._collection, self.prepared.batch
         assert self.sent is not None, "ids are sent before rows are"
         self._replicated = collection._look_up_replicas(batch, self.sent.replica_ids, self._learned_weights)

@@ -1,4 +1,4 @@
-"""What the sharded collections have in common: tables, parameters, fused optimizer states."""
+"""The base of the sharded collections: tables, parameters, fused optimizer states."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from shardrec.lookup.groups import LookupGroup, LookupTable
 from shardrec.lookup.optimizers import FusedOptimizer, fused_optimizer_of
 from shardrec.lookup.replicated import ReplicatedLookup
 from shardrec.lookup.shards import ShardLookup
+from shardrec.modules.deferred import Deferred, DeferredKeyedTensor
+from shardrec.modules.fx_calls import recorded_call
 from shardrec.modules.initial import TableDraw, check_init_fn, draw_rows, first_values
-from shardrec.modules.late import Late, LateKeyedTensor
-from shardrec.modules.recorded import recorded_call
 from shardrec.modules.storage import Storage
 from shardrec.modules.table import ShardedTable, load_table
 from shardrec.pending import LazyAwaitable
@@ -54,8 +54,8 @@ class ShardedCollection(nn.Module, abc.ABC):
     """Base of the sharded collections.
 
     A table's weights have the dtype of its config's ``data_type``: FP32, FP16 or BF16 (TorchRec's unsharded module
-    makes an FP16 parameter for either 16-bit type). Whatever it is, rows are summed in float32, travel as float32 (or
-    as ``QuantizedComms`` says), and fused optimizers compute and keep their states in float32; an updated row of a
+    makes an FP16 parameter for either 16-bit type). With each dtype, rows are summed in float32 and travel as float32
+    (or as ``QuantizedComms`` says), and fused optimizers compute and keep their states in float32; an updated row of a
     16-bit table is rounded to nearest.
 
     Args: those of :class:`ShardedEmbeddingBagCollection`, for a collection of either kind.
@@ -140,7 +140,7 @@ class ShardedCollection(nn.Module, abc.ABC):
 
         Returns:
             Lazily awaited: what the unsharded module returns, a KeyedTensor of (B, D) or a dict of JaggedTensors of
-            (N_f, D), float32 unless ``shardrec.shard`` was told another dtype.
+            (N_f, D), float32 unless ``shardrec.shard`` was given another dtype.
 
         Raises:
             InputError: on every rank at the same step, if the batch of any is faulty.
@@ -173,11 +173,11 @@ class ShardedCollection(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def scripted_twin(self) -> nn.Module:
-        """What TorchScript of this process, and a tracer, see in this module's place."""
+        """The module that TorchScript in this process, and a tracer, use instead of this one."""
 
     @abc.abstractmethod
     def serve(self, asked: ShardInput) -> Stream:
-        """What this rank's shards have for requests, one request after the other; see :mod:`shardrec.rpc`."""
+        """The rows of this rank's shards for requests, one request after the other; see :mod:`shardrec.rpc`."""
 
     def bad_ids(self) -> dict[str, int]:
         """See :meth:`shardrec.ShardedModel.bad_ids`."""
@@ -192,27 +192,27 @@ class ShardedCollection(nn.Module, abc.ABC):
 
     @left_alone
     def _look_up_outside(self, features: Any) -> Any:
-        """An eager lookup whose value goes on into compiled code: a KeyedTensor, or a dict of JaggedTensors."""
+        """An eager lookup whose value is used by compiled code: a KeyedTensor, or a dict of JaggedTensors."""
         pending = self(features)
-        columns = self.late_columns()
-        return pending.wait() if columns is None else LateKeyedTensor(Late(_waited, pending), *columns)
+        columns = self.deferred_columns()
+        return pending.wait() if columns is None else DeferredKeyedTensor(Deferred(_waited, pending), *columns)
 
     def __prepare_scriptable__(self) -> nn.Module:
         from shardrec.scripting.prepare import refuse  # which knows the sharded modules
 
         refuse(self)
 
-    def late_columns(self) -> tuple[list[str], list[int]] | None:
+    def deferred_columns(self) -> tuple[list[str], list[int]] | None:
         """Keys and columns of an output that compiled code can have before its values; None for another output."""
         return None
 
     def _replicated_tables(self) -> list[LookupTable]:
-        """What every rank has whole."""
+        """The tables of which every rank holds a replica."""
         return [table for table in self._lookup_tables.values() if table.layout.replicated]
 
     @property
     def has_learning_shards(self) -> bool:
-        """Whether a cut table of any rank learns: else no gradients are sent to those of frozen ones."""
+        """Whether any cut table is trained; if not, no gradients are sent."""
         return any(not one.replicated and name not in self.frozen for name, one in self.table_layouts.items())
 
     def _agreement(self) -> str:
@@ -239,17 +239,17 @@ class ShardedCollection(nn.Module, abc.ABC):
         )
 
     def mapped(self, asked: ShardInput, *, learn: bool) -> Mapped:
-        """What all ranks asked for, with rows in place of dynamic ids."""
+        """The ids that all ranks requested, with rows in place of dynamic ids."""
         return Mapped(asked=asked) if self.id_maps is None else self.id_maps(asked, learn=learn)
 
     @torch.no_grad()
     def renew_rows(self, shard: Shard, rows: Tensor, step: int) -> None:
-        """Draw rows of a shard as its table's first ones were drawn, and reset their fused optimizer's state.
+        """Draw new values for rows of a shard like its table's initial values, and reset their fused optimizer states.
 
         Args:
             shard: of this rank.
             rows: (E,) int64.
-            step: makes the values other than those of the last time.
+            step: part of the seed, so that the values differ from those of other steps.
         """
         (name,) = (name for name, layout in self.table_layouts.items() if layout.name == shard.table)
         weight, optimizer = self.shards.weight(shard), self._optimizers.get(name)
@@ -262,7 +262,7 @@ class ShardedCollection(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def _build_lookups(self) -> None:
-        """Make what looks tables up and exchanges ids and rows, out of configs, layouts and context."""
+        """Make the lookups and the exchanges of ids and rows, from configs, layouts and context."""
 
     def _make(
         self,
@@ -351,7 +351,7 @@ class ShardedCollection(nn.Module, abc.ABC):
         ]
 
     def fused_optimizers(self) -> dict[str, FusedOptimizer]:
-        """The fused optimizer of each table that has one, by the table's own name; alike on every rank."""
+        """The fused optimizer of each table that has one, by the table's own name; the same on every rank."""
         return dict(self._optimizers)
 
     def fused_state(self, table: str, state: str) -> dict[Shard | None, Tensor]:
@@ -388,7 +388,7 @@ class ShardedCollection(nn.Module, abc.ABC):
         return self.shards.step_counts() | replicas | maps
 
     def load_step_counts(self, counts: Mapping[str, int]) -> None:
-        """Set what :meth:`step_counts` gave."""
+        """Set the counts that :meth:`step_counts` returned."""
         self.shards.load_step_counts(counts)
         if self.replicas is not None:
             self.replicas.load_step_counts(counts)
@@ -396,13 +396,13 @@ class ShardedCollection(nn.Module, abc.ABC):
             self.id_maps.step = max(counts.get(f"ids of {name}", 0) for name in self.id_maps.options)
 
     def set_learning_rate(self, optimizer: FusedOptimizer, lr: float) -> None:
-        """Use ``lr`` for the tables that were given ``optimizer``, from the next forward on."""
+        """Use ``lr`` for the tables with ``optimizer``, from the next forward on."""
         self.shards.set_learning_rate(optimizer, lr)
         if self.replicas is not None:
             self.replicas.set_learning_rate(optimizer, lr)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """The same tables and states in kernels of its own, on the same ranks; see :class:`ShardedModel`."""
+        """A copy with new kernels for the same tables and states, on the same ranks; see :class:`ShardedModel`."""
         context = memo.get(id(self.context))
         if context is None:
             raise ConfigError(
@@ -437,7 +437,7 @@ class ShardedCollection(nn.Module, abc.ABC):
         self.load_step_counts(source.step_counts())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Kernels own the weights' memory, so a sharded collection stays where and what it is."""
+        """Kernels own the weights' memory, so a sharded collection cannot be moved or cast."""
         probe = torch.empty(0, device=self.device)
         moved: Any = fn(probe)
         if moved.device.type != probe.device.type or moved.dtype != probe.dtype:
@@ -482,7 +482,7 @@ def _lookup_table(
         known = ", ".join(data_type.value for data_type in TABLE_DTYPES)
         raise ConfigError(f"table {name!r} is {config.data_type}; tables that train are {known}: set data_type to one")
     plan.check_tables({name: (config.num_embeddings, config.embedding_dim)}, partial=True)
-    # A fused optimizer would move a frozen table; the kernels do not know that it is one.
+    # A fused optimizer would update a frozen table; the kernels do not know that it is frozen.
     optimizer = fused_optimizer_of(weight, name) if weight.requires_grad else None
     dtype = TABLE_DTYPES[config.data_type]
     return LookupTable(layout=plan.by_name[name], optimizer=optimizer, dtype=dtype, at_step=at_step)

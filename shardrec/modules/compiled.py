@@ -1,4 +1,4 @@
-"""What torch.compile needs to be told during a step of a sharded model."""
+"""Settings of torch.compile during a step of a sharded model."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _BOUNDARY = {
 
 @contextmanager
 def compiled_step(inputs: Any, *, traced: bool) -> Iterator[None]:
-    """Dynamo's settings for a forward, undone after it; they count only if it is compiled.
+    """Dynamo's settings for a forward, restored after it; they have an effect only if it is compiled.
 
     Args:
-        inputs: the forward's arguments. For traced modules, their numbers of ids are marked as ones that change, which
-            spares a compilation with the first batch's.
-        traced: whether sharded modules are.
+        inputs: the forward's arguments. For traced modules, their numbers of ids are marked as dynamic, which avoids a
+            compilation for the first batch's number.
+        traced: whether sharded modules are traced.
     """
     config = torch._dynamo.config
     settings = {name: value for name, value in (_TRACED if traced else _BOUNDARY).items() if hasattr(config, name)}
@@ -51,7 +51,7 @@ def _mark(inputs: Any) -> None:
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """What a forward's arguments hold, through mappings, lists, tuples and dataclasses; jagged tensors as a whole."""
+    """The leaves of a forward's arguments in mappings, lists, tuples and dataclasses; a jagged tensor is one leaf."""
     inner: Iterable[Any] = ()
     if isinstance(value, Mapping):
         inner = value.values()

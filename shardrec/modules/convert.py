@@ -30,13 +30,13 @@ from shardrec.modules.annotate import annotate_for_dynamo
 from shardrec.modules.bags import ShardedEmbeddingBagCollection
 from shardrec.modules.collection import TABLE_DTYPES, ShardedCollection
 from shardrec.modules.dense import DenseOptions, DenseWrap, dense_options
+from shardrec.modules.deprecated import records_of
 from shardrec.modules.dynamic import (
     constraints_of,
     dynamic_tables,
     refuse_remappers,
     without_managed_collision,
 )
-from shardrec.modules.former import records_of
 from shardrec.modules.model import ShardedModel
 from shardrec.modules.replicas import Replicas, make_groups
 from shardrec.modules.replicated_model import ReplicatedModel
@@ -81,46 +81,47 @@ def shard(
     update: UpdateTime = "backward",
     **former: Any,
 ) -> ShardedModel:
-    """Shard the embedding collections of a model, and have the gradients of the rest averaged over the ranks.
+    """Shard the embedding collections of a model, and average the gradients of its dense part over the ranks.
 
     Inside a process group every rank calls this with the same model and plan. Without one, the model runs sharded on
     one rank.
 
     With ``replicas=Replicas(R)`` the W ranks hold R copies of the tables (2-D parallelism): each run of W / R
-    neighbouring ranks shards one among itself, and every ``sync_every`` training steps the copies are averaged; see
+    neighbouring ranks shards one copy, and every ``sync_every`` training steps the copies are averaged; see
     :class:`shardrec.ReplicatedModel`.
 
     Args:
-        model: holds ``torchrec.EmbeddingBagCollection`` or ``EmbeddingCollection`` modules, on the CPU or on meta;
-            is changed in place. Optimizers that ``apply_optimizer_in_backward`` gave to tables are fused.
-        plan: where each table goes among the ranks of the group (of a replica, where there are several);
-            also accepts a plan from TorchRec's planner. Default: :func:`shardrec.plan` for these ranks.
-        device: of the tables and of the model; default: the model's own CUDA device if it is on one, this process's
-            current one where the group has the backend NCCL alone, or else the CPU.
+        model: a model with ``torchrec.EmbeddingBagCollection`` or ``EmbeddingCollection`` modules, on the CPU or on
+            meta; it is changed in place. Optimizers that ``apply_optimizer_in_backward`` gave to tables are fused.
+        plan: the layout of each table on the ranks of the group (with replicas, on the ranks of one replica); also
+            accepts a plan from TorchRec's planner. Default: :func:`shardrec.plan` for these ranks.
+        device: of the tables and of the model. Default: the model's CUDA device if it is on one; this process's current
+            CUDA device if NCCL is the group's only backend; else the CPU.
         group: the process group; default: the default group.
-        dedup: sequence collections send and look up each distinct id of a table once per batch.
+        dedup: whether sequence collections send and look up each distinct id of a table once per batch.
         comms: formats in which pooled rows and gradients travel; default: float32 both ways.
-        output_dtype: of the collections' outputs: float32, as the unsharded ones', float16 or bfloat16. Rows are summed
-            and exchanged as float32, or as ``comms`` says, and converted at the end; so are their gradients.
+        output_dtype: of the collections' outputs: float32 (as for unsharded collections), float16 or bfloat16. Rows are
+            summed and exchanged as float32, or as ``comms`` says, and converted at the end; so are their gradients.
         transport: ``"auto"``: ranks with tables on the CPU that share a host exchange through shared memory;
             ``"group"``: through the process group, as between hosts. Default: the environment variable
             ``SHARDREC_TRANSPORT``, or else ``auto``.
         replicas: copies of the tables, as a :class:`shardrec.Replicas`; the result is then a
             :class:`shardrec.ReplicatedModel`, for ``Replicas(1)`` too. Default: one copy.
-        dense: ``"ddp"``: every rank has the dense part, whose gradients are averaged at the end of each backward as
-            DistributedDataParallel does it, whatever takes part in the loss; ``"fsdp"``: it is in FSDP2
-            (``fully_shard``), which shards its parameters, too, while replicated tables stay whole; ``"none"``: its
-            gradients are not averaged. A dict is ``"ddp"`` with options of DistributedDataParallel's: ``bucket_cap_mb``
-            (25), the MiB of an all-reduce, and ``broadcast_buffers`` (True), rank 0's buffers before each forward.
-            ``{"use_orig_params": True}``, FSDP's option, is ``"fsdp"``: FSDP2 always keeps the model's own parameters.
-        on_bad_id: what is done with an id outside ``[0, num_embeddings)``, for all features or by feature.
-            ``"error"``: every rank raises InputError. ``"zero"``: it is looked up as a row of zeros, which takes no
-            gradient; a pooled bag is as if the id were not in it, also where the mean divides by the number of ids (as
-            ``padding_idx`` of ``nn.EmbeddingBag``). ``"wrap"``: it is taken modulo ``num_embeddings``, of the smallest
-            table that the feature is looked up in. :meth:`ShardedModel.bad_ids` counts them.
-        dynamic_ids: tables whose rows are given to raw 64-bit ids as they come, by name, and how. Their
-            ``num_embeddings`` is the number of rows (docs/dynamic_ids.md). They take the place of TorchRec's managed
-            collision, where the tables have that.
+        dense: ``"ddp"``: every rank holds the dense part, whose gradients are averaged at the end of each backward as
+        by DistributedDataParallel, but losses may use different parameters on each rank; ``"fsdp"``: FSDP2
+        (``fully_shard``) shards the parameters of the dense part, while replicated tables stay unsharded; ``"none"``:
+        its gradients are not averaged. A dict is ``"ddp"`` with options of DistributedDataParallel: ``bucket_cap_mb``
+        (25), the MiB of an all-reduce, and ``broadcast_buffers`` (True), which broadcasts rank 0's buffers before each
+        forward. ``{"use_orig_params": True}``, FSDP's option, means ``"fsdp"``: FSDP2 always keeps the model's own
+        parameters.
+        on_bad_id: the policy for ids outside ``[0, num_embeddings)``, for all features or by feature. ``"error"``:
+            every rank raises InputError. ``"zero"``: the id is looked up as a row of zeros, which takes no gradient; a
+            pooled bag is as if the id were not in it, and a mean does not count it (as ``padding_idx`` of
+            ``nn.EmbeddingBag``). ``"wrap"``: the id is taken modulo ``num_embeddings`` of the smallest table in which
+            the feature is looked up. :meth:`ShardedModel.bad_ids` counts them.
+        dynamic_ids: by name, the tables whose rows are assigned to raw 64-bit ids during training, and their options.
+        Their ``num_embeddings`` is the number of rows (docs/dynamic_ids.md). This replaces TorchRec's managed
+        collision, if the tables use it.
         servers: embedding servers that hold the tables, as a :class:`shardrec.Servers`. Default: the ranks of the group
             hold them.
         update: when tables with an optimizer of ``apply_optimizer_in_backward`` are updated (docs/updates.md).
@@ -134,8 +135,9 @@ def shard(
     Raises:
         PlanError: if the plan does not fit the model or the group, or differs between ranks.
         ConfigError: if the model has no collection, or one that cannot be sharded; if a table's weight is tied to
-            another parameter, or parametrized; if several ranks would each map ids to rows in their own way (managed
-            collision, pruning); if the replicas do not divide the ranks, or the ranks ask for different ones.
+            another parameter, or parametrized; if each rank would learn its own map from ids to rows (managed
+            collision, pruning); if the number of replicas does not divide the number of ranks, or differs between
+            ranks.
     """
     replicas, servers = records_of(replicas, servers, former)
     target = default_device(model, group) if device is None else torch.device(device)
@@ -292,7 +294,7 @@ def agree_on_plan(plan: ShardingPlan, faults: Sequence[str], headers: Headers) -
 
 
 def with_sharded(model: nn.Module, replaced: dict[int, ShardedCollection], device: torch.device) -> nn.Module:
-    """The model with sharded collections in place of those of these ids, and the rest of it on ``device``."""
+    """The model with sharded collections in place of the modules with these ids, and the rest of it on ``device``."""
     model = put_in_place(model, replaced)
     _move_dense(model, device)
     annotate_for_dynamo(model)
@@ -300,7 +302,7 @@ def with_sharded(model: nn.Module, replaced: dict[int, ShardedCollection], devic
 
 
 def put_in_place(model: nn.Module, replaced: Mapping[int, nn.Module]) -> nn.Module:
-    """The model, with other modules in place of those of these ids."""
+    """The model, with other modules in place of the modules with these ids."""
     if id(model) in replaced:
         return replaced[id(model)]
     for parent in list(model.modules()):

@@ -5,27 +5,26 @@
     parameters   in reverse order of registration   top.bias top.weight │ bottom.bias bottom.weight │ replicated table
     all-reduces  in this order                      bucket 0            │ bucket 1                  │ bucket 2 + flags
 
-A bucket is all-reduced as soon as its gradients, and those of the buckets before it, are complete; the rest at the end
-of the backward, which waits and writes the means to ``grad``. The order never changes, so that sums are the same to the
-bit in every run.
+A bucket is all-reduced as soon as its gradients, and those of the buckets before it, are complete; the remaining ones
+at the end of the backward, which waits and writes the means to ``grad``. The order never changes, so that sums are
+bit-identical in every run.
 
 [Note: what a backward leaves]
-``grad`` is then the mean over the ranks of what it was on each, where none counts as zero: gradients that were
-accumulated before (in ``no_sync``, or by another backward) are averaged with the new ones. A parameter that has none on
-any rank keeps none, so that an optimizer leaves it alone, as in the unsharded model. Which parameters have one travels
-as a number each, the flags, behind the last bucket. The host reads them, and on CUDA waits for them, only on a rank
-where a parameter has no gradient.
+``grad`` is then the mean over the ranks of their ``grad``, where a missing gradient counts as zero: gradients that were
+accumulated before (in ``no_sync``, or by another backward) are averaged with the new ones. A parameter without a
+gradient on any rank keeps none, so that an optimizer skips it, as in the unsharded model. Flags behind the last bucket,
+one number per parameter, say which parameters have a gradient. The host reads them, and on CUDA waits for them, only on
+a rank where a parameter has no gradient.
 
 [Note: when a backward is over]
-Each rank must make the same all-reduces, also one on which no parameter got a gradient. So a backward counts from its
-first step in the model (:class:`shardrec.exchange.backward.BackwardWatch`: an output, the exchange or a parameter), if
-it accumulates gradients, which ``torch.autograd.grad`` does not. A backward inside another one (reentrant
-checkpointing) averages what there is by then, and the outer one the rest.
+Each rank must make the same all-reduces, including a rank on which no parameter got a gradient. So a backward counts
+from its first step in the model (:class:`shardrec.exchange.backward_watch.BackwardWatch`: an output, the exchange or a
+parameter), if it accumulates gradients, which ``torch.autograd.grad`` does not. A backward inside another one
+(reentrant checkpointing) averages the gradients that exist by then, and the outer one averages the rest.
 
-[Note: a group of its own]
-Ranks whose losses use other parts complete a bucket at other times: one before the exchange's gradients are sent, one
-after. Collectives of one process group match by their order. So where the exchange goes through the process group, the
-all-reduces have one of their own.
+[Note: a separate group] Ranks whose losses use different parts complete a bucket at different times: one before the
+exchange's gradients are sent, one after. Collectives of one process group are matched by their order. So if the
+exchange uses the process group, the all-reduces use a separate one.
 """
 
 from __future__ import annotations
@@ -45,10 +44,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from shardrec.errors import ConfigError
-from shardrec.exchange.backward import weak_hook
+from shardrec.exchange.backward_watch import weak_hook
 from shardrec.exchange.collectives import Collectives, FunctionalCollectives
 from shardrec.exchange.context import ModelContext
-from shardrec.exchange.flight import flight_record
+from shardrec.exchange.flight_record import flight_record
 from shardrec.exchange.peers import meet, peer_error, peers
 from shardrec.exchange.shared.collectives import SharedCollectives
 from shardrec.exchange.transport import timeout_s
@@ -68,7 +67,7 @@ DenseWrap = Literal["ddp", "fsdp", "none"]
 
 
 class DenseOptions(TypedDict, total=False):
-    """Options of DistributedDataParallel, or FSDP's option ``use_orig_params`` by itself, which chooses FSDP2."""
+    """Options of DistributedDataParallel, or FSDP's option ``use_orig_params`` alone, which selects FSDP2."""
 
     bucket_cap_mb: float
     """Size of an all-reduce in MiB; a parameter of at least this size has one of its own. Default: 25."""
@@ -130,14 +129,14 @@ class _Bucket:
         parameters: of one dtype and device.
         dtype: of the parameters.
         device: of the parameters.
-        is_large: one parameter, whose mean stays where it was reduced; others are copied to ``grad``.
-        flags: how many flags lie behind the gradients.
+        is_large: whether it is one parameter, whose mean becomes ``grad`` without a copy; others are copied.
+        flags: number of flags behind the gradients.
 
     Attributes:
-        flat: what is reduced, made at its first use: gradients divided by the number of ranks, then flags.
+        flat: the tensor that is reduced, made at its first use: gradients divided by the number of ranks, then flags.
         views: of each gradient in ``flat``.
         left: parameters without a gradient in this backward yet.
-        streams: CUDA's, which wrote to ``flat`` in this backward.
+        streams: the CUDA streams that wrote to ``flat`` in this backward.
     """
 
     parameters: list[nn.Parameter]
@@ -166,7 +165,7 @@ class _Bucket:
         return self.flat
 
     def forget(self) -> None:
-        """Let go of ``flat``, which is a gradient now, or under way in an all-reduce that nobody waits for."""
+        """Drop ``flat``, which is now a gradient, or used by an all-reduce that is not waited for."""
         self.flat, self.views = None, []
 
 
@@ -196,9 +195,9 @@ class _Flying:
 
     Args:
         work: of the process group.
-        what: it is, as a noun.
+        what: the name of the operation, a noun.
         number: in the flight record.
-        on_cpu: its tensors are there.
+        on_cpu: whether its tensors are on the CPU.
     """
 
     work: dist.Work
@@ -219,7 +218,7 @@ class DenseReducer:
         fsdp: averages the gradients of the other parameters, if there is one.
 
     Attributes:
-        agreement: which parameters train, in words that the ranks compare.
+        agreement: a text that says which parameters train, which the ranks compare.
     """
 
     agreement = ""
@@ -253,7 +252,7 @@ class DenseReducer:
         self.arm()
 
     def broadcast_buffers(self) -> None:
-        """Give every rank rank 0's buffers."""
+        """Broadcast rank 0's buffers to all ranks."""
         if self._broadcasts:
             with peers(self._group, "buffer broadcast"):
                 _broadcast([one.detach() for one in self._module.buffers()], self._group)
@@ -375,7 +374,7 @@ class DenseReducer:
             update()
 
     def _write(self) -> None:
-        """The means that have arrived become the gradients."""
+        """Write the received means to the gradients."""
         present = self._flags()
         if not all(present):
             present = [count != 0 for count in self._buckets[-1].memory()[-len(present) :].tolist()]
@@ -450,7 +449,7 @@ class DenseReducer:
         self._flying.append(_Flying(work=work, what=what, number=number, on_cpu=tensor.is_cpu))
 
     def _land(self) -> None:
-        """Wait for what is under way; on CUDA the current stream does."""
+        """Wait for the collectives in progress; on CUDA the current stream waits."""
         while self._flying:
             first = self._flying[0]
             while not self._is_done(first):
@@ -480,14 +479,14 @@ def average_dense(
     replicated: Collection[nn.Parameter],
     context: ModelContext,
 ) -> DenseReducer | None:
-    """Have the gradients of a model's dense part averaged; its first values are rank 0's on every rank.
+    """Average the gradients of a model's dense part, and broadcast its initial values from rank 0.
 
     Args:
         module: the model, its collections sharded.
-        dense: who averages.
+        dense: how the gradients are averaged.
         group: of all ranks.
-        tables: the parameters of cut tables, which are nobody's to average.
-        replicated: those of replicated tables, which kernels read in place, so that FSDP2 cannot shard them.
+        tables: the parameters of cut tables, whose gradients are not averaged.
+        replicated: the parameters of replicated tables, which kernels read in place, so that FSDP2 cannot shard them.
         context: of the model.
     """
     wrap, options = dense_options(dense)
@@ -516,7 +515,7 @@ _GROUPS: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictio
 
 
 def _group_beside(group: dist.ProcessGroup, exchange: Collectives, device: torch.device) -> dist.ProcessGroup:
-    """The group for all-reduces; see [Note: a group of its own]. Every rank of ``group`` calls this."""
+    """The group for all-reduces; see [Note: a separate group]. Every rank of ``group`` calls this."""
     through_group = (
         exchange.far if isinstance(exchange, SharedCollectives) else isinstance(exchange, FunctionalCollectives)
     )
@@ -533,7 +532,7 @@ def _group_beside(group: dist.ProcessGroup, exchange: Collectives, device: torch
 
 
 def _accumulates(parameter: nn.Parameter) -> bool:
-    """Whether the backward that is running accumulates a gradient in this parameter, if it comes to it."""
+    """Whether the running backward accumulates a gradient in this parameter if it reaches it."""
     if not parameter.requires_grad:
         return False
     try:
@@ -543,7 +542,7 @@ def _accumulates(parameter: nn.Parameter) -> bool:
 
 
 def _without_steps(parameter: nn.Parameter) -> bool:
-    """Take off the hooks of ``apply_optimizer_in_backward``, which step before the gradient is averaged.
+    """Remove the hooks of ``apply_optimizer_in_backward``, which step before the gradient is averaged.
 
     Returns:
         Whether there were any.

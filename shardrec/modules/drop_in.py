@@ -28,15 +28,15 @@ def DistributedModelParallel(  # the name of the class that it takes the place o
     init_parameters: bool = True,
     data_parallel_wrapper: Any = None,
 ) -> ShardedModel:
-    """Shard a model by a program that was written for ``torchrec.distributed.DistributedModelParallel``.
+    """Shard a model in a program written for ``torchrec.distributed.DistributedModelParallel``.
 
     Args:
         module: holds ``EmbeddingBagCollection`` or ``EmbeddingCollection`` modules; is changed in place.
         env: whose process group is used; default: the default group.
         device: of the tables and of the model.
         plan: TorchRec's, or shardrec's; default: :func:`shardrec.plan`.
-        sharders: say nothing here, for there is no class per module type; their ``fused_params`` and quantized
-            communications are options of their own.
+        sharders: ignored, because there is no class per module type; their ``fused_params`` and quantized
+            communications are separate options.
         init_data_parallel: must be True: the dense part is wrapped at once.
         init_parameters: must be True: tables on meta are filled at once.
         data_parallel_wrapper: must be None; ``shardrec.shard`` has ``dense=``.
@@ -45,7 +45,7 @@ def DistributedModelParallel(  # the name of the class that it takes the place o
         The sharded model, with ``fused_optimizer``, ``plan`` and the unsharded model's state_dict keys.
 
     Raises:
-        ConfigError: for an argument that has another spelling here; the message has it.
+        ConfigError: for an argument that shardrec replaces by another one, which the message names.
     """
     fused = [one for one in sharders or () if getattr(one, "fused_params", None)]
     coded = [one for one in sharders or () if getattr(one, "qcomm_codecs_registry", None)]

@@ -1,7 +1,7 @@
-"""Which tables of a model have dynamic ids, and whether their layouts allow it.
+"""Finds the tables of a model with dynamic ids, and checks whether their layouts allow it.
 
-TorchRec's managed-collision collections map ids in the model's own forward, to rows that each rank would give away by
-itself. Where ``dynamic_ids`` names their tables, their embedding collection takes their place, and ids stay raw.
+TorchRec's managed-collision collections map ids in the model's forward, to rows that each rank would assign on its own.
+If ``dynamic_ids`` names their tables, they are replaced by their embedding collection, and ids stay raw.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _EVICT = {"LFU_EvictionPolicy": "lfu", "LRU_EvictionPolicy": "lru", "DistanceLFU
 
 
 class _RawIds(nn.Module):
-    """Takes the place of a managed-collision collection: its embedding collection, which gets raw ids."""
+    """Replaces a managed-collision collection by its embedding collection, which gets raw ids."""
 
     def __init__(self, wrapper: Any) -> None:
         super().__init__()
@@ -43,10 +43,10 @@ class _RawIds(nn.Module):
 
 
 def without_managed_collision(model: nn.Module, given: Mapping[str, DynamicIds]) -> dict[int, nn.Module]:
-    """What takes the place of TorchRec's managed-collision collections whose tables have dynamic ids, by their ids.
+    """The replacements of TorchRec's managed-collision collections whose tables have dynamic ids, by the modules' ids.
 
     Raises:
-        ConfigError: for a collection that has learned ids, returns remapped ones, or has other tables, too.
+        ConfigError: for a collection that has learned ids, returns remapped ids, or has tables without dynamic ids.
     """
     replacements: dict[int, nn.Module] = {}
     for path, module in model.named_modules():
@@ -73,7 +73,7 @@ def without_managed_collision(model: nn.Module, given: Mapping[str, DynamicIds])
 
 
 def refuse_remappers(model: nn.Module, replaced: Mapping[int, nn.Module], world_size: int) -> None:
-    """On several ranks a module that learns a map from ids to rows would learn another one on each.
+    """Raise for modules that would learn a different map from ids to rows on each rank.
 
     Args:
         model: unsharded.
@@ -98,7 +98,7 @@ def refuse_remappers(model: nn.Module, replaced: Mapping[int, nn.Module], world_
 
 
 def constraints_of(given: Mapping[str, DynamicIds]) -> dict[str, Constraint]:
-    """What a planner is told of tables with dynamic ids: cuts that give all column stripes the same row blocks."""
+    """Planner constraints for tables with dynamic ids: cuts that give all column stripes the same row blocks."""
     if not given:
         return {}
     from shardrec.planner import Constraint
@@ -110,7 +110,7 @@ def constraints_of(given: Mapping[str, DynamicIds]) -> dict[str, Constraint]:
 def dynamic_tables(
     model: nn.Module, plan: ShardingPlan, given: Mapping[str, DynamicIds], replicas: int
 ) -> tuple[dict[str, DynamicIds], list[str]]:
-    """The tables with dynamic ids by their names in the plan, and why they cannot have them, one sentence each.
+    """The tables with dynamic ids by their names in the plan, and the faults of their layouts, one sentence each.
 
     Args:
         model: unsharded.

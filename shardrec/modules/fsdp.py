@@ -1,4 +1,4 @@
-"""FSDP2 for the dense part: its collectives tell a rank that is gone, and ranks may differ in what their losses use."""
+"""FSDP2 for the dense part: its collectives report a rank that is gone, and losses may differ between ranks."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class _ReduceScatter(DefaultReduceScatter):
 class ShardedByFsdp:
     """A module that FSDP2 shards.
 
-    FSDP2 leaves parameters without a gradient on a rank out of its reduce-scatter, so that ranks which differ in that
-    would scatter different things. They are filled with zeros before it, and the zeros are taken away again where no
-    rank has a gradient (:meth:`drop_unused`).
+    FSDP2 omits parameters without a gradient from a rank's reduce-scatter, so ranks that differ in that would scatter
+    different tensors. Missing gradients are filled with zeros before it, and the zeros are removed again if no rank has
+    a gradient (:meth:`drop_unused`).
 
     Args:
         module: is sharded in place.
@@ -89,7 +89,7 @@ class ShardedByFsdp:
         return [one not in self.filled for one in self.parameters]
 
     def drop_unused(self, flags: Sequence[float]) -> None:
-        """Take the zeros away again.
+        """Remove the zeros of parameters without a gradient on any rank.
 
         Args:
             flags: per parameter, how many ranks have a gradient of it.

@@ -1,4 +1,4 @@
-"""The first values of tables.
+"""Initial values of tables.
 
 A collection built on a real device has its values. For one built on ``torch.device("meta")``, whose tables may be too
 large for one device, they are drawn here, in one of two ways, by the size of all its tables on meta together:
@@ -6,10 +6,10 @@ large for one device, they are drawn here, in one of two ways, by the size of al
 At most :data:`WHOLE_BYTES`: each table is drawn whole, on the CPU, as the unsharded collection draws it: torch first
 fills each table as ``nn.EmbeddingBag`` does, then each config's ``init_fn`` writes over it. So after
 ``torch.manual_seed(s)`` a meta collection that is sharded and a collection built on the CPU hold the same values,
-whatever the plan and the device.
+for every plan and device.
 
-More: by blocks of rows, each of 1 MiB in float32 and with a seed of its own, counted on from a seed that is drawn from
-torch's generator::
+More: by blocks of rows, each of 1 MiB in float32 and with its own seed, numbered from a seed that is drawn from torch's
+generator::
 
     table of 10 rows, 4 to a block     rank 0 has rows 0 to 4, rank 1 rows 5 to 9
     block 0   seed + 0   rows 0..3     rank 0
@@ -17,17 +17,17 @@ torch's generator::
     block 2   seed + 2   rows 8..9     rank 1
 
 A rank draws the blocks that its shards have rows of, on the device of the shards, in their full width, and keeps its
-rows and columns. Where ranks are seeded alike, the values depend on the seed, the collection's tables and the kind of
+rows and columns. If ranks have the same seed, the values depend on the seed, the collection's tables and the kind of
 device (a GPU's generator is not the CPU's), and neither on the plan nor on the ranks.
 
 [Note: init_fn of a block]
 ``init_fn`` is called with a block, (rows, embedding_dim) float32, in place of the table. One with an argument
 ``generator``, as all of ``torch.nn.init`` that draw have, is given the block's, so that blocks can be drawn in several
-threads; any other draws from torch's own generators, which are seeded for it and restored. What it does must not depend
+threads; any other draws from torch's own generators, which are seeded for it and restored. Its values must not depend
 on the number of rows: ``xavier_uniform_`` and ``kaiming_uniform_`` with ``mode="fan_out"`` derive their bounds from it,
-``sparse_`` counts zeros in a column. :func:`check_init_fn` calls it with two and with three rows, and refuses it if an
-operator is given other numbers. What an ``init_fn`` computes from values, such as a standard deviation, or the QR
-decomposition in ``orthogonal_``, does not show there: it is that of a block.
+``sparse_`` counts zeros in a column. :func:`check_init_fn` calls it with two and with three rows, and raises if an
+operator is given different numbers. This does not detect what an ``init_fn`` computes from values, such as a standard
+deviation, or the QR decomposition in ``orthogonal_``: it is that of a block.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class TableDraw:
 def first_values(
     collection: EmbeddingBagCollection | EmbeddingCollection,
 ) -> Iterator[tuple[str, Tensor | TableDraw]]:
-    """Each table's name and its (num_embeddings, embedding_dim) first values, or how to draw them.
+    """Each table's name and its (num_embeddings, embedding_dim) initial values, or how to draw them.
 
     Args:
         collection: unsharded.
@@ -155,13 +155,13 @@ def first_values(
 
 
 def draw_rows(config: BaseEmbeddingConfig, shard: Shard, count: int, step: int) -> Tensor:
-    """Draw rows of a shard anew, on the CPU.
+    """Draw new values for rows of a shard, on the CPU.
 
     Args:
         config: of its table.
-        shard: whose first row makes its values other than those of the table's other row blocks.
+        shard: the shard, whose first row is part of the seed, so that the values differ between row blocks.
         count: number of rows.
-        step: which makes them other than those of another step.
+        step: part of the seed, so that the values differ between steps.
 
     Returns:
         (count, cols) float32.
@@ -172,13 +172,13 @@ def draw_rows(config: BaseEmbeddingConfig, shard: Shard, count: int, step: int) 
 
 
 def check_init_fn(config: BaseEmbeddingConfig) -> None:
-    """Refuse an ``init_fn`` that cannot draw a table by some of its rows; see [Note: init_fn of a block].
+    """Raise for an ``init_fn`` that cannot draw a table by blocks of rows; see [Note: init_fn of a block].
 
     Args:
         config: of the table.
 
     Raises:
-        ConfigError: if what it does depends on the number of rows.
+        ConfigError: if its values depend on the number of rows.
     """
     seen: list[dict[Any, set[tuple[float, ...]]]] = []
     cause = None
@@ -199,7 +199,7 @@ def check_init_fn(config: BaseEmbeddingConfig) -> None:
 
 
 class _Numbers(TorchDispatchMode):
-    """Notes the operators that are called, and the numbers that each is given (sizes are lists, and not among them)."""
+    """Records the operators that are called, and their number arguments (sizes are lists, and not recorded)."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -212,7 +212,7 @@ class _Numbers(TorchDispatchMode):
 
 
 def _draw(values: Tensor, config: BaseEmbeddingConfig, seed: int) -> None:
-    """Have ``init_fn`` fill ``values`` (rows, embedding_dim) from a generator that nobody else draws from."""
+    """Have ``init_fn`` fill ``values`` (rows, embedding_dim) from a separate generator."""
     device = values.device
     if _takes_generator(config.init_fn):
         config.init_fn(values, generator=torch.Generator(device).manual_seed(seed))

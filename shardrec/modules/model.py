@@ -2,9 +2,9 @@
 
 [Note: what torch.compile compiles]
 ``torch.compile(model)`` compiles the functions that run inside it. Those of :class:`ShardedModel` around the user's
-model are marked to be left alone, so that what is compiled is the user's forward, and a fault in it, also one of the
-compiler, still reaches the other ranks. The first of them, ``forward``, is only skipped (``recursive=False``); what it
-calls for itself is disabled; the user's model in between is not.
+model are excluded, so that the user's forward is compiled, and a fault in it, including one of the compiler, still
+reaches the other ranks. The first of them, ``forward``, is only skipped (``recursive=False``); the functions that it
+calls are disabled; the user's model in between is not.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from shardrec.modules.annotate import annotate_for_dynamo
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.compiled import compiled_step, leaves
 from shardrec.modules.dense import DenseOptions, DenseReducer, DenseWrap, average_dense, dense_options
+from shardrec.modules.fx_calls import recorded_call
 from shardrec.modules.optim import FusedOptimizers
-from shardrec.modules.recorded import recorded_call
 from shardrec.modules.scaling import refuse_scalers
 
 __all__ = ["ShardedModel", "dense_signature", "require_sharded"]
 
 
 class ShardedModel(nn.Module):
-    """What :func:`shardrec.shard` returns. Behaves as the model it holds: attributes, state_dict keys, parameter names.
+    """The result of :func:`shardrec.shard`. It has the attributes, state_dict keys and parameter names of its model.
 
     Args:
         module: the model, its collections already sharded.
-        plan: where the tables are.
+        plan: the layouts of the tables.
         context: shared by the sharded collections.
         group: the process group; None on one rank.
-        dense: who averages the dense part's gradients.
+        dense: how the dense part's gradients are averaged.
     """
 
     def __init__(
@@ -89,9 +89,9 @@ class ShardedModel(nn.Module):
         """The model's forward.
 
         Raises:
-            InputError: on every rank at the same step, if the input of any is faulty, also if the model's own code
-                fails on it before its last sharded collection is called.
-            PeerError: if another rank is gone or did not come within the process group's timeout.
+            InputError: on every rank at the same step, if the input of any rank is faulty, or if the model's own code
+                fails on a rank before its last sharded collection is called.
+            PeerError: if another rank is gone or did not answer within the process group's timeout.
         """
         recorded = recorded_call(self, args, kwargs)
         if recorded is not None:
@@ -129,12 +129,12 @@ class ShardedModel(nn.Module):
             collection.drop_gradients()
 
     def warn_without_step(self) -> None:
-        """Warn, once, that a backward has left gradients for a step that nobody can have made."""
+        """Warn, once, that a backward has left gradients, and that there is no optimizer yet to apply them."""
         deferred = [part for collection in self._sharded for part in collection.shards.deferred()]
         if not self._has_warned and any(part.backwards for part in deferred):
             self._has_warned = True
             warnings.warn(
-                "this model's tables are updated by model.fused_optimizer.step(), which nobody has called since a "
+                "this model's tables are updated by model.fused_optimizer.step(), which has not been called since a "
                 "backward: call it beside the other optimizers' step()",
                 stacklevel=2,
             )
@@ -168,12 +168,12 @@ class ShardedModel(nn.Module):
             self.context.gradients.accumulates = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModel:
-        """A model of its own, under the same plan: tables, fused optimizers' states and dense part are copied.
+        """A separate model with the same plan: tables, fused optimizers' states and dense part are copied.
 
         For averages of weights, such as ``torch.optim.swa_utils.AveragedModel``. Every rank calls it.
 
         Raises:
-            ConfigError: for a model with servers, replicas or FSDP2, whose parts are not this process's to copy.
+            ConfigError: for a model with servers, replicas or FSDP2, whose parts this process cannot copy.
         """
         if (
             type(self) is not ShardedModel
@@ -205,10 +205,9 @@ class ShardedModel(nn.Module):
         raise AssertionError("this model has no servers")
 
     def bad_ids(self) -> dict[str, int]:
-        """How many ids outside their table this rank's batches had since the model was sharded, by feature.
-
-        Of the features whose policy is ``"zero"`` or ``"wrap"`` (``on_bad_id`` of :func:`shardrec.shard`). Counted on
-        the device; reading them here waits for it. A batch that was refused does not count.
+        """The number of ids outside their table in this rank's batches since the model was sharded, by feature. It has
+        the features whose policy is ``"zero"`` or ``"wrap"`` (``on_bad_id`` of :func:`shardrec.shard`). Ids are counted
+        on the device; this method waits for it. A batch that raised an error does not count.
         """
         counts: Counter[str] = Counter()
         for collection in self._sharded:
@@ -216,28 +215,28 @@ class ShardedModel(nn.Module):
         return dict(counts)
 
     def id_stats(self) -> dict[str, dict[str, int]]:
-        """What became of the ids of each table with dynamic ids, by its name in the plan. Every rank calls it.
-
-        Since the model was sharded, of lookups in training mode: ``lookups``, ids that came to the rows' owners (of a
-        sequence collection with ``dedup``, distinct ones); ``hits``, those that had a row before; ``inserts`` and
-        ``evictions`` of ids; ``fallbacks``, lookups of ids without a row; ``no_room``, times that an id was due a row
-        and none could be freed (with the inserts: the admissions); ``collisions``, ids of a step that took a row of the
-        fallback after another of it. Now: ``rows`` that ids may have, and ``used``, those that have. One collective.
+        """Statistics of the ids of each table with dynamic ids, by its name in the plan. Every rank calls it. Of
+        lookups in training mode since the model was sharded: ``lookups``, ids received by the rows' owners (for a
+        sequence collection with ``dedup``, distinct ids); ``hits``, ids that had a row before; ``inserts`` and
+        ``evictions`` of ids; ``fallbacks``, lookups of ids without a row; ``no_room``, how often an id was due a row
+        and none could be freed (inserts and ``no_room`` are the admissions); ``collisions``, ids of a step that shared
+        a fallback row with an earlier one. Current values: ``rows`` that ids may have, and ``used``, the number of rows
+        with an id. Makes one collective.
         """
         maps = [one.id_maps for one in self._sharded if one.id_maps is not None]
         return collective_stats(maps, self.context.collectives, self.context.device)
 
     def set_id_capacity(self, table: str, capacity: int) -> None:
-        """Let the ids of a table have more of its rows from now on. Every rank calls it, with the same arguments.
-
-        A table with more rows takes a checkpoint: load it into a model with a larger ``num_embeddings``.
+        """Allow the ids of a table to have more of its rows from now on. Every rank calls it, with the same arguments.
+        To add rows to a table, load a checkpoint into a model with a larger ``num_embeddings``.
 
         Args:
-            table: one with dynamic ids, by its name in the plan.
+            table: name in the plan of a table with dynamic ids.
             capacity: rows that ids may have, as in :class:`shardrec.DynamicIds`.
 
         Raises:
-            ConfigError: for another table, or a capacity that is lower than before or more than the table has.
+            ConfigError: for a table without dynamic ids, or a capacity that is lower than before or more than the
+                table's rows.
         """
         options_of = self.context.options.dynamic_ids
         old = options_of.get(table)
@@ -254,7 +253,7 @@ class ShardedModel(nn.Module):
                 collection.id_maps.set_options(layout, options)
 
     def _fail(self, error: Exception, made: int) -> None:
-        """Tell the other ranks, if they still come to a header exchange in this step, and name the likely cause."""
+        """Tell the other ranks, if they still make a header exchange in this step, and name the likely cause."""
         rank = self.context.collectives.rank
         cause = self._dtype_fault()
         refusal = self.context.step.refusal
@@ -294,14 +293,15 @@ class ShardedModel(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
     def scripted_twin(self) -> nn.Module:
-        """What TorchScript sees in this module's place: the model that it holds.
+        """The module that TorchScript uses instead of this one: the model that it holds.
 
         Its parameters are this model's, so that their gradients are averaged as in eager mode.
         """
         return self.module
 
     def __prepare_scriptable__(self) -> nn.Module:
-        """What ``torch.jit.script(model)`` compiles: the same copy as ``shardrec.script``'s, its waits at the calls.
+        """The module that ``torch.jit.script(model)`` compiles: the copy that ``shardrec.script`` makes, with waits at
+        the calls.
 
         Raises:
             ScriptError: if this model is inside of another one that is being scripted.
@@ -332,13 +332,13 @@ class ShardedModel(nn.Module):
 
 
 class _Step(ExitStack):
-    """What goes on around a forward.
+    """The context of a model's forward.
 
     Args:
-        model: whose.
+        model: the sharded model.
         args: of the forward.
         kwargs: of the forward.
-        compiled: what is inside may be.
+        compiled: whether the model inside may be compiled.
     """
 
     def __init__(
@@ -374,7 +374,7 @@ class _Step(ExitStack):
 
     @left_alone
     def watched(self, output: Any) -> Any:
-        """The forward's output; if a backward raises on its way from there, the other ranks are told."""
+        """The forward's output, watched: if a backward from it raises, the other ranks are told."""
         if torch.is_grad_enabled() and self._model.group is not None:
             self._model.context.gradients.backward.watch(output)
         return output
@@ -394,7 +394,7 @@ class _Step(ExitStack):
         model, context = self._model, self._model.context
         made = context.headers.exchanged - self._begin
         try:
-            # Of calls made ahead, the other ranks have the headers already; whoever made them tells the others.
+            # For calls made ahead, the other ranks have the headers; the code that made the calls tells the others.
             if isinstance(error, Exception) and not isinstance(error, ShardrecError):
                 if model.group is not None and failed_in_a_collective(error):
                     # A buffer's broadcast, a collective of the model's own, one of a compiled or scripted program.
@@ -413,14 +413,14 @@ def _step_of(model: ShardedModel, args: tuple[Any, ...], kwargs: Mapping[str, An
 
 
 def require_sharded(model: nn.Module, taker: str) -> None:
-    """Raises unless a model is what :func:`shardrec.shard` returned.
+    """Raise unless a model was returned by :func:`shardrec.shard`.
 
     Args:
-        model: what ``taker`` was given.
-        taker: name of the function that wants a sharded model, for the error.
+        model: the argument of ``taker``.
+        taker: name of the function that takes a sharded model, for the error.
 
     Raises:
-        ConfigError: naming the sharded model inside, where ``model`` is a wrapper around one.
+        ConfigError: if it was not; names the sharded model inside if ``model`` is a wrapper around one.
     """
     if isinstance(model, ShardedModel):
         return
@@ -438,7 +438,7 @@ def require_sharded(model: nn.Module, taker: str) -> None:
 
 
 def dense_signature(inputs: object) -> str:
-    """The dtypes of the tensors among a model's inputs, ids aside, as ranks compare them."""
+    """The dtypes of the tensors among a model's inputs, except ids, as a text that ranks compare."""
     return ", ".join(
         sorted({str(one.dtype).removeprefix("torch.") for one in leaves(inputs) if isinstance(one, Tensor)})
     )

@@ -25,18 +25,18 @@ __all__ = ["FusedOptimizers", "NoFusedOptimizer"]
 
 
 class NoFusedOptimizer(ConfigError, AttributeError):
-    """A model without fused optimizers was asked for them; ``hasattr`` says so, too."""
+    """The model has no fused optimizers; an AttributeError, so that ``hasattr`` returns False."""
 
 
 class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no types
     """A view of the optimizers that update the tables of this rank.
 
-    It is a ``KeyedOptimizer``, so TorchRec's ``CombinedOptimizer``, ``WarmupOptimizer`` and the like take it.
+    It is a ``KeyedOptimizer``, so TorchRec's ``CombinedOptimizer`` and ``WarmupOptimizer`` accept it.
 
-    ``param_groups`` has one group for each distinct optimizer setting (class, learning rate, betas, ...), alike on
-    every rank; its ``params`` are this rank's shards, possibly none, and ``tables`` all its tables. ``state[param]``
-    holds views of the states: ``sum`` for Adagrad (one value per row if rowwise), ``exp_avg``, ``exp_avg_sq`` and
-    ``step`` for Adam. ``params`` has this rank's shards by name.
+    ``param_groups`` has one group for each distinct optimizer setting (class, learning rate, betas, ...), the same on
+    every rank; its ``params`` are this rank's shards, possibly none, and ``tables`` the names of all its tables.
+    ``state[param]`` holds views of the states: ``sum`` for Adagrad (one value per row if rowwise), ``exp_avg``,
+    ``exp_avg_sq`` and ``step`` for Adam. ``params`` has this rank's shards by name.
 
     With ``update="step"`` the first group has a placeholder behind its shards, for ``torch.amp.GradScaler``.
 
@@ -111,7 +111,7 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
         return loss
 
     def push(self) -> None:
-        """Hand the groups' learning rates to the kernels, for the next forward; and counts that were loaded."""
+        """Pass the groups' learning rates, and loaded step counts, to the kernels for the next forward."""
         for spec, group in zip(self._specs, self.param_groups, strict=True):
             for collection in self._collections:
                 collection.set_learning_rate(spec, float(group["lr"]))
@@ -141,7 +141,7 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Copy states into the kernels and take over the settings.
+        """Copy states into the kernels and set the groups' settings.
 
         Raises:
             ConfigError: if the groups or the shapes are not those of this rank's shards.
@@ -167,11 +167,11 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
         self.push()
 
     def post_load_state_dict(self) -> None:
-        """Take over what TorchRec's optimizers have copied into :attr:`state` and the groups."""
+        """Apply what TorchRec's optimizers have copied into :attr:`state` and the groups."""
         self.push()
 
     def _take_steps(self) -> None:
-        """Give the kernels the step counts that were written into :attr:`state`, such as by a checkpoint."""
+        """Pass step counts that were written into :attr:`state`, for example by a checkpoint, to the kernels."""
         for parameter, shown in self._shown.items():
             count = int(self.state[parameter]["step"])
             if count == shown:

@@ -1,7 +1,7 @@
-"""Replicas of a sharded group (2-D parallelism): who is in which group, and how copies of a table become one again.
+"""Replicas of a sharded group (2-D parallelism): the process groups, and the averaging of the tables' copies.
 
-W ranks are R replicas of G = W / R ranks. A replica is a run of neighbouring ranks, so that the exchanges of each step
-stay inside a host where it has G ranks; only the averaging, every k steps, goes between hosts. W = 8, R = 2::
+W ranks are R replicas of G = W / R ranks. A replica is a run of neighbouring ranks, so that on hosts with G ranks the
+exchanges of each step stay inside a host; only the averaging, every k steps, is between hosts. W = 8, R = 2::
 
                    rank of the replica
                     0    1    2    3
@@ -10,7 +10,7 @@ stay inside a host where it has G ranks; only the averaging, every k steps, goes
 
 The gradients of the dense part, data-parallel tables included, are averaged over all W ranks in every step.
 
-The idea is that of local SGD (Stich, 2019) on the sharded part alone; TorchRec's ``DMPCollection`` has it, too.
+The idea is that of local SGD (Stich, 2019) on the sharded part only, as in TorchRec's ``DMPCollection``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ BUCKET_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class Replicas:
-    """The argument ``replicas`` of :func:`shardrec.shard`: how many copies of the tables, and when they are averaged.
+    """The argument ``replicas`` of :func:`shardrec.shard`: the number of copies of the tables, and when they are
+    averaged.
 
     Args:
         count: number of copies R, a divisor of the number of ranks.
@@ -58,7 +59,7 @@ class Replicas:
     sync_optimizer: bool = True
 
     def faults(self, world_size: int) -> list[str]:
-        """What is wrong with the options for so many ranks, one sentence each; not raised here, but by all ranks."""
+        """The faults of the options for a number of ranks, one sentence each; all ranks raise them together."""
         faults = []
         if self.count < 1:
             faults.append(f"Replicas({self.count}); there is at least one copy of the tables: give 1 or more")
@@ -176,7 +177,7 @@ def stream_buckets(tensors: Iterable[Tensor], most: int) -> Iterator[list[Tensor
 
 
 class Averager:
-    """Makes tensors alike on the ranks of a group, in few large collectives per dtype.
+    """Averages tensors over the ranks of a group, in few large collectives per dtype.
 
     A bucket that lies inside one tensor is reduced where it is; a bucket of several parts goes through a buffer. Two
     are under way at a time, so that packing and sending overlap; beside the tensors, two buckets of memory are used.
@@ -193,13 +194,12 @@ class Averager:
         self._bucket_bytes = bucket_bytes
 
     def average(self, tensors: Iterable[Tensor]) -> None:
-        """Replace contiguous floating-point tensors by their means over the ranks, equal to the last bit on all.
-
-        Divides before it adds, for a sum of half-precision values may overflow. A value that all ranks hold alike stays
-        what it is if their number is a power of two; if not, it settles after a rounding or two.
+        """Replace contiguous floating-point tensors by their means over the ranks, bit-identical on all ranks. Divides
+        before it adds, because a sum of half-precision values may overflow. A value that is equal on all ranks does not
+        change if their number is a power of two; otherwise it may be rounded once or twice.
 
         Raises:
-            PeerError: if another rank is gone or did not come in time; the tensors are then partly averaged.
+            PeerError: if another rank is gone or did not answer in time; the tensors are then partly averaged.
         """
         self._run(tensors, lambda tensor: dist.all_reduce(tensor.div_(self._ranks), group=self._group, async_op=True))
 
@@ -207,7 +207,7 @@ class Averager:
         """Replace contiguous tensors by those of the group's first rank.
 
         Raises:
-            PeerError: if another rank is gone or did not come in time.
+            PeerError: if another rank is gone or did not answer in time.
         """
         self._run(tensors, lambda tensor: dist.broadcast(tensor, self._first, group=self._group, async_op=True))
 

@@ -1,18 +1,17 @@
-"""A sharded model of which there are several copies, averaged every few steps (see :mod:`shardrec.modules.replicas`).
+"""A sharded model with several copies of its tables, averaged every few steps (see :mod:`shardrec.modules.replicas`).
 
 [Note: when a step is over]
-A table may be updated in backward, by a replica's callback after it, or by an ordinary optimizer after that. All of it
-is done when the next training forward begins, so that is where a sync that is due is made, and nothing has to know how
-the user steps. A step is counted at its forward, if gradients are on and it is not inside ``no_sync``: several
-accumulated forwards are one step. Hence the copies are apart after the last step until someone asks for a sync, which
-saving a checkpoint does.
+A table may be updated in backward, by a callback after it, or by an ordinary optimizer after that. All updates are done
+when the next training forward begins, so a sync that is due takes place there, and need not know how the user steps. A
+step is counted at its forward, if gradients are on and it is not inside ``no_sync``: several accumulated forwards are
+one step. Hence the copies differ after the last step until the next sync, which saving a checkpoint makes.
 
 [Note: failing in every replica]
-A header tells the ranks of one replica that a batch is bad. The others would go on to the dense part's all-reduce and
-wait there, or meet the wrong step. So all ranks agree at the end of each training forward, in one small all-to-all
-between the hosts' processors: on CUDA nothing waits for the device, and the device does not wait for it. No table has
-been touched before a backward, so every rank can raise the same error and go on with the next batch. It also
-catches what fails on one rank after the last header, and ranks that are in different steps.
+A header tells the ranks of one replica that a batch is bad. The others would continue to the dense part's all-reduce
+and wait there, or match it with another step. So all ranks agree at the end of each training forward, in one small
+all-to-all between the hosts' processors: on CUDA nothing waits for the device, and the device does not wait for it. No
+table has been touched before a backward, so every rank can raise the same error and continue with the next batch. This
+also catches failures on one rank after the last header, and ranks that are in different steps.
 """
 
 from __future__ import annotations
@@ -39,16 +38,17 @@ __all__ = ["ReplicatedModel"]
 
 
 class ReplicatedModel(ShardedModel):
-    """What :func:`shardrec.shard` returns when it is given ``replicas``: a :class:`ShardedModel` with copies.
+    """The result of :func:`shardrec.shard` with ``replicas``: a :class:`ShardedModel` with several copies of its
+    tables.
 
     Inside a replica, gradients are means over its ranks; the averaging makes means over all ranks of them. With SGD and
     ``sync_every=1`` that is the unsharded model on the global batch, up to rounding. An adaptive optimizer sees each
     replica's own gradients, and its states are averaged with the tables (unless ``sync_optimizer=False``); with
     ``sync_every`` above 1 every optimizer drifts in between, as local SGD does. Tables with an ordinary optimizer are
-    averaged, its states are not: they stay each replica's own.
+    averaged, but its states are not: they differ between replicas.
 
-    Every rank makes equally many training forwards (those with gradients on). Others, such as those of an evaluation
-    under ``torch.no_grad``, are each replica's own affair; call :meth:`sync_replicas` before one.
+    Every rank must make the same number of training forwards (forwards with gradients enabled). Each replica may make
+    other forwards, such as those of an evaluation under ``torch.no_grad``; call :meth:`sync_replicas` before one.
 
     Args:
         module: the model, its collections already sharded inside the replica.
@@ -115,11 +115,11 @@ class ReplicatedModel(ShardedModel):
     def sync_replicas(self) -> None:
         """Average the tables, and their fused optimizers' states, over the replicas now. Every rank calls it.
 
-        Before an evaluation or ``state_dict()``; :func:`shardrec.save_checkpoint` calls it by itself. Counting for
-        ``sync_every`` begins anew. Does nothing on one replica.
+        Before an evaluation or ``state_dict()``; :func:`shardrec.save_checkpoint` calls it by itself. Restarts the
+        count for ``sync_every``. Does nothing on one replica.
 
         Raises:
-            PeerError: if another rank is gone or did not come within the process group's timeout.
+            PeerError: if another rank is gone or did not answer within the process group's timeout.
         """
         if self._averager is not None:
             states = self._states() if self.replica_options.sync_optimizer else ()
@@ -130,7 +130,7 @@ class ReplicatedModel(ShardedModel):
     def no_sync(self) -> Iterator[None]:
         """Accumulate the dense part's gradients without averaging them, as DistributedDataParallel.no_sync does.
 
-        The forwards inside and the one after are one step for ``sync_every``.
+        The forwards inside and the first one after it count as one step for ``sync_every``.
         """
         self._counts_steps = False
         try:
@@ -140,7 +140,7 @@ class ReplicatedModel(ShardedModel):
             self._counts_steps = True
 
     def _weights(self, *, frozen: bool) -> Iterator[Tensor]:
-        """This rank's shards. Data-parallel tables have none: they are alike on all ranks."""
+        """This rank's shards; data-parallel tables, which are equal on all ranks, have none."""
         for collection in self._sharded:
             for table in collection.tables().values():
                 for shard, parameter in table.locals.items():

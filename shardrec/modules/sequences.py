@@ -1,4 +1,4 @@
-"""A sharded ``EmbeddingCollection``: a row for each id, in the order of the ids, its tables over the ranks.
+"""A sharded ``EmbeddingCollection``: a row for each id, in the order of the ids, with its tables spread over the ranks.
 
 Shapes: B samples of this rank, N_f ids of a feature, D columns of the tables.
 """
@@ -25,12 +25,12 @@ from shardrec.exchange.dedup import DistinctIds
 from shardrec.exchange.input import Prepared, SentIds
 from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.route import Lookup
-from shardrec.exchange.rows import RowExchange
+from shardrec.exchange.row_output import RowExchange
 from shardrec.exchange.step import Call, Learned
 from shardrec.layout import ShardingPlan
 from shardrec.lookup.groups import group_tables
 from shardrec.modules.collection import ShardedCollection
-from shardrec.modules.live import LiveSequences
+from shardrec.modules.live_twins import LiveSequences
 from shardrec.modules.storage import Storage
 from shardrec.pending import LazyAwaitable, LazyGetItemMixin
 
@@ -54,8 +54,8 @@ class SequenceKey(NamedTuple):
 
 
 class SequenceEmbeddings(LazyGetItemMixin[str, JaggedTensor], LazyAwaitable[dict[str, JaggedTensor]]):
-    """A dict of JaggedTensors whose all-to-all is under way, or about to be; it waits at first use, of ``pending["f"]``
-    too.
+    """A dict of JaggedTensors whose all-to-all is in progress or about to begin; its first use waits, also
+    ``pending["f"]``.
 
     Args:
         call: gives the (N, D) rows of the cut tables' lookups and the output's entries.
@@ -85,10 +85,10 @@ class ShardedEmbeddingCollection(ShardedCollection):
     """An EmbeddingCollection whose tables are cut over the ranks of a process group.
 
     Takes a KeyedJaggedTensor of the local batch and returns a lazily awaited dict of JaggedTensors, as the unsharded
-    module does, rows in the order of the ids under every cut. Where features have a batch size each and come with
+    module does, rows in the order of the ids under every cut. If each feature has its own batch size and there are
     inverse indices, each sample of the full batch gets the rows of its bag, as from TorchRec's sharded module (the
-    unsharded one ignores inverse indices). One header, one payload and one output all-to-all forward
-    and one all-to-all backward, whatever the plan. Gradients are means over the ranks.
+    unsharded one ignores inverse indices). It makes one header, one payload and one output all-to-all in forward and
+    one all-to-all in backward. Gradients are means over the ranks.
 
     Args:
         module: the unsharded collection, on the CPU, on ``device``, or on meta (then its values are drawn:
@@ -177,7 +177,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
         return SequenceEmbeddings(call, need_indices=self._need_indices)
 
     def serve(self, asked: ShardInput) -> Stream:
-        """What this rank's shards have for requests: the rows that each asks for, one request after the other."""
+        """The rows of this rank's shards for requests: the rows of each request, one request after the other."""
         return self.row_exchange.stream(self.shards.rows(asked), asked, ())
 
     def scripted_twin(self) -> nn.Module:
@@ -300,7 +300,7 @@ class SequenceCall(Call):
         return rows
 
     def issued(self) -> None:
-        """Find the places of the rows, and look up the replicated tables, while the rows are under way."""
+        """Compute the targets of the rows, and look up the replicated tables, while the rows are being exchanged."""
         collection, sent = self._collection, self.sent
         assert sent is not None, "rows are asked for before they come"
         self._target, self._output_rows = collection._targets(self.prepared, sent)

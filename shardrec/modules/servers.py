@@ -1,4 +1,4 @@
-"""Which embedding servers hold a model's tables."""
+"""The embedding servers that hold a model's tables."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Servers:
     Args:
         names: RPC names of the servers, one for each rank of the plan; for serving, each may be the names of its
             replicas.
-        staleness: updates that ``backward()`` may leave under way at the servers.
+        staleness: number of updates that may still be in progress on the servers when ``backward()`` returns.
         timeout_s: seconds that a server may take to answer.
 
     Raises:
-        ConfigError: for no servers, a name that comes twice, a negative staleness or a time limit of 0 or less.
+        ConfigError: for no servers, a duplicate name, a negative staleness or a time limit of 0 or less.
     """
 
     names: Sequence[str | Sequence[str]]
@@ -44,5 +44,5 @@ class Servers:
             raise ConfigError(f"timeout_s={self.timeout_s}; give a number of seconds above 0")
 
     def of_ranks(self) -> tuple[tuple[str, ...], ...]:
-        """The names of each server's replicas, of a server without replicas its own, by rank of the plan."""
+        """By rank of the plan, the names of the server's replicas, or the server's name if it has none."""
         return tuple((names,) if isinstance(names, str) else tuple(names) for names in self.names)

@@ -2,8 +2,8 @@
 
 The state_dict of a sharded model has the unsharded model's keys. On several ranks a cut table's value is a
 :class:`~torch.distributed._shard.sharded_tensor.ShardedTensor`, which ``torch.distributed.checkpoint`` saves and loads
-at any world size; on one rank, and for a replicated table, it is the (rows, dim) tensor itself. Loading takes either,
-and an unsharded model's (rows, dim) tensor in place of both.
+at any world size; on one rank, and for a replicated table, it is the (rows, dim) tensor itself. Loading accepts both,
+and an unsharded model's (rows, dim) tensor.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class ShardedTable(nn.Module):
     """Holds the local parameters of one table under the unsharded names.
 
     Args:
-        layout: where the table lives.
+        layout: of the table.
         parameters: this rank's parameters: one per local shard, or the replica.
         group: the process group that the table is sharded over; None on one rank.
-        dtype: of the weights, which a rank without a shard cannot see.
-        fused: a kernel updates the parameters in backward, where they take a gradient.
+        dtype: of the weights, for ranks without a shard.
+        fused: whether a kernel updates the parameters in backward, if they take a gradient.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ def as_one_tensor(
         dtype: of the tensors, on every rank.
 
     Returns:
-        A plain tensor of the whole table where this rank holds it all, else a ShardedTensor.
+        A plain tensor if this rank holds the whole table, else a ShardedTensor.
     """
     if layout.replicated:
         return tensors[None]
@@ -175,10 +175,10 @@ def _metadata(shard: Shard, group: dist.ProcessGroup, device: str) -> ShardMetad
 
 
 def load_table(layout: TableLayout, tensors: Mapping[Shard | None, Tensor], value: Tensor | ShardedTensor) -> None:
-    """Copy a state_dict's value into a table's local parts, rounded to their dtype where it is another.
+    """Copy a state_dict's value into a table's local parts, rounded to their dtype if it differs.
 
     Raises:
-        PlanError: if the value has another shape, or is sharded in another way.
+        PlanError: if the value has a different shape, or is sharded in a different way.
     """
     if isinstance(value, ShardedTensor):
         parts = {
@@ -201,5 +201,5 @@ def load_table(layout: TableLayout, tensors: Mapping[Shard | None, Tensor], valu
 
 
 def _part(whole: Tensor, shard: Shard | None) -> Tensor:
-    """What a shard has of the whole table; all of it for the replica."""
+    """A shard's part of the whole table; all of it for the replica."""
     return whole if shard is None else whole[shard.row_start : shard.row_end, shard.col_start : shard.col_end]

@@ -1,4 +1,4 @@
-"""The C++ operators of this package, where they were compiled when it was installed.
+"""The C++ operators of this package, if they were compiled when it was installed.
 
 ``torch.ops.shardrec`` has then:
 
@@ -13,7 +13,7 @@
 ``map_ids(ids, out, records, buckets, ...)``, ``index_ids(records, buckets)``
     raw ids mapped to rows, for :mod:`shardrec.ids.id_map`
 ``look_up(weights, slots, ids, lengths, id_weights, columns, pooled)``
-    sums of rows, or rows, of many tables, for :mod:`shardrec.lookup.own_kernel`
+    sums of rows, or rows, of many tables, for :mod:`shardrec.lookup.native_kernel`
 ``update(weights, states, slots, ids, lengths, id_weights, gradient, pooled, rule, lr, eps)``
     an optimizer's step on the rows that were looked up, for the same
 ``weight_gradient(weights, slots, ids, lengths, gradient)``
@@ -21,17 +21,17 @@
 ``sum_gradient(ids, lengths, weights, gradient, bases, columns, width, pooled, rows)``
     distinct rows, their gradients and the sums of their squares, for :mod:`shardrec.lookup.bank`
 ``update_rows(weight, state, rows, values, mean_squares, rule, lr, eps)``
-    the update of some rows, for :mod:`shardrec.lookup.rows`
+    the update of some rows, for :mod:`shardrec.lookup.row_optimizers`
 
-Without them the same is done by torch's operators and fbgemm's kernels, with equal results and more passes over memory.
+Without them torch's operators and fbgemm's kernels do the same, with equal results and more passes over memory.
 
-An operator runs on the thread that calls it, whatever torch's number of threads. It refuses what does not fit with a
-``RuntimeError``, and reads and writes nothing out of bounds; ``make sanitize`` holds it to that.
+An operator runs on the thread that calls it, whatever torch's number of threads. Invalid arguments raise a
+``RuntimeError``, and no memory is accessed out of bounds; ``make sanitize`` verifies that.
 
 Two settings of the environment, for comparisons:
 
 ``SHARDREC_NATIVE=0``
-    leave all of these operators alone; a folder instead of 0: use those that
+    do not use any of these operators; with a folder instead of 0, use those that
     ``python setup.py build_ext --build-lib FOLDER`` compiled
 ``SHARDREC_KERNELS=fbgemm``
     look tables up, and update them in backward, with fbgemm's kernels although ``look_up``, ``update`` and
@@ -76,7 +76,7 @@ def library_path() -> Path | None:
 
 @cache
 def is_loaded() -> bool:
-    """Load the operators, once; whether they can be used. ``SHARDREC_NATIVE=0`` leaves them alone.
+    """Load the operators, once, and return whether they can be used. ``SHARDREC_NATIVE=0`` disables them.
 
     Raises:
         ConfigError: if ``SHARDREC_NATIVE`` is a folder without them.
@@ -115,7 +115,7 @@ def is_loaded() -> bool:
 
 
 def has_kernels() -> bool:
-    """Whether tables are looked up and updated by the operators here, where they can be.
+    """Whether tables are looked up and updated by these operators, if they support the table.
 
     Raises:
         ConfigError: if ``SHARDREC_KERNELS`` is neither ``own`` nor ``fbgemm``.

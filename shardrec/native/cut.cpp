@@ -105,7 +105,7 @@ struct Cutting {
       for (const int64_t slot : unit.slots[0]) std::copy_n(bags, batch, row(slot));
       return true;
     }
-    // Blocks without a slot are counted, too, in a row that nobody reads.
+    // Blocks without a slot are also counted, in a row that is never read.
     std::vector<int32_t> spare(batch);
     std::vector<int32_t*> to;
     for (const auto& of_block : unit.slots) to.push_back(of_block.empty() ? spare.data() : row(of_block[0]));

@@ -245,7 +245,7 @@ class FirstSeen {
 template <class Hit>
 void find_all(const Map& given, const int64_t* ids, int64_t count, const Hit& hit) {
   constexpr int64_t kBlock = 128;
-  const Map map = given;  // nobody else writes to it, so that it stays in registers
+  const Map map = given;  // a copy, so that it stays in registers
   uint64_t hash[kBlock];
   int32_t rows[kBlock];
   for (int64_t start = 0; start < count; start += kBlock) {

@@ -17,7 +17,7 @@
 namespace shardrec {
 namespace {
 
-// As shardrec.lookup.own_kernel numbers them.
+// As shardrec.lookup.native_kernel numbers them.
 enum Rule : int64_t { kSgd = 0, kAdagrad = 1, kRowwiseAdagrad = 2 };
 
 template <int Lanes, int Width>

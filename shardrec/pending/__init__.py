@@ -5,7 +5,7 @@
     Awaitable            wait()
     └── LazyAwaitable    waits by itself when it is used as its value
         └── LazyNoWait   is there already
-    LazyGetItemMixin     lazy["feature"] is lazy, too
+    LazyGetItemMixin     lazy["feature"] is also lazy
 
     Await[W]             TorchScript's pending value, by awaitable() and awaitable_nowait(), for awaitable_wait()
     Future[W]            computed on another thread, by fork(), for join()

@@ -43,7 +43,7 @@ class Awaitable(abc.ABC, Generic[W]):
     Subclasses implement ``_wait_impl()``, which blocks and returns the value. It runs exactly once, however often and
     from however many threads the value is asked for; what it returned (``None`` too) or raised is kept.
 
-    Pickling, copying and deep-copying a finished awaitable give one that is finished, too; a pending one refuses, since
+    Pickling, copying and deep-copying a finished awaitable give a finished one; a pending awaitable raises, since
     what it waits for lives in this process.
 
     The interface is TorchRec's ``torchrec.distributed.types.Awaitable``. There, every ``wait()`` runs ``_wait_impl()``.
@@ -69,13 +69,13 @@ class Awaitable(abc.ABC, Generic[W]):
         return False
 
     def wait(self) -> W:
-        """The value. Blocks the first time; other threads that ask meanwhile block, too, and get the same object.
+        """The value. The first call blocks; other threads that call it meanwhile also block, and get the same object.
 
         Raises:
             AwaitableError: when called from this awaitable's own ``_wait_impl()`` or callbacks.
             BaseException: what ``_wait_impl()`` or a callback raised: the same object, at every call.
         """
-        return self._once.settle(type(self).__name__, self._wait_recorded)
+        return self._once.resolve(type(self).__name__, self._wait_recorded)
 
     def done(self) -> bool:
         """True once ``wait()`` returns, or raises, without blocking. Never blocks itself."""

@@ -57,7 +57,7 @@ class _Kept:
         self._once: Once[Any] = Once()
 
     def __call__(self, *args: Any) -> Any:
-        return self._once.settle("Await", partial(self.function, *args))
+        return self._once.resolve("Await", partial(self.function, *args))
 
 
 def _binding(func: Any, *args: Any, **kwargs: Any) -> Any:

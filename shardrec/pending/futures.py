@@ -1,4 +1,4 @@
-"""Futures: values that are computed on another thread, in eager mode by whoever fulfils them.
+"""Futures: values that are computed on another thread, in eager mode by the code that fulfils them.
 
 [Note: a lazy value in torch's fork]
 In eager mode ``torch.jit.fork`` calls the function at once, and keeps its value as one of TorchScript's, which has no

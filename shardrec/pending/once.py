@@ -91,8 +91,8 @@ class Once(Generic[W]):
         """True while this thread, and no other, runs the computation or a callback."""
         return self._owner == threading.get_ident()
 
-    def settle(self, name: str, compute: Callable[[], W]) -> W:
-        """The outcome; runs ``compute`` and then the callbacks if nobody has yet.
+    def resolve(self, name: str, compute: Callable[[], W]) -> W:
+        """The outcome; runs ``compute`` and then the callbacks, unless that was done.
 
         Args:
             name: what is being waited for, for messages.

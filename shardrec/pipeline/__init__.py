@@ -4,7 +4,7 @@
 
     skip          stash(name, tensor) in one layer, pop(name) in a later one
     Pipeline      a sequential cut into stages, on several devices or ranks, between which micro-batches flow
-    TrainPipeline a training loop whose next ids and inputs are under way while a batch is computed
+    TrainPipeline a training loop that exchanges the next ids and copies inputs while a batch is computed
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """``TrainPipeline`` is imported when it is first asked for: it needs torchrec and fbgemm-gpu, the rest does not."""
+    """Import ``TrainPipeline`` at its first use: it needs torchrec and fbgemm-gpu, and the rest does not."""
     if name == "TrainPipeline":
         from shardrec._versions import check_versions
 

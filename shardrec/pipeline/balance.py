@@ -1,4 +1,4 @@
-"""How many layers each stage gets: by the bytes of their parameters, or by measured time."""
+"""Balances the layers of stages, by the bytes of their parameters or by measured time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["balance_by_size", "balance_by_time", "check_balance", "partition"]
 
 
 def partition(costs: Sequence[float], stages: int) -> list[int]:
-    """Cut a sequence into runs so that the most costly run costs least.
+    """Cut a sequence into runs so that the cost of the most costly run is minimal.
 
     Args:
         costs: of each layer, at least 0.
@@ -60,13 +60,13 @@ def balance_by_size(stages: int, module: nn.Sequential) -> list[int]:
 def balance_by_time(stages: int, module: nn.Sequential, sample: Any, *, repeats: int = 5) -> list[int]:
     """Number of layers of each stage so that the slowest stage takes least time, forward and backward.
 
-    Layers are timed one after the other where they are, in training mode; modes, gradients, statistics and random state
-    are left as they were.
+    Layers are timed one after the other on their devices, in training mode; modes, gradients, statistics and random
+    state are restored.
 
     Args:
         stages: number of stages.
         module: the sequential.
-        sample: an input; a micro-batch's size gives the truest times.
+        sample: an input; use the size of a micro-batch for accurate times.
         repeats: times that each layer runs; the fastest counts.
 
     Raises:

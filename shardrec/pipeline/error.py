@@ -1,4 +1,4 @@
-"""The error of a pipeline that cannot go on with a batch."""
+"""The error of a pipeline that cannot continue with a batch."""
 
 from __future__ import annotations
 

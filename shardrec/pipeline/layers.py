@@ -1,4 +1,4 @@
-"""What a stage must not hold: what acts on the gradients of one micro-batch as if they were those of the mini-batch."""
+"""Checks that no layer of a stage uses the gradients of one micro-batch as if they were those of the mini-batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def check_layers(module: nn.Sequential) -> None:
     """Check that nothing in a sequential reduces gradients, or updates weights, at each micro-batch.
 
     Raises:
-        ConfigError: naming each module or parameter that does, and what to use instead.
+        ConfigError: if something does; names each module or parameter, and what to use instead.
     """
     faults = list(_faults(module))
     if faults:
@@ -38,7 +38,7 @@ def _faults(module: nn.Sequential) -> Iterator[str]:
 
 
 def _sharded_faults(module: nn.Sequential, seen: set[int]) -> Iterator[str]:
-    """Those of what :func:`shardrec.shard` made; notes the parameters that it has looked at."""
+    """The faults of modules made by :func:`shardrec.shard`; records the parameters that were checked."""
     from shardrec.modules.collection import ShardedCollection
     from shardrec.modules.model import ShardedModel
 

@@ -1,4 +1,4 @@
-"""The batches of a loop, some of them under way ahead of their steps."""
+"""The batches of a loop, some of which are copied and exchanged ahead of their steps."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _DEEPEST = 4
 
 @dataclasses.dataclass(eq=False)
 class _Slot:
-    """A batch that has its step before it.
+    """A batch whose step is still to come.
 
     Args:
         batch: on the device.
-        error: what its step raises.
-        told: the other ranks know of the error.
+        error: the error that its step raises.
+        told: whether the other ranks know of the error.
         ahead: its calls, made ahead.
-        exchanged: their ids are under way.
-        ready: on CUDA, recorded when what was done ahead was issued.
+        exchanged: whether their ids are being sent.
+        ready: on CUDA, an event recorded after the work done ahead.
     """
 
     batch: Any = None
@@ -49,7 +49,7 @@ class _Slot:
     ready: Any = None
 
     def let_go(self) -> None:
-        """Of the calls that no forward has made."""
+        """Drop the calls that no forward has made."""
         if self.ahead is not None:
             self.ahead.close()
             self.ahead = None
@@ -59,7 +59,7 @@ class Lookahead:
     """Steps through batches; see :mod:`shardrec.pipeline.train`.
 
     Args:
-        batches: as many on every rank.
+        batches: the same number on every rank.
         context: of the sharded model; None: inputs are only copied ahead.
         depth: 0, 1 or 2.
         device: of the model.
@@ -122,14 +122,14 @@ class Lookahead:
         return result
 
     def close(self) -> None:
-        """Let go of the batches that are under way: every rank does so after the same step."""
+        """Drop the batches in progress; every rank calls this after the same step."""
         self._source = None
         for slot in self._slots:
             slot.let_go()
         self._slots.clear()
 
     def _fetch(self, count: int) -> None:
-        """Have so many batches, as far as there are any."""
+        """Fetch batches up to this number, as far as the loader has any."""
         while self._source is not None and len(self._slots) < count and not any(one.error for one in self._slots):
             try:
                 batch = next(self._source)
@@ -144,7 +144,7 @@ class Lookahead:
             self._slots.append(slot)
 
     def _prepare(self, slot: _Slot) -> None:
-        """Check and cut what its step will look up."""
+        """Check and cut the features that its step will look up."""
         if self._context is None or not self._learnt or slot.error is not None or slot.ahead is not None:
             return
         context = self._context
@@ -160,7 +160,7 @@ class Lookahead:
             context.step = before
 
     def _exchange(self, slot: _Slot | None) -> None:
-        """Exchange the headers of the following batch; every rank does so in every step, whatever it has.
+        """Exchange the headers of the next batch; every rank does so in every step, even without a batch.
 
         Raises:
             ForwardFailed: if another rank's forward has failed.
@@ -228,7 +228,7 @@ class Lookahead:
             InputError: on every rank.
         """
         context = self._context
-        assert context is not None, "without a sharded model nobody waits"
+        assert context is not None, "only a sharded model waits"
         if self._learnt is None and observed:
             self._learn(slot, observed)
         if not self._learnt or context.collectives.world_size == 1:
@@ -242,7 +242,7 @@ class Lookahead:
             raise shared from error
 
     def _learn(self, slot: _Slot, observed: list[tuple[Caller, object]] | None) -> None:
-        """Where in a batch the features of each call are, from those of this step."""
+        """Learn the path of each call's features in a batch, from the calls of this step."""
         if observed is None:
             return
         if slot.ahead is not None and slot.ahead.is_used_up and len(observed) == len(slot.ahead.calls):
@@ -267,7 +267,7 @@ class Lookahead:
 
 
 def tell_others(error: Exception, context: ModelContext) -> None:
-    """Raise an error of this rank, which has no batch for its step, on all the others, at their header exchange."""
+    """Raise an error of this rank, which has no batch for its step, on all other ranks at their header exchange."""
     if context.collectives.world_size == 1:
         return
     # This rank raises the error itself, which says more than its shared form, or than news that the others are gone.
@@ -276,7 +276,7 @@ def tell_others(error: Exception, context: ModelContext) -> None:
 
 
 def _words(error: Exception) -> str:
-    """An error as the other ranks are told it."""
+    """An error as a text for the other ranks."""
     return str(error) if isinstance(error, ShardrecError) else f"{type(error).__name__}: {error}"
 
 
@@ -322,7 +322,7 @@ def _keep(value: Any, stream: Any) -> None:
 
 
 def _path(batch: Any, wanted: object, deepest: int = _DEEPEST) -> Path | None:
-    """How to come from a batch to this very object."""
+    """The path from a batch to this object."""
     if batch is wanted:
         return ()
     if not deepest or isinstance(batch, (Tensor, KeyedJaggedTensor, KeyedTensor, JaggedTensor, str, bytes)):

@@ -1,7 +1,7 @@
-"""What stages send each other, and the box where it waits.
+"""The messages between stages, and the mailbox in which they wait.
 
-A stage that fails sends, in place of all that it still had to send, what failed. So every message that is waited for
-comes, every stage ends its step, and nothing is left over for the next one.
+A stage that fails sends its failure instead of all its remaining messages. So every expected message arrives, every
+stage ends its step, and no message is left over for the next step.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """What ended a stage's step.
+    """The failure that ended a stage's step.
 
     Args:
-        stage: which.
-        text: its traceback.
+        stage: its number.
+        text: the traceback.
         error: the exception, in the process where it was raised.
     """
 
@@ -51,21 +51,21 @@ class Failure:
     error: BaseException | None = None
 
     def told(self) -> Failure:
-        """What other processes are told."""
+        """The failure as it is sent to other processes."""
         return Failure(stage=self.stage, text=self.text)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """A nest of tensors on its way.
+    """A nested structure of tensors that is sent between stages.
 
     Args:
         leaves: its tensors; None for no tensor (in a gradient: for a zero).
         spec: how they are nested; None in a gradient, whose receiver knows.
-        differentiable: per leaf, whether a gradient is to come back.
-        versions: per leaf, how often it had been changed in place; empty where the receiver has a copy.
-        failure: in place of all that.
-        ready: on CUDA, recorded when the tensors had come.
+        differentiable: per leaf, whether a gradient is expected.
+        versions: per leaf, how often it had been changed in place; empty if the receiver has a copy.
+        failure: replaces the other fields.
+        ready: on CUDA, an event recorded when the tensors had arrived.
     """
 
     leaves: Sequence[Tensor | None] = ()
@@ -96,7 +96,7 @@ def flatten(value: Any, what: str) -> tuple[list[Tensor | None], TreeSpec]:
     """The tensors of a nest, pending ones waited for.
 
     Args:
-        value: tensors, None and awaitables in tuples, lists, dicts and whatever torch knows as a pytree.
+        value: tensors, None and awaitables in tuples, lists, dicts and other pytrees.
         what: for error messages.
 
     Raises:
@@ -116,7 +116,7 @@ class Mailbox:
     """How messages travel in one step: between threads, for stages in one process.
 
     Attributes:
-        failure: the first that a message told of.
+        failure: the first failure that a message reported.
     """
 
     def __init__(self) -> None:
@@ -146,10 +146,10 @@ class Mailbox:
             return self._messages.pop(key)
 
     def finish(self) -> None:
-        """Wait until all that goes to other processes, or comes from them, has arrived."""
+        """Wait until all messages to and from other processes have arrived."""
 
     def give_up(self, error: BaseException) -> None:
-        """Nothing more will come."""
+        """Report that no further message will arrive."""
         with self._changed:
             self._broken = error
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""A mini-batch cut into micro-batches and put together again.
+"""Cuts a mini-batch into micro-batches, and concatenates them again.
 
 ::
 

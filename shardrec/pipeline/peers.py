@@ -4,10 +4,10 @@
 
     stage ──send──► a thread per peer ──── process group ────► a thread per peer ──► mailbox ──take──► stage
 
-A message is received as soon as it comes, while the stage computes, and a send waits for no other peer's. Its header
-(``exchange/plain.py``, over gloo) tells shapes and dtypes, so that micro-batches may differ. Over NCCL, forward and
-backward have a communicator each: between two ranks, messages then go one way only, in the order in which both sides'
-schedules have them.
+A message is received as soon as it arrives, while the stage computes, and a send waits for no other peer. The message's
+header (``exchange/safe_pickle.py``, over gloo) gives shapes and dtypes, so micro-batches may differ. Over NCCL, forward
+and backward each have a communicator: between two ranks, its messages then go in one direction only, in the order of
+both ranks' schedules.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardrec.errors import PeerError
-from shardrec.exchange import plain
+from shardrec.exchange import safe_pickle
 from shardrec.exchange.transport import timeout_s
 from shardrec.pipeline.message import Key, Mailbox, Message
 from shardrec.pipeline.timeline import Recorder
@@ -65,10 +65,10 @@ class Peers:
     def gather(self, value: Any) -> list[Any]:
         """The value of each rank, on every rank; over gloo, so that no device waits."""
         with self._about_stages():
-            return plain.gather(value, self._control)
+            return safe_pickle.gather(value, self._control)
 
     def agree(self, number: int) -> list[int]:
-        """A number of each rank, on every rank; likewise."""
+        """A number of each rank, on every rank; every rank calls this."""
         numbers = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         with self._about_stages():
             dist.all_gather(numbers, torch.tensor([number]), group=self._control)
@@ -91,7 +91,7 @@ class Peers:
         """Send a message; waits until it is gone. ``ready`` is recorded when its tensors had been computed."""
         shapes = [None if leaf is None else (tuple(leaf.shape), leaf.dtype) for leaf in message.leaves]
         failure = None if message.failure is None else message.failure.told()
-        head = plain.dump((tuple(key), shapes, message.spec, list(message.differentiable), failure))
+        head = safe_pickle.dump((tuple(key), shapes, message.spec, list(message.differentiable), failure))
         data = len(head).to_bytes(8, "little") + head
         to = self._ranks[key.target]
         group = self._tensors[key.source > key.target]
@@ -122,7 +122,7 @@ class Peers:
                 rest = torch.empty(length - _FRAME, dtype=torch.uint8)
                 dist.recv(rest, source, group=self._control)
                 data += bytes(rest.tolist())
-            name, shapes, spec, differentiable, failure = plain.load(data[8:length])
+            name, shapes, spec, differentiable, failure = safe_pickle.load(data[8:length])
             assert Key(*name) == key, f"{Key(*name)} came in place of {key}: both sides have one schedule"
             leaves: list[Tensor | None] = []
             event = None
@@ -210,17 +210,17 @@ def _bytes(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-class _Streams(threading.local):
+class _ThreadStream(threading.local):
     stream: torch.cuda.Stream | None = None
 
 
-_streams = _Streams()
+_thread_stream = _ThreadStream()
 
 
 @contextmanager
 def _side_stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
     """Issue on a stream of the thread's own."""
-    if _streams.stream is None:
-        _streams.stream = torch.cuda.Stream(device)
-    with torch.cuda.stream(_streams.stream):
-        yield _streams.stream
+    if _thread_stream.stream is None:
+        _thread_stream.stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(_thread_stream.stream):
+        yield _thread_stream.stream

@@ -48,8 +48,8 @@ class Pipeline(nn.Module):
         group: the process group, with a rank for each stage; None: all stages are in this process.
         chunks: micro-batches that a mini-batch is cut into; there are fewer if it has fewer samples.
         schedule: of :meth:`step`: ``"gpipe"`` or ``"1f1b"``.
-        checkpoint: which micro-batches are computed once more in backward and keep no activations between stages'
-            inputs: ``"always"``, ``"except_last"`` (the last one's backward comes at once in GPipe) or ``"never"``.
+        checkpoint: which micro-batches are recomputed in backward and only keep their stages'
+            inputs: ``"always"``, ``"except_last"`` (in GPipe the last one's backward follows at once) or ``"never"``.
 
     Attributes:
         balance: as given.
@@ -58,7 +58,7 @@ class Pipeline(nn.Module):
         devices: of the stages in this process.
 
     Raises:
-        TypeError: if ``module`` is no sequential, or its skips do not fit together.
+        TypeError: if ``module`` is not a sequential, or its skips do not match.
         ConfigError: if the balance does not fit, stages share parameters, a layer reduces gradients or updates weights
             by itself, there are too few devices or ranks, or an option is unknown.
 
@@ -140,7 +140,7 @@ class Pipeline(nn.Module):
         return self.__dict__ | {"_pool": None, "recorder": None}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Layers stay on their stages' devices; the dtype may change."""
+        """Change the dtype of layers, which stay on their stages' devices."""
         for device in dict.fromkeys(self.devices):
             if fn(torch.empty(0, device=device)).device != torch.empty(0, device=device).device:
                 raise ConfigError(
@@ -153,7 +153,7 @@ class Pipeline(nn.Module):
     def forward(self, input: Any) -> Any:
         """The sequential's forward, in micro-batches.
 
-        In one process, ``backward()`` from the output is pipelined, too, in GPipe's order, and adds to the parameters'
+        In one process, ``backward()`` from the output is also pipelined, in GPipe's order, and adds to the parameters'
         ``.grad`` (``torch.autograd.grad`` with respect to parameters, and a second backward, are not supported). Over
         a group it is for evaluation: it has to run without gradients.
 
@@ -258,7 +258,7 @@ class Pipeline(nn.Module):
 
 
 def _numbered(device: torch.device) -> torch.device:
-    """With the number of a CUDA device, because each thread has a current one of its own."""
+    """The device with its CUDA number, because the current device differs between threads."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device

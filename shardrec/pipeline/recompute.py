@@ -1,4 +1,4 @@
-"""Activation checkpointing: what a layer can ask, and what is put back for a recomputation.
+"""Activation checkpointing: the queries for layers, and the state that is restored for a recomputation.
 
 ::
 
@@ -7,8 +7,9 @@
 
 [Note: random numbers of stages on the CPU]
 torch has one generator for all threads of the CPU. Stages that run on threads would draw from it in any order, and a
-recomputation would not find its numbers again. So each has a stream of its own: a dispatch mode puts the stage's state
-into the generator for just the operators that draw. Their streams begin from one draw of the generator in each step.
+recomputation could not repeat its numbers. So each stage has its own stream of random numbers: a dispatch mode sets the
+generator to the stage's state for the operators that draw. Their streams begin from one draw of the generator in each
+step.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ _flags = _Flags()
 
 
 def is_checkpointing() -> bool:
-    """Whether the forward that runs on this thread is checkpointed: it keeps no graph, and will run once more."""
+    """Whether the forward that runs on this thread is checkpointed: it keeps no graph, and will be recomputed."""
     return _flags.checkpointing
 
 
 def is_recomputing() -> bool:
     """Whether the forward that runs on this thread is a recomputation, for a backward.
 
-    A layer that counts its calls, or updates a state in forward, leaves that out in a recomputation.
+    A layer that counts its calls, or updates a state in forward, should not do so in a recomputation.
     """
     return _flags.recomputing
 
@@ -84,7 +85,7 @@ _GENERATOR = threading.Lock()
 
 
 class RandomStream(TorchDispatchMode):
-    """What is drawn on the CPU, on a thread where the mode is on, comes from a stream of its own.
+    """Random numbers on the CPU, drawn on a thread where this mode is active, come from a separate stream.
 
     Args:
         seed: of the stream.
@@ -123,7 +124,7 @@ class RandomState:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Draw the same numbers once more, and go on afterwards as if nothing had been drawn."""
+        """Draw the same numbers again inside, and restore the generator afterwards."""
         before = RandomState(self._device, self._stream)
         self._put()
         try:

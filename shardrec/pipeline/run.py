@@ -1,4 +1,4 @@
-"""One mini-batch on its way through a pipeline: what the caller does around its stages."""
+"""Runs one mini-batch through a pipeline: the caller's work around the stages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardrec.pipeline.message import Key, Mailbox, Message
 from shardrec.pipeline.microbatch import batch_size, gather, scatter, sizes_of
 from shardrec.pipeline.peers import PeerPort, Peers
 from shardrec.pipeline.recompute import Modes, RandomStream
-from shardrec.pipeline.schedule import Schedule, backwards, gpipe, place
+from shardrec.pipeline.schedule import Schedule, backwards, gpipe, simulate
 from shardrec.pipeline.stage import Checkpoint, Stage, StageStep, Step
 from shardrec.pipeline.timeline import Recorder
 
@@ -37,8 +37,8 @@ class Run:
         input: of the first stage; over a group, only the rank of that stage needs it.
         chunks: largest number of micro-batches.
         checkpoint: which of them compute the forward once more.
-        recorder: notes when stages compute and wait.
-        with_gradients: a backward follows.
+        recorder: records when stages compute and wait.
+        with_gradients: whether a backward follows.
 
     Attributes:
         batches: number of micro-batches.
@@ -152,11 +152,11 @@ class Run:
             raise
 
     def _in_turn(self, schedule: Schedule) -> None:
-        """On this thread, in an order in which nothing is waited for (but what other ranks send)."""
+        """Run on this thread, in an order in which only messages of other ranks are waited for."""
         with ExitStack() as stack:
             for step in self._steps.values():
                 stack.enter_context(step.at_work())
-            for entry in place(schedule):
+            for entry in simulate(schedule):
                 if entry.stage in self._steps:
                     self._steps[entry.stage].do(entry.action)
 
@@ -199,7 +199,7 @@ class Run:
         return [self._port.take(Key(stages - 1, stages, batch)) for batch in range(self.batches)]
 
     def values(self) -> Any:
-        """The output, without a graph; None where the last stage is not."""
+        """The output, without a graph; None on ranks without the last stage."""
         return _gathered(self._results()) if self._last else None
 
     def output(self) -> Any:
@@ -223,7 +223,7 @@ class Run:
         return self._input_gradients()
 
     def input_backward(self) -> None:
-        """After a step: let the input's gradients go on in the graph that it came from."""
+        """After a step: propagate the input's gradients to the graph that it came from."""
         if not self._first:
             return
         pairs = zip(self._input(), self._input_gradients(), strict=True)

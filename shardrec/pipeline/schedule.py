@@ -1,4 +1,4 @@
-"""Which stage does what in which order; pure functions.
+"""Schedules: the order of each stage's actions, as pure functions.
 
 F2 is the forward of micro-batch 2, B2 its backward (here as long as a forward). 3 stages, 4 micro-batches::
 
@@ -25,9 +25,9 @@ from shardrec.errors import ConfigError
 __all__ = [
     "SCHEDULES",
     "Action",
-    "Placed",
     "Schedule",
     "ScheduleName",
+    "TimedAction",
     "backwards",
     "bubble",
     "draw",
@@ -35,7 +35,7 @@ __all__ = [
     "gpipe",
     "idle_share",
     "one_f_one_b",
-    "place",
+    "simulate",
 ]
 
 ScheduleName = Literal["gpipe", "1f1b"]
@@ -43,7 +43,7 @@ ScheduleName = Literal["gpipe", "1f1b"]
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One piece of a stage's work.
+    """A forward or backward of a stage.
 
     Args:
         kind: ``"F"``, a forward, or ``"B"``, a backward (with the recomputation, where there is one).
@@ -62,8 +62,8 @@ Schedule = list[list[Action]]
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
-    """When a stage does an action: from ``start`` to ``end``."""
+class TimedAction:
+    """An action of a stage with its time, from ``start`` to ``end``."""
 
     stage: int
     action: Action
@@ -102,12 +102,12 @@ def one_f_one_b(stages: int, batches: int) -> Schedule:
 
 
 def forwards(schedule: Schedule) -> Schedule:
-    """Its forwards alone."""
+    """The forwards of a schedule only."""
     return [[action for action in actions if action.kind == "F"] for actions in schedule]
 
 
 def backwards(schedule: Schedule) -> Schedule:
-    """Its backwards alone."""
+    """The backwards of a schedule only."""
     return [[action for action in actions if action.kind == "B"] for actions in schedule]
 
 
@@ -115,8 +115,9 @@ SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}
 """The schedules by name."""
 
 
-def place(schedule: Schedule) -> list[Placed]:
-    """Each action, a unit of time, as early as its stage, and the one before (forward) or behind (backward), allow.
+def simulate(schedule: Schedule) -> list[TimedAction]:
+    """Start each action, of one unit of time, as early as its stage and its neighbour (the stage before for a forward,
+    the next one for a backward) allow.
 
     Returns:
         The actions in order of their starts: an order in which one thread can do them all.
@@ -128,7 +129,7 @@ def place(schedule: Schedule) -> list[Placed]:
     ends: dict[tuple[int, Action], float] = {}
     free = [0.0] * len(schedule)
     left = [list(reversed(actions)) for actions in schedule]
-    placed: list[Placed] = []
+    timed: list[TimedAction] = []
 
     def needs(stage: int, action: Action) -> list[tuple[int, Action]]:
         forward_of = (stage, Action("F", action.batch))
@@ -143,21 +144,21 @@ def place(schedule: Schedule) -> list[Placed]:
                 action = actions.pop()
                 start = max([free[stage], *(ends[need] for need in needs(stage, action))])
                 free[stage] = ends[stage, action] = start + 1
-                placed.append(Placed(stage, action, start, start + 1))
+                timed.append(TimedAction(stage, action, start, start + 1))
                 progress = True
     stuck = [f"stage {stage} at {actions[-1]}" for stage, actions in enumerate(left) if actions]
     if stuck:
         raise ConfigError(f"the schedule cannot go on, {', '.join(stuck)}: put actions after those that they need")
-    return sorted(placed, key=lambda entry: (entry.start, entry.end, entry.stage))
+    return sorted(timed, key=lambda entry: (entry.start, entry.end, entry.stage))
 
 
 def draw(schedule: Schedule) -> str:
     """The schedule as text, a line per stage and a column per unit of time; forward and backward take one each."""
-    placed = place(schedule)
-    width = 1 + max((len(str(one.action)) for one in placed), default=0)
-    columns = int(max((one.end for one in placed), default=0))
+    timed = simulate(schedule)
+    width = 1 + max((len(str(one.action)) for one in timed), default=0)
+    columns = int(max((one.end for one in timed), default=0))
     lines = [["."] * columns for _ in schedule]
-    for entry in placed:
+    for entry in timed:
         lines[entry.stage][int(entry.start)] = str(entry.action)
     return "\n".join(
         f"stage {stage} " + "".join(cell.rjust(width) for cell in cells) for stage, cells in enumerate(lines)
@@ -169,9 +170,9 @@ def bubble(stages: int, batches: int) -> float:
     return (stages - 1) / (batches + stages - 1)
 
 
-def idle_share(placed: Sequence[Placed]) -> float:
+def idle_share(timed: Sequence[TimedAction]) -> float:
     """Share of the stages' time, from the first start to the last end, in which they do nothing."""
-    stages = len({one.stage for one in placed})
-    begin, end = min(one.start for one in placed), max(one.end for one in placed)
-    busy = sum(one.end - one.start for one in placed)
+    stages = len({one.stage for one in timed})
+    begin, end = min(one.start for one in timed), max(one.end for one in timed)
+    busy = sum(one.end - one.start for one in timed)
     return 1 - busy / (stages * (end - begin))

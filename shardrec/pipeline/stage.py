@@ -9,9 +9,9 @@
       send    activation to stage s+1                            send    gradients to stage s-1,
               skips to the stages that pop them                          and to those that stashed what this one popped
 
-Each stage has a graph of its own per micro-batch. Where tensors enter it, an autograd function catches their gradients;
-where they leave it, only the edge of the graph is kept. So the memory of an activation or skip is held by whoever
-computes with it, and by autograd where a backward needs its values.
+Each stage has a separate graph per micro-batch. An autograd function catches the gradients of tensors that enter it; of
+tensors that leave it, only the edge of the graph is kept. So the memory of an activation or skip is held by the stage
+that computes with it, and by autograd if a backward needs its values.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Checkpoint = Literal["always", "except_last", "never"]
 
 @dataclass(kw_only=True)
 class Step:
-    """What the stages of one process know of a step.
+    """The settings of a step for the stages of one process.
 
     Args:
         with_gradients: a backward follows.
@@ -145,12 +145,12 @@ class Stage:
         self.token = torch.zeros(0, requires_grad=True)
 
     def taken(self, action: Action) -> list[Key]:
-        """What comes for an action, in the order in which it is taken."""
+        """The messages that an action receives, in order."""
         others = self._before if action.kind == "F" else self._behind
         return [Key(other, self.index, action.batch, skip) for other, skip in others]
 
     def sent(self, action: Action) -> list[Key]:
-        """What an action sends, in order."""
+        """The messages that an action sends, in order."""
         others = self._behind if action.kind == "F" else self._before
         return [Key(self.index, other, action.batch, skip) for other, skip in others]
 
@@ -173,11 +173,11 @@ class StageStep:
                 self.do(action)
 
     def at_work(self) -> AbstractContextManager[None]:
-        """What stands around the actions: batch norms collect their statistics."""
+        """The context of the actions, in which batch norms collect their statistics."""
         return self._stage.statistics.collected(lambda: self.failure is None)
 
     def do(self, action: Action) -> None:
-        """Do it, or tell the others that this stage has failed; raises no exception for a failure.
+        """Run an action, or tell the others that this stage has failed; does not raise for a failure.
 
         Raises:
             BaseException: that is no Exception, such as KeyboardInterrupt, after the others have been told.

@@ -1,8 +1,9 @@
 """Running statistics of batch norms, of the mini-batch and not of its last micro-batches.
 
 A BatchNorm layer sees micro-batches, and normalizes each by its own mean and variance, as GPipe (Huang et al., 2019)
-does. Its running statistics are to be those of the whole mini-batch, updated once, whatever the number of micro-batches
-and of recomputations. So while a stage runs, its batch norms leave them alone, and a hook adds up what they would see.
+does. Its running statistics must be those of the whole mini-batch, updated once, regardless of the number of
+micro-batches and recomputations. So while a stage runs, its batch norms do not update them, and a hook accumulates the
+batch statistics.
 """
 
 from __future__ import annotations

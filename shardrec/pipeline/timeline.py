@@ -18,14 +18,13 @@ __all__ = ["Recorder", "Span", "Timeline"]
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """What a stage did for a while.
+    """A span of a stage's time.
 
     Args:
-        stage: which.
-        name: the action, such as ``"F0"``.
+        stage: its number. name: the action, such as ``"F0"``.
         kind: ``"compute"``; ``"wait"``, for messages; ``"send"``, a message on its way to another rank.
         start: time in seconds of the host's clock.
-        end: likewise.
+        end: on the same clock.
     """
 
     stage: int

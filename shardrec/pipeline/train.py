@@ -9,9 +9,9 @@
                         batch i:   dense part's backward, gradients of rows ──► update │
     step i+1            batch i+1: the ids are there ◄─────────────────────────────────┘
 
-Each step looks its rows up after the last update, so that losses are those of the plain loop, to the bit. How far the
-loop looks ahead is its depth: 0, the plain loop; 1, batch i+1 is copied and its ids are exchanged in step i; 2, batch
-i+2 is copied in step i, too.
+Each step looks its rows up after the last update, so that losses are bit-identical to those of the plain loop. How far
+the loop looks ahead is its depth: 0, the plain loop; 1, batch i+1 is copied and its ids are exchanged in step i; 2,
+batch i+2 is copied in step i, too.
 
 [Note: failing while another batch is under way]
 In step i the headers of batch i+1 are exchanged between forward and backward. A rank whose forward failed still looks
@@ -143,7 +143,7 @@ class TrainPipeline:
             optimizer.step()
 
     def close(self) -> None:
-        """Let go of the batches that are under way, where a loop ends before its dataloader does.
+        """Drop the batches in progress, if a loop ends before its dataloader.
 
         Every rank calls it after the same step; there is no further one.
         """

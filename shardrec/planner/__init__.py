@@ -1,6 +1,6 @@
 """The planner: from a model's tables to a sharding plan, with its cost, a proven bound and its reasons.
 
-Its names are imported when they are first asked for: the solver brings numpy and HiGHS along.
+Its names are imported at their first use, because the solver imports numpy and HiGHS.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The ways to cut a table, priced, as options of the solver.
 
 Cuts that cannot be better than another that is allowed are left out. On one host, row blocks on any ranks include those
-on all of its ranks (``table_row_wise``), which are made where a constraint asks; column stripes likewise
-(``table_column_wise``), on any number of hosts.
+on all of its ranks (``table_row_wise``), which are made only if a constraint asks for them; column stripes on any ranks
+include those of ``table_column_wise``, on any number of hosts.
 
 On several hosts, what row blocks cost depends on which of them share a host (:meth:`CostModel.host_sum`). So there
-their places are whole patterns: some or all of the ranks of a host, so many hosts, or all ranks. Two of a table's
+their places are whole patterns: some or all of the ranks of a host, several hosts, or all ranks. Two of a table's
 patterns on the same host cost no more than they are priced at, and no less than the table's blocks on that host alone,
 which is an option too; so the proven bound holds for them.
 """
@@ -190,7 +190,7 @@ class CandidateMaker:
                 yield self._by_host(table, "grid", even[count], _row_edges(table, full)[0], hosts)
 
     def _mixed(self, table: TableLoad, even: Mapping[int, Ints], ranks: Ints, most: float) -> Iterator[Candidate]:
-        """Stripes cut into row blocks that no cut with a name of its own makes."""
+        """Stripes cut into row blocks in ways that no named cut does."""
         rows = table.num_embeddings
         if not self._model.sums_in_hosts(table):
             for count, blocks in product(_MIXED_STRIPES, _MIXED_BLOCKS):
@@ -249,7 +249,7 @@ class CandidateMaker:
     def _summed(
         self, table: TableLoad, cut: str, widths: Ints, holders: int, hosts: int, ranks: Ints
     ) -> Iterator[Candidate]:
-        """Row blocks on so many ranks of each of so many hosts, a pattern for each stripe and host."""
+        """Row blocks on a number of ranks of a number of hosts, with a pattern for each stripe and host."""
         per_host, blocks = self._topology.ranks_per_host, holders * hosts
         places, everywhere = self._runs_of(holders, ranks), self._everywhere(table, len(widths), blocks, hosts)
         others = self._model.host_sum(table, cols=widths[0], blocks=holders)

@@ -1,4 +1,4 @@
-"""What a user may ask of a table's place in the plan."""
+"""Constraints of the user on a table's cut and ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Constraint:
         cuts: the cuts that may be used; default: any that the planner knows.
         ranks: the ranks that may hold a shard; default: all.
         min_columns: least width of a column stripe; default: the kernels' unit.
-        pinned: the table's layout, decided already; leaves nothing to the planner.
+        pinned: the table's layout, which the planner does not change.
     """
 
     cuts: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Tables that do not fit: which, by how much, and what would do."""
+"""The report about tables that do not fit: which ones, by how much, and the remedies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST_RANKS = 4096
 
 
 def refuse(planner: Planner) -> NoReturn:
-    """Raise what there is to say about a problem for which no plan was found.
+    """Raise the PlanError about a problem for which no plan was found.
 
     Raises:
         PlanError: always.

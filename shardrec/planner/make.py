@@ -37,7 +37,7 @@ def plan(
 ) -> ShardingPlan:
     """Plan where each table of a model's embedding collections goes.
 
-    Without a time limit the result is a pure function of the arguments, so every rank may compute it for itself.
+    Without a time limit the result is a pure function of the arguments, so every rank may compute it independently.
 
     Args:
         model: holds ``torchrec.EmbeddingBagCollection`` or ``EmbeddingCollection`` modules; meta tables are fine.
@@ -47,19 +47,20 @@ def plan(
             or pattern with ``*`` and ``?``.
         profile: time coefficients (``shardrec calibrate``); default: those of the topology's machine.
         poolings: ids of a sample, by feature or table; default: 1, or as in ``sample_batches``.
-        sample_batches: batches as one rank gets them: how many ids a sample has, how often they come again, and which
-            rows they hit. Some thousand samples will do.
+        sample_batches: batches of one rank, from which the planner estimates the ids per sample, how often ids repeat,
+            and which rows they hit. A few thousand samples are enough.
         limits: when to stop searching.
-        device: where the tables will be, of which the topology's machine says more if it has one; default: where
-            :func:`shardrec.shard` puts the model by default.
-        dedup: as :func:`shardrec.shard` will be told: sequence collections send each distinct id of a table once.
+        device: of the tables, unless the topology has a machine; default: the default of :func:`shardrec.shard`.
+        dedup: the argument ``dedup`` that :func:`shardrec.shard` will get: sequence collections send each distinct id
+            of a table once.
 
     Returns:
-        The plan; :func:`shardrec.planner.explain`, ``to_html`` and ``to_png`` say what it costs and why it is as it is.
+        The plan; :func:`shardrec.planner.explain`, ``to_html`` and ``to_png`` show its cost and the reasons for its
+        cuts.
 
     Raises:
         ConfigError: if the model has no collection, or a constraint is for an unknown table or cannot be met.
-        PlanError: if the tables do not fit; says which, and what would do.
+        PlanError: if the tables do not fit; names them and the remedies.
     """
     tables, kind = _tables_of(model, poolings, sample_batches, dedup), _device_type(model, device)
     ranks = topology or _current_topology()
@@ -106,12 +107,12 @@ def replan(
 ) -> ShardingPlan:
     """A better plan for the same ranks that moves few bytes.
 
-    A byte is moved when a rank is to hold a weight that it does not hold in the old plan; optimizer state moves with
-    it.
+    A byte is moved if a rank holds a weight in the new plan that it does not hold in the old one; optimizer state moves
+    with it.
 
     Args:
         old_plan: in use now.
-        model: as for :func:`plan`, on whose other arguments this goes by.
+        model: as for :func:`plan`, whose other arguments are also accepted.
         max_moved_bytes: most bytes of weights and optimizer state that ranks may have to receive.
         batch_size: samples per rank in a step.
         constraints: by table name or pattern; they hold for the tables that move.
@@ -123,7 +124,7 @@ def replan(
         dedup: as :func:`shardrec.shard` will be told.
 
     Returns:
-        The plan, whose bound is that of planning anew.
+        The plan, whose bound is that of a new plan.
     """
     tables, kind = _tables_of(model, poolings, sample_batches, dedup), _device_type(model, device)
     old_plan.check_tables({name: (load.num_embeddings, load.embedding_dim) for name, load in tables.items()})

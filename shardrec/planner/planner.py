@@ -95,8 +95,8 @@ class Planner:
     def problem(self, capacity: float | None = None) -> Problem:
         """The problem for the solver, with another capacity of every rank if one is given.
 
-        To the solver all ranks have the memory of the one that has most. What the others lack is a table more, whose
-        one option has an item of so many bytes for each rank, at its place.
+        In the solver all ranks have the memory of the largest one. What the others lack is an additional table, whose
+        one option has an item with this number of bytes for each rank, at its place.
         """
         # Tables with the same candidates have the same options: one object.
         options = {id(each): tuple(one.option for one in each) for each in self.candidates.values()}

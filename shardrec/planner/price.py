@@ -1,4 +1,4 @@
-"""The price of any plan, made by the planner or by hand: what each rank bears, and what each table costs."""
+"""The price of any plan, made by the planner or by hand: the cost of each rank, and of each table."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def priced_plan(
 
 
 def overhead_ms(model: CostModel, tables: Mapping[str, TableLoad], plan: ShardingPlan) -> float:
-    """What a step of the plan takes besides the work of its shards: see :meth:`CostModel.overhead_ms`."""
+    """The time of a step in addition to the work of its shards: see :meth:`CostModel.overhead_ms`."""
     return sum(_overheads(model, tables, plan))
 
 
@@ -48,7 +48,7 @@ def predicted_ms(model: CostModel, tables: Mapping[str, TableLoad], plan: Shardi
 
 
 def predicted_phases(model: CostModel, tables: Mapping[str, TableLoad], plan: ShardingPlan) -> tuple[float, float]:
-    """Time of a step until all ranks have their outputs, and from there on; replicas are in the latter."""
+    """Time of a step until all ranks have their outputs, and the remaining time, which includes replicas."""
     ranks, _ = priced_plan(model, tables, plan)
     forward, backward = _overheads(model, tables, plan)
     first = max(rank.forward_ms for rank in ranks)

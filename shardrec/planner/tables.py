@@ -1,4 +1,4 @@
-"""From a table's shape and the model around it to what the planner knows of it."""
+"""Derives the planner's description of a table from its shape and the model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Sampled", "sampled_features", "table_loads"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sampled:
-    """What sample batches say of a feature.
+    """Statistics of a feature in sample batches.
 
     Args:
         pooling: ids of a sample.
@@ -42,12 +42,12 @@ def table_loads(
     sampled: Mapping[str, Sampled] | None = None,
     dedup: bool = True,
 ) -> dict[str, TableLoad]:
-    """What the planner knows of each table of a model's collections.
+    """The planner's description of each table of a model's collections.
 
     Args:
         model: holds unsharded collections.
         poolings: ids of a sample, by feature or by table name; default: 1.
-        sampled: what sample batches said, by feature; ``poolings`` goes over it.
+        sampled: statistics of sample batches, by feature; ``poolings`` overrides them.
         dedup: sequence collections send each distinct id of a table once per batch.
 
     Raises:

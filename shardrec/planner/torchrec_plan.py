@@ -7,8 +7,8 @@
     ParameterSharding.sharding_spec        its shards: sizes and offsets are (rows, columns)
     sharding_type                          cut; a layout of another form is written as the nearest, see below
 
-A TorchRec row-wise table has one block per rank, in the order of ranks; a plan that cuts otherwise is not one that
-TorchRec could carry out, so writing it is refused, with what to do.
+A TorchRec row-wise table has one block per rank, in the order of ranks; TorchRec does not support other row cuts, so
+writing such a plan raises an error with the remedy.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def to_torchrec(
         paths: path of each table's collection, by table name; default: all of the name but the last part.
 
     Raises:
-        PlanError: naming each table that is cut in a way that TorchRec has not.
+        PlanError: if a table is cut in a way that TorchRec does not support; names each of them.
     """
     from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
     from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding
@@ -115,7 +115,7 @@ def constraints_from_torchrec(
 ) -> tuple[dict[str, Constraint], dict[str, float]]:
     """TorchRec's constraints as shardrec's, and the ids of a sample that they tell.
 
-    What they say of kernels, caches and devices has no counterpart and is left out.
+    Their settings of kernels, caches and devices have no counterpart and are ignored.
 
     Args:
         constraints: by table name, as TorchRec's planner takes them.

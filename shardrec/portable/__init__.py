@@ -10,7 +10,7 @@ gradient. It has what docs/executors.md says, and refuses the rest with the reas
     twin.py         what both twins have: the lookups of this rank's shards, the all-to-all of float rows
     bags.py         a sharded embedding bag collection
     sequences.py    a sharded embedding collection
-    frozen.py       maps of dynamic ids, which learn no more
+    frozen_ids.py   maps of dynamic ids, which learn no more
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from shardrec._torchscript import counts_of, list_of
 from shardrec.exchange.route import Piece, output_pieces
-from shardrec.modules.live import parameters_of
+from shardrec.modules.live_twins import parameters_of
 from shardrec.pending import Await, awaitable
 from shardrec.portable.input import Checked
 from shardrec.portable.twin import PortableTwin, arrived_rows
@@ -34,7 +34,7 @@ class PortableBags(PortableTwin):
         super().__init__(collection, parallel_lookups)
         route, outputs = collection.input.route, collection.lookups
         self.embedding_bags = parameters_of(collection.embedding_bags)
-        replicated = collection.own_lookups
+        replicated = collection.replicated_lookups
         numbers = [collection.replica_number[one.layout.name] for one in replicated]
         replicas = collection.replicas
         self.replicas = nn.ModuleList([] if replicas is None else [replicas.scripted(numbers, pooled=True)])

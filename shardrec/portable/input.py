@@ -1,15 +1,15 @@
 """A batch checked, cut and exchanged by operators and plain data, as TorchScript and torch.export take them.
 
 What :mod:`shardrec.exchange.input` and :mod:`payload` do for one module, by the same routes and in the same order of
-slots. Header and payload are of its own: a row of the header is fault | batch size | counts, without a checksum;
-weights have an all-to-all of their own; wide ids widen the lengths. Left out, and refused with a fault: a batch size
-per feature. Not needed: sums inside hosts (the output is the same without).
+slots. Header and payload differ from the live driver's: a row of the header is fault | batch size | counts, without a
+checksum; weights have a separate all-to-all; wide ids widen the lengths. A batch size per feature is not supported and
+raises a fault. Sums inside hosts are not needed (the output is the same without them).
 
 Shapes as in those modules: F features of the input, S slots of all ranks, W ranks, G lookup groups, B local batch size.
 
 [Note: faults without Python]
-The header carries a number for the fault, so that every rank raises at the same step and says which ranks are at fault
-and why, but not which id: the eager model tells that.
+The header carries a number for the fault, so that every rank raises at the same step and names the ranks at fault and
+the reason, but not the id, which the eager model names.
 
 [Note: sizes that tracers do not know]
 The numbers of ids come from a header, so a tracer has a symbol for each, and cannot answer a question about one. Hence

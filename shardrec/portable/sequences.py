@@ -1,6 +1,7 @@
 """A sharded embedding collection as operators and plain data: its portable twin.
 
-The same steps as :mod:`shardrec.modules.sequences`, :mod:`shardrec.exchange.dedup` and :mod:`shardrec.exchange.rows`.
+It takes the steps of :mod:`shardrec.modules.sequences`, :mod:`shardrec.exchange.dedup` and
+:mod:`shardrec.exchange.row_output`.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from shardrec._torchscript import counts_of, list_of
 from shardrec.exchange.bad_ids import places_of_rows
 from shardrec.exchange.dedup import distinct
-from shardrec.exchange.rows import unit_targets
-from shardrec.modules.live import parameters_of
+from shardrec.exchange.row_output import unit_targets
+from shardrec.modules.live_twins import parameters_of
 from shardrec.pending import Await, awaitable
 from shardrec.portable.input import Received
 from shardrec.portable.twin import PortableTwin, arrived_rows

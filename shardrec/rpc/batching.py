@@ -1,7 +1,7 @@
-"""Requests wait in a queue, and one thread serves what is there, so that no RPC thread ever blocks.
+"""Requests wait in a queue, and one thread serves all waiting ones, so that no RPC thread ever blocks.
 
-While the thread looks up, requests arrive; the next lookup is for all of them. Under load that merges by itself, and
-an idle server answers at once. A window makes the thread wait for more requests after the first one.
+While the thread looks up, requests arrive; the next lookup is for all of them. Under load this merges requests
+automatically, and an idle server answers at once. A window makes the thread wait for more requests after the first one.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class RequestQueue:
 
     Args:
         look_up: answers several lookups; must not raise.
-        tick: called when nothing has come for a while; gives the seconds until the next call.
-        capacity: lookups that may wait; one more is refused. Whoever gives other work bounds it.
+        tick: called when no request has arrived for a while; returns the seconds until the next call.
+        capacity: lookups that may wait; one more is refused. Callers that submit other work bound it.
         window_s: seconds to wait for more after the first request.
         max_requests: requests of one merged lookup.
     """
@@ -75,10 +75,8 @@ class RequestQueue:
         self._thread.start()
 
     def put(self, request: Request) -> None:
-        """Let it wait.
-
-        Raises:
-            BusyError: if the queue is full, or closed; the request is as if it had not been made.
+        """Put a request in the queue. Raises:
+        BusyError: if the queue is full, or closed; the request is as if it had not been made.
         """
         with self._changed:
             size = len(self._waiting)

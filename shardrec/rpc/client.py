@@ -1,4 +1,4 @@
-"""The servers as a trainer or a serving client sees them: calls with a time limit, answers that are waited for."""
+"""The client side of the servers, for trainers and serving clients: calls with a time limit, and their answers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Connections:
 
 
 class Answers(Awaitable[Any]):
-    """A call under way; what a replica that is gone does not answer, another one is asked for.
+    """The answers of a call in progress; if a replica is gone, another one is asked.
 
     Args:
         names: RPC names of the replicas; the first is asked first.

@@ -1,4 +1,4 @@
-"""What stands for the collectives of a step on a trainer whose tables are on servers.
+"""The collectives of a step on a trainer whose tables are on servers.
 
 To the sharded modules the trainers and the servers are ranks of one group: T trainers, which have batches and no
 shards, then S servers, which have shards and no batches. Between trainers only the header travels, over their own
@@ -25,7 +25,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shardrec.exchange.collectives import Collectives, Later, Pending, Streams, joined
+from shardrec.exchange.collectives import Collectives, Later, Pending, StreamSizes, joined
 from shardrec.exchange.headers import FIXED_COLUMNS
 from shardrec.lookup.optimizers import FusedOptimizer
 from shardrec.rpc.client import Answers, Connections
@@ -46,7 +46,7 @@ class RemoteCollectives(Collectives):
         staleness: updates that the tables may be behind.
 
     Attributes:
-        session: a number that tells this run of the trainers from others, alike on all of them.
+        session: a number that identifies this run of the trainers, the same on all of them.
         rates: the learning rate of each fused optimizer, in the order in which the servers know them.
     """
 
@@ -85,7 +85,7 @@ class RemoteCollectives(Collectives):
         return self.trainers.gather(values, sizes[:count], what) + [values.new_zeros(size) for size in sizes[count:]]
 
     def send(
-        self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str, streams: Streams | None = None
+        self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str, streams: StreamSizes | None = None
     ) -> Pending:
         assert not sum(receive[: self.trainers.world_size]), f"trainers have no shards, and {what} is to come from one"
         like = parts[0][0]
@@ -120,7 +120,7 @@ class RemoteCollectives(Collectives):
             [self.servers.ask(server, push, *common, parts, one.cpu(), what="update") for server, (parts, one) in pairs]
         )
 
-    def settle(self, behind: int = 0) -> None:
+    def wait_for_updates(self, behind: int = 0) -> None:
         """Wait for all updates but the last ones.
 
         Args:
@@ -148,7 +148,7 @@ class _Gradients:
 
     collectives: RemoteCollectives
     requests: list[list[Part]]
-    streams: Streams
+    streams: StreamSizes
     device: torch.device
     buffers: list[Tensor] = field(default_factory=list)
 
@@ -163,7 +163,7 @@ class _Gradients:
         self.buffers = []
 
     def wait(self) -> list[Tensor]:
-        self.collectives.settle(self.collectives.staleness)
+        self.collectives.wait_for_updates(self.collectives.staleness)
         return [torch.empty(0, device=self.device) for _ in self.streams.out[0]]
 
 

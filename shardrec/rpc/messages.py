@@ -1,4 +1,4 @@
-"""What trainers and servers send each other: tensors and plain data, checked where they arrive.
+"""The messages between trainers and servers: tensors and plain data, checked on arrival.
 
 ::
 

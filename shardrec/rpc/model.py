@@ -37,7 +37,7 @@ __all__ = ["RemoteModel", "shard_over_servers"]
 
 
 class RemoteModel(ShardedModel):
-    """What :func:`shardrec.shard` returns with ``servers``: a :class:`shardrec.ShardedModel` of one trainer.
+    """The result of :func:`shardrec.shard` with ``servers``: the :class:`shardrec.ShardedModel` of one trainer.
 
     Its state_dict has whole tables, read from the servers. A checkpoint has the same form as the sharded model's, and
     either can load the other's: each server writes and reads its own shards, in a folder that all processes share.
@@ -51,10 +51,10 @@ class RemoteModel(ShardedModel):
         Raises:
             PeerError: if a server is gone or did not answer in time.
         """
-        self._collectives.settle()
+        self._collectives.wait_for_updates()
 
     def server_statistics(self) -> list[dict[str, Any]]:
-        """Per server, what it is and has done: requests, fused lookups made for them, updates."""
+        """Per server, its description and statistics: requests, fused lookups made for them, updates."""
         servers = self._collectives.servers
         return [servers.call(number, "describe") for number in range(len(servers))]
 

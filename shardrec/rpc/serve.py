@@ -110,7 +110,7 @@ def serve(
 
 
 def supervise(run: Run, options: dict[str, Any], *, restarts: int, debug: bool = False) -> None:
-    """Call ``run(options)`` in a process of its own, and again when a signal or a crash has ended that process.
+    """Call ``run(options)`` in a new process, and again if a signal or a crash has ended that process.
 
     Args:
         run: a function of a module.

@@ -37,8 +37,8 @@ from shardrec.modules.convert import put_in_place, sharded_collection
 from shardrec.modules.model import ShardedModel
 from shardrec.modules.ties import refuse_ties
 from shardrec.rpc.batching import Request, RequestQueue, complete
-from shardrec.rpc.between import ServerCollectives
 from shardrec.rpc.messages import Answer, Part, check_gradient, check_parts, failure
+from shardrec.rpc.server_collectives import ServerCollectives
 
 __all__ = ["EmbeddingServer", "call", "fused_optimizers_of", "look_up", "push", "take_rows"]
 
@@ -65,7 +65,7 @@ class _Push:
 
 @dataclass(kw_only=True)
 class _Pushes:
-    """What the trainers have pushed of an update, by number of the trainer."""
+    """The parts of an update that trainers have pushed, by number of the trainer."""
 
     trainers: int
     rates: list[float]
@@ -99,8 +99,8 @@ class EmbeddingServer:
         servers: RPC names of all servers, by rank; default: ``server0`` and on.
         device: of the shards; default: the CPU.
         capacity: lookups that may wait, and updates that wait for their other trainers; one more is answered with
-            BusyError.
-        window_s: seconds to wait for more lookups after the first of a batch; by default, a batch is what has come
+            BusyError. window_s: seconds to wait for more lookups after the first of a batch; by default, a batch is
+                what has come
             while the one before was looked up.
         max_requests: lookups of a batch.
         read_only: refuse updates.
@@ -190,15 +190,16 @@ class EmbeddingServer:
         parts: list[Part],
         gradient: Tensor,
     ) -> Future[Answer]:
-        """Update the tables when the gradients of all the trainers have come.
+        """Update the tables when the gradients of all trainers have arrived.
 
         Args:
-            update: which run of the trainers, and which of its updates; alike on all trainers, and made in this order.
+            update: the run of the trainers and the number of its update; the same on all trainers. Updates are made in
+                this order.
             trainer: number of the trainer, and of trainers.
             wait_s: seconds to wait for the other trainers.
             rates: learning rate of each of the model's fused optimizers.
             parts: as they were looked up.
-            gradient: (n,) float32, of what the lookup gave.
+            gradient: (n,) float32, of the lookup's result.
 
         Returns:
             Future of the answer, which is 0; completed when the update is made.
@@ -238,7 +239,7 @@ class EmbeddingServer:
         return self._answered(lambda: Request(work=work))
 
     def describe(self) -> dict[str, Any]:
-        """What this server is, and what it has done so far, as plain data."""
+        """A description and statistics of this server, as plain data."""
         return {
             "rank": self.rank,
             "servers": self.model.plan.world_size,
@@ -445,7 +446,7 @@ _METHODS = frozenset({"describe", "load", "read", "save", "step_counts", "write"
 
 
 def _failed(error: Exception) -> Future[Answer]:
-    """An error as an answer that is there already."""
+    """An error as an answer that is already complete."""
     future: Future[Answer] = Future()
     future.set_result(failure(error))
     return future

@@ -27,7 +27,7 @@ class RemoteTable(ShardedTable):
     Args:
         collectives: of the trainer.
         table: arguments of :class:`ShardedTable`.
-        fused: likewise.
+        fused: argument of :class:`ShardedTable`.
     """
 
     def __init__(self, collectives: RemoteCollectives, *table: Any, fused: bool) -> None:
@@ -37,7 +37,7 @@ class RemoteTable(ShardedTable):
     def _save_to_state_dict(self, destination: MutableMapping[str, Any], prefix: str, keep_vars: bool) -> None:
         layout = self.layout
         whole = torch.empty((layout.num_embeddings, layout.embedding_dim), dtype=self.dtype)
-        self._collectives.settle()
+        self._collectives.wait_for_updates()
         for rank in layout.ranks:
             server = rank - self._collectives.trainers.world_size
             for (top, bottom, left, right), values in self._collectives.servers.call(server, "read", layout.name, ""):
@@ -59,7 +59,7 @@ class RemoteTable(ShardedTable):
             for shard in (() if collectives.rank else layout.shards)
         }
         load_table(layout, shards, value)
-        collectives.settle()
+        collectives.wait_for_updates()
         for shard, values in shards.items():
             assert shard is not None, "a table on servers is cut"
             rect = [shard.row_start, shard.row_end, shard.col_start, shard.col_end]
@@ -73,7 +73,7 @@ class RemoteShards(ShardLookup):
     Args:
         collectives: of the trainer.
         lookup: arguments of :class:`ShardLookup`.
-        pooled: likewise.
+        pooled: argument of :class:`ShardLookup`.
     """
 
     def __init__(self, collectives: RemoteCollectives, *lookup: Any, pooled: bool) -> None:
@@ -86,7 +86,7 @@ class RemoteShards(ShardLookup):
 
     def step_counts(self) -> dict[str, int]:
         """Per table, how many updates its fused optimizer has made; asks the servers."""
-        self._collectives.settle()
+        self._collectives.wait_for_updates()
         counts = super().step_counts()
         for server in range(len(self._collectives.servers)):
             for name, count in self._collectives.servers.call(server, "step_counts").items():

@@ -1,8 +1,8 @@
-"""The processes of a job with servers: how they come to one RPC world, and to another when one was lost.
+"""The RPC world of a job with servers: how processes join it, and join a new one after a process was lost.
 
-RPC agents know the processes that were there at the start, and a connection that broke stays broken. So a process that
-comes back begins a new *generation*: all the others leave their agent and join the new one, by a store that outlives
-them. Servers keep their tables meanwhile.
+RPC agents only know the processes at their start, and a broken connection is not restored. So a process that is
+restarted begins a new *generation*: all the others leave their agent and join the new one, through a store that
+outlives them. Servers keep their tables.
 
 ::
 
@@ -10,10 +10,9 @@ them. Servers keep their tables meanwhile.
              <generation>/over      leave it
              end                    the job is done
 
-[Note: no open door]
-TensorPipe reads what any stranger sends: an HTTP request ends the process, and a message of RPC's own runs code in it.
-All the connections of a generation are made at its start, so agents listen only then. On one host they listen on an
-abstract Unix socket, never on a port, and connections that another user made meanwhile are closed.
+[Note: no open port] TensorPipe parses data from any sender: an HTTP request ends the process, and an RPC message runs
+code in it. All the connections of a generation are made at its start, so agents listen only then. On one host they
+listen on an abstract Unix socket, never on a port, and connections that another user made meanwhile are closed.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ def _listening() -> set[Any]:
 
 
 def _close_doors(doors: set[Any]) -> None:
-    """Stop listening at these addresses, and end what another user has connected to them; [Note: no open door]."""
+    """Stop listening at these addresses, and close connections of other users to them; [Note: no open port]."""
     for sock in _sockets():
         if sock.getsockname() in doors and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             sock.shutdown(socket.SHUT_RDWR)
@@ -86,9 +85,9 @@ def _close_doors(doors: set[Any]) -> None:
 def _forget_agents() -> None:
     """Have torch take the agent that is to start for the first one of this process.
 
-    It numbers the agents of a process, and the meetings of agents of the same names, and expects all processes to
-    have had as many; one that was started anew had none. A meeting that some were late for keeps who came, who would
-    come twice to the next one of its number. And torch gives agents half an hour to find each other.
+    torch numbers the agents of a process, and the meetings of agents with the same names, and expects equal numbers on
+    all processes; a restarted process begins at 0. A meeting that some processes missed keeps the ones that joined,
+    which would join the next meeting of its number twice. And torch gives agents half an hour to find each other.
     """
     rpc._init_counter = 0
     rpc.api._all_gather_sequence_id.clear()
@@ -97,18 +96,18 @@ def _forget_agents() -> None:
 
 
 class RpcWorld:
-    """Trainers and servers of one job, as one of them sees it.
+    """The trainers and servers of one job, from the view of one process.
 
-    RPC runs whatever function a message names, and unpickles what it is given: it trusts whoever is connected. Agents
-    listen only until all are connected: on one host on a Unix socket, for processes of this user; between hosts on a
-    TCP port of ``interface``, which must be on a network that nobody else reaches.
+    RPC runs whatever function a message names, and unpickles what it is given: it trusts every connected process.
+    Agents listen only until all are connected: on one host on a Unix socket, for processes of this user; between hosts
+    on a TCP port of ``interface``, which must be on a network that no other user reaches.
 
     Args:
-        store: that all processes share and none of them takes with it when it dies, such as a ``FileStore``.
+        store: a store that all processes share and that outlives each of them, such as a ``FileStore``.
         trainers: number of trainers, ``trainer0`` and on.
         servers: names of the servers; as a number, that of ``server0`` and on.
         name: of this process.
-        timeout_s: seconds that the other processes may take to come.
+        timeout_s: seconds that the other processes may take to join.
         interface: network interface that RPC listens on; ``"lo"`` for processes of one host, which need none.
         threads: of the RPC agent.
 
@@ -140,10 +139,10 @@ class RpcWorld:
         os.environ.setdefault("TP_SOCKET_IFNAME", interface)
 
     def join(self) -> None:
-        """Come to the RPC world; blocks until all processes have.
+        """Join the RPC world; blocks until all processes have joined.
 
         Raises:
-            PeerError: if some did not come in time, or the job has ended.
+            PeerError: if some processes did not join in time, or the job has ended.
         """
         end = monotonic() + self._timeout_s
         while not (self._come(end) and self._start_agent(end)):
@@ -185,7 +184,7 @@ class RpcWorld:
         return True
 
     def leave(self) -> None:
-        """End this process's agent. What is under way fails at the other ends."""
+        """End this process's agent. Calls in progress fail on the other processes."""
         if self._generation >= 0:
             rpc.shutdown(graceful=False)
 
@@ -193,7 +192,7 @@ class RpcWorld:
         """After a process was lost: leave, have all others leave, and join again.
 
         Raises:
-            PeerError: if some processes did not come in time.
+            PeerError: if some processes did not join in time.
         """
         self._store.set(self._key("over"), "1")
         self.leave()
@@ -205,12 +204,12 @@ class RpcWorld:
         self._store.set(self._key("over"), "1")
 
     def serve(self) -> None:
-        """Be there for calls, in one generation after the other, until a trainer ends the job.
+        """Serve calls, in one generation after the other, until a trainer ends the job.
 
-        A generation ends when all of its trainers are gone, too: others may be started in their place.
+        A generation also ends when all of its trainers are gone: new ones may be started in their place.
 
         Raises:
-            PeerError: if the other processes did not come in time.
+            PeerError: if the other processes did not join in time.
         """
         while True:
             try:

@@ -2,7 +2,7 @@
 
 ::
 
-    model ── twins.py ──► copy with twins ── torch.jit.script ──► graphs ── flow.py, place.py ──► graphs with late waits
+    model ── twins.py ──► copy with twins ── torch.jit.script ──► graphs ── flow.py, insert_waits.py ──► with waits
 
 docs/scripting.md says why it is the graphs that are changed, and not the user's code.
 """

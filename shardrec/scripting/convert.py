@@ -1,4 +1,4 @@
-"""``shardrec.script``: a model in TorchScript, its waits as late as its data flow allows."""
+"""``shardrec.script``: compiles a model to TorchScript, with waits as late as its data flow allows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardrec.pending import wait
 from shardrec.scripting.attributes import lift_attributes
 from shardrec.scripting.error import explain
 from shardrec.scripting.forks import refuse_forked_exchanges
-from shardrec.scripting.place import place_waits
+from shardrec.scripting.insert_waits import insert_waits
 from shardrec.scripting.reducer import ignore_in_reducer
 from shardrec.scripting.twins import scriptable_copy
 
@@ -22,17 +22,17 @@ def script(model: nn.Module, *, parallel_lookups: bool = False, portable: bool |
     """Compile a model that holds sharded modules, or others that return pending values, with TorchScript.
 
     A sharded module issues its all-to-alls when it is called, and each value is waited for just before its first use,
-    through variables, lists, dicts, tuples, branches, loops and calls: all collectives that the model issues before it
-    uses the first one's result are under way by then, as in eager mode.
+    through variables, lists, dicts, tuples, branches, loops and calls: when a model first uses a result, all
+    collectives that it issued before are in progress, as in eager mode.
 
-    Of a model in training mode the program is *live*: it runs in this process, has all that the eager model has, and
-    trains; its parameters and buffers are the model's own. Of a model in eval mode it is *portable*: it infers, and
-    ``torch.jit.save`` makes a file of it that needs neither shardrec nor Python. Its parameters share the model's
-    memory and take no gradient (docs/executors.md).
+    If the model is in training mode, the program is *live*: it runs in this process, has every feature of the eager
+    model, and trains; its parameters and buffers are the model's own. If the model is in eval mode, the program is
+    *portable*: it is for inference, and ``torch.jit.save`` writes it to a file that needs neither shardrec nor Python.
+    Its parameters share the model's memory and take no gradient (docs/executors.md).
 
     Args:
-        model: made of what TorchScript knows, apart from modules that offer a ``scripted_twin()``; its annotations say
-            ``KeyedTensor``, not ``LazyAwaitable``. It is not changed.
+        model: a model that TorchScript can compile, apart from modules that offer a ``scripted_twin()``; its
+            annotations say ``KeyedTensor``, not ``LazyAwaitable``. It is not changed.
         parallel_lookups: a portable program runs the lookups of independent table groups of bags as forks, on
             TorchScript's inter-op threads.
         portable: whether the program is portable. Default: if ``model`` is in eval mode.
@@ -42,9 +42,9 @@ def script(model: nn.Module, *, parallel_lookups: bool = False, portable: bool |
         by its twin returns the ``Await``.
 
     Raises:
-        ScriptError: if TorchScript refuses the code, or a sharded module is called in a fork on several ranks; names
-            the file, the line and a remedy.
-        ConfigError: if ``model`` is no module.
+        ScriptError: if TorchScript cannot compile the code, or a sharded module is called in a fork on several ranks;
+            names the file, the line and a remedy.
+        ConfigError: if ``model`` is not a module.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(
@@ -78,6 +78,6 @@ def move_waits(model: nn.Module, scripted: torch.jit.ScriptModule) -> None:
     for graph in graphs:
         inline(graph)
     for graph in graphs:
-        place_waits(graph)
+        insert_waits(graph)
     lift_attributes(scripted)
     ignore_in_reducer(scripted, model)

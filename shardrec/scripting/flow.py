@@ -1,7 +1,7 @@
-"""What is pending where: the flow of values through a TorchScript graph, as rules about their shapes.
+"""The flow of pending values through a TorchScript graph, as rules about their shapes.
 
-The result is a :class:`Plan` of the graph, which says for each operand what its node needs: a plain value, or whatever
-flows in. Nothing is changed here.
+The result is a :class:`Plan` of the graph, which says for each operand whether its node needs a plain value. This
+module does not change the graph.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class NodePlan:
     """A node, how it uses its operands, and the blocks inside it.
 
     Args:
-        is_lazy_item: it takes an item of a dict; if the dict is pending, the item can be, too.
+        is_lazy_item: whether it takes an item of a dict; if the dict is pending, the item can be pending.
     """
 
     node: Node
@@ -68,7 +68,7 @@ class Flow:
         pending: the values that an Await stands for. Each has the type of what it waits for, and that is no Optional:
             the Await of an Optional is not the Optional of an Await.
 
-    What no pending value can come to, or be put into, is left out: of a graph of thousands of nodes little remains.
+    Nodes that no pending value can reach are left out: of a graph with thousands of nodes few remain.
 
     Attributes:
         plan: of the graph's block.

@@ -1,4 +1,4 @@
-"""Forks that hold exchanges, which are refused.
+"""Rejects forks that contain exchanges.
 
 A process group matches the collectives of its ranks by the order in which each rank issues them. Forks run on threads
 of TorchScript's, in an order that differs from rank to rank: gloo ends the process when sizes do not match, other

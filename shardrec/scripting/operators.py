@@ -1,4 +1,4 @@
-"""The operators that pass on what is pending without looking at it: those of lists, dicts and tuples.
+"""The operators that pass pending values on without using them: those of lists, dicts and tuples.
 
 All others use what they are given. In the table, ``h`` is the list or dict itself, ``x`` something put into it, ``.``
 anything else. The result is an element of it (``e``), a list or dict of the same elements (``h``), the list of a dict's
@@ -15,7 +15,7 @@ __all__ = ["Rule", "rule_of"]
 
 
 class Rule(NamedTuple):
-    """What an operator does with a list or dict.
+    """The effect of an operator on the elements of a list or dict.
 
     Args:
         arguments: a letter for each; one that is not mentioned is ``.``.

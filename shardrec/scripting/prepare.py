@@ -1,4 +1,4 @@
-"""What a sharded module answers when ``torch.jit.script``, and not ``shardrec.script``, is called on it.
+"""The answer of a sharded module to ``torch.jit.script`` (instead of ``shardrec.script``).
 
 [Note: the outermost module]
 ``torch.jit.script`` asks every module that it meets to prepare itself, and puts the answers of inner modules into the

@@ -1,4 +1,4 @@
-"""What DistributedDataParallel is to leave alone of a scripted model: parameters that differ by rank."""
+"""Excludes parameters that differ between ranks from DistributedDataParallel around a scripted model."""
 
 from __future__ import annotations
 

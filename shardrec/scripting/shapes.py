@@ -1,4 +1,4 @@
-"""Where in a value something may be pending, worked out for all values of a program at once.
+"""Which parts of a value may be pending, inferred for all values of a program at once.
 
 A *shape* stands for a value, with a part for what a list or dict holds and for each item of a tuple. Each shape and
 each part is either plain or pending (an Await of it takes its place).
@@ -8,14 +8,13 @@ each part is either plain or pending (an Await of it takes its place).
     List[KeyedTensor]          list ── element        List[Await[KeyedTensor]]: the element is pending
     Dict[str, JaggedTensor]    dict ── value          Await[Dict[str, JaggedTensor]]: the dict is pending
 
-What a value flows into may differ from it in this respect, since a wait can stand between; what it *holds* may not,
-since the list would have to be made anew. So two rules, the second of them as in type inference by unification
-(Steensgaard, 1996):
+A value may become plain where it flows, because a wait can be inserted; the values that it *holds* may not, because the
+list would have to be copied. So two rules, the second of them as in type inference by unification (Steensgaard, 1996):
 
 - ``flow(a, b)``: b is pending if a is, unless b must be plain; then a wait stands between;
 - the parts of a and b are one and the same.
 
-What is held by something pending is plain: only a wait gives it.
+The parts of a pending value are plain: only a wait gives access to them.
 """
 
 from __future__ import annotations
@@ -63,21 +62,21 @@ class Shape:
         return any(part.is_pending or part.holds_pending for part in self.parts)
 
     def start(self) -> None:
-        """It is pending where it comes from; so what it holds is plain."""
+        """Mark the value as pending at its origin; so what it holds is plain."""
         self._root()._is_pending = True
         self.pin_parts()
 
     def pin(self) -> None:
-        """It has to be plain, and all it holds, too."""
+        """Require the value, and everything that it holds, to be plain."""
         self.pin_itself()
         self.pin_parts()
 
     def pin_itself(self) -> None:
-        """It has to be plain, whatever it holds."""
+        """Require the value to be plain, but not what it holds."""
         self._root()._is_pinned = True
 
     def pin_parts(self) -> None:
-        """All it holds has to be plain."""
+        """Require everything that it holds to be plain."""
         for part in self.parts:
             part.pin()
 
@@ -99,7 +98,7 @@ class Shape:
             for mine, its in zip(a._parts, b._parts, strict=True):
                 mine.unite(its)
         else:
-            # Such as a list that goes where anything may: nobody can follow it from there.
+            # Such as a list that is passed where any type is accepted: its values cannot be followed from there.
             self.pin_parts()
             other.pin_parts()
 
@@ -130,7 +129,7 @@ class Shape:
 
 
 def solve(shapes: Iterable[Shape]) -> None:
-    """Carry "pending" from where it starts to all it flows into."""
+    """Propagate "pending" from its origins along the flow."""
     waiting = [shape._root() for shape in shapes if shape.is_pending]
     while waiting:
         for into in waiting.pop()._into:

@@ -1,12 +1,13 @@
-"""A model as TorchScript is to see it: each module that returns something pending replaced by its scriptable twin.
+"""Makes the copy of a model that TorchScript compiles, with scriptable twins of modules that return pending values.
 
-The model itself is left as it is. What is scripted is a copy of its module tree, with the same parameters, buffers and
+The model itself is not changed. A copy of its module tree is scripted, with the same parameters, buffers and
 attributes in it.
 
 [Note: the wait goes into the twin]
 Code that uses ``self.ebc(features)`` as a KeyedTensor compiles only if that is what it returns. So the twin's
-``forward`` becomes another method, and the new ``forward`` calls it and waits, in the spelling of ``defer``. place.py
-then moves the wait out of it and down to the first use. By then TorchScript knows the types of all that the user wrote.
+``forward`` becomes another method, and the new ``forward`` calls it and waits, in the form that ``defer`` generates.
+insert_waits.py then moves the wait out of it and down to the first use. By then TorchScript knows the types of all
+values.
 """
 
 from __future__ import annotations
@@ -38,17 +39,17 @@ _NUMBERS = count()
 
 @runtime_checkable
 class HasScriptedTwin(Protocol):
-    """A module that TorchScript is to see as another one.
+    """A module for which TorchScript compiles another one, its twin.
 
     Its ``scripted_twin()`` gives the module to script in its place:
 
     - one whose ``forward`` is annotated ``-> Await[T]``, where the module itself returns a ``LazyAwaitable[T]``: it
       issues its communication and returns ``shardrec.pending.awaitable(finish, ...)``. Other code sees ``T``, and
       waits for it at its first use;
-    - one with any other ``forward``, which takes the module's place as it is.
+    - one with any other ``forward``, which replaces the module unchanged.
 
-    It takes and returns what the module does, holds the very parameters and buffers of the module, and is made anew at
-    each call. Its submodules are replaced by their twins in turn. The result can have a twin itself; a module whose
+    The twin takes and returns what the module does, holds the module's own parameters and buffers, and is a new object
+    at each call. Its submodules are replaced by their twins in turn. The result can have a twin itself; a module whose
     ``forward`` is such a one already returns itself.
     """
 
@@ -68,7 +69,7 @@ def scriptable_copy(model: nn.Module, *, portable: bool, parallel_lookups: bool 
     copy = copier.copy(model, "")
     if copier.infers:
         _freeze(copy)
-    # Twins are kept, too: their finalizers would take away what the copy runs on.
+    # Twins are also kept: their finalizers would free objects that the copy uses.
     weakref.finalize(copy, _forget_sources, copier.sources, copier.alive).atexit = False
     return copy
 

@@ -38,5 +38,5 @@ class WeightFormat(enum.Enum):
         return (1 << self.bits) - 1
 
     def row_bytes(self, columns: int) -> int:
-        """Bytes of a row of so many columns, which fill bytes."""
+        """Bytes of a row with this number of columns, which fill whole bytes."""
         return columns * self.bits // 8 + (HEAD_BYTES if self.is_quantized else 0)

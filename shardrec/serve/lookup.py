@@ -127,7 +127,7 @@ class ServedReplicas(ReplicatedLookup):
 
     Args, beside those of :class:`ReplicatedLookup`:
         formats: of each table, by its name in the plan.
-        pooled: sum each bag; else each table is looked up by itself, a row per id.
+        pooled: sum each bag; else each table is looked up separately, a row per id.
 
     Attributes:
         memory: of each table, by its name in the plan, (rows, b) uint8, see :class:`ServedTables`.

@@ -97,7 +97,8 @@ def package(
         "aot_inductor.metadata": {NOTES: notes},
         **(options or {}),
     }
-    # Under its own name, which the file repeats inside; and renamed at the end, so that nobody loads half a file.
+    # Under its final name, which the file repeats inside, in a temporary folder; moved at the end, so that no process
+    # loads half a file.
     folder = Path(tempfile.mkdtemp(prefix=f".{target.stem}.", dir=target.parent))
     try:
         with torch.no_grad():
@@ -230,7 +231,7 @@ def load_package(path: str | os.PathLike[str], *, runners: int = 1) -> Package:
 
     Args:
         path: the file; to be trusted, as its machine code will run.
-        runners: how many calls can run at the same time, from several threads; each takes buffers of its own, and they
+        runners: how many calls can run at the same time, from several threads; each has its own buffers, and they
             share the weights.
 
     Raises:

@@ -77,7 +77,7 @@ def program_of(example: Example) -> ExportedProgram:
             )
         except Exception as error:  # of many classes, by what the tracer does not like
             raise _explain(example.entry.model, error) from error
-    # Among what nobody uses are splits into no parts, which torch.export.load cannot read back.
+    # Unused nodes include splits into no parts, which torch.export.load cannot read.
     program.graph.eliminate_dead_code()
     program.graph_module.recompile()
     model = example.entry.model

@@ -19,7 +19,7 @@ from shardrec.modules.model import require_sharded
 from shardrec.serve.format import WeightFormat
 from shardrec.serve.lookup import served_memory, served_storage
 from shardrec.serve.model import ServedModel
-from shardrec.serve.rows import GREATEST, encode, row_ranges
+from shardrec.serve.row_bytes import GREATEST, encode, row_ranges
 
 __all__ = ["quantize"]
 

@@ -34,7 +34,8 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, features: Features) 
 
     Args:
         model: sharded, or made by :func:`shardrec.serve.quantize`, or a module that holds one of these; in eval mode.
-        path: where to. On several ranks each saves a file of its own, and ``{rank}`` in the path is the rank.
+        path: the file to write. On several ranks each rank saves its own file, and ``{rank}`` in the path stands for
+            the rank.
         features: the keys of a request, in the order of its lengths; by parameter if there are several
             KeyedJaggedTensors.
 

@@ -1,8 +1,8 @@
-"""Tables in fbgemm's inference kernel, as a module that runs in eager mode and in TorchScript alike.
+"""Tables in fbgemm's inference kernel, as a module that runs both in eager mode and in TorchScript.
 
 Shapes: T tables, S slots (a feature in a table), B samples, N ids, D columns of all the slots.
 
-fbgemm's own module cannot be saved by TorchScript without Python functions of its own. What it computes is one
+TorchScript cannot save fbgemm's module without its Python functions. What it computes is one
 operator; so it is used for the layout of the memory only, which it knows for each device, and the operator is called
 here.
 """

@@ -18,8 +18,8 @@ class Board(Display):
     """A display that also writes event files: the loss, samples a second, learning rates, held-out metrics, id counts.
 
     Args:
-        shown: is told of everything, too.
-        run: goes on from its progress; what a run that was cut off has written after that is not shown.
+        shown: a display that also gets everything.
+        run: the run, which continues from its progress; points that an interrupted run wrote after that are not shown.
     """
 
     def __init__(self, shown: Display, run: Run) -> None:

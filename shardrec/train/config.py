@@ -40,16 +40,16 @@ FILE = "config.yaml"
 """The effective options, in a run's results."""
 
 SPEC = "features.yaml"
-"""What the columns of its files are, likewise; of runs with such a file."""
+"""The feature spec, in the folder of a run that has one."""
 
 PLAN = "plan.json"
-"""The sharding plan, likewise."""
+"""The sharding plan, in a run's folder."""
 
 METRICS = "metrics.json"
-"""What the run came to, likewise."""
+"""The results of the run, in its folder."""
 
 BOARD = "tensorboard"
-"""The folder of TensorBoard's event files, likewise."""
+"""The folder of TensorBoard's event files, in a run's folder."""
 
 _RESTARTS = 3
 
@@ -66,7 +66,7 @@ class TrainConfig(Options):
     """One training run. Each field is a key of the YAML file and, with dashes, a flag; its text is that flag's help.
 
     Raises:
-        ConfigError: naming each option that cannot be honoured, its value and what it may be.
+        ConfigError: if an option has an invalid value; names each one, its value and the valid values.
     """
 
     data: str = option(
@@ -153,7 +153,7 @@ class TrainConfig(Options):
     patience: int | None = option(
         None,
         _LEARNING,
-        "End after so many points of the held-out curve without a better logloss (with a loss over groups: GAUC).",
+        "End after this number of points of the held-out curve without a better logloss (for groups: GAUC).",
         ge=1,
     )
     seed: int = option(0, _LEARNING, "Seed of the first weights and of generated rows.", ge=0)
@@ -209,7 +209,7 @@ class TrainConfig(Options):
     )
     checkpoint: str = option("last", _OUTPUT, "Save the model at the end, or not.", choices=("last", "none"))
     checkpoint_every: str | None = option(
-        None, _OUTPUT, "Save each so many steps, or minutes ('10m'), and when told to end.", metavar="STEPS|MINUTESm"
+        None, _OUTPUT, "Save every N steps, or minutes ('10m'), and when told to end.", metavar="STEPS|MINUTESm"
     )
     checkpoint_incremental: int = option(
         0, _OUTPUT, "Most saves in a row that write only rows that have changed; 0: all rows, always.", ge=0
@@ -288,13 +288,13 @@ class TrainConfig(Options):
         return self.max_restarts if self.max_restarts is not None else _RESTARTS * (self.checkpoint_every is not None)
 
     def check_resumes(self, started: Mapping[str, Any]) -> None:
-        """Options of data, model and learning make a run what it is; the others may differ when it goes on.
+        """Check that options of data, model and learning are unchanged; the others may differ when a run is resumed.
 
         Args:
             started: the options that the run was started with, as :meth:`to_mapping` gives them.
 
         Raises:
-            ConfigError: naming each that differs, and both values.
+            ConfigError: if some differ; names each one and both values.
         """
         given = self.to_mapping()
         faults = [
@@ -332,7 +332,7 @@ def load_config(
     Args:
         path: YAML file of options; None for none.
         flags: options by field name; those that are None were not given.
-        resume: the options of the run in the folder ``out``, if it was started before, are the defaults.
+        resume: use the options of the run in the folder ``out``, if it exists, as defaults.
 
     Raises:
         ConfigError: for a file that cannot be read, an option that does not exist, or a value that cannot be honoured.

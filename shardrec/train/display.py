@@ -1,4 +1,4 @@
-"""What a run shows meanwhile: a redrawn bar on a terminal, a line now and then in a log, nothing on other ranks."""
+"""Shows a run's progress: a bar on a terminal, lines in a log, and nothing on ranks other than 0."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardrec.train.config import TrainConfig
 from shardrec.train.report import CurvePoint, RunReport, metrics_table, summary_line
 
 if TYPE_CHECKING:
-    from shardrec.launch.ranks import Place
+    from shardrec.launch.ranks import RankInfo
     from shardrec.layout import ShardingPlan
 
 __all__ = ["Announcer", "Display", "LogDisplay", "TerminalDisplay", "duration"]
@@ -110,7 +110,7 @@ class _Samples(ProgressColumn):
 
 
 class Announcer:
-    """What rank 0 says on stdout: the plan, the run, its progress and its results.
+    """Rank 0's output on stdout: the plan, the run, its progress and its results.
 
     Args:
         speaks: on the other ranks nothing is said.
@@ -130,9 +130,9 @@ class Announcer:
 
         self._console.print(explain(plan, reasons=False))
 
-    def run(self, config: TrainConfig, place: Place, batch_size: int) -> None:
+    def run(self, config: TrainConfig, rank_info: RankInfo, batch_size: int) -> None:
         """What is about to be trained, and on what."""
-        size, threads = place.world_size, place.threads
+        size, threads = rank_info.world_size, rank_info.threads
         ranks = f"{size} rank{'s' * (size > 1)} with {threads} thread{'s' * (threads > 1)}"
         each = " each" * (size > 1)
         self.say(f"training {config.model} on {ranks}{each}, {batch_size:,} rows a step on each rank")

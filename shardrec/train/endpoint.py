@@ -3,10 +3,10 @@
 ::
 
     GET  /          what the model is, and an example of a request
-    GET  /health    {"status": "ok"}, for whoever watches the process
+    GET  /health    {"status": "ok"}, for health checks
     POST /predict   {"rows": [{"user": "u17", "price": 3.5, ...}, ...]}  →  {"probabilities": [0.71, ...]}
 
-One process computes one request at a time. What serves many is what ``shardrec export`` writes; see docs/serving.md.
+One process computes one request at a time. To serve many requests, use ``shardrec export``; see docs/serving.md.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Endpoint:
     Args:
         model: from (dense, sparse) to (B,) or (B, 1) logits, in eval mode, on the CPU.
         spec: of the data that it was trained on.
-        about: is shown at ``/``.
-        output: name of the answers: ``probabilities``, or ``scores`` of a model whose logits are no log odds.
+        about: the description shown at ``/``.
+        output: name of the results: ``probabilities``, or ``scores`` if the model's logits are not log odds.
     """
 
     def __init__(

@@ -17,26 +17,26 @@ __all__ = ["train"]
 
 
 def train(config: TrainConfig, *, resume: bool = False, debug: bool = False) -> None:
-    """Run ``config``; with ``nproc`` above 1, on so many new processes.
+    """Run ``config``; with ``nproc`` above 1, on that number of new processes.
 
     Under torchrun (``RANK`` and ``WORLD_SIZE`` are set) every rank calls this and is one rank of the run.
 
-    Ranks that this function starts are started again when one has died, was stopped or did not come in time, and go on
-    from the last checkpoint: ``max_restarts`` times without a new one. Errors of options or data would come back, and
-    are raised at once.
+    Ranks that this function starts are started again when one has died, was stopped or did not join in time, and
+    continue from the last checkpoint: ``max_restarts`` times without a new one. Errors of options or data would come
+    back, and are raised at once.
 
     Args:
         config: the run.
-        resume: go on from the last checkpoint in ``config.out``, or begin if there is none. Implied by a restart of
-            torchrun's.
+        resume: continue from the last checkpoint in ``config.out``, or begin if there is none. Implied if torchrun
+            restarts the run.
         debug: keep the ranks' tracebacks.
 
     Raises:
         ConfigError: without ``resume`` also if ``config.out`` holds checkpoints, with it if there is no ``config.out``.
         VersionError: if the packages of the extra ``train`` are not installed.
-        ShardrecError: what went wrong; of several ranks' errors the first that is not about another rank.
-        RunStopped: SIGTERM or Ctrl-C ended the run after it had saved; a KeyboardInterrupt.
-        KeyboardInterrupt: they ended it without.
+        ShardrecError: if the run failed; of several ranks' errors, the first that is not about another rank.
+        RunStopped: if SIGTERM or Ctrl-C ended the run after it had saved; a KeyboardInterrupt.
+        KeyboardInterrupt: if they ended it without a save.
     """
     check_extra("train")
     resume = resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0

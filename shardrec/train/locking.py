@@ -16,7 +16,7 @@ _RETRY_S = 0.1
 
 @contextmanager
 def locked(folder: Path, seconds: float) -> Iterator[bool]:
-    """Hold the lock of a folder; where the file system has no locks, as if nobody else wanted it.
+    """Hold the lock of a folder; without effect if the file system has no locks.
 
     Args:
         folder: that exists.

@@ -113,7 +113,7 @@ def train_epoch(
         loss_fn=lambda model, batch: (batch_loss(run.config.loss, model, batch), batch.size),
         depth=run.config.pipeline,
         clip_norm=run.config.clip,
-        device=run.place.device,
+        device=run.rank_info.device,
     )
     with progress.on_the_clock():
         for loss, rows in steps:

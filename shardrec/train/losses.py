@@ -1,4 +1,4 @@
-"""Losses of a batch: of each row's logit by itself, of the order of the rows in a group, or the model's own.
+"""Losses of a batch: of each row's logit, of the order of the rows in a group, or the model's own.
 
 A rank's batch knows its own rows only: a group that is spread over ranks or steps counts as several. No loss makes the
 host wait for the device.
@@ -43,9 +43,9 @@ def batch_loss(name: str, model: nn.Module, batch: ClickBatch) -> Tensor:
 def with_own_loss(model: nn.Module, name: str) -> nn.Module:
     """The same module, whose forward gives its ``loss(dense, sparse, labels)`` when it is called with labels.
 
-    A loss that calls other parts of a model than its forward has to run inside of the forward: there alone the lookups
-    of several calls share an exchange. The module gets a subclass of its own class, so that the names of its parameters
-    stay.
+    A loss that calls other parts of a model than its forward has to run inside of the forward: only there do the
+    lookups of several calls share an exchange. The module gets a subclass of its own class, so that the names of its
+    parameters stay.
 
     Args:
         model: an unsharded model from (dense, sparse) to logits, with such a method.
@@ -79,7 +79,7 @@ def _scalar(loss: object) -> Tensor:
     """The loss that a model gave.
 
     Raises:
-        ConfigError: if it is no tensor with one number and a gradient.
+        ConfigError: if it is not a tensor with one number and a gradient.
     """
     if isinstance(loss, Tensor) and loss.dim() == 0 and loss.requires_grad:
         return loss

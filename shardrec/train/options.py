@@ -115,7 +115,7 @@ def _explained(error: ValidationError, values: Mapping[str, Any], known: list[st
 
 
 def together(faults: list[str]) -> str:
-    """One fault as it is, several as a numbered list."""
+    """One fault as a sentence, several as a numbered list."""
     if len(faults) == 1:
         return faults[0]
     lines = "\n".join(f"  {number}. {fault}" for number, fault in enumerate(faults, 1))

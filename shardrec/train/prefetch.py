@@ -1,4 +1,4 @@
-"""Batches prepared ahead, on a thread of their own, while the model computes.
+"""Prepares batches ahead, on a separate thread, while the model computes.
 
 ::
 

@@ -70,7 +70,7 @@ class RecentLoss:
 
 @dataclass(kw_only=True)
 class Progress:
-    """What the loop has done so far; it goes on over epochs, and over restarts.
+    """What the loop has done so far, over all epochs and restarts.
 
     Attributes:
         world_size: number of ranks.

@@ -38,7 +38,7 @@ class CurvePoint:
         normalized_entropy: held-out.
         rows: held-out rows behind them.
         gauc: held-out area under the ROC curve inside the groups; None without groups.
-        ndcg: held-out normalized discounted cumulative gain of the groups' first ``top_k`` rows, likewise.
+        ndcg: held-out normalized discounted cumulative gain of the groups' first ``top_k`` rows; None without groups.
         ids: of each table with dynamic ids, by its plan name: the counts of :meth:`shardrec.ShardedModel.id_stats`,
             since the run began.
     """
@@ -65,7 +65,7 @@ class RunReport:
         source: the data, in words.
         curve: points in order; the last one is before the final evaluation.
         final: held-out metrics of the trained model.
-        optimum: the best that any model can have on the same rows; None where nobody knows.
+        optimum: the best metrics that any model can have on the same rows; None if unknown.
         samples: rows trained on, over all ranks.
         steps: optimizer steps.
         seconds: time of the steps, without evaluations.

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from shardrec.ids.id_map import COUNTED
-from shardrec.launch.ranks import Place
+from shardrec.launch.ranks import RankInfo
 from shardrec.modules import ShardedModel
 from shardrec.train.config import TrainConfig
 from shardrec.train.display import Announcer
@@ -25,7 +25,7 @@ class Run:
 
     Attributes:
         config: the options.
-        place: this rank.
+        rank_info: this rank.
         folder: of the results.
         source: of the rows.
         model: with its fused optimizers.
@@ -35,7 +35,7 @@ class Run:
     """
 
     config: TrainConfig
-    place: Place
+    rank_info: RankInfo
     folder: Path
     source: Source
     model: ShardedModel

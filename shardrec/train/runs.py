@@ -98,7 +98,7 @@ class RunFolder:
         """
         import torch
 
-        from shardrec.launch.ranks import Place
+        from shardrec.launch.ranks import RankInfo
         from shardrec.train.metrics import evaluate
         from shardrec.train.source import Source
 
@@ -109,8 +109,8 @@ class RunFolder:
             config = config.changed(data=data, valid=data, test=None, samples=None, holdout_samples=None)
         if on_bad_row is not None:
             config = config.changed(on_bad_row=on_bad_row)
-        place = Place(rank=0, world_size=1, device=cpu, threads=torch.get_num_threads())
-        source = Source(config.changed(global_batch_size=config.batch_size), place)
+        rank_info = RankInfo(rank=0, world_size=1, device=cpu, threads=torch.get_num_threads())
+        source = Source(config.changed(global_batch_size=config.batch_size), rank_info)
         batches = source.test_batches() if data is None else source.holdout_batches()
 
         def counted() -> Iterator[ClickBatch]:

@@ -1,6 +1,6 @@
-"""When a run saves and when it ends early, and what it needs to go on as if nothing had happened.
+"""Decides when a run saves and when it ends early, and saves the state that it needs to resume bit-identically.
 
-Steps are counted alike on all ranks; clocks, signals and the end of a write are not. On these the ranks agree about
+Steps are the same on all ranks; clocks, signals and the end of a write are not. On these the ranks agree about
 twice a second, in one all-reduce of four numbers, whose result also says after how many steps the next one is:
 
     step      … 41    42    43    44 …                              (a signal on rank 1 in step 42)
@@ -41,7 +41,7 @@ class Saver:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._config, self._place, self._progress = run.config, run.place, run.progress
+        self._config, self._place, self._progress = run.config, run.rank_info, run.progress
         self._checkpoints = Checkpoints(
             run.folder / CHECKPOINTS,
             keep_last=run.config.keep_checkpoints,
@@ -70,15 +70,15 @@ class Saver:
         loaded = self._checkpoints.load_last(self._run.model, self._run.optimizer)
         assert loaded is not None, "there was a checkpoint when this was called, and this run has locked the folder"
         self._config.check_resumes(loaded.extra["config"])
-        rank_state, samples, place = loaded.rank_state, int(loaded.extra["samples"]), self._place
-        rows = samples * (place.rank + 1) // place.world_size - samples * place.rank // place.world_size
+        rank_state, samples, rank_info = loaded.rank_state, int(loaded.extra["samples"]), self._place
+        rows = samples * (rank_info.rank + 1) // rank_info.world_size - samples * rank_info.rank // rank_info.world_size
         self._progress.load(loaded.extra["progress"], rows=int(rank_state["rows"]) if rank_state else rows)
         self._run.source.left_out = loaded.extra["left_out"]
         self._run.load_id_counts(loaded.extra.get("ids", {}))
         if rank_state:
             torch.set_rng_state(rank_state["random"])
         if "cuda_random" in rank_state:
-            torch.cuda.set_rng_state(rank_state["cuda_random"], place.device)
+            torch.cuda.set_rng_state(rank_state["cuda_random"], rank_info.device)
         self._saved_step = self._agreed_step = self._agree_at = loaded.step
         self._run.announcer.say(f"going on from the checkpoint of step {loaded.step:,}")
 

@@ -19,7 +19,7 @@ from shardrec.data import ClickMetrics, load_spec
 from shardrec.data.spec import parse_spec
 from shardrec.errors import ConfigError
 from shardrec.files import naming, os_fault, parse_json
-from shardrec.launch.ranks import Place, joined, meet, over_ranks, same_everywhere
+from shardrec.launch.ranks import RankInfo, joined_run, meet, over_ranks, same_everywhere
 from shardrec.layout import ShardingPlan
 from shardrec.modules import ShardedModel, shard
 from shardrec.modules.annotate import annotate_for_dynamo
@@ -66,34 +66,34 @@ def run_rank(config: TrainConfig, *, resume: bool = False) -> RunReport | None:
         RunStopped: the run was told to end, and has saved.
     """
     with ExitStack() as lock:
-        with joined(config.device, config.threads, seed=config.seed, timeout=config.timeout) as place:
-            rows = config.global_batch_size or config.batch_size * place.world_size
-            config = config.changed(out=same_everywhere(str(config.out), place), global_batch_size=rows)
-            folder = _own_folder(config, place, lock)
-            finish = _run(config, place, folder, resume)
+        with joined_run(config.device, config.threads, seed=config.seed, timeout=config.timeout) as rank_info:
+            rows = config.global_batch_size or config.batch_size * rank_info.world_size
+            config = config.changed(out=same_everywhere(str(config.out), rank_info), global_batch_size=rows)
+            folder = _own_folder(config, rank_info, lock)
+            finish = _run(config, rank_info, folder, resume)
         return finish()
 
 
-def _run(config: TrainConfig, place: Place, folder: Path, resume: bool) -> Callable[[], RunReport | None]:
+def _run(config: TrainConfig, rank_info: RankInfo, folder: Path, resume: bool) -> Callable[[], RunReport | None]:
     """All that takes every rank; returns what is left to do for each alone, when the others are gone."""
-    announcer = Announcer(speaks=place.is_lead)
-    plan = _as_started(config, place, folder) if resume else None
-    source = Source(config, place)
-    if place.is_lead and plan is None:
+    announcer = Announcer(speaks=rank_info.is_lead)
+    plan = _as_started(config, rank_info, folder) if resume else None
+    source = Source(config, rank_info)
+    if rank_info.is_lead and plan is None:
         announcer.say(source.data.describe())
-    model = _sharded_model(config, source, place, plan)
-    if place.is_lead and plan is None:
+    model = _sharded_model(config, source, rank_info, plan)
+    if rank_info.is_lead and plan is None:
         announcer.plan(model.plan)
-    announcer.run(config, place, source.batch_size)
+    announcer.run(config, rank_info, source.batch_size)
     watched = "logloss" if config.loss == "bce" or spec_of(config).group is None else "gauc"
     run = Run(
         config=config,
-        place=place,
+        rank_info=rank_info,
         folder=folder,
         source=source,
         model=model,
         optimizer=dense_optimizer(model, config),
-        progress=Progress(world_size=place.world_size, loss=RecentLoss(place.device), watched=watched),
+        progress=Progress(world_size=rank_info.world_size, loss=RecentLoss(rank_info.device), watched=watched),
         announcer=announcer,
     )
     saver = Saver(run)
@@ -101,7 +101,7 @@ def _run(config: TrainConfig, place: Place, folder: Path, resume: bool) -> Calla
         saver.load()
     elif resume:  # as at the first start of a command with --resume, or in a folder by mistake
         announcer.say(f"there is no checkpoint in {folder} to go on from: the run begins")
-    if place.is_lead:
+    if rank_info.is_lead:
         with _replacing(folder / FILE) as file:
             file.write_text(config.to_yaml(), encoding="utf-8")
         if config.features is not None:
@@ -113,13 +113,13 @@ def _run(config: TrainConfig, place: Place, folder: Path, resume: bool) -> Calla
     with saver.watching(), anomalies:
         _train(run, saver)
     saver.finish()
-    shown = working("final metrics") if place.is_lead else nullcontext()
+    shown = working("final metrics") if rank_info.is_lead else nullcontext()
     with shown, Prefetcher(source.test_batches()) as batches:
-        final = evaluate(model, failing_together(batches, model), place.device, k=config.top_k)
-    samples = over_ranks(run.progress.rows, place)
+        final = evaluate(model, failing_together(batches, model), rank_info.device, k=config.top_k)
+    samples = over_ranks(run.progress.rows, rank_info)
 
     def finish() -> RunReport | None:
-        if not place.is_lead:
+        if not rank_info.is_lead:
             return None
         report = _report(run, samples, final)
         with _replacing(folder / METRICS) as file:
@@ -132,16 +132,17 @@ def _run(config: TrainConfig, place: Place, folder: Path, resume: bool) -> Calla
     return finish
 
 
-def _as_started(config: TrainConfig, place: Place, folder: Path) -> ShardingPlan | None:
+def _as_started(config: TrainConfig, rank_info: RankInfo, folder: Path) -> ShardingPlan | None:
     """The plan that the run has had so far, if it is for as many ranks and nothing else is asked for; else None.
 
     Raises:
         ConfigError: on every rank, if the run was started with other options.
     """
     files = [folder / FILE, folder / PLAN, folder / SPEC]
-    there = place.is_lead and all(file.is_file() for file in files[:2])
+    there = rank_info.is_lead and all(file.is_file() for file in files[:2])
     options, plan, spec = (
-        same_everywhere(file.read_text(encoding="utf-8") if there and file.is_file() else "", place) for file in files
+        same_everywhere(file.read_text(encoding="utf-8") if there and file.is_file() else "", rank_info)
+        for file in files
     )
     if not options:
         return None
@@ -157,10 +158,10 @@ def _as_started(config: TrainConfig, place: Place, folder: Path) -> ShardingPlan
     except ValueError as error:
         raise ConfigError(f"{files[1]} is not the run's plan ({error}); start a new run in another folder") from error
     same = (config.plan, config.constraint) == (started.plan, started.constraint)
-    return saved_plan if same and saved_plan.world_size == place.world_size else None
+    return saved_plan if same and saved_plan.world_size == rank_info.world_size else None
 
 
-def _sharded_model(config: TrainConfig, source: Source, place: Place, plan: ShardingPlan | None) -> ShardedModel:
+def _sharded_model(config: TrainConfig, source: Source, rank_info: RankInfo, plan: ShardingPlan | None) -> ShardedModel:
     model = build_model(config, source.data.schema)
     if config.loss == "model":
         model = with_own_loss(model, config.model)
@@ -171,52 +172,52 @@ def _sharded_model(config: TrainConfig, source: Source, place: Place, plan: Shar
             plan = ShardingPlan.load(config.plan)
         except OSError as error:
             raise ConfigError(f"plan (--plan) is {config.plan!r}: {error.strerror}; give a plan.json") from error
-        if plan.world_size != place.world_size:
+        if plan.world_size != rank_info.world_size:
             raise ConfigError(
                 f"plan (--plan) is {config.plan!r}, which is for {plan.world_size} ranks, and there are "
-                f"{place.world_size}: start {plan.world_size} (--nproc {plan.world_size}), or leave it out"
+                f"{rank_info.world_size}: start {plan.world_size} (--nproc {plan.world_size}), or leave it out"
             )
     if plan is None:
-        from shardrec.planner import plan as make_plan  # a fifth of the imports, which a run that goes on does without
+        from shardrec.planner import plan as make_plan  # a fifth of the import time, which a resumed run does not need
 
-        with working("planning") if place.is_lead else nullcontext():
+        with working("planning") if rank_info.is_lead else nullcontext():
             plan = make_plan(
                 model,
                 batch_size=source.batch_size,
                 constraints=planner_constraints(config, model, dynamic),
                 sample_batches=source.sampled(_SAMPLED),
-                device=place.device,
+                device=rank_info.device,
             )
-    meet(place, "agreement on the plan")  # the first rank has also looked for the best possible metrics
+    meet(rank_info, "agreement on the plan")  # the first rank has also looked for the best possible metrics
     sharded = shard(
         model,
         plan,
-        device=place.device,
+        device=rank_info.device,
         dynamic_ids=dynamic,
         update="backward" if config.clip is None else "step",
     )
-    if config.compile != "off":  # in place, so that the model stays what the loop and the checkpoint know
+    if config.compile != "off":  # in rank_info, so that the model stays what the loop and the checkpoint know
         full = config.compile == "full"
         annotate_for_dynamo(sharded, mode="traced" if full else "boundary")
         sharded.compile(fullgraph=full)
     return sharded
 
 
-def _own_folder(config: TrainConfig, place: Place, lock: ExitStack) -> Path:
+def _own_folder(config: TrainConfig, rank_info: RankInfo, lock: ExitStack) -> Path:
     """The folder of the results, made and locked on the first rank, so that no two runs write to it.
 
     Raises:
         ConfigError: on every rank, if it cannot be written to or another run has it.
     """
     folder, fault = Path(str(config.out)), ""
-    if place.is_lead:
+    if rank_info.is_lead:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if not lock.enter_context(locked(folder, _LOCK_S)):
                 fault = "another run writes to it; wait for its end, or give another folder"
         except OSError as error:
             fault = f"{error.strerror}; give a folder to write to"
-    fault = same_everywhere(fault, place)
+    fault = same_everywhere(fault, rank_info)
     if fault:
         raise ConfigError(f"out (--out) is {config.out!r}: {fault}")
     return folder
@@ -243,7 +244,7 @@ def _train(run: Run, saver: Saver) -> None:
                         evaluations=config.evaluations,
                         decay=config.decay,
                     ),
-                    evaluate=lambda: evaluate(model, curve_batches, run.place.device, k=config.top_k),
+                    evaluate=lambda: evaluate(model, curve_batches, run.rank_info.device, k=config.top_k),
                     display=display,
                     after_step=saver.after_step,
                 )
@@ -252,7 +253,7 @@ def _train(run: Run, saver: Saver) -> None:
 def _report(run: Run, samples: int, final: ClickMetrics) -> RunReport:
     return RunReport(
         config=run.config.to_mapping(),
-        environment=environment(world_size=run.place.world_size, threads=run.place.threads),
+        environment=environment(world_size=run.rank_info.world_size, threads=run.rank_info.threads),
         source=run.source.data.describe(),
         curve=tuple(run.progress.curve),
         final=final,

@@ -22,7 +22,7 @@ from shardrec.data import (
     open_click_data,
 )
 from shardrec.errors import ConfigError
-from shardrec.launch.ranks import Place
+from shardrec.launch.ranks import RankInfo
 from shardrec.train.config import TrainConfig
 
 __all__ = ["Source", "spec_of"]
@@ -38,7 +38,7 @@ class Source:
 
     Args:
         config: which rows, and how many.
-        place: the rank.
+        rank_info: the rank.
 
     Attributes:
         data: the rows to train on and, where these have no files of their own, those held out.
@@ -49,9 +49,9 @@ class Source:
         DataError, ConfigError: if the file cannot be opened or the options do not fit it.
     """
 
-    def __init__(self, config: TrainConfig, place: Place) -> None:
-        self._place = place
-        self._rows_of_a_step = config.global_batch_size or config.batch_size * place.world_size
+    def __init__(self, config: TrainConfig, rank_info: RankInfo) -> None:
+        self._rank_info = rank_info
+        self._rows_of_a_step = config.global_batch_size or config.batch_size * rank_info.world_size
         self._samples = config.samples
         self._holdout_samples = config.holdout_samples
         self.data = _open(config)
@@ -77,14 +77,14 @@ class Source:
     @property
     def batch_size(self) -> int:
         """Most rows of a step on a rank."""
-        return -(-self._rows_of_a_step // self._place.world_size)
+        return -(-self._rows_of_a_step // self._rank_info.world_size)
 
     def train_batches(self, first: int = 0, epoch: int = 0) -> Iterator[ClickBatch]:
         """This rank's batches of an epoch, as many as every other rank has, without the ``first`` ones."""
-        place = self._place
+        rank_info = self._rank_info
         batches = self.data.train_batches(
-            place.rank,
-            place.world_size,
+            rank_info.rank,
+            rank_info.world_size,
             self.batch_size,
             first_batch=first,
             global_rows=self._rows_of_a_step,
@@ -95,7 +95,9 @@ class Source:
 
     def sampled(self, count: int) -> list[KeyedJaggedTensor]:
         """The ids of rank 0's first training batches, which are the same for every rank that asks."""
-        batches = self.data.train_batches(0, self._place.world_size, self.batch_size, global_rows=self._rows_of_a_step)
+        batches = self.data.train_batches(
+            0, self._rank_info.world_size, self.batch_size, global_rows=self._rows_of_a_step
+        )
         return [batch.sparse for batch in islice(batches, count)]
 
     def holdout_batches(self, limit: int | None = None) -> Iterator[ClickBatch]:
@@ -113,7 +115,7 @@ class Source:
         self, files: str, data: FileClickData | SyntheticClickData, limit: int | None, *, held: bool = False
     ) -> Iterator[ClickBatch]:
         """The rows of some files, or the held-out ones among them, or the first ``limit``, to whole batches."""
-        rank, ranks = self._place.rank, self._place.world_size
+        rank, ranks = self._rank_info.rank, self._rank_info.world_size
         many = ranks * _SCORED_ROWS
         rows = max(self._rows_of_a_step, many if limit is None else min(limit, many))
         read = data.holdout_batches if held else data.train_batches
@@ -121,7 +123,7 @@ class Source:
         return self._counted(files, data, islice(batches, None if limit is None else -(-limit // rows)))
 
     def best_metrics(self) -> ClickMetrics | None:
-        """The best that any model can have on the held-out rows; None for data whose optimum nobody knows."""
+        """The best that any model can have on the held-out rows; None for data whose optimum is unknown."""
         return self.data.best_metrics().holdout if isinstance(self.data, SyntheticClickData) else None
 
     def _counted(

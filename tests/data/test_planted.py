@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from shardrec.data import ClickSchema, area_under_roc, click_metrics
-from shardrec.data.planted import PlantedModel, PlantedRows, Stream
+from shardrec.data.planted import PlantedModel, PlantedRows, RandomStream
 from tests.data.raw import SMALL_CONFIG
 
 
@@ -20,7 +20,7 @@ def model() -> PlantedModel:
 
 @pytest.fixture(scope="module")
 def rows(model: PlantedModel) -> PlantedRows:
-    return model.rows(Stream.HOLDOUT, 0, 100_000)
+    return model.rows(RandomStream.HOLDOUT, 0, 100_000)
 
 
 def logits(rows: PlantedRows) -> NDArray[np.float64]:
@@ -56,7 +56,7 @@ def test_nothing_beats_the_true_probability(rows: PlantedRows) -> None:
 def test_no_single_column_explains_a_pair() -> None:
     """With all of the variance in one pair, the mean logit given either id is the same, up to the sample's noise."""
     model = PlantedModel(replace(SMALL_CONFIG, dense_share=0.0, interaction_share=1.0))
-    rows = model.rows(Stream.TRAIN, 0, 100_000)
+    rows = model.rows(RandomStream.TRAIN, 0, 100_000)
     logit = logits(rows)
     assert abs(logit.std() - SMALL_CONFIG.logit_std) < 0.1
     for feature in range(4):
@@ -69,7 +69,7 @@ def test_no_single_column_explains_a_pair() -> None:
 
 def test_dense_part_is_linear_in_the_inputs() -> None:
     model = PlantedModel(replace(SMALL_CONFIG, dense_share=1.0, interaction_share=0.0))
-    rows = model.rows(Stream.TRAIN, 0, 2000)
+    rows = model.rows(RandomStream.TRAIN, 0, 2000)
     inputs = np.column_stack([model.dense(rows.quantiles), np.ones(2000)])
     fit, *_ = np.linalg.lstsq(inputs, logits(rows), rcond=None)
     assert np.abs(inputs @ fit - logits(rows)).max() < 1e-4
@@ -79,7 +79,7 @@ def test_rare_categories_carry_little() -> None:
     """With one feature the logit is its weight: the rare ones' are all about the same."""
     schema = ClickSchema(dense_names=(), sparse_names=("a",), num_embeddings=(2000,))
     config = replace(SMALL_CONFIG, schema=schema, dense_share=0.0, interaction_share=0.0, pairs=0, common=0.01)
-    rows = PlantedModel(config).rows(Stream.TRAIN, 0, 50_000)
+    rows = PlantedModel(config).rows(RandomStream.TRAIN, 0, 50_000)
     ids, first, counts = np.unique(rows.ids[:, 0], return_index=True, return_counts=True)
     weights = logits(rows)[first]
     common, rare = weights[counts > 500], weights[counts < 25]
@@ -90,24 +90,27 @@ def test_rare_categories_carry_little() -> None:
 @settings(max_examples=25)
 @given(start=st.integers(0, 10**12), cut=st.integers(0, 20))
 def test_a_row_depends_on_its_number_only(model: PlantedModel, start: int, cut: int) -> None:
-    whole = model.rows(Stream.TRAIN, start, start + 20)
-    parts = [model.rows(Stream.TRAIN, start, start + cut), model.rows(Stream.TRAIN, start + cut, start + 20)]
+    whole = model.rows(RandomStream.TRAIN, start, start + 20)
+    parts = [
+        model.rows(RandomStream.TRAIN, start, start + cut),
+        model.rows(RandomStream.TRAIN, start + cut, start + 20),
+    ]
     for name in ("quantiles", "ids", "probabilities", "labels"):
         assert np.array_equal(getattr(whole, name), np.concatenate([getattr(part, name) for part in parts]))
 
 
 def test_long_ranges_are_put_together_from_chunks(model: PlantedModel) -> None:
-    whole = model.rows(Stream.TRAIN, 5, 20_005)
-    part = model.rows(Stream.TRAIN, 12_000, 12_010)
+    whole = model.rows(RandomStream.TRAIN, 5, 20_005)
+    part = model.rows(RandomStream.TRAIN, 12_000, 12_010)
     assert np.array_equal(whole.ids[11_995:12_005], part.ids)
-    assert np.array_equal(whole.probabilities, model.probabilities(Stream.TRAIN, 5, 20_005))
+    assert np.array_equal(whole.probabilities, model.probabilities(RandomStream.TRAIN, 5, 20_005))
 
 
 def test_streams_and_seeds_differ(model: PlantedModel) -> None:
-    ids = model.rows(Stream.TRAIN, 0, 50).ids
-    assert not np.array_equal(ids, model.rows(Stream.HOLDOUT, 0, 50).ids)
-    assert not np.array_equal(ids, PlantedModel(replace(SMALL_CONFIG, seed=1)).rows(Stream.TRAIN, 0, 50).ids)
-    assert np.array_equal(ids, PlantedModel(SMALL_CONFIG).rows(Stream.TRAIN, 0, 50).ids)
+    ids = model.rows(RandomStream.TRAIN, 0, 50).ids
+    assert not np.array_equal(ids, model.rows(RandomStream.HOLDOUT, 0, 50).ids)
+    assert not np.array_equal(ids, PlantedModel(replace(SMALL_CONFIG, seed=1)).rows(RandomStream.TRAIN, 0, 50).ids)
+    assert np.array_equal(ids, PlantedModel(SMALL_CONFIG).rows(RandomStream.TRAIN, 0, 50).ids)
 
 
 def test_ids_follow_zipfs_law(rows: PlantedRows) -> None:

@@ -55,7 +55,7 @@ def test_worked_example() -> None:
 
 
 def test_beside_torchrec() -> None:
-    rows = [row for row in table_after("## Beside TorchRec") if row[1] == "shardrec"]
+    rows = [row for row in table_after("## Comparison with TorchRec") if row[1] == "shardrec"]
     assert [row[0] for row in rows] == ["table-wise", "row-wise", "column-wise"]
     for cut, _, header, payload, output, gradient, row_norm in rows:
         config = BenchConfig(cut=cut.replace("-", "_"))

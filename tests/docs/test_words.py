@@ -10,7 +10,6 @@ ROOT = Path(__file__).parents[2]
 REPLACED = {
     "way to fill a rank": "configuration (bin packing)",
     "that are done at once now and then": "with two worker threads",
-    "nobody says that": "there is no explicit ...",
     "that shows the fused": "exposes the fused ...",
     "fall to 0": "decay to 0",
     "as those of so many hosts": "as if spread over so many hosts",
@@ -19,12 +18,22 @@ REPLACED = {
     "a word for error messages": "the name in errors, or an operation for each case",
     "by the square of": "O(n²)",
     "that are made of one": "derived from each",
-    "of somebody else's": "owned by ...",
     "for values that are none": "if a value ...",
     "for a name that is none": "if no ... has the name",
     "which road": "which file, mode or option",
     "is taken, too": "also accepts",
     "come apart": "issued different collectives",
+    "likewise": "the value itself, or 'as :meth:`...` takes it'",
+    "so many": "a number of ..., this number of ..., or the argument's name",
+    "nobody": "no rank, no process, or the passive",
+    "somebody": "the rank, the process, or the passive",
+    "compiles it, too": "TorchScript also compiles it",
+    "to the last bit": "bit-identical",
+    "to the bit": "bit-identical",
+    "did not come in time": "did not answer in time, or did not join in time",
+    "a good step pays": "a step without a fault has no overhead",
+    "what goes on around": "the context of ...",
+    "what comes back": "the received rows",
 }
 """What was written, in lower case, and what to write."""
 

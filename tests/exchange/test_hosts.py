@@ -11,15 +11,15 @@ from torch import Tensor
 
 from shardrec.exchange.assemble import Columns
 from shardrec.exchange.blocks import BlockExchange
-from shardrec.exchange.collectives import Collectives, Pending, Streams
+from shardrec.exchange.collectives import Collectives, Pending, StreamSizes
 from shardrec.exchange.hosts import host_sums
-from shardrec.exchange.output import OutputExchange
 from shardrec.exchange.payload import ShardInput
+from shardrec.exchange.pooled_output import OutputExchange
 from shardrec.exchange.route import Lookup, build_route, output_pieces
 from shardrec.exchange.wire import QuantizedComms
 from shardrec.layout import ShardingPlan, Topology, cuts
 from tests.exchange.lookups import Case, random_case
-from tests.exchange.test_output import draw
+from tests.exchange.test_pooled_output import draw
 from tests.plans import randoms
 from tests.thread_ranks import ThreadCollectives, thread_ranks
 
@@ -51,7 +51,7 @@ class Counting(Collectives):
         self.rank, self.world_size = collectives.rank, collectives.world_size
         self.crossing = 0
 
-    def send(self, parts: Any, receive: Any, what: str, streams: Streams | None = None) -> Pending:
+    def send(self, parts: Any, receive: Any, what: str, streams: StreamSizes | None = None) -> Pending:
         host = self.rank // self._ranks_per_host
         abroad = [of_rank for rank, of_rank in enumerate(parts) if rank // self._ranks_per_host != host]
         self.crossing += sum(part.numel() for of_rank in abroad for part in of_rank)

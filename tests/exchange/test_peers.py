@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from shardrec.errors import ConfigError, PeerError
 from shardrec.exchange import peers as module
-from shardrec.exchange.flight import flight_record
+from shardrec.exchange.flight_record import flight_record
 from shardrec.exchange.peers import failed_in_a_collective, peers
 from tests.ranks import RankDied, ranks
 
@@ -57,7 +57,7 @@ def test_which_errors_are_a_collectives(error: Exception, told: bool) -> None:
     ("state", "words"), [("T", "is stopped by a signal"), ("t", "runs"), ("S", "runs"), ("Z", "has ended")]
 )
 def test_a_process_that_a_profiler_looks_at_is_not_stopped(state: str, words: str) -> None:
-    place = module._Place(host="here", pid=7, began="long ago", record=-1)
+    place = module._RankProcess(host="here", pid=7, began="long ago", record=-1)
     with patch.object(module, "_process", return_value=(state, "long ago")):
         assert place.state() == words
 

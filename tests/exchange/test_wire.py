@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardrec.errors import ConfigError
-from shardrec.exchange.collectives import Collectives, Later, Streams
+from shardrec.exchange.collectives import Collectives, Later, StreamSizes
 from shardrec.exchange.wire import QuantizedComms, Wire, WireType
 
 QUANTIZED: list[WireType] = ["fp16", "bf16", "int8"]
@@ -30,7 +30,7 @@ class Loopback(Collectives):
         self.bytes = 0
 
     def send(
-        self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str, streams: Streams | None = None
+        self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str, streams: StreamSizes | None = None
     ) -> Later:
         came = [torch.cat(list(of_rank)) for of_rank in parts]
         assert [part.numel() for part in came] == receive

@@ -19,7 +19,7 @@ import pytest
 
 from benchmarks.harness.template import RankTemplate
 from shardrec.errors import ConfigError, DataError, InputError, PeerError
-from shardrec.launch.processes import LISTENER, Note, RankProcesses, Start, first_cause, spawn
+from shardrec.launch.processes import LISTENER, RankFailure, RankProcesses, Start, first_cause, spawn
 from shardrec.launch.stop import RunStopped, StopRequest
 
 LONG_S = 120.0
@@ -213,8 +213,8 @@ def _wait_for(condition: Any) -> None:
 # -------------------------------------------------------------------------------------------------- what went wrong
 
 
-def note(rank: int, when: float, kind: str, message: str) -> Note:
-    return Note(rank=rank, time=when, kind=kind, message=message, trace=f"trace of rank {rank}")
+def note(rank: int, when: float, kind: str, message: str) -> RankFailure:
+    return RankFailure(rank=rank, time=when, kind=kind, message=message, trace=f"trace of rank {rank}")
 
 
 def test_the_first_error_that_is_not_about_another_rank() -> None:

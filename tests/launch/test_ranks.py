@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from shardrec.launch.ranks import Place, _meeting
+from shardrec.launch.ranks import RankInfo, _meeting
 
 
 def names(store: object, world_size: int, seconds: float = 30.0) -> list[str]:
@@ -19,9 +19,9 @@ def names(store: object, world_size: int, seconds: float = 30.0) -> list[str]:
     found = [""] * world_size
 
     def meet(rank: int) -> None:
-        place = Place(rank=rank, world_size=world_size, device=torch.device("cpu"), threads=1)
+        rank_info = RankInfo(rank=rank, world_size=world_size, device=torch.device("cpu"), threads=1)
         client = dist.TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=seconds))
-        found[rank] = _meeting(client, place, seconds)
+        found[rank] = _meeting(client, rank_info, seconds)
 
     threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(world_size)]
     for thread in threads:
@@ -49,6 +49,6 @@ def test_each_generation_has_a_name_of_its_own(store: object) -> None:
 
 
 def test_a_rank_that_does_not_come_is_named(store: object) -> None:
-    place = Place(rank=0, world_size=3, device=torch.device("cpu"), threads=1)
+    rank_info = RankInfo(rank=0, world_size=3, device=torch.device("cpu"), threads=1)
     with pytest.raises(RuntimeError, match=r"ranks 1, 2 did not come within 0\.1 s"):
-        _meeting(store, place, 0.1)  # type: ignore[arg-type]  # a TCPStore
+        _meeting(store, rank_info, 0.1)  # type: ignore[arg-type]  # a TCPStore

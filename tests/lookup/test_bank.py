@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardrec.layout import COLUMN_UNIT
 from shardrec.lookup.bank import TableBank
 from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
-from shardrec.lookup.rows import RowOptimizer
+from shardrec.lookup.row_optimizers import RowOptimizer
 from shardrec.lookup.shards import dense_lookup
 from tests.plans import randoms
 

@@ -105,7 +105,7 @@ class TestOptimizersThatCountSteps:
         route = build_route([Lookup(feature="f", layout=layout, group=0, output="f", mean=False)], 1, 1)
         found = ShardLookup(groups, route.slots[0], LocalCollectives(), CPU)
         found.weight(layout.shards[0]).fill_(1.0)
-        (member,) = found._members
+        (member,) = found._local_groups
         member.group = replace(member.group, optimizer=ADAM)
         return found
 

@@ -64,8 +64,8 @@ def bad_row(table: str, traced: bool = False) -> None:
     model, run = made(traced)
     path, name = table.split(".")
     rank = dist.get_rank() if dist.is_initialized() else 0
-    for place, parameter in getattr(model.module, path).tables()[name].locals.items():
-        if place is None or place.rank == rank:
+    for shard, parameter in getattr(model.module, path).tables()[name].locals.items():
+        if shard is None or shard.rank == rank:
             with torch.no_grad():
                 parameter[-1, 0] = float("-inf")
     run(features())

@@ -15,7 +15,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 import shardrec
 from shardrec.errors import InputError
-from shardrec.launch.ranks import Place
+from shardrec.launch.ranks import RankInfo
 from shardrec.launch.run import on_new_ranks
 from shardrec.layout import ShardingPlan, Topology
 from shardrec.modules import ShardedModel, shard
@@ -36,7 +36,7 @@ ATOL = 1e-4
 """A little looser than on the CPU: the kernels add rows up in an order that is not fixed."""
 
 
-def on_a_rank(place: Place, fn: Callable[..., None], args: tuple[Any, ...]) -> None:
+def on_a_rank(rank_info: RankInfo, fn: Callable[..., None], args: tuple[Any, ...]) -> None:
     fn(*args)
 
 
@@ -63,8 +63,8 @@ def check_parity(
         ((expected * gradient).sum() / world_size).backward()
     for name, table in model.module.tables().items():  # type: ignore[operator]
         whole: Tensor = reference.embedding_bags[name].weight  # type: ignore[index,union-attr]
-        for place, parameter in table.locals.items():
-            assert torch.allclose(parameter.cpu(), local_part(whole, place), atol=ATOL), f"{where}: {place or name}"
+        for held, parameter in table.locals.items():
+            assert torch.allclose(parameter.cpu(), local_part(whole, held), atol=ATOL), f"{where}: {held or name}"
 
 
 def on_device(bags: Bags) -> Any:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import shardrec
 from shardrec.errors import ConfigError
 from shardrec.modules import Replicas, ReplicatedModel, Servers, ShardedModel
-from shardrec.modules.former import records_of
+from shardrec.modules.deprecated import records_of
 from tests.models import click_model
 from tests.modules.clicks import CONFIGS, mixed_plan
 from tests.ranks import ranks

@@ -5,24 +5,24 @@ from __future__ import annotations
 import torch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
-from shardrec.modules.late import Late, LateJaggedTensor, LateKeyedTensor
+from shardrec.modules.deferred import Deferred, DeferredJaggedTensor, DeferredKeyedTensor
 
 ROWS = torch.arange(12.0).view(3, 4)
 LENGTHS = torch.tensor([2, 1], dtype=torch.int32)
 
 
-def columns_late() -> LateKeyedTensor:
-    return LateKeyedTensor(Late(KeyedTensor, ["a", "b"], [1, 3], ROWS), ["a", "b"], [1, 3])
+def columns_late() -> DeferredKeyedTensor:
+    return DeferredKeyedTensor(Deferred(KeyedTensor, ["a", "b"], [1, 3], ROWS), ["a", "b"], [1, 3])
 
 
-def rows_late() -> LateJaggedTensor:
-    return LateJaggedTensor(Late(dict, {"a": JaggedTensor(ROWS, torch.arange(3), LENGTHS)}), "a", LENGTHS)
+def rows_late() -> DeferredJaggedTensor:
+    return DeferredJaggedTensor(Deferred(dict, {"a": JaggedTensor(ROWS, torch.arange(3), LENGTHS)}), "a", LENGTHS)
 
 
 def test_they_have_the_fields_of_this_release() -> None:
     """And no others but their own: they are set one by one."""
-    late_columns, columns = columns_late(), KeyedTensor(["a", "b"], [1, 3], ROWS)
-    assert vars(late_columns).keys() - {"_pending"} == vars(columns).keys() - {"_values"}
+    deferred_columns, columns = columns_late(), KeyedTensor(["a", "b"], [1, 3], ROWS)
+    assert vars(deferred_columns).keys() - {"_pending"} == vars(columns).keys() - {"_values"}
     late_rows, rows = rows_late(), JaggedTensor(ROWS, torch.arange(3), LENGTHS)
     assert vars(late_rows).keys() - {"_pending", "_name"} == vars(rows).keys() - {"_values", "_weights"}
 

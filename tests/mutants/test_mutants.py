@@ -35,8 +35,8 @@ def test_every_change_is_another_program_with_the_same_lines() -> None:
 
 
 def test_the_nearest_tests_come_first() -> None:
-    expected = ["tests/lookup/test_rows.py", "tests/lookup", "tests"]
-    assert nearest_tests(ROOT, Path("shardrec/lookup/rows.py")) == expected
+    expected = ["tests/lookup/test_row_optimizers.py", "tests/lookup", "tests"]
+    assert nearest_tests(ROOT, Path("shardrec/lookup/row_optimizers.py")) == expected
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from shardrec.exchange.check import are_sound
 from shardrec.exchange.route import Piece, Source
 from shardrec.lookup.bank import RowGradient, TableBank
 from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
-from shardrec.lookup.rows import RowOptimizer
+from shardrec.lookup.row_optimizers import RowOptimizer
 from tests.plans import randoms
 
 pytestmark = pytest.mark.skipif(

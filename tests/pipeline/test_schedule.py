@@ -10,7 +10,17 @@ from hypothesis import strategies as st
 
 from shardrec.errors import ConfigError
 from shardrec.pipeline import schedule as module
-from shardrec.pipeline.schedule import SCHEDULES, Action, bubble, draw, forwards, gpipe, idle_share, one_f_one_b, place
+from shardrec.pipeline.schedule import (
+    SCHEDULES,
+    Action,
+    bubble,
+    draw,
+    forwards,
+    gpipe,
+    idle_share,
+    one_f_one_b,
+    simulate,
+)
 
 SIZES = {"stages": st.integers(1, 9), "batches": st.integers(1, 12), "name": st.sampled_from(sorted(SCHEDULES))}
 
@@ -25,10 +35,10 @@ def test_each_micro_batch_goes_forward_and_back_once(stages: int, batches: int, 
 
 @given(**SIZES)
 def test_all_of_it_can_be_done_and_the_bubble_is_the_formula_s(stages: int, batches: int, name: str) -> None:
-    placed = place(SCHEDULES[name](stages, batches))  # type: ignore[index]
-    assert len(placed) == 2 * stages * batches
-    assert idle_share(placed) == pytest.approx(bubble(stages, batches))
-    assert max(one.end for one in placed) == 2 * (batches + stages - 1)
+    timed = simulate(SCHEDULES[name](stages, batches))  # type: ignore[index]
+    assert len(timed) == 2 * stages * batches
+    assert idle_share(timed) == pytest.approx(bubble(stages, batches))
+    assert max(one.end for one in timed) == 2 * (batches + stages - 1)
 
 
 @given(st.integers(1, 9), st.integers(1, 12))
@@ -49,9 +59,9 @@ def test_drawings_are_those_of_the_docs() -> None:
 
 
 def test_forwards_alone_can_be_placed() -> None:
-    assert max(one.end for one in place(forwards(gpipe(3, 4)))) == 6
+    assert max(one.end for one in simulate(forwards(gpipe(3, 4)))) == 6
 
 
 def test_a_schedule_that_cannot_go_on() -> None:
     with pytest.raises(ConfigError, match="cannot go on, stage 0 at B0: put actions after"):
-        place([[Action("B", 0), Action("F", 0)]])
+        simulate([[Action("B", 0), Action("F", 0)]])

@@ -18,7 +18,7 @@ from shardrec.errors import ConfigError, InputError
 from shardrec.layout import Topology
 from shardrec.modules import shard
 from shardrec.serve import ServedModel, WeightFormat, quantize
-from shardrec.serve.rows import encode
+from shardrec.serve.row_bytes import encode
 from tests.batches import Bags, random_bags
 from tests.models import feature_rows
 from tests.plans import random_plan, topologies_of

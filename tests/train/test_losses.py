@@ -141,7 +141,7 @@ def test_a_run_learns_the_order(files: Path, tmp_path: Path, loss: str, monkeypa
 
 
 def test_a_loss_over_groups_wants_groups(files: Path, tmp_path: Path) -> None:
-    from shardrec.launch.ranks import Place
+    from shardrec.launch.ranks import RankInfo
     from shardrec.train.source import Source
 
     with pytest.raises(ConfigError, match=r"loss \(--loss\) is 'softmax', .* no features \(--features\) name one"):
@@ -150,7 +150,7 @@ def test_a_loss_over_groups_wants_groups(files: Path, tmp_path: Path) -> None:
     spec.write_text(SPEC.replace("group: session", ""), encoding="utf-8")
     config = TrainConfig(loss="pairwise", data=str(files / "rows.parquet"), features=str(spec))
     with pytest.raises(ConfigError, match="names none: add group: COLUMN"):
-        Source(config, Place(rank=0, world_size=1, device=torch.device("cpu"), threads=1))
+        Source(config, RankInfo(rank=0, world_size=1, device=torch.device("cpu"), threads=1))
 
 
 def test_groups_stay_whole(files: Path) -> None:

@@ -99,7 +99,7 @@ def test_the_checkpoint_gives_the_trained_model_back(trained: tuple[Path, RunRep
 
     import shardrec
     from shardrec.data import criteo_schema
-    from shardrec.launch.ranks import Place
+    from shardrec.launch.ranks import RankInfo
     from shardrec.train.metrics import evaluate
     from shardrec.train.model import build_model, fuse_optimizer
     from shardrec.train.source import Source
@@ -112,7 +112,7 @@ def test_the_checkpoint_gives_the_trained_model_back(trained: tuple[Path, RunRep
     assert loaded is not None
     assert (loaded.step, loaded.extra["samples"]) == (report.steps, 24_000)
     cpu = torch.device("cpu")
-    source = Source(TINY, Place(rank=0, world_size=1, device=cpu, threads=1))
+    source = Source(TINY, RankInfo(rank=0, world_size=1, device=cpu, threads=1))
     assert evaluate(sharded, source.holdout_batches(), cpu).auc == pytest.approx(report.final.auc, abs=1e-9)
 
 

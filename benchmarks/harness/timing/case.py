@@ -131,7 +131,7 @@ class Job:
         plan: where the tables are, as JSON.
         inputs: folder of the batches, see :mod:`benchmarks.harness.timing.inputs`; "" lets each rank draw its own.
         steps: most steps to time.
-        seconds: steps are left out, down to three, where so many would take longer.
+        seconds: limit of a turn; steps are left out, down to three, if they would take longer.
         seed: of everything random.
         threads: of each rank.
         device: ``"cpu"`` or ``"cuda"``.

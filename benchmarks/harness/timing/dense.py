@@ -8,7 +8,7 @@ from torchrec.models.dlrm import DLRM
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from shardrec.errors import ConfigError
-from shardrec.launch.ranks import Place
+from shardrec.launch.ranks import RankInfo
 
 __all__ = ["DENSE_LR", "DenseInputs", "click_model", "dense_parameters"]
 
@@ -26,17 +26,17 @@ class DenseInputs:
 
     Args:
         batch_size: B.
-        place: the rank.
+        rank_info: the rank.
 
     Attributes:
         values: (B, 13) floats.
         labels: (B,) zeros and ones.
     """
 
-    def __init__(self, batch_size: int, place: Place) -> None:
-        generator = torch.Generator().manual_seed(place.rank)
-        self.values = torch.rand(batch_size, _DENSE_FEATURES, generator=generator).to(place.device)
-        self.labels = (torch.rand(batch_size, generator=generator) < 0.25).float().to(place.device)
+    def __init__(self, batch_size: int, rank_info: RankInfo) -> None:
+        generator = torch.Generator().manual_seed(rank_info.rank)
+        self.values = torch.rand(batch_size, _DENSE_FEATURES, generator=generator).to(rank_info.device)
+        self.labels = (torch.rand(batch_size, generator=generator) < 0.25).float().to(rank_info.device)
 
 
 def click_model(collection: EmbeddingBagCollection, device: torch.device) -> DLRM:

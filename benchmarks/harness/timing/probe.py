@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from benchmarks.harness.timing.clock import time_steps
-from shardrec.launch.ranks import Place
+from shardrec.launch.ranks import RankInfo
 
 __all__ = ["probe"]
 
@@ -25,12 +25,12 @@ _ROWS_AT_ONCE = 256
 _BAG = 64  # rows that are summed, so that next to nothing is written
 
 
-def probe(options: Mapping[str, Any], place: Place) -> dict[str, float]:
+def probe(options: Mapping[str, Any], rank_info: RankInfo) -> dict[str, float]:
     """Measure as one of the ranks, all of which are busy with the same.
 
     Args:
         options: none are read.
-        place: this rank, which is in a process group.
+        rank_info: this rank, which is in a process group.
 
     Returns:
         Of the slowest rank, the same on all: ``memory``, bytes read and written per second by a copy of a block larger
@@ -39,33 +39,33 @@ def probe(options: Mapping[str, Any], place: Place) -> dict[str, float]:
         a rank per second in an all-to-all, at the size with which that is most (0 on one rank); ``latency``, seconds of
         an all-to-all of a few bytes.
     """
-    own = {"memory": _memory(place), **_random_rows(place), "link": 0.0, "latency": 0.0}
-    if place.world_size > 1:
-        own["link"] = max(size / _exchange_seconds(size, place) for size in _LINK_BYTES)
-        own["latency"] = _exchange_seconds(8 * place.world_size, place)
-    found: list[Any] = [None] * place.world_size
+    own = {"memory": _memory(rank_info), **_random_rows(rank_info), "link": 0.0, "latency": 0.0}
+    if rank_info.world_size > 1:
+        own["link"] = max(size / _exchange_seconds(size, rank_info) for size in _LINK_BYTES)
+        own["latency"] = _exchange_seconds(8 * rank_info.world_size, rank_info)
+    found: list[Any] = [None] * rank_info.world_size
     dist.all_gather_object(found, own)
     worst = {"memory": min, "gather": min, "scatter": min, "link": min, "latency": max}
     return {name: take(one[name] for one in found) for name, take in worst.items()}
 
 
-def _memory(place: Place) -> float:
-    size = _COPY_BYTES[place.device.type]
-    source = torch.ones(size // 4, device=place.device)
+def _memory(rank_info: RankInfo) -> float:
+    size = _COPY_BYTES[rank_info.device.type]
+    source = torch.ones(size // 4, device=rank_info.device)
     target = torch.ones_like(source)
-    return 2 * size / _seconds(lambda: target.copy_(source), place)
+    return 2 * size / _seconds(lambda: target.copy_(source), rank_info)
 
 
-def _random_rows(place: Place) -> dict[str, float]:
+def _random_rows(rank_info: RankInfo) -> dict[str, float]:
     """Distinct rows in random order: summed in bags, and changed in place."""
-    count = _COPY_BYTES[place.device.type] // (4 * _ROW)
-    table = torch.ones(count, _ROW, device=place.device)
-    ids = torch.randperm(count, generator=torch.Generator().manual_seed(0))[: count // 4].to(place.device)
-    offsets = torch.arange(0, len(ids), _BAG, device=place.device)
+    count = _COPY_BYTES[rank_info.device.type] // (4 * _ROW)
+    table = torch.ones(count, _ROW, device=rank_info.device)
+    ids = torch.randperm(count, generator=torch.Generator().manual_seed(0))[: count // 4].to(rank_info.device)
+    offsets = torch.arange(0, len(ids), _BAG, device=rank_info.device)
     size = 4 * _ROW * len(ids)
     with torch.no_grad():
-        gather = _seconds(lambda: embedding_bag(ids, table, offsets, mode="sum"), place)  # prefetches on the CPU
-        return {"gather": size / gather, "scatter": 2 * size / _seconds(_scatter(table, ids), place)}
+        gather = _seconds(lambda: embedding_bag(ids, table, offsets, mode="sum"), rank_info)  # prefetches on the CPU
+        return {"gather": size / gather, "scatter": 2 * size / _seconds(_scatter(table, ids), rank_info)}
 
 
 def _scatter(table: Tensor, ids: Tensor) -> Callable[[], object]:
@@ -85,21 +85,21 @@ def _scatter(table: Tensor, ids: Tensor) -> Callable[[], object]:
     return change_rows
 
 
-def _exchange_seconds(off_rank: int, place: Place) -> float:
-    """An all-to-all in which so many bytes leave each rank."""
-    others = place.world_size - 1
+def _exchange_seconds(off_rank: int, rank_info: RankInfo) -> float:
+    """Time an all-to-all in which each rank sends ``off_rank`` bytes to others."""
+    others = rank_info.world_size - 1
     each = max(1, off_rank // others // 4)
-    send = torch.ones(each * place.world_size, device=place.device)
+    send = torch.ones(each * rank_info.world_size, device=rank_info.device)
     receive = torch.ones_like(send)
-    return _seconds(lambda: dist.all_to_all_single(receive, send), place)
+    return _seconds(lambda: dist.all_to_all_single(receive, send), rank_info)
 
 
-def _seconds(work: Callable[[], object], place: Place) -> float:
+def _seconds(work: Callable[[], object], rank_info: RankInfo) -> float:
     """The median time, after two runs to warm up."""
     times = []
     for number in range(_REPEATS + 2):
         dist.barrier()
-        took = time_steps(lambda _: work(), [None], place.device)
+        took = time_steps(lambda _: work(), [None], rank_info.device)
         if number >= 2:
             times += took
     return median(times) / 1e3

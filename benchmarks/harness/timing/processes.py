@@ -13,7 +13,7 @@ from shardrec.errors import ShardrecError
 from shardrec.launch.run import on_new_ranks
 
 if TYPE_CHECKING:
-    from shardrec.launch.ranks import Place
+    from shardrec.launch.ranks import RankInfo
 
 __all__ = ["FreshProcesses", "KeptProcesses", "MeasurementError", "Processes", "serve"]
 
@@ -48,7 +48,7 @@ class Processes(Protocol):
         """Call a function on each rank and return what it returned on rank 0.
 
         Args:
-            task: ``module:function``, called with the options and a :class:`~shardrec.launch.ranks.Place`.
+            task: ``module:function``, called with the options and a :class:`~shardrec.launch.ranks.RankInfo`.
             options: JSON-compatible.
             ranks: how many.
             malloc: a key of :data:`~benchmarks.harness.timing.environment.MALLOC`.
@@ -109,13 +109,13 @@ class KeptProcesses:
     Rank 0 has this object; the others :func:`serve`.
 
     Args:
-        place: this rank.
+        rank_info: this rank.
     """
 
     read_files = False
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
+    def __init__(self, rank_info: RankInfo) -> None:
+        self._place = rank_info
 
     def __enter__(self) -> KeptProcesses:
         return self
@@ -134,41 +134,41 @@ class KeptProcesses:
         return _call(task, options, self._place)
 
 
-def serve(place: Place) -> None:
+def serve(rank_info: RankInfo) -> None:
     """On the ranks other than 0: do what rank 0 asks for, until it is done."""
     while True:
-        request = _broadcast(None, place)
+        request = _broadcast(None, rank_info)
         if request is None:
             return
         with contextlib.suppress(MeasurementError):  # rank 0 tells it; the trouble of a case is that of all its ranks
             task, options = request
-            _call(task, options, place)
+            _call(task, options, rank_info)
 
 
-def _do_task(place: Place, task: str, options: Mapping[str, Any]) -> Any:
+def _do_task(rank_info: RankInfo, task: str, options: Mapping[str, Any]) -> Any:
     module, _, name = task.partition(":")
-    return getattr(importlib.import_module(module), name)(options, place)
+    return getattr(importlib.import_module(module), name)(options, rank_info)
 
 
-def _call(task: str, options: Mapping[str, Any], place: Place) -> Any:
+def _call(task: str, options: Mapping[str, Any], rank_info: RankInfo) -> Any:
     import gc
 
     import torch
 
     try:
-        return _do_task(place, task, options)
+        return _do_task(rank_info, task, options)
     except Exception as error:
         raise MeasurementError(f"{type(error).__name__}: {error}") from error
     finally:
         gc.collect()
-        if place.device.type == "cuda":
+        if rank_info.device.type == "cuda":
             torch.cuda.empty_cache()
 
 
-def _broadcast(value: Any, place: Place) -> Any:
+def _broadcast(value: Any, rank_info: RankInfo) -> Any:
     import torch.distributed as dist
 
     values = [value]
-    if place.world_size > 1:
+    if rank_info.world_size > 1:
         dist.broadcast_object_list(values, src=0)
     return values[0]

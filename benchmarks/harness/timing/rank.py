@@ -16,14 +16,14 @@ from benchmarks.harness.timing.clock import time_steps
 from benchmarks.harness.timing.digest import digest
 from benchmarks.harness.timing.inputs import draw_batches, read_batches
 from benchmarks.harness.timing.sides import Side, make_side
-from shardrec.launch.ranks import Place
+from shardrec.launch.ranks import RankInfo
 
 __all__ = ["measure"]
 
 _FEWEST = 3
 
 
-def measure(options: Mapping[str, Any], place: Place) -> dict[str, Any]:
+def measure(options: Mapping[str, Any], rank_info: RankInfo) -> dict[str, Any]:
     """Measure one side of a case as one of its ranks.
 
     The steps before the clock runs are on batches 0, 1 and 0: the outputs on batch 0 show that the sides
@@ -31,7 +31,7 @@ def measure(options: Mapping[str, Any], place: Place) -> dict[str, Any]:
 
     Args:
         options: a :class:`~benchmarks.harness.timing.case.Job` as JSON.
-        place: this rank, which is in a process group.
+        rank_info: this rank, which is in a process group.
 
     Returns:
         As JSON, the same on every rank: ``step_ms``, of the slowest rank in each step; ``faults``, page faults of a
@@ -39,26 +39,26 @@ def measure(options: Mapping[str, Any], place: Place) -> dict[str, Any]:
         any device); ``digests`` by rank, of the outputs.
     """
     job = Job.from_json(options)
-    if place.device.type == "cuda":
+    if rank_info.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     batches = (
-        read_batches(job.case, Path(job.inputs), place.rank, place.device)
+        read_batches(job.case, Path(job.inputs), rank_info.rank, rank_info.device)
         if job.inputs
-        else draw_batches(job.case, place.rank, place.device, job.seed)
+        else draw_batches(job.case, rank_info.rank, rank_info.device, job.seed)
     )
-    side = make_side(job, place)
+    side = make_side(job, rank_info)
     digests = _warm_up(side, [side.prepare(batches[number]) for number in (0, 1, 0)], trains=job.case.trains)
-    steps = _number_of_steps(job, side, side.prepare(batches[1]), place)
+    steps = _number_of_steps(job, side, side.prepare(batches[1]), rank_info)
     inputs = [side.prepare(batches[number % len(batches)]) for number in range(steps)]
     # Collections of garbage walk over what the imports left behind, and fall into any one side's steps.
     gc.collect()
     gc.freeze()
     dist.barrier()
     before = _page_faults()
-    own = time_steps(side.step, inputs, place.device)
+    own = time_steps(side.step, inputs, rank_info.device)
     faults = (_page_faults() - before) / steps
-    found: list[Any] = [None] * place.world_size
-    dist.all_gather_object(found, (own, faults, _peak_bytes(place), digests))
+    found: list[Any] = [None] * rank_info.world_size
+    dist.all_gather_object(found, (own, faults, _peak_bytes(rank_info), digests))
     gc.unfreeze()
     return {
         "step_ms": [max(times) for times in zip(*(one[0] for one in found), strict=True)],
@@ -78,11 +78,11 @@ def _warm_up(side: Side, inputs: list[Any], *, trains: bool) -> dict[str, Any]:
     return found
 
 
-def _number_of_steps(job: Job, side: Side, inputs: Any, place: Place) -> int:
+def _number_of_steps(job: Job, side: Side, inputs: Any, rank_info: RankInfo) -> int:
     """As many as were asked for, or as fit into the time, and the same on every rank."""
     dist.barrier()
-    (took,) = time_steps(side.step, [inputs], place.device)
-    slowest = torch.tensor(took, device=place.device)
+    (took,) = time_steps(side.step, [inputs], rank_info.device)
+    slowest = torch.tensor(took, device=rank_info.device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return max(_FEWEST, min(job.steps, int(job.seconds * 1e3 / max(float(slowest), 1e-3))))
 
@@ -91,7 +91,7 @@ def _page_faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
-def _peak_bytes(place: Place) -> int:
-    if place.device.type == "cuda":
+def _peak_bytes(rank_info: RankInfo) -> int:
+    if rank_info.device.type == "cuda":
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -21,7 +21,7 @@ from shardrec.launch.run import launched_rank, on_new_ranks, run_on_ranks
 
 if TYPE_CHECKING:
     from benchmarks.harness.timing.processes import Processes
-    from shardrec.launch.ranks import Place
+    from shardrec.launch.ranks import RankInfo
     from shardrec.layout import ShardingPlan
 
 __all__ = ["FILE", "PICTURE", "time_steps"]
@@ -76,21 +76,21 @@ def time_steps(
 
 
 def _on_launched_rank(options: dict[str, Any]) -> TimingReport | None:
-    from shardrec.launch.ranks import joined
+    from shardrec.launch.ranks import joined_run
 
-    with joined(options["device"], options["threads"] or 1, seed=options["seed"], alone=True) as place:
-        return _on_kept_rank(place, options)
+    with joined_run(options["device"], options["threads"] or 1, seed=options["seed"], alone=True) as rank_info:
+        return _on_kept_rank(rank_info, options)
 
 
-def _on_kept_rank(place: Place, options: dict[str, Any]) -> TimingReport | None:
+def _on_kept_rank(rank_info: RankInfo, options: dict[str, Any]) -> TimingReport | None:
     """In a process group, also of one rank, which TorchRec asks for."""
     from benchmarks.harness.timing.processes import KeptProcesses, serve
 
     resume = options.pop("resume")
-    if not place.is_lead:
-        serve(place)
+    if not rank_info.is_lead:
+        serve(rank_info)
         return None
-    with KeptProcesses(place) as processes:
+    with KeptProcesses(rank_info) as processes:
         return _Run(TimingConfig(**options), processes, print, resume=resume).all_rounds()
 
 

@@ -7,7 +7,7 @@
 
 #include "model.hpp"
 
-// Lets each client, a thread of its own, send the requests in turn for so many seconds, the next one as soon as it has its answer;
+// Lets each client, on its own thread, send the requests in turn for a number of seconds, the next one as soon as it has its answer;
 // then writes a line of JSON: how many requests a second were answered, how long half of them and 99% of them took at most.
 // Every request is asked twice before the clock starts, and an error among these answers is thrown as std::runtime_error.
 void put_under_load(Model& model, const std::vector<std::string>& requests, int clients, double seconds, int threads,

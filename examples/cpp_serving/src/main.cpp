@@ -20,9 +20,9 @@ constexpr char kUsage[] =
     "  --model      a file that shardrec.serve.save wrote, or shardrec.serve.package (.pt2)\n"
     "  --operators  the folder of the Python package fbgemm_gpu, with its .so files; not needed if these are preloaded\n"
     "  --threads    for one request; default 1\n"
-    "  --clients    measure: so many threads ask the requests on stdin without pause; prints requests a second and times\n"
-    "  --seconds    how long they do; default 10\n"
-    "  --libraries  list the shared libraries of the process, and answer nothing\n";
+    " --clients measure: this many threads send the requests on stdin without pause; prints requests a second and
+    times\n" " --seconds how long they do; default 10\n" " --libraries list the shared libraries of the process, and
+    answer nothing\n";
 
 struct Options {
   std::string model;

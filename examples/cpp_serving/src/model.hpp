@@ -28,8 +28,8 @@ class Model {
   std::vector<TensorSpec> specs_;
 };
 
-// A model in TorchScript, or for a path that ends in .pt2 one compiled by AOTInductor, which so many clients may ask at a time.
-// Throws std::runtime_error for a file that cannot be loaded, was written by something else, or needs other ranks.
+// A model in TorchScript, or for a path that ends in .pt2 one compiled by AOTInductor, which up to this number of clients may call at a
+// time. Throws std::runtime_error for a file that cannot be loaded, was written by something else, or needs other ranks.
 std::unique_ptr<Model> load_model(const std::string& path, int clients);
 
 // The name under which a file has its notes.

@@ -3,7 +3,7 @@
 ::
 
     windows      memory that a rank owns and its peers map           (windows.py)
-    channel      small messages between ranks: what lies where       (channel.py)
-    handshake    who shares a host, and how they find each other     (handshake.py)
+    channel      small messages between ranks: positions of data     (channel.py)
+    handshake    finds the ranks that share a host                   (handshake.py)
     collectives  the exchanges of a step over both                   (collectives.py)
 """

@@ -1,8 +1,8 @@
 """Small messages between the ranks of a host, over Unix sockets.
 
-A message says what a rank has put into its windows, and for which exchange. A socket gives what flags in shared memory
-do not: the order of memory on every processor, a wait without spinning and with a limit, and the end of a rank that
-dies, at once.
+A message says what a rank has written to its windows, and for which exchange. Unlike flags in shared memory, a socket
+orders memory accesses on every processor, waits without spinning and with a time limit, and reports the end of a rank
+that dies at once.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ Key = tuple[int, int]
 Message = tuple[Any, ...]
 """Plain data, as :mod:`marshal` takes it."""
 
-_WINDOW = -1  # in place of an exchange's number: a new window, with its descriptor
-_FAULT = -2  # likewise: what happened to a rank, and how many exchanges it had begun
+_WINDOW = -1  # instead of an exchange's number: a new window, with its descriptor
+_FAULT = -2  # instead of an exchange's number: what happened to a rank, and how many exchanges it had begun
 _MOST_BYTES = 1 << 16
 _MOST_RELEASED = 4096
 _MOST_TOLD = 4000
@@ -43,7 +43,7 @@ _OPEN: WeakSet[Channel] = WeakSet()
 
 
 def _close_in_child() -> None:
-    """A forked child (a worker of a data loader) has copies of the sockets, which would hide this rank's end."""
+    """Close the sockets in a forked child (a data loader's worker), whose copies would hide this rank's end."""
     for channel in list(_OPEN):
         channel.close()
 
@@ -58,12 +58,12 @@ class Channel:
     Args:
         group: of the ranks.
         sockets: per other rank of the host, a connected SEQPACKET socket.
-        timeout_s: gives how long to wait for a message.
+        timeout_s: returns the time limit for a message in seconds.
 
     Attributes:
         peers: the other ranks of the host, ascending.
         lock: held by whoever sends or receives.
-        windows: per peer, those that it has announced.
+        windows: per peer, the windows that it has announced.
     """
 
     def __init__(
@@ -84,16 +84,16 @@ class Channel:
         _OPEN.add(self)
 
     def release(self, peer: int, token: int) -> None:
-        """Tell ``peer``, with the next message, that a block it lent is not used here any more."""
+        """Tell ``peer``, with the next message, that a region it lent is no longer used here."""
         self._released[peer].append(token)
 
     def returned(self, peer: int) -> list[int]:
-        """What ``peer`` has released since the last call."""
+        """The tokens that ``peer`` has released since the last call."""
         numbers, self._returned[peer] = self._returned[peer], []
         return numbers
 
     def announce(self, number: int, size: int, descriptor: int) -> None:
-        """Give all peers a new window."""
+        """Send a new window to all peers."""
         data = marshal.dumps((_WINDOW, 0, (), number, size))
         for peer, connection in self._sockets.items():
             try:
@@ -116,7 +116,8 @@ class Channel:
             self._fail(peer, what, error)
 
     def tell(self, begun: int, fault: str, rank: int | None = None) -> None:
-        """Tell the peers that nothing more comes of the first ``begun`` exchanges; those that are gone miss it.
+        """Tell the peers that this rank does not continue the first ``begun`` exchanges; peers that are gone are
+        skipped.
 
         Args:
             begun: number of exchanges.
@@ -137,7 +138,7 @@ class Channel:
         for peer, connection in self._sockets.items():
             ready = select.poll()
             ready.register(connection, select.POLLIN)
-            # A peer that has ended may have made its part of what this rank waits for.
+            # A peer that has ended may have sent the message that this rank waits for.
             while ready.poll(0) and connection.recv(1, socket.MSG_PEEK):
                 self._take(peer, what)
             self._raise_told(peer, begun, what)
@@ -145,7 +146,8 @@ class Channel:
     def _raise_told(self, peer: int, begun: int, what: str) -> None:
         told, rank, fault = self._told.get(peer, (-1, 0, ""))
         if told >= begun:
-            # This rank makes no more of them either, for which others may wait before they hear of the first.
+            # This rank does not continue them either; others may wait for it before they hear of the first rank's
+            # fault.
             self.tell(told, fault, rank)
             raise PeerError(
                 f"rank {dist.get_rank()} of {dist.get_world_size()}: the {what} failed, because rank {rank} {fault}. "
@@ -158,8 +160,8 @@ class Channel:
         """Wait for a message.
 
         Raises:
-            PeerError: if ``peer`` is gone, does not answer in time, is at another exchange, or has told that it will
-                not come.
+            PeerError: if ``peer`` is gone, does not answer in time, is at another exchange, or has told that it does
+                not continue.
         """
         inbox = self._inbox[peer]
         while key not in inbox:
@@ -199,7 +201,7 @@ class Channel:
                 self.forget(peer, (number, way), self._forgotten[peer].pop((number, way)))
 
     def forget(self, peer: int, key: Key, tokens: Callable[[Message], list[int]]) -> None:
-        """Nobody will wait for a message: release what it brings, now or when it comes.
+        """Do not wait for a message: release its regions, now or when it arrives.
 
         Args:
             peer: who sends it.

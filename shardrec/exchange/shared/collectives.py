@@ -2,18 +2,19 @@
 
 ::
 
-    send        each part is written once into a window of its sender, and read there by its receiver: no copy is
-                made on the way, and what a rank keeps for itself is not moved at all. Parts that were written into a
-                room, which is memory of a window, are sent as they lie
-    way back    each rank lends the memory for the gradient of what it sent; the others write their parts straight
-                into it, so that it lies in one piece when the last of them says that it is written
+    send        each part is written once into a window of its sender, and read there by its receiver: there is no
+                further copy, and parts that a rank keeps are not moved. Parts that were written into allocated
+                memory of a window are not copied at all
+    way back    each rank lends the memory for the gradient of what it sent; the others write their parts directly
+                into it, so that it is complete and contiguous when the last of them says so
 
 Small parts (headers) travel in the message itself. Ranks on other hosts are reached by the process group's all-to-all,
 in the same call.
 
 [Note: no rank waits to send]
-A sender takes a free block of its windows, and grows them if there is none; blocks come back when no tensor of the
-receiver refers to them any more. Memory is bounded by what is alive: about one forward's parts, and their gradients.
+A sender takes a free region of its windows, and adds a window if there is none; a region is returned when no tensor of
+the receiver refers to it any more. Memory is bounded by the live regions: about one forward's parts and their
+gradients.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ import torch
 from torch import Tensor
 
 from shardrec.errors import PeerError
-from shardrec.exchange.collectives import Collectives, FunctionalCollectives, Pending, Streams, joined
-from shardrec.exchange.flight import flight_record
+from shardrec.exchange.collectives import Collectives, FunctionalCollectives, Pending, StreamSizes, joined
+from shardrec.exchange.flight_record import flight_record
 from shardrec.exchange.shared.channel import Channel, Message
-from shardrec.exchange.shared.windows import Arena, Block, Bytes, as_tensor
+from shardrec.exchange.shared.windows import Arena, Bytes, Region, as_tensor
 
 __all__ = ["SharedCollectives"]
 
@@ -41,7 +42,7 @@ _INLINE_BYTES = 4096
 
 
 class SharedCollectives(Collectives):
-    """All-to-alls through shared memory where ranks share a host.
+    """All-to-alls through shared memory between ranks that share a host.
 
     Args:
         base: collectives of the whole group, for ranks on other hosts.
@@ -65,11 +66,11 @@ class SharedCollectives(Collectives):
         self._number = 0
         self._token = 0
         self._lent: dict[int, list[Bytes | Tensor]] = {}  # by token, once for each peer that has not released it
-        self._rooms: dict[int, tuple[int, int]] = {}  # by address, window and first byte of those in use
-        self.dropped: deque[int] = deque()  # numbers of exchanges that nobody waited for; filled by finalizers
+        self._allocated: dict[int, tuple[int, int]] = {}  # by address, window and first byte of those in use
+        self.dropped: deque[int] = deque()  # numbers of exchanges that were not waited for; filled by finalizers
 
     def send(
-        self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str, streams: Streams | None = None
+        self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str, streams: StreamSizes | None = None
     ) -> _SharedPending:
         recorded = flight_record().begin(what, sum(receive) * parts[self.rank][0].element_size())
         with self.channel.lock, _counted():
@@ -102,23 +103,23 @@ class SharedCollectives(Collectives):
         with self.channel.lock:
             self.channel.raise_told(self._number, what)
 
-    def room(self, numel: int, device: torch.device) -> Tensor:
+    def allocate(self, numel: int, device: torch.device) -> Tensor:
         if not numel or device.type != "cpu":
-            return super().room(numel, device)
+            return super().allocate(numel, device)
         with self.channel.lock:
-            block = self._block(4 * numel)
-            address = block.bytes.ctypes.data
-            self._rooms[address] = block.window, block.offset
-            weakref.finalize(block.bytes, self._rooms.pop, address, None).atexit = False
-            return as_tensor(block.bytes, torch.float32)
+            region = self._region(4 * numel)
+            address = region.bytes.ctypes.data
+            self._allocated[address] = region.window, region.offset
+            weakref.finalize(region.bytes, self._allocated.pop, address, None).atexit = False
+            return as_tensor(region.bytes, torch.float32)
 
-    def lend(self, size: int, borrowers: int) -> tuple[int, Block]:
-        """A block of the windows, kept until ``borrowers`` peers have released its token."""
-        block = self._block(size)
-        return self._token_of(block.bytes, borrowers), block
+    def lend(self, size: int, borrowers: int) -> tuple[int, Region]:
+        """Lend a region of the windows, kept until ``borrowers`` peers have released its token."""
+        region = self._region(size)
+        return self._token_of(region.bytes, borrowers), region
 
-    def _block(self, size: int) -> Block:
-        """A free one, once what the peers have released is taken back."""
+    def _region(self, size: int) -> Region:
+        """A free region, after taking back those that peers have released."""
         for peer in self.peers:
             for token in self.channel.returned(peer):
                 left = self._lent[token]
@@ -148,13 +149,13 @@ class SharedCollectives(Collectives):
             return torch.cat(list(parts)).view(torch.uint8).numpy().tobytes()
         if len(parts) == 1:
             address = parts[0].untyped_storage().data_ptr()
-            room = self._rooms.get(address)
-            if room is not None:
-                window, offset = room
+            allocate = self._allocated.get(address)
+            if allocate is not None:
+                window, offset = allocate
                 return self._token_of(parts[0], 1), window, offset + parts[0].data_ptr() - address, size
-        token, block = self.lend(size, 1)
-        torch.cat(list(parts), out=as_tensor(block.bytes, parts[0].dtype))
-        return token, block.window, block.offset, size
+        token, region = self.lend(size, 1)
+        torch.cat(list(parts), out=as_tensor(region.bytes, parts[0].dtype))
+        return token, region.window, region.offset, size
 
     def send_far(self, parts: Mapping[int, Sequence[Tensor]], receive: Sequence[int], what: str) -> Pending | None:
         """Issue the process group's all-to-all with the ranks on other hosts; None without any.
@@ -166,7 +167,7 @@ class SharedCollectives(Collectives):
         """
         if not self.far:
             return None
-        # Of its own memory, so that the parts are copied: who sends by name may write to them when this returns.
+        # The parts are copied, because a caller of this method may write to them when it returns.
         nothing = parts[self.far[0]][0].new_empty(0)
         out: list[Sequence[Tensor]] = [[nothing]] * self.world_size
         into = [0] * self.world_size
@@ -177,7 +178,7 @@ class SharedCollectives(Collectives):
 
 @dataclass(kw_only=True, eq=False)
 class _SharedPending:
-    """What comes from the peers, from this rank itself, and from far ranks."""
+    """Parts being received from peers, from this rank itself, and from ranks of other hosts."""
 
     collectives: SharedCollectives
     number: int
@@ -225,22 +226,22 @@ class _SharedPending:
 
 
 class _SharedWayBack:
-    """Gradients written where they are needed.
+    """Gradients that are written directly to the memory where they are needed.
 
     Args:
-        collectives: whose.
+        collectives: the collectives that made the exchange.
         number: of the forward exchange.
-        streams: what it sent and received.
+        streams: the sizes that it sent and received.
     """
 
-    def __init__(self, collectives: SharedCollectives, number: int, streams: Streams) -> None:
+    def __init__(self, collectives: SharedCollectives, number: int, streams: StreamSizes) -> None:
         self._collectives = collectives
         self._number = number
         self._streams = streams
         self._turn = 1
         self._recorded = 0  # in the flight record
         self._landing: list[Tensor] = []
-        self._blocks: list[tuple[int, Block] | None] = []
+        self._regions: list[tuple[int, Region] | None] = []
         self._views: dict[int, list[Tensor]] = {}  # per rank, where to write each stream's gradient
         self._far_sent: Pending | None = None
         self._lend()
@@ -250,24 +251,24 @@ class _SharedWayBack:
         for stream in range(len(self._streams.out[0])):
             elements = sum(rank[stream] for rank in self._streams.out)
             lent = self._collectives.lend(4 * elements, len(self._collectives.peers)) if elements else None
-            self._blocks.append(lent)
+            self._regions.append(lent)
             self._landing.append(torch.empty(0) if lent is None else as_tensor(lent[1].bytes, torch.float32))
 
     def offer(self, peer: int) -> Message:
         """Per stream, (token, window, offset, bytes) of the peer's part of the memory lent; () for none."""
         messages: list[Message] = []
-        for stream, lent in enumerate(self._blocks):
+        for stream, lent in enumerate(self._regions):
             if lent is None:
                 messages.append(())
                 continue
-            token, block = lent
+            token, region = lent
             start = 4 * sum(rank[stream] for rank in self._streams.out[:peer])
             size = 4 * self._streams.out[peer][stream]
-            messages.append((token, block.window, block.offset + start, size))
+            messages.append((token, region.window, region.offset + start, size))
         return tuple(messages)
 
     def offered(self, peer: int, offers: Message) -> None:
-        """What a peer lends."""
+        """Map the memory that a peer lends."""
         theirs: list[Tensor] = []
         for stream, offer in enumerate(offers):
             size = 4 * self._streams.into[peer][stream]
@@ -304,7 +305,7 @@ class _SharedWayBack:
         with collectives.channel.lock:
             for peer in collectives.peers:
                 collectives.channel.receive(peer, (self._number, 2 * self._turn), "gradient")
-        landing, self._landing, self._blocks = self._landing, [], []
+        landing, self._landing, self._regions = self._landing, [], []
         self._turn += 1
         flight_record().end(self._recorded)
         if self._far_sent is not None:
@@ -324,7 +325,7 @@ class _SharedWayBack:
         return parts
 
     def _again(self) -> None:
-        """A further backward through the same forward: lend new memory."""
+        """Lend new memory for another backward through the same forward."""
         collectives, key = self._collectives, (self._number, 2 * self._turn - 1)
         with collectives.channel.lock:
             self._lend()
@@ -335,14 +336,14 @@ class _SharedWayBack:
 
 
 def _tokens(message: Message) -> list[int]:
-    """Of the blocks in a forward message."""
+    """The tokens of the regions in a forward message."""
     outgoing, offers = message
     lent = [outgoing] if isinstance(outgoing, tuple) else []
     return [one[0] for one in (*lent, *offers) if one]
 
 
 def _counted() -> Any:
-    """An event for profilers, as the process group's operators make one."""
+    """Record an event for profilers, as the process group's operators do."""
     if torch.autograd.profiler._is_profiler_enabled:
         return torch.autograd.profiler.record_function("shardrec::all_to_all")
     return nullcontext()

@@ -1,4 +1,4 @@
-"""Which ranks share a host, and their connections."""
+"""Finds the ranks that share a host, and connects them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardrec.exchange.peers import peers
-from shardrec.exchange.plain import gather
+from shardrec.exchange.safe_pickle import gather
 from shardrec.exchange.shared.channel import Channel
 
 __all__ = ["connect", "host_identity"]
@@ -30,7 +30,7 @@ _BUFFER_BYTES = 1 << 18
 
 
 def host_identity() -> str:
-    """Equal for processes that can share memory and sockets; "" where that cannot be (or is not Linux)."""
+    """A text that is equal for processes that can share memory and sockets; "" if that is impossible (or not Linux)."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         network = os.stat("/proc/self/ns/net")
@@ -50,12 +50,12 @@ def connect(
 
     Args:
         group: with a backend for the CPU.
-        timeout_s: gives the limit of the channel's waits.
-        identity: what ranks of one host have in common; "" for a rank that wants no connection.
+        timeout_s: returns the time limit of the channel's waits in seconds.
+        identity: a text that is equal on the ranks of one host; "" for a rank that wants no connection.
 
     Returns:
-        The channel to this host's other ranks; None on every rank if it could not be made on some, or if no host has
-        two of them.
+        The channel to this host's other ranks; None on every rank if some rank could not connect, or if no host has two
+        ranks.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     secret = secrets.token_bytes(16)
@@ -121,7 +121,7 @@ def _meet(
 
 
 def _accept(sockets: dict[int, socket.socket], peers: set[int], listener: socket.socket, secret: bytes) -> None:
-    """Take the peers' connections. Any process of the host may connect: one that says nothing holds nobody up."""
+    """Accept the peers' connections. Any process of the host may connect; if it sends nothing, others do not wait."""
     end = monotonic() + _CONNECT_S
     with contextlib.ExitStack() as strangers, selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
@@ -145,7 +145,7 @@ def _accept(sockets: dict[int, socket.socket], peers: set[int], listener: socket
 
 
 def _hello(stranger: socket.socket, secret: bytes) -> int | None:
-    """The rank that a connection is from, if it is of this user and knows the secret; its message has come."""
+    """The rank at the other end of a connection whose message has arrived, if it has this user id and the secret."""
     credentials = stranger.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     try:
         peer, told = _HELLO.unpack(stranger.recv(_HELLO.size).ljust(_HELLO.size))

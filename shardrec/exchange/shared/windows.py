@@ -1,12 +1,12 @@
 """Memory that a rank owns and the other ranks of its host map.
 
-A window is an anonymous file in memory (``memfd_create``): it has no name that could outlive the processes, and what it
-holds goes to other ranks as a descriptor over a socket. Pages are taken when they are first written, and then kept.
+A window is an anonymous file in memory (``memfd_create``): it has no name that could outlive the processes, and is
+passed to other ranks as a descriptor over a socket. Pages are allocated when they are first written, and then kept.
 
 [Note: memory in use]
-A block is lent as a numpy array, which tensors made of it keep alive; when the last of them is gone, the block is free
-again. So nothing that anybody still holds, the user and autograd included, is ever written over, and nobody has to say
-that he is done.
+A region is lent as a numpy array, which tensors made of it keep alive; when the last of them is freed, the region is
+free again. So memory that is still in use, by the user or autograd, is never overwritten, and there is no explicit
+release.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["Arena", "Block", "Bytes", "PeerWindows", "as_tensor"]
+__all__ = ["Arena", "Bytes", "PeerWindows", "Region", "as_tensor"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -33,7 +33,7 @@ _FIRST_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
+class Region:
     """Part of a window: number of the window, first byte, and the bytes themselves."""
 
     window: int
@@ -49,10 +49,10 @@ def as_tensor(memory: Bytes, dtype: torch.dtype) -> Tensor:
 
 
 class Arena:
-    """The windows of one rank, and which of their blocks are free.
+    """The windows of one rank, and their free regions.
 
     Args:
-        announce: called with (number, size, descriptor) of each new window, before a block of it is lent.
+        announce: called with (number, size, descriptor) of each new window, before a region of it is lent.
     """
 
     def __init__(self, announce: Callable[[int, int, int], None]) -> None:
@@ -68,12 +68,12 @@ class Arena:
 
     @property
     def lent_bytes(self) -> int:
-        """Bytes of the blocks in use."""
+        """Bytes of the regions in use."""
         self._take_back()
         return self.total_bytes - sum(end - start for _, start, end in self._free)
 
-    def lend(self, size: int) -> Block:
-        """A block of ``size`` bytes, at least one, in use until its last tensor is gone."""
+    def lend(self, size: int) -> Region:
+        """Lend a region of ``size`` bytes, at least one, which is in use until its last tensor is freed."""
         self._take_back()
         pages = -(-size // _PAGE) * _PAGE
         fitting = (place for place, (_, start, end) in enumerate(self._free) if end - start >= pages)
@@ -87,7 +87,7 @@ class Arena:
             self._free[place] = (window, start + pages, end)
         memory = np.frombuffer(self._maps[window], dtype=np.uint8, count=size, offset=start)
         weakref.finalize(memory, self._returned.append, (window, start, start + pages)).atexit = False
-        return Block(window=window, offset=start, bytes=memory)
+        return Region(window=window, offset=start, bytes=memory)
 
     def _take_back(self) -> None:
         while self._returned:
@@ -127,5 +127,5 @@ class PeerWindows:
             os.close(descriptor)
 
     def bytes(self, window: int, offset: int, size: int) -> Bytes:
-        """Memory of a block."""
+        """Memory of a region."""
         return np.frombuffer(self._maps[window], dtype=np.uint8, count=size, offset=offset)

@@ -9,7 +9,7 @@ Of a step, all of it, its forward and its backward are fitted: what is read in o
 often, differs too little between workloads to tell them apart by their sum. Replicas' steps count as a whole.
 
 A step tells more of an all-to-all than the bare collective: ranks of a host do not use it on the CPU, and between the
-steps' work it takes other times. So the exchange inside a host is fitted to steps, too. Bare collectives give the bytes
+steps' work it takes other times. So the exchange inside a host is also fitted to steps. Bare collectives give the bytes
 of the all-reduce, and how far the links to other hosts are scaled.
 """
 
@@ -90,7 +90,7 @@ def relative_errors(profile: Profile, workloads: Sequence[Workload], measured: M
 
 
 def fewest_workloads(numbers_of_ranks: int) -> int:
-    """Workloads that determine the coefficients, if each is timed on so many numbers of ranks."""
+    """The fewest workloads that determine the coefficients, if each is timed on this many numbers of ranks."""
     return -(-len(_FITTED) // numbers_of_ranks)
 
 

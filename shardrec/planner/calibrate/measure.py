@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     import torch
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-    from shardrec.launch.ranks import Place
+    from shardrec.launch.ranks import RankInfo
 
 __all__ = ["Measured", "measure", "measure_plans"]
 
 _SIZES = (0, 4096, 65_536, 524_288, 4_194_304)
 """Floats that a rank sends to all ranks together, or reduces."""
 _PASSES = 4
-"""Times that the workloads are gone through; the quietest counts: what disturbs one may last for many workloads."""
+"""Passes over the workloads; the quietest counts, because a disturbance may last for many workloads."""
 _QUIET = 0.1
 """Quantile of the times of equal steps that counts. Passes differ less in it than in the median, which depends more on
 what else the machine does: by 8% instead of 14% (standard deviation; two ranks, two cores)."""
@@ -60,7 +60,7 @@ def measure(workloads: Sequence[Workload], world: int, *, device: str = "cpu", r
     """Start ranks on this machine, one thread each on the CPU, and time the workloads.
 
     Args:
-        workloads: for so many ranks.
+        workloads: made for this number of ranks.
         world: ranks.
         device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL, a device for each rank).
         repeats: steps that are timed at least, in passes through the workloads; that of the quietest pass counts.
@@ -83,14 +83,15 @@ def measure_plans(
 ) -> list[tuple[float, ...]]:
     """Time a step of the same tables under several plans, in the same processes and in turn.
 
-    Whatever else the machine does falls on all of the plans alike.
+    Other load on the machine affects all plans equally.
 
     Args:
         tables: pooled, by name; the update is rowwise Adagrad's.
         plans: of these tables, for ranks of this machine.
         batch_size: samples per rank.
-        batches: of so many samples, dealt out to the ranks, at least one for each; the features of a table are called
-            ``"<table>.0"``, ``"<table>.1"`` and so on, tables in order. Default: ids drawn evenly from all rows.
+        batches: of ``batch_size`` samples, distributed over the ranks, at least one for each; the features of a table
+            are called ``"<table>.0"``, ``"<table>.1"`` and so on, tables in order. Default: ids drawn evenly from all
+            rows.
         device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL).
         rounds: in each, every plan makes its steps, and begins where another did in the round before.
         steps: of a plan in a round; a quiet one counts.
@@ -128,10 +129,10 @@ def _features(tables: Mapping[str, TableLoad]) -> dict[str, list[str]]:
     return {name: [f"{name}.{index}" for index in range(load.features)] for name, load in tables.items()}
 
 
-def _time_workloads(place: Place, workloads: Sequence[Workload], repeats: int) -> dict[str, list[float]]:
+def _time_workloads(rank_info: RankInfo, workloads: Sequence[Workload], repeats: int) -> dict[str, list[float]]:
     import torch
 
-    world, where = place.world_size, place.device
+    world, where = rank_info.world_size, rank_info.device
     measured: dict[str, list[object]] = {"steps": [], "forward": [], "all_to_all": [], "all_reduce": []}
     times: list[list[tuple[float, float]]] = [[] for _ in workloads]
     for _ in range(_PASSES):
@@ -155,7 +156,7 @@ def _time_workloads(place: Place, workloads: Sequence[Workload], repeats: int) -
 
 
 def _time_plans(
-    place: Place,
+    rank_info: RankInfo,
     tables: Mapping[str, TableLoad],
     plans: Sequence[ShardingPlan],
     batch_size: int,
@@ -163,13 +164,13 @@ def _time_plans(
     rounds: int,
     steps: int,
 ) -> dict[str, list[float]]:
-    here = [batch.to(place.device) for batch in batches[place.rank :: place.world_size]]
-    running = [_forward(tables, plan, batch_size, place.device, here) for plan in plans]
+    here = [batch.to(rank_info.device) for batch in batches[rank_info.rank :: rank_info.world_size]]
+    running = [_forward(tables, plan, batch_size, rank_info.device, here) for plan in plans]
     times: list[list[float]] = [[] for _ in plans]
     for number in range(rounds):
         for turn in range(len(plans)):
             plan = (number + turn) % len(plans)
-            times[plan].append(_time_step(running[plan], steps, place.device)[1])
+            times[plan].append(_time_step(running[plan], steps, rank_info.device)[1])
     return {"plans": times}  # type: ignore[dict-item]
 
 
@@ -288,7 +289,7 @@ def _time_step(
         return forward_ms, step_ms
 
     once()
-    # The same number on all ranks: it goes by the slowest.
+    # The same number on all ranks: the slowest rank determines it.
     _, about = slowest([once()])
     repeats = max(repeats, min(_MOST_REPEATS * repeats, ceil(least_ms / max(about, 1e-3))))
     return slowest([once() for _ in range(repeats)])

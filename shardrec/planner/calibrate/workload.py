@@ -17,7 +17,7 @@ _MOST_ROWS_READ = 400_000
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Equal tables, cut alike, so that all ranks have the same to do.
+    """Equal tables with equal cuts, so that all ranks have the same load.
 
     Args:
         cut: of each table; table-wise tables go round the ranks.
@@ -39,7 +39,7 @@ class Workload:
 
 
 def workloads(count: int, world: int, seed: int) -> list[Workload]:
-    """So many different workloads that fit a small machine, drawn with a seed.
+    """``count`` different workloads that fit a small machine, drawn with a seed.
 
     Args:
         count: how many.

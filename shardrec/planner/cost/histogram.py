@@ -67,7 +67,7 @@ class Histogram:
         return float(last - first)
 
     def cut(self, blocks: int) -> tuple[int, ...]:
-        """Edges of so many blocks of rows with as equal parts of the ids as whole rows allow; each has a row."""
+        """Edges of a number of blocks of rows with shares of the ids as equal as whole rows allow; none is empty."""
         total = self.rows[-1]
         edges = [0]
         for number, row in enumerate(np.interp(np.arange(1, blocks) / blocks, self.below, self.rows), 1):

@@ -1,7 +1,7 @@
-"""The cost model: what a shard costs the rank that holds it, and what a cut costs every rank.
+"""The cost model: the cost of a shard for the rank that holds it, and of a cut for every rank.
 
-A step of shardrec (docs/design.md), and who pays for it; B local batch, W ranks, G = B W, P ids and F bags of a
-sample::
+The costs of a step (docs/design.md) and the ranks that bear them; B local batch, W ranks, G = B W, P ids and F bags of
+a sample::
 
     component   on the rank that holds the shard                on every rank
     input       ids and lengths received                        ids sorted by rank and sent, per row partition
@@ -57,7 +57,7 @@ class Cost:
 
     @property
     def ms(self) -> float:
-        """All the time."""
+        """The total time."""
         return sum(self.times)
 
     @property
@@ -67,11 +67,11 @@ class Cost:
 
     @property
     def bytes(self) -> float:
-        """All the memory."""
+        """The total memory."""
         return sum(self.memory)
 
     def times_each(self, factor: float) -> Cost:
-        """So many of it."""
+        """The cost multiplied by a factor."""
         return Cost(times=tuple(factor * t for t in self.times), memory=tuple(factor * m for m in self.memory))
 
     def __add__(self, other: Cost) -> Cost:
@@ -108,7 +108,8 @@ class CostModel:
         return (inside + (world - local) * self.profile.host_exchange_byte_ns) / world
 
     def overhead_ms(self, *, forward: int, backward: int, reduces: bool) -> tuple[float, float]:
-        """What forward and backward take whatever the shards: the host's work, and the collectives without bytes.
+        """The time of forward and backward that does not depend on the shards: the host's work, and the latency of
+        collectives.
 
         Args:
             forward: all-to-alls in forward.
@@ -126,15 +127,13 @@ class CostModel:
     def shard(
         self, table: TableLoad, *, rows: int, cols: int, share: float, stripes: int = 1, summed: bool = False
     ) -> Cost:
-        """What a shard costs the rank that holds it.
-
-        Args:
-            table: the table.
-            rows: of the shard.
-            cols: of the shard.
-            share: part of the table's ids that are in its rows.
-            stripes: column stripes of the table.
-            summed: its columns are summed inside the host.
+        """The cost of a shard for the rank that holds it. Args:
+        table: the table.
+        rows: of the shard.
+        cols: of the shard.
+        share: part of the table's ids that are in its rows.
+        stripes: column stripes of the table.
+        summed: its columns are summed inside the host.
         """
         profile, topology = self.profile, self.topology
         ids = self._sent_ids(table) * topology.world_size * share
@@ -174,7 +173,7 @@ class CostModel:
         )
 
     def host_sum(self, table: TableLoad, *, cols: int, blocks: int) -> Cost:
-        """What each rank of a host bears where row blocks are summed there, whether it holds one or not.
+        """The cost for each rank of a host of summing row blocks there, whether it holds a block or not.
 
         Args:
             table: the table.
@@ -194,7 +193,7 @@ class CostModel:
         return table.pooled and self.topology.hosts > 1 and self.topology.ranks_per_host > 1
 
     def everywhere(self, table: TableLoad, *, stripes: int, shards: int, sources: float) -> Cost:
-        """What a cut costs every rank, besides its shards.
+        """The cost of a cut for every rank, in addition to its shards.
 
         Args:
             table: the table.
@@ -219,7 +218,7 @@ class CostModel:
         )
 
     def replicated(self, table: TableLoad) -> Cost:
-        """What a copy on every rank costs each of them."""
+        """The cost for each rank of a copy on every rank."""
         profile = self.profile
         rows, cols = table.num_embeddings, table.embedding_dim
         ids = self.batch_size * table.ids_per_sample

@@ -1,4 +1,4 @@
-"""What the planner knows of a table: its shape, and what a batch makes it do."""
+"""The planner's description of a table: its shape, and its load in a batch."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Growth:
 
     Args:
         scale: distinct ids of one id's worth; positive.
-        power: 1 when ids never come again, 0 when nothing new comes.
+        power: 1 if ids never repeat, 0 if there are no new ids.
     """
 
     scale: float
     power: float
 
     def distinct(self, ids: float) -> float:
-        """Distinct ids among so many."""
+        """Expected number of distinct ids among a number of ids."""
         return min(ids, self.scale * ids**self.power) if ids > 0 else 0.0
 
 
@@ -37,13 +37,14 @@ class TableLoad:
         embedding_dim: columns.
         poolings: per feature that looks the table up, the mean number of ids of a sample.
         growth: distinct ids by number of ids; default: ids drawn evenly from all rows.
-        histogram: which rows the ids hit; default: all alike.
+        histogram: which rows the ids hit; default: all equally often.
         pooled: a sum per bag; else a row per id.
         dedup: of a row per id, each distinct id of a batch is sent once.
         weight_bytes: bytes of a weight.
         state_bytes: bytes of optimizer state per weight.
         row_state_bytes: bytes of optimizer state per row.
-        whole_row_state: the optimizer's state is of whole rows, so that column stripes have to talk (rowwise Adagrad).
+        whole_row_state: the optimizer's state is of whole rows, so that column stripes have to communicate (rowwise
+            Adagrad).
         fused: the update happens in backward.
     """
 
@@ -98,7 +99,7 @@ class TableLoad:
         return self.histogram.share(start, end)
 
     def distinct(self, ids: float) -> float:
-        """Expected distinct rows among so many ids of the whole table."""
+        """Expected number of distinct rows among a number of ids of the whole table."""
         if self.growth is not None:
             return min(self.growth.distinct(ids), float(self.num_embeddings))
         rows = float(self.num_embeddings)

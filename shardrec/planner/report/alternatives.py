@@ -1,4 +1,4 @@
-"""Why the next-best cut of a table lost: what the plan would cost with it, all else as it is."""
+"""Why the next-best cut of a table was not chosen: the cost of the plan with it, everything else unchanged."""
 
 from __future__ import annotations
 

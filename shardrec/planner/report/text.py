@@ -22,8 +22,8 @@ def explain(plan: ShardingPlan, *, reasons: bool = True) -> Table:
 
     Args:
         plan: any plan.
-        reasons: show each table's MiB and why its next-best cut lost, too, which takes 100 columns, and a line or more
-            per table.
+        reasons: also show each table's MiB and why its next-best cut was not chosen, which takes 100 columns, and a
+            line or more per table.
 
     Returns:
         The table; ``rich.print`` shows it.

@@ -2,7 +2,8 @@
 
 A :class:`Batch` holds, for each of B proposals, the load and the bytes of every rank. :meth:`Batch.put` puts one table
 on in each proposal, with an option of its own: the places of equal gangs are compared as a matrix (proposals, places),
-and the best so many are taken. :meth:`Batch.first_fit` says which of many options have enough places left.
+and as many of the best are taken as there are gangs. :meth:`Batch.first_fit` says which of many options have enough
+places left.
 
 ::
 
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 
 from shardrec.planner.solve.encode import Encoded, Floats, Ints
 
-__all__ = ["Arrays", "Batch", "Bools", "Family", "Placed", "Sharpness", "arrays_of", "choices"]
+__all__ = ["Arrays", "Batch", "Bools", "Family", "PlacedGangs", "Sharpness", "arrays_of", "choices"]
 
 Bools = NDArray[np.bool_]
 
@@ -102,7 +103,7 @@ class Arrays:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Placed:
+class PlacedGangs:
     """Gangs that were put on.
 
     Args:
@@ -150,7 +151,7 @@ class _Limits(NamedTuple):
 
     @property
     def apart(self) -> bool:
-        """Whether equal gangs go to places of their own, if there are as many."""
+        """Whether equal gangs go to different places, if there are enough."""
         return self.budget is None or self.best_fit
 
 
@@ -381,7 +382,7 @@ class Batch:
         else:
             np.add.at(self.load.transpose(0, 2, 1), (rows[:, None], ranks), size)
 
-    def placed(self, proposals: Ints) -> Placed:
+    def placed(self, proposals: Ints) -> PlacedGangs:
         """What was put on in some proposals."""
         of = np.zeros(len(self.load), dtype=np.bool_)
         of[proposals] = True
@@ -390,7 +391,7 @@ class Batch:
         columns = zip((empty, empty, empty, empty), *parts, strict=True)
         step, rows, kind, place = (np.concatenate(column) for column in columns)
         kept = of[rows]
-        return Placed(step=step[kept], proposal=rows[kept], kind=kind[kept], place=place[kept])
+        return PlacedGangs(step=step[kept], proposal=rows[kept], kind=kind[kept], place=place[kept])
 
     def rank_excess(self) -> Floats:
         """(B, R) bytes over the capacity, as fractions of it."""

@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 
 from shardrec.planner.solve.problem import Gang, Item, Option, Place, Problem
 
-__all__ = ["Block", "Encoded", "Floats", "encode"]
+__all__ = ["Encoded", "Floats", "GangKind", "encode"]
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class GangKind:
     """A kind of gang: gangs of equal items and places, of whichever table.
 
     Args:
@@ -89,7 +89,7 @@ class Encoded:
     item_count: Floats
     item_reach: Ints
     reaches: tuple[frozenset[int], ...]
-    blocks: tuple[Block, ...]
+    blocks: tuple[GangKind, ...]
     option_blocks: tuple[tuple[tuple[int, int], ...], ...]
 
     @property
@@ -103,7 +103,7 @@ class _Encoder:
         self.problem = problem
         self.tiers = len(problem.capacity)
         self.block_number: dict[Hashable, int] = {}
-        self.blocks: list[Block] = []
+        self.blocks: list[GangKind] = []
         self.places: dict[int, Ints] = {}
         self.reach_number: dict[frozenset[int], int] = {frozenset(range(problem.ranks)): 0}
         self.reach_of: dict[int, int] = {}
@@ -115,7 +115,7 @@ class _Encoder:
         if number is None:
             number = self.block_number[key] = len(self.blocks)
             self.blocks.append(
-                Block(
+                GangKind(
                     loads=np.array([item.load for item in gang.items]),
                     memory=np.array([item.memory for item in gang.items]).reshape(-1, self.tiers),
                     places=self.places_of(gang),

@@ -1,7 +1,7 @@
 """Gangs on ranks, placed largest first.
 
-A packing knows kinds of gangs (:class:`~shardrec.planner.solve.encode.Block`), not tables: how many gangs of each kind
-are at each place. Which table's gang is which does not matter until the end.
+A packing holds the number of gangs of each kind (:class:`~shardrec.planner.solve.encode.GangKind`) at each place. Gangs
+are assigned to tables at the end.
 
 Shapes: R ranks, M memory tiers, O options, P places of a kind.
 """

@@ -47,7 +47,7 @@ class Gang:
     Args:
         items: at least one.
         places: where the gang may go; each place gives the rank of each item.
-        count: so many equal gangs, each placed for itself.
+        count: number of equal gangs, each placed separately.
     """
 
     items: tuple[Item, ...]

@@ -91,7 +91,7 @@ class Rebuilder:
             stop: asked in each round; ends the search.
             floor: a cost of any with which to be content.
             seed: of the random numbers.
-            soft: for each start, whether to go through states in which ranks are over their memory, too; default: no.
+            soft: for each start, whether states in which ranks exceed their memory are allowed on the way; default: no.
 
         Returns:
             The best found from each start; None if nothing is better.

@@ -70,7 +70,7 @@ class Round:
         self.steps: list[_Step] = []
 
     def run(self, patience: Floats) -> None:
-        """Make the proposals and go on from the best.
+        """Make the proposals and continue from the best.
 
         Args:
             patience: (C,) by how much the logarithm of a state's height may grow.

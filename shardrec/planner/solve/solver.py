@@ -48,7 +48,7 @@ _POPULATIONS = (8, 4, 2, 2)
 _REPAIRED = 4
 """Packings that are repaired at once."""
 _SOFT = 4
-"""One search in so many may exceed the memory on its way: with next to none to spare, little else is found."""
+"""One search in this number may exceed the memory on its way: if memory is tight, other searches find little."""
 _PROPOSALS_PER_EFFORT = 1500
 _NODES_PER_EFFORT = 10
 
@@ -211,7 +211,7 @@ class _Search:
         return self.limits.seconds - (thread_time() - self.start)
 
     def _only(self, seconds: float) -> bool:
-        """Whether no more than so many seconds are left; never without a time limit."""
+        """Whether at most this number of seconds is left; False without a time limit."""
         return self.limits.seconds < np.inf and self._time_left() <= seconds
 
     def _out_of_time(self) -> bool:
@@ -221,7 +221,7 @@ class _Search:
 
 
 def _best_of(packings: list[Packing], count: int) -> list[Packing]:
-    """So many of the packings with the least cost, of different costs; the same ones again where there are fewer."""
+    """At most ``count`` packings with the least cost, of different costs; the same ones again where there are fewer."""
     different = {packing.cost: packing for packing in packings}
     best = [different[cost] for cost in sorted(different)]
     return [best[number % len(best)] for number in range(count)] if best else []

@@ -82,7 +82,7 @@ class States:
         """Go on to another assignment.
 
         Args:
-            search: which one goes on.
+            search: the number of the search that continues.
             load: (D, R + 1).
             base: (D,).
             moved: option and gangs of the tables that differ.

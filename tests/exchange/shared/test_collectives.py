@@ -209,27 +209,27 @@ def test_an_unknown_transport_is_refused() -> None:
         transport_of(None, torch.device("cpu"), "pigeon")  # type: ignore[arg-type]
 
 
-def test_what_was_written_into_a_room_is_sent_as_it_lies() -> None:
+def test_what_was_written_into_a_region_is_sent_as_it_lies() -> None:
     def rank_main() -> tuple[list[int], int]:
         collectives = shared()
         rank, size = collectives.rank, 50_000
         lent = []
         for step in range(6):
-            room = collectives.room(3 * size, torch.device("cpu"))
-            parts = room.split(size)
+            allocate = collectives.allocate(3 * size, torch.device("cpu"))
+            parts = allocate.split(size)
             for peer, part in enumerate(parts):
                 part.fill_(100 * step + 10 * rank + peer)
             before = collectives.arena.lent_bytes
             pending = collectives.send([[part] for part in parts], [size] * 3, "test")
             assert collectives.arena.lent_bytes == before, "no block was lent for a copy"
-            del room, parts, part
+            del allocate, parts, part
             received = pending.wait()
             for peer, values in enumerate(received):
                 assert (values == 100 * step + 10 * peer + rank).all()
             lent.append(before)
             del pending, received, values
         gc.collect()
-        return lent, len(collectives._rooms)
+        return lent, len(collectives._allocated)
 
     for lent, left in ranks(3, rank_main):
         assert max(lent) <= 3 * 602_112, "rooms come back when nobody uses them"

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from benchmarks.harness.timing.environment import MALLOC, template_environment
 from benchmarks.harness.timing.processes import FreshProcesses
 from shardrec.errors import PeerError
-from shardrec.launch.ranks import Place
+from shardrec.launch.ranks import RankInfo
 
 
 @pytest.fixture(scope="module")
@@ -27,26 +27,26 @@ def task(name: str) -> str:
     return f"{__name__}:{name}"
 
 
-def look_around(options: Mapping[str, Any], place: Place) -> dict[str, Any]:
-    total = torch.tensor([float(place.rank + 1)])
+def look_around(options: Mapping[str, Any], rank_info: RankInfo) -> dict[str, Any]:
+    total = torch.tensor([float(rank_info.rank + 1)])
     dist.all_reduce(total)
     return {
         "options": dict(options),
         "sum": total.item(),
-        "ranks": [place.rank, place.world_size],
+        "ranks": [rank_info.rank, rank_info.world_size],
         "threads": torch.get_num_threads(),
         "malloc": {name: value for name, value in os.environ.items() if name.startswith(("MALLOC_", "SHARDREC_KEEP"))},
         "pid": os.getpid(),
     }
 
 
-def fail_on_one(options: Mapping[str, Any], place: Place) -> None:
-    if place.rank == 1:
+def fail_on_one(options: Mapping[str, Any], rank_info: RankInfo) -> None:
+    if rank_info.rank == 1:
         raise ValueError("rank 1 has had enough")
     dist.barrier()
 
 
-def die(options: Mapping[str, Any], place: Place) -> None:
+def die(options: Mapping[str, Any], rank_info: RankInfo) -> None:
     os._exit(7)
 
 

@@ -15,15 +15,15 @@ from benchmarks.harness.timing.probe import probe
 from benchmarks.harness.timing.rank import measure
 from benchmarks.harness.timing.sides import make_side
 from shardrec.errors import ConfigError
-from shardrec.launch.ranks import Place
+from shardrec.launch.ranks import RankInfo
 from tests.harness.timing.blocks import small_blocks
 from tests.ranks import raises_on_all, ranks
 
 TINY: dict[str, Any] = {"workload": "4x30x16x2", "batch_size": 6}
 
 
-def own_place(device: str = "cpu") -> Place:
-    return Place(rank=dist.get_rank(), world_size=dist.get_world_size(), device=torch.device(device), threads=1)
+def own_place(device: str = "cpu") -> RankInfo:
+    return RankInfo(rank=dist.get_rank(), world_size=dist.get_world_size(), device=torch.device(device), threads=1)
 
 
 def measured(job: Job) -> dict[str, Any]:

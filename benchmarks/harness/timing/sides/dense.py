@@ -12,7 +12,7 @@ from benchmarks.harness.timing.case import Job
 from benchmarks.harness.timing.dense import DENSE_LR, DenseInputs, click_model
 from benchmarks.harness.timing.inputs import Batch
 from benchmarks.harness.timing.sides.sharded import gradient_of
-from shardrec.launch.ranks import Place
+from shardrec.launch.ranks import RankInfo
 
 __all__ = ["DensePart", "DenseSide"]
 
@@ -22,21 +22,21 @@ class DenseSide:
 
     Args:
         job: what is measured, of mode ``dlrm``.
-        place: this rank.
+        rank_info: this rank.
     """
 
-    def __init__(self, job: Job, place: Place) -> None:
+    def __init__(self, job: Job, rank_info: RankInfo) -> None:
         case = job.case
         self.keys, self.widths = ["logits"], [1]
         torch.manual_seed(job.seed)
         collection = unsharded_module(case.tables, pooled=True, weighted=False, optimizer=case.optimizer)
-        part: nn.Module = DensePart(click_model(collection, place.device))
+        part: nn.Module = DensePart(click_model(collection, rank_info.device))
         if dist.get_world_size() > 1:
             part = DistributedDataParallel(part)
         self._part = part
-        self._inputs = DenseInputs(case.batch_size, place)
+        self._inputs = DenseInputs(case.batch_size, rank_info)
         self._optimizer = torch.optim.SGD(part.parameters(), lr=DENSE_LR)
-        pooled = gradient_of(case, [table.feature for table in case.tables], place)
+        pooled = gradient_of(case, [table.feature for table in case.tables], rank_info)
         self._pooled = pooled.view(case.batch_size, len(case.tables), -1).requires_grad_()
 
     def prepare(self, batch: Batch) -> None:

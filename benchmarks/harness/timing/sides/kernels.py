@@ -16,7 +16,7 @@ from benchmarks.harness.timing.case import Job, fits
 from benchmarks.harness.timing.inputs import Batch, fill_weight
 from benchmarks.harness.timing.sides.sharded import gradient_of
 from shardrec.errors import ConfigError
-from shardrec.launch.ranks import Place
+from shardrec.launch.ranks import RankInfo
 
 __all__ = ["KernelsSide"]
 
@@ -32,22 +32,22 @@ class KernelsSide:
 
     Args:
         job: what is measured, on one rank.
-        place: this rank.
+        rank_info: this rank.
 
     Raises:
         ConfigError: on several ranks, for a whole model, or an optimizer without a kernel everywhere.
     """
 
-    def __init__(self, job: Job, place: Place) -> None:
+    def __init__(self, job: Job, rank_info: RankInfo) -> None:
         case = job.case
-        if place.world_size > 1 or not fits(case, "kernels"):
+        if rank_info.world_size > 1 or not fits(case, "kernels"):
             raise ConfigError(
                 f"side 'kernels' is for one rank, modes forward and train, and {', '.join(_OPTIMIZERS)}; this case has "
-                f"{place.world_size} ranks, mode {case.mode}, {case.optimizer}"
+                f"{rank_info.world_size} ranks, mode {case.mode}, {case.optimizer}"
             )
         self.keys = [table.feature for table in case.tables]
         self.widths = [table.dim for table in case.tables]
-        cuda = place.device.type == "cuda"
+        cuda = rank_info.device.type == "cuda"
         location = EmbeddingLocation.DEVICE if cuda else EmbeddingLocation.HOST
         compute = ComputeDevice.CUDA if cuda else ComputeDevice.CPU
         self._kernel = SplitTableBatchedEmbeddingBagsCodegen(
@@ -57,12 +57,12 @@ class KernelsSide:
             eps=EPS,
             bounds_check_mode=BoundsCheckMode.NONE,
             stochastic_rounding=False,
-            device=place.device,
+            device=rank_info.device,
         )
         for number, weight in enumerate(self._kernel.split_embedding_weights()):
             fill_weight(weight, number)
         self._trains = case.trains
-        self._gradient = gradient_of(case, self.keys, place) if case.trains else torch.empty(0)
+        self._gradient = gradient_of(case, self.keys, rank_info) if case.trains else torch.empty(0)
 
     def prepare(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """(N,) ids and (F * B + 1,) offsets, int64."""

@@ -13,7 +13,7 @@ from benchmarks.harness.timing.case import Case, Job, fits
 from benchmarks.harness.timing.inputs import Batch, fill_weight
 from benchmarks.harness.timing.sides.sharded import gradient_of
 from shardrec.errors import ConfigError
-from shardrec.launch.ranks import Place
+from shardrec.launch.ranks import RankInfo
 
 __all__ = ["PlainSide"]
 
@@ -23,13 +23,13 @@ class PlainSide:
 
     Args:
         job: what is measured.
-        place: this rank.
+        rank_info: this rank.
 
     Raises:
         ConfigError: for a case that it does not fit, see :func:`benchmarks.harness.timing.case.fits`.
     """
 
-    def __init__(self, job: Job, place: Place) -> None:
+    def __init__(self, job: Job, rank_info: RankInfo) -> None:
         case = job.case
         if not fits(case, "torch"):
             raise ConfigError(
@@ -38,16 +38,16 @@ class PlainSide:
             )
         self.keys = [table.feature for table in case.tables]
         self.widths = [table.dim for table in case.tables]
-        self._bags = _Bags(case, sparse=place.world_size == 1).to(place.device)
+        self._bags = _Bags(case, sparse=rank_info.world_size == 1).to(rank_info.device)
         for number, bag in enumerate(self._bags.bags):
             fill_weight(bag.weight, number)
         self._model: nn.Module = self._bags
-        if place.world_size > 1 and case.trains:
+        if rank_info.world_size > 1 and case.trains:
             self._model = DistributedDataParallel(self._bags)
         self._rowwise = case.optimizer == "rowwise_adagrad"
-        self._sums = [torch.zeros(table.rows, device=place.device) for table in case.tables]
+        self._sums = [torch.zeros(table.rows, device=rank_info.device) for table in case.tables]
         self._trains = case.trains
-        self._gradient = gradient_of(case, self.keys, place) if case.trains else torch.empty(0)
+        self._gradient = gradient_of(case, self.keys, rank_info) if case.trains else torch.empty(0)
 
     def prepare(self, batch: Batch) -> list[tuple[Tensor, Tensor]]:
         """Ids and offsets of each feature."""

@@ -18,7 +18,7 @@ from benchmarks.harness.timing.case import Case, Job
 from benchmarks.harness.timing.dense import DENSE_LR, DenseInputs, click_model, dense_parameters
 from benchmarks.harness.timing.inputs import Batch, fill_gradient, fill_weight
 from benchmarks.harness.timing.plans import TABLES_OF_DLRM, renamed
-from shardrec.launch.ranks import Place
+from shardrec.launch.ranks import RankInfo
 from shardrec.layout import ShardingPlan
 
 __all__ = ["ShardrecSide", "TorchRecSide"]
@@ -31,29 +31,29 @@ class _ShardedSide(abc.ABC):
 
     Args:
         job: what is measured.
-        place: this rank.
+        rank_info: this rank.
     """
 
-    def __init__(self, job: Job, place: Place) -> None:
+    def __init__(self, job: Job, rank_info: RankInfo) -> None:
         self.keys: list[str] = []
         self.widths: list[int] = []
         self._case = job.case
-        self._place = place
+        self._place = rank_info
         plan = ShardingPlan.from_json(job.plan)
         collection = unsharded_module(job.case.tables, pooled=True, weighted=False, optimizer=job.case.optimizer)
         torch.manual_seed(job.seed)
         if job.case.mode == "dlrm":
-            model = click_model(collection, place.device)
-            self._model = self._shard(model, renamed(plan, TABLES_OF_DLRM), place)
-            self._dense = DenseInputs(job.case.batch_size, place)
+            model = click_model(collection, rank_info.device)
+            self._model = self._shard(model, renamed(plan, TABLES_OF_DLRM), rank_info)
+            self._dense = DenseInputs(job.case.batch_size, rank_info)
             self._optimizer = torch.optim.SGD(dense_parameters(self._model), lr=DENSE_LR)
         else:
-            self._model = self._shard(collection, plan, place)
+            self._model = self._shard(collection, plan, rank_info)
         _fill(self._model)
         self._gradient: Tensor | None = None
 
     @abc.abstractmethod
-    def _shard(self, model: nn.Module, plan: ShardingPlan, place: Place) -> nn.Module:
+    def _shard(self, model: nn.Module, plan: ShardingPlan, rank_info: RankInfo) -> nn.Module:
         """The model, sharded."""
 
     def prepare(self, batch: Batch) -> KeyedJaggedTensor:
@@ -98,14 +98,14 @@ class _ShardedSide(abc.ABC):
 class ShardrecSide(_ShardedSide):
     """``shardrec.shard``."""
 
-    def _shard(self, model: nn.Module, plan: ShardingPlan, place: Place) -> nn.Module:
+    def _shard(self, model: nn.Module, plan: ShardingPlan, rank_info: RankInfo) -> nn.Module:
         import shardrec
 
         transport: Any = self._case.transport
         before = os.environ.get("SHARDREC_KERNELS")
         os.environ["SHARDREC_KERNELS"] = self._case.kernels
         try:
-            return shardrec.shard(model, plan, device=place.device, transport=transport)
+            return shardrec.shard(model, plan, device=rank_info.device, transport=transport)
         finally:
             del os.environ["SHARDREC_KERNELS"]
             if before is not None:
@@ -115,7 +115,7 @@ class ShardrecSide(_ShardedSide):
 class TorchRecSide(_ShardedSide):
     """``DistributedModelParallel`` with fused kernels and the plan written in TorchRec's terms."""
 
-    def _shard(self, model: nn.Module, plan: ShardingPlan, place: Place) -> nn.Module:
+    def _shard(self, model: nn.Module, plan: ShardingPlan, rank_info: RankInfo) -> nn.Module:
         from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
         from torchrec.distributed.model_parallel import DistributedModelParallel
         from torchrec.distributed.types import ShardingEnv
@@ -128,20 +128,20 @@ class TorchRecSide(_ShardedSide):
         sharded: nn.Module = DistributedModelParallel(
             model,
             env=ShardingEnv.from_process_group(group),
-            device=place.device,
-            plan=to_torchrec(plan, device=place.device.type, paths=paths),
+            device=rank_info.device,
+            plan=to_torchrec(plan, device=rank_info.device.type, paths=paths),
             sharders=[EmbeddingBagCollectionSharder()],
         )
         return sharded
 
 
-def gradient_of(case: Case, keys: Sequence[str], place: Place) -> Tensor:
+def gradient_of(case: Case, keys: Sequence[str], rank_info: RankInfo) -> Tensor:
     """(B, all columns) the output's gradient on this rank, the columns in the order of ``keys``."""
     numbers = {table.feature: number for number, table in enumerate(case.tables)}
     widths = [case.tables[numbers[key]].dim for key in keys]
-    gradient = torch.empty(case.batch_size, sum(widths), device=place.device)
+    gradient = torch.empty(case.batch_size, sum(widths), device=rank_info.device)
     for key, columns in zip(keys, gradient.split(widths, dim=1), strict=True):
-        fill_gradient(columns, numbers[key], place.rank)
+        fill_gradient(columns, numbers[key], rank_info.rank)
     return gradient
 
 

@@ -1,9 +1,9 @@
-"""The lookup and fused update in C++ of this package: what they need to know of a bank.
+"""The native kernel: lookup and fused update by shardrec's C++ operators, with their arguments for a bank.
 
-They take the place of fbgemm's kernels on the CPU, for float32 weights, with and without SGD, Adagrad or rowwise
-Adagrad in backward. The memory stays fbgemm's, so that whatever addresses it (``state_dict``, checkpoints, scripted
-lookups) need not know. The rules and the order of a bag's sum are fbgemm's, too. A row's gradients are added up in an
-order that the sizes decide.
+They replace fbgemm's kernels on the CPU, for float32 weights, with and without SGD, Adagrad or rowwise Adagrad in
+backward. The memory remains fbgemm's, so that code that uses it (``state_dict``, checkpoints, scripted lookups) does
+not change. The update rules and the order of a bag's sum are also fbgemm's. The order in which a row's gradients are
+added up depends on the sizes.
 
 Shapes: S slots, B_all samples, N ids, D columns of all the slots, w columns of a row without pooling.
 """
@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardrec.lookup.backward import looked_up
+from shardrec.lookup.backward import lookup_with_backward
 from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
 
-__all__ = ["RULES", "OwnKernel", "own_kernel", "with_neighbouring_columns"]
+__all__ = ["RULES", "NativeKernel", "native_kernel", "with_neighbouring_columns"]
 
 
 RULES = {OptimizerKind.SGD: 0, OptimizerKind.ADAGRAD: 1, OptimizerKind.ROWWISE_ADAGRAD: 2}
@@ -28,8 +28,8 @@ _MOST_ROWS = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnKernel:
-    """What does not change from step to step.
+class NativeKernel:
+    """The arguments of the operators that do not change from step to step.
 
     Args:
         weights: flat weights of all the tables.
@@ -39,7 +39,7 @@ class OwnKernel:
         columns: D, or w without pooling.
         pooled: sums of bags; else rows.
         optimizer: fused into backward, if any.
-        placeholder: takes part in the autograd graph for the weights, which do not.
+        placeholder: represents the weights in the autograd graph, of which they are no part.
     """
 
     weights: Tensor
@@ -55,8 +55,8 @@ class OwnKernel:
     ) -> Tensor:
         """(B_all, D) or (N, w) float32, from ``ids`` (N,), ``lengths`` (S, B_all) and ``weights`` (N,) or None.
 
-        With an optimizer, the backward updates the tables with the learning rate ``lr``. ``out`` (B_all, D), of pooled
-        sums, is where they are written, if it is given; its rows may lie apart.
+        With an optimizer, the backward updates the tables with the learning rate ``lr``. Pooled sums are written to
+        ``out`` (B_all, D), if it is given; its rows need not be contiguous.
         """
         ids, lengths = ids.contiguous(), lengths.to(torch.int32).contiguous()
         weights = None if weights is None or not self.pooled else weights.contiguous()
@@ -67,10 +67,12 @@ class OwnKernel:
             self.update(ids, lengths, weights, gradient, lr)
             return [None]
 
-        return looked_up(self.look_up, self.weight_gradient, learn, ids, lengths, weights, [self.placeholder], out)
+        return lookup_with_backward(
+            self.look_up, self.weight_gradient, learn, ids, lengths, weights, [self.placeholder], out
+        )
 
     def look_up(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, out: Tensor | None = None) -> Tensor:
-        """The same without gradient; ``lengths`` are int32, all are contiguous."""
+        """Look up without gradient; ``lengths`` are int32, all arguments are contiguous."""
         if out is not None:
             torch.ops.shardrec.look_up_out(out, self.weights, self.slots, ids, lengths, weights)
             return out
@@ -80,7 +82,7 @@ class OwnKernel:
         return rows
 
     def update(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, gradient: Tensor, lr: float) -> None:
-        """One step of the optimizer, with the gradient of what :meth:`look_up` gave."""
+        """Make one step of the optimizer, with the gradient of the result of :meth:`look_up`."""
         assert self.optimizer is not None, "a bank without a fused optimizer is not updated here"
         torch.ops.shardrec.update(
             self.weights,
@@ -97,14 +99,14 @@ class OwnKernel:
         )
 
     def weight_gradient(self, ids: Tensor, lengths: Tensor, gradient: Tensor) -> Tensor:
-        """(N,) gradient of the ids' weights, of pooled sums."""
+        """(N,) gradient of the ids' weights, for pooled sums."""
         gradients: Tensor = torch.ops.shardrec.weight_gradient(
             self.weights, self.slots, ids, lengths, with_neighbouring_columns(gradient)
         )
         return gradients
 
 
-def own_kernel(
+def native_kernel(
     shapes: Sequence[tuple[int, int]],
     slot_tables: Sequence[int],
     weights: Sequence[Tensor],
@@ -112,14 +114,14 @@ def own_kernel(
     optimizer: FusedOptimizer | None,
     *,
     pooled: bool,
-) -> OwnKernel | None:
-    """The kernel of some tables, or None where they need fbgemm's: not float32 on the CPU, or another optimizer.
+) -> NativeKernel | None:
+    """The kernel of some tables, or None if they need fbgemm's: not float32 on the CPU, or another optimizer.
 
     Args:
         shapes: (rows, columns) of each table.
         slot_tables: per slot, the number of its table.
         weights: per table, a view of memory that all of them share.
-        states: per table, its states by name, likewise.
+        states: per table, its states by name, as views of shared memory.
         optimizer: fused into backward.
         pooled: sums of bags; else rows.
     """
@@ -139,7 +141,7 @@ def own_kernel(
         state = kept[table].storage_offset() if kept else 0
         described.append([table, weights[table].storage_offset(), rows, cols, column, state])
         column += cols if pooled else 0
-    return OwnKernel(
+    return NativeKernel(
         weights=whole[0],
         states=whole[1],
         slots=torch.tensor(described, dtype=torch.int64).view(len(slot_tables), 6),
@@ -161,5 +163,5 @@ def _memory(views: Sequence[Tensor]) -> Tensor | None:
 
 
 def with_neighbouring_columns(gradient: Tensor) -> Tensor:
-    """A matrix as the operators take it; its rows may lie apart."""
+    """A matrix whose columns are contiguous, as the operators take it; its rows need not be."""
     return gradient if gradient.stride(1) == 1 else gradient.contiguous()

@@ -1,8 +1,9 @@
 """The flight record: the last collectives of this process, in memory that the other processes of its host can read.
 
-A ring of a few entries in an anonymous memory file. It has no name and ends with the process; while the process lives,
-even stopped or stuck, another one of the same user reads it through ``/proc``. An entry takes half a microsecond. The
-idea is that of PyTorch's flight recorder, which knows NCCL only. (For ``BlocksInFlight`` see ``blocks.py``.)
+It is a ring of a few entries in an anonymous memory file, which has no name and ends with the process. While the
+process lives, even if it is stopped or stuck, another process of the same user can read it through ``/proc``. An entry
+takes half a microsecond. The idea is that of PyTorch's flight recorder, which only supports NCCL. (``BlocksInFlight``
+in ``blocks.py`` is something else: rows being exchanged.)
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Entry:
         what: its name, cut to 32 bytes.
         size: bytes received; 0 if unknown.
         began: seconds on the host's monotonic clock.
-        ended: likewise; 0 while it is under way.
+        ended: seconds on the same clock; 0 while it is under way.
     """
 
     number: int
@@ -53,7 +54,7 @@ class FlightRecord:
     """A ring of the last collectives.
 
     Attributes:
-        descriptor: of the memory file; -1 where there is none (not Linux), and other processes cannot read it.
+        descriptor: of the memory file; -1 if there is none (not Linux), so that other processes cannot read it.
     """
 
     def __init__(self) -> None:
@@ -77,7 +78,7 @@ class FlightRecord:
         return number
 
     def end(self, number: int) -> None:
-        """What :meth:`begin` numbered is done."""
+        """Record the end of the collective that :meth:`begin` numbered."""
         place = number % _ENTRIES * _ENTRY.size
         if self._memory[place : place + 8] == (number + 1).to_bytes(8, "little"):
             _ENDED.pack_into(self._memory, place + _ENDED_AT, monotonic())
@@ -88,7 +89,7 @@ class FlightRecord:
 
     @staticmethod
     def of_process(pid: int, descriptor: int) -> list[Entry]:
-        """Those of another process of this host; none if it cannot be read."""
+        """The entries of another process of this host; none if it cannot be read."""
         if descriptor < 0:
             return []
         try:
@@ -100,7 +101,7 @@ class FlightRecord:
 
 @cache
 def flight_record() -> FlightRecord:
-    """That of this process; a forked child begins one of its own."""
+    """The flight record of this process; a forked child begins a new one."""
     return FlightRecord()
 
 

@@ -17,7 +17,7 @@ from shardrec import native, shard
 from shardrec.errors import ConfigError
 from shardrec.ids import DynamicIds
 from shardrec.layout import Topology
-from shardrec.portable.frozen import FrozenMaps
+from shardrec.portable.frozen_ids import FrozenMaps
 from shardrec.serve import load_package, package, quantize
 from tests.ids.oracle import DIM, ROWS, Batches, dynamic_step, kjt, model_of, raw_batches
 from tests.plans import cut_plan, randoms

@@ -1,6 +1,6 @@
-"""Fused optimizers row by row in torch, for what fbgemm's kernels cannot do.
+"""Fused optimizers that update rows in torch, for cases that fbgemm's kernels do not support.
 
-Used where :func:`shardrec.lookup.kernels.has_fused_kernel` says that they have no exact backward, for rowwise Adagrad
+They are used if :func:`shardrec.lookup.kernels.has_fused_kernel` is False, for rowwise Adagrad
 on a table cut by columns (whose mean square is over the whole row, of which a rank holds a part) and for replicated
 tables (whose gradient is complete only after the all-reduce). States are float32, and so is the update; the rows of a
 16-bit table are rounded to nearest when they are written back. The rules are those of :mod:`torch.optim` and
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from shardrec import native
 from shardrec.lookup.bank import RowGradient, WidthClass
+from shardrec.lookup.native_kernel import RULES
 from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
-from shardrec.lookup.own_kernel import RULES
 
 __all__ = ["RowOptimizer"]
 
@@ -27,7 +27,7 @@ class RowOptimizer:
     """The states of some tables' optimizer, and its step on some of their rows.
 
     Args:
-        classes: whose weights are updated in place.
+        classes: the width classes whose weights are updated in place.
         tables: number of tables in the classes.
         optimizer: rule and settings.
 
@@ -71,8 +71,8 @@ class RowOptimizer:
 
         Args:
             gradients: distinct rows and their gradients, :meth:`decayed`.
-            mean_squares: rowwise Adagrad's mean square (U,) of each row's gradient, where it is not the mean over the
-                columns at hand.
+            mean_squares: rowwise Adagrad's mean square (U,) of each row's gradient, if it is not the mean over the
+                columns of ``gradients``.
         """
         self.step_count += 1
         squares: Sequence[Tensor | None] = mean_squares or [None] * len(gradients)

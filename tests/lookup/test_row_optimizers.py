@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shardrec.lookup.bank import RowGradient, WidthClass
 from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
-from shardrec.lookup.rows import RowOptimizer
+from shardrec.lookup.row_optimizers import RowOptimizer
 from tests.plans import randoms
 
 OPTIMIZERS = [

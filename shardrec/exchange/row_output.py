@@ -1,4 +1,4 @@
-"""The output exchange without pooling: one row per id back to the rank that asked, in one all-to-all each way.
+"""The output exchange without pooling: one row per id for the requesting rank, in one all-to-all each way.
 
 Shapes: N_sent ids that this rank sent, M rows of the output, D columns of the output, n rows of a lookup group, w
 columns of its shards, W ranks, S slots of all ranks, u columns of a unit (here of columns; a route's unit is of ids).
@@ -8,8 +8,8 @@ columns of its shards, W ranks, S slots of all ranks, u columns of a unit (here 
     rows of a shard, slot after slot, in a slot rank after rank ── reorder ──► rank after rank ── all-to-all ──►
     rows in the order in which the ids were sent ── scatter by unit ──► output (M, D)
 
-The output is scattered in units of u columns, u the greatest width that divides every shard's columns, so that a table
-cut by columns needs no step of its own.
+The output is scattered in units of u columns, the greatest width that divides every shard's columns, so that a table
+cut by columns needs no additional step.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SOURCES = 64  # as in shardrec.exchange.payload
 
 
 class RowExchange:
-    """Sends rows to the ranks that asked for them and puts each in its place.
+    """Sends rows to the requesting ranks, and scatters received rows into the output.
 
     Args:
         route: of the ids; each group's shards have one width.
@@ -77,11 +77,11 @@ class RowExchange:
         self.rank_major = lru_cache(maxsize=_SOURCES)(self._new_rank_major)
 
     def stream(self, rows: Sequence[Tensor], asked: ShardInput, sent: Sequence[Sequence[int]]) -> Stream:
-        """What this rank sends and receives.
+        """The stream that this rank sends, with the shapes that it receives.
 
         Args:
             rows: per group, (n, w) float32, slot-major.
-            asked: what the ranks asked for, whose rows these are.
+            asked: the ids that the ranks requested, whose rows these are.
             sent: per rank, the number of ids of each group that this rank sent to it.
         """
         flat = torch.zeros(0, device=self._device)
@@ -94,7 +94,7 @@ class RowExchange:
         )
 
     def targets(self, sent: SentIds, starts: Sequence[int]) -> Tensor:
-        """Where in the output each unit goes that comes back, (units of the received rows,) int64.
+        """The output unit of each received unit, (units of the received rows,) int64.
 
         Args:
             sent: the local batch.
@@ -119,7 +119,7 @@ class RowExchange:
         Returns:
             (M, D) float32.
         """
-        output: Tensor = _Place.apply(  # type: ignore[no-untyped-call]
+        output: Tensor = _PutRows.apply(  # type: ignore[no-untyped-call]
             self, flight, stream, target, output_rows, *flight.blocks(stream)
         )
         return output
@@ -149,7 +149,7 @@ class RowExchange:
 def unit_targets(
     positions: Tensor, slot_ids: Tensor, firsts: Tensor, slot_units: Tensor, units: int, total: int
 ) -> Tensor:
-    """Where in the output each received unit goes. TorchScript compiles it, too; it reads no value.
+    """The output unit of each received unit. TorchScript also compiles it; it reads no value.
 
     Args:
         positions: (N_sent,) int64, position of each sent id, in order of travel.
@@ -200,7 +200,7 @@ class _Pack(torch.autograd.Function):
         return None, None, *gradients
 
 
-class _Place(torch.autograd.Function):
+class _PutRows(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: FunctionCtx,
@@ -229,6 +229,6 @@ class _Place(torch.autograd.Function):
         for view, target in zip(views, targets, strict=True):
             torch.index_select(units, 0, target, out=view.view(-1, exchange.unit))
             if exchange.mean_over > 1:
-                # The mean over ranks: see shardrec.exchange.output.
+                # The mean over ranks: see shardrec.exchange.pooled_output.
                 view.div_(exchange.mean_over)
         return None, None, None, None, None, *views

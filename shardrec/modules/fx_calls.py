@@ -1,7 +1,7 @@
 """Sharded modules in ``torch.fx`` graphs: one node each, as torch's own modules are.
 
-A tracer goes into the forward of whatever it does not know. What a sharded module does there (checks, collectives) is
-no part of a graph; so its forward, when it is called with a tracer's values, records the call itself.
+A tracer traces into the forward of every module that it does not know. The work of a sharded module there (checks,
+collectives) cannot be part of a graph; so its forward, when it is called with a tracer's values, records the call.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["recorded_call"]
 
 @left_alone
 def recorded_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.fx.Proxy | None:
-    """The value of a module's call in the graph that is being traced; None if the arguments are no tracer's.
+    """The value of a module's call in the graph that is being traced; None if no argument is a tracer's.
 
     Raises:
         ConfigError: if the module is itself what is traced.

@@ -1,13 +1,14 @@
-"""Rows to bytes.
+"""Conversion of rows to the bytes of a weight format.
 
 Shapes: n rows, w columns, b bytes of a row (see :class:`shardrec.serve.format.WeightFormat`).
 
 [Note: half a scale]
 A column of a quantized row is off by half the row's scale at most. For that to hold of the scale and bias that are
 stored, and these are float16, they are chosen first: the bias is the least value rounded down, the scale the rest of
-the range in so many steps rounded up. fbgemm's own conversion to INT8 rounds both to nearest afterwards, so that a row
-of values near 1 that differ by thousandths is off by many scales. The codes are made by fbgemm's operator, from the row
-less its bias and the range given by the scale; what it computes in float32 adds less than a thousandth of a scale.
+the range divided by the number of steps, rounded up. fbgemm's own conversion to INT8 rounds both to nearest afterwards,
+so that a row of values near 1 that differ by thousandths is off by many scales. The codes are made by fbgemm's
+operator, from the row less its bias and the range given by the scale; what it computes in float32 adds less than a
+thousandth of a scale.
 
 [Note: columns on several ranks]
 Scale and bias are those of the whole row. A shard of some of its columns is given the whole row's least and greatest

@@ -1,8 +1,8 @@
-"""What servers tell each other in an update: sums of squares of rows whose columns are on several of them.
+"""The collectives between servers in an update, for sums of squares of rows whose columns are on several servers.
 
 Rowwise Adagrad needs the mean square of whole rows (:mod:`shardrec.lookup.whole_rows`). Each server makes the updates
-of a training run in the order in which the trainers pushed them, so that two that wait for each other are at the same
-one. It is the server's own thread that waits; the RPC threads put what comes into a box and answer.
+of a training run in the order in which the trainers pushed them, so that servers that wait for each other make the same
+update. The server's own thread waits; the RPC threads store received rows and answer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import rpc
 
 from shardrec.errors import PeerError
-from shardrec.exchange.collectives import Collectives, Later, Pending, Streams, joined
+from shardrec.exchange.collectives import Collectives, Later, Pending, StreamSizes, joined
 
 __all__ = ["ServerCollectives"]
 
@@ -26,7 +26,7 @@ _Key = tuple[int, int, int, int]
 
 
 class ServerCollectives(Collectives):
-    """The collectives of a server: nothing but what is said above.
+    """The collectives of a server, of which it only needs :meth:`send`.
 
     Args:
         rank: of the plan, whose shards this server holds.
@@ -50,8 +50,8 @@ class ServerCollectives(Collectives):
         """An update begins.
 
         Args:
-            update: its run and number, alike on all servers.
-            deadline: on the monotonic clock, for what the others have to tell.
+            update: its run and number, the same on all servers.
+            deadline: time limit on the monotonic clock, for the others' sums.
         """
         self._update, self._deadline, self._exchanges = update, deadline, 0
         with self._came:
@@ -65,7 +65,7 @@ class ServerCollectives(Collectives):
             self._came.notify_all()
 
     def send(
-        self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str, streams: Streams | None = None
+        self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str, streams: StreamSizes | None = None
     ) -> Pending:
         assert what == "row norm", f"a server takes no part in the {what} exchange"
         self._exchanges += 1

@@ -1,4 +1,4 @@
-"""Saved ids under another plan, or in a table of another size: a pure function of records."""
+"""Restores saved ids under another plan, or in a table of another size, as a pure function of records."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from shardrec.ids.id_map import FALLBACK
 from shardrec.ids.options import Evict
 from shardrec.layout import Shard, TableLayout
 
-__all__ = ["Placed", "placed"]
+__all__ = ["RestoredIds", "restored_ids"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placed:
-    """The ids of a row block, and where their rows come from.
+class RestoredIds:
+    """The ids of a row block, and the saved rows of each.
 
     Args:
         records: (R, 3) int64 of the block's map.
         sources: (k,) int64, saved rows of the table, ascending.
         targets: (k,) int64, rows of the block.
-        fallback: how many rows are of the fallback, the block's first ones; 0 if the saved blocks have another number.
-        shares: of them, per saved block that the block overlaps its first row, and its share: they become its mean.
-        in_place: every row of the block, free ones too, is the saved one of the same number.
-        lost: ids that there is no row for.
+        fallback: number of fallback rows, the block's first ones; 0 if the saved blocks have a different number.
+        shares: for each saved block that the block overlaps, its first row and its share in the mean that the fallback
+            rows become.
+        in_place: every row of the block, including free ones, is the saved row of the same number.
+        lost: number of ids without a row.
     """
 
     records: Tensor
@@ -39,7 +40,7 @@ class Placed:
     shares: tuple[tuple[int, float], ...] = ()
 
 
-def placed(
+def restored_ids(
     saved: Sequence[tuple[int, Tensor]],
     old_rows: int,
     fresh: Tensor,
@@ -47,24 +48,24 @@ def placed(
     layout: TableLayout,
     evict: Evict,
     step: int,
-) -> Placed:
-    """Give the saved ids of a row block their rows.
+) -> RestoredIds:
+    """Assign rows to the saved ids of a row block.
 
     Args:
         saved: the saved blocks that it overlaps, by their first rows; records (n, 3).
-        old_rows: of the table as it was saved.
+        old_rows: number of rows of the table as it was saved.
         fresh: (R, 3) records of the block's map without ids.
         shard: the block.
         layout: of its table.
-        evict: which ids are left out first where there are too few rows.
-        step: that was saved.
+        evict: which ids are left out first if there are too few rows.
+        step: the step that was saved.
     """
     if len(saved) == 1 and saved[0][0] == shard.row_start and saved[0][1].shape == fresh.shape:
         records = saved[0][1]
         if torch.equal(records[:, 1].clamp(max=0), fresh[:, 1]) and bool(_mine(records, shard, layout).all()):
             rows = torch.arange(fresh.size(0))
             sources = rows + shard.row_start
-            return Placed(records=records, sources=sources, targets=rows, in_place=True, lost=0)
+            return RestoredIds(records=records, sources=sources, targets=rows, in_place=True, lost=0)
     empty = fresh.new_empty((0, 3))
     records = torch.cat([empty, *(one for _, one in saved)])
     rows = torch.cat([empty[:, 0], *(torch.arange(one.size(0)) + start for start, one in saved)])
@@ -79,7 +80,7 @@ def placed(
     fallback = int((fresh[:, 1] == FALLBACK).sum())
     if any(int((one[:, 1] == FALLBACK).sum()) != fallback for _, one in saved):
         fallback = 0
-    return Placed(
+    return RestoredIds(
         records=placed_records,
         sources=rows[chosen],
         targets=free,

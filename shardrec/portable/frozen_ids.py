@@ -46,10 +46,10 @@ class FrozenMaps(nn.Module):
         owners = torch.cat([salts[:0], *(torch.full_like(one, number) for number, one in enumerate(ids))])
         rows = torch.cat([salts[:0], *used])
         # One entry more, of no map, so that there is one to look at.
-        last, nobody = torch.tensor([2**63 - 1]), torch.tensor([-1])
+        last, no_map = torch.tensor([2**63 - 1]), torch.tensor([-1])
         self.keys = torch.cat([keys, last]).to(device)
-        self.owners = torch.cat([owners[order], nobody]).to(device)
-        self.rows = torch.cat([rows[order], nobody]).to(device)
+        self.owners = torch.cat([owners[order], no_map]).to(device)
+        self.rows = torch.cat([rows[order], no_map]).to(device)
         self.salts = salts.to(device)
         fallback = [one.options.fallback_rows for one in known]
         self.fallback_rows = torch.tensor([*fallback, 0], dtype=torch.int64, device=device)

@@ -1,9 +1,10 @@
-"""When a backward begins, and that one raises on this rank while the others wait for its gradients: they are told.
+"""Notices when a backward begins, and tells the other ranks if it raises here while they wait for its gradients.
 
 [Note: how a backward that raises is noticed]
-autograd calls nobody when a node raises. But what is queued as a callback of a backward lives as long as that backward:
-it is called when all nodes are done, and dropped without a call when one has raised. It is dropped before the exception
-is Python's, so the text is read one step later, by a trace function of the frame in which the exception then appears.
+autograd has no hook for a node that raises. But a queued callback of a backward lives as long as that backward: it is
+called when all nodes are done, and freed without a call when a node has raised. It is freed before the exception is
+converted to Python, so its text is read one step later, by a trace function of the frame in which the exception then
+appears.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ __all__ = ["BackwardWatch", "weak_hook"]
 def weak_hook(method: Callable[[Any], None]) -> Callable[[Any], None]:
     """A hook of a parameter that calls a method while its object lives.
 
-    torch keeps each parameter alive that ``apply_optimizer_in_backward`` was given, with its hooks: a bound method as a
-    hook would keep the model alive.
+    torch keeps each parameter passed to ``apply_optimizer_in_backward`` alive, with its hooks: a bound method as a hook
+    would keep the model alive.
     """
     weak = WeakMethod(method)
 
@@ -44,7 +45,8 @@ class BackwardWatch:
     """Notices backwards that begin, and those that raise.
 
     Args:
-        tell: called with what happened, in words, unless all ranks raise the same (:class:`ShardrecError`).
+        tell: called with a text that says what happened, unless all ranks raise the same error
+            (:class:`ShardrecError`).
         begins: called in each backward, at its first step in the model.
     """
 
@@ -61,7 +63,7 @@ class BackwardWatch:
             node.register_prehook(lambda _: self.begin())
 
     def begin(self) -> None:
-        """Watch the backward that calls this, from its first call on."""
+        """Watch the running backward; call it inside a backward. Only its first call in each backward has an effect."""
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task = task

@@ -1,4 +1,4 @@
-"""Waits put into a TorchScript graph, each just before the first use of its value."""
+"""Inserts waits into a TorchScript graph, each just before the first use of its value."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from shardrec.scripting.flow import Flow, Need, NodePlan, Plan, Use
 from shardrec.scripting.shapes import Shape
 from shardrec.scripting.types import pending_type
 
-__all__ = ["place_waits"]
+__all__ = ["insert_waits"]
 
 # Per pending value, by its number: what the wait gave, where that is known to have run.
 _Waited = MutableMapping[int, Value]
 
 
-def place_waits(graph: Graph) -> None:
+def insert_waits(graph: Graph) -> None:
     """Moves each deferred wait of a graph to where the value is used.
 
     Args:
@@ -43,7 +43,7 @@ def place_waits(graph: Graph) -> None:
 
 
 def _drop_marks(graph: Graph) -> None:
-    """Takes out what marked the deferred waits, and ``shardrec.wait(value)``, before which the wait stands by now."""
+    """Remove the marks of deferred waits, and ``shardrec.wait(value)``, before which a wait was inserted."""
     for nowait in graph.findAllNodes("prim::awaitable_nowait"):
         uses = nowait.output().uses()
         if len(uses) == 1 and uses[0].user.kind() == "prim::awaitable_wait":

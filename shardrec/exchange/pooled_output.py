@@ -1,4 +1,4 @@
-"""A pooled module's part of the output exchange: its rows by rank, and the output put together from the blocks.
+"""A pooled module's part of the output exchange: it lays its rows out by rank and assembles the output from blocks.
 
 Shapes: B local batch, B_all the batches of all ranks, D_q pooled columns on rank q, D output columns, W ranks.
 
@@ -8,14 +8,14 @@ Shapes: B local batch, B_all the batches of all ranks, D_q pooled columns on ran
     gradient of pooled     ◄── all-to-all ── gradients of the blocks, over W    ◄──────────── gradient (B, D)
 
 [Note: the mean over ranks]
-As in DistributedDataParallel, the gradient of a shard is the mean over ranks of what their losses ask for, so that a
+As in DistributedDataParallel, the gradient of a shard is the mean over ranks of their losses' gradients, so that a
 mean loss on each rank trains as the mean over the global batch would. The division happens where the gradient is
-written for sending. Replicated tables are left to the dense part's all-reduce, which averages too.
+written for sending. The gradients of replicated tables are averaged by the dense part's all-reduce.
 
 [Note: slots with a batch size each]
-On this rank and on the one that looks up, such a slot's column has the rows of the largest slot, the rest being empty
-bags. Only a slot's own rows travel, column after column: ``Ragged`` takes the others out and puts zeros back. Sums over
-a host's ranks (:mod:`shardrec.exchange.hosts`) travel with all the rows.
+On this rank and on the one that looks up, the columns of each slot have as many rows as the largest slot; the
+additional bags are empty. Only a slot's own rows travel, slot after slot: ``Ragged`` removes the others and inserts
+zeros again. Sums over a host's ranks (:mod:`shardrec.exchange.hosts`) travel with all the rows.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = ["OutputExchange"]
 
 
 class OutputExchange:
-    """Lays out pooled rows for the ranks that asked for them, and puts columns in the unsharded order.
+    """Lays out pooled rows for the requesting ranks, and puts columns in the unsharded order.
 
     Args:
         route: of the ids.
@@ -50,7 +50,7 @@ class OutputExchange:
         mean_over: number of ranks whose mean the gradients are; default: all.
 
     Attributes:
-        hosts: the exchange inside hosts, where there is something to sum on any; else None.
+        hosts: the exchange inside hosts, if there is something to sum on any host; else None.
     """
 
     def __init__(
@@ -85,13 +85,13 @@ class OutputExchange:
         slot_sizes: Sequence[int] | None,
         sums: Sequence[Tensor] = (),
     ) -> Stream:
-        """What this rank sends and receives.
+        """The stream that this rank sends, with the shapes that it receives.
 
         Args:
             pooled: (B_all, D_mine) float32, rank after rank, without the columns that are summed on hosts.
-            asked: what the ranks asked for, and was looked up.
-            slot_sizes: (S,) batch size of each slot of all ranks in the local batch, where they differ.
-            sums: from :attr:`hosts`, if that is there.
+            asked: the ids that the ranks requested, which were looked up.
+            slot_sizes: batch size of each of the S slots of all ranks in the local batch, if they differ; else None.
+            sums: the sums from :attr:`hosts`, if that is not None.
         """
         flat, out = self.outgoing(pooled, asked, sums)
         size = asked.batch_sizes[self._rank]
@@ -102,12 +102,13 @@ class OutputExchange:
     def outgoing(
         self, pooled: Tensor, asked: ShardInput, sums: Sequence[Tensor] = ()
     ) -> tuple[Tensor, list[list[Shape]]]:
-        """What this rank sends to each rank (a server: to each request), one after the other, and its shapes.
+        """The rows that this rank sends to each rank (on a server: to each request), one after the other, and their
+        shapes.
 
         Args:
             pooled: as :meth:`stream` takes it.
-            asked: likewise.
-            sums: likewise.
+            asked: as :meth:`stream` takes it.
+            sums: as :meth:`stream` takes it.
         """
         mine = self.widths[self._rank]
         out: list[list[Shape]] = []
@@ -158,7 +159,7 @@ class OutputExchange:
         return output
 
     def sums_in(self, flats: Sequence[Tensor], size: int) -> list[Tensor]:
-        """(B, D_s) of each host: the end of what came from its rank at this rank's place on a host."""
+        """(B, D_s) of each host: the end of the block from its rank that has this rank's place on a host."""
         if self._sums is None:
             return []
         sums = []
@@ -197,7 +198,7 @@ class _Assembly:
     ragged: list[Ragged] | None
 
     def direct(self, flats: Sequence[Tensor]) -> list[Tensor]:
-        """What came of each rank's own columns: (B · D_q,), or, with a batch size per slot, less."""
+        """The part of each rank's block with its own columns: (B · D_q,), or less if batch sizes differ by slot."""
         if self.ragged is None:
             sizes = [self.size * width for width in self.exchange.widths]
         else:

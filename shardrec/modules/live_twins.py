@@ -1,8 +1,8 @@
 """Sharded collections as their operators (:mod:`shardrec.exchange.operators`): twins for TorchScript and torch.compile.
 
-They run in the process of the model, which does the work, and have all that it has. TorchScript runs ``forward``, which
-returns an ``Await``; tracers run ``traced``, whose value asks for its tensors at their first use, so that the calls
-before it share an exchange. What runs without shardrec is made of the twins in :mod:`shardrec.portable.bags`.
+They run in the model's process, call the model, and have every feature of it. TorchScript runs ``forward``, which
+returns an ``Await``; tracers run ``traced``, whose value gets its tensors at their first use, so that the calls before
+it share an exchange. Programs that run without shardrec use the twins in :mod:`shardrec.portable.bags`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from shardrec._torchscript import counts_of, list_of
 from shardrec.exchange.operators import Program
 from shardrec.exchange.route import Lookup
 from shardrec.modules.collection import ShardedCollection
-from shardrec.modules.late import Late, LateJaggedTensor, LateKeyedTensor
+from shardrec.modules.deferred import Deferred, DeferredJaggedTensor, DeferredKeyedTensor
 from shardrec.pending import Await, awaitable
 
 __all__ = ["LiveBags", "LiveSequences", "parameters_of"]
 
 
 def parameters_of(module: nn.Module) -> nn.Module:
-    """A module of nothing but another one's parameters, under their names."""
+    """A module that only holds another module's parameters, under their names."""
     holder = nn.Module()
     for name, parameter in module.named_parameters(recurse=False):
         holder.register_parameter(name, parameter)
@@ -35,14 +35,14 @@ def parameters_of(module: nn.Module) -> nn.Module:
 
 
 class _Live(nn.Module):
-    """What both twins have.
+    """Base of both twins.
 
     Args:
         collection: the eager module.
         results: see :class:`Program`.
     """
 
-    # What is for Python only, by the name under which torch.jit looks for it; it lives as long as the scripted module.
+    # Attributes for Python only, under the name that torch.jit looks for; they live as long as the scripted module.
     __jit_ignored_attributes__: ClassVar = ["program"]
 
     def __init__(self, collection: ShardedCollection, results: Callable[[Any], tuple[Tensor, Tensor, Tensor]]) -> None:
@@ -69,7 +69,7 @@ class _Live(nn.Module):
         self.number = state
 
     def begin(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
-        """Queue the lookup of the local batch; gives what the operators of its arrival take."""
+        """Queue the lookup of the local batch; returns the arguments of the operators that wait for it."""
         weights = features.weights_or_none() if self.weighted else None
         learned = False
         if weights is not None:
@@ -133,7 +133,7 @@ class LiveBags(_Live):
     @torch.jit.unused
     def traced(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """The same for a tracer."""
-        return LateKeyedTensor(Late(finish_bags, *self.queued(features)), self.keys, self.dims)
+        return DeferredKeyedTensor(Deferred(finish_bags, *self.queued(features)), self.keys, self.dims)
 
     def queued(
         self, features: KeyedJaggedTensor
@@ -181,11 +181,11 @@ class LiveSequences(_Live):
     @torch.jit.unused
     def traced(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """The same for a tracer."""
-        pending = Late(finish_sequences, *self.queued(features))
+        pending = Deferred(finish_sequences, *self.queued(features))
         lengths = lengths_by_key(features)
         keys = features.keys()
         return {
-            name: LateJaggedTensor(pending, name, lengths[keys.index(feature)])
+            name: DeferredJaggedTensor(pending, name, lengths[keys.index(feature)])
             for name, feature in zip(self.names, self.features, strict=True)
         }
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from shardrec.exchange.blocks import BlockExchange, BlocksInFlight
-from shardrec.exchange.output import OutputExchange
 from shardrec.exchange.payload import ShardInput
+from shardrec.exchange.pooled_output import OutputExchange
 from shardrec.exchange.route import output_pieces
 from shardrec.exchange.wire import QuantizedComms
 from tests.exchange.lookups import Case, random_case

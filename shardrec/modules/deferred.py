@@ -1,8 +1,8 @@
-"""Values in compiled code that are waited for at their first use.
+"""Deferred values: outputs in compiled code whose first use waits for them.
 
-An eager model gets a ``LazyAwaitable`` from a sharded module, which waits in ``__getattr__`` and the like, with locks
-and threads in mind. A tracer gets lost there. So compiled code gets values of the unsharded module's kind, whose
-methods ask for the tensors at their first use. In boundary mode that is a graph break::
+An eager model gets a ``LazyAwaitable`` from a sharded module, which waits in ``__getattr__`` and similar methods, with
+locks. A tracer cannot trace that. So compiled code gets values of the unsharded module's type, whose methods get the
+tensors at their first use. In boundary mode the first use is a graph break::
 
     compiled       x = bottom(dense)
     eager          emb = model.embeddings(ids)      graph break: the exchange is issued, and under way
@@ -10,11 +10,11 @@ methods ask for the tensors at their first use. In boundary mode that is a graph
     eager          emb.values()                     graph break: the first use waits
     compiled       top(y, emb.values())
 
-and in traced mode the place of an operator in the graph.
+and in traced mode it is the position of an operator in the graph.
 
 A dict of rows per id is waited for at once in boundary mode. Models take it apart in loops, and dynamo gives up on a
-whole function that has a graph break in a loop. (So, too, where the *first* use of a KeyedTensor is in a loop: take
-``.values()`` or ``.to_dict()`` before it.)
+whole function that has a graph break in a loop. (The same happens if the *first* use of a KeyedTensor is in a loop:
+call ``.values()`` or ``.to_dict()`` before it.)
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from typing import Any
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
-__all__ = ["Late", "LateJaggedTensor", "LateKeyedTensor"]
+__all__ = ["Deferred", "DeferredJaggedTensor", "DeferredKeyedTensor"]
 
 
-class Late:
-    """A module's output, which a function gives at its first use.
+class Deferred:
+    """A module's output, which a function computes at its first use.
 
     Args:
         function: called once.
@@ -48,8 +48,8 @@ class Late:
         return self._output
 
 
-class LateKeyedTensor(KeyedTensor):  # type: ignore[misc]  # torchrec has no types
-    """A KeyedTensor whose values are waited for when they are first asked for.
+class DeferredKeyedTensor(KeyedTensor):  # type: ignore[misc]  # torchrec has no types
+    """A KeyedTensor whose first use waits for its values.
 
     Args:
         pending: of the KeyedTensor.
@@ -57,9 +57,9 @@ class LateKeyedTensor(KeyedTensor):  # type: ignore[misc]  # torchrec has no typ
         dims: columns of each key.
     """
 
-    def __init__(self, pending: Late, keys: list[str], dims: list[int]) -> None:
-        # What KeyedTensor's own would set, less the values: dynamo of torch 2.11 does not call a property's setter, and
-        # takes what was assigned for the property's value.
+    def __init__(self, pending: Deferred, keys: list[str], dims: list[int]) -> None:
+        # The attributes that KeyedTensor's __init__ sets, without the values: dynamo of torch 2.11 does not call a
+        # property's setter, and uses the assigned value instead of the property.
         self._pending = pending
         self._keys = keys
         self._length_per_key = dims
@@ -78,8 +78,8 @@ class LateKeyedTensor(KeyedTensor):  # type: ignore[misc]  # torchrec has no typ
         return self.values()
 
 
-class LateJaggedTensor(JaggedTensor):  # type: ignore[misc]  # torchrec has no types
-    """A JaggedTensor whose values are waited for when they are first asked for.
+class DeferredJaggedTensor(JaggedTensor):  # type: ignore[misc]  # torchrec has no types
+    """A JaggedTensor whose first use waits for its values.
 
     Args:
         pending: of the dict that it is in.
@@ -87,8 +87,8 @@ class LateJaggedTensor(JaggedTensor):  # type: ignore[misc]  # torchrec has no t
         lengths: (B,) rows of each sample.
     """
 
-    def __init__(self, pending: Late, name: str, lengths: Tensor) -> None:
-        # What JaggedTensor's own would set, less the values: see LateKeyedTensor.
+    def __init__(self, pending: Deferred, name: str, lengths: Tensor) -> None:
+        # The attributes that JaggedTensor's __init__ sets, without the values: see DeferredKeyedTensor.
         self._pending = pending
         self._name = name
         self._lengths = lengths

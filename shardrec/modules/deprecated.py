@@ -1,4 +1,4 @@
-"""Former parameters of :func:`shardrec.shard`, which work until the release after 0.1."""
+"""Deprecated parameters of :func:`shardrec.shard`, which work until the release after 0.1."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _OF_SERVERS = ("staleness", "timeout_s")
 
 
 def records_of(replicas: Any, servers: Any, former: Mapping[str, Any]) -> tuple[Replicas | None, Servers | None]:
-    """The records that a call of :func:`shardrec.shard` asks for, with a warning that names them if it is a former one.
+    """The records for the arguments of :func:`shardrec.shard`, with a warning that names them if these are deprecated.
 
     Raises:
-        TypeError: for a parameter that never was; for a former one beside the record that has it now.
+        TypeError: for an unknown parameter; for a deprecated one together with the record that replaces it.
         ConfigError: for ``sync_every`` without replicas.
     """
     for name in former:

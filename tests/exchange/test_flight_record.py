@@ -8,7 +8,7 @@ import pickle
 import pytest
 
 from shardrec.errors import PeerError
-from shardrec.exchange.flight import FlightRecord, flight_record
+from shardrec.exchange.flight_record import FlightRecord, flight_record
 
 
 def test_the_last_collectives_in_order() -> None:

@@ -1,6 +1,6 @@
-"""What ranks tell each other besides tensors: pickled, and read without running anything that a pickle could name.
+"""Pickles of plain data between ranks, which are read without running any function that a pickle could name.
 
-Whoever can write to the ranks' store, or takes a rank's place in it, can give wrong data, but no code to run.
+An attacker who can write to the ranks' store, or takes a rank's place, can send wrong data, but cannot run code.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """The value of each rank, on every rank; every rank calls it.
 
     Args:
-        value: of what :func:`load` reads.
+        value: of the types that :func:`load` reads.
         group: default: the default group.
 
     Raises:
@@ -49,14 +49,14 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 
 def dump(value: Any) -> bytes:
-    """As bytes, for :func:`load`."""
+    """Pickle a value for :func:`load`."""
     buffer = io.BytesIO()
     _Pickler(buffer).dump(value)
     return buffer.getvalue()
 
 
 def load(data: bytes) -> Any:
-    """Plain values, paths, dtypes, tree specs, enums, named tuples, and shardrec's own data classes and errors.
+    """Read plain values, paths, dtypes, tree specs, enums, named tuples, and shardrec's own data classes and errors.
 
     Raises:
         PeerError: for anything else.
@@ -65,7 +65,7 @@ def load(data: bytes) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """One whose tree specs can be unpickled without torch's warning about the class of their leaves."""
+    """A pickler whose tree specs can be unpickled without torch's warning about the class of their leaves."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, TreeSpec) and obj.is_leaf():
@@ -84,12 +84,12 @@ class _Unpickler(pickle.Unpickler):
             return value
         raise PeerError(
             f"a rank sent {module}.{name}, which is no plain data: give plain keys and containers to pipeline stages, "
-            "and see that nobody but the job's ranks reaches their store"
+            "and make sure that only the job's ranks can reach their store"
         )
 
 
 def _is_data(kind: type) -> bool:
-    """Whether to make objects of this class does nothing else."""
+    """Whether creating objects of this class has no side effect."""
     in_package = kind.__module__.startswith("shardrec.")
     return (
         kind in _BUILTINS

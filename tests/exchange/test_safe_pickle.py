@@ -18,7 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from shardrec.checkpoint.files import SavedFile
 from shardrec.checkpoint.manifest import Manifest
 from shardrec.errors import CheckpointError, PeerError
-from shardrec.exchange.plain import dump, gather, load
+from shardrec.exchange.safe_pickle import dump, gather, load
 from shardrec.pipeline.message import Failure
 from tests.ranks import ranks
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardrec.errors import AnomalyError
-from shardrec.exchange.backward import BackwardWatch
+from shardrec.exchange.backward_watch import BackwardWatch
 
 
 class _Raise(torch.autograd.Function):
