@@ -14,7 +14,7 @@ from shardrec.layout import ShardingPlan, Topology
 from shardrec.modules import ShardedEmbeddingBagCollection
 from tests.batches import random_bags
 from tests.models import feature_rows, table_sizes
-from tests.modules.parity import local_part
+from tests.modules.tables import local_part
 from tests.plans import CUTS
 
 __all__ = [

@@ -29,7 +29,7 @@ from tests.modules.faults import (
     plan_of,
     rebuilt,
 )
-from tests.modules.parity import assert_weights_equal
+from tests.modules.tables import assert_weights_equal
 from tests.plans import random_plan
 from tests.ranks import ranks
 

@@ -22,7 +22,7 @@ from shardrec.modules.initial import first_values
 from shardrec.pending import LazyAwaitable
 from tests.batches import random_bags
 from tests.models import OPTIMIZERS, collection, feature_rows, random_configs, table_sizes
-from tests.modules.parity import assert_weights_equal, local_part
+from tests.modules.tables import assert_weights_equal, local_part
 from tests.plans import CUTS, cut_plan, random_plan, topologies_of
 from tests.ranks import ranks
 

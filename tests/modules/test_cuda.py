@@ -20,7 +20,7 @@ from shardrec.modules import ShardedModel, shard
 from tests.batches import Bags, joined, random_bags
 from tests.cuda_ranks import DEVICES, WORLDS, cuda_ranks
 from tests.models import OPTIMIZERS, click_model, collection, feature_rows, random_configs, table_sizes
-from tests.modules.parity import local_part
+from tests.modules.tables import local_part
 from tests.plans import CUTS, cut_plan, random_plan
 
 pytestmark = pytest.mark.skipif(DEVICES == 0, reason="needs a CUDA device, and this machine has none")

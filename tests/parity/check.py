@@ -20,8 +20,9 @@ from shardrec.layout import Shard
 from shardrec.modules import ShardedModel, shard
 from shardrec.modules.collection import ShardedCollection
 from tests.batches import random_bags, random_sizes_bags
+from tests.executors import executed
 from tests.models import OPTIMIZERS
-from tests.modules.parity import local_part
+from tests.modules.tables import local_part
 from tests.parity.cases import Case, Cell
 from tests.parity.reference import Reference, dense_optimizers, dtype_of, lookups, outputs, tables_of, unsharded
 from tests.parity.wire import WireBounds
@@ -77,7 +78,12 @@ class Comparison:
         first = [tables_of(source)[cell.name].weight.detach().clone() for cell in case.cells]  # type: ignore[operator,union-attr]
         self.reference = Reference(case, first)
         comms = QuantizedComms(output=case.comms, gradient=case.comms)
+        if case.meta:
+            source = unsharded(case, device="meta")
+        torch.manual_seed(case.seed)
         self.model: ShardedModel = shard(source, case.plan(), dedup=case.dedup, comms=comms)
+        self.run_model = executed(self.model, "eager" if case.executor == "portable" else case.executor)
+        self.portable = executed(self.model, "portable") if case.executor == "portable" else None
         collection = self.model.module
         assert isinstance(collection, ShardedCollection)
         self.tables = [collection.tables()[cell.name] for cell in case.cells]
@@ -112,8 +118,19 @@ class Comparison:
         features, samples = self._batch(step)
         given, weights = self._with_weights(features)
         same, same_weights = self._with_weights(features)
-        output = outputs(case, self.model, given)
+        if self.portable is not None:
+            with torch.no_grad():
+                inferred = outputs(case, self.portable, given)
+        output = outputs(case, self.run_model, given)
         found = output.values
+        if any(value.dtype is not torch.float32 for value in found):
+            self._fault("all cells", f"step {step}: outputs are {[value.dtype for value in found]}")
+        if self.portable is not None:
+            for (cell, feature), one, other in zip(lookups(case), inferred.values, found, strict=True):
+                if not _close(one, other, torch.zeros(())):
+                    self._fault(cell.name, f"step {step}: {feature} of the portable program is off")
+            assert (inferred.keys, len(inferred.integers)) == (output.keys, len(output.integers))
+            assert all(torch.equal(*pair) for pair in zip(inferred.integers, output.integers, strict=True))
         generator = torch.Generator().manual_seed(1000 * case.seed + 10 * step + rank)
         flat = torch.cat([one.reshape(-1) for one in found])
         gradient = torch.randn(flat.shape, generator=generator)

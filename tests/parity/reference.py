@@ -32,15 +32,23 @@ def dtype_of(cell: Cell) -> torch.dtype:
     return TABLE_DTYPES[DTYPES[cell.dtype]]
 
 
-def unsharded(case: Case, *, reference: bool = False) -> EmbeddingBagCollection | EmbeddingCollection:
+def unsharded(
+    case: Case, *, reference: bool = False, device: str = "cpu"
+) -> EmbeddingBagCollection | EmbeddingCollection:
     """The collection to shard, with optimizers in backward; the reference has float32 tables and no optimizers."""
     torch.manual_seed(case.seed)
     made: EmbeddingBagCollection | EmbeddingCollection
     if case.pooled:
-        made = EmbeddingBagCollection(tables=case.bag_configs(reference=reference), is_weighted=case.weights != "none")
+        made = EmbeddingBagCollection(
+            tables=case.bag_configs(reference=reference),
+            is_weighted=case.weights != "none",
+            device=torch.device(device),
+        )
     else:
         need_indices = case.sizes == "one" or case.dedup
-        made = EmbeddingCollection(tables=case.sequence_configs(reference=reference), need_indices=need_indices)
+        made = EmbeddingCollection(
+            tables=case.sequence_configs(reference=reference), need_indices=need_indices, device=torch.device(device)
+        )
     if not reference:
         for cell in case.cells:
             choice = OPTIMIZERS[cell.optimizer]
