@@ -17,9 +17,12 @@ import pytest
 from hypothesis import strategies as st
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 
+from shardrec.exchange.bad_ids import OnBadId
+from shardrec.exchange.transport import Transport
 from shardrec.exchange.wire import WireType
 from shardrec.layout import ShardingPlan, TableLayout, Topology
 from tests.models import OPTIMIZERS
+from tests.parity.policies import POLICIES
 from tests.plans import CUTS, random_layout, topologies_of
 
 __all__ = [
@@ -101,6 +104,9 @@ class Case:
         comms: format in which output and gradient travel.
         executor: a key of ``tests.executors.EXECUTORS``.
         meta: the collection to be sharded is built on meta.
+        takes_bad_ids: ids outside their tables are looked up as zeros, wrapped, or errors, by their feature.
+        transport: as :func:`shardrec.shard` takes it.
+        in_torch: without the C++ operators.
         seed: of shapes, layouts, batches and first values.
     """
 
@@ -113,6 +119,9 @@ class Case:
     comms: WireType = "fp32"
     executor: str = "eager"
     meta: bool = False
+    takes_bad_ids: bool = False
+    transport: Transport = "auto"
+    in_torch: bool = False
     seed: int = 0
 
     def __str__(self) -> str:
@@ -155,6 +164,11 @@ class Case:
             for feature in features:
                 rows[feature] = min(shapes[table][0], rows.get(feature, shapes[table][0]))
         return rows
+
+    def policies(self) -> dict[str, OnBadId]:
+        """Of the features, where ids outside their tables are taken."""
+        keys = sorted(self.feature_rows()) if self.takes_bad_ids else []
+        return {key: POLICIES[number % len(POLICIES)] for number, key in enumerate(keys)}
 
     def plan(self) -> ShardingPlan:
         """A layout for each table."""
@@ -248,6 +262,9 @@ def every_cell(world_size: int, kind: Kind, sizes: str, *, by: str = "dtype", se
             dedup=kind.dedup,
             sizes=sizes,
             meta=number % 2 == 1,
+            takes_bad_ids=number % 3 == 1,
+            transport="group" if number % 3 == 2 else "auto",
+            in_torch=number % 4 == 3,
             seed=seed,
         )
 
@@ -268,6 +285,9 @@ def drawn_cases(draw: st.DrawFn) -> Case:
         sizes="one" if executor == "portable" else draw(st.sampled_from(SIZES)),
         executor=executor,
         meta=draw(st.booleans()),
+        takes_bad_ids=draw(st.booleans()),
+        transport=draw(st.sampled_from(["auto", "group"])),
+        in_torch=draw(st.booleans()),
         seed=draw(st.integers(0, 99)),
     )
 

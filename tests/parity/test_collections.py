@@ -59,8 +59,7 @@ def test_the_product_is_whole() -> None:
             ("eager", 4, Kind(pooled=False, dedup=True), "each"),
             ("live script", 2, Kind(weights="learned"), "each"),
             ("live script", 2, Kind(pooled=False, dedup=True), "one"),
-            ("traced", 2, Kind(weights="given"), "each"),
-            ("traced", 2, Kind(pooled=False), "one"),
+            ("traced", 2, Kind(weights="learned"), "each"),
             ("portable", 2, Kind(), "one"),
             ("portable", 2, Kind(pooled=False, dedup=True), "one"),
         },
@@ -81,7 +80,7 @@ def test_every_cell(executor: str, world_size: int, kind: Kind, sizes: str) -> N
         {
             *(("eager", pooled, *few) for pooled in (True, False) for few in [(1, "fp16"), (2, "bf16"), (4, "int8")]),
             ("live script", True, 2, "int8"),
-            ("traced", False, 2, "fp16"),
+            ("traced", True, 2, "fp16"),
         },
     ),
 )
