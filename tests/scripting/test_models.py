@@ -80,7 +80,7 @@ def parts() -> dict[str, Any]:
 
 MODELS = [
     pytest.param(lambda: DLRM(**parts()), 1, id="dlrm"),
-    # test_sharded_models.py has it on two ranks, test_crossnets.py its layers.
+    # tests/parity/test_models.py has it on two ranks, test_crossnets.py its layers.
     pytest.param(
         lambda: DLRM_DCN(**parts(), dcn_num_layers=2, dcn_low_rank_dim=4), 1, id="dcn", marks=pytest.mark.slow
     ),
