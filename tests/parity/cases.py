@@ -38,7 +38,6 @@ __all__ = [
     "all_cells",
     "drawn_cases",
     "every_cell",
-    "one_by_one",
     "some_of",
     "topology_of",
     "wire_cases",
@@ -311,18 +310,3 @@ def wire_cases(world_size: int, comms: WireType, *, pooled: bool, seed: int = 0)
             comms=comms,
             seed=seed,
         )
-
-
-def one_by_one(cut: str, topology: Topology, *, pooled: bool, seed: int) -> Iterator[Case]:
-    """The cells of one cut, each the only table of a collection, with whatever a collection can be asked for."""
-    for cell in all_cells(pooled=pooled, cuts=[cut]):
-        for option, sizes in product(WEIGHTS if pooled else (False, True), ("one", "each")):
-            yield Case(
-                cells=[cell],
-                topology=topology,
-                pooled=pooled,
-                weights=str(option) if pooled else "none",
-                dedup=option is True,
-                sizes=sizes,
-                seed=seed,
-            )

@@ -18,7 +18,6 @@ from tests.executors import EXECUTORS
 from tests.parity.cases import (
     FORMATS,
     KINDS,
-    MIXTURE,
     SIZES,
     WORLDS,
     Case,
@@ -26,13 +25,11 @@ from tests.parity.cases import (
     all_cells,
     drawn_cases,
     every_cell,
-    one_by_one,
     some_of,
     topology_of,
     wire_cases,
 )
 from tests.parity.check import check_all
-from tests.plans import CUTS, topologies_of
 from tests.ranks import ranks
 
 CELLS = {True: 270, False: 135}
@@ -92,7 +89,7 @@ def test_every_format_on_the_wire(executor: str, pooled: bool, world_size: int, 
 
 @given(case=drawn_cases())
 def test_a_drawn_collection(case: Case) -> None:
-    """Few tables, on any topology, by any executor but the compiler."""
+    """Few tables, on any topology and transport, by any executor but the compiler."""
     ranks(case.topology.world_size, check_all, [case], 3, hosts=case.topology.hosts)
 
 
@@ -104,14 +101,3 @@ def test_more_seeds(world_size: int, kind: Kind, seed: int) -> None:
     cases = [case for sizes in SIZES for case in every_cell(world_size, kind, sizes, seed=seed)]
     cases += [case for comms in FORMATS for case in wire_cases(world_size, comms, pooled=kind.pooled, seed=seed)]
     ranks(world_size, check_all, cases, 5, timeout=400)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("pooled", [True, False])
-@pytest.mark.parametrize("cut", [*CUTS, MIXTURE])
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_every_cell_alone(world_size: int, cut: str, pooled: bool) -> None:
-    """On every way to spread the ranks over hosts."""
-    for topology in topologies_of(world_size):
-        cases = list(one_by_one(cut, topology, pooled=pooled, seed=7))
-        ranks(world_size, check_all, cases, hosts=topology.hosts, timeout=200)
